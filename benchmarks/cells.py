@@ -13,25 +13,26 @@ from benchmarks.workloads import WHOLE
 MB = 1e6
 
 HOW_TO_READ = """\
-Median, and min .. max of the counted rounds. CPU is processor time of the subject's process until durable, or loaded.
-save, plain: until the subject said that it is finished. save, durable: until all files and directories are synced.
-x ours: their figure / ours of the same round; above 1 ours is better. "plain x ours" divides their save without the
-added fsync by our durable one. of raw: the time of the raw limit / their time; 1 is as fast as plain direct I/O,
-the faster of one thread and two. of raw_fresh: the same for a read into memory that is new, as that of new arrays is.
-extra memory: resident at the peak, beyond what was before; a load's has the loaded arrays in it. first: the same of the
-first save or load of the process (that round is in no other figure), and what of it was left at its end. from disk:
-bytes read, by bytes asked for.
+Median, and min .. max of the counted rounds. CPU: processor time of the subject's process until the save is durable,
+or the arrays are loaded. save, plain: until the subject reports that it is finished. save, durable: until all files
+and directories are synced. x ours: their time / our time in the same round; above 1, ours is faster. "plain x ours"
+divides their save without the additional fsync by our durable one. of raw: the time of the raw limit / their time; 1
+is as fast as plain direct I/O, the faster of one thread and two. of raw_fresh: the same for a read into new memory, as
+for new arrays. extra memory: resident memory at the peak minus that at the start; for a load it includes the loaded
+arrays. first: the same for the first save or load of the process (a round that no other figure includes), and what was
+left at its end. from disk: bytes read, relative to the bytes requested.
 """
 
 
 JOBS_TO_READ = """\
-Median, and min .. max of the counted rounds. All processes of a job begin at once; wall time is until the last of them
-is finished, CPU the processor time of all together. save, plain: until the subject said that it is finished. save,
-durable: until all files and directories are synced. x ours: their figure / ours of the same round; above 1 ours is
-better. of raw: the time of the raw limit, one file by direct calls of two threads of one process / their time. most by
-one: what the process that wrote most wrote, of what all did. read: what read calls gave to all processes together, by
-the bytes of the arrays: as they would come from storage for processes that share no page cache. from disk: what this
-one machine's disk gave of it: whoever reads through the page cache gets what another process has read from there.
+Median, and min .. max of the counted rounds. All processes of a job start together; wall time is until the last of
+them is finished, CPU the processor time of all. save, plain: until the subject reports that it is finished. save,
+durable: until all files and directories are synced. x ours: their time / our time in the same round; above 1, ours is
+faster. of raw: the time of the raw limit (one file, direct calls of two threads of one process) / their time. most by
+one: the largest amount written by one process, relative to the total. read: what read calls returned to all processes
+together, relative to the bytes of the arrays: what storage would deliver to processes that share no page cache. from
+disk: what the disk of this one machine delivered: a process that reads through the page cache gets what another
+process has read from there.
 """
 
 
@@ -135,7 +136,7 @@ def tables(record: WorkloadRecord, summary: Summary) -> list[TextTable]:
     for target, rows in summary.loads.items():
         onto = "" if target == WHOLE else f" of {target}" if target == "params" else f" onto {target}"
         asked = next(figures["asked_bytes"] for figures in rows.values())
-        title = f"{record.name}: load{onto} ({asked.median / MB:,.1f} MB asked for)" if asked else record.name
+        title = f"{record.name}: load{onto} ({asked.median / MB:,.1f} MB requested)" if asked else record.name
         made.append(_table(title, load_columns, rows))
     return made
 

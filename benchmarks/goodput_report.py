@@ -17,13 +17,14 @@ from benchmarks.spread import Spread
 PAGE, PLOT = "goodput.md", "goodput.png"
 
 HOW_TO_READ = """\
-useful time: undisturbed updates, as many as could be restored in the end, by all the time of the subject's processes.
-in one attempt: the same of each one, what it added to what could be restored. lost: updates that were done and were
-not there in the end, most of them done again. late: processes that were asked to leave and had not when the grace
-period was over. start: until the model was built. restore: from then until the loop began, with the data in its place;
-only where there was something to restore. resume: from the start of the process until its first update was complete.
-called: in calls of the library, what it waits for in them included. slower: what updates took longer than undisturbed
-ones, beside saves and at the begin of a process, where they are loaded from the cache of the compiler."""
+useful time: the number of updates that could be restored in the end, times the duration of an undisturbed update,
+divided by the total time of the subject's processes. in one attempt: the same for each attempt, by the updates that it
+added. lost: updates that were done and were missing in the end; most of them were repeated. late: processes that were
+asked to leave and had not left at the end of the grace period. start: until the model was built. restore: from then
+until the start of the loop, with the data in its place; only if there was something to restore. resume: from the start
+of the process until its first update was complete. called: in calls of the library, including its waits. slower: the
+additional time of updates compared with undisturbed ones, during saves and at the start of a process, where they are
+loaded from the compilation cache."""
 
 
 def tables(results: Mapping[str, Any]) -> list[TextTable]:
@@ -81,7 +82,7 @@ def _intervals(results: Mapping[str, Any]) -> TextTable:
         )
         for name, cost in results["costs"].items()
     ]
-    headings = ("subject", "a save costs the loop", "of it the call", "interval of Young and Daly")
+    headings = ("subject", "a save costs the loop", "of which the call", "interval of Young and Daly")
     return TextTable("measured before, without kills", headings, rows)
 
 
@@ -111,8 +112,8 @@ def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) 
     folder.mkdir(parents=True, exist_ok=True)
     goodput = {name: as_goodput(stored) for name, stored in results["goodput"].items()}
     goodput_plot.write(folder / PLOT, goodput)
-    lines = ["# Trainings that are killed", "", "Written by `benchmarks.goodput_report` from what was measured;"]
-    lines += ['[benchmarks.md](../explanation/benchmarks.md) says how, under "Goodput".', ""]
+    lines = ["# Trainings that are killed", "", "Written by `benchmarks.goodput_report`;"]
+    lines += ['[benchmarks.md](../explanation/benchmarks.md) describes the method, under "Goodput".', ""]
     lines += [f"- {line}" for line in cost_command.machine_lines(dict(machine))]
     lines += [f"- {line}" for line in checks(results)]
     lines += ["", f"![where the time went]({PLOT})"]

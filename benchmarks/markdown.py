@@ -10,7 +10,7 @@ from benchmarks.cells import TextTable
 from benchmarks.record import Record, WorkloadRecord
 from benchmarks.summary import summarise
 
-RESULTS, JOBS = ("results.md", "Results"), ("jobs.md", "Jobs of many processes")
+RESULTS, JOBS = ("results.md", "Results"), ("jobs.md", "Multi-process jobs")
 """Name and title of a page."""
 
 
@@ -32,7 +32,7 @@ def _page(record: Record, folder: Path, plots: Sequence[Path], title: str) -> li
     lines = [
         f"# {title}",
         "",
-        f"Written by `benchmarks.report`; {_explained(folder)} says what is measured.",
+        f"Written by `benchmarks.report`; {_explained(folder)} describes what is measured, and how.",
         "",
     ]
     lines += [f"- {line}" for line in cells.machine_lines(record)]
@@ -58,7 +58,7 @@ def _section(workload: WorkloadRecord) -> list[str]:
     notes = cells.absent(workload)
     notes += [f"warning: {warning}" for warning in summary.warnings]
     notes += [f"failed: {subject}: {reason.splitlines()[0]}" for subject, reason in workload.failed.items()]
-    before = f"load of the machine before: {workload.load_average:.2f}"
+    before = f"load average before: {workload.load_average:.2f}"
     notes.append(f"commit {workload.commit}; seed {workload.seed}; {before}")
     return [*lines, *(f"- {note}" for note in notes), ""]
 

@@ -17,10 +17,11 @@ from benchmarks.spread import Spread
 PAGE, PLOT = "overhead-budget.md", "overhead-budget.png"
 
 HOW_TO_READ = """\
-slowed down: wall time for an update in the blocks with saves, calls included, against the mean of the blocks without
-before and after, less one. by the policy: what it has measured itself, which it goes by. noise: an update in a block
-without saves against the one before. interval: from the begin of a save to that of the next, in the time of the loop
-with saves, which stands still during the blocks without. lasted: a save, until it was committed."""
+slowed down: wall time per update in the blocks with saves, including the calls, relative to the mean of the blocks
+without saves before and after, minus one. by the policy: its own measurement, on which it acts. noise: an update in a
+block without saves relative to the previous such block. interval: from the start of a save to that of the next, in the
+time of the loop with saves, which is stopped during the blocks without. lasted: the duration of a save until its
+commit."""
 
 
 def tables(results: Mapping[str, Any]) -> list[TextTable]:
@@ -67,7 +68,7 @@ def _phases(phases: Mapping[str, Any]) -> TextTable:
             )
         )
     costs = phases["costs"]
-    title = f"a disk that changes; in all slowed down by {costs['spent_s'] / costs['trained_s']:.2%}, by the policy"
+    title = f"a disk that changes; slowed down by {costs['spent_s'] / costs['trained_s']:.2%}, by the policy"
     return TextTable(title, ("disk", "seconds", "saves", "interval s", "lasted s"), rows)
 
 
@@ -91,8 +92,8 @@ def show(console: Console, machine: Mapping[str, Any], results: Mapping[str, Any
 def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
     """The page and its plot."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = ["# What a budget for saves really costs", "", "Written by `benchmarks.overhead_report` from what was"]
-    lines += ['measured; [benchmarks.md](../explanation/benchmarks.md) says how, under "Overhead budget".', ""]
+    lines = ["# The real cost of an overhead budget", "", "Written by `benchmarks.overhead_report`;"]
+    lines += ['[benchmarks.md](../explanation/benchmarks.md) describes the method, under "Overhead budget".', ""]
     lines += [f"- {line}" for line in cost_command.machine_lines(dict(machine))]
     lines += [f"- {line}" for line in _remarks(results)]
     if results["phases"]:

@@ -23,7 +23,7 @@ TORCH_PYTHON = Path(__file__).resolve().parent.parent / ".venv-torch" / "bin" / 
 
 JOBS = (*ROWS.values(), REPLICATED_JOB)
 
-ONE_DEVICE = dict.fromkeys(("sharded", "resharding"), "knows no arrays on several devices of one process")
+ONE_DEVICE = dict.fromkeys(("sharded", "resharding"), "does not support arrays on several devices of one process")
 VARIANT = dict.fromkeys(
     ("llama_stacked", "small_10k", "moe", "sharded", "resharding", "partial"),
     "a variant: measured on dense, llama and small",
@@ -34,8 +34,8 @@ SEE_OTHERS = {REPLICATED_JOB: "a variant: measured with arrays cut into rows"}
 SAVES_ALIKE = dict.fromkeys((ROWS[FEW], ROWS[MANY]), "differs from ours where processes need the same bytes")
 ONE_REPLICA = dict.fromkeys(ROWS.values(), "needs replicas, of which one reads")
 READS_ALL = {"partial": "reads the whole file"}
-WHOLE_STATES = {"partial": "restores whole states, or else objects one at a time"}
-LIMIT = {"resharding": "a mark without arrays: see sharded"}
+WHOLE_STATES = {"partial": "restores only whole states, or single objects"}
+LIMIT = {"resharding": "has no arrays to reshard: see sharded"}
 
 
 @dataclasses.dataclass(frozen=True)

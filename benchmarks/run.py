@@ -27,7 +27,7 @@ from benchmarks.workloads import Workload, workloads
 ROUNDS, QUICK_ROUNDS, FEWEST_ROUNDS = 5, 2, 5
 DISK_FACTOR = 4
 DEFAULT_DIRECTORY = Path(__file__).resolve().parent.parent / "build" / "bench"
-NOT_ASKED_FOR = "not asked for"
+NOT_ASKED_FOR = "not selected"
 QUICK_WORKLOADS = ("dense", "small", "sharded", "partial")
 
 progress = Console(stderr=True, highlight=False)

@@ -156,7 +156,7 @@ def _warnings(turns: Sequence[Turn]) -> list[str]:
             if load.notes.get("was_mapped"):
                 warnings.append(f"{load.row}: its files were still mapped before a load, so that load was not cold")
             if load.lazy_s > LAZY_FRACTION * load.load_s:
-                warnings.append(f"{load.row}: reads at first use; its load time is until every page was touched")
+                warnings.append(f"{load.row}: reads lazily; its load time is until every page was touched")
     return warnings
 
 
@@ -171,6 +171,6 @@ def _stolen(turns: Sequence[Turn]) -> list[str]:
     )
     of = collections.Counter((row, what) for row, what, _, _ in samples)
     return [
-        f"{row}: the host kept the processors from {count} of {of[row, what]} {what}"
+        f"{row}: the host took processor time from {count} of {of[row, what]} {what}"
         for (row, what), count in found.items()
     ]

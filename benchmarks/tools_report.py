@@ -1,4 +1,4 @@
-"""What looking and moving cost, as tables and a page: `python -m benchmarks.tools_report FILE.json`."""
+"""The cost of inspecting and converting, as tables and a page: `python -m benchmarks.tools_report FILE.json`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MIB = 1 << 20
 
 HOW_TO_READ = """\
 median, and smallest .. largest of the rounds; in a round each has its turn, in a process of its own, with nothing of
-the source in the page cache. x: seconds by those of the first row of the same round. memory: the most that the process
-had beyond what there was before, by the kernel's own mark; of a load with what it has loaded. Starts of Python and
-imports of libraries are left out, but for whole commands, which are timed from the shell to their end."""
+the source in the page cache. x: seconds relative to those of the first row in the same round. memory: the process's
+peak minus its memory at the start, measured by the kernel; for a load including the loaded arrays. The start of Python
+and the imports of libraries are left out, except for whole commands, which are timed from the shell to their end."""
 
 
 def tables(results: Mapping[str, Any]) -> list[TextTable]:
@@ -29,11 +29,10 @@ def tables(results: Mapping[str, Any]) -> list[TextTable]:
     size = results["size"]
     saved = size["arrays"] * size["array_bytes"] / 2**30
     found = [
-        _turns(f"{saved:.3g} GiB that Orbax {interface} has saved", turns)
-        for interface, turns in results["imports"].items()
+        _turns(f"{saved:.3g} GiB saved by Orbax {interface}", turns) for interface, turns in results["imports"].items()
     ]
     pair = size["pair_arrays"] * size["array_bytes"] / 2**30
-    found.append(_turns(f"two steps of {pair:.3g} GiB, each value of which differs", results["diff"]))
+    found.append(_turns(f"two steps of {pair:.3g} GiB, in which every value differs", results["diff"]))
     rows = [(name, _spread([1e3 * each for each in seconds])) for name, seconds in results["commands"].items()]
     found.append(TextTable("whole commands", ("jaxckpt", "ms"), rows))
     return found
@@ -63,8 +62,8 @@ def show(console: Console, machine: Mapping[str, Any], results: Mapping[str, Any
 def write(folder: Path, machine: Mapping[str, Any], results: Mapping[str, Any]) -> None:
     """The page."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = ["# What looking and moving cost", "", "Written by `benchmarks.tools_report` from what `make bench-tools`"]
-    lines += ["measured.", ""]
+    lines = ["# The cost of inspecting and converting", ""]
+    lines += ["Written by `benchmarks.tools_report` from the measurements of `make bench-tools`.", ""]
     lines += [f"- {line}" for line in cost_command.machine_lines(dict(machine))]
     lines += figure_lines(tables(results), HOW_TO_READ)
     (folder / PAGE).write_text("\n".join(lines), encoding="utf-8")

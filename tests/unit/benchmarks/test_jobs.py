@@ -111,7 +111,7 @@ def test_the_command_measures_and_writes_a_page(tmp_path: Path, capsys: pytest.C
     where = ["--dir", str(tmp_path / "work"), "--json", str(tmp_path / "jobs.json"), "--page", str(tmp_path / "page")]
     jobs.main(["--quick", "--rounds", "1", "--only", ROWS[FEW], "--subjects", "raw,orbax_v0,ours", *where])
     page = (tmp_path / "page" / "jobs.md").read_text()
-    assert page.startswith("# Jobs of many processes")
+    assert page.startswith("# Multi-process jobs")
     for subject in ("raw", "orbax_v0", "ours"):
         assert f"\n| {subject} |" in page
     assert "rows_2: load" in capsys.readouterr().out

@@ -66,6 +66,6 @@ def test_a_subject_that_failed_is_named(tmp_path: Path, capsys: pytest.CaptureFi
 def test_whoever_has_no_turn_is_named_with_the_reason() -> None:
     found = run._left_out(["ours", "raw", "orbax_v0_no_ocdbt"], "moe")
     assert {"ours", "raw"}.isdisjoint(found)
-    assert found["orbax_v0"] == "not asked for"
+    assert found["orbax_v0"] == "not selected"
     assert found["orbax_v0_no_ocdbt"].startswith("a variant")
     assert set(found) | {"ours", "raw"} == set(ENTRIES)

@@ -45,7 +45,7 @@ def test_without_ours_there_are_no_ratios_to_it() -> None:
 @pytest.mark.parametrize(
     ("load", "warning"),
     [
-        (load_sample("peer", 1.0, lazy_s=0.5), "peer: reads at first use"),
+        (load_sample("peer", 1.0, lazy_s=0.5), "peer: reads lazily"),
         (load_sample("peer", 1.0, was_mapped=True), "peer: its files were still mapped"),
         (load_sample("peer", 1.0, direct_io=False), "peer: the file system refused O_DIRECT"),
     ],
@@ -59,7 +59,7 @@ def test_what_a_reader_has_to_know_is_said_once(load: object, warning: str) -> N
 def test_what_the_host_took_is_told_with_the_number_of_turns_it_touched() -> None:
     quiet, loud = load_sample("peer", 1.0, stolen_s=0.01), load_sample("peer", 1.0, stolen_s=0.06)
     made = [Turn(number, "peer", save_sample(1.0), [load]) for number, load in enumerate((quiet, loud, loud), start=1)]
-    assert summarise(made).warnings == ["peer: the host kept the processors from 2 of 3 loads"]
+    assert summarise(made).warnings == ["peer: the host took processor time from 2 of 3 loads"]
     assert summarise(made[:1]).warnings == []
 
 

@@ -25,9 +25,9 @@ def test_ratios_are_of_the_same_round() -> None:
         "commands": {"ls, 7 steps": [0.25, 0.5, 0.125]},
     }
     imports, diff, commands = tools_report.tables(results)
-    assert imports.title == "2 GiB that Orbax v0 has saved"
+    assert imports.title == "2 GiB saved by Orbax v0"
     assert imports.rows[1] == ("import", "2.00\n2.00 .. 2.00", "1.00\n0.50 .. 2.00", "3")
-    assert diff.title == "two steps of 1 GiB, each value of which differs"
+    assert diff.title == "two steps of 1 GiB, in which every value differs"
     assert commands.rows == [("ls, 7 steps", "250\n125 .. 500")]
 
 
