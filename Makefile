@@ -72,7 +72,7 @@ lint: $(STAMP)  ## style, imports, formatting, and words to avoid
 
 # Files and folders without banned words; the list grows as more of them are cleaned.
 LANGUAGE_PATHS := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md .ci .github .pre-commit-config.yaml pyproject.toml configs tools \
-	docs/index.md docs/site_hooks.py docs/adr docs/tutorial docs/how-to docs/reference/api docs/reference/versions.md \
+	docs mkdocs.yml benchmarks/README.md \
 	jaxckpt_train/callback.py jaxckpt_train/config.py jaxckpt_train/distributed jaxckpt_train/loop.py \
 	tests/unit/test_check_language.py tests/integration/docs/test_api_reference.py tests/integration/docs/test_repository_files.py \
 	tests/integration/examples tests/integration/testing tests/nightly/integrations
