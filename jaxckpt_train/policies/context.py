@@ -1,10 +1,7 @@
-"""Ranks checkpoints by a metric.
+"""What policies decide on, and how they are asked.
 
-What a policy is told and how it is asked: pure functions of a context, in which the time is passed in.
-
-Checks of the arguments that save policies and preservation policies are built with.
-
-What saves cost a loop, and how often its run fails: what policies that tune themselves go by.
+All functions are pure: the current time is part of the `DecisionContext`. The module also checks the arguments of
+policies, and ranks checkpoints by a metric.
 """
 
 from __future__ import annotations
@@ -26,21 +23,21 @@ PRIOR_FAILURES, PRIOR_OBSERVED_S = 0.5, 60.0
 
 @dataclasses.dataclass(frozen=True)
 class SaveCosts:
-    """What was measured so far, in seconds. None: not known yet.
+    """The measured costs of saves, in seconds. None: unknown so far.
 
     Attributes:
-        step_s: for one update while nothing is being saved.
-        cost_s: that the loop loses by one save: the time in which it is held up, and what the updates beside the save
-            take longer. It stays as it is until what is measured differs by a tenth.
-        blocked_s: of these, the time in which the loop is held up.
-        duration_s: from the begin of a save until it is committed; the longest of the last few.
+        step_s: the duration of an update while no save is running.
+        cost_s: what the loop loses by one save: the time that it is blocked, and the slowdown of the updates during the
+            save. It changes only if a measurement differs by a tenth.
+        blocked_s: the part of it in which the loop is blocked.
+        duration_s: the time from the start of a save to its commit; the longest of the last few.
         usual_s: the same, the median of the last few.
-        is_measuring: whether a save is under way, or the update after it, of which it is not known yet what it costs.
-        is_unseen: whether updates have to be seen without a save before the next one: there were none between the last
-            saves, so what these cost is not known well.
-        spent_s: that all saves of this process have cost so far.
-        trained_s: since this process began to train, without what saves have cost.
-        ahead_s: for which the devices had work at the last save, as the loop does not wait for them; 0.0: it does.
+        is_measuring: whether a save is running, or the update after it, so that its cost is not known yet.
+        is_unseen: whether updates have to be timed before the next save: none ran between the last saves, so the cost
+            of these is uncertain.
+        spent_s: the cost of all saves of this process so far.
+        trained_s: the time since this process started to train, without the cost of saves.
+        ahead_s: the work that the devices had queued at the last save, if the loop does not wait for them; else 0.0.
     """
 
     step_s: float | None = None
@@ -57,11 +54,11 @@ class SaveCosts:
 
 @dataclasses.dataclass(frozen=True)
 class Failures:
-    """How often a run has failed without having saved, and in which time.
+    """How often a run has failed without a save, and in which time.
 
     Attributes:
-        count: processes of the run that ended so: killed, or asked to leave with too little time for a save.
-        observed_s: seconds that all processes of the run have lived for.
+        count: the number of processes that were killed, or asked to shut down with too little time for a save.
+        observed_s: the seconds that all processes of the run have lived.
     """
 
     count: int = 0
@@ -69,23 +66,23 @@ class Failures:
 
     @property
     def mtbf_s(self) -> float:
-        """The mean time between failures that this suggests, in seconds.
+        """The estimated mean time between failures, in seconds.
 
-        A run that has not failed yet may fail all the same: half a failure in one minute is what is taken for known
-        before anything is (the mean of a Gamma prior of the rate). So a run that has not failed expects to do so in
-        twice the time that it has lived, whatever that is, and one that has failed soon expects what it has seen.
+        The estimate is the mean of a Gamma prior of the failure rate, updated by the observations. The prior is half a
+        failure in one minute. So a run without failures expects one after twice the time that it has lived, and a run
+        with failures expects about what it has observed.
         """
         return (PRIOR_OBSERVED_S + self.observed_s) / (PRIOR_FAILURES + self.count)
 
 
 def whole_number(subject: str, value: object, least: int) -> int:
-    """`value` as an int of at least `least`; those of numpy and JAX are taken, bool and 500.0 are not."""
+    """Return `value` as an int of at least `least`. Integers of NumPy and JAX are accepted, bool and 500.0 are not."""
     found: int = whole(least)(subject, value)
     return found
 
 
 def positive_seconds(subject: str, value: object) -> float:
-    """`value` as a finite number of seconds above 0; an int stays an int."""
+    """Return `value` as a finite number of seconds above 0; an int stays an int."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
@@ -94,14 +91,14 @@ def positive_seconds(subject: str, value: object) -> float:
 
 
 def metric_name(subject: str, value: object) -> str:
-    """`value` as the name of a metric: text that is not empty."""
+    """Return `value` as the name of a metric: text that is not empty."""
     if isinstance(value, str) and value:
         return value
     raise SettingsError(f'{subject}: expected the name of a metric, such as "loss", found {value!r}')
 
 
 def step_collection(subject: str, value: object) -> Collection[int]:
-    """`value` as steps that can be asked `in` fast: a range as it is, anything else as a frozenset."""
+    """Return `value` as steps with a fast `in`: a range unchanged, anything else as a frozenset."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise SettingsError(f"{subject}: expected a collection of steps, such as [100, 1000], found {value!r}")
     if isinstance(value, range):
@@ -116,7 +113,7 @@ def require_policy(subject: str, policy: Any, method: str) -> None:
 
     Args:
         subject: names the argument in the message: "StepManager.save_decision_policy".
-        policy: what was given.
+        policy: the value to check.
         method: "should_save" or "should_preserve".
     """
     if isinstance(policy, type):
@@ -135,7 +132,7 @@ def require_policy(subject: str, policy: Any, method: str) -> None:
 
 
 def child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
-    """`value` as a tuple of at least one policy, each with the method `method`."""
+    """Return `value` as a tuple of at least one policy, each with the method `method`."""
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
         refuse(subject, f"a sequence of policies with {method}(...)", value)
     children = tuple(value)
@@ -147,12 +144,12 @@ def child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
 
 
 def steps_text(steps: Collection[int]) -> str:
-    """Steps as they appear in a repr: in order, so that equal policies read the same."""
+    """Format steps for a repr, in order, so that equal policies have equal text."""
     return repr(steps) if isinstance(steps, range) else repr(sorted(steps))
 
 
 def _utc(subject: str, time: datetime) -> datetime:
-    """`time` in UTC: differences of times in a zone with summer time would be an hour off twice a year."""
+    """Return `time` in UTC: differences of times in a zone with daylight saving can be wrong by an hour."""
     if isinstance(time, datetime) and time.tzinfo is not None:
         return time.astimezone(UTC)
     raise SettingsError(f"{subject}: expected a datetime with a time zone (datetime.now(UTC)), found {time!r}")
@@ -160,19 +157,19 @@ def _utc(subject: str, time: datetime) -> datetime:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
-    """What a policy knows of one checkpoint, or of the step about which it is asked.
+    """What a policy knows about one checkpoint, or about the step being decided.
 
     It has the attributes of Orbax's `PolicyCheckpointInfo`, so policies written for Orbax can read it.
 
     Attributes:
-        step: number of completed updates.
-        time: when the checkpoint was committed, or the time of the decision; with a time zone, kept in UTC.
+        step: the number of completed updates.
+        time: when the checkpoint was committed, or the time of the decision; with a time zone, converted to UTC.
         metrics: the metrics recorded with the step; None: none so far (an evaluation may attach them later).
-        pinned: the user asked to keep this step whatever the policy says.
-        temporary: gone after the next commit.
+        pinned: whether the user has asked to keep this step whatever the policy says.
+        temporary: whether it is deleted after the next commit.
 
     Raises:
-        SettingsError: the step is no whole number of at least 0, or the time has no time zone.
+        SettingsError: the step is not an integer of at least 0, or the time has no time zone.
     """
 
     step: int
@@ -190,12 +187,12 @@ class CheckpointInfo:
 
 @dataclasses.dataclass(frozen=True)
 class MultiprocessingOptions:
-    """Who takes part, in the words of Orbax. Our own policies never read it.
+    """The processes that take part, in Orbax's terms. The policies of this package never read it.
 
     Attributes:
-        primary_host: index of the process that decides; None: each decides for itself.
-        active_processes: indices of the processes that take part; None: all.
-        barrier_sync_key_prefix: set before the names of barriers; None: nothing.
+        primary_host: the index of the process that decides; None: each process decides for itself.
+        active_processes: the indices of the processes that take part; None: all.
+        barrier_sync_key_prefix: a prefix for the names of barriers; None: no prefix.
     """
 
     primary_host: int | None = 0
@@ -205,18 +202,19 @@ class MultiprocessingOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DecisionContext:
-    """What a policy knows beside the checkpoints. It has the attributes of Orbax's `DecisionContext`.
+    """What a policy knows apart from the checkpoints. It has the attributes of Orbax's `DecisionContext`.
 
     Attributes:
-        now: the time of the decision; with a time zone, kept in UTC.
-        is_saving_in_progress: an earlier save has not been committed yet.
-        reached_preemption: the process was asked to leave.
-        read_metrics: returns the metrics of the step being decided. Calling it may wait for a device, so only a
-            policy that decides by metrics calls it. None: this step has no metrics.
-        run_started: when this process began to train; with a time zone, kept in UTC. None: unknown.
-        read_costs: returns what saves were seen to cost. None: nobody measures it.
-        read_failures: returns how often the run has failed so far. None: nobody knows.
-        multiprocessing_options: who takes part; anything with the attributes of `MultiprocessingOptions`.
+        now: the time of the decision; with a time zone, converted to UTC.
+        is_saving_in_progress: whether an earlier save is not committed yet.
+        reached_preemption: whether the process was asked to shut down.
+        read_metrics: returns the metrics of the step being decided. The call may wait for a device, so only a policy
+            that decides by metrics should make it. None: the step has no metrics.
+        run_started: when this process started to train; with a time zone, converted to UTC. None: unknown.
+        read_costs: returns the measured costs of saves. None: they are not measured.
+        read_failures: returns how often the run has failed so far. None: unknown.
+        multiprocessing_options: the processes that take part; any object with the attributes of
+            `MultiprocessingOptions`.
 
     Raises:
         SettingsError: a time has no time zone.
@@ -239,7 +237,7 @@ class DecisionContext:
 
 
 class SavePolicy(Protocol):
-    """Decides at which steps a checkpoint is saved. Any object with this method is one; Orbax's are."""
+    """Decides at which steps to save a checkpoint. Any object with this method is a save policy, also one of Orbax."""
 
     def should_save(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
@@ -248,23 +246,23 @@ class SavePolicy(Protocol):
 
         Args:
             step: the step being decided; its `time` is the time of the decision and its `metrics` are None.
-            previous_steps: the checkpoints there are, in the order in which they were saved, the latest last,
-                one that is still being written included.
+            previous_steps: the existing checkpoints in the order of their saves, latest last, including one that is
+                still being written.
             context: everything else.
         """
 
 
 class PreservationPolicy(Protocol):
-    """Decides which checkpoints are kept. Any object with this method is one; Orbax's are.
+    """Decides which checkpoints to keep. Any object with this method is a preservation policy, also one of Orbax.
 
-    It is asked on a thread of the manager, while others that use the same manager wait: it must not wait for them.
+    It is called on a thread of the manager while other threads that use the manager wait: it must not wait for them.
     """
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> Sequence[bool]:
         """Which checkpoints to keep.
 
         Args:
-            checkpoints: the committed ones that are not temporary, lowest step first.
+            checkpoints: the committed checkpoints that are not temporary, in ascending order of the step.
             context: everything else.
 
         Returns:
@@ -278,9 +276,9 @@ class Decision:
 
     Attributes:
         save: whether to save.
-        reason: the policies that asked for it, such as "FixedIntervalPolicy(interval=500)", or why not. A policy with a
-            method `reason`, with the arguments of `should_save`, says it itself.
-        temporary: whether it goes after the next commit.
+        reason: the policies that asked for the save, such as "FixedIntervalPolicy(interval=500)", or why it is not
+            saved. A policy may state its own reason by a method `reason` with the arguments of `should_save`.
+        temporary: whether the step is deleted after the next commit.
     """
 
     save: bool
@@ -292,16 +290,16 @@ NOT_DUE: Final = Decision(False, "not due: no save policy asked for this step")
 
 
 def policy_name(policy: object) -> str:
-    """A policy as text: its repr, or its class where it has none of its own."""
+    """A policy as text: its repr, or its class name if it has no repr of its own."""
     return f"{type(policy).__name__}()" if type(policy).__repr__ is object.__repr__ else repr(policy)
 
 
 def deciding_policies(
     policy: SavePolicy, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
 ) -> tuple[SavePolicy, ...]:
-    """The policies that ask for a save of this step: the policy itself, or some inside it; empty: no save.
+    """The policies that ask for a save of this step: the policy itself, or policies inside it; empty: no save.
 
-    A policy made of others may name them itself, by a method `deciding_policies` with the arguments of `should_save`.
+    A composed policy may return them by a method `deciding_policies` with the arguments of `should_save`.
 
     Raises:
         SettingsError: `should_save` returned something other than True or False.
@@ -310,7 +308,7 @@ def deciding_policies(
     if inside is not None:
         found: tuple[SavePolicy, ...] = inside(step, previous_steps, context=context)
         return found
-    while previous_steps and previous_steps[-1].temporary:  # it asks for one that stays: it looks at such
+    while previous_steps and previous_steps[-1].temporary:  # a policy for lasting saves does not see temporary ones
         previous_steps = previous_steps[:-1]
     due: Any = policy.should_save(step, previous_steps, context=context)
     if due is False:
@@ -325,16 +323,16 @@ def deciding_policies(
 def decide(
     policy: SavePolicy, info: CheckpointInfo, previous: Sequence[CheckpointInfo], context: DecisionContext
 ) -> Decision:
-    """Whether to save the step `info`, with the reason. Cheap when nothing is due: no text is built.
+    """Decide whether to save a step. Cheap if nothing is due: no text is built.
 
     Args:
         policy: a save policy.
         info: the step being decided.
-        previous: the checkpoints there are, in the order in which they were saved.
+        previous: the existing checkpoints in the order of their saves.
         context: everything else.
 
     Returns:
-        The decision; its reason names the policy that asked for the save, inside Any and All the children that did.
+        The decision. Its reason names the policy that asked for the save, or the deciding policies inside it.
 
     Raises:
         SettingsError: the policy returned something other than True or False.
@@ -347,7 +345,7 @@ def decide(
 
 
 def saves_temporarily(policy: object) -> bool:
-    """Whether what this policy asks for goes after the next commit."""
+    """Whether a step that this policy asks for is deleted after the next commit."""
     return getattr(policy, "saves_temporarily", False) is True
 
 
@@ -358,9 +356,9 @@ def policy_reasons(
     *,
     context: DecisionContext,
 ) -> str:
-    """Why these policies ask for a save, by their own method `reason`, or as their names."""
-    told = (getattr(policy, "reason", None) or functools.partial(_name_of, policy) for policy in policies)
-    return " and ".join(str(tell(step, previous_steps, context=context)) for tell in told)
+    """Why these policies ask for a save: their own `reason`, or their names."""
+    reasons = (getattr(policy, "reason", None) or functools.partial(_name_of, policy) for policy in policies)
+    return " and ".join(str(reason(step, previous_steps, context=context)) for reason in reasons)
 
 
 def _name_of(policy: object, *_: object, **__: object) -> str:
@@ -368,7 +366,7 @@ def _name_of(policy: object, *_: object, **__: object) -> str:
 
 
 def as_lasting(checkpoints: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
-    """The checkpoints, the last of which are looked at also if they are temporary."""
+    """Return the checkpoints with the temporary ones at the end marked as lasting."""
     count = len(checkpoints)
     while count and checkpoints[count - 1].temporary:
         count -= 1
@@ -380,10 +378,10 @@ def as_lasting(checkpoints: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo
 def ask_to_preserve(
     policy: PreservationPolicy, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext
 ) -> list[bool]:
-    """The policy's answer, checked: one bool for each checkpoint.
+    """Ask a policy and check its answer: one bool for each checkpoint.
 
     Raises:
-        SettingsError: the answer has another length, or something in it is neither True nor False.
+        SettingsError: the answer has the wrong length, or a value is neither True nor False.
     """
     answer = policy.should_preserve(checkpoints, context=context)
     subject = f"{policy_name(policy)}.should_preserve"
@@ -406,21 +404,21 @@ def steps_to_delete(
 ) -> set[int]:
     """The committed steps that may be deleted now.
 
-    In this order: never the highest step, nor the one committed last (another one after a roll-back): only what is
-    older than both, by the order of the saves and not by clocks. Never a pinned step. Then every temporary step,
-    whatever the policy says. Then whatever the policy does not preserve. Temporary steps are not shown to the policy:
-    one that is about to go must not push a lasting one out of `LatestN`, nor start an interval of `EveryNSeconds`.
+    The rules, in this order: The highest step and the step committed last are kept (they differ after a roll-back).
+    Pinned steps are kept. All temporary steps are deleted. Other steps are deleted if the policy does not keep them.
+    The policy does not see temporary steps, so that they neither push a lasting step out of `LatestN` nor start an
+    interval of `EveryNSeconds`. The order is that of the commits, not of clocks.
 
     Args:
-        checkpoints: all committed checkpoints, in the order in which they were committed.
+        checkpoints: all committed checkpoints, in the order of their commits.
         policy: a preservation policy.
-        context: the time, for policies that look at it.
+        context: the current time, for policies that use it.
 
     Returns:
-        Steps to delete; never all of them.
+        The steps to delete; never all of them.
 
     Raises:
-        SettingsError: the policy's answer has the wrong length or holds something other than True and False.
+        SettingsError: the policy's answer has the wrong length or a value other than True and False.
     """
     if not checkpoints:
         return set()
@@ -434,9 +432,9 @@ def steps_to_delete(
 
 
 def _number(value: Any) -> float:
-    """`value` as a float; text is refused even where it reads as a number."""
+    """Return `value` as a float; text is an error even if it spells a number."""
     if isinstance(value, (str, bytes)):
-        raise TypeError("text is no number")
+        raise TypeError("text is not a number")
     return float(value)
 
 
@@ -448,10 +446,10 @@ def metric_value(metrics: Mapping[str, Any] | None, metric: str) -> float | None
         metric: the name to look up.
 
     Returns:
-        None where there are no metrics, or no such one, or it is None. NaN is returned as NaN.
+        The value; None: the metrics do not have it, or it is None. NaN is returned as NaN.
 
     Raises:
-        SettingsError: the value is no number.
+        SettingsError: the value is not a number.
     """
     value = None if metrics is None else metrics.get(metric)
     if value is None:
@@ -463,12 +461,12 @@ def metric_value(metrics: Mapping[str, Any] | None, metric: str) -> float | None
 
 
 def is_better(value: float, than: float, mode: Mode) -> bool:
-    """Whether `value` is strictly better. NaN is better than nothing, and nothing is better than NaN."""
+    """Whether `value` is strictly better than `than`. NaN is neither better nor worse than any value."""
     return value < than if mode == "min" else value > than
 
 
 def rank_checkpoints(checkpoints: Sequence[CheckpointInfo], metric: str, mode: Mode) -> list[CheckpointInfo]:
-    """The checkpoints that have the metric, best first; of equal ones the higher step first.
+    """The checkpoints that have the metric, best first; of equal values, the higher step first.
 
     Args:
         checkpoints: in any order.
@@ -476,10 +474,10 @@ def rank_checkpoints(checkpoints: Sequence[CheckpointInfo], metric: str, mode: M
         mode: "min": lower is better; "max": higher is better.
 
     Returns:
-        Those with a value other than NaN; possibly none.
+        The checkpoints with a value other than NaN; possibly none.
 
     Raises:
-        SettingsError: a value of the metric is no number.
+        SettingsError: a value of the metric is not a number.
     """
     ranked: list[tuple[float, int, CheckpointInfo]] = []
     for info in checkpoints:

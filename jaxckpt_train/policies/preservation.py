@@ -1,16 +1,12 @@
 """Preservation policies: which committed steps are kept.
 
-Names, arguments and meanings are those of Orbax where Orbax has the policy. Each is a frozen value that checks its
-arguments when built, reads no clock and does no I/O. Every `should_preserve` is that of
-`policy_context.PreservationPolicy`; `policy_context.steps_to_delete` adds what holds under every policy: the newest
-step, the one committed last and pinned steps stay, temporary ones go.
+Where Orbax has a policy, its name, arguments and meaning are the same here. A policy is a frozen value that checks its
+arguments when it is created, reads no clock and does no I/O. `PreservationPolicy` documents `should_preserve`.
+`steps_to_delete` adds the rules that hold under every policy: the highest step, the step committed last and pinned
+steps are kept, and temporary steps are deleted.
 
-Each is stable while steps arrive in order: asked again after the others were deleted and newer ones were committed,
-it gives up a step only because a newer, better or closer one took its place, or for its age.
-
-Preservation policies by distance: every so many steps, every so many seconds, the last so many seconds.
-
-Import them from `preservation_policies`, which tells what they have in common.
+Each policy is stable while steps arrive in order: when it is asked again, after the other steps were deleted and newer
+ones were committed, it drops a step only for a newer, better or closer one, or for its age.
 """
 
 from __future__ import annotations
@@ -50,11 +46,11 @@ __all__ = [
     "PreserveAll",
 ]
 _log = logging.getLogger("jaxckpt_train")
-_TELL_AT = frozenset(10**power for power in range(1, 10))  # checkpoints, which come one by one
+_TELL_AT = frozenset(10**power for power in range(1, 10))  # counts of checkpoints; each count occurs once
 
 
 def only_last(flags: list[bool], max_to_keep: int | None) -> list[bool]:
-    """`flags` with only the last `max_to_keep` of those that are True; None: all of them."""
+    """Return `flags` with only the last `max_to_keep` true values left; None: all of them."""
     chosen = [position for position, keep in enumerate(flags) if keep]
     if max_to_keep is not None:
         for position in chosen[:-max_to_keep]:
@@ -66,16 +62,16 @@ def only_last(flags: list[bool], max_to_keep: int | None) -> list[bool]:
 class EveryNSteps:
     """Keeps a checkpoint every `interval_steps` steps.
 
-    With `exact_interval` those whose step is a multiple of the interval. Without it the first checkpoint, and then
-    each that is at least the interval after the one kept before it.
+    With `exact_interval`, it keeps the steps that are multiples of the interval. Without it, it keeps the first
+    checkpoint and each one that is at least the interval after the previously kept one.
 
     Args:
         interval_steps: at least 1.
-        exact_interval: only multiples of the interval.
-        max_to_keep: only the last so many of those, at least 1; None: for ever.
+        exact_interval: whether to keep only multiples of the interval.
+        max_to_keep: how many of those to keep, the latest ones, at least 1; None: all.
 
     Raises:
-        SettingsError: an argument is of another type or out of range.
+        SettingsError: an argument has the wrong type or is out of range.
 
     Source: Orbax, `EveryNSteps`.
     """
@@ -92,7 +88,7 @@ class EveryNSteps:
             object.__setattr__(self, "max_to_keep", whole_number("EveryNSteps.max_to_keep", self.max_to_keep, 1))
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True for the multiples, or for the chain that starts at the first checkpoint."""
+        """True for the multiples, or for the chain that starts with the first checkpoint."""
         if self.exact_interval:
             return only_last([info.step % self.interval_steps == 0 for info in checkpoints], self.max_to_keep)
         flags: list[bool] = []
@@ -107,15 +103,15 @@ class EveryNSteps:
 class EveryNStepsClosest:
     """Keeps, for each multiple of `interval_steps`, the checkpoint closest to it, and the newest checkpoint.
 
-    For saves at odd steps (by time, on preemption). Each checkpoint belongs to the multiple nearest to its step, one
-    half way to the nearest even multiple; of two equally close ones the later is kept.
+    It suits saves at irregular steps (by time, on preemption). Each checkpoint belongs to the multiple nearest to its
+    step; in the middle, to the even multiple. Of two equally close checkpoints, the later is kept.
 
     Args:
         interval_steps: at least 1.
-        max_to_keep: only the last so many of those, the newest checkpoint counted, at least 1; None: for ever.
+        max_to_keep: how many of those to keep, the latest ones, including the newest checkpoint, at least 1; None: all.
 
     Raises:
-        SettingsError: an argument is no whole number of at least 1.
+        SettingsError: an argument is not an integer of at least 1.
 
     Source: Orbax, `EveryNStepsClosest`.
     """
@@ -130,7 +126,7 @@ class EveryNStepsClosest:
             object.__setattr__(self, "max_to_keep", whole_number(f"{subject}.max_to_keep", self.max_to_keep, 1))
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True for the closest to each multiple, and for the last."""
+        """True for the closest checkpoint to each multiple, and for the last checkpoint."""
         closest: dict[int, tuple[int, int]] = {}  # multiple -> (distance, position)
         for position, info in enumerate(checkpoints):
             multiple, distance = self._nearest(info.step)
@@ -140,7 +136,7 @@ class EveryNStepsClosest:
         return only_last([position in chosen for position in range(len(checkpoints))], self.max_to_keep)
 
     def _nearest(self, step: int) -> tuple[int, int]:
-        """The nearest multiple, counted in intervals, and how far it is; in integers, exact for every step."""
+        """The nearest multiple, counted in intervals, and its distance; integers are exact for every step."""
         below, beyond = divmod(step, self.interval_steps)
         left = self.interval_steps - beyond
         if beyond > left or (beyond == left and below % 2 == 1):
@@ -150,16 +146,16 @@ class EveryNStepsClosest:
 
 @dataclasses.dataclass(frozen=True)
 class EveryNSeconds:
-    """Keeps the first checkpoint, and then each that is at least `interval_secs` after the one kept before it.
+    """Keeps the first checkpoint, and each one that is at least `interval_secs` after the previously kept one.
 
-    A checkpoint whose time lies that much *before* the one kept before it is kept too: the clock was set back, and
-    waiting until it has caught up could take for ever.
+    A checkpoint whose time is that much *before* the previously kept one is kept, too: the clock was set back, and it
+    could take very long to catch up.
 
     Args:
-        interval_secs: seconds, above 0.
+        interval_secs: in seconds, above 0.
 
     Raises:
-        SettingsError: the seconds are no finite number above 0.
+        SettingsError: the seconds are not a finite number above 0.
 
     Source: Orbax, `EveryNSeconds`.
     """
@@ -170,7 +166,7 @@ class EveryNSeconds:
         object.__setattr__(self, "interval_secs", positive_seconds("EveryNSeconds.interval_secs", self.interval_secs))
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True for the chain that starts at the first checkpoint."""
+        """True for the chain that starts with the first checkpoint."""
         flags: list[bool] = []
         kept: CheckpointInfo | None = None
         for info in checkpoints:
@@ -181,10 +177,10 @@ class EveryNSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class LatestDuration:
-    """Keeps the checkpoints of the last `duration`: the first that is no older, and all after it.
+    """Keeps the checkpoints of the last `duration`: the first one that is not older, and all after it.
 
-    Ages are taken at `context.now`. A checkpoint whose time is after that was saved while the clock was ahead: it is
-    as old as the next one whose time is not.
+    Ages are relative to `context.now`. A checkpoint with a later time was saved while the clock was ahead; it counts as
+    old as the next checkpoint with a valid time.
 
     Args:
         duration: a `timedelta`, or seconds; above 0.
@@ -209,7 +205,7 @@ class LatestDuration:
             raise SettingsError(f"LatestDuration.duration: expected a duration, found {given!r} seconds") from error
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True from the first checkpoint on that is young enough."""
+        """True for the first checkpoint that is young enough, and for all after it."""
         duration = cast("timedelta", self.duration)
         ages, age = list[timedelta](), timedelta()
         for info in reversed(checkpoints):
@@ -229,7 +225,7 @@ class PreserveAll:
     """
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True for each."""
+        """True for each checkpoint."""
         return [True] * len(checkpoints)
 
 
@@ -241,7 +237,7 @@ class LatestN:
         n: how many, at least 1; None: all of them.
 
     Raises:
-        SettingsError: `n` is neither None nor a whole number of at least 1.
+        SettingsError: `n` is neither None nor an integer of at least 1.
 
     Source: Orbax, `LatestN`.
     """
@@ -253,7 +249,7 @@ class LatestN:
             object.__setattr__(self, "n", whole_number("LatestN.n", self.n, 1))
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True for the last `n`."""
+        """True for the last `n` checkpoints."""
         return only_last([True] * len(checkpoints), self.n)
 
 
@@ -261,20 +257,20 @@ class LatestN:
 class BestN:
     """Keeps the `n` checkpoints with the best values of a metric.
 
-    NaN is never best, however few there are; of equal values the later step is better. Orbax ranks by a function
-    instead of a name, and takes NaN for any other number.
+    NaN is never among the best; of equal values, the later step is better. Orbax ranks by a function instead of a name,
+    and treats NaN like any other number.
 
     Args:
         metric: the name of the metric.
         n: how many, at least 1; None: every checkpoint is kept.
         mode: "min": lower is better; "max": higher is better.
-        keep_checkpoints_without_metrics: what happens to checkpoints that have no such metric (NaN is one that has).
-            None: they are kept as long as no later checkpoint has it, so that an evaluation still to come can attach
-            it; if nothing ever has it, nothing is deleted. True: they are always kept, as by Orbax, for evaluations
-            that finish out of order. False: they are not kept.
+        keep_checkpoints_without_metrics: whether to keep checkpoints without the metric (a checkpoint with NaN has it).
+            None: keep them until a later checkpoint has the metric, so that a later evaluation can attach it; if no
+            checkpoint ever has it, nothing is deleted. True: always keep them, like Orbax, for evaluations that finish
+            out of order. False: do not keep them.
 
     Raises:
-        SettingsError: an argument is of another type or out of range.
+        SettingsError: an argument has the wrong type or is out of range.
 
     Source: Orbax, `BestN`.
     """
@@ -294,7 +290,7 @@ class BestN:
             raise SettingsError(f"BestN.keep_checkpoints_without_metrics: expected true, false or none, found {keep!r}")
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True for the best `n`, and for those whose metric may still come."""
+        """True for the best `n`, and for checkpoints that may still get the metric."""
         if self.n is None:
             return [True] * len(checkpoints)
         best = {info.step for info in rank_checkpoints(checkpoints, self.metric, self.mode)[: self.n]}
@@ -310,10 +306,10 @@ class BestN:
         return flags
 
     def _tell(self, checkpoints: Sequence[CheckpointInfo]) -> None:
-        """A name that is misspelt fills the disk; an evaluation that comes late does not have to be told."""
+        """Warn of a metric that no checkpoint has: if its name is misspelt, the disk fills up."""
         there = sorted({name for info in checkpoints for name in info.metrics or ()})
         _log.warning(
-            "BestN: none of %d checkpoints has the metric %r, so all of them are kept; the metrics that they have: %s",
+            "BestN: none of %d checkpoints has the metric %r, so all of them are kept; their metrics are: %s",
             len(checkpoints),
             self.metric,
             ", ".join(there) or "none",
@@ -322,13 +318,13 @@ class BestN:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CustomSteps:
-    """Keeps exactly the steps that are named.
+    """Keeps exactly the given steps.
 
     Args:
-        steps: a collection of steps; a `range` stays one, anything else becomes a frozenset.
+        steps: a collection of steps; a `range` is kept, anything else becomes a frozenset.
 
     Raises:
-        SettingsError: `steps` is no collection, or something in it is no whole number of at least 0.
+        SettingsError: `steps` is not a collection, or a value in it is not an integer of at least 0.
 
     Source: Orbax, `CustomSteps`.
     """
@@ -342,7 +338,7 @@ class CustomSteps:
         return f"CustomSteps(steps={steps_text(self.steps)})"
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True for the steps that are named."""
+        """True for the given steps."""
         return [info.step in self.steps for info in checkpoints]
 
 
@@ -351,7 +347,7 @@ class AnyPreservationPolicy:
     """Keeps what at least one of its policies keeps.
 
     Args:
-        policies: at least one object with `should_preserve`; Orbax's are such objects.
+        policies: at least one object with `should_preserve`, such as the policies of this module or of Orbax.
 
     Raises:
         SettingsError: there is no policy, or one of them has no `should_preserve`.
@@ -366,6 +362,6 @@ class AnyPreservationPolicy:
         object.__setattr__(self, "policies", children)
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True where one of the policies says so."""
+        """True for what one of the policies keeps."""
         answers = [ask_to_preserve(policy, checkpoints, context=context) for policy in self.policies]
         return [any(flags) for flags in zip(*answers, strict=True)]

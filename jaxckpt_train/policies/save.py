@@ -1,9 +1,9 @@
-"""Save policies that tune themselves: by what saves cost the loop, and by how often the run fails.
+"""Save policies: at which steps a checkpoint is saved.
 
-Save policies: at which steps a checkpoint is saved.
+Where Orbax has a policy, its name, arguments and meaning are the same here. A policy is a frozen value that checks its
+arguments when it is created, reads no clock and does no I/O. `SavePolicy` documents `should_save`.
 
-Names, arguments and meanings are those of Orbax where Orbax has the policy. Each is a frozen value that checks its
-arguments when built, reads no clock and does no I/O. Every `should_save` is that of `policy_context.SavePolicy`.
+`OverheadBudgetPolicy` and `YoungDalyPolicy` adapt their interval to the measured costs of saves and to failures.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ __all__ = [
 _TELL_AT = frozenset(10**power for power in range(1, 10))
 _log = logging.getLogger("jaxckpt_train")
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 1.0, 3600.0
-AIM = 0.9  # of a budget: what is measured is not known exactly
-ROOM = 1.5  # an interval is so much longer than a save lasts as a rule, at least: not to save all the time
+AIM = 0.9  # the part of a budget that is used: the measurements are not exact
+ROOM = 1.5  # an interval is at least this multiple of the usual duration of a save, to avoid saving all the time
 
 
 def apart(one: datetime, other: datetime, seconds: float) -> bool:
-    """Whether two times lie at least `seconds` apart, in either order.
+    """Whether two times differ by at least `seconds`, in either order.
 
-    Either order, because a clock that was set back must not hold up saves until it has caught up.
+    Either order counts, because after a clock was set back, saves must not wait until it has caught up.
     """
     return abs((one - other).total_seconds()) >= seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedIntervalPolicy:
-    """Saves each step that is a multiple of `interval`; step 0, the state before training, is one.
+    """Saves each step that is a multiple of `interval`, including step 0, the state before training.
 
     Args:
         interval: in steps, at least 1.
 
     Raises:
-        SettingsError: the interval is no whole number of at least 1.
+        SettingsError: the interval is not an integer of at least 1.
 
     Source: Orbax, `FixedIntervalPolicy`.
     """
@@ -93,17 +93,17 @@ class FixedIntervalPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class EverySecondsPolicy:
-    """Saves when `seconds` have passed since the last save, and since this process began to train.
+    """Saves when `seconds` have passed since the last save, and since this process started to train.
 
-    The second condition keeps a job that waited in a queue from saving right after it resumed. If the clock was set
-    back, a save is due at the latest when twice the time has passed. Without a previous checkpoint and without
+    The second condition keeps a job that waited in a queue from saving right after it resumed. After the clock was set
+    back, a save is due when at most twice the time has passed. Without a previous checkpoint and without
     `context.run_started`, a save is due at once.
 
     Args:
         seconds: between saves, above 0.
 
     Raises:
-        SettingsError: the seconds are no finite number above 0.
+        SettingsError: the seconds are not a finite number above 0.
     """
 
     seconds: float
@@ -122,13 +122,13 @@ class EverySecondsPolicy:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SpecificStepsPolicy:
-    """Saves exactly the steps that are named.
+    """Saves exactly the given steps.
 
     Args:
-        steps: a collection of steps; a `range` stays one, anything else becomes a frozenset.
+        steps: a collection of steps; a `range` is kept, anything else becomes a frozenset.
 
     Raises:
-        SettingsError: `steps` is no collection, or something in it is no whole number of at least 0.
+        SettingsError: `steps` is not a collection, or a value in it is not an integer of at least 0.
 
     Source: Orbax, `SpecificStepsPolicy`.
     """
@@ -144,7 +144,7 @@ class SpecificStepsPolicy:
     def should_save(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> bool:
-        """Whether the step is one of those named."""
+        """Whether the step is one of the given steps."""
         return step.step in self.steps
 
 
@@ -164,10 +164,10 @@ class InitialSavePolicy:
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousCheckpointingPolicy:
-    """Saves as often as it can without waiting: whenever no earlier save is still in progress.
+    """Saves as often as possible without waiting: whenever no earlier save is in progress.
 
     Args:
-        minimum_interval_secs: seconds that must have passed since the last save, above 0; None: any time.
+        minimum_interval_secs: the minimum number of seconds since the last save, above 0; None: no minimum.
 
     Raises:
         SettingsError: the seconds are neither None nor a finite number above 0.
@@ -185,7 +185,7 @@ class ContinuousCheckpointingPolicy:
     def should_save(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> bool:
-        """Whether no save is in progress and the last one is long enough ago."""
+        """Whether no save is in progress and the minimum interval has passed."""
         if context.is_saving_in_progress:
             return False
         if not previous_steps or self.minimum_interval_secs is None:
@@ -195,7 +195,7 @@ class ContinuousCheckpointingPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class PreemptionCheckpointingPolicy:
-    """Saves when the process was asked to leave.
+    """Saves when the process was asked to shut down.
 
     Source: Orbax, `PreemptionCheckpointingPolicy`.
     """
@@ -209,18 +209,18 @@ class PreemptionCheckpointingPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class ImprovementPolicy:
-    """Saves when a metric is strictly better than in each previous checkpoint that has it.
+    """Saves when a metric is strictly better than in every previous checkpoint that has it.
 
-    A step without the metric, or with NaN, is not saved; the first one with a value is. The comparison is with the
-    checkpoints that still exist: keep the best of them, by `BestN` of the same metric. Reading the metrics may wait
-    for the device: inside `AllSavePolicy` put cheaper policies before this one.
+    A step without the metric, or with NaN, is not saved; the first step with a value is. Only checkpoints that still
+    exist are compared: keep the best of them by `BestN` with the same metric. Reading the metrics may wait for the
+    device: inside `AllSavePolicy`, put cheaper policies first.
 
     Args:
         metric: the name of the metric.
         mode: "min": lower is better; "max": higher is better.
 
     Raises:
-        SettingsError: the name is empty or no text, or the mode is another one.
+        SettingsError: the name is not text or is empty, or the mode is invalid.
     """
 
     metric: str
@@ -233,15 +233,19 @@ class ImprovementPolicy:
     def should_save(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> bool:
-        """Whether the metric of this step beats that of every previous checkpoint."""
+        """Whether the metric of this step is better than in every previous checkpoint."""
         metrics = step.metrics
         if metrics is None and context.read_metrics is not None:
             metrics = context.read_metrics()
         value = metric_value(metrics, self.metric)
         if value is None and not previous_steps and step.step in _TELL_AT:
             names = ", ".join(sorted(metrics or ())) or "none"
-            told = "ImprovementPolicy: nothing is saved yet, and step %d has no metric %r; the metrics that it has: %s"
-            _log.warning(told, step.step, self.metric, names)
+            _log.warning(
+                "ImprovementPolicy: nothing is saved yet, and step %d has no metric %r; its metrics are: %s",
+                step.step,
+                self.metric,
+                names,
+            )
         if value is None or math.isnan(value):
             return False
         earlier = (metric_value(info.metrics, self.metric) for info in previous_steps)
@@ -249,29 +253,29 @@ class ImprovementPolicy:
 
 
 class _ComposedPolicy(abc.ABC):
-    """A policy that asks others, and names those that decide."""
+    """A policy that asks other policies, and returns those that decide."""
 
     def should_save(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> bool:
-        """Whether one of those that decide asks for a save."""
+        """Whether a policy inside asks for a save."""
         return bool(self.deciding_policies(step, previous_steps, context=context))
 
     @abc.abstractmethod
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
-        """The policies that ask for the save; empty: it is not saved."""
+        """The policies that ask for the save; empty: no save."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AnySavePolicy(_ComposedPolicy):
-    """Saves when at least one of its policies asks for it. They are asked in order, up to the first that does.
+    """Saves when at least one of its policies asks for it. They are asked in order, up to the first one that does.
 
-    After one whose steps are temporary, the others are asked whether this step is to stay.
+    After a policy with temporary steps, the others are asked, too: the step is kept if one of them asks for it.
 
     Args:
-        policies: at least one object with `should_save`; Orbax's are such objects.
+        policies: at least one object with `should_save`, such as the policies of this module or of Orbax.
 
     Raises:
         SettingsError: there is no policy, or one of them has no `should_save`.
@@ -288,7 +292,7 @@ class AnySavePolicy(_ComposedPolicy):
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
-        """The first policy that asks for a save, or what decides inside it; empty: none does."""
+        """The first policy that asks for a save, or the deciding policies inside it; empty: none does."""
         temporary: tuple[SavePolicy, ...] = ()
         for policy in self.policies:
             found = deciding_policies(policy, step, previous_steps, context=context)
@@ -300,18 +304,18 @@ class AnySavePolicy(_ComposedPolicy):
 
 @dataclasses.dataclass(frozen=True)
 class TemporarySavePolicy(_ComposedPolicy):
-    """Saves when its policy asks for it, a step that goes once a later one is committed, also by a later process.
+    """Saves temporary steps when its policy asks for it: each is deleted once a later step is committed.
 
-    Beside it, in an `AnySavePolicy`, other policies ask for steps that stay: these look at the last such step, and it
-    at the last of any kind. Preservation policies are not shown temporary steps.
+    The deletion also happens in a later process. In an `AnySavePolicy`, this policy sees all previous steps, while
+    policies for lasting steps see only the previous lasting ones. Preservation policies do not see temporary steps.
 
     Args:
         policy: an object with `should_save`, such as `EverySecondsPolicy(600)`.
 
     Raises:
-        SettingsError: it has no `should_save`, or is made of temporary ones itself.
+        SettingsError: it has no `should_save`, or contains temporary policies itself.
 
-    Source: Levanter, whose saves by time are temporary, and those by step permanent.
+    Source: Levanter, whose saves by time are temporary, and whose saves by step are permanent.
     """
 
     policy: SavePolicy
@@ -323,19 +327,19 @@ class TemporarySavePolicy(_ComposedPolicy):
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
-        """Itself, if the policy asks for a save."""
+        """This policy, if the inner policy asks for a save."""
         return (self,) if deciding_policies(self.policy, step, as_lasting(previous_steps), context=context) else ()
 
     def reason(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> str:
-        """Why the policy asks for a save."""
+        """Why the inner policy asks for a save."""
         found = deciding_policies(self.policy, step, as_lasting(previous_steps), context=context)
         return "temporary: " + policy_reasons(found, step, as_lasting(previous_steps), context=context)
 
 
 def has_temporary(policy: SavePolicy | None) -> bool:
-    """Whether some of what a policy asks for is temporary."""
+    """Whether a policy may ask for temporary steps."""
     if isinstance(policy, AnySavePolicy | AllSavePolicy):
         return any(map(has_temporary, policy.policies))
     return saves_temporarily(policy)
@@ -343,10 +347,10 @@ def has_temporary(policy: SavePolicy | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class AllSavePolicy(_ComposedPolicy):
-    """Saves when all of its policies ask for it. They are asked in order, up to the first that does not.
+    """Saves when all of its policies ask for it. They are asked in order, up to the first one that does not.
 
     Args:
-        policies: at least one object with `should_save`; Orbax's are such objects.
+        policies: at least one object with `should_save`, such as the policies of this module or of Orbax.
 
     Raises:
         SettingsError: there is no policy, or one of them has no `should_save`.
@@ -361,7 +365,7 @@ class AllSavePolicy(_ComposedPolicy):
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
-        """What decides inside each of the policies; empty: one of them asks for no save."""
+        """The deciding policies inside all of the policies; empty: one of them asks for no save."""
         found: list[SavePolicy] = []
         for policy in self.policies:
             some = deciding_policies(policy, step, previous_steps, context=context)
@@ -372,11 +376,11 @@ class AllSavePolicy(_ComposedPolicy):
 
 
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """The interval between saves that loses the least time: seconds from the end of one save to the begin of the next.
+    """The interval between saves that loses the least time, in seconds from the end of a save to the start of the next.
 
     Args:
-        cost_s: that a save costs.
-        mtbf_s: mean time between failures.
+        cost_s: the cost of a save.
+        mtbf_s: the mean time between failures.
 
     Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006, equation 37;
     its first term is J. W. Young, A first order approximation to the optimum checkpoint interval, 1974.
@@ -389,14 +393,14 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Interval:
-    """How far saves are to lie apart, and why."""
+    """The interval between saves, and the reason for it."""
 
     seconds: float
     why: Callable[[], str]
 
 
 class _TunedPolicy(abc.ABC):
-    """A policy by what was measured: it says which interval it wants, and this bounds it and waits for it."""
+    """A policy that computes its interval from measurements. This class limits the interval and compares it."""
 
     min_interval_secs: float
     max_interval_secs: float | None
@@ -404,16 +408,16 @@ class _TunedPolicy(abc.ABC):
     @property
     @abc.abstractmethod
     def _name(self) -> str:
-        """Of the policy, in reasons."""
+        """The policy, as reasons name it."""
 
     @abc.abstractmethod
     def _wanted(self, costs: SaveCosts, cost_s: float, context: DecisionContext) -> _Interval:
-        """The interval that is right where a save costs so many seconds, and why."""
+        """The best interval, and why, if a save costs `cost_s` seconds."""
 
     def should_save(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> bool:
-        """Whether the interval has passed since the last save, and since this process began; no save is waited for."""
+        """Whether the interval has passed since the last save and since this process started; False during a save."""
         interval = None if context.is_saving_in_progress else self._interval(context)
         if interval is None:
             return False
@@ -425,22 +429,22 @@ class _TunedPolicy(abc.ABC):
     def reason(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> str:
-        """Why it asks for a save, with what was measured."""
+        """Why it asks for a save, with the measurements."""
         found = self._interval(context)
         return f"{self._name}: " + ("" if found is None else found.why())
 
     def _interval(self, context: DecisionContext) -> _Interval | None:
         costs, most_s = SaveCosts() if context.read_costs is None else context.read_costs(), self.max_interval_secs
-        if costs.ahead_s and costs.is_measuring:  # until the queue is full again, calls do not show the time
+        if costs.ahead_s and costs.is_measuring:  # until the queue is full again, the calls do not show the pace
             return None
         if costs.is_unseen:
             if most_s is None:
                 return None
-            return _Interval(most_s, lambda: f"updates are to be timed, but max_interval_secs={most_s:g} have passed")
+            return _Interval(most_s, lambda: f"updates have to be timed, but max_interval_secs={most_s:g} have passed")
         if costs.cost_s is not None:
             return _bounded(self._wanted(costs, costs.cost_s, context), self, costs)
         if costs.step_s is not None:
-            return None if costs.is_measuring else _Interval(0.0, lambda: "the first save, to see what it costs")
+            return None if costs.is_measuring else _Interval(0.0, lambda: "the first save, to measure its cost")
         if most_s is None:
             return None
         return _Interval(most_s, lambda: f"nothing is measured yet, and max_interval_secs={most_s:g} have passed")
@@ -448,17 +452,18 @@ class _TunedPolicy(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class OverheadBudgetPolicy(_TunedPolicy):
-    """Saves as often as a budget allows: all saves together slow the training down by no more than this fraction.
+    """Saves as often as a budget allows: all saves together slow the training down by at most this fraction.
 
-    What a save costs is measured while the loop runs: the time in which the loop is held up, and what updates beside a
-    save take longer. A save that has cost more than was expected puts off the next one, and one that has cost less
-    brings it nearer, so the total keeps to the budget also where a disk gets slower. Until something is measured, which
-    takes some updates, nothing is saved; an earlier process of the run has measured it already.
+    The cost of a save is measured while the loop runs: the time that the loop is blocked, and the slowdown of the
+    updates during the save. A save that costs more than expected delays the next one, and a cheaper one advances it,
+    so the total keeps to the budget even if a disk gets slower. Nothing is saved until a measurement exists, which
+    takes a few updates, unless an earlier process of the run has measured.
 
     Args:
-        max_fraction: of the time of the training without saves, above 0 and below 1.
-        min_interval_secs: seconds between saves, at least.
-        max_interval_secs: seconds after which a step is saved even where that is more than the budget; None: never.
+        max_fraction: the fraction of the training time without saves, above 0 and below 1.
+        min_interval_secs: the minimum number of seconds between saves.
+        max_interval_secs: the number of seconds after which a step is saved even if that exceeds the budget; None: no
+            limit.
 
     Raises:
         SettingsError: an argument is out of range.
@@ -485,22 +490,22 @@ class OverheadBudgetPolicy(_TunedPolicy):
 
     def _wanted(self, costs: SaveCosts, cost_s: float, context: DecisionContext) -> _Interval:
         aim = AIM * self.max_fraction
-        owed_s = costs.spent_s - aim * costs.trained_s  # what was spent beyond it, or below 0: is left to spend
+        owed_s = costs.spent_s - aim * costs.trained_s  # overspent time; negative: time left to spend
         return _Interval((cost_s + max(owed_s, -cost_s / 2)) / aim + cost_s, lambda: _spending(costs, cost_s))
 
 
 @dataclasses.dataclass(frozen=True)
 class YoungDalyPolicy(_TunedPolicy):
-    """Saves at the interval that loses the least time to saves and failures together, by Young and Daly.
+    """Saves at the interval that loses the least time to saves and failures together, after Young and Daly.
 
-    A failure is the end of a process that has not saved before: a kill, a crash, or a request to leave that left no
-    time for it. Requests that were met with a save lose nothing, and do not count.
+    A failure is the end of a process that could not save before: a kill, a crash, or a request to shut down with too
+    little time for a save. A request that was answered with a save loses nothing, and does not count.
 
     Args:
-        mtbf_secs: mean time between failures; None: estimated from the run's own history: until it has failed twice the
-            time that it has run without, so that saves come often at first and less and less.
-        min_interval_secs: seconds between saves, at least.
-        max_interval_secs: seconds between saves, at most; None: no limit.
+        mtbf_secs: the mean time between failures; None: estimate it from the history of the run. Before the first
+            failure, the estimate is twice the time that the run has lived, so saves are frequent at first.
+        min_interval_secs: the minimum number of seconds between saves.
+        max_interval_secs: the maximum number of seconds between saves; None: no limit.
 
     Raises:
         SettingsError: an argument is out of range.
@@ -528,7 +533,7 @@ class YoungDalyPolicy(_TunedPolicy):
 
 
 def _ahead_s(step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], context: DecisionContext) -> float:
-    """Seconds until the devices have computed this step, where the loop does not wait for them."""
+    """The seconds until the devices have computed this step, if the loop does not wait for them."""
     costs = SaveCosts() if context.read_costs is None else context.read_costs()
     if not (costs.ahead_s and costs.step_s and previous_steps):
         return 0.0
@@ -557,17 +562,17 @@ def _bounded(wanted: _Interval, policy: _TunedPolicy, costs: SaveCosts) -> _Inte
 
     if most_s is not None and max(wanted_s, lasting_s) > most_s:
         lasts = f", and a save lasts {_seconds(usual_s)}" if lasting_s > most_s else ""
-        return _Interval(most_s, lambda: f"{right()} is right{lasts}, max_interval_secs={most_s:g} is less")
+        return _Interval(most_s, lambda: f"{right()} is best{lasts}, but max_interval_secs={most_s:g} is less")
     if wanted_s < lasting_s and least_s < lasting_s:
-        return _Interval(lasting_s, lambda: f"{right()} is right, but a save lasts {_seconds(usual_s)}")
+        return _Interval(lasting_s, lambda: f"{right()} is best, but a save lasts {_seconds(usual_s)}")
     if wanted_s < least_s:
-        return _Interval(least_s, lambda: f"{right()} is right, min_interval_secs={least_s:g} is more")
+        return _Interval(least_s, lambda: f"{right()} is best, but min_interval_secs={least_s:g} is more")
     return _Interval(wanted_s, right)
 
 
 def _spending(costs: SaveCosts, cost_s: float) -> str:
     spent = costs.spent_s / costs.trained_s if costs.trained_s else 0.0
-    blocked = "" if costs.blocked_s is None else f" ({_seconds(costs.blocked_s)} of it the loop is held up)"
+    blocked = "" if costs.blocked_s is None else f" (and blocks the loop for {_seconds(costs.blocked_s)} of it)"
     return f"a save costs {_seconds(cost_s)}{blocked}, all so far {spent:.2%} of the training"
 
 
@@ -575,7 +580,7 @@ def _risk(cost_s: float, mtbf_s: float, failures: Failures | None) -> str:
     seen = ""
     if failures is not None:
         seen = f" ({failures.count} in {_seconds(failures.observed_s)} so far)"
-    return f"a save costs {_seconds(cost_s)}, and a failure is due every {_seconds(mtbf_s)}{seen}"
+    return f"a save costs {_seconds(cost_s)}, and a failure is expected every {_seconds(mtbf_s)}{seen}"
 
 
 def _seconds(value: float) -> str:

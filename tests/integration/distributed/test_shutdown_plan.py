@@ -69,7 +69,7 @@ def test_a_save_that_cannot_end_is_begun_by_none_of_them(tmp_path: Path, job: Jo
     saved, code, completed, begun, steps = alike(answers)
     assert (saved, code, begun, steps) == (HELD, 75, [6, HELD], [6, HELD])
     (event,) = history(tmp_path, "preempted")
-    assert event["plan"].startswith(f"step {HELD} stays the last one: no time to save step {completed}, ")
+    assert event["plan"].startswith(f"keeping step {HELD}: no time to save step {completed}, ")
     (end,) = history(tmp_path, "end")
     assert (end["how"], end["step"], event["step"]) == ("late", completed, HELD)
 
@@ -79,7 +79,7 @@ def test_a_save_under_way_that_process_0_finds_fresh_is_repeated_by_none_of_them
     saved, code, completed, begun, steps = alike(answers)
     assert (saved, code, begun, steps) == (HELD, 75, [6, HELD], [6, HELD])
     (event,) = history(tmp_path, "preempted")
-    assert event["plan"].startswith(f"finishing the save of step {HELD}, which is fresh enough: doing ")
+    assert event["plan"].startswith(f"finishing the save of step {HELD}, which is recent enough: ")
     assert (history(tmp_path, "end")[0]["how"], completed > HELD) == ("preempted", True)
 
 

@@ -57,7 +57,7 @@ def test_asked_in_an_evaluation_without_time_for_a_save_it_leaves_what_is_commit
     assert (left.value.code, seen) == (9, [signal.SIGTERM])
     manager = jct.StepManager(tmp_path)
     assert (manager.steps, step_of(manager.restore()), manager.restore()["data"]) == ([6], 6, {"position": 6})
-    why = "step 6 stays the last one: no time to save step 8"
+    why = "keeping step 6: no time to save step 8"
     assert why in caplog.text
     assert why in next(event["plan"] for event in manager.history.events() if event["event"] == "preempted")
     (row,) = ckpt.summary(show=False).attempts

@@ -166,7 +166,7 @@ def test_improvement_saves_only_what_is_strictly_better_than_everything_before()
 def test_improvement_tells_of_a_metric_that_never_comes(caplog: pytest.LogCaptureFixture) -> None:
     for step, previous in [*((step, []) for step in range(1, 1001)), (100, [info(50)])]:
         assert not asks(ImprovementPolicy("cost", "min"), info(step), previous, read_metrics=lambda: {"loss": 1.0})
-    told = "ImprovementPolicy: nothing is saved yet, and step {} has no metric 'cost'; the metrics that it has: loss"
+    told = "ImprovementPolicy: nothing is saved yet, and step {} has no metric 'cost'; its metrics are: loss"
     assert [record.getMessage() for record in caplog.records] == [told.format(step) for step in (10, 100, 1000)]
 
 

@@ -36,7 +36,7 @@ def test_a_save_that_fits_is_begun() -> None:
 
 
 def test_one_that_cannot_end_is_not_begun_and_what_is_committed_stays() -> None:
-    why = "step 100 stays the last one: no time to save step 120, 2.5 s of 2.4 s are needed"
+    why = "keeping step 100: no time to save step 120, 2.5 s of 2.4 s are needed"
     assert plan(left_s=2.4) == (False, False, True, why)
 
 
@@ -48,9 +48,9 @@ def test_a_save_under_way_is_enough_if_the_updates_since_are_done_again_in_less_
     saves, waits, loses, why = plan(running=119, running_for_s=0.5)
     assert (saves, waits, loses) == (False, True, False)
     assert why == (
-        "finishing the save of step 119, which is fresh enough: doing 1 update again takes 0.01 s, saving step 120 2 s"
+        "finishing the save of step 119, which is recent enough: repeating 1 update takes 0.01 s, saving step 120 2 s"
     )
-    assert "doing 20 updates again takes 0.2 s" in plan(running=100)[3]
+    assert "repeating 20 updates takes 0.2 s" in plan(running=100)[3]
     assert plan(running=100, step_s=0.1)[0] is False  # as long as another save: no gain
     assert plan(running=100, step_s=0.11, left_s=10.0)[0] is True
 
@@ -66,15 +66,15 @@ def test_one_that_is_not_fresh_is_finished_and_followed_by_another_where_both_fi
 
 
 def test_what_is_not_known_is_tried() -> None:
-    assert plan(save_s=None)[3] == "saving step 120: how long a save takes is not known yet"
+    assert plan(save_s=None)[3] == "saving step 120: the duration of a save is unknown"
     assert plan(save_s=None, left_s=0.0)[0] is True
     assert plan(running=119, step_s=None)[0] is True  # by the time alone
     assert plan(running=119, step_s=None, left_s=1.0)[0] is False
 
 
 def test_without_a_limit_all_is_saved() -> None:
-    assert plan(left_s=None)[3] == "saving step 120: no time limit is known, or it is over already"
-    why = "finishing the save of step 119, then saving step 120: no time limit is known, or it is over already"
+    assert plan(left_s=None)[3] == "saving step 120: the time limit is unknown or over"
+    why = "finishing the save of step 119, then saving step 120: the time limit is unknown or over"
     assert plan(left_s=None, running=119) == (True, True, False, why)
 
 

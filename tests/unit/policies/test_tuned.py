@@ -54,7 +54,7 @@ def test_nothing_is_saved_before_something_is_measured_but_for_the_longest_inter
 
 @pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy()])
 def test_the_first_save_comes_at_once_and_no_other_until_its_cost_is_known(policy: Any) -> None:
-    assert asked(policy, 0.0, SaveCosts(step_s=1.0)).reason.endswith("the first save, to see what it costs")
+    assert asked(policy, 0.0, SaveCosts(step_s=1.0)).reason.endswith("the first save, to measure its cost")
     assert not asked(policy, 1e6, SaveCosts(step_s=1.0, is_measuring=True)).save
 
 
@@ -158,21 +158,23 @@ def test_saves_are_not_under_way_all_the_time(kind: Any) -> None:
 def test_however_long_saves_last_there_is_no_more_between_them_than_is_allowed(kind: Any, cost_s: float) -> None:
     slow, policy = SaveCosts(step_s=1.0, cost_s=cost_s, usual_s=100.0), kind(max_interval_secs=60.0)
     assert interval_of(policy, slow) <= 60.1
-    assert "and a save lasts 100 s, max_interval_secs=60 is less" in asked(policy, 61.0, slow).reason
+    assert "and a save lasts 100 s, but max_interval_secs=60 is less" in asked(policy, 61.0, slow).reason
 
 
 def test_reasons_tell_what_was_measured() -> None:
     spent = SaveCosts(step_s=1.0, cost_s=2.0, blocked_s=0.5, spent_s=3.0, trained_s=100.0)
     assert re.fullmatch(
-        r"OverheadBudgetPolicy\(max_fraction=0.035\): a save costs 2 s \(0.5 s of it the loop is held up\), "
+        r"OverheadBudgetPolicy\(max_fraction=0.035\): a save costs 2 s \(and blocks the loop for 0.5 s of it\), "
         r"all so far 3.00% of the training: every [\d.]+ s",
         asked(jct.OverheadBudgetPolicy(), 1000.0, spent).reason,
     )
     found = asked(jct.YoungDalyPolicy(), 3000.0, read_failures=lambda: Failures(3, 7200.0)).reason
-    assert found.startswith("YoungDalyPolicy: a save costs 2 s, and a failure is due every 2074 s (3 in 2.0 h so far)")
+    assert found.startswith(
+        "YoungDalyPolicy: a save costs 2 s, and a failure is expected every 2074 s (3 in 2.0 h so far)"
+    )
     inside = jct.AnySavePolicy([jct.FixedIntervalPolicy(10_000), jct.YoungDalyPolicy(1e3)])
     assert asked(inside, 3000.0).reason.startswith(
-        "YoungDalyPolicy: a save costs 2 s, and a failure is due every 1000 s"
+        "YoungDalyPolicy: a save costs 2 s, and a failure is expected every 1000 s"
     )
 
 

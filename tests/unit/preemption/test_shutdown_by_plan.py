@@ -95,7 +95,7 @@ def test_a_save_that_cannot_end_is_not_begun(tmp_path: Path, caplog: pytest.LogC
     assert left.value.code == 13
     assert not any("step-0000000009" in name for name in loop.disk.written)
     loop.check_saved(6)
-    assert loop.plan().startswith("step 6 stays the last one: no time to save step 9, ")
+    assert loop.plan().startswith("keeping step 6: no time to save step 9, ")
     assert f"leaving: {loop.plan()}" in caplog.messages
     assert "asked to leave by signal SIGTERM; step 6 is saved" in caplog.messages
     (event,), (end,) = loop.history("preempted"), loop.history("end")
@@ -139,7 +139,7 @@ def test_a_save_under_way_that_is_fresh_enough_is_finished_and_not_repeated(tmp_
     assert left.value.code == 75
     loop.check_saved(6, 12)
     assert not any("step-0000000013" in name for name in loop.disk.written)
-    assert loop.plan().startswith("finishing the save of step 12, which is fresh enough: doing 1 update again takes ")
+    assert loop.plan().startswith("finishing the save of step 12, which is recent enough: repeating 1 update takes ")
     (event,), (end,) = loop.history("preempted"), loop.history("end")
     assert (event["step"], end["how"], end["step"]) == (12, "preempted", 13)
     assert [each["step"] for each in loop.history("save")] == [6, 12]
@@ -176,7 +176,7 @@ def test_how_long_the_one_under_way_has_taken_counts_for_the_last_one(tmp_path: 
     loop.check_saved(6, 12)
     first, then = loop.plan().split("; ")
     assert first.startswith("finishing the save of step 12, then saving step 14: ")
-    assert then.startswith("step 12 stays the last one: no time to save step 14, ")
+    assert then.startswith("keeping step 12: no time to save step 14, ")
     assert not any("step-0000000014" in name for name in loop.disk.written)
     assert loop.history("end")[0]["how"] == "late"
 
@@ -186,7 +186,7 @@ def test_where_nothing_is_known_yet_it_is_tried(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         loop.run(3)
     loop.check_saved(3)
-    assert loop.plan() == "saving step 3: how long a save takes is not known yet"
+    assert loop.plan() == "saving step 3: the duration of a save is unknown"
 
 
 def test_where_nobody_said_how_long_it_lives_all_is_saved(tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_where_nobody_said_how_long_it_lives_all_is_saved(tmp_path: Path) -> Non
     with pytest.raises(SystemExit):
         loop.run(13)
     loop.check_saved(6, 12, 13)
-    plan = "finishing the save of step 12, then saving step 13: no time limit is known, or it is over already; "
-    assert loop.plan() == plan + "saving step 13: no time limit is known, or it is over already"
+    plan = "finishing the save of step 12, then saving step 13: the time limit is unknown or over; "
+    assert loop.plan() == plan + "saving step 13: the time limit is unknown or over"
 
 
 @pytest.mark.parametrize("noticed_by", ["call", "poll", "the end of the loop"])
@@ -240,7 +240,7 @@ def test_a_save_under_way_that_fails_is_replaced_by_the_last_one(tmp_path: Path)
     loop.check_saved(6, 13)
     assert [(each["step"], each["ok"]) for each in loop.history("save")] == [(6, True), (12, False), (13, True)]
     fresh, then = loop.plan().split("; ")
-    assert "fresh enough" in fresh
+    assert "recent enough" in fresh
     assert then.startswith("saving step 13: ")
 
 
@@ -329,4 +329,4 @@ def test_a_process_ends_within_the_grace_period_instead_of_beginning_what_cannot
     assert jct.StepManager(tmp_path).steps == [6]
     events = jct.StepManager(tmp_path).history.events()
     assert [event["event"] for event in events] == ["start", "resumed", "save", "preempted", "end"]
-    assert events[-2]["plan"].startswith("step 6 stays the last one: no time to save step ")
+    assert events[-2]["plan"].startswith("keeping step 6: no time to save step ")
