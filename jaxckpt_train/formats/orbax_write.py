@@ -61,7 +61,7 @@ from jaxckpt_train.store.manifest import (
     what_is_a_plain_name,
 )
 from jaxckpt_train.store.reader import ReadProgress
-from jaxckpt_train.store.transaction import Attempt, appearing
+from jaxckpt_train.store.transaction import Attempt, atomic_directory
 
 CHUNK_BYTES = 64 << 20
 AHEAD_BYTES = 256 << 20
@@ -140,7 +140,7 @@ def export_orbax(
         progress=progress,
     )
     start_ns = time.time_ns()
-    with appearing(backend, final, settings) as attempt:
+    with atomic_directory(backend, final, settings) as attempt:
         for part in chosen:
             item = names[part.name]
             attempt.add_folder(item)
@@ -301,7 +301,7 @@ def _write_tree(
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    attempt.take_in(item)
+    attempt.track_folder(item)
     attempt.write_file(f"{item}/{TREE_METADATA}", msgspec.json.encode(tree))
     structure = encode_aggregate((leaf.keys, _aggregate_value(leaf)) for leaf in leaves)
     attempt.write_file(f"{item}/{AGGREGATE}", structure)

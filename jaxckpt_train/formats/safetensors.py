@@ -65,7 +65,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.segment import LENGTH_BYTES, ChunkSource, PlacedChunk, SegmentLayout, Tensor, encode_header
-from jaxckpt_train.store.transaction import appearing
+from jaxckpt_train.store.transaction import atomic_directory
 from jaxckpt_train.store.writer import SegmentWriter, write_segments
 
 SUFFIX = ".safetensors"
@@ -513,7 +513,7 @@ def export_safetensors(
     header_metadata = {"format": "pt"} if metadata is None else metadata
     with (
         ReadAhead(settings.read_budget_bytes, committed.directory) as ahead,
-        appearing(backend, final, settings, file_names[0] if single_file else None) as attempt,
+        atomic_directory(backend, final, settings, file_names[0] if single_file else None) as attempt,
     ):
 
         def prefetch(array: ArrayRecord, boxes: Sequence[Box]) -> list[BoxAhead]:

@@ -48,7 +48,7 @@ from jaxckpt_train.store.committed import (
 from jaxckpt_train.store.copy import CHUNK_BYTES, copy_checkpoint, same_digests
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME, ArrayRecord, PartRecord
-from jaxckpt_train.store.removal import first_untracked_files, remove_replaced, renamed
+from jaxckpt_train.store.removal import first_untracked_files, remove_replaced, rename_to_free
 from jaxckpt_train.store.transaction import refuse_existing, refuse_temporary_name, remove_stale_temporaries
 from jaxckpt_train.store.verify import first_damage
 
@@ -114,7 +114,7 @@ def remove_checkpoint(backend: Backend, path: str) -> None:
     Raises:
         StorageError: the file system refused; it may be there under a hidden name, which later saves clean up.
     """
-    hidden = renamed(backend, path, attempt_paths(path))
+    hidden = rename_to_free(backend, path, attempt_paths(path))
     if hidden is not None:
         sync_directory(backend, os.path.dirname(path))
         remove_replaced(backend, hidden, path)

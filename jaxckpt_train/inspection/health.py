@@ -26,7 +26,7 @@ from jaxckpt_train.run.history import History, RunEvent
 from jaxckpt_train.run.lock import SILENCE_S, Owner, OwnerLock
 from jaxckpt_train.run.pruning import Fate, Pruning, current_line, fates
 from jaxckpt_train.store.backends.base import Backend
-from jaxckpt_train.store.removal import dead_attempts
+from jaxckpt_train.store.removal import find_dead_attempts
 
 MAX_LISTED = 5
 
@@ -236,7 +236,7 @@ def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHe
         damaged=_of(there, damaged),
         uncommitted=_of(there, uncommitted),
         refused=_of(there, refused),
-        stale_files=[*dead_attempts(backend, directory), *_left_half_deleted(backend, directory)],
+        stale_files=[*find_dead_attempts(backend, directory), *_left_half_deleted(backend, directory)],
         at_risk=at_risk,
         unreadable=unreadable,
     )

@@ -1,19 +1,15 @@
-"""Whether a checkpoint may get a name: what has it already, and what dead saves have left beside it.
+"""The commit protocol: write an attempt, publish it under its final name, or remove it.
 
-A directory for other tools that appears under its name at once, when all that is in it is written.
+A checkpoint exists if its directory holds COMMIT and COMMIT matches the manifest. Only this module makes that true. A
+save writes an attempt: a hidden directory next to the final name. Crash safety rests on this order:
 
-The transaction: the only file that decides that a checkpoint exists.
+1. Write every file, COMMIT last.
+2. Sync every file and every directory of the attempt, several at a time, so that their data and names are durable
+   before the rename.
+3. Rename the attempt to its final name.
+4. Sync the parent directory. Only then is the save acknowledged.
 
-A checkpoint is a directory that holds COMMIT, and COMMIT fits its manifest. An attempt is written beside the final
-name, in a hidden directory. The order, which crash safety rests on:
-
-1. every file is written, COMMIT last;
-2. every file and every directory of the attempt is synced, several at a time, so that their bytes and names are on the
-   disk before the rename;
-3. the attempt is renamed to its final name;
-4. the parent directory is synced; only then is the save acknowledged.
-
-One attempt to write a checkpoint: the files in its directory, as one process writes and syncs them.
+`atomic_directory` publishes exports for other tools in the same way, without COMMIT.
 """
 
 from __future__ import annotations
@@ -73,16 +69,16 @@ from jaxckpt_train.store.threads import shared_workers
 SYNCS_AT_ONCE = 4
 _log = logging.getLogger("jaxckpt_train")
 MOVE_IT_AWAY = "move it away, or choose another path"
-"""What is to be done about a name that is taken, where nothing is ever replaced."""
+"""Advice in the error about a taken name, for commands that never replace anything."""
 
 
 class Attempt:
-    """What a process writes below the directory of an attempt; only a `Transaction` makes a checkpoint of it.
+    """The files that one process writes and syncs in an attempt's directory; a `Transaction` makes them a checkpoint.
 
     Args:
-        backend: where.
-        directory: of the attempt; it exists.
-        settings: how durable.
+        backend: the storage.
+        directory: the attempt's directory, which exists.
+        settings: the durability and the digest.
 
     Attributes:
         directory: as given.
@@ -93,17 +89,17 @@ class Attempt:
         self._sync = settings.durability != "none"
         self._sync_directories = settings.durability == "full"
         self._folders: list[str] = []
-        self._files: list[str] = []  # whose data is not synced yet
+        self._files: list[str] = []  # not synced yet
 
     def add_folder(self, name: str) -> str:
-        """Create the folder of one checkpointable; returns its path."""
+        """Create the folder of one checkpointable and return its path."""
         path = f"{self.directory}/{name}"
         self._backend.make_directory(path, parents=False, sync=False)
         self._folders.append(path)
         return path
 
     def write_file(self, name: str, data: bytes) -> FileRecord:
-        """Write a small file, which the commit syncs, and return what the manifest says of it."""
+        """Write a small file, to be synced by the commit, and return its record for the manifest."""
         path = f"{self.directory}/{name}"
         sink = self._backend.create(path, direct=False)
         try:
@@ -117,13 +113,13 @@ class Attempt:
         return FileRecord(name, len(data), block_digests(content, BLOCK_BYTES, digest_function(self._settings.digest)))
 
     def adopt_folder(self, name: str, progress: Callable[[int], None]) -> tuple[FileRecord, ...]:
-        """Digest the files that someone else wrote into a folder of the attempt; the commit syncs them.
+        """Digest the files that other code wrote into a folder of the attempt, and have the commit sync them.
 
-        `progress` is told of each block.
+        `progress` is called with the size of each block.
 
         Raises:
-            UnsupportedLeafError: a file or directory whose name a load would refuse.
-            CorruptCheckpointError: something there is neither a plain file nor a directory.
+            UnsupportedLeafError: a file or directory has a name that a load would refuse.
+            CorruptCheckpointError: an entry is neither a regular file nor a directory.
         """
         records: list[FileRecord] = []
         for entry in self._backend.list(f"{self.directory}/{name}"):
@@ -132,7 +128,7 @@ class Attempt:
                 continue
             if not is_plain_name(entry.name):
                 raise UnsupportedLeafError(
-                    f"file {path!r}: its name cannot be stored; expected {what_is_a_plain_name()}"
+                    f"file {path!r} has a name that cannot be stored: expected {what_is_a_plain_name()}"
                 )
             if entry.kind == "directory":
                 self._folders.append(f"{self.directory}/{path}")
@@ -141,23 +137,23 @@ class Attempt:
                 self._files.append(f"{self.directory}/{path}")
                 records.append(file_record(self._backend, self.directory, path, self._settings.digest, progress))
             else:
-                raise CorruptCheckpointError(f"{self.directory}/{path}: expected a plain file, found a link or device")
+                raise CorruptCheckpointError(f"{self.directory}/{path}: expected a file, found a link or device")
         return tuple(records)
 
-    def take_in(self, name: str) -> None:
-        """Have the commit sync what somebody else has written into a folder of the attempt; it is not looked at."""
+    def track_folder(self, name: str) -> None:
+        """Have the commit sync the files that other code wrote into a folder of the attempt, without reading them."""
         for entry in self._backend.list(f"{self.directory}/{name}"):
             path = f"{self.directory}/{name}/{entry.name}"
             if is_in_use(entry.name):
                 continue
             if entry.kind == "directory":
                 self._folders.append(path)
-                self.take_in(f"{name}/{entry.name}")
+                self.track_folder(f"{name}/{entry.name}")
             else:
                 self._files.append(path)
 
     def sync(self) -> None:
-        """Sync all that is not synced yet, several at a time: a journal brings them to the disk together."""
+        """Sync everything that is not synced yet, several files at a time: a journal writes them together."""
         paths = list(self._files) if self._sync else []
         if self._sync_directories:
             paths += [*reversed(self._folders), self.directory]
@@ -165,20 +161,20 @@ class Attempt:
 
 
 class Transaction(Attempt):
-    """One attempt to write one checkpoint: begin, write files, commit or abort.
+    """One attempt to write one checkpoint: begin, write files, then commit or abort.
 
     Args:
-        backend: where.
+        backend: the storage.
         final: the absolute path under which the checkpoint will appear.
-        settings: how durable.
-        before_publishing: called when all is written, right before it gets its name; what it raises is raised.
+        settings: the durability and the digest.
+        before_publishing: called when everything is written, right before the rename; its error aborts the commit.
 
     Attributes:
-        stays: whether it may lie under its final name, whatever becomes of it; of use to who knows that it has failed.
-        is_left: whether the disk refused to remove what was written, after the save failed.
+        stays: whether the final name may hold this attempt even though the save failed.
+        is_left: whether the file system refused to remove the attempt after the save failed.
 
     Raises:
-        StorageError: the attempt's directory cannot be made.
+        StorageError: the attempt's directory cannot be created.
     """
 
     def __init__(
@@ -193,23 +189,23 @@ class Transaction(Attempt):
         backend.make_directory(self._parent, parents=True, sync=settings.durability == "full")
         super().__init__(backend, begin_attempt(backend, final), settings)
         self._commit = b""
-        self._is_publishing = False  # from then on it is not certain what lies in the attempt's directory
+        self._is_publishing = False  # once set, the attempt's directory may hold the older checkpoint
         self.stays = self.is_left = False
         self._if_taken = "pass overwrite=True to replace it"
 
     def commit(self, manifest: Manifest, *, replace: bool = False, if_taken: str | None = None) -> Committed:
-        """Make the checkpoint exist under its final name.
+        """Publish the checkpoint under its final name.
 
         Args:
-            manifest: everything that was written.
-            replace: whether a checkpoint under the final name is exchanged for this one and then removed.
-            if_taken: what the error says is to be done if something has the final name; None: to pass overwrite=True.
+            manifest: the record of everything that was written.
+            replace: whether an existing checkpoint of that name is exchanged for this one and then removed.
+            if_taken: the advice in the error about a taken name; None: to pass overwrite=True.
 
         Raises:
-            CheckpointExistsError: something has the final name and `replace` is false.
-            StorageError: the file system refused; nothing became visible, unless it also refused to take it back, as
-                a note on the error says then.
-            UnsupportedLeafError: more arrays than a load would take.
+            CheckpointExistsError: the final name is taken and `replace` is false.
+            StorageError: the file system refused. Nothing became visible, unless it also refused to undo the rename; a
+                note on the error says so.
+            UnsupportedLeafError: there are more arrays than a load accepts.
         """
         arrays = sum(len(part.arrays) for part in manifest.parts)
         if arrays > MAX_ARRAYS:
@@ -223,27 +219,28 @@ class Transaction(Attempt):
         self.write_file(COMMIT_NAME, self._commit)
         self.sync()
         self._before_publishing()
-        self._is_publishing = self.stays = True  # until it is known that it does not
+        self._is_publishing = self.stays = True
         self._if_taken = if_taken or self._if_taken
         self._publish(replace)
         return Committed(self.final, manifest, sha256)
 
     def _publish(self, replace: bool) -> None:
-        taken = self._take_name(replace)
+        outcome = self._claim_name(replace)
         if self._sync_directories:
             try:
                 self._backend.sync(self._parent)
             except BaseException as error:
-                if taken != "in place":  # else the older one is gone
-                    self._withdraw(taken == "exchanged", error)
+                if outcome != "in place":  # then the older checkpoint is gone, and there is nothing to go back to
+                    self._withdraw(outcome == "exchanged", error)
                 raise
-        if taken == "exchanged":
+        if outcome == "exchanged":
             self._remove_replaced()
 
-    def _take_name(self, replace: bool) -> Literal["free", "exchanged", "in place"]:
-        """Get the final name, which was free, or was that of an older checkpoint.
+    def _claim_name(self, replace: bool) -> Literal["free", "exchanged", "in place"]:
+        """Claim the final name.
 
-        An exchanged one has the name of the attempt now; one that was replaced in place is gone.
+        Returns "free" if nothing had it. After "exchanged", the older checkpoint has the attempt's name; after
+        "in place", the older checkpoint is gone.
         """
         try:
             self._backend.rename(self.directory, self.final)
@@ -252,7 +249,7 @@ class Transaction(Attempt):
                 raise
             if not replace:
                 self.stays = False
-                raise CheckpointExistsError(f"{self.final}: exists; {self._if_taken}") from error
+                raise CheckpointExistsError(f"{self.final}: already exists; {self._if_taken}") from error
             try:
                 self._backend.exchange(self.directory, self.final, sync=self._sync_directories)
             except StorageError as refused:
@@ -264,14 +261,14 @@ class Transaction(Attempt):
         return "free"
 
     def _replace_in_place(self) -> None:
-        """Replace a checkpoint whose directory cannot be renamed, as one in a lower layer of overlayfs.
+        """Replace a checkpoint whose directory cannot be renamed, such as one in a lower layer of overlayfs.
 
-        The attempt gets the side name first: there readers find it as soon as the older checkpoint has no COMMIT.
+        The attempt gets the side name first. Readers find it there as soon as the older checkpoint has no COMMIT.
         """
         found, aside = first_untracked_files(self._backend, self.final), side_name(self.final)
         if found:
-            message = "cannot replace it: its directory cannot be renamed, and holds more than a checkpoint"
-            raise StorageError(errno.EXDEV, f"{message}: {', '.join(found)}; move that away", self.final)
+            message = "cannot replace it: its directory cannot be renamed, and holds files of something else"
+            raise StorageError(errno.EXDEV, f"{message}: {', '.join(found)}; move them away", self.final)
         self._backend.rename(self.directory, aside)
         try:
             if self._sync_directories:
@@ -287,7 +284,7 @@ class Transaction(Attempt):
         self._backend.rename(aside, self.final)
 
     def _withdraw(self, exchanged: bool, error: BaseException) -> None:
-        """Take back what could not be made durable, unless another save or owner has taken its place meanwhile."""
+        """Undo a rename that could not be made durable, unless another save or owner has taken the name since."""
         try:
             self._before_publishing()
             if not self._is_own(self.final):
@@ -297,48 +294,44 @@ class Transaction(Attempt):
             else:
                 self._backend.rename(self.final, self.directory)
         except CheckpointError as second:
-            error.add_note(f"and the new checkpoint could not be taken back from {self.final}: {second}")
+            error.add_note(f"the new checkpoint could not be removed from {self.final}: {second}")
             if exchanged:
-                error.add_note(f"the one that it replaced is in {self.directory}; move it away, or it may be removed")
+                error.add_note(f"the replaced checkpoint is in {self.directory}; move it or a later save may remove it")
 
     def _is_own(self, directory: str) -> bool:
-        """Whether it is this attempt that lies there."""
+        """Whether the directory holds this attempt."""
         return read_or_none(self._backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES) == self._commit
 
     def _remove_replaced(self) -> None:
-        """Remove the older of the two; the newer is committed by now, so a refusal is no failure of the save."""
+        """Remove the older checkpoint; a refusal is only logged, because the new one is committed."""
         try:
             remove_replaced(self._backend, self.directory, self.final)
         except StorageError as error:
-            _log.warning("%s is saved, but what it replaced could not be removed: %s", self.final, error)
+            _log.warning("%s is saved, but the checkpoint that it replaced was not removed: %s", self.final, error)
 
     def abort(self) -> None:
-        """Remove the attempt; not if what is there now may be the older checkpoint, or what the disk knows of.
-
-        Raises:
-            StorageError: the file system refused.
-        """
+        """Remove the attempt, unless its directory may hold the older checkpoint now."""
         if self._is_publishing:
             if not self._is_own(self.directory):
                 return
             self.stays = False
-            if self._sync_directories:  # that it was taken back may be known to memory only
+            if self._sync_directories:  # the undone rename may not be on the disk yet
                 sync_directory(self._backend, self._parent)
-        if self._commit:
-            self._backend.remove(f"{self.directory}/{COMMIT_NAME}")  # first: half of it is an attempt's, to who comes
+        if self._commit:  # first, so that a partly removed attempt is recognised as an attempt
+            self._backend.remove(f"{self.directory}/{COMMIT_NAME}")
         self._backend.remove(self.directory)
 
     def abort_after(self, error: BaseException) -> None:
-        """Remove the attempt of a save that failed; a disk that refuses even that must not hide why: it is noted."""
+        """Remove the attempt of a failed save; if that fails too, add a note to the original error."""
         try:
             self.abort()
         except OSError as second:
             self.is_left = True
-            error.add_note(f"and the attempt {self.directory} could not be removed: {second}")
+            error.add_note(f"the unfinished save {self.directory} could not be removed: {second}")
 
 
 def begin_attempt(backend: Backend, final: str) -> str:
-    """Make a directory beside a name for what is to have it."""
+    """Create an attempt's directory next to the final name, and return its path."""
     for directory in attempt_paths(final):
         try:
             backend.make_directory(directory, parents=False, sync=False)
@@ -347,37 +340,41 @@ def begin_attempt(backend: Backend, final: str) -> str:
                 raise
         else:
             return directory
-    raise AssertionError("unreachable: the count has no end")
+    raise AssertionError("unreachable: attempt_paths is infinite")
 
 
 @contextlib.contextmanager
-def appearing(backend: Backend, final: str, settings: StoreSettings, only_file: str | None = None) -> Iterator[Attempt]:
-    """Within: a directory to write into; afterwards it has its name, or is gone if anything has failed.
+def atomic_directory(
+    backend: Backend, final: str, settings: StoreSettings, only_file: str | None = None
+) -> Iterator[Attempt]:
+    """Write a directory that appears under its final name when the block ends, or not at all if the block raises.
 
     Args:
-        backend: where.
-        final: the absolute path that it is to have; nothing may be there.
-        settings: how durable it is made.
-        only_file: the name of the one file in it that gets the path `final` instead; None: the whole directory does.
+        backend: the storage.
+        final: the absolute path to publish; nothing may exist there.
+        settings: the durability.
+        only_file: the name of the one file in the directory that is published as `final`; None: the whole directory is.
 
     Raises:
-        CheckpointExistsError: something is there.
+        CheckpointExistsError: something exists at `final`.
         StorageError: the file system refused.
     """
     refuse_existing_name(final)
     parent = os.path.dirname(final)
     backend.make_directory(parent, parents=True, sync=settings.durability == "full")
-    _remove_dead(backend, final)
+    _remove_leftovers(backend, final)
     attempt = Attempt(backend, begin_attempt(backend, final), settings)
     try:
         yield attempt
         attempt.sync()
-        _publish(backend, attempt.directory if only_file is None else f"{attempt.directory}/{only_file}", final)
+        _rename_to_free_name(
+            backend, attempt.directory if only_file is None else f"{attempt.directory}/{only_file}", final
+        )
     except BaseException as error:
         try:
             backend.remove(attempt.directory)
         except StorageError as second:
-            error.add_note(f"and what was written of it, {attempt.directory}, could not be removed: {second}")
+            error.add_note(f"the unfinished directory {attempt.directory} could not be removed: {second}")
         raise
     if settings.durability == "full":
         backend.sync(parent)
@@ -385,24 +382,24 @@ def appearing(backend: Backend, final: str, settings: StoreSettings, only_file: 
         try:
             backend.remove(attempt.directory)
         except StorageError as error:
-            _log.warning("%s: is written, but %s could not be removed: %s", final, attempt.directory, error)
+            _log.warning("%s is written, but %s could not be removed: %s", final, attempt.directory, error)
 
 
 def refuse_existing_name(final: str) -> None:
-    """Raise CheckpointExistsError if anything has this name."""
+    """Raise CheckpointExistsError if anything exists at this path."""
     if file_exists(final):
         raise _exists(final)
 
 
-def _remove_dead(backend: Backend, final: str) -> None:
-    """Make room; what stays is no reason not to go on."""
+def _remove_leftovers(backend: Backend, final: str) -> None:
+    """Remove leftovers of earlier exports; a refusal is only logged."""
     try:
         remove_dead_exports(backend, final)
     except StorageError as error:
-        _log.warning("%s: what an earlier export left could not be removed: %s", final, error)
+        _log.warning("%s: leftovers of an earlier export could not be removed: %s", final, error)
 
 
-def _publish(backend: Backend, directory: str, final: str) -> None:
+def _rename_to_free_name(backend: Backend, directory: str, final: str) -> None:
     try:
         backend.rename(directory, final)
     except StorageError as error:
@@ -412,51 +409,52 @@ def _publish(backend: Backend, directory: str, final: str) -> None:
 
 
 def _exists(final: str) -> CheckpointExistsError:
-    return CheckpointExistsError(f"{final}: exists; {MOVE_IT_AWAY}")
+    return CheckpointExistsError(f"{final}: already exists; {MOVE_IT_AWAY}")
 
 
 def refuse_temporary_name(final: str) -> None:
-    """Raise SettingsError if later saves would clean up what has this name."""
+    """Raise SettingsError if a later save would take this name for a leftover and remove it."""
     if is_temporary_name(os.path.basename(final)):
         raise SettingsError(
-            f"path: {final}: expected a name that no unfinished save may have: later saves clean up `.NAME.aside` and "
-            "`.NAME.tmp-...`; choose another one"
+            f"path: {final}: names like `.NAME.aside` and `.NAME.tmp-...` are reserved for unfinished saves, and later "
+            "saves remove them; choose another name"
         )
 
 
 def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pass overwrite=True") -> None:
-    """Raise CheckpointExistsError unless nothing has this name, or a checkpoint alone that is to be replaced.
+    """Raise CheckpointExistsError unless the name is free, or only holds a checkpoint that is to be replaced.
 
     Args:
-        backend: where.
-        final: the name.
-        replace: whether it is.
-        how: what to do to have it replaced.
+        backend: the storage.
+        final: the path to check.
+        replace: whether an existing checkpoint is to be replaced.
+        how: the advice on how to replace it.
     """
     if not file_exists(final):
         return
-    # One look may meet what another process has just replaced, and is removing: the next one sees the new.
-    # What is half removed is a checkpoint if a crash cut its replacement in place: the new one has the side name then.
+    # A single look may see a directory that another process has just replaced and is removing, so look again.
+    # A partly removed directory counts as a checkpoint if a crash interrupted its replacement in place: then the new
+    # checkpoint has the side name.
     names = (final, side_name(final))
     if not any(any(is_committed(backend, name) for name in names) or not file_exists(final) for _ in range(LOOKS)):
-        raise CheckpointExistsError(f"{final}: exists and is no checkpoint; it is not replaced. Choose another path")
+        raise CheckpointExistsError(f"{final}: already exists and is not a checkpoint; choose another path")
     if not replace:
-        raise CheckpointExistsError(f"{final}: exists; {how} to replace it, or choose another path")
+        raise CheckpointExistsError(f"{final}: already exists; {how} to replace it, or choose another path")
     for _ in range(LOOKS):
         others = list(itertools.islice(untracked_files(backend, final, certain=False), MAX_LISTED))
         if not others:
             return
     raise CheckpointExistsError(
-        f"{final}: expected nothing but a checkpoint to replace, found also {', '.join(others)}; move that away, or "
-        "choose another path"
+        f"{final}: cannot replace a checkpoint whose directory holds other files: {', '.join(others)}; move them away, "
+        "or choose another path"
     )
 
 
 def remove_stale_temporaries(backend: Backend, final: str) -> None:
-    """Make room; left-overs that stay are no reason not to save. Where there is no directory there are none."""
+    """Remove leftovers of earlier attempts; a refusal is only logged."""
     try:
         remove_dead_attempts(backend, final)
     except StorageError as error:
-        if error.errno in {*GONE, errno.ENOTDIR}:
+        if error.errno in {*GONE, errno.ENOTDIR}:  # without a parent directory there are no leftovers
             return
-        _log.warning("%s: what an earlier attempt left could not be removed: %s", final, error)
+        _log.warning("%s: leftovers of an earlier save could not be removed: %s", final, error)

@@ -250,7 +250,7 @@ def test_an_existing_path_is_never_lost(kind: str, overwrite: bool, tmp_path: Pa
         assert jct.load(path, only="step") == {"step": 7}
         return
     wanted = (
-        "exists; pass overwrite=True" if kind == "checkpoint" else "exists and is no checkpoint; it is not replaced"
+        "already exists; pass overwrite=True" if kind == "checkpoint" else "already exists and is not a checkpoint"
     )
     with pytest.raises(jct.CheckpointExistsError, match=f"there: {wanted}"):
         jct.save(path, STATE, overwrite=overwrite)

@@ -106,7 +106,7 @@ def test_a_run_begun_while_a_save_replaces_the_checkpoint_around_it_is_kept(
     with caplog.at_level(logging.WARNING, logger="jaxckpt_train"):
         jct.save(tmp_path / "c", NEW, overwrite=True)
     kept = tmp_path / "c.replaced-2"
-    assert re.search(rf"held more than a checkpoint: .*run.*all of it is in {re.escape(str(kept))} now", caplog.text)
+    assert re.search(rf"also held files .*run.*everything is now in {re.escape(str(kept))}", caplog.text)
     for _ in range(2):  # no later save removes it
         assert np.array_equal(jct.load(tmp_path / "c")["w"], NEW["w"])
         assert np.array_equal(jct.load(kept)["w"], OLD["w"])
@@ -154,7 +154,7 @@ def test_a_save_that_died_before_it_removed_what_it_replaced_leaves_the_run_in_i
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "c.replaced-1"]
     assert np.array_equal(jct.load(tmp_path / "c.replaced-1" / "run" / "step-0000000001")["w"], RUN["w"])
     assert "found" not in caplog.text
-    assert f"all of it is in {tmp_path / 'c.replaced-1'} now" in caplog.text
+    assert f"everything is now in {tmp_path / 'c.replaced-1'}" in caplog.text
 
 
 def test_the_look_at_the_call_reads_no_manifest_of_a_checkpoint_of_arrays_and_values(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_nothing_is_put_into_a_run_that_a_training_owns(tmp_path: Path, way: str
 def test_a_name_of_left_overs_is_refused(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(3)})
     name = ".b.tmp-00000000-00000000-1-1-0"
-    assert "no unfinished save may have" in refused("import", tmp_path / "a", tmp_path / name, code=2)
+    assert "reserved for unfinished saves" in refused("import", tmp_path / "a", tmp_path / name, code=2)
     assert names(tmp_path) == {"a"}
 
 

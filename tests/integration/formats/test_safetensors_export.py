@@ -100,7 +100,7 @@ def test_what_cannot_be_exported_is_told_before_anything_is_written(tmp_path: Pa
 def test_what_is_there_stays(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(3)})
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(jct.CheckpointExistsError, match="out: exists; move it away"):
+    with pytest.raises(jct.CheckpointExistsError, match="out: already exists; move it away"):
         export(tmp_path / "a", tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
 

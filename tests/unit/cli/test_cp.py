@@ -206,7 +206,7 @@ def test_what_gets_the_name_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.
         checked_copy, "remove_stale_temporaries", lambda _, final: jct.save(final, {"w": 2}, overwrite=True)
     )
     message = refused(command, tmp_path / "a", tmp_path / "b", code=4)
-    assert message == f"{tmp_path / 'b'}: exists; pass --overwrite to replace it, or choose another path"
+    assert message.startswith(f"{tmp_path / 'b'}: already exists; pass --overwrite")
     assert (jct.load(tmp_path / "a"), jct.load(tmp_path / "b")) == ({"w": 1}, {"w": 2})
 
 
@@ -230,7 +230,7 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert "outside of the source" in refused("cp", tmp_path / "alias", step / "copy", code=2)
     assert "outside of the source" in refused("cp", step, step_path(tmp_path / "alias", 1) / "a" / "copy", code=2)
     assert "is a checkpoint, and nothing is put into one" in refused("cp", step, f"{step}/", code=2)
-    assert "later saves clean up" in refused("cp", step, tmp_path / ".copy.aside", code=2)
+    assert "reserved for unfinished saves" in refused("cp", step, tmp_path / ".copy.aside", code=2)
     assert "other stores" in refused("cp", step, "s3://bucket/copy", code=2)
     assert (len(files_below(step)), jct.verify(step).ok) == (3, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alias", "run"]

@@ -310,7 +310,7 @@ def test_nobody_goes_on_from_a_save_that_failed_and_could_not_be_taken_back(
         backend.ill = True
         with pytest.raises(StorageError) as failed:
             save_steps(steps, 30)
-        assert any("could not be taken back" in note for note in failed.value.__notes__)
+        assert any("could not be removed from" in note for note in failed.value.__notes__)
         backend.ill = False
         steps.restore(step=back_to)
         save_steps(steps, 15 if back_to else 25)

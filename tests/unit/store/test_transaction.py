@@ -121,8 +121,8 @@ def test_a_disk_that_fails_twice_does_not_cost_the_older_checkpoint() -> None:
     assert content(backend, left) == raw(OLD)
     assert content(backend, "/runs/a") == raw(NEW)
     notes = "\n".join(caught.value.__notes__)
-    assert "could not be taken back from /runs/a: " in notes
-    assert f"the one that it replaced is in {left}" in notes
+    assert "could not be removed from /runs/a: " in notes
+    assert f"the replaced checkpoint is in {left}" in notes
 
 
 def test_an_exchange_cut_in_the_middle_is_recovered_from_its_side_name(tmp_path: Path) -> None:
