@@ -249,9 +249,7 @@ def test_an_existing_path_is_never_lost(kind: str, overwrite: bool, tmp_path: Pa
         jct.save(path, STATE, overwrite=True)
         assert jct.load(path, only="step") == {"step": 7}
         return
-    wanted = (
-        "already exists; pass overwrite=True" if kind == "checkpoint" else "already exists and is not a checkpoint"
-    )
+    wanted = "already exists; pass overwrite=True" if kind == "checkpoint" else "already exists and is not a checkpoint"
     with pytest.raises(jct.CheckpointExistsError, match=f"there: {wanted}"):
         jct.save(path, STATE, overwrite=overwrite)
     assert content(tmp_path) == before
