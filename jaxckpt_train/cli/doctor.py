@@ -27,7 +27,14 @@ from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.inspection.disk_speed import DiskTrial, Operation, try_disk, try_operations
 from jaxckpt_train.inspection.health import AtRisk, RunHealth, health_of
 from jaxckpt_train.inspection.runs import is_run
-from jaxckpt_train.store.backends.local import IN_MEMORY, FileSystem, doubts_about, file_exists, file_system_of, is_file
+from jaxckpt_train.store.backends.local import (
+    IN_MEMORY,
+    FileSystem,
+    file_exists,
+    file_system_of,
+    is_file,
+    mount_warnings,
+)
 from jaxckpt_train.store.backends.local_names import is_directory, link_target
 
 PACKAGES = ("jaxckpt-train", "jax", "jaxlib", "numpy", "flax", "orbax-checkpoint", "grain")
@@ -92,7 +99,7 @@ def _look(path: str, nbytes: int, as_json: bool) -> _Found:
         for operation in operations
         if operation.problem and operation.is_needed
     ]
-    warnings += doubts_about(folder)
+    warnings += mount_warnings(folder)
     warnings += _short_of_room(files, newest_bytes or 0)
     warnings += [] if run is None else run.warnings()
     return _Found(path, file_exists(path), _versions(), files, operations, trial, run, warnings)

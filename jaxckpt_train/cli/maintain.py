@@ -55,7 +55,7 @@ from jaxckpt_train.run.entry import check_step, parse_step_name
 from jaxckpt_train.run.lock import OwnerLock
 from jaxckpt_train.run.owned import owned_run
 from jaxckpt_train.run.pruning import Pruning
-from jaxckpt_train.store.backends.base import is_refusal
+from jaxckpt_train.store.backends.base import is_storage_failure
 from jaxckpt_train.store.backends.local import file_exists
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.threads import Latch
@@ -404,4 +404,4 @@ def _scrubbed(directory: str, look: StepStatus, pace: Any) -> _Scrubbed:
     try:
         return _Scrubbed(look.name, first_damage(BACKEND, f"{directory}/{look.name}", pace))
     except CheckpointError as error:
-        return _Scrubbed(look.name, str(error), is_refusal(error))
+        return _Scrubbed(look.name, str(error), is_storage_failure(error))

@@ -34,7 +34,7 @@ from jaxckpt_train.formats.foreign import (
     segment_size,
 )
 from jaxckpt_train.formats.orbax_metadata import ChunkLimits, check_metadata_sizes, chunk_bytes, chunk_shape
-from jaxckpt_train.store.backends.base import MISSING, Backend, refusal
+from jaxckpt_train.store.backends.base import MISSING, Backend, storage_error
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.dtypes import dtype_name, is_storable
 from jaxckpt_train.store.manifest import ArrayRecord, shown
@@ -113,7 +113,7 @@ def tensorstore(subject: str) -> Any:
 def system_error(error: Exception, what: str, path: str) -> StorageError | None:
     """Return the file system's error behind an error of TensorStore, or None. TensorStore has its code only as text."""
     code = _code_of(error)
-    return None if code is None else refusal(code, what, path)
+    return None if code is None else storage_error(code, what, path)
 
 
 def read_error(error: ValueError, problem: str) -> CheckpointError:

@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import HALF_MADE, Backend, Sink, Source, sync_directory
-from jaxckpt_train.store.backends.local_names import exchange_names, has_links, make_older
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Backend, Sink, Source, sync_directory
+from jaxckpt_train.store.backends.local_names import backdate, exchange_names, has_links
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.files import read_whole
 
@@ -108,7 +108,7 @@ def try_operations(backend: Backend, directory: str) -> list[Operation]:
     Raises:
         StorageError: not even a directory, or a file in it, can be made.
     """
-    folder = os.path.join(directory, HALF_MADE[0] + secrets.token_hex(8))
+    folder = os.path.join(directory, TEMPORARY_PREFIXES[0] + secrets.token_hex(8))
     backend.make_directory(folder, parents=False, sync=False)
     try:
         _put(backend, f"{folder}/plain", b"plain")
@@ -217,7 +217,7 @@ def _time(backend: Backend, folder: str) -> str:
     """Of the heartbeat."""
     path = f"{folder}/time"
     _put(backend, path, b"")
-    make_older(path, 1000)
+    backdate(path, 1000)
     before_ns = backend.modified_ns(path)
     backend.touch(path)
     after_ns = backend.modified_ns(path)
@@ -272,7 +272,7 @@ def _nameless(
     backend: Backend, directory: str, *, direct: bool, read_direct: bool | Literal["auto"]
 ) -> Iterator[tuple[Sink, Source]]:
     """A new file to write and to read, whose name goes before a byte is written."""
-    name = HALF_MADE[0] + secrets.token_hex(8)
+    name = TEMPORARY_PREFIXES[0] + secrets.token_hex(8)
     path, held = os.path.join(directory, name), contextlib.ExitStack()
     with held:
         try:
@@ -353,7 +353,7 @@ def _read(source: Source, block: np.ndarray, size: int, directory: str, progress
 
 def _small_s(backend: Backend, directory: str) -> float:
     """Seconds to make one small file durable, with its name."""
-    path = os.path.join(directory, HALF_MADE[0] + secrets.token_hex(8))
+    path = os.path.join(directory, TEMPORARY_PREFIXES[0] + secrets.token_hex(8))
     began = time.perf_counter()
     try:
         sink = backend.create(path, direct=False)

@@ -35,7 +35,7 @@ from jaxckpt_train.run.entry import Entry, left_behind, newest_generations, pars
 from jaxckpt_train.run.history import HISTORY_NAME
 from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import GONE, Backend, is_refusal
+from jaxckpt_train.store.backends.base import GONE, Backend, is_storage_failure
 from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.backends.local_names import link_target, real_path
 from jaxckpt_train.store.committed import (
@@ -194,7 +194,7 @@ def _looked(backend: Backend, directory: str, entry: Entry, is_current: bool) ->
         nbytes, problem = _size(backend, f"{directory}/{entry.name}")
     except CheckpointError as error:
         nbytes, problem = None, str(error)
-        refusal = error if is_refusal(error) or isinstance(error, FormatVersionError) else None
+        refusal = error if is_storage_failure(error) or isinstance(error, FormatVersionError) else None
     if problem is None and entry.damaged is not None:
         problem = f"set aside as damaged: {entry.damaged}"
     return StepStatus(entry.name, entry.step, entry, nbytes, is_current, problem, refusal)
@@ -453,7 +453,7 @@ def missing_or_cut(backend: Backend, path: str) -> str | None:
 
 def _told(error: CheckpointError) -> str:
     """The damage that an error tells of; one that only says that the disk refuses, or does not answer, is raised."""
-    if is_refusal(error):
+    if is_storage_failure(error):
         raise error
     return str(error)
 

@@ -56,7 +56,7 @@ from jaxckpt_train.report.tables import (
     steps_table,
     use_table,
 )
-from jaxckpt_train.store.backends.base import HALF_MADE, Backend
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Backend
 from jaxckpt_train.store.files import read_head
 
 _UNFIT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufdd0-\ufdef\ufffe\uffff]")
@@ -590,7 +590,7 @@ def write_page(backend: Backend, path: str, page: str) -> None:
     if not check_place(backend, path) and backend.write_new(path, data):
         return
     check_place(backend, path)  # somebody may have made it meanwhile
-    beside = f"{os.path.dirname(path)}/{HALF_MADE[0]}{secrets.token_hex(8)}"
+    beside = f"{os.path.dirname(path)}/{TEMPORARY_PREFIXES[0]}{secrets.token_hex(8)}"
     try:
         backend.write_new(beside, data)
         backend.exchange(beside, path, sync=False)

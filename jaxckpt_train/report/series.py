@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from jaxckpt_train.run.history import RunEvent, Seconds
-from jaxckpt_train.store.backends.base import HALF_MADE, Files, Sink
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Files, Sink
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.manifest import metrics_from_json
 
@@ -170,7 +170,7 @@ def _block() -> np.ndarray:
 
 
 def _seconds(files: Files, directory: str, block: np.ndarray, blocks: int) -> float:
-    path = f"{directory}/{HALF_MADE[0]}{secrets.token_hex(8)}"
+    path = f"{directory}/{TEMPORARY_PREFIXES[0]}{secrets.token_hex(8)}"
     began = time.perf_counter()
     try:
         sink: Sink = files.create(path, direct="auto")

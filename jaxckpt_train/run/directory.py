@@ -60,7 +60,7 @@ from jaxckpt_train.run.pruning import expired_names, replaced
 from jaxckpt_train.run.retention import BestLink, Deleter, LinkToBest, PendingDeletions
 from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
-from jaxckpt_train.store.backends.local import doubts_about
+from jaxckpt_train.store.backends.local import mount_warnings
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.process_identity import ProcessIdentity
 from jaxckpt_train.store.reader import ReadProgress
@@ -252,7 +252,7 @@ def take(backend: Backend, directory: str, lock: OwnerLock, took_over: Callable[
     def look(moved: Callable[[], None]) -> None:
         refuse_checkpoint(backend, directory)
         moved()
-        for doubt in doubts_about(directory):
+        for doubt in mount_warnings(directory):
             _log.warning("%s: %s", directory, doubt)
         try_to_write(backend, directory)
 

@@ -21,7 +21,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, DirectoryLockedError, StorageError
-from jaxckpt_train.store.backends.base import GONE, HALF_MADE, Backend
+from jaxckpt_train.store.backends.base import GONE, TEMPORARY_PREFIXES, Backend
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.process_identity import MOST_PID, ProcessIdentity, is_dead, this_process
@@ -75,7 +75,7 @@ def try_to_write(backend: Backend, directory: str) -> None:
         StorageError: the file system refused.
     """
     backend.make_directory(directory, parents=True, sync=True)
-    probe = f"{directory}/{HALF_MADE[1]}{secrets.token_hex(8)}"
+    probe = f"{directory}/{TEMPORARY_PREFIXES[1]}{secrets.token_hex(8)}"
     backend.create(probe, direct=False).abandon()
     backend.remove(probe)
 
@@ -405,7 +405,7 @@ class OwnerLock:
 
     def _look_for_left(self) -> None:
         """Collect the files that dead owners and crashes left, which may also include files that others create now."""
-        left = (f"{LOCK_NAME}{_DEAD}", *HALF_MADE)
+        left = (f"{LOCK_NAME}{_DEAD}", *TEMPORARY_PREFIXES)
         try:
             names = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "file"]
         except StorageError as error:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import GONE, MISSING, Backend, Entry, is_in_use, sync_directory
+from jaxckpt_train.store.backends.base import GONE, MISSING, Backend, Entry, is_removed_in_use, sync_directory
 from jaxckpt_train.store.backends.local import side_name
 from jaxckpt_train.store.committed import attempt_paths, is_committed
 from jaxckpt_train.store.files import read_head, read_or_none
@@ -106,7 +106,7 @@ def untracked_files(backend: Backend, directory: str, *, certain: bool) -> Itera
 def list_entries(backend: Backend, directory: str) -> list[Entry]:
     """The entries of a directory without removed files that are still open; empty if the directory is gone."""
     try:
-        return [entry for entry in backend.list(directory) if not is_in_use(entry.name)]
+        return [entry for entry in backend.list(directory) if not is_removed_in_use(entry.name)]
     except StorageError as error:
         if error.errno not in GONE:
             raise

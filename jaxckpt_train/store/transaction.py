@@ -35,7 +35,7 @@ from jaxckpt_train.errors import (
     UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import GONE, Backend, is_in_use, sync_directory
+from jaxckpt_train.store.backends.base import GONE, Backend, is_removed_in_use, sync_directory
 from jaxckpt_train.store.backends.local import file_exists, side_name
 from jaxckpt_train.store.committed import LOOKS, CommitRecord, Committed, attempt_paths, is_committed
 from jaxckpt_train.store.files import block_digests, digest_function, file_record, read_or_none
@@ -124,7 +124,7 @@ class Attempt:
         records: list[FileRecord] = []
         for entry in self._backend.list(f"{self.directory}/{name}"):
             path = f"{name}/{entry.name}"
-            if is_in_use(entry.name):
+            if is_removed_in_use(entry.name):
                 continue
             if not is_plain_name(entry.name):
                 raise UnsupportedLeafError(
@@ -144,7 +144,7 @@ class Attempt:
         """Have the commit sync the files that other code wrote into a folder of the attempt, without reading them."""
         for entry in self._backend.list(f"{self.directory}/{name}"):
             path = f"{self.directory}/{name}/{entry.name}"
-            if is_in_use(entry.name):
+            if is_removed_in_use(entry.name):
                 continue
             if entry.kind == "directory":
                 self._folders.append(path)

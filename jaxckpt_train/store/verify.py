@@ -9,7 +9,7 @@ from typing import Literal
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Backend, Opener, Source, is_refusal
+from jaxckpt_train.store.backends.base import Backend, Opener, Source, is_storage_failure
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import Committed, open_committed
@@ -168,7 +168,7 @@ def _all(problems: Iterator[str], refused: set[str]) -> list[str]:
         found.extend(problems)
     except StorageError as error:
         found.append(str(error))
-        refused |= {str(error)} if is_refusal(error) else set()
+        refused |= {str(error)} if is_storage_failure(error) else set()
     return found
 
 

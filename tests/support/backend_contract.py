@@ -284,7 +284,7 @@ class BackendContract:
 
     def test_the_modification_time_changes_when_the_file_is_touched(self, backend: Any, root: str) -> None:
         self.put(backend, f"{root}/lock", b"x")
-        self.make_older(backend, f"{root}/lock")
+        self.backdate(backend, f"{root}/lock")
         before = backend.modified_ns(f"{root}/lock")
         assert backend.modified_ns(f"{root}/lock") == before
         backend.touch(f"{root}/lock")
@@ -295,6 +295,6 @@ class BackendContract:
         with refused(errno.ENOENT):
             backend.touch(f"{root}/missing")
 
-    def make_older(self, backend: Any, path: str) -> None:
+    def backdate(self, backend: Any, path: str) -> None:
         """Make a file at least three seconds old."""
         raise NotImplementedError

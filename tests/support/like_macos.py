@@ -79,4 +79,4 @@ sys.platform = "darwin"
 
 from jaxckpt_train.store.backends import local_names  # noqa: E402
 
-local_names._of_the_c_library = {"renamex_np": _renamex_np}.get  # type: ignore[assignment]
+local_names._c_function = {"renamex_np": _renamex_np}.get  # type: ignore[assignment]

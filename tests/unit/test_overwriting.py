@@ -46,7 +46,7 @@ def test_a_run_in_a_checkpoint_that_cannot_be_read_is_not_removed_with_it(
     begin_run(tmp_path / "c" / "run")
     fault(tmp_path / "c")
     before = content(tmp_path)
-    with pytest.raises(jct.CheckpointExistsError, match=r"found also run; move that away"):
+    with pytest.raises(jct.CheckpointExistsError, match=r"other files: run; move them"):
         jct.save(tmp_path / "c", NEW, overwrite=True)
     assert content(tmp_path) == before
     shutil.move(tmp_path / "c" / "run", tmp_path / "run")
@@ -121,7 +121,7 @@ def test_what_is_in_the_folder_of_a_part_is_not_removed_with_it(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     (tmp_path / "c" / "own" / "inner" / "notes.txt").write_text("mine")
     before = content(tmp_path)
-    with pytest.raises(jct.CheckpointExistsError, match=r"found also own/inner/notes.txt; move that away"):
+    with pytest.raises(jct.CheckpointExistsError, match=r"other files: own/inner/notes.txt; move them away"):
         jct.save(tmp_path / "c", NEW, overwrite=True)
     assert content(tmp_path) == before
 

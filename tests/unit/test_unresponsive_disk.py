@@ -73,7 +73,7 @@ def test_who_interrupts_it_gets_through_and_nothing_is_left(disk: Stuck, tmp_pat
 
 def test_what_is_wrong_with_the_path_is_told_by_the_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(jct.StorageError, match="a file is where a directory should be"):
+    with pytest.raises(jct.StorageError, match="is where a directory is expected"):
         jct.save_async(tmp_path / "file" / "c", STATE)
 
 

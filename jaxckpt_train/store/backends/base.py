@@ -1,10 +1,6 @@
-"""Makes durable what was written without being synced: a committed checkpoint, names in a directory.
+"""The contract of a storage backend: what the store asks of a file system, an object store or memory.
 
-The contract of a storage back end: what the store asks of a file system, an object store or memory.
-
-What is told when the file system refuses something: the reason, and what to do about it.
-
-Calls again what a signal interrupted: Python does so for reads, writes and syncs, but not for calls on names.
+Also here: the errno groups that callers distinguish, the advice in a StorageError, and helpers on top of the contract.
 """
 
 from __future__ import annotations
@@ -23,36 +19,36 @@ from jaxckpt_train.errors import StorageError
 _LOOKS = 3
 P = ParamSpec("P")
 T = TypeVar("T")
-# What a system says of a name that is not there. ESTALE: a network file system had seen it, and another machine has
-# removed it since.
+# A name that does not exist. ESTALE: another machine has removed a file that this network file system had seen.
 GONE = {errno.ENOENT, errno.ESTALE}
-# What opening says of a file that is gone, or is a link, a directory or a device instead. Anything else (no permission,
-# too many open files) is not the checkpoint's fault.
+# Opening fails with one of these if the file is gone, or is a link, a directory or a device. Any other errno (no
+# permission, too many open files) says nothing about the checkpoint.
 MISSING = {*GONE, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL, errno.ENXIO}
-# How the names of files begin that a back end makes for a moment; what a crash leaves of them means nothing.
-HALF_MADE = (".jaxckpt-new-", ".jaxckpt-now-")
-# Names that NFS, SMB and FUSE clients give to files that were removed and that somebody has open still.
+# Prefixes of a backend's short-lived temporary files; a crash may leave such files, and they have no meaning.
+TEMPORARY_PREFIXES = (".jaxckpt-new-", ".jaxckpt-now-")
+# Names that NFS, SMB and FUSE clients give to files that were removed while a process had them open.
 _IN_USE = re.compile(r"\.(nfs|smb|fuse_hidden)[0-9A-Fa-f]{4,}|\.smbdelete[0-9A-Za-z.]+")
-# What a system says that does not offer an operation.
+# The system or file system does not offer an operation.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
-# Sandboxes answer EPERM to a call that their profile does not list. Where a call has a substitute, that one is tried.
-NOT_OFFERED = UNSUPPORTED | {errno.EPERM}
+# Sandboxes return EPERM for a call that their profile does not list. Where a call has a substitute, we try that.
+UNAVAILABLE = UNSUPPORTED | {errno.EPERM}
 
 
-def again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of the call, made until it is not interrupted (EINTR, of network and user-space file systems).
+def retry_interrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function and repeat the call if a signal interrupts it (EINTR).
 
-    A name that a network file system calls stale is looked up anew, a few times.
+    Python repeats interrupted reads, writes and syncs itself, but not calls on names, which network and user-space file
+    systems may interrupt. A stale name (ESTALE) of a network file system is looked up again, a few times.
 
     Raises:
-        FileNotFoundError: it stays stale (ESTALE): another machine has removed it.
+        FileNotFoundError: the name stays stale: another machine has removed the file.
     """
     looks = 1
     while True:
         try:
             return call(*args, **kwargs)
         except InterruptedError:
-            continue  # Python has run the signal's handler by now; one that raises ends this
+            continue  # Python has run the signal's handler by now, and it did not raise
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
@@ -64,44 +60,44 @@ def again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 _ADVICE = {
     errno.ENOSPC: "free some space or choose another directory",
     errno.EDQUOT: "your quota is used up: free some space or choose another directory",
-    errno.EACCES: "this user may not do that there: choose another directory or change its permissions",
-    errno.EPERM: "this user may not do that there: choose another directory or change its permissions",
+    errno.EACCES: "this user has no permission: choose another directory or change its permissions",
+    errno.EPERM: "this user has no permission: choose another directory or change its permissions",
     errno.EROFS: "the file system is read-only: choose another directory",
-    errno.ENOTDIR: "a file is where a directory should be: choose another path (or is it a link to nothing?)",
-    errno.ELOOP: "it is a symbolic link, none of which is followed to a file: put the file itself in its place",
+    errno.ENOTDIR: "a file, or a broken link, is where a directory is expected: choose another path",
+    errno.ELOOP: "it is a symbolic link, and links to files are not followed: put the file itself in its place",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
-    errno.EFBIG: "a file may not be that large: raise `ulimit -f`, or set a smaller `segment_bytes`",
+    errno.EFBIG: "the file is larger than the limit: raise `ulimit -f`, or set a smaller `segment_bytes`",
     errno.ENAMETOOLONG: "choose a shorter path",
-    errno.EIO: "the disk or its connection failed: do not trust it further",
+    errno.EIO: "the disk or its connection failed: do not rely on it",
 }
 
 
-def refusal(code: int, action: str, path: str, said: str | None = None) -> StorageError:
-    """What to raise when the file system refused: the action, the reason by its number, and what to do."""
+def storage_error(code: int, action: str, path: str, reason: str | None = None) -> StorageError:
+    """A StorageError for a failed action, with the reason and what to do about it."""
     advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
-    return StorageError(code, f"cannot {action}: {said or os.strerror(code)}{advice}", path)
+    return StorageError(code, f"cannot {action}: {reason or os.strerror(code)}{advice}", path)
 
 
-def is_in_use(name: str) -> bool:
-    """Whether a file of this name was removed, and goes when the last reader closes it."""
+def is_removed_in_use(name: str) -> bool:
+    """Whether this is the name of a removed file that disappears when its last reader closes it."""
     return _IN_USE.fullmatch(name) is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One name in a directory, and what the directory says that it is ("other": a link, a pipe, a device)."""
+    """One entry of a directory; its kind is "other" for a link, a pipe or a device."""
 
     name: str
     kind: Literal["file", "directory", "other"]
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether an error only says that a storage refused, failed or did not answer: what it holds may be whole."""
+def is_storage_failure(error: BaseException) -> bool:
+    """Whether an error says only that the storage failed or did not respond, so that the data may be intact."""
     return isinstance(error, OSError) and error.errno not in MISSING
 
 
 class Sink(Protocol):
-    """A file being written. The caller keeps every buffer and may reuse it as soon as a call returns.
+    """A file that is being written. The caller may reuse a buffer as soon as a call returns.
 
     Attributes:
         alignment: offsets, lengths and buffer addresses of `write_at` must be multiples of this.
@@ -113,17 +109,17 @@ class Sink(Protocol):
         """Write all of a flat uint8 array at this offset. May be called from several threads at once."""
 
     def finish(self, size: int, *, sync: bool) -> None:
-        """Cut the file to `size` bytes, sync its data where asked, and close it."""
+        """Truncate the file to `size` bytes, sync its data if `sync`, and close it."""
 
     def abandon(self) -> None:
-        """Close it as it is, without error."""
+        """Close the file without raising."""
 
 
 class Source(Protocol):
-    """A file being read; `size` is in bytes. Stays readable when the file is removed meanwhile.
+    """A file that is being read; `size` is in bytes. It stays readable if it is removed meanwhile.
 
     Attributes:
-        alignment: reads whose offset, length and address are multiples of this go straight to the caller's memory.
+        alignment: reads whose offset, length and address are multiples of this go directly to the caller's memory.
     """
 
     size: int
@@ -141,14 +137,14 @@ class Source(Protocol):
 
 
 class Opener(Protocol):
-    """What files are read from. Every refusal of the system is a StorageError with its errno."""
+    """Opens files for reading. Every failure of the system is a StorageError with its errno."""
 
     def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> Source:
-        """Open a regular file; `name` is relative to `directory` and no link is followed on its way."""
+        """Open a regular file; `name` is relative to `directory`, and no link in `name` is followed."""
 
 
 class Files(Opener, Protocol):
-    """Files and directories, named by absolute paths. Every refusal of the system is a StorageError with its errno."""
+    """Files and directories, named by absolute paths. Every failure of the system is a StorageError with its errno."""
 
     def create(self, path: str, *, direct: bool | Literal["auto"]) -> Sink:
         """Create a file that must not exist."""
@@ -157,73 +153,73 @@ class Files(Opener, Protocol):
         """The entries of a directory, sorted by name."""
 
     def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
-        """Create a directory. With `parents`, missing parents too and no error if it exists; else it must not exist."""
+        """Create a directory. With `parents`, also create missing parents, and accept an existing directory."""
 
     def volume(self, path: str) -> Hashable:
-        """What tells the disk or service that holds this directory from others."""
+        """A key of the disk or service that holds this directory."""
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a directory with all it holds. Nothing there is no error."""
+        """Remove a file, or a directory with everything in it. A missing path is not an error."""
 
 
 class Publishing(Protocol):
-    """What makes a finished attempt visible, in the order that `transaction.py` decides."""
+    """The operations that make a finished attempt visible; `transaction.py` decides their order."""
 
     def sync(self, path: str) -> None:
         """Sync one file's data, or one directory's entries."""
 
     def rename(self, source: str, target: str) -> None:
-        """Move a file or directory to a name that must not exist, atomically; FileExistsError's errno otherwise."""
+        """Move a file or directory atomically to a free name; raises with EEXIST if the name is taken."""
 
     def exchange(self, first: str, second: str, *, sync: bool) -> None:
-        """Swap two existing names, atomically where the system can.
+        """Swap two existing names, atomically if the system can.
 
-        Where it takes several steps, and with `sync`, each is on the disk before the next one begins.
+        If that takes several steps and `sync` is true, each step is durable before the next one.
         """
 
 
 class Records(Protocol):
-    """Small files beside the checkpoints: locks, pins, the history."""
+    """Small files next to the checkpoints: locks, pins, the history."""
 
     def write_new(self, path: str, data: bytes) -> bool:
         """Create a file with this content, atomically; False if the name is taken."""
 
     def append(self, path: str, data: bytes) -> None:
-        """Add bytes to the end of a file, creating it if need be, in one write."""
+        """Append bytes to a file in one write, and create the file if it is missing."""
 
     def touch(self, path: str) -> None:
         """Set a file's modification time to now."""
 
     def modified_ns(self, path: str) -> int:
-        """The modification time of a file, in nanoseconds, as the storage knows it now.
+        """The modification time of a file in nanoseconds, as the storage knows it now.
 
-        Which clock it is of differs: that of the storage, or of the machine that made the change. To decide something,
-        compare two of one file for equality only.
+        It may come from the storage's clock, or from the clock of the machine that changed the file. Only compare two
+        times of the same file for equality.
         """
 
 
 class Backend(Files, Publishing, Records, Protocol):
-    """A whole back end."""
+    """A complete storage backend."""
 
 
 @runtime_checkable
 class Linking(Protocol):
-    """What file systems offer beyond that: names that stand for others."""
+    """An optional ability of file systems: symbolic links."""
 
     def point(self, path: str, target: str | None) -> None:
-        """Have a name stand for another one in its directory, in place of what it stood for; None: for nothing.
+        """Make a symbolic link to another name in the same directory, replacing an older link; None removes the link.
 
-        What is there and is no link stays, and is a StorageError with EEXIST.
+        Raises StorageError with EEXIST if the path exists and is not a link.
         """
 
 
 def make_durable(backend: Backend, directory: str) -> None:
-    """Sync all files and directories of a checkpoint that was committed without, and its parent.
+    """Sync all files and directories of a checkpoint that was committed without syncs, and its parent directory.
 
-    A file system that cannot sync directories at all is taken as it is: whoever saves without is there for that reason.
+    A file system that cannot sync directories is accepted, because users choose `durability="none"` for such systems.
 
     Raises:
-        StorageError: the file system refused; nothing is known of what is on the disk.
+        StorageError: the file system refused; the data may or may not be on the disk.
     """
     _sync_tree(backend, directory)
     sync_directory(backend, os.path.dirname(directory))
@@ -240,7 +236,7 @@ def _sync_tree(backend: Backend, directory: str) -> None:
 
 
 def sync_directory(backend: Backend, directory: str, tolerated: Collection[int] = ()) -> None:
-    """Sync the names in a directory, on a file system that can; `tolerated` are codes of other refusals that may be.
+    """Sync the entries of a directory, if the file system can; `tolerated` are further errno values to ignore.
 
     Raises:
         StorageError: the file system refused.

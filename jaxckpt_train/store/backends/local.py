@@ -1,6 +1,6 @@
-"""The local file system: with `local_names.py` all that touches the disk; direct I/O where the file system takes it.
+"""The local file system backend, with direct I/O where the file system supports it, and facts about file systems.
 
-What the system tells of the file system that a directory is on.
+All access to the local disk is in this module and in `local_names.py`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,29 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import HALF_MADE, NOT_OFFERED, UNSUPPORTED, Entry, again, refusal, sync_directory
+from jaxckpt_train.store.backends.base import (
+    TEMPORARY_PREFIXES,
+    UNAVAILABLE,
+    UNSUPPORTED,
+    Entry,
+    retry_interrupted,
+    storage_error,
+    sync_directory,
+)
 from jaxckpt_train.store.backends.local_names import (
     close_read,
-    entries_of,
     exchange_names,
-    give_name,
     is_directory,
-    is_there,
-    marks_of_way,
+    link_or_rename,
+    name_exists,
     open_to_sync,
     parents_on_volume,
-    point_to,
+    path_marks,
     remove_tree,
     rename_all,
     rename_to_new,
+    replace_symlink,
+    scan_entries,
 )
 from jaxckpt_train.store.process_identity import open_below
 
@@ -45,141 +53,225 @@ _UNSYNCED = {"volatile", "nobarrier", "barrier=0"}
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 DIRECT_ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # of macOS, where fsync does not reach the medium
-_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link is followed, and no pipe waited for
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # on macOS, fsync does not reach the medium
+_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follow no link, and do not wait for a pipe
 _COPY_BYTES = 16 << 20
-_cannot_cut: set[int] = set()  # device numbers of file systems on which a file cannot be made shorter
-_durable_ways: dict[str, tuple[object, ...]] = {}  # marks of directories that are on the disk with their names
-_NO_DIRECT = 'this system or file system has no direct I/O, and direct_io=True asks for nothing else; use "auto"'
+_no_truncate: set[int] = set()  # device numbers of file systems on which files cannot be truncated
+_durable_paths: dict[str, tuple[object, ...]] = {}  # marks of directories whose names and parents' names are durable
+_NO_DIRECT = 'direct_io=True requires direct I/O, which this system or file system lacks; use direct_io="auto"'
 
 
-class FileSystem(NamedTuple):
-    """The file system of a directory.
+class LocalBackend:
+    """Files on this machine or on a mounted network file system. Instances have no state."""
 
-    Attributes:
-        kind: such as "ext4"; "unknown": the system does not tell.
-        mount: where it is mounted.
-        total_bytes, free_bytes: of it; what this user may still write.
-        free_files: how many more files may be made; None: there is no such limit.
-    """
+    def create(self, path: str, *, direct: bool | Literal["auto"]) -> _LocalSink:
+        """Create a file that must not exist."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with _storage_errors("create the file", path):
+            _refuse_without_direct(direct)
+            if direct and _O_DIRECT and not (direct == "auto" and _cannot_truncate(path)):
+                try:
+                    return _LocalSink(path, os.open(path, flags | _O_DIRECT, 0o666), direct)
+                except OSError as error:
+                    if error.errno not in UNAVAILABLE:
+                        raise
+                    with contextlib.suppress(FileNotFoundError):
+                        retry_interrupted(os.unlink, path)  # some file systems create the file and then refuse O_DIRECT
+                    if direct is True:
+                        raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
+            return _LocalSink(path, os.open(path, flags, 0o666), direct=False)
 
-    kind: str
-    mount: str
-    total_bytes: int
-    free_bytes: int
-    free_files: int | None
+    def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> _LocalSource:
+        """Open a regular file below a directory, following no link."""
+        with _storage_errors("open the file", os.path.join(directory, name)):
+            return retry_interrupted(_open_below, directory, name, direct)
+
+    def list(self, path: str) -> list[Entry]:
+        """The entries of a directory, sorted by name."""
+        with _storage_errors("list the directory", path):
+            return sorted(retry_interrupted(scan_entries, path), key=lambda entry: entry.name)
+
+    def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
+        """Create a directory; with `parents`, also missing parents; with `sync` too, make all their names durable."""
+        with _storage_errors("create the directory", path):
+            if not parents:
+                retry_interrupted(os.mkdir, path)
+                return
+            missing, target = list[str](), path
+            while not is_directory(path):
+                if name_exists(path) and not is_directory(path):  # asked again: it may have been created in between
+                    raise OSError(errno.ENOTDIR, "not a directory")
+                missing.append(path)
+                path = os.path.dirname(path)
+            if missing:
+                _forget_durable_below(os.path.realpath(missing[-1]))
+            for folder in reversed(missing):
+                with contextlib.suppress(FileExistsError):
+                    retry_interrupted(os.mkdir, folder)
+            if sync:
+                self._sync_parents_of(os.path.realpath(target))
+
+    def _sync_parents_of(self, directory: str) -> None:
+        """Make the names of a directory and its parents durable, once per directory.
+
+        A directory that already existed may not be durable either, because its creator may not have synced it.
+        """
+        marks = path_marks(directory)  # taken before the sync, which may not cover later changes
+        if _durable_paths.get(directory) != marks:
+            for parent in parents_on_volume(directory):
+                # A user may pass through a directory without permission to read and sync it.
+                sync_directory(self, parent, tolerated=(errno.EACCES, errno.EPERM))
+            _durable_paths[directory] = marks
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a directory with everything in it; a missing path is not an error."""
+        with _storage_errors("remove", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if stat.S_ISDIR(retry_interrupted(os.lstat, path).st_mode):
+                remove_tree(path)
+            else:
+                retry_interrupted(os.unlink, path)
+
+    def volume(self, path: str) -> int:
+        """The device number of the file system."""
+        with _storage_errors("inspect the directory", path):
+            return retry_interrupted(os.stat, path).st_dev
+
+    def sync(self, path: str) -> None:
+        """Sync one file's data, or one directory's entries."""
+        with _storage_errors("sync", path):
+            _sync_path(path)
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file or directory to a free name.
+
+        If a signal or a network file system repeats the call, a rename that was already done is not an error.
+        """
+        with _storage_errors(f"rename to {target}", source):
+            rename_to_new(source, target)
+
+    def exchange(self, first: str, second: str, *, sync: bool) -> None:
+        """Swap two names; without kernel support, through a side name that later saves recover from."""
+        with _storage_errors(f"exchange with {second}", first):
+            with _name_open_files(second):
+                if exchange_names(first, second):
+                    return
+            aside = side_name(second)
+            if name_exists(second) and name_exists(
+                aside
+            ):  # left by a crash and not cleaned up, so it may hold anything
+                raise OSError(errno.EBUSY, f"{aside} exists and is not part of this save: move it away")
+            with _name_open_files(second):
+                rename_all([(second, aside), (first, second), (aside, first)], self.sync if sync else None)
+
+    def point(self, path: str, target: str | None) -> None:
+        """Make a symbolic link to another name in the same directory; None removes the link."""
+        with _storage_errors("make the link", path):
+            replace_symlink(path, target)
+
+    def write_new(self, path: str, data: bytes) -> bool:
+        """Create a file with this content, atomically; False if the name is taken.
+
+        On a file system with neither hard links nor a rename that never replaces, the name appears before the content:
+        a crash there may leave an empty or incomplete file.
+        """
+        with _storage_errors("create the file", path):
+            descriptor, draft = _create_sibling(path, TEMPORARY_PREFIXES[0])
+            try:
+                _write_and_close(descriptor, data)
+                is_new = link_or_rename(draft, path)
+            finally:
+                with contextlib.suppress(FileNotFoundError):  # give_name may have renamed it
+                    retry_interrupted(os.unlink, draft)
+            return _create_whole(path, data) if is_new is None else is_new
+
+    def append(self, path: str, data: bytes) -> None:
+        """Append bytes to a file, and create it if it is missing."""
+        with _storage_errors("append to the file", path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _PLAIN, 0o666)
+            try:
+                _check_regular(descriptor)
+                _write_all(descriptor, data)
+            finally:
+                _close_written(descriptor)
+
+    def touch(self, path: str) -> None:
+        """Set a file's modification time to now."""
+        with _storage_errors("touch the file", path):
+            retry_interrupted(os.utime, path)
+
+    def modified_ns(self, path: str) -> int:
+        """The modification time. The file is opened first, because a network file system may answer from its cache."""
+        with _storage_errors("inspect the file", path):
+            descriptor = retry_interrupted(os.open, path, os.O_RDONLY | _PLAIN)
+            try:
+                return _check_regular(descriptor).st_mtime_ns
+            finally:
+                close_read(descriptor)
 
 
-def file_system_of(directory: str) -> FileSystem:
-    """What is known of the file system that a directory is on.
+def side_name(path: str) -> str:
+    """The path of the older directory during an exchange, if the system cannot swap two names atomically."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.aside")
 
-    Raises:
-        StorageError: it is not there, or its disk does not tell.
-    """
+
+def is_file(path: str) -> bool:
+    """Whether there is a regular file at this path."""
+    return os.path.isfile(path)
+
+
+def file_exists(path: str | os.PathLike[str]) -> bool:
+    """Whether anything exists at this path; a network file system that does not respond counts as no."""
     try:
-        found = os.statvfs(directory)
-        there = os.path.realpath(directory, strict=True)
-    except OSError as error:
-        raise StorageError(error.errno, f"cannot look at the file system: {error.strerror}", directory) from error
-    at = _mount_at(there)
-    free_files = found.f_favail if found.f_files else None
-    return FileSystem(at.kind, at.mount, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, free_files)
-
-
-def doubts_about(directory: str) -> list[str]:
-    """What a run must not rely on there, though it works: by the kind of the file system, or how it is mounted."""
-    at, found = _mount_at(os.path.realpath(directory)), list[str]()
-    if at.kind.startswith("fuse") and (store := _OBJECT_STORES.search(f"{at.kind} {at.source}")):
-        found.append(
-            f"{store[0]} at {at.mount} copies what is renamed, and two machines may take a run at once: a commit takes "
-            "as long as the save, is not atomic, and a crash may leave part of it"
-        )
-    if options := sorted(_UNSYNCED.intersection(at.options)):
-        found.append(
-            f"{at.kind} at {at.mount} is mounted with {', '.join(options)}: a power cut may lose what was synced, "
-            "committed steps too"
-        )
-    return found
-
-
-class _Mount(NamedTuple):
-    kind: str
-    mount: str
-    source: str = ""
-    options: tuple[str, ...] = ()
-
-
-def _mount_at(path: str) -> _Mount:
-    with contextlib.suppress(OSError):
-        return _mount_of(path, Path(MOUNTS).read_text(errors="surrogateescape"))
-    return _Mount("unknown", "/")
-
-
-def _mount_of(path: str, mounts: str) -> _Mount:
-    """The file system of a path, and where it is mounted: of `MOUNTS` the last line that fits best."""
-    best = _Mount("unknown", "")
-    for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, kinds = before.split(" "), after.split(" ")
-        if len(fields) < 5:
-            continue
-        mount = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4])
-        if f"{path}/".startswith(f"{mount.rstrip('/')}/") and len(mount) >= len(best.mount):
-            options = (*fields[5:6], *kinds[2:3])
-            best = _Mount(kinds[0], mount, "".join(kinds[1:2]), tuple(",".join(options).split(",")))
-    return best
+        return os.path.lexists(path)
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
-def _storage(action: str, path: str) -> Iterator[None]:
+def _storage_errors(action: str, path: str) -> Iterator[None]:
     """Turn an OSError into a StorageError that names the action, the path and what to do."""
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
-        raise refusal(error.errno or errno.EIO, action, path, error.strerror) from error
+        raise storage_error(error.errno or errno.EIO, action, path, error.strerror) from error
 
 
 @contextlib.contextmanager
-def _said_to_be_open(directory: str) -> Iterator[None]:
-    """Say what is open in a directory that cannot be renamed for that reason, as on SMB."""
+def _name_open_files(directory: str) -> Iterator[None]:
+    """Name the open files in a directory that cannot be renamed because of them, as on SMB."""
     try:
         yield
     except OSError as error:
         may_write = os.access(os.path.dirname(directory), os.W_OK | os.X_OK)
         if error.errno not in (errno.EACCES, errno.EBUSY, errno.ETXTBSY) or not may_write:
             raise
-        found = ", ".join(open_below(directory)) or "no process of this machine that this user can see"
+        found = ", ".join(open_below(directory)) or "no file of a process that this user can see on this machine"
         message = (
-            f"{error.strerror}: some file systems (SMB) do not rename a directory while a file in it is open. Open: "
-            f"{found}. Close such files, here and on other machines, and save again, or save under another name"
+            f"{error.strerror}: some file systems (SMB) cannot rename a directory while a file in it is open. Open: "
+            f"{found}. Close these files, here and on other machines, and save again, or save under another name"
         )
         raise OSError(errno.EBUSY, message) from error
 
 
-def _is_aligned(offset: int, view: memoryview) -> bool:
-    """Whether direct I/O must take this; what it refuses otherwise is the caller's doing."""
-    address = np.frombuffer(view, np.uint8).ctypes.data
-    return not any(number % DIRECT_ALIGNMENT for number in (offset, len(view), address))
-
-
 class _LocalFile:
-    """An open file; `_descriptor` is used for direct I/O until `_leave_direct`."""
+    """An open file; `_descriptor` uses direct I/O until `_leave_direct`."""
 
     _descriptor = -1
-    _replaced: tuple[int, ...] = ()  # other threads may be using these
+    _replaced: tuple[int, ...] = ()  # kept open, because other threads may be using them
 
     def __init__(self, path: str, descriptor: int, direct: bool | Literal["auto"]) -> None:
-        self._path, self._descriptor, self._must = path, descriptor, direct is True
+        self._path, self._descriptor, self._requires_direct = path, descriptor, direct is True
         self.alignment = DIRECT_ALIGNMENT if direct else 1
         self._fallback = threading.Lock()
 
-    def _is_left(self, error: OSError, offset: int, view: memoryview, *, was_direct: bool) -> bool:
-        """Leave direct I/O if that is what was refused, and may be left."""
+    def _left_direct(self, error: OSError, offset: int, view: memoryview, *, was_direct: bool) -> bool:
+        """Leave direct I/O if it was the reason of the error and the settings allow it; whether it was left."""
         if error.errno not in UNSUPPORTED or not was_direct:
             return False
-        if self._must and _is_aligned(offset, view):
+        if self._requires_direct and _is_aligned(offset, view):
             raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
         self._leave_direct()
         return True
@@ -189,7 +281,7 @@ class _LocalFile:
             if self.alignment > 1:
                 flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_O_DIRECT)
-                # A file system in user space is not notified of changed flags: it has to be opened again.
+                # A user-space file system does not see changed flags, so open the file again.
                 with contextlib.suppress(OSError):
                     opened = os.open(f"/proc/self/fd/{self._descriptor}", flags & os.O_ACCMODE | os.O_CLOEXEC)
                     self._replaced += (self._descriptor,)
@@ -197,7 +289,7 @@ class _LocalFile:
                 self.alignment = 1
 
     def _take_descriptors(self) -> list[int]:
-        """All that are to be closed; none the second time."""
+        """The descriptors to close; empty the second time."""
         taken = [each for each in (*self._replaced, self._descriptor) if each >= 0]
         self._replaced, self._descriptor = (), -1
         return taken
@@ -206,23 +298,23 @@ class _LocalFile:
 class _LocalSink(_LocalFile):
     def write_at(self, offset: int, data: np.ndarray) -> None:
         view = memoryview(data)
-        with _storage(f"write {len(view)} bytes at {offset}", self._path):
+        with _storage_errors(f"write {len(view)} bytes at {offset}", self._path):
             while view:
                 was_direct = self.alignment > 1
                 try:
                     done = os.pwrite(self._descriptor, view, offset)
                 except OSError as error:
-                    if not self._is_left(error, offset, view, was_direct=was_direct):
+                    if not self._left_direct(error, offset, view, was_direct=was_direct):
                         raise
                     continue
                 if done == 0:
-                    raise OSError(errno.EIO, "wrote nothing")
+                    raise OSError(errno.EIO, "the file system wrote no bytes")
                 offset, view = offset + done, view[done:]
                 if view and done % self.alignment:
                     self._leave_direct()  # a short write left an offset that direct I/O refuses
 
     def finish(self, size: int, *, sync: bool) -> None:
-        with _storage("finish writing", self._path):
+        with _storage_errors("finish writing", self._path):
             try:
                 if os.fstat(self._descriptor).st_size != size:
                     os.ftruncate(self._descriptor, size)
@@ -231,7 +323,7 @@ class _LocalSink(_LocalFile):
                         _sync(descriptor, data_only=True)
             finally:
                 self._close()
-            with contextlib.suppress(FileNotFoundError):  # some files have no name, as that of a trial of the disk
+            with contextlib.suppress(FileNotFoundError):  # the file of a disk speed test has no name
                 _check_size(self._path, size)
 
     def abandon(self) -> None:
@@ -249,13 +341,13 @@ class _LocalSource(_LocalFile):
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
         view, filled = memoryview(data), 0
-        with _storage(f"read {needed} bytes at {offset}", self._path):
+        with _storage_errors(f"read {needed} bytes at {offset}", self._path):
             while filled < needed:
                 was_direct, rest = self.alignment > 1, view[filled:]
                 try:
                     done = _read_at(self._descriptor, rest, offset + filled, is_direct=was_direct)
                 except OSError as error:
-                    if not self._is_left(error, offset + filled, rest, was_direct=was_direct):
+                    if not self._left_direct(error, offset + filled, rest, was_direct=was_direct):
                         raise
                     continue
                 if done == 0:
@@ -268,288 +360,7 @@ class _LocalSource(_LocalFile):
         for descriptor in self._take_descriptors():
             close_read(descriptor)
 
-    __del__ = close  # an interrupt may lose a source on its way to who asked for it
-
-
-def _read_at(descriptor: int, view: memoryview, offset: int, *, is_direct: bool) -> int:
-    """Read into memory at an offset. Python calls preadv2 on Linux, which some sandboxes refuse."""
-    if hasattr(os, "preadv"):
-        try:
-            return os.preadv(descriptor, [view], offset)
-        except OSError as error:
-            if error.errno not in NOT_OFFERED or (is_direct and error.errno == errno.EINVAL):
-                raise
-    data = os.pread(descriptor, len(view), offset)
-    view[: len(data)] = data
-    return len(data)
-
-
-def _sync(descriptor: int, *, data_only: bool = False) -> None:
-    """Bring a file or the names of a directory to the medium; the data of a file at least."""
-    if _FULL_SYNC is not None:
-        try:
-            fcntl.fcntl(descriptor, _FULL_SYNC)
-            return
-        except OSError as error:
-            if error.errno not in {*UNSUPPORTED, errno.ENOTTY, errno.ENODEV}:  # network file systems have no such call
-                raise
-    if data_only and hasattr(os, "fdatasync"):
-        try:
-            os.fdatasync(descriptor)
-            return
-        except OSError as error:
-            if error.errno not in NOT_OFFERED:
-                raise
-    os.fsync(descriptor)
-
-
-def _check_size(path: str, size: int) -> None:
-    """Make sure that a closed file has its size. A file system that ignores cuts (s3fs) gets a new, shorter file."""
-    found = again(os.lstat, path)
-    if found.st_size > size:
-        _cannot_cut.add(found.st_dev)
-        _write_anew(path, size)
-        found = again(os.lstat, path)
-    if found.st_size != size:
-        raise OSError(
-            errno.EIO,
-            f"the closed file has {found.st_size} bytes, expected {size}: this file system loses what is written; try "
-            "StoreSettings(direct_io=False), or choose another directory",
-        )
-
-
-def _is_without_cuts(path: str) -> bool:
-    """Whether files there must not be padded, as direct I/O needs."""
-    return bool(_cannot_cut) and again(os.stat, os.path.dirname(path)).st_dev in _cannot_cut
-
-
-def _write_anew(path: str, size: int) -> None:
-    """Put a file of the first bytes of this one in its place, and sync it."""
-    descriptor, shorter = _create_beside(path, HALF_MADE[0])
-    source = os.open(path, os.O_RDONLY | _PLAIN)
-    try:
-        at = 0
-        while at < size and (data := os.pread(source, min(_COPY_BYTES, size - at), at)):
-            _write_all(descriptor, data)
-            at += len(data)
-        _sync(descriptor)
-    finally:
-        close_read(source)
-        _close_written(descriptor)
-    again(os.unlink, path)
-    again(os.rename, shorter, path)
-
-
-def _sync_path(path: str) -> None:
-    descriptor = open_to_sync(path)
-    try:
-        _sync(descriptor)
-    finally:
-        close_read(descriptor)
-
-
-class LocalBackend:
-    """Files of this machine, or of a network file system mounted on it. Instances keep no state."""
-
-    def create(self, path: str, *, direct: bool | Literal["auto"]) -> _LocalSink:
-        """Create a file that must not exist; see `backend.Files`."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with _storage("create the file", path):
-            _refuse_without_direct(direct)
-            if direct and _O_DIRECT and not (direct == "auto" and _is_without_cuts(path)):
-                try:
-                    return _LocalSink(path, os.open(path, flags | _O_DIRECT, 0o666), direct)
-                except OSError as error:
-                    if error.errno not in NOT_OFFERED:
-                        raise
-                    with contextlib.suppress(FileNotFoundError):
-                        again(os.unlink, path)  # some file systems create the file before they refuse O_DIRECT
-                    if direct is True:
-                        raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
-            return _LocalSink(path, os.open(path, flags, 0o666), direct=False)
-
-    def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> _LocalSource:
-        """Open a regular file below a directory, following no link; see `backend.Files`."""
-        with _storage("open the file", os.path.join(directory, name)):
-            return again(_open_below, directory, name, direct)
-
-    def list(self, path: str) -> list[Entry]:
-        """The entries of a directory, sorted by name."""
-        with _storage("list the directory", path):
-            return sorted(again(entries_of, path), key=lambda entry: entry.name)
-
-    def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
-        """Create a directory; with `parents` all on the way to it, and `sync` makes their names durable, if it can."""
-        with _storage("create the directory", path):
-            if not parents:
-                again(os.mkdir, path)
-                return
-            missing, target = list[str](), path
-            while not is_directory(path):
-                if is_there(path) and not is_directory(path):  # else made between the two looks
-                    raise OSError(errno.ENOTDIR, "not a directory")
-                missing.append(path)
-                path = os.path.dirname(path)
-            if missing:
-                _forget_ways_below(os.path.realpath(missing[-1]))
-            for folder in reversed(missing):
-                with contextlib.suppress(FileExistsError):
-                    again(os.mkdir, folder)
-            if sync:
-                self._sync_way_to(os.path.realpath(target))
-
-    def _sync_way_to(self, directory: str) -> None:
-        """Make durable all names on the way to it; once, as whoever made them may not have."""
-        marks = marks_of_way(directory)  # before the sync, which need not bring what is made meanwhile
-        if _durable_ways.get(directory) != marks:
-            for parent in parents_on_volume(directory):
-                sync_directory(self, parent, tolerated=(errno.EACCES, errno.EPERM))  # one may pass it and not read it
-            _durable_ways[directory] = marks
-
-    def remove(self, path: str) -> None:
-        """Remove a file or a whole directory; nothing there is no error."""
-        with _storage("remove", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if stat.S_ISDIR(again(os.lstat, path).st_mode):
-                remove_tree(path)
-            else:
-                again(os.unlink, path)
-
-    def volume(self, path: str) -> int:
-        """The device number of the file system."""
-        with _storage("look at the directory", path):
-            return again(os.stat, path).st_dev
-
-    def sync(self, path: str) -> None:
-        """Sync one file's data, or one directory's entries."""
-        with _storage("sync", path):
-            _sync_path(path)
-
-    def rename(self, source: str, target: str) -> None:
-        """Move a file or directory to a name that must not exist.
-
-        A call that was made twice, after a signal or by a network file system, is not told as failed if it was done.
-        """
-        with _storage(f"rename to {target}", source):
-            rename_to_new(source, target)
-
-    def exchange(self, first: str, second: str, *, sync: bool) -> None:
-        """Swap two names; without kernel support by way of a side name that `transaction.py` knows to recover from."""
-        with _storage(f"exchange with {second}", first):
-            with _said_to_be_open(second):
-                if exchange_names(first, second):
-                    return
-            aside = side_name(second)
-            if is_there(second) and is_there(aside):  # left by a crash, and not cleaned up: it may hold anything
-                raise OSError(errno.EBUSY, f"{aside} is in the way, which is no part of this: move it away")
-            with _said_to_be_open(second):
-                rename_all([(second, aside), (first, second), (aside, first)], self.sync if sync else None)
-
-    def point(self, path: str, target: str | None) -> None:
-        """Have a link stand for another name in its directory."""
-        with _storage("make the link", path):
-            point_to(path, target)
-
-    def write_new(self, path: str, data: bytes) -> bool:
-        """Create a file with this content, atomically; False if the name is taken.
-
-        A file system may have neither hard links nor a rename that never replaces. The name is made first there, and a
-        crash leaves a file that is empty, or holds the first part of the content.
-        """
-        with _storage("create the file", path):
-            descriptor, draft = _create_beside(path, HALF_MADE[0])
-            try:
-                _write_and_close(descriptor, data)
-                is_new = give_name(draft, path)
-            finally:
-                with contextlib.suppress(FileNotFoundError):  # it was renamed
-                    again(os.unlink, draft)
-            return _create_whole(path, data) if is_new is None else is_new
-
-    def append(self, path: str, data: bytes) -> None:
-        """Add bytes to the end of a file, creating it if need be."""
-        with _storage("append to the file", path):
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _PLAIN, 0o666)
-            try:
-                _check_regular(descriptor)
-                _write_all(descriptor, data)
-            finally:
-                _close_written(descriptor)
-
-    def touch(self, path: str) -> None:
-        """Set a file's modification time to now."""
-        with _storage("touch the file", path):
-            again(os.utime, path)
-
-    def modified_ns(self, path: str) -> int:
-        """The modification time of a file; opened for it, as a network file system may else answer from its cache."""
-        with _storage("look at the file", path):
-            descriptor = again(os.open, path, os.O_RDONLY | _PLAIN)
-            try:
-                return _check_regular(descriptor).st_mtime_ns
-            finally:
-                close_read(descriptor)
-
-
-def _forget_ways_below(missing: str) -> None:
-    """What is not there is made anew: it will not be on the disk because one of before with its name was."""
-    for way in [each for each in list(_durable_ways) if f"{each}/".startswith(f"{missing}/")]:
-        _durable_ways.pop(way, None)
-
-
-def _close_written(descriptor: int) -> None:
-    with contextlib.suppress(InterruptedError):  # it is closed all the same: a second time could close another's
-        os.close(descriptor)
-
-
-def _create_whole(path: str, data: bytes) -> bool:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except FileExistsError:
-        return False
-    try:
-        _write_and_close(descriptor, data)
-    except BaseException:
-        again(os.unlink, path)  # nobody else has made it
-        raise
-    return True
-
-
-def _write_and_close(descriptor: int, data: bytes) -> None:
-    try:
-        _write_all(descriptor, data)
-        _sync(descriptor)
-    finally:
-        _close_written(descriptor)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def _create_beside(path: str, prefix: str) -> tuple[int, str]:
-    """A new file in the same directory, with the permissions of any other."""
-    beside = os.path.join(os.path.dirname(path), prefix + secrets.token_hex(8))
-    return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), beside
-
-
-def _check_regular(descriptor: int) -> os.stat_result:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        code = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
-        raise OSError(code, "not a regular file; move it away, or bring the file back that was there")
-    return found
-
-
-def side_name(path: str) -> str:
-    """Where the older of two exchanged directories waits when the system cannot swap them atomically."""
-    folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.aside")
-
-
-def _refuse_without_direct(direct: bool | Literal["auto"]) -> None:
-    if direct is True and not _O_DIRECT:
-        raise OSError(errno.EOPNOTSUPP, _NO_DIRECT)
+    __del__ = close  # an interrupt may lose a source before its caller receives it
 
 
 def _open_below(directory: str, name: str, direct: bool | Literal["auto"]) -> _LocalSource:
@@ -573,7 +384,7 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: 
         try:
             descriptor = os.open(name, flags | _O_DIRECT, dir_fd=folder)
         except OSError as error:
-            if error.errno not in NOT_OFFERED:
+            if error.errno not in UNAVAILABLE:
                 raise
             refusal = error
     is_direct = descriptor >= 0
@@ -584,21 +395,224 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: 
         found = _check_regular(descriptor)
         if refusal is not None and direct is True:
             raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from refusal
-        source.size, refusal = found.st_size, None  # its traceback would keep the source until it is collected
+        source.size, refusal = found.st_size, None  # the error's traceback would keep the source alive
         return source
     except BaseException:
         source.close()
         raise
 
 
-def is_file(path: str) -> bool:
-    """Whether there is a regular file at this path."""
-    return os.path.isfile(path)
+def _refuse_without_direct(direct: bool | Literal["auto"]) -> None:
+    if direct is True and not _O_DIRECT:
+        raise OSError(errno.EOPNOTSUPP, _NO_DIRECT)
 
 
-def file_exists(path: str | os.PathLike[str]) -> bool:
-    """Whether there is something at this path; a network file system that does not answer counts as no."""
+def _is_aligned(offset: int, view: memoryview) -> bool:
+    """Whether direct I/O must accept this request; otherwise a refusal is the caller's fault."""
+    address = np.frombuffer(view, np.uint8).ctypes.data
+    return not any(number % DIRECT_ALIGNMENT for number in (offset, len(view), address))
+
+
+def _check_regular(descriptor: int) -> os.stat_result:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        code = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
+        raise OSError(code, "not a regular file; move it away, or restore the file that was there")
+    return found
+
+
+def _read_at(descriptor: int, view: memoryview, offset: int, *, is_direct: bool) -> int:
+    """Read into memory at an offset. Python calls preadv2 on Linux, which some sandboxes refuse."""
+    if hasattr(os, "preadv"):
+        try:
+            return os.preadv(descriptor, [view], offset)
+        except OSError as error:
+            if error.errno not in UNAVAILABLE or (is_direct and error.errno == errno.EINVAL):
+                raise
+    data = os.pread(descriptor, len(view), offset)
+    view[: len(data)] = data
+    return len(data)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _write_and_close(descriptor: int, data: bytes) -> None:
     try:
-        return os.path.lexists(path)
-    except OSError:
+        _write_all(descriptor, data)
+        _sync(descriptor)
+    finally:
+        _close_written(descriptor)
+
+
+def _close_written(descriptor: int) -> None:
+    with contextlib.suppress(InterruptedError):  # it is closed; a second call could close another thread's file
+        os.close(descriptor)
+
+
+def _create_whole(path: str, data: bytes) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
         return False
+    try:
+        _write_and_close(descriptor, data)
+    except BaseException:
+        retry_interrupted(os.unlink, path)  # this call created it
+        raise
+    return True
+
+
+def _create_sibling(path: str, prefix: str) -> tuple[int, str]:
+    """Create a file in the same directory, with default permissions; returns its descriptor and its path."""
+    beside = os.path.join(os.path.dirname(path), prefix + secrets.token_hex(8))
+    return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), beside
+
+
+def _sync(descriptor: int, *, data_only: bool = False) -> None:
+    """Sync a file, or the entries of a directory, to the medium; with `data_only`, at least a file's data."""
+    if _FULL_SYNC is not None:
+        try:
+            fcntl.fcntl(descriptor, _FULL_SYNC)
+            return
+        except OSError as error:
+            if error.errno not in {*UNSUPPORTED, errno.ENOTTY, errno.ENODEV}:  # network file systems have no such call
+                raise
+    if data_only and hasattr(os, "fdatasync"):
+        try:
+            os.fdatasync(descriptor)
+            return
+        except OSError as error:
+            if error.errno not in UNAVAILABLE:
+                raise
+    os.fsync(descriptor)
+
+
+def _sync_path(path: str) -> None:
+    descriptor = open_to_sync(path)
+    try:
+        _sync(descriptor)
+    finally:
+        close_read(descriptor)
+
+
+def _forget_durable_below(missing: str) -> None:
+    """Forget that paths below a missing directory are durable: they will be created anew."""
+    for path in [each for each in list(_durable_paths) if f"{each}/".startswith(f"{missing}/")]:
+        _durable_paths.pop(path, None)
+
+
+def _check_size(path: str, size: int) -> None:
+    """Make sure that a closed file has its size; replace it by a shorter file if truncation has no effect (s3fs)."""
+    found = retry_interrupted(os.lstat, path)
+    if found.st_size > size:
+        _no_truncate.add(found.st_dev)
+        _replace_by_prefix(path, size)
+        found = retry_interrupted(os.lstat, path)
+    if found.st_size != size:
+        raise OSError(
+            errno.EIO,
+            f"the closed file has {found.st_size} bytes, expected {size}: this file system loses written data; try "
+            "StoreSettings(direct_io=False), or choose another directory",
+        )
+
+
+def _cannot_truncate(path: str) -> bool:
+    """Whether files there must not be padded for direct I/O, because they cannot be truncated."""
+    return bool(_no_truncate) and retry_interrupted(os.stat, os.path.dirname(path)).st_dev in _no_truncate
+
+
+def _replace_by_prefix(path: str, size: int) -> None:
+    """Replace a file by a synced copy of its first `size` bytes."""
+    descriptor, shorter = _create_sibling(path, TEMPORARY_PREFIXES[0])
+    source = os.open(path, os.O_RDONLY | _PLAIN)
+    try:
+        at = 0
+        while at < size and (data := os.pread(source, min(_COPY_BYTES, size - at), at)):
+            _write_all(descriptor, data)
+            at += len(data)
+        _sync(descriptor)
+    finally:
+        close_read(source)
+        _close_written(descriptor)
+    retry_interrupted(os.unlink, path)
+    retry_interrupted(os.rename, shorter, path)
+
+
+class FileSystem(NamedTuple):
+    """The file system of a directory.
+
+    Attributes:
+        kind: the type, such as "ext4"; "unknown" if the system does not report it.
+        mount: the mount point.
+        total_bytes, free_bytes: its size; what this user may still write.
+        free_files: how many more files can be created; None: there is no such limit.
+    """
+
+    kind: str
+    mount: str
+    total_bytes: int
+    free_bytes: int
+    free_files: int | None
+
+
+def file_system_of(directory: str) -> FileSystem:
+    """The file system that a directory is on.
+
+    Raises:
+        StorageError: the directory does not exist, or the file system does not respond.
+    """
+    try:
+        found = os.statvfs(directory)
+        there = os.path.realpath(directory, strict=True)
+    except OSError as error:
+        raise StorageError(error.errno, f"cannot inspect the file system: {error.strerror}", directory) from error
+    at = _mount_at(there)
+    free_files = found.f_favail if found.f_files else None
+    return FileSystem(at.kind, at.mount, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, free_files)
+
+
+def mount_warnings(directory: str) -> list[str]:
+    """Warnings about guarantees that a directory's file system or its mount options do not give."""
+    at, found = _mount_at(os.path.realpath(directory)), list[str]()
+    if at.kind.startswith("fuse") and (store := _OBJECT_STORES.search(f"{at.kind} {at.source}")):
+        found.append(
+            f"{store[0]} at {at.mount} implements a rename as a copy: a commit takes as long as the save and is not "
+            "atomic, a crash may leave part of it, and two machines may own a run at the same time"
+        )
+    if options := sorted(_UNSYNCED.intersection(at.options)):
+        found.append(
+            f"{at.kind} at {at.mount} is mounted with {', '.join(options)}: a power cut may lose synced data, and so "
+            "committed steps"
+        )
+    return found
+
+
+class _Mount(NamedTuple):
+    kind: str
+    mount: str
+    source: str = ""
+    options: tuple[str, ...] = ()
+
+
+def _mount_at(path: str) -> _Mount:
+    with contextlib.suppress(OSError):
+        return _mount_of(path, Path(MOUNTS).read_text(errors="surrogateescape"))
+    return _Mount("unknown", "/")
+
+
+def _mount_of(path: str, mounts: str) -> _Mount:
+    """The mount of a path: the last of the longest matching lines of `MOUNTS`."""
+    best = _Mount("unknown", "")
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kinds = before.split(" "), after.split(" ")
+        if len(fields) < 5:
+            continue
+        mount = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4])
+        if f"{path}/".startswith(f"{mount.rstrip('/')}/") and len(mount) >= len(best.mount):
+            options = (*fields[5:6], *kinds[2:3])
+            best = _Mount(kinds[0], mount, "".join(kinds[1:2]), tuple(",".join(options).split(",")))
+    return best

@@ -1,4 +1,4 @@
-"""Names on the local file system, for `local.py`: given to nothing else, removed, and what tells names made anew."""
+"""Operations on names of the local file system, for `local.py`: rename, exchange, link, list and remove."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 
-from jaxckpt_train.store.backends.base import NOT_OFFERED, Entry, again
+from jaxckpt_train.store.backends.base import UNAVAILABLE, Entry, retry_interrupted
 
 _RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
 _FLAGS_OF_MACOS = {_RENAME_NOREPLACE: 4, _RENAME_EXCHANGE: 2}
 _MAX_HANDLE_BYTES = 128
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_LEVELS = 50  # open at once while a tree is removed
+_MAX_OPEN_LEVELS = 50  # of directories that are open at once while a tree is removed
 
 
-def is_there(path: str) -> bool:
-    """Whether something has this name, also a link to nothing. Unlike `os.path`, other refusals are told."""
+def name_exists(path: str) -> bool:
+    """Whether the name exists, even as a broken link. Unlike `os.path.lexists`, raises other errors."""
     try:
-        again(os.lstat, path)
+        retry_interrupted(os.lstat, path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
 
 
 def is_directory(path: str) -> bool:
-    """Whether this is a directory, or a link to one. Unlike `os.path`, refusals are told."""
+    """Whether this is a directory or a link to one. Unlike `os.path.isdir`, raises other errors."""
     try:
-        return stat.S_ISDIR(again(os.stat, path).st_mode)
+        return stat.S_ISDIR(retry_interrupted(os.stat, path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
-def entries_of(path: str | int) -> list[Entry]:
-    """What is in a directory, in no order.
+def scan_entries(path: str | int) -> list[Entry]:
+    """The entries of a directory, in no particular order.
 
-    A file is not looked at: one that its disk tells nothing of is a file all the same, and hides no other.
+    Files are not inspected with `stat`: one file with a damaged inode must not hide the others.
     """
     entries = []
     with os.scandir(path) as found:
@@ -53,25 +53,25 @@ def entries_of(path: str | int) -> list[Entry]:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a directory with all it holds, however deep. What another process removes meanwhile is removed.
+    """Remove a directory with everything in it, at any depth, even while another process removes parts of it.
 
-    Each level is open while those below it go: what is deeper than some levels moves up to the first one before.
-    Files that another client has open stay, under names that the system gives: all else is removed, then ENOTEMPTY
-    or EBUSY is raised.
+    Only some levels of directories are open at once; a directory that is deeper than these is moved up to the top
+    first. Files that another client of a network file system has open stay under names that the system gives.
+    Everything else is removed, and then an OSError with ENOTEMPTY or EBUSY is raised.
     """
-    top = again(os.open, path, _FOLDER)
+    top = retry_interrupted(os.open, path, _FOLDER)
     try:
-        while _remove_inside(top, top, _LEVELS):
+        while _remove_contents(top, top, _MAX_OPEN_LEVELS):
             pass
     finally:
         close_read(top)
-    again(os.rmdir, path)
+    retry_interrupted(os.rmdir, path)
 
 
-def _remove_inside(folder: int, top: int, levels: int) -> bool:
-    """Remove what is in a directory; whether some of it is in the first one now."""
+def _remove_contents(folder: int, top: int, levels: int) -> bool:
+    """Remove the contents of a directory; returns whether some of them were moved to the top directory."""
     has_moved, in_use = False, None
-    for entry in again(entries_of, folder):
+    for entry in retry_interrupted(scan_entries, folder):
         try:
             has_moved |= _remove_entry(entry, folder, top, levels)
         except FileNotFoundError:
@@ -86,31 +86,31 @@ def _remove_inside(folder: int, top: int, levels: int) -> bool:
 
 
 def _remove_entry(entry: Entry, folder: int, top: int, levels: int) -> bool:
-    """Remove a file or directory; whether some of it is in the first directory now."""
+    """Remove a file or directory; returns whether some of it was moved to the top directory."""
     if entry.kind != "directory":
-        again(os.unlink, entry.name, dir_fd=folder)
+        retry_interrupted(os.unlink, entry.name, dir_fd=folder)
         return False
     if not levels:
-        return _moved(entry.name, folder, top)
-    inner = again(os.open, entry.name, _FOLDER, dir_fd=folder)
+        return _move_to_top(entry.name, folder, top)
+    inner = retry_interrupted(os.open, entry.name, _FOLDER, dir_fd=folder)
     try:
-        has_moved = _remove_inside(inner, top, levels - 1)
+        has_moved = _remove_contents(inner, top, levels - 1)
     finally:
         close_read(inner)
-    again(os.rmdir, entry.name, dir_fd=folder)
+    retry_interrupted(os.rmdir, entry.name, dir_fd=folder)
     return has_moved
 
 
-def _moved(name: str, folder: int, top: int) -> bool:
-    """Whether a directory is in the first one now; else it is empty, may not be written to, and is gone."""
+def _move_to_top(name: str, folder: int, top: int) -> bool:
+    """Move a directory to the top directory; if it is empty and write-protected, remove it and return False."""
     try:
-        # A plain name: should a crash leave it there, it is one that an object may have given.
-        again(os.rename, name, f"deep-{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=top)
-    except FileNotFoundError:  # moved by a call that was told as interrupted, or removed by somebody else
+        # A plain name: if a crash leaves it there, it is a name that a checkpointable may have given.
+        retry_interrupted(os.rename, name, f"deep-{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=top)
+    except FileNotFoundError:  # an interrupted call has moved it, or another process has removed it
         return True
     except PermissionError as refused:
         try:
-            again(os.rmdir, name, dir_fd=folder)
+            retry_interrupted(os.rmdir, name, dir_fd=folder)
         except OSError:
             raise refused from None
         return False
@@ -118,32 +118,34 @@ def _moved(name: str, folder: int, top: int) -> bool:
 
 
 def close_read(descriptor: int) -> None:
-    """Close what was only read."""
-    with contextlib.suppress(OSError):  # nothing was written, so nothing can be lost
+    """Close a descriptor that was only read."""
+    with contextlib.suppress(OSError):  # nothing was written, so no data can be lost
         os.close(descriptor)
 
 
 def parents_on_volume(directory: str) -> Iterator[str]:
-    """The directories above it, nearest first, as far as they are of the same file system."""
-    volume = again(os.stat, directory).st_dev
-    while (parent := os.path.dirname(directory)) != directory and again(os.stat, parent).st_dev == volume:
+    """Yield the parents of a directory on the same file system, nearest first."""
+    volume = retry_interrupted(os.stat, directory).st_dev
+    while (parent := os.path.dirname(directory)) != directory and retry_interrupted(os.stat, parent).st_dev == volume:
         yield parent
         directory = parent
 
 
-def marks_of_way(directory: str) -> tuple[object, ...]:
-    """What is something else once a directory, or one above it on its file system, was made anew, or came back.
+def path_marks(directory: str) -> tuple[object, ...]:
+    """A value that changes if a directory, or one of its parents on the file system, is recreated or restored.
 
-    A new directory often has the inode number of one that was removed, and within some milliseconds the same times. The
-    kernel's handle of a directory is given once; where there is none, the time of the last change beside it must do.
+    A new directory often gets the inode number of a removed one and, within a few milliseconds, the same times. The
+    kernel's handle of a directory is unique; without it, the modification time of the parent directory has to do.
     """
     parents = list(parents_on_volume(directory))
-    changed = [again(os.stat, parent).st_mtime_ns for parent in parents[:1]]  # of those above: others change them often
+    changed = [
+        retry_interrupted(os.stat, parent).st_mtime_ns for parent in parents[:1]
+    ]  # others change often for other reasons
     return (*changed, *map(_identity, (directory, *parents)))
 
 
 def _identity(path: str) -> tuple[int, int, bytes]:
-    found = again(os.stat, path)
+    found = retry_interrupted(os.stat, path)
     return found.st_dev, found.st_ino, _handle_of(path)
 
 
@@ -156,15 +158,15 @@ class _Handle(ctypes.Structure):
 
 
 def _handle_of(path: str) -> bytes:
-    """What the kernel tells this inode from all others by, of before and after; empty where it does not tell."""
-    call, handle, mount = _of_the_c_library("name_to_handle_at"), _Handle(length=_MAX_HANDLE_BYTES), ctypes.c_int()
+    """The kernel's handle, which identifies an inode over time; empty if the kernel offers none."""
+    call, handle, mount = _c_function("name_to_handle_at"), _Handle(length=_MAX_HANDLE_BYTES), ctypes.c_int()
     if call is None or call(_AT_FDCWD, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount), 0) != 0:
         return b""
     return bytes(handle.content[: handle.length])
 
 
 def open_to_sync(path: str) -> int:
-    """A file, never by a link; a directory also by one, as users have them for their runs."""
+    """Open a path for a sync: a file without following a link, a directory also through a link."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_NOFOLLOW)
@@ -175,63 +177,63 @@ def open_to_sync(path: str) -> int:
 
 
 def rename_to_new(source: str, target: str) -> None:
-    """Move a file or directory to a name that must not exist.
+    """Move a file or directory to a free name.
 
-    A rename that was made twice, after a signal or by a network file system, finds its own work done: that is no error.
+    If a signal or a network file system repeats the call, the second call finds the rename done; that is not an error.
     """
-    moved = again(os.lstat, source)
+    moved = retry_interrupted(os.lstat, source)
     try:
-        if not again(_renameat2, source, target, _RENAME_NOREPLACE):
-            if is_there(target):
+        if not retry_interrupted(_renameat2, source, target, _RENAME_NOREPLACE):
+            if name_exists(target):
                 raise FileExistsError(errno.EEXIST, "exists")
-            again(os.rename, source, target)
+            retry_interrupted(os.rename, source, target)
     except (FileExistsError, FileNotFoundError):
-        if is_there(source) or not is_there(target):
+        if name_exists(source) or not name_exists(target):
             raise
-        if not os.path.samestat(again(os.lstat, target), moved):
+        if not os.path.samestat(retry_interrupted(os.lstat, target), moved):
             raise
 
 
-def give_name(source: str, target: str) -> bool | None:
-    """Give a finished file a second name, or another one, that must be free; False: it is taken.
+def link_or_rename(source: str, target: str) -> bool | None:
+    """Give a finished file a second name, or rename it, if the name is free; False: the name is taken.
 
     None: this file system has neither hard links nor a rename that never replaces.
     """
     with contextlib.suppress(FileExistsError):
         try:
-            again(os.link, source, target)
+            retry_interrupted(os.link, source, target)
         except OSError as error:
-            if error.errno not in {*NOT_OFFERED, errno.EMLINK}:
+            if error.errno not in {*UNAVAILABLE, errno.EMLINK}:
                 raise
-            return True if again(_renameat2, source, target, _RENAME_NOREPLACE) else None
+            return True if retry_interrupted(_renameat2, source, target, _RENAME_NOREPLACE) else None
         return True
     return False
 
 
 def has_links(folder: str) -> bool:
-    """Whether files can have two names there; two are made, and removed."""
+    """Whether the file system of this folder has hard links; tries it with two temporary files."""
     first, second = (os.path.join(folder, secrets.token_hex(8)) for _ in range(2))
     os.close(os.open(first, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
     try:
-        again(os.link, first, second)
+        retry_interrupted(os.link, first, second)
     except OSError:
         return False
     finally:
-        again(os.unlink, first)
-    again(os.unlink, second)
+        retry_interrupted(os.unlink, first)
+    retry_interrupted(os.unlink, second)
     return True
 
 
-def make_older(path: str, seconds: float) -> None:
+def backdate(path: str, seconds: float) -> None:
     """Set a file's modification time back."""
-    found = again(os.stat, path)
-    again(os.utime, path, (found.st_atime, found.st_mtime - seconds))
+    found = retry_interrupted(os.stat, path)
+    retry_interrupted(os.utime, path, (found.st_atime, found.st_mtime - seconds))
 
 
-def point_to(path: str, target: str | None) -> None:
-    """Have the link `path` stand for `target`; None: remove it. FileExistsError: it is no link."""
+def replace_symlink(path: str, target: str | None) -> None:
+    """Make `path` a symbolic link to `target`; None removes the link. Raises FileExistsError if it is not a link."""
     try:
-        if again(os.readlink, path) == target:
+        if retry_interrupted(os.readlink, path) == target:
             return
     except FileNotFoundError:
         if target is None:
@@ -239,75 +241,78 @@ def point_to(path: str, target: str | None) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise FileExistsError(errno.EEXIST, "is there and is no link, so it stays: give it another name") from error
+        raise FileExistsError(errno.EEXIST, "exists and is not a link, so it was kept: rename it") from error
     if target is None:
-        again(os.unlink, path)
+        retry_interrupted(os.unlink, path)
         return
     folder, name = os.path.split(path)
     beside = os.path.join(folder, f".{name}.new")
-    with contextlib.suppress(FileNotFoundError):  # a crash may have left it
-        again(os.unlink, beside)
-    again(os.symlink, target, beside)
-    again(os.rename, beside, path)
+    with contextlib.suppress(FileNotFoundError):  # a crash may have left one
+        retry_interrupted(os.unlink, beside)
+    retry_interrupted(os.symlink, target, beside)
+    retry_interrupted(os.rename, beside, path)
 
 
 def link_target(path: str) -> str | None:
-    """What a link stands for, as it says; None: this is no link."""
+    """The target of a symbolic link as it is stored; None if this is not a link."""
     try:
-        return again(os.readlink, path)
+        return retry_interrupted(os.readlink, path)
     except OSError:
         return None
 
 
 def is_same_file(path: str, other: str) -> bool:
-    """Whether two names lead to the same file or directory."""
+    """Whether two paths refer to the same file or directory."""
     try:
-        return os.path.samestat(again(os.stat, path), again(os.stat, other))
+        return os.path.samestat(retry_interrupted(os.stat, path), retry_interrupted(os.stat, other))
     except FileNotFoundError:
         return False
 
 
 def remove_if_empty(path: str) -> None:
-    """Remove a directory if nothing is in it; whatever the system says to that is fine."""
+    """Remove a directory if it is empty; ignore all errors."""
     with contextlib.suppress(OSError):
-        again(os.rmdir, path)
+        retry_interrupted(os.rmdir, path)
 
 
 def exchange_names(first: str, second: str) -> bool:
-    """Swap two names atomically; False where the kernel or file system cannot."""
-    was_first = again(os.lstat, first)
+    """Swap two names atomically; False if the kernel or file system cannot."""
+    was_first = retry_interrupted(os.lstat, first)
     while True:
         try:
             return _renameat2(first, second, _RENAME_EXCHANGE)
-        except InterruptedError:  # was it done? A second time would undo it
-            if os.path.samestat(again(os.lstat, second), was_first):
+        except InterruptedError:  # check whether it was done, because a second call would undo it
+            if os.path.samestat(retry_interrupted(os.lstat, second), was_first):
                 return True
 
 
 def rename_all(steps: list[tuple[str, str]], sync: Callable[[str], None] | None) -> None:
-    """Rename one after the other, within one directory; a file system may else bring them to the disk in any order."""
+    """Rename several files in order, within one directory; undo all of it on an error.
+
+    With `sync`, the directory is synced between two renames. Otherwise they may reach the disk in any order.
+    """
     done: list[tuple[str, str]] = []
     try:
         for source, target in steps:
             if sync is not None and done:
                 sync(os.path.dirname(source))
-            again(os.rename, source, target)
+            retry_interrupted(os.rename, source, target)
             done.append((source, target))
     except OSError:
         for source, target in reversed(done):
-            again(os.rename, target, source)
+            retry_interrupted(os.rename, target, source)
         raise
 
 
 @functools.cache
-def _of_the_c_library(name: str) -> Callable[..., int] | None:
-    """A function; found once, as ctypes makes classes for each look, which only the collector frees."""
+def _c_function(name: str) -> Callable[..., int] | None:
+    """A function of the C library; cached, because each lookup creates classes that only the collector frees."""
     return getattr(ctypes.CDLL(None, use_errno=True), name, None)
 
 
 def _renameat2(source: str, target: str, flags: int) -> bool:
-    """Rename with flags of Linux; False where the kernel or file system does not offer it."""
-    linux, macos = _of_the_c_library("renameat2"), _of_the_c_library("renamex_np")
+    """Rename with Linux flags; False if the kernel or file system does not support them."""
+    linux, macos = _c_function("renameat2"), _c_function("renamex_np")
     if linux is not None:
         result = linux(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags)
     elif macos is not None:
@@ -317,11 +322,11 @@ def _renameat2(source: str, target: str, flags: int) -> bool:
     if result == 0:
         return True
     code = ctypes.get_errno()
-    if code in NOT_OFFERED:
+    if code in UNAVAILABLE:
         return False
     raise OSError(code, os.strerror(code))
 
 
 def real_path(path: str) -> str:
-    """Where a path leads, links followed: caches of models have files of one name that are links to others."""
+    """The path with all links resolved: model caches have files of one name that are links to others."""
     return os.path.realpath(path)

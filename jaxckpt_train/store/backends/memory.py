@@ -1,4 +1,4 @@
-"""The memory back end: the reference model of the contract, for tests and for trying things out."""
+"""The memory backend: the reference model of the contract, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import Entry
 
-Names = list[str]  # within the class below `list` is a method
+Names = list[str]  # inside the class below, `list` is a method
 
 
 class _File:
@@ -73,7 +73,7 @@ class MemoryBackend:
         with self._lock:
             self._need_parent(path)
             if path in self._nodes:
-                raise _refusal(errno.EEXIST, "create the file", path)
+                raise _storage_error(errno.EEXIST, "create the file", path)
             file = self._nodes[path] = _File(self._tick())
             return _MemorySink(file)
 
@@ -93,51 +93,51 @@ class MemoryBackend:
         )
 
     def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
-        """Create a directory."""
+        """Create a directory; with `parents`, also its missing parents."""
         with self._lock:
             if parents:
                 if isinstance(self._nodes.get(path), _File):
-                    raise _refusal(errno.ENOTDIR, "create the directory", path)
+                    raise _storage_error(errno.ENOTDIR, "create the directory", path)
                 if path not in self._nodes:
                     self.make_directory(os.path.dirname(path), parents=True, sync=sync)
                     self._nodes[path] = None
                 return
             self._need_parent(path)
             if path in self._nodes:
-                raise _refusal(errno.EEXIST, "create the directory", path)
+                raise _storage_error(errno.EEXIST, "create the directory", path)
             self._nodes[path] = None
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a directory with all it holds."""
+        """Remove a file, or a directory with everything in it."""
         with self._lock:
             for inner in self._tree(path):
                 del self._nodes[inner]
 
     def volume(self, path: str) -> int:
-        """This memory."""
+        """A key of this memory."""
         return id(self)
 
     def sync(self, path: str) -> None:
-        """Memory needs no sync; the name must exist."""
+        """Do nothing, because memory needs no sync; the path must exist."""
         if path not in self._nodes:
-            raise _refusal(errno.ENOENT, "sync", path)
+            raise _storage_error(errno.ENOENT, "sync", path)
 
     def rename(self, source: str, target: str) -> None:
-        """Move a file or directory to a name that must not exist."""
+        """Move a file or directory to a free name."""
         with self._lock:
             if target in self._nodes:
-                raise _refusal(errno.EEXIST, f"rename to {target}", source)
+                raise _storage_error(errno.EEXIST, f"rename to {target}", source)
             self._need_parent(target)
             moved = {path: self._nodes.pop(path) for path in self._tree(source)}
             if not moved:
-                raise _refusal(errno.ENOENT, f"rename to {target}", source)
+                raise _storage_error(errno.ENOENT, f"rename to {target}", source)
             self._nodes.update({target + path[len(source) :]: node for path, node in moved.items()})
 
     def exchange(self, first: str, second: str, *, sync: bool) -> None:
         """Swap two existing names."""
         with self._lock:
             for path in (first, second):
-                self.sync(path)  # both must exist before either moves
+                self.sync(path)  # raises if a name is missing, before either moves
             aside = second + "\0"
             self.rename(second, aside)
             self.rename(first, second)
@@ -152,7 +152,7 @@ class MemoryBackend:
             return True
 
     def append(self, path: str, data: bytes) -> None:
-        """Add bytes to the end of a file, creating it if need be."""
+        """Append bytes to a file, and create it if it is missing."""
         with self._lock:
             if path not in self._nodes:
                 self.create(path, direct=False)
@@ -165,8 +165,8 @@ class MemoryBackend:
         self._file(path, "touch the file").changed = self._tick()
 
     def modified_ns(self, path: str) -> int:
-        """When the file was changed last; each change has a time of its own."""
-        return self._file(path, "look at the file").changed
+        """The time of the last change; each change has a different time."""
+        return self._file(path, "inspect the file").changed
 
     def _tick(self) -> int:
         self._now = max(self._now + 1, time.time_ns())
@@ -179,21 +179,21 @@ class MemoryBackend:
         with self._lock:
             if path not in self._nodes:
                 below_a_file = isinstance(self._nodes.get(os.path.dirname(path)), _File)
-                raise _refusal(errno.ENOTDIR if below_a_file else errno.ENOENT, action, path)
+                raise _storage_error(errno.ENOTDIR if below_a_file else errno.ENOENT, action, path)
             node = self._nodes[path]
             if node is None:
-                raise _refusal(errno.EISDIR, action, path)
+                raise _storage_error(errno.EISDIR, action, path)
             return node
 
     def _need_directory(self, path: str, action: str) -> None:
         if path not in self._nodes:
-            raise _refusal(errno.ENOENT, action, path)
+            raise _storage_error(errno.ENOENT, action, path)
         if self._nodes[path] is not None:
-            raise _refusal(errno.ENOTDIR, action, path)
+            raise _storage_error(errno.ENOTDIR, action, path)
 
     def _need_parent(self, path: str) -> None:
         self._need_directory(os.path.dirname(path), "create in the directory")
 
 
-def _refusal(code: int, action: str, path: str) -> StorageError:
+def _storage_error(code: int, action: str, path: str) -> StorageError:
     return StorageError(code, f"cannot {action}: {os.strerror(code)}", path)

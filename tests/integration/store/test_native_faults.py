@@ -52,7 +52,7 @@ def test_a_refusal_at_any_call_of_a_save_is_raised_and_leaves_nothing(ends: Any,
     assert len(found) > 20
     for mode, at, code, message, content, names in found:
         assert code == {"e": errno.EIO, "s": errno.ENOSPC}[mode], (at, message)
-        assert ("do not trust it further" if mode == "e" else "free some space") in message
+        assert ("do not rely on it" if mode == "e" else "free some space") in message
         assert (content, names) == ("nothing", []), (at, message)
 
 

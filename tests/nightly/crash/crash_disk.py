@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import HALF_MADE, Entry
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Entry
 from jaxckpt_train.store.backends.local import side_name
 from tests.nightly.crash.image import (
     Exchange,
@@ -86,7 +86,7 @@ class CrashDisk:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.power = machine, True
-        self._durable_ways: dict[str, int] = {}  # by path, what was there
+        self._durable_paths: dict[str, int] = {}  # by path, what was there
         self.budget: int | None = None
         self.refuse_in: int | None = None
         self.has_refused = False
@@ -192,7 +192,7 @@ class CrashDisk:
             with contextlib.suppress(FileExistsError):
                 self._make_one(folder)
         if sync:
-            self._sync_way_to(target)
+            self._sync_parents_of(target)
 
     def _directory_at(self, path: str) -> int | None:
         found = self.machine.live.find(path)
@@ -200,14 +200,14 @@ class CrashDisk:
             raise _refusal(errno.EUCLEAN, "create the directory", path)
         return found if found in self.machine.live.folders else None
 
-    def _sync_way_to(self, directory: str) -> None:
+    def _sync_parents_of(self, directory: str) -> None:
         found = self._directory_at(directory)
-        if found is not None and self._durable_ways.get(directory) != found:
+        if found is not None and self._durable_paths.get(directory) != found:
             parent = directory
             while parent != "/":
                 parent = os.path.dirname(parent)
                 self.sync(parent)
-            self._durable_ways[directory] = found
+            self._durable_paths[directory] = found
 
     def _make_one(self, path: str) -> None:
         with self.machine.guard:
@@ -253,7 +253,7 @@ class CrashDisk:
                 return
             is_left = self._at(action, aside).found is not None
         if is_left:
-            raise StorageError(errno.EBUSY, f"cannot {action}: {aside} is in the way", first)
+            raise StorageError(errno.EBUSY, f"cannot {action}: {aside} exists", first)
         done = list[tuple[str, str]]()
         try:
             for source, target in [(second, aside), (first, second), (aside, first)]:
@@ -267,7 +267,7 @@ class CrashDisk:
             raise
 
     def write_new(self, path: str, data: bytes) -> bool:
-        beside = self._beside(path, HALF_MADE[0], "create the file")
+        beside = self._beside(path, TEMPORARY_PREFIXES[0], "create the file")
         try:
             self.do(Write(beside.inode, 0, data), path)
             self.do(Sync(beside.inode), path)
@@ -306,7 +306,7 @@ class CrashDisk:
 
     def modified_ns(self, path: str) -> int:
         with self.machine.guard:
-            return int(1e9 * self.machine.touched_s.get(self._existing("look at the file", path)[1], 0.0))
+            return int(1e9 * self.machine.touched_s.get(self._existing("inspect the file", path)[1], 0.0))
 
 
 def _entry(image: Image, name: str, inode: int) -> Entry:

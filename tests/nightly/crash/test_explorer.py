@@ -63,7 +63,7 @@ class TestCrashDisk(BackendContract):
         assert inode is not None
         return sorted(backend.machine.live.folders[inode])
 
-    def make_older(self, backend: CrashDisk, path: str) -> None:
+    def backdate(self, backend: CrashDisk, path: str) -> None:
         backend.machine.now_s += 60
 
 

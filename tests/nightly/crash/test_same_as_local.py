@@ -18,7 +18,7 @@ from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends import local_names
-from jaxckpt_train.store.backends.base import HALF_MADE, Backend
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Backend
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.threads import Workers
 from tests.nightly.crash.crash_disk import CrashDisk, Machine
@@ -62,7 +62,7 @@ class Trace:
 
 
 def _without_chance(part: Any, numbers: dict[str, str]) -> Any:
-    prefix = next((each for each in HALF_MADE if isinstance(part, str) and f"/{each}" in part), None)
+    prefix = next((each for each in TEMPORARY_PREFIXES if isinstance(part, str) and f"/{each}" in part), None)
     return part if prefix is None else numbers.setdefault(part, f"{prefix}{len(numbers)}")
 
 

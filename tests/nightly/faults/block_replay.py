@@ -32,7 +32,7 @@ from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import HALF_MADE
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES
 from tests.nightly.crash.facts import Facts, state_of
 from tests.nightly.crash.oracles import problems_in_run, problems_of_single
 from tests.nightly.crash.programs import process
@@ -292,7 +292,7 @@ def _problems(root: Path, program: str, facts: Facts) -> list[str]:
 
 def _names(folder: Path) -> list[str]:
     """What is half made for the lock is left alone for a while, as somebody may be at work on it."""
-    return [name for name in os.listdir(folder) if not name.startswith(HALF_MADE)]
+    return [name for name in os.listdir(folder) if not name.startswith(TEMPORARY_PREFIXES)]
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.store.backends import local_names
-from jaxckpt_train.store.backends.base import HALF_MADE
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.transaction import Transaction
 from tests.nightly.faults.known_states import KEPT, SETTINGS, checkpointables_of, step_in, token_in, token_of
@@ -159,9 +159,9 @@ def die_in_a_save(directory: Path, tell: Tell) -> None:
 def run_replacement(directory: Path, tell: Tell, *, can_exchange: bool = True) -> None:
     """One checkpoint, saved and replaced twice; atomically where the kernel can exchange two names."""
     if not can_exchange:
-        find = local_names._of_the_c_library
+        find = local_names._c_function
         without = pytest.MonkeyPatch()  # for the rest of this process; it says so if there is no such function any more
-        without.setattr(local_names, "_of_the_c_library", lambda name: None if name == "renameat2" else find(name))
+        without.setattr(local_names, "_c_function", lambda name: None if name == "renameat2" else find(name))
     path = directory / SINGLE
 
     def replace(token: int) -> None:
@@ -206,7 +206,7 @@ def inspect_run(directory: Path, told: Told) -> list[str]:
 
 def left_over(directory: Path) -> list[str]:
     """What nobody cleans; what is half made for the lock stays for a minute, as somebody may be at work on it."""
-    harmless = (*HALF_MADE, f"{LOCK_NAME}.dead-")
+    harmless = (*TEMPORARY_PREFIXES, f"{LOCK_NAME}.dead-")
     left = [name for name in os.listdir(directory) if name.startswith(".") and not name.startswith(harmless)]
     return [f"left over: {', '.join(sorted(left))}"] if left else []
 

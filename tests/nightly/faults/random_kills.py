@@ -30,7 +30,7 @@ from jaxckpt_train.errors import StepNotFoundError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.run.lock import LOCK_NAME
-from jaxckpt_train.store.backends.base import HALF_MADE
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES
 from tests.nightly.faults.campaign_end import leave_with
 from tests.nightly.faults.flaws import FLAWS
 from tests.nightly.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in
@@ -58,7 +58,7 @@ def live(directory: Path, newest: int, seed: int, tell: Tell) -> None:
         tell("owning", None)
         manager.own()
         manager._run._deleter.wait(LONGEST_S)
-        harmless = (*HALF_MADE, f"{LOCK_NAME}.dead-")
+        harmless = (*TEMPORARY_PREFIXES, f"{LOCK_NAME}.dead-")
         left = [name for name in os.listdir(directory) if name.startswith(".") and not name.startswith(harmless)]
         if set(left) - {LOCK_NAME}:
             tell("problem", f"left over: {left}")

@@ -27,7 +27,7 @@ from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.run.annotations import NOTES_NAME
 from jaxckpt_train.run.history import HISTORY_NAME
 from jaxckpt_train.run.lock import LOCK_NAME, SILENCE_S
-from jaxckpt_train.store.backends.base import HALF_MADE
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES
 from tests.nightly.faults.campaign_end import leave_with
 from tests.nightly.faults.fuse_disk import ANSWER, WEDGED, FuseDisk, fuse_disk, why_not
 from tests.nightly.faults.needs import leave_if
@@ -40,7 +40,7 @@ KINDS: dict[str, Callable[[str], bool]] = {
     "attempts": lambda name: ".tmp-" in name,
     "deletions": lambda name: ".deleting" in name,
     "dead owners": lambda name: name.startswith(f"{LOCK_NAME}.dead-"),
-    "half made": lambda name: name.startswith(HALF_MADE),
+    "half made": lambda name: name.startswith(TEMPORARY_PREFIXES),
 }
 # What a refused removal leaves goes with the next owner; what is of locks and of looks at the clock after `SILENCE_S`.
 MOST = {"steps": KEPT + 4, "attempts": 6, "deletions": 6, "dead owners": 30, "half made": 120, "others": 6}
@@ -179,7 +179,7 @@ def _faults(disk: FuseDisk, chance: random.Random, every_s: float, look: Callabl
 
 def _is_left(path: Path) -> bool:
     """What is half made for the lock is left alone as long as somebody may be at work on it."""
-    if path.name.startswith(HALF_MADE):
+    if path.name.startswith(TEMPORARY_PREFIXES):
         return time.time() - path.stat().st_mtime > SILENCE_S
     return ".tmp-" in path.name or ".deleting" in path.name
 

@@ -17,7 +17,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.inspection.disk_speed import try_operations
 from jaxckpt_train.store.backends import local
-from jaxckpt_train.store.backends.base import is_in_use
+from jaxckpt_train.store.backends.base import is_removed_in_use
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.nightly.faults.fuse_disk import why_not
 from tests.nightly.faults.poor_disk import FLAWS, poor_disk
@@ -49,7 +49,7 @@ sys.stdin.readline()
 def _each_disk_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     if REASON is not None:
         pytest.skip(f"no file system in user space: {REASON}")
-    monkeypatch.setattr(local, "_cannot_cut", set())
+    monkeypatch.setattr(local, "_no_truncate", set())
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def test_files_that_are_not_cut_are_padded_once(tmp_path: Path) -> None:
             jct.save(root / f"{number}", state_of(number))
             (segment,) = (root / f"{number}").rglob("*.safetensors")
             assert segment.stat().st_size % 4096
-        assert os.stat(root).st_dev in local._cannot_cut
+        assert os.stat(root).st_dev in local._no_truncate
         sink = LocalBackend().create(str(root / "next"), direct="auto")
         assert sink.alignment == 1
         sink.abandon()
@@ -161,7 +161,7 @@ def test_what_a_reader_has_open_is_removed_later(tmp_path: Path, caplog: pytest.
                     manager._run._deleter.wait()
                 assert steps_in(run) == ["step-0000000004"]
                 (left,) = run.glob(".step-*")
-                assert [is_in_use(name) for name in os.listdir(left)] == [True]
+                assert [is_removed_in_use(name) for name in os.listdir(left)] == [True]
                 assert reader.read().startswith(b'{"format":"jaxckpt"')
             warned = [each for each in caplog.records if each.levelno == logging.WARNING]
             assert len(warned) == 1

@@ -54,7 +54,7 @@ class TestFuseDisk(BackendContract):
     def names(self, backend: Any, path: str) -> list[str]:
         return sorted(os.listdir(path))
 
-    def make_older(self, backend: Any, path: str) -> None:
+    def backdate(self, backend: Any, path: str) -> None:
         found = os.stat(path)
         os.utime(path, (found.st_atime - 60, found.st_mtime - 60))
 

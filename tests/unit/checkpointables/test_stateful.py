@@ -147,7 +147,7 @@ def test_a_failure_in_the_background_is_raised_by_wait_and_leaves_nothing(tmp_pa
     ("where", "error", "reason"),
     [
         ("too early", jct.CheckpointError, r"save\(directory\) used its directory before returning"),
-        ("hidden file", jct.UnsupportedLeafError, r"'tokenizer/\.cache': its name cannot be stored"),
+        ("hidden file", jct.UnsupportedLeafError, r"'tokenizer/\.cache' has a name that cannot be stored"),
     ],
 )
 def test_misuse_of_the_directory_is_refused(where: str, error: type[Exception], reason: str, tmp_path: Path) -> None:

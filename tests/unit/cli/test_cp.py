@@ -195,7 +195,7 @@ def test_only_what_is_to_be_is_replaced(tmp_path: Path) -> None:
     assert "is no checkpoint; to put the copy into it" in refused("cp", directory, tmp_path / "folder", code=4)
     refused("cp", directory, tmp_path / "folder", "--overwrite", code=4)
     (tmp_path / "copy" / "notes.txt").write_text("mine")
-    assert "found also notes.txt" in refused("cp", directory, tmp_path / "copy", "--overwrite", code=4)
+    assert "other files: notes.txt" in refused("cp", directory, tmp_path / "copy", "--overwrite", code=4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "folder", "run"]
 
 

@@ -81,7 +81,7 @@ def test_what_is_no_link_stays(tmp_path: Path, kind: str, caplog: pytest.LogCapt
     told = [record for record in caplog.records if "no link to the best step" in record.message]
     assert [record.levelno for record in told][:1] == [logging.WARNING]
     assert sum(record.levelno == logging.WARNING for record in told) == 1
-    assert "is there and is no link" in told[0].message
+    assert "exists and is not a link" in told[0].message
 
 
 def test_storage_without_links_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -169,7 +169,7 @@ def test_a_run_directory_is_made_with_its_parents_by_the_first_save_only(tmp_pat
 
 def test_a_file_in_the_place_of_the_run_is_told(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(jct.StorageError, match=r"a file is where a directory should be: choose another path"):
+    with pytest.raises(jct.StorageError, match=r"is where a directory is expected: choose another path"):
         jct.StepManager(tmp_path / "run").own()
 
 

@@ -26,7 +26,7 @@ from jaxckpt_train.run.catalog import hidden_name
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.lock import OwnerLock
 from jaxckpt_train.run.retention import Deleter
-from jaxckpt_train.store.backends.base import HALF_MADE
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.threads import Latch, paused_collection
 from tests.conftest import RunPython
@@ -60,7 +60,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def names(run: Path) -> list[str]:
-    return [name for name in sorted(os.listdir(run)) if not name.startswith(HALF_MADE)]
+    return [name for name in sorted(os.listdir(run)) if not name.startswith(TEMPORARY_PREFIXES)]
 
 
 def interrupted_owners(left: Path, tmp_path: Path) -> Iterator[tuple[Path, jct.StepManager]]:
@@ -349,13 +349,13 @@ def test_a_forked_child_neither_saves_nor_hangs_with_its_parents_manager(tmp_pat
 
 def test_an_owner_that_ends_takes_along_what_the_dead_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = OwnerLock(LocalBackend(), str(tmp_path))
-    for name in (".owner.dead-x", f"{HALF_MADE[0]}x", f"{HALF_MADE[1]}x", ".new-of-somebody-else"):
+    for name in (".owner.dead-x", f"{TEMPORARY_PREFIXES[0]}x", f"{TEMPORARY_PREFIXES[1]}x", ".new-of-somebody-else"):
         (tmp_path / name).write_bytes(b"{}")
     held.acquire()
-    (tmp_path / f"{HALF_MADE[0]}young").write_bytes(b"")
+    (tmp_path / f"{TEMPORARY_PREFIXES[0]}young").write_bytes(b"")
     monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.0)
     held.release()
-    assert sorted(os.listdir(tmp_path)) == [f"{HALF_MADE[0]}young", ".new-of-somebody-else"]
+    assert sorted(os.listdir(tmp_path)) == [f"{TEMPORARY_PREFIXES[0]}young", ".new-of-somebody-else"]
 
 
 DAEMON = """

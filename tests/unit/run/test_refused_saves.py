@@ -40,7 +40,7 @@ def test_what_is_none_of_a_checkpoints_own_is_not_replaced_with_it(tmp_path: Pat
     path.mkdir(parents=True) if other.endswith("/") else path.write_text("x")
     before = content(tmp_path)
     name = other.partition("/")[0]
-    with pytest.raises(jct.CheckpointExistsError, match=rf"expected nothing but a checkpoint.*found also {name}; move"):
+    with pytest.raises(jct.CheckpointExistsError, match=rf"cannot replace a checkpoint.*other files: {name}; move"):
         jct.save(tmp_path / "c", {"w": 1}, overwrite=True)
     assert content(tmp_path) == before
     shutil.rmtree(tmp_path / "c" / name) if other.endswith("/") else path.unlink()

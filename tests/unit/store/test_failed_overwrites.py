@@ -150,7 +150,7 @@ def test_what_lies_aside_and_cannot_be_looked_at_makes_the_save_fail(
     with monkeypatch.context() as failing:
         failing.setattr(LocalBackend, "open", refusing_open)
         failing.setattr(LocalBackend, "list", refusing_list)
-        with pytest.raises(jct.StorageError, match=r"\.c\.aside is in the way.*move it away"):
+        with pytest.raises(jct.StorageError, match=r"\.c\.aside exists and is not part.*move it away"):
             jct.save(checkpoint, NEXT, overwrite=True)
     assert content(tmp_path) == before
     jct.save(checkpoint, NEXT, overwrite=True)  # the disk tells again
@@ -220,10 +220,10 @@ def test_an_object_with_folders_of_its_own_in_a_damaged_checkpoint_stops_no_save
         assert content(tmp_path / "c.replaced-1") == before
         assert names(tmp_path) == ["c", "c.replaced-1"]
     (told,) = caplog.messages
-    assert "held more than a checkpoint: own;" in told
+    assert "not part of a checkpoint: own. " in told
     begin_run(tmp_path / "c" / "own" / "inner" / "run")
     damage(tmp_path / "c")
-    with pytest.raises(jct.CheckpointExistsError, match=r"found also own; move that away"):
+    with pytest.raises(jct.CheckpointExistsError, match=r"other files: own; move them"):
         jct.save(tmp_path / "c", NEXT, overwrite=True)
     assert_holds(tmp_path / "c" / "own" / "inner" / "run" / "step-0000000001", RUN)
 
@@ -321,11 +321,11 @@ def test_an_attempt_of_an_object_with_own_files_is_removed_whenever_it_was_kille
         settings = jct.StoreSettings()  # else none is synced
 
     def work(patch: pytest.MonkeyPatch) -> None:
-        entries_of = local_names.entries_of  # in any order: here the manifest comes first
+        scan_entries = local_names.scan_entries  # in any order: here the manifest comes first
         patch.setattr(
             local_names,
-            "entries_of",
-            lambda path: sorted(entries_of(path), key=lambda each: each.name != "manifest.json"),
+            "scan_entries",
+            lambda path: sorted(scan_entries(path), key=lambda each: each.name != "manifest.json"),
         )
         for arrange in faults:
             arrange(patch)

@@ -71,7 +71,7 @@ def test_what_is_no_checkpoint_stays_as_it_is(tmp_path: Path, make: Callable[[Pa
         jct.save(tmp_path / "c", NEW, overwrite=True)
         assert_holds(tmp_path / "c", NEW)
     else:
-        with pytest.raises(jct.StorageError, match=r"\.c\.aside is in the way, which is no part of this: move it away"):
+        with pytest.raises(jct.StorageError, match=r"\.c\.aside exists and is not part of this save: move it away"):
             jct.save(tmp_path / "c", NEW, overwrite=True)
         assert_holds(tmp_path / "c", OLD)
     assert others(tmp_path) == before

@@ -155,6 +155,6 @@ def test_a_missing_or_changed_manifest_is_told_apart_from_nothing(tmp_path: Path
 
 def test_a_refused_write_keeps_its_errno_and_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="a file is where a directory should be") as caught:
+    with pytest.raises(StorageError, match="is where a directory is expected") as caught:
         commit(LocalBackend(), str(tmp_path / "file" / "a"), OLD, StoreSettings())
     assert caught.value.errno == errno.ENOTDIR

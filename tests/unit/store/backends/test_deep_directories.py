@@ -95,7 +95,7 @@ def test_one_in_a_checkpoint_is_refused_or_kept(place: Path, folder: str, is_dam
         assert_holds(place / "c", NEW)
         assert (place / "c.replaced-1" / folder / "a").is_dir()
     else:
-        with pytest.raises(jct.CheckpointExistsError, match=r"found also .*move that away"):
+        with pytest.raises(jct.CheckpointExistsError, match=r"other files: .*move them away"):
             jct.save(place / "c", NEW, overwrite=True)
         assert (place / "c" / folder / "a").is_dir()
 

@@ -10,7 +10,7 @@ import pytest
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.store.backends import local as file_system
-from jaxckpt_train.store.backends.local import LocalBackend, _mount_of, doubts_about, file_system_of
+from jaxckpt_train.store.backends.local import LocalBackend, _mount_of, file_system_of, mount_warnings
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -54,7 +54,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 def test_a_system_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_system, "MOUNTS", str(tmp_path / "gone"))
     assert file_system_of(str(tmp_path)).kind == "unknown"
-    with pytest.raises(StorageError, match="cannot look at the file system"):
+    with pytest.raises(StorageError, match="cannot inspect the file system"):
         file_system_of(str(tmp_path / "gone"))
 
 
@@ -77,7 +77,7 @@ def test_what_a_run_must_not_rely_on_is_named_when_it_starts(
     mounts = tmp_path / "mounts"
     mounts.write_text(f"{MOUNTS}40 22 0:40 / {tmp_path} rw,relatime shared:1 - {line}\n")
     monkeypatch.setattr(file_system, "MOUNTS", str(mounts))
-    assert [named in each for each in doubts_about(str(tmp_path / "run"))] == ([True] if named else [])
+    assert [named in each for each in mount_warnings(str(tmp_path / "run"))] == ([True] if named else [])
     with StepManager(tmp_path / "run", backend=LocalBackend()) as manager:
         manager.own()
     assert [str(named) in each.getMessage() for each in caplog.records] == ([True] if named else [])

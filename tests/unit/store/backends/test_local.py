@@ -39,7 +39,7 @@ class TestBuffered(BackendContract):
     def names(self, backend: Any, path: str) -> list[str]:
         return sorted(os.listdir(path))
 
-    def make_older(self, backend: Any, path: str) -> None:
+    def backdate(self, backend: Any, path: str) -> None:
         changed = os.stat(path).st_mtime - 60
         os.utime(path, (changed, changed))
 
@@ -75,13 +75,13 @@ class TestWithoutCuts(TestBuffered):
     @pytest.fixture(autouse=True)
     def _ignore(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "ftruncate", lambda *_: None)
-        monkeypatch.setattr(local, "_cannot_cut", set())
+        monkeypatch.setattr(local, "_no_truncate", set())
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 10_000])
 def test_a_file_that_was_not_cut_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(os, "ftruncate", lambda *_: None)
-    monkeypatch.setattr(local, "_cannot_cut", set())
+    monkeypatch.setattr(local, "_no_truncate", set())
     data = aligned_buffer(12_288)
     data[:] = np.random.default_rng(size).integers(0, 256, len(data), np.uint8)
     sink = LocalBackend().create(str(tmp_path / "a"), direct="auto")
@@ -96,7 +96,7 @@ def test_a_file_that_lost_its_end_is_refused(tmp_path: Path) -> None:
     sink = LocalBackend().create(str(tmp_path / "a"), direct=False)
     sink.write_at(0, np.zeros(100, np.uint8))
     with pytest.MonkeyPatch.context() as patch, refused(errno.EIO, "has 100 bytes, expected 99"):
-        patch.setattr(local, "_write_anew", lambda *_: None)
+        patch.setattr(local, "_replace_by_prefix", lambda *_: None)
         patch.setattr(os, "ftruncate", lambda *_: None)
         sink.finish(99, sync=False)
 
@@ -152,7 +152,7 @@ def test_a_refusal_in_the_middle_is_an_error_where_nothing_but_direct_was_asked_
     monkeypatch.setattr(os, "pwrite", write)
     monkeypatch.setattr(os, "preadv", read)
     if direct is True:
-        with refused(errno.EOPNOTSUPP, "direct_io=True asks for nothing else"):
+        with refused(errno.EOPNOTSUPP, "direct_io=True requires direct I/O"):
             sink.write_at(4096, data[4096:])
         sink.abandon()
         (tmp_path / "a").write_bytes(data)
@@ -162,7 +162,7 @@ def test_a_refusal_in_the_middle_is_an_error_where_nothing_but_direct_was_asked_
     source, found = LocalBackend().open(str(tmp_path), "a", direct=direct), aligned_buffer(8192)
     source.read_into(0, found[:4096], 4096)
     if direct is True:
-        with refused(errno.EOPNOTSUPP, "direct_io=True asks for nothing else"):
+        with refused(errno.EOPNOTSUPP, "direct_io=True requires direct I/O"):
             source.read_into(4096, found[4096:], 4096)
     else:
         source.read_into(4096, found[4096:], 4096)
@@ -402,7 +402,7 @@ def test_a_file_system_that_refuses_direct_io_is_not_taken_for_damage(
         lambda: backend.open(str(tmp_path), "a", direct=True),
         lambda: backend.create(str(tmp_path / "b"), direct=True),
     ):
-        with pytest.raises(StorageError, match='direct_io=True asks for nothing else; use "auto"') as caught:
+        with pytest.raises(StorageError, match='requires direct I/O.*use direct_io="auto"') as caught:
             try_it()
         assert caught.value.errno == errno.EOPNOTSUPP
     assert not (tmp_path / "b").exists()
@@ -421,9 +421,9 @@ def test_a_system_without_direct_io_is_told_to_who_asks_for_nothing_else(
 ) -> None:
     monkeypatch.setattr(local, "_O_DIRECT", 0)
     (tmp_path / "a").write_bytes(b"x")
-    with pytest.raises(StorageError, match="has no direct I/O, and direct_io=True asks for nothing else"):
+    with pytest.raises(StorageError, match="requires direct I/O"):
         LocalBackend().create(str(tmp_path / "b"), direct=True)
-    with pytest.raises(StorageError, match="has no direct I/O"):
+    with pytest.raises(StorageError, match="requires direct I/O"):
         LocalBackend().open(str(tmp_path), "a", direct=True)
     LocalBackend().create(str(tmp_path / "b"), direct="auto").finish(0, sync=False)
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]

@@ -26,7 +26,7 @@ class TestMemory(BackendContract):
     def names(self, backend: Any, path: str) -> list[str]:
         return sorted(name.rpartition("/")[2] for name in backend._nodes if name.rpartition("/")[0] == path)
 
-    def make_older(self, backend: Any, path: str) -> None:
+    def backdate(self, backend: Any, path: str) -> None:
         for _ in range(3):  # its clock ticks with every change
             backend.append(path, b"")
         backend.touch(path)
