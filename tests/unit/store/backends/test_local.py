@@ -402,7 +402,7 @@ def test_a_file_system_that_refuses_direct_io_is_not_taken_for_damage(
         lambda: backend.open(str(tmp_path), "a", direct=True),
         lambda: backend.create(str(tmp_path / "b"), direct=True),
     ):
-        with pytest.raises(StorageError, match='requires direct I/O.*use direct_io="auto"') as caught:
+        with pytest.raises(StorageError, match=r'requires direct I/O.*use direct_io="auto"') as caught:
             try_it()
         assert caught.value.errno == errno.EOPNOTSUPP
     assert not (tmp_path / "b").exists()
