@@ -60,7 +60,7 @@ from jaxckpt_train.store.committed import Committed, use_committed
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES, ArrayRecord, PartRecord
 from jaxckpt_train.store.manifest_decoding import encode_value
 from jaxckpt_train.store.reader import ReadProgress
-from jaxckpt_train.store.threads import made_once
+from jaxckpt_train.store.threads import unlocked_cached_property
 from jaxckpt_train.store.timeouts import call_with_timeout
 from jaxckpt_train.store.transaction import (
     Transaction,
@@ -113,7 +113,7 @@ class Opened:
         """Where it is."""
         return self.committed.directory
 
-    @made_once
+    @unlocked_cached_property
     def trees(self) -> Mapping[str, TreeRecord]:
         """The checkpointables that are trees, by name; CorruptCheckpointError if one is damaged."""
         parts = self.committed.manifest.parts

@@ -24,7 +24,7 @@ from jaxckpt_train.pytree.restore import rebuild
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, metrics_from_json
-from jaxckpt_train.store.threads import made_once
+from jaxckpt_train.store.threads import unlocked_cached_property
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ class CheckpointMetadata:
     bytes: int
     _committed: Committed = dataclasses.field(repr=False, compare=False)
 
-    @made_once
+    @unlocked_cached_property
     def checkpointables(self) -> Mapping[str, CheckpointableMetadata]:
         """The checkpointables by name, decoded when first asked for."""
         return {part.name: _describe_part(part, self.path) for part in self._committed.manifest.parts}

@@ -28,8 +28,8 @@ from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord
 from jaxckpt_train.store.manifest_decoding import decode_value
 from jaxckpt_train.store.reader import HeldFiles, ReadProgress
-from jaxckpt_train.store.threads import made_once
-from jaxckpt_train.store.timeouts import call_with_timeout, have_closed
+from jaxckpt_train.store.threads import unlocked_cached_property
+from jaxckpt_train.store.timeouts import call_with_timeout, close_files
 from jaxckpt_train.store.verify import file_problems
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class OpenPart:
         """Raise MismatchError where `tree` would; nothing is read."""
         self._restore.compare(like, self._options, self._loads)
 
-    @made_once
+    @unlocked_cached_property
     def _restore(self) -> TreeRestore:
         if not has_tree(self._part) and self._part.files:
             self.value()  # of another tool, and its tree is gone: reading it tells so
@@ -141,7 +141,7 @@ def load_parts(
         with refused_if_too_deep("the target of a load, or its shardings"):
             return _load_parts(files, committed, named("targets", targets), settings, options, progress, loads)
     finally:
-        have_closed(files.end())
+        close_files(files.end())
 
 
 def expect_parts(loads: JobLoads, targets: Mapping[str, Any], only: Only = None, shardings: Any = None) -> None:

@@ -51,7 +51,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.segment import ALIGNMENT, MAX_DIMENSIONS, array_bytes
 from jaxckpt_train.store.threads import PerProcess
-from jaxckpt_train.store.timeouts import asks_since
+from jaxckpt_train.store.timeouts import call_started_s
 
 EXIT_WAIT_S = 30.0  # the exit waits no longer than this for foreign calls, because storage may never answer
 INTERRUPTED_EXIT_WAIT_S = 2.0  # the same, after the user has interrupted the process
@@ -449,7 +449,7 @@ class _Calls:
 
     def __enter__(self) -> None:
         with self._changed:
-            since = asks_since()
+            since = call_started_s()
             # The request is older than the exit, so its caller is gone. No new foreign call may start for it.
             if since is not None and since < self._exiting_since < math.inf:
                 raise StorageError(errno.ECANCELED, "the process is ending")

@@ -31,7 +31,7 @@ from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, Wanted, is_read_by_bands, parts_bytes, plan_reads
 from jaxckpt_train.store.reader import ReadBox, Reading, ReadProgress, Sources, band_bytes, run_reads
 from jaxckpt_train.store.segment import ALIGNMENT
-from jaxckpt_train.store.timeouts import call_with_timeout, have_closed
+from jaxckpt_train.store.timeouts import call_with_timeout, close_files
 
 ROOM = 16
 """In a row for one process each part begins at a multiple of this: no element is longer."""
@@ -383,7 +383,7 @@ class ShardReader:
     def close(self) -> None:
         """Have what is being read end soon, with an error, and the files closed."""
         self._is_stopped = True
-        have_closed(self._sources.end())
+        close_files(self._sources.end())
 
     def _have_moved(self) -> int:
         """For who waits. A progress may raise here."""

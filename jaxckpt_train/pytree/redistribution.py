@@ -31,7 +31,7 @@ from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.read_plan import parts_bytes
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.threads import LOOK_S
-from jaxckpt_train.store.timeouts import Question, StallDetector, leave, put
+from jaxckpt_train.store.timeouts import BackgroundCall, StallDetector, abandon_call, start_call
 
 LEAST_ROW_BYTES = 4096
 """Of a row: the sum over so many makes XLA's CPU client return from the call before the program has run."""
@@ -63,7 +63,7 @@ class FeedAhead:
     def __init__(self, feed: ShardReader, threads: int, then: Callable[[], object]) -> None:
         self._feed, self._threads, self._then = feed, threads, then
         self._ordered = deque[tuple[_Begun, Callable[[], object]]]()
-        self._asked = list[tuple[_Begun, Question[object]]]()
+        self._asked = list[tuple[_Begun, BackgroundCall[object]]]()
         self._begun = deque[_Begun]()
         self._patience, self._looked_at = StallDetector(feed.directory), time.monotonic()
 
@@ -88,7 +88,7 @@ class FeedAhead:
         self._take_answers()
         while self._ordered and len(self._asked) < self._threads:
             begun, read = self._ordered.popleft()
-            self._asked.append((begun, put(self._question(read))))
+            self._asked.append((begun, start_call(self._question(read))))
         complete = 0
         while self._begun and not self._begun[0].left:
             self._feed.finish(self._begun.popleft().window)
@@ -99,13 +99,13 @@ class FeedAhead:
         """Read nothing more, and close the feed."""
         self._feed.close()
         for _, question in self._asked:
-            leave(question)
+            abandon_call(question)
 
-    def _question(self, read: Callable[[], object]) -> Question[object]:
-        return Question(lambda _: read(), then=self._then)
+    def _question(self, read: Callable[[], object]) -> BackgroundCall[object]:
+        return BackgroundCall(lambda _: read(), then=self._then)
 
     def _take_answers(self) -> None:
-        for each in [each for each in self._asked if each[1].is_answered.is_open()]:
+        for each in [each for each in self._asked if each[1].is_done.is_open()]:
             self._asked.remove(each)  # first: an error leaves the others here, to be left by `close`
             begun, question = each
             question.take()

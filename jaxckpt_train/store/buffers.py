@@ -1,8 +1,7 @@
-"""The memory that a load may use beyond its destination: a number of bytes that are taken, and come back when freed.
+"""Host memory for I/O: aligned arrays, the staging pool of saves, and the read budget of loads.
 
-Warm memory: buffers that what is only copied from is read into, one after the other.
-
-Staging: a fixed budget of aligned host buffers between a snapshot and the disk, reused from save to save.
+`StagingPool` has a fixed size and is reused from save to save. `ReadBudget` limits the memory that a load uses beyond
+its destination.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.threads import Mailbox, PerProcess
 
-TELL_S = 60.0
+WARN_S = 60.0
 _log = logging.getLogger("jaxckpt_train")
 HUGE_PAGE_BYTES = 2 << 20
-PAGE_BYTES = max(ALIGNMENT, mmap.PAGESIZE)  # what the kernel takes back at a time; 64 KiB on some machines
-# So long a reading thread waits for memory before it helps along, and so many times before it goes on without; so many
-# times more often while somebody is at work who may give some back.
+PAGE_BYTES = max(ALIGNMENT, mmap.PAGESIZE)  # the unit that can be returned to the kernel; 64 KiB on some machines
+# A reading thread waits STALL_S for memory before it collects garbage. It lifts the limit after STALLS such waits, or
+# after STALLS * PATIENCE of them while another thread is working, which may return memory.
 STALL_S, STALLS, PATIENCE = 0.05, 100, 120
 
 
 def aligned_buffer(size: int) -> np.ndarray:
-    """A flat uint8 array of `size` bytes at a page boundary, in huge pages where the kernel gives them.
+    """A flat uint8 array of `size` bytes at a page boundary, in huge pages if the kernel offers them.
 
-    Fresh anonymous memory: its pages are not touched yet and read as zero. It lives as long as any view of it.
+    It is fresh anonymous memory, which reads as zero and whose pages are not touched yet. It lives as long as any view.
     """
     return np.frombuffer(fresh_area(max(size, ALIGNMENT)), np.uint8, size)
 
@@ -52,10 +51,10 @@ def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 class Arena:
-    """One area of fresh memory for the arrays of one load, so that all of it can lie in huge pages.
+    """One area of fresh memory for the arrays of one load, so that all of it can use huge pages.
 
-    An array of its own size has its ends, and often all of it, in small pages, whose first touch costs several times as
-    much. The pages of each array go back to the system when nothing refers to that array any more.
+    A separately allocated array has its ends, and often all of it, in small pages, whose first touch is several times
+    slower. The pages of an array return to the system when nothing refers to that array.
     """
 
     def __init__(self, size: int) -> None:
@@ -65,11 +64,11 @@ class Arena:
 
     @staticmethod
     def room_for(size: int) -> int:
-        """How much of an arena an array of `size` bytes takes: whole pages, as they go back."""
+        """How much of an arena an array of `size` bytes takes: whole pages, because only these can be returned."""
         return -(-size // PAGE_BYTES) * PAGE_BYTES
 
     def take(self, size: int) -> np.ndarray:
-        """A flat uint8 array at a page boundary; from elsewhere if the area is used up."""
+        """A flat uint8 array at a page boundary; a separate allocation if the area is used up."""
         pages = self.room_for(size)
         with self._lock:
             start = self._next
@@ -87,15 +86,15 @@ def _give_back(area: mmap.mmap, start: int, size: int) -> None:
 
 
 def fresh_area(size: int) -> mmap.mmap:
-    """Anonymous private memory (Python's default is shared, which gets no huge pages).
+    """Anonymous private memory. (Python's default is shared memory, which gets no huge pages.)
 
     Raises:
-        MemoryError: the system does not give so much.
+        MemoryError: the system refuses it.
     """
     try:
         area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"{size} bytes of memory were refused: {error.strerror}") from error
+        raise MemoryError(f"the system refused {size} bytes of memory: {error.strerror}") from error
     if size >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             area.madvise(mmap.MADV_HUGEPAGE)
@@ -103,9 +102,10 @@ def fresh_area(size: int) -> mmap.mmap:
 
 
 class StagingPool:
-    """One area of `budget_bytes`, lent in pieces; made when it is first needed, then kept.
+    """One area of `budget_bytes`, lent in pieces. It is allocated at the first use and then kept.
 
-    Pieces of any size, so that saves that cut their windows differently share one budget. Who waits is served in turn.
+    Pieces may have any size, so that saves with different windows share one budget. Waiting threads are served in
+    order.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -117,13 +117,13 @@ class StagingPool:
 
     @contextlib.contextmanager
     def buffer(self, size: int) -> Iterator[np.ndarray]:
-        """Borrow `size` bytes at a page boundary; waits until they are free. Holds whatever the last user left.
+        """Borrow `size` bytes at a page boundary, with arbitrary content; waits until they are free.
 
         Raises:
-            ValueError: more than there ever will be.
+            ValueError: `size` exceeds the whole budget.
         """
         if size > self.budget_bytes:
-            raise ValueError(f"a buffer of {size} bytes, of {self.budget_bytes} in all")
+            raise ValueError(f"expected a buffer of at most {self.budget_bytes} bytes, found {size}")
         piece = self._borrow(-(-size // ALIGNMENT) * ALIGNMENT)
         try:
             assert self._area is not None
@@ -134,7 +134,7 @@ class StagingPool:
                 self._changed.notify_all()
 
     def touch(self) -> None:
-        """Have all of the memory there: its first touch costs more than any later one. Waits until none is lent."""
+        """Touch all of the memory, because the first touch is the slowest; waits until no piece is lent."""
         with self.buffer(self.budget_bytes) as whole:
             whole[:] = 0
 
@@ -144,12 +144,12 @@ class StagingPool:
             self._waiting.append(turn)
             try:
                 while self._waiting[0] is not turn or (start := self._gap(size)) is None:
-                    if not self._changed.wait(TELL_S):
+                    if not self._changed.wait(WARN_S):
                         _log.warning(
-                            "%s waits for %d of %d bytes of staging memory, and nobody has given any back for %.0f s; "
-                            "does the disk still answer?", threading.current_thread().name, size, self.budget_bytes,
-                            TELL_S,
-                        )  # fmt: skip
+                            "%s waits for %d of %d bytes of staging memory, and none was returned for %.0f s; check "
+                            "whether the disk responds",
+                            *(threading.current_thread().name, size, self.budget_bytes, WARN_S),
+                        )
                 if self._area is None:
                     self._area = _area_of(self.budget_bytes)
                 self._lent.append((start, start + size))
@@ -159,7 +159,7 @@ class StagingPool:
         return start, start + size
 
     def _gap(self, size: int) -> int | None:
-        """The first place with so many free bytes: memory that was used before is there already."""
+        """The start of the first gap of this size: the first pages are the most likely to have been touched before."""
         start = 0
         for low, high in sorted(self._lent):
             if low - start >= size:
@@ -173,7 +173,7 @@ def _area_of(size: int) -> np.ndarray:
         return aligned_buffer(size)
     except MemoryError as error:
         raise SettingsError(
-            f"StoreSettings.staging_bytes: {size} bytes of memory were refused by the system; choose fewer"
+            f"StoreSettings.staging_bytes: the system refused {size} bytes of memory; choose a smaller value"
         ) from error
 
 
@@ -186,9 +186,9 @@ def shared_pool(budget_bytes: int) -> StagingPool:
 
 
 class BufferPool:
-    """As many buffers as are used at a time. The one that was used last is lent first: it may still be in a cache.
+    """Reusable buffers, as many as are used at a time. The last one used is lent first, because it may still be cached.
 
-    Fresh memory in its place costs more than to copy what is read into it: its first touch, each time.
+    Fresh memory would cost more at its first touch than copying the data that is read into a buffer.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class BufferPool:
 
     @contextlib.contextmanager
     def lent(self, size: int) -> Iterator[np.ndarray]:
-        """`size` bytes at a page boundary, which hold whatever their last user has left. No view of them may stay."""
+        """Lend `size` bytes at a page boundary, with arbitrary content. No view of them may remain afterwards."""
         try:
             buffer = self._free.pop()
         except IndexError:
@@ -208,23 +208,24 @@ class BufferPool:
 
 
 class ReadBudget:
-    """A number of bytes that may be in use at once; one request larger than all of it waits until it is alone.
+    """A limit on the bytes in use. A single request larger than the limit waits until nothing else is in use.
 
-    Only `take` waits, and only worker threads take: giving back happens wherever memory is freed. Libraries such as JAX
-    let go of what they have put on a device in later calls to them, or when Python collects garbage; so who waits
-    collects. If nothing comes back even so, and nobody is at work whose end could bring it, then somebody keeps what
-    should only pass, and the budget is given up: better than to wait for ever. (Ten minutes where somebody is at work.)
+    Only `take` waits, and only worker threads call it; memory is returned wherever it is freed. Libraries such as JAX
+    release what they have put on a device in later calls or when Python collects garbage, so a waiting thread collects
+    garbage. If no memory is returned even so, and no thread is working that may return some, then some code keeps
+    arrays that should be temporary, and the limit is lifted instead of waiting for ever. (While a thread is working,
+    that happens after ten minutes.)
     """
 
     def __init__(self, total: int) -> None:
         self._total, self._used, self._lock = total, 0, threading.Lock()
         self._returned = Mailbox[int]()
         self._is_lifted = False
-        self._at_work: set[int] = set()  # threads
+        self._at_work: set[int] = set()  # thread identifiers
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Within, this thread reads, or does what it read for: memory may come back when it is done, however late."""
+        """Mark this thread as working inside the block: it may return memory when it is done."""
         me = threading.get_ident()
         self._at_work.add(me)
         try:
@@ -233,7 +234,7 @@ class ReadBudget:
             self._at_work.discard(me)
 
     def take(self, size: int) -> None:
-        """Wait until so many bytes may be used; on a reading thread only."""
+        """Wait until `size` bytes may be used; call it on reading threads only."""
         with self._lock:
             stalls = 0.0
             while not self._is_lifted and (not self._returned.empty() or 0 < self._used > self._total - size):
@@ -244,28 +245,31 @@ class ReadBudget:
                     gc.collect(0)
                     stalls += 1 / PATIENCE if self._at_work else 1
                     if stalls >= STALLS:
-                        _log.warning("%d bytes do not leave host memory; the load goes on without a limit", self._used)
+                        _log.warning(
+                            "%d bytes of host memory are not released; the load continues without a memory limit",
+                            self._used,
+                        )
                         self._is_lifted = True
             self._used += size
 
     def give(self, size: int) -> None:
-        """They are free again; may be called by a finalizer, at any time on any thread."""
+        """Return `size` bytes; a finalizer may call it at any time on any thread."""
         self._returned.put(size)
 
     def charge(self, array: np.ndarray) -> None:
-        """Count memory that is there already, until nothing refers to it any more."""
+        """Count an existing array until nothing refers to it."""
         owner = owner_of(array)
         self.give(-owner.nbytes)
         weakref.finalize(owner, self.give, owner.nbytes).atexit = False
 
     def lift(self) -> None:
-        """Let everyone through from now on: nobody will give back what others wait for."""
+        """Remove the limit, because the memory that threads wait for will not be returned."""
         self._is_lifted = True
         self.give(0)
 
 
 def owner_of(array: np.ndarray) -> np.ndarray:
-    """The array that all others of the same memory are views of."""
+    """The array that owns the memory of this view."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array

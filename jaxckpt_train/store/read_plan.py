@@ -14,7 +14,7 @@ import numpy as np
 from jaxckpt_train.store.boxes import Box, box_elements, element_span, intersect, is_contiguous_within, row_major_range
 from jaxckpt_train.store.manifest import BLOCK_BYTES, WHOLE_CHUNKS, ArrayRecord, ChunkRecord, Manifest
 from jaxckpt_train.store.segment import ALIGNMENT
-from jaxckpt_train.store.threads import made_once
+from jaxckpt_train.store.threads import unlocked_cached_property
 
 COALESCE_BYTES = 16 << 20
 GAP_BYTES = 64 << 10
@@ -78,7 +78,7 @@ class Run:
     reads: Sequence[ChunkRead]
     passing: bool
 
-    @made_once
+    @unlocked_cached_property
     def is_destination(self) -> bool:
         """Whether nearly all of the memory becomes the destination: little else of it is kept."""
         size, views = self.stop - self.start, self._whole.views
@@ -90,12 +90,12 @@ class Run:
         stays = self.passing or self.is_destination
         return self._whole.out_of_line + (0 if stays else self._whole.in_line)
 
-    @made_once
+    @unlocked_cached_property
     def is_parts(self) -> bool:
         """Whether all of it is copied, so that none of the memory is kept."""
         return all(map(_is_parts, self.reads))
 
-    @made_once
+    @unlocked_cached_property
     def _whole(self) -> _Whole:
         views = in_line = out_of_line = 0
         for read in self.reads:

@@ -41,7 +41,7 @@ from jaxckpt_train.store.read_plan import (
 )
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.threads import shared_workers
-from jaxckpt_train.store.timeouts import call_with_timeout, have_closed
+from jaxckpt_train.store.timeouts import call_with_timeout, close_files
 
 OPEN_AT_ONCE = 256  # of the 1,024 open files that a process may often have, for all it does
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
@@ -557,7 +557,7 @@ def iter_boxes(
             for completed in results:
                 yield from reading.hand_over(completed)
     finally:
-        have_closed(sources.end())
+        close_files(sources.end())
 
 
 def band_bytes(settings: StoreSettings) -> int:

@@ -1,26 +1,17 @@
-"""Worker threads for I/O: started once, reused, and still able to work while the interpreter is exiting.
+"""Worker threads for I/O, ways to wait for another thread, per-process singletons and a pause of the collector.
 
-Executors of the standard library refuse work once the interpreter begins to exit, and some releases of Python 3.12
-refuse new threads then; a save that is under way at that moment must still finish. So the threads are daemons that
-exist beforehand, whoever started a save waits for it at exit, and a refused thread only makes it slower.
+Some parts replace the standard library's, for these reasons:
 
-Two ways to wait for another thread, neither of them for longer than asked: a latch, and a mailbox.
-
-They wait for a bare lock, and nothing else of the standard library does for that:
-
-- `threading.Event` and `concurrent.futures.Future` wait inside a `threading.Condition`, whose lock stays taken if a
-  KeyboardInterrupt lands between its acquisition and the `with` block; the thread that would set them then hangs too.
-- `queue.SimpleQueue.get(timeout=...)` waits for ever before Python 3.13 if the thread is held up, or a signal is
-  handled, until the time is over: what is left of it is negative then.
-
-What a forked child makes anew, having none of its parent's threads: what a process shares, and guards.
-
-An attribute that is made when it is first asked for, without a lock.
-
-`functools.cached_property` of Python 3.11 has one lock for all objects. A child that is forked while any thread of its
-parent makes such an attribute finds it taken for ever.
-
-Keeps the garbage collector quiet for a moment in which many objects are made, all of which stay.
+- Executors refuse work once the interpreter begins to exit, and some releases of Python 3.12 refuse new threads then. A
+  save that is running at that moment must still finish. So `Workers` uses daemon threads that it starts beforehand, and
+  the save is waited for at exit. If the system refuses a thread, the work is only slower.
+- `threading.Event` and `concurrent.futures.Future` wait inside a `threading.Condition`. Its lock stays locked if a
+  KeyboardInterrupt arrives between the acquisition and the `with` block, and the thread that would set the event hangs
+  too. `Latch` and `Mailbox` wait for a bare lock.
+- `queue.SimpleQueue.get(timeout=...)` may wait for ever before Python 3.13: if a delay or a signal handler uses up the
+  timeout, the remaining time becomes negative.
+- `functools.cached_property` of Python 3.11 has one lock for all objects. A child that is forked while a thread of its
+  parent computes such a property finds the lock taken for ever.
 """
 
 from __future__ import annotations
@@ -40,171 +31,89 @@ from typing import Any, Generic, Protocol, Self, TypeVar, overload
 
 from jaxckpt_train.errors import CheckpointTimeoutError
 
-_guard = threading.RLock()
-_threshold = 0  # that is to be set again when the pause ends; 0: there is none
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-_guarded: weakref.WeakSet[Guarded] = weakref.WeakSet()
-# A signal that comes just before a wait begins does not end it: Python sees the signal when it next looks.
+# The longest single wait: a signal that arrives just before a wait does not end it, and is handled after it.
 LOOK_S = 1.0
-# What a training step computes goes before what a save does beside it; the full share is left where nothing else runs.
+# A training step has priority over a save that runs at the same time.
 NICENESS = 10
-TELL_S, GIVE_UP_S = 60.0, 600.0
-MOMENT_S = 2.0  # for what is under way to end, after an interrupt
-MOST_LOST = 64
+WARN_S, GIVE_UP_S = 60.0, 600.0  # without progress
+MOMENT_S = 2.0  # how long running items may take to end after an interrupt
+MAX_LOST_THREADS = 64
 _log = logging.getLogger("jaxckpt_train")
 R = TypeVar("R")
 
 
-class _Pause:
-    """One pause. If an interrupt keeps it from ending, the next one does that: when nothing refers to it any more."""
-
-    def begin(self) -> None:
-        """Pause, unless the collector is off anyway, or paused by another thread."""
-        global _current, _threshold
-        with _guard:
-            if _current() is None:
-                _go_on()
-                if gc.isenabled():
-                    _current = weakref.ref(self)
-                    _threshold = gc.get_threshold()[0]
-                    gc.set_threshold(0)
-
-    def end(self) -> None:
-        """Go on as before."""
-        global _current
-        with _guard:
-            if _current() is self:
-                _go_on()
-                _current = _nobody
-
-
-def _go_on() -> None:
-    global _threshold
-    if _threshold and not gc.get_threshold()[0]:  # else someone has set another meanwhile
-        gc.set_threshold(_threshold)
-    _threshold = 0
-
-
-def _nobody() -> _Pause | None:
-    return None
-
-
-_current = _nobody
-
-
-@contextlib.contextmanager
-def paused_collection() -> Iterator[None]:
-    """No collection within, unless another thread is within: for fractions of a second beside what is waited for.
-
-    A full collection looks at every object of the process, of which JAX alone has some hundred thousands; the records
-    of a few thousand leaves set one off, which takes longer than all else that is done with them.
-
-    It is the threshold that pauses: a loop may call `gc.disable()` meanwhile, and finds it as it has left it. (Not so a
-    threshold of 0 that it sets meanwhile, or one that it has read meanwhile and sets later.)
-    """
-    pause = _Pause()
-    try:
-        pause.begin()
-        yield
-    finally:
-        pause.end()
-
-
-def _go_on_in_child() -> None:
-    """A forked child lacks the thread that would end the pause."""
-    global _guard, _current
-    _guard, _current = threading.RLock(), _nobody
-    _go_on()
-
-
-os.register_at_fork(after_in_child=_go_on_in_child)
-
-
-class made_once(Generic[T]):  # noqa: N801  # as `property`
-    """Decorates a method. Threads that ask for the first time at once may all make it; one of what they made stays."""
-
-    def __init__(self, make: Callable[[Any], T]) -> None:
-        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: object, owner: type) -> T | Self:
-        if instance is None:
-            return self
-        made: T = vars(instance).setdefault(self._name, self._make(instance))
-        return made
-
-
 class PerProcess(Generic[K, V]):
-    """Makes the thing for a key when it is first asked for. A forked child makes its own.
+    """Values that are created at the first request for their key, and again in a forked child.
 
-    The child has none of its parent's threads; what these held, a lock or a lent buffer, is held for ever there.
+    The child has no thread of its parent, so a lock or buffer that such a thread held stays taken for ever there.
     """
 
     def __init__(self, make: Callable[[K], V]) -> None:
         self._make = make
-        self._forget()
-        os.register_at_fork(after_in_child=self._forget)
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
 
-    def _forget(self) -> None:
-        self._made: dict[K, V] = {}
-        self._lock = threading.RLock()  # a signal's handler may ask while this thread makes one
+    def _reset(self) -> None:
+        self._values: dict[K, V] = {}
+        self._lock = threading.RLock()  # a signal handler may call `get` while this thread creates a value
 
     def get(self, key: K) -> V:
-        """The thing for this key, the same one at every call."""
+        """The value for this key, the same one at every call."""
         with self._lock:
-            if key not in self._made:
-                made = self._make(key)
-                self._made.setdefault(key, made)  # a handler's own stays
-            return self._made[key]
+            if key not in self._values:
+                value = self._make(key)
+                self._values.setdefault(key, value)  # keep a value that a signal handler has created meanwhile
+            return self._values[key]
 
 
 class Guarded(Protocol):
-    """What threads use one after the other, each as often within as it likes."""
+    """An object with a reentrant lock."""
 
     _guard: Any
 
 
+_guarded: weakref.WeakSet[Guarded] = weakref.WeakSet()
+
+
 def free_in_child(guarded: Guarded) -> None:
-    """Have a forked child find it free, whoever had it in the parent: that thread is not there, and lets nobody in."""
+    """Replace the object's lock in a forked child, where the thread that held it does not exist."""
     _guarded.add(guarded)
 
 
-def _free() -> None:
+def _replace_guards() -> None:
     for guarded in list(_guarded):
         guarded._guard = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_free)
+os.register_at_fork(after_in_child=_replace_guards)
 
 
 class Latch:
-    """Closed at first; once opened it stays open."""
+    """A one-time event: closed at first, and open for ever once it is opened."""
 
     def __init__(self) -> None:
         self._is_open = False
         self._waiters: list[threading.Lock] = []
 
     def open(self) -> None:
-        """Let everyone through."""
+        """Wake all waiting threads."""
         self._is_open = True
         for waiter in list(self._waiters):
             _ring(waiter)
 
     def is_open(self) -> bool:
-        """Whether it was opened."""
+        """Whether it has been opened."""
         return self._is_open
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is open; False if that took longer than `timeout_s` seconds."""
+        """Wait until it is open; False if that takes longer than `timeout_s` seconds."""
         if self.is_open():
             return True
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        mine = _silent_bell()
+        mine = _new_bell()
         self._waiters.append(mine)
         try:
             while not self.is_open():
@@ -218,14 +127,14 @@ class Latch:
 
 
 class Mailbox(Generic[T]):
-    """What any thread puts in, also a finalizer in the midst of all, and one thread takes out, in order."""
+    """A queue: any thread may put items in, even a finalizer at any point; one thread takes them out, in order."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
-        self._bell = _silent_bell()
+        self._bell = _new_bell()
 
     def put(self, item: T) -> None:
-        """Never waits."""
+        """Add an item without waiting."""
         self._items.append(item)
         _ring(self._bell)
 
@@ -233,7 +142,7 @@ class Mailbox(Generic[T]):
         """The oldest item.
 
         Raises:
-            queue.Empty: there was none for so many seconds.
+            queue.Empty: no item arrived within `timeout_s` seconds.
         """
         while True:
             with contextlib.suppress(IndexError):
@@ -242,43 +151,42 @@ class Mailbox(Generic[T]):
                 raise queue.Empty
 
     def empty(self) -> bool:
-        """Whether nothing is in it."""
+        """Whether it holds no item."""
         return not self._items
 
 
-def _silent_bell() -> threading.Lock:
+def _new_bell() -> threading.Lock:
     bell = threading.Lock()
     bell.acquire()
     return bell
 
 
 def _ring(bell: threading.Lock) -> None:
-    with contextlib.suppress(RuntimeError):  # it has been rung, and nobody has heard it yet
+    with contextlib.suppress(RuntimeError):  # it has been rung already, and the waiting thread has not woken up yet
         bell.release()
 
 
 class Workers:
-    """A fixed number of daemon threads that run jobs in the order they come; if `polite`, others go first.
+    """A fixed number of daemon threads that run jobs in order; `polite` threads run with low priority.
 
-    Where the system has fewer threads to give they do all the work, without any the calling thread; the next call asks
-    for the rest again.
+    If the system refuses threads, the existing ones do all the work, or the calling thread does; the next call tries to
+    start the missing ones again.
 
-    A thread whose item `run_each` has left to itself, as its disk does not answer, is lost: another one takes its
-    place, so that work on other disks goes on, and it ends when its item does. As long as there are lost ones, a call
-    to `run_each` begins with a single item, and the others follow when that has ended: a disk that stays away takes one
-    more thread at each try. `MOST_LOST` of them are replaced, so there are never more threads than these and the fixed
-    number.
+    A thread is lost if `run_each` has abandoned its item because its disk does not respond. Another thread replaces it,
+    so that work on other disks continues, and the lost thread ends when its item does. While threads are lost,
+    `run_each` starts with a single item and adds the others when that has ended, so that a disk that stays unresponsive
+    costs one thread per attempt. At most `MAX_LOST_THREADS` are replaced, which limits the number of threads.
     """
 
     def __init__(self, count: int, name: str, *, polite: bool = False) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._count, self._name, self._polite = count, name, polite
         self._started, self._lost = 0, 0
-        self._starting = threading.RLock()  # a signal's handler may load while this thread starts others
+        self._starting = threading.RLock()  # a signal handler may load while this thread starts others
         self._start_missing()
 
     def _start_missing(self) -> bool:
-        """Start the threads that are not there yet; whether there is any that is not lost."""
+        """Start the missing threads; returns whether any thread is not lost."""
         if self._started < self._count + self._lost:
             with self._starting, contextlib.suppress(RuntimeError):
                 while self._started < self._count + self._lost:
@@ -287,14 +195,14 @@ class Workers:
         return self._started > self._lost
 
     def _replace(self, batch: _Batch[T]) -> None:
-        """Have other threads in place of those that still work on a batch which nobody waits for."""
+        """Start other threads in place of those that still work on an abandoned batch."""
         with self._starting:
-            lost = batch.lose(MOST_LOST - self._lost)
-            self._lost += lost  # as it is now: a signal's handler may have lost some as well
+            lost = batch.lose(MAX_LOST_THREADS - self._lost)
+            self._lost += lost  # read again, because a signal handler may have changed it
         self._start_missing()
 
     def _work(self) -> None:
-        if self._polite and sys.platform == "linux":  # where a thread has a priority of its own
+        if self._polite and sys.platform == "linux":  # elsewhere a thread has no priority of its own
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while not self._jobs.get()():
@@ -305,10 +213,11 @@ class Workers:
     def run_all(
         self, work: Callable[[T], None], items: Sequence[T], *, give_up: Callable[[], None] = lambda: None
     ) -> None:
-        """Run `work` on every item and wait; a single item runs on the calling thread, but not on the main one.
+        """Run `work` on every item and wait.
 
-        After the first error no further item is begun; that error is raised once the running ones have ended. So it is
-        with an interrupt, after a call to `give_up`, which may set free what the running ones wait for.
+        A single item runs on the calling thread, unless that is the main thread. After the first error no other item is
+        started, and the error is raised once the running items have ended. An interrupt does the same after a call to
+        `give_up`, which may unblock the running items.
         """
         if len(items) == 1 and threading.current_thread() is not threading.main_thread():
             work(items[0])
@@ -321,10 +230,10 @@ class Workers:
         try:
             for _ in range(len(items)):
                 self._jobs.put(batch.run_next)
-            while not batch.done.wait(TELL_S):
-                if time.monotonic() - batch.moved_at >= TELL_S:
-                    self._tell()
-        except BaseException as error:  # an interrupt: the running items still use what the caller is about to release
+            while not batch.done.wait(WARN_S):
+                if time.monotonic() - batch.moved_at >= WARN_S:
+                    self._warn()
+        except BaseException as error:  # an interrupt: wait, because the running items use the caller's resources
             give_up()
             batch.give_up(error)
             batch.done.wait()
@@ -340,15 +249,15 @@ class Workers:
         give_up: Callable[[], None] = lambda: None,
         moved: Callable[[], object] = lambda: None,
     ) -> Generator[R]:
-        """Run `work` on every item and yield what it returned, on the calling thread, as the items get done.
+        """Run `work` on every item and yield the results on the calling thread, as the items finish.
 
-        After the first error no further item is begun; that error is raised once the running ones have ended. Closing
-        the iterator early, or an interrupt, ends it in the same way after a call to `give_up`, which may set free what
-        the running ones wait for, and then two seconds at most; so use `contextlib.closing`. `moved` tells by another
-        value that something was done since the last look.
+        After the first error no other item is started, and the error is raised once the running items have ended.
+        Closing the iterator early, or an interrupt, does the same after a call to `give_up`, which may unblock the
+        running items; then the wait takes at most two seconds. So use `contextlib.closing`. `moved` returns a value
+        that changes whenever there was progress.
 
         Raises:
-            CheckpointTimeoutError: nothing was done for `GIVE_UP_S` seconds; the running items are not waited for.
+            CheckpointTimeoutError: there was no progress for `GIVE_UP_S` seconds; the running items are abandoned.
         """
         if not self._start_missing():
             yield from map(work, items)
@@ -358,26 +267,26 @@ class Workers:
         try:
             self._put(batch, len(items))
             while (result := self._next(results, moved)) is not None:
-                yield result.pop()  # the consumer alone holds it, and may wait for what it frees by letting go
-        except CheckpointTimeoutError as error:  # what the running ones use they hold until they end, if ever
+                yield result.pop()  # so that only the consumer refers to it, which may wait for its memory
+        except CheckpointTimeoutError as error:  # the running items keep their resources until they end, if ever
             give_up()
             batch.give_up(error)
             self._replace(batch)
             batch.take_error()
             raise
-        except BaseException as error:  # an interrupt, or the consumer's: as in run_all()
+        except BaseException as error:  # an interrupt, or an error of the consumer: as in run_all()
             give_up()
             batch.give_up(error)
             try:
-                _wait_a_moment(batch, results)
-            finally:  # also after another interrupt
+                _drain(batch, results)
+            finally:  # even after another interrupt
                 self._replace(batch)
             batch.take_error()
             raise
         batch.raise_error()
 
     def _put(self, batch: _Batch[T], count: int) -> None:
-        """Have so many items of a batch done; if threads are lost, the first before all others."""
+        """Queue the items of a batch; if threads are lost, the first item before all others."""
         if self._lost == 0:
             for _ in range(count):
                 self._jobs.put(batch.run_next)
@@ -392,27 +301,27 @@ class Workers:
         self._jobs.put(run_first)
 
     def _next(self, results: Mailbox[T], moved: Callable[[], object]) -> T:
-        seen, still_s, tell_s = moved(), 0.0, TELL_S  # of seconds in which this process was awake
+        seen, still_s, warn_s = moved(), 0.0, WARN_S  # count only time in which this process was awake
         while True:
             with contextlib.suppress(queue.Empty):
                 return results.get(LOOK_S)
             still_s += LOOK_S
             if (latest := moved()) != seen:
-                seen, still_s, tell_s = latest, 0.0, TELL_S
+                seen, still_s, warn_s = latest, 0.0, WARN_S
             if still_s >= GIVE_UP_S:
                 raise CheckpointTimeoutError(
-                    f"{self._name}: nothing was done for {still_s:.0f} s; does the disk still answer?"
+                    f"{self._name}: no progress for {still_s:.0f} s; check whether the disk responds"
                 )
-            if still_s >= tell_s:
-                self._tell()
-                tell_s += TELL_S
+            if still_s >= warn_s:
+                self._warn()
+                warn_s += WARN_S
 
-    def _tell(self) -> None:
-        _log.warning("%s: nothing was done for %.0f s; does the disk still answer?", self._name, TELL_S)
+    def _warn(self) -> None:
+        _log.warning("%s: no progress for %.0f s; check whether the disk responds", self._name, WARN_S)
 
 
 class _Batch(Generic[T]):
-    """Items that several threads work off. Once `done` is open, no thread holds an item, or the work, any more."""
+    """Items that several threads work on. Once `done` is open, no thread refers to an item or to the work any more."""
 
     def __init__(
         self, work: Callable[[T], None], items: Sequence[T], at_end: Callable[[], None] = lambda: None
@@ -431,7 +340,7 @@ class _Batch(Generic[T]):
         self._at_end()
 
     def run_next(self) -> bool:
-        """Work on one more item, if one is left; whether the thread that did was replaced meanwhile."""
+        """Work on one more item, if any; returns whether the calling thread was replaced meanwhile."""
         try:
             item = self._items.popleft()
         except IndexError:
@@ -440,7 +349,7 @@ class _Batch(Generic[T]):
             if self.error is None:
                 self._work(item)
             del item
-        except BaseException as error:  # noqa: BLE001  # a thread's edge: raised by run_all()
+        except BaseException as error:  # noqa: BLE001  # run_all() and run_each() raise it on their thread
             self._fail(error)
         finally:
             with self._lock:
@@ -448,29 +357,29 @@ class _Batch(Generic[T]):
                 last, is_lost = self._left == 0, self._lost > 0
                 self._lost -= is_lost
             if last:
-                del self._work  # with all that it holds: whoever waits may be done before this thread is
+                del self._work  # release its resources before the waiting thread continues
                 self._end()
         return is_lost
 
     def lose(self, most: int) -> int:
-        """Take the threads that still work on it, once it was given up, for lost; how many of them, of `most`."""
+        """After `give_up`: count the threads that still work on it as lost, at most `most`; returns how many."""
         with self._lock:
             self._lost = min(most, self._left)
         return self._lost
 
     def give_up(self, error: BaseException) -> None:
-        """Begin nothing more; also count the items that no thread has been told of."""
+        """Start no more items, and count the items that no thread has taken as done."""
         self._fail(error)
         while self._items:
             self.run_next()
 
     def take_error(self) -> BaseException | None:
-        """The first error, which is not kept here: its traceback holds this batch, and so all that the items were."""
+        """The first error, which is removed: its traceback refers to this batch, and so to all items."""
         error, self.error = self.error, None
         return error
 
     def raise_error(self) -> None:
-        """Raise the first error, if there was one."""
+        """Raise the first error, if any."""
         error = self.take_error()
         if error is not None:
             try:
@@ -483,22 +392,109 @@ class _Batch(Generic[T]):
             self.error = self.error or error
 
 
-def _wait_a_moment(batch: _Batch[T], results: Mailbox[R]) -> None:
-    """Wait until it is done; not for long, as a disk may not answer."""
+def _drain(batch: _Batch[T], results: Mailbox[R]) -> None:
+    """Wait briefly until the batch is done; its disk may not respond."""
     ends_s = time.monotonic() + MOMENT_S
     while not (batch.done.is_open() and results.empty()) and time.monotonic() < ends_s:
-        with contextlib.suppress(queue.Empty):  # results that nobody takes hold memory
+        with contextlib.suppress(queue.Empty):  # results that stay in the mailbox hold memory
             results.get(LOOK_S)
 
 
-def _start(key: tuple[int, str, bool]) -> Workers:
+def _new_workers(key: tuple[int, str, bool]) -> Workers:
     count, name, polite = key
     return Workers(count, name, polite=polite)
 
 
-_shared = PerProcess(_start)
+_shared = PerProcess(_new_workers)
 
 
 def shared_workers(count: int, name: str, *, polite: bool = False) -> Workers:
     """The workers of this process for a count and a purpose, the same ones at every call."""
     return _shared.get((count, name, polite))
+
+
+class unlocked_cached_property(Generic[T]):  # noqa: N801  # as `property`
+    """A cached property without a lock: threads that compute it at once all get the value that was stored first."""
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object, owner: type) -> T | Self:
+        if instance is None:
+            return self
+        value: T = vars(instance).setdefault(self._name, self._make(instance))
+        return value
+
+
+_guard = threading.RLock()
+_threshold = 0  # to restore when the pause ends; 0: no pause
+
+
+class _Pause:
+    """One pause. If an interrupt keeps it from ending, the next pause ends it, because nothing refers to it now."""
+
+    def begin(self) -> None:
+        """Pause, unless the collector is disabled or another thread has paused it."""
+        global _current, _threshold
+        with _guard:
+            if _current() is None:
+                _restore_threshold()
+                if gc.isenabled():
+                    _current = weakref.ref(self)
+                    _threshold = gc.get_threshold()[0]
+                    gc.set_threshold(0)
+
+    def end(self) -> None:
+        """Restore the collector's threshold."""
+        global _current
+        with _guard:
+            if _current() is self:
+                _restore_threshold()
+                _current = _nobody
+
+
+def _restore_threshold() -> None:
+    global _threshold
+    if _threshold and not gc.get_threshold()[0]:  # otherwise other code has set a threshold meanwhile
+        gc.set_threshold(_threshold)
+    _threshold = 0
+
+
+def _nobody() -> _Pause | None:
+    return None
+
+
+_current = _nobody
+
+
+@contextlib.contextmanager
+def paused_collection() -> Iterator[None]:
+    """Pause the garbage collector for a moment in which many objects are created that all stay alive.
+
+    A full collection looks at every object of the process, of which JAX alone has hundreds of thousands. The records of
+    a few thousand leaves trigger one, and it takes longer than everything else that is done with them.
+
+    The pause sets the collector's threshold to 0, so that a loop may call `gc.disable()` meanwhile without losing that
+    setting. (A threshold of 0 that a loop sets meanwhile is lost, and so is one that it reads meanwhile and sets
+    later.) If another thread has paused the collector, this call does nothing.
+    """
+    pause = _Pause()
+    try:
+        pause.begin()
+        yield
+    finally:
+        pause.end()
+
+
+def _reset_pause_in_child() -> None:
+    """A forked child lacks the thread that would end the pause."""
+    global _guard, _current
+    _guard, _current = threading.RLock(), _nobody
+    _restore_threshold()
+
+
+os.register_at_fork(after_in_child=_reset_pause_in_child)

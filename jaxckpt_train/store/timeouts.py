@@ -1,4 +1,4 @@
-"""Asks a disk on another thread, so that nobody has to wait for ever for one that does not answer."""
+"""Run blocking file-system calls on helper threads, with a timeout."""
 
 from __future__ import annotations
 
@@ -13,215 +13,216 @@ from typing import Any, Generic, TypeVar
 
 from jaxckpt_train.errors import CheckpointTimeoutError, StorageError
 from jaxckpt_train.store.backends.base import Source
-from jaxckpt_train.store.threads import GIVE_UP_S, LOOK_S, TELL_S, Latch, PerProcess
+from jaxckpt_train.store.threads import GIVE_UP_S, LOOK_S, WARN_S, Latch, PerProcess
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
-MOST_LEFT = 128
-_here = threading.local()
+MAX_ABANDONED = 128
+_local = threading.local()
 
 
-class Question(Generic[T]):
-    """What is asked of a disk. Whoever asks calls `moved` whenever it has answered in part.
+class BackgroundCall(Generic[T]):
+    """A call that runs on a helper thread.
 
     Args:
-        ask: asks it.
-        undo: what is done about an answer that comes when nobody waits for it any more.
-        then: called once it is answered, from any thread.
+        call: what to run; it gets a function to call whenever it makes progress.
+        undo: reverts a result that arrives after the call was abandoned.
+        then: called when the call is done, on any thread.
     """
 
     def __init__(
         self,
-        ask: Callable[[Callable[[], None]], T],
-        undo: Callable[[T], object] = lambda answer: None,
+        call: Callable[[Callable[[], None]], T],
+        undo: Callable[[T], object] = lambda result: None,
         then: Callable[[], object] = lambda: None,
     ) -> None:
-        self._ask, self._undo, self._then = ask, undo, then
-        self._answer: list[T] = []
-        self._is_left = False
+        self._call, self._undo, self._then = call, undo, then
+        self._result: list[T] = []
+        self._is_abandoned = False
         self._error: BaseException | None = None
-        self.parts = 0
-        self.is_answered = Latch()
+        self.progress = 0
+        self.is_done = Latch()
 
-    def _moved(self) -> None:
-        self.parts += 1
+    def _report_progress(self) -> None:
+        self.progress += 1
 
-    def ask(self) -> None:
-        """Ask it; the answer, or the error, is kept until it is taken."""
+    def run(self) -> None:
+        """Run the call; keep its result or error until it is taken."""
         try:
-            self._answer.append(self._ask(self._moved))
-        except BaseException as error:  # noqa: BLE001  # a thread's edge: raised by take()
+            self._result.append(self._call(self._report_progress))
+        except BaseException as error:  # noqa: BLE001  # take() raises it on the waiting thread
             self._error = error
         finally:
-            del self._ask  # with all that it holds
-        if self._is_left:
+            del self._call  # release its resources
+        if self._is_abandoned:
             self.undo()
 
-    def have_answered(self) -> None:
-        """Let whoever waits for it go on."""
-        self.is_answered.open()
+    def finish(self) -> None:
+        """Wake the waiting thread."""
+        self.is_done.open()
         self._then()
 
-    def leave(self) -> bool:
-        """Say that nobody waits any more; whether there is an answer already, which is to be undone."""
-        self._is_left = True  # first: an answer that comes from now on is undone where it comes
+    def abandon(self) -> bool:
+        """Abandon the call; returns whether there is a result already, which has to be undone."""
+        self._is_abandoned = True  # first: from now on the helper thread undoes a result itself
         self._error = None
-        return bool(self._answer)
+        return bool(self._result)
 
     def undo(self) -> None:
-        """Undo the answer, unless another thread does."""
+        """Undo the result, unless another thread does."""
         self._error = None
         with contextlib.suppress(IndexError):
-            self._undo(self._answer.pop())
+            self._undo(self._result.pop())
 
     def take(self) -> T:
-        """The answer; the error is raised, and not kept: its traceback holds what was being done."""
+        """The result; or raise the error, which is removed because its traceback refers to the call's resources."""
         error, self._error = self._error, None
         if error is None:
-            return self._answer.pop()
+            return self._result.pop()
         try:
             raise error
         finally:
             del error
 
 
-def asks_since() -> float | None:
-    """When this thread has begun to ask what it asks, by `time.monotonic()`; None: it asks nothing."""
-    return getattr(_here, "asks_since", None)
+def call_started_s() -> float | None:
+    """When the current call of this helper thread started, by `time.monotonic()`; None on any other thread."""
+    return getattr(_local, "call_started_s", None)
 
 
-class _Thread:
-    """A daemon thread that asks one question after the other; where a disk never answers it does not come back."""
+class _HelperThread:
+    """A daemon thread that runs calls in order; it does not return from a call to a disk that never responds."""
 
-    def __init__(self, idle: deque[_Thread]) -> None:
+    def __init__(self, idle: deque[_HelperThread]) -> None:
         self._idle = idle
-        self._questions: queue.SimpleQueue[Question[Any]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[BackgroundCall[Any]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="jaxckpt-ask", daemon=True).start()
 
-    def put(self, question: Question[Any]) -> None:
-        self._questions.put(question)
+    def submit(self, pending: BackgroundCall[Any]) -> None:
+        self._calls.put(pending)
 
     def _work(self) -> None:
         while True:
-            question, _here.asks_since = self._questions.get(), time.monotonic()
+            pending, _local.call_started_s = self._calls.get(), time.monotonic()
             try:
-                question.ask()
-            except BaseException:  # noqa: BLE001  # a thread's edge: it is of an `undo`, which nobody waits for
-                _log.exception("an answer of a disk that came too late could not be undone")
-            self._idle.append(self)  # before it is told: who asks the next question need not start another thread
-            question.have_answered()
-            del question, _here.asks_since
+                pending.run()
+            except BaseException:  # noqa: BLE001  # of an `undo`, which no thread waits for
+                _log.exception("a storage operation that finished too late could not be undone")
+            self._idle.append(self)  # before the waiting thread wakes up, which can then use this thread again
+            pending.finish()
+            del pending, _local.call_started_s
 
 
-class _Threads:
-    """Those of this process: which wait to be asked, and what was asked and is waited for by nobody but them."""
+class _HelperThreads:
+    """The helper threads of this process: the idle ones, and the abandoned calls."""
 
     def __init__(self, _: None) -> None:
-        self.idle: deque[_Thread] = deque()
-        self._left: set[Question[Any]] = set()
+        self.idle: deque[_HelperThread] = deque()
+        self._abandoned: set[BackgroundCall[Any]] = set()
 
-    def leave(self, question: Question[Any]) -> None:
-        self._left.add(question)
+    def abandon(self, pending: BackgroundCall[Any]) -> None:
+        self._abandoned.add(pending)
 
-    def left(self) -> int:
-        """How many of them wait for disks that have not answered yet."""
-        for question in list(self._left):
-            if question.is_answered.is_open():
-                self._left.discard(question)
-        return len(self._left)
+    def abandoned_count(self) -> int:
+        """How many abandoned calls have not returned yet."""
+        for pending in list(self._abandoned):
+            if pending.is_done.is_open():
+                self._abandoned.discard(pending)
+        return len(self._abandoned)
 
 
-_threads = PerProcess(_Threads)
+_threads = PerProcess(_HelperThreads)
 
 
 def call_with_timeout(
     subject: str,
-    ask: Callable[[Callable[[], None]], T],
+    call: Callable[[Callable[[], None]], T],
     progress: Callable[[int], object] | None = None,
     *,
-    undo: Callable[[T], object] = lambda answer: None,
+    undo: Callable[[T], object] = lambda result: None,
 ) -> T:
-    """What `ask` returns or raises, called on another thread; where the system has none, on this one.
+    """Run a blocking call on a helper thread and return its result or raise its error.
 
-    A thread whose disk does not answer is left to itself. Once there are `MOST_LEFT` of these nothing more is asked.
+    If the system has no thread for it, it runs on the calling thread. A helper thread whose disk does not respond is
+    abandoned. Once `MAX_ABANDONED` calls have not returned, no more are started.
 
     Args:
-        subject: the file or directory that is asked for, for messages.
-        ask: is given a function that it calls whenever the disk has answered in part.
-        progress: called with 0 at least once a second; what it raises ends the wait, and so does an interrupt. What was
-            asked goes on then, so it must change nothing that its asker uses.
-        undo: called with an answer that comes when nobody waits for it any more, on another thread. Without it `ask`
-            must make nothing that lasts.
+        subject: the file or directory concerned, for messages.
+        call: what to run; it gets a function to call whenever it makes progress.
+        progress: called with 0 at least once a second. Its error ends the wait, and so does an interrupt. The call goes
+            on then, so it must not change anything that its caller uses.
+        undo: called on another thread with a result that arrives after the wait has ended. Without it, `call` must not
+            create anything that lasts.
 
     Raises:
-        CheckpointTimeoutError: the disk has not answered for ten minutes, in which this process was awake; or so many
-            other questions have no answer yet that no more are asked.
+        CheckpointTimeoutError: the storage made no progress for ten minutes in which this process was awake; or too
+            many earlier calls have not returned.
     """
-    if (left := _threads.get(None).left()) >= MOST_LEFT:
-        raise CheckpointTimeoutError(f"{subject}: not asked for, as disks have not answered {left} questions before")
-    question = put(Question(ask, undo))
+    if (left := _threads.get(None).abandoned_count()) >= MAX_ABANDONED:
+        raise CheckpointTimeoutError(f"{subject}: not accessed, because {left} earlier storage calls did not return")
+    pending = start_call(BackgroundCall(call, undo))
     try:
-        _wait_for(question, subject, progress)
+        _wait_for(pending, subject, progress)
     except BaseException:
-        leave(question)
+        abandon_call(pending)
         raise
-    return question.take()
+    return pending.take()
 
 
-def put(question: Question[T]) -> Question[T]:
-    """Have another thread begin to ask it; where the system has none, it is answered already.
+def start_call(pending: BackgroundCall[T]) -> BackgroundCall[T]:
+    """Start a call on a helper thread; if the system has none, run it now.
 
-    Whoever does so takes the answer once there is one, or says that it is not waited for any more.
+    The caller must take the result, or abandon the call.
     """
-    if not _is_put(question):
-        question.ask()
-        question.have_answered()
-    return question
+    if not _is_started(pending):
+        pending.run()
+        pending.finish()
+    return pending
 
 
-def _wait_for(question: Question[Any], subject: str, progress: Callable[[int], object] | None) -> None:
-    patience = StallDetector(subject)
-    while not question.is_answered.wait(LOOK_S):
+def _wait_for(pending: BackgroundCall[Any], subject: str, progress: Callable[[int], object] | None) -> None:
+    stall = StallDetector(subject)
+    while not pending.is_done.wait(LOOK_S):
         if progress is not None:
             progress(0)
-        patience.waited(LOOK_S, question.parts)
+        stall.waited(LOOK_S, pending.progress)
 
 
 class StallDetector:
-    """For how long a disk that was asked has not answered.
+    """Counts how long a storage call has made no progress; warns, and raises after ten minutes.
 
     Args:
-        subject: the file or directory that it was asked for, for messages.
+        subject: the file or directory concerned, for messages.
     """
 
     def __init__(self, subject: str) -> None:
-        self._subject, self._parts, self._still_s, self._tell_s = subject, 0, 0.0, TELL_S
+        self._subject, self._progress, self._still_s, self._warn_s = subject, 0, 0.0, WARN_S
 
-    def waited(self, seconds: float, parts: int) -> None:
-        """So long again, in which this process was awake; by then the disk has answered so many parts.
+    def waited(self, seconds: float, progress: int) -> None:
+        """Record a wait of `seconds`, in which this process was awake, and the progress by then.
 
         Raises:
-            CheckpointTimeoutError: it has not answered for ten minutes.
+            CheckpointTimeoutError: there was no progress for ten minutes.
         """
         self._still_s += seconds
-        if parts != self._parts:
-            self._parts, self._still_s, self._tell_s = parts, 0.0, TELL_S
+        if progress != self._progress:
+            self._progress, self._still_s, self._warn_s = progress, 0.0, WARN_S
         if self._still_s >= GIVE_UP_S:
-            raise CheckpointTimeoutError(f"{self._subject}: its disk has not answered for {self._still_s:.0f} s")
-        if self._still_s >= self._tell_s:
-            _log.warning("%s: its disk has not answered for %.0f s", self._subject, self._still_s)
-            self._tell_s += TELL_S
+            raise CheckpointTimeoutError(f"{self._subject}: the storage has not responded for {self._still_s:.0f} s")
+        if self._still_s >= self._warn_s:
+            _log.warning("%s: the storage has not responded for %.0f s", self._subject, self._still_s)
+            self._warn_s += WARN_S
 
 
-def leave(question: Question[T]) -> None:
-    """Do not wait for it any more; an answer that is there is undone, for which its disk is asked once more."""
-    _threads.get(None).leave(question)
-    if question.leave():
-        _have_done(question.undo)
+def abandon_call(pending: BackgroundCall[T]) -> None:
+    """Stop waiting for a call; if its result has arrived already, undo it on a helper thread."""
+    _threads.get(None).abandon(pending)
+    if pending.abandon():
+        _run_briefly(pending.undo)
 
 
-def have_closed(files: Collection[Source]) -> None:
-    """Have files closed that a load left open, and wait for a moment: perhaps their disk does not answer."""
+def close_files(files: Collection[Source]) -> None:
+    """Close files that a load left open, on a helper thread; wait only briefly, as the disk may not respond."""
     if not files:
         return
 
@@ -230,25 +231,25 @@ def have_closed(files: Collection[Source]) -> None:
             with contextlib.suppress(StorageError, OSError):
                 file.close()
 
-    _have_done(close)
+    _run_briefly(close)
 
 
-def _have_done(call: Callable[[], None]) -> None:
-    question = Question(lambda moved: call())
-    if not _is_put(question):
-        question.ask()
-    elif not question.is_answered.wait(LOOK_S):
-        _threads.get(None).leave(question)
+def _run_briefly(call: Callable[[], None]) -> None:
+    pending = BackgroundCall(lambda report: call())
+    if not _is_started(pending):
+        pending.run()
+    elif not pending.is_done.wait(LOOK_S):
+        _threads.get(None).abandon(pending)
 
 
-def _is_put(question: Question[Any]) -> bool:
+def _is_started(pending: BackgroundCall[Any]) -> bool:
     idle = _threads.get(None).idle
     try:
         thread = idle.pop()
     except IndexError:
         try:
-            thread = _Thread(idle)
-        except RuntimeError:  # the system has no thread for it
+            thread = _HelperThread(idle)
+        except RuntimeError:  # the system refuses a thread
             return False
-    thread.put(question)
+    thread.submit(pending)
     return True

@@ -51,7 +51,7 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_who_saves_there_is_told(disk: Stuck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any) -> None:
     monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.1)
     monkeypatch.setattr("jaxckpt_train.store.timeouts.LOOK_S", 0.05)
-    with pytest.raises(jct.CheckpointTimeoutError, match=r"runs/c: its disk has not answered for 0 s"):
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"runs/c: the storage has not responded for 0 s"):
         save(tmp_path / "runs" / "c", STATE)
     disk.go.set()
     assert disk.removed.wait(30)

@@ -20,7 +20,7 @@ import threading
 import numpy as np
 from jaxckpt_train.inspection.diff import pieces_of
 from jaxckpt_train.inspection.runs import open_at
-from jaxckpt_train.store.timeouts import Question, put
+from jaxckpt_train.store.timeouts import BackgroundCall, start_call
 from jaxckpt_train.store.copy import LazyBox
 from jaxckpt_train.store.backends.local import LocalBackend
 
@@ -36,7 +36,7 @@ def read(box):
 
 for piece in list(pieces_of("x", [array]))[:2]:
     box = LazyBox(opened.files, opened.committed, array, piece.box, opened.settings)
-    put(Question(lambda moved, box=box: read(box)))
+    start_call(BackgroundCall(lambda report, box=box: read(box)))
 assert begun.wait(60)
 sys.exit(7)
 """

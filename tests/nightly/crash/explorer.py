@@ -186,7 +186,7 @@ def _met(error: Exception) -> Problem:
 def without_threads() -> Iterator[None]:
     """Has the caller do what threads would, as where the system has none: nothing crashes any more while one looks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "_is_put", lambda _: False)
+        patch.setattr(answers, "_is_started", lambda _: False)
         patch.setattr(Workers, "_start_missing", lambda _: False)
         yield
 

@@ -67,8 +67,8 @@ CLEAR = {
     "file size": Clear("File too large", r"ulimit -f"),
     "descriptors": Clear("Too many open files", r"ulimit -n"),
     "memory": Clear(
-        r"bytes of memory were refused",
-        r"raise the limits|choose fewer",
+        r"the system refused [0-9]+ bytes of memory",
+        r"raise the limits|choose a smaller value",
         r"StoreSettings\.staging_bytes",
     ),
     "full disk": Clear("No space left on device", r"free some space or choose another directory"),

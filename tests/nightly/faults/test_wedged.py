@@ -251,7 +251,7 @@ def test_a_load_does_not_wait_for_ever(disk: FuseDisk, monkeypatch: pytest.Monke
         reads.append(count)
 
     try:
-        with pytest.raises(CheckpointTimeoutError, match=r"step-0000000001: jaxckpt-read: nothing was done for"):
+        with pytest.raises(CheckpointTimeoutError, match=r"step-0000000001: jaxckpt-read: no progress for"):
             jct.StepManager(run).restore(progress=progress)
     finally:
         disk.set()
@@ -281,7 +281,7 @@ def test_nor_does_who_begins(disk: FuseDisk, monkeypatch: pytest.MonkeyPatch, ca
     manager = jct.StepManager(disk.path / "run")
     disk.set(WEDGED)
     try:
-        with pytest.raises(CheckpointTimeoutError, match=r"run.*: its disk has not answered for 1 s"):
+        with pytest.raises(CheckpointTimeoutError, match=r"run.*: the storage has not responded for 1 s"):
             call(manager)
     finally:
         disk.set()

@@ -109,7 +109,7 @@ def test_a_disk_that_does_not_answer_is_given_up(
     backend = _HeldBackend()
     opened = opened_of(tmp_path / "a", {"x": np.ones((64, MIB), np.uint8)}, backend)
     try:
-        with pytest.raises(CheckpointTimeoutError, match=f"^{tmp_path / 'a'}: its disk has not answered"):
+        with pytest.raises(CheckpointTimeoutError, match=f"^{tmp_path / 'a'}: the storage has not responded"):
             list(over_pieces([opened], wanted_of(opened)))
     finally:
         backend.answers.set()

@@ -233,7 +233,7 @@ def test_a_disk_that_does_not_answer_is_given_up_and_not_waited_for(monkeypatch:
     ahead = FeedAhead(feed_of(backend, committed, stream), 1, answered)
     ahead.order(found, 0, stream.end)
     began = time.monotonic()
-    with pytest.raises(CheckpointTimeoutError, match=r"^/a/b: its disk has not answered"):
+    with pytest.raises(CheckpointTimeoutError, match=r"^/a/b: the storage has not responded"):
         while time.monotonic() - began < 60:
             assert ahead.look() == 0
     assert time.monotonic() - began > 0.19

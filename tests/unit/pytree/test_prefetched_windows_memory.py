@@ -44,7 +44,7 @@ class Ahead:
 @pytest.mark.parametrize("size", [192, BLOCK, BLOCK + 64, 7 * BLOCK + 64])
 def test_windows_become_complete_in_their_order(size: int, has_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_threads:
-        monkeypatch.setattr(answers, "_is_put", lambda question: False)
+        monkeypatch.setattr(answers, "_is_started", lambda call: False)
     ahead, target = Ahead(StrictBackend()), np.zeros(len(SAVED) + size, np.uint8)
     starts = range(0, ahead.stream.end, size)
     with contextlib.closing(ahead.windows) as windows:
@@ -71,7 +71,7 @@ def test_a_read_without_an_answer_is_counted_also_where_another_one_has_failed()
         assert answers_again.wait(60)
 
     backend.before_read = before_read
-    before = answers._threads.get(None).left()
+    before = answers._threads.get(None).abandoned_count()
     try:
         with contextlib.closing(ahead.windows) as windows:
             for number in range(2):
@@ -83,6 +83,6 @@ def test_a_read_without_an_answer_is_counted_also_where_another_one_has_failed()
             ahead.read.get(timeout=60)
             with pytest.raises(StorageError, match="broken"):
                 windows.look()
-        assert answers._threads.get(None).left() == before + 1
+        assert answers._threads.get(None).abandoned_count() == before + 1
     finally:
         answers_again.set()

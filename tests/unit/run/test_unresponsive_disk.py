@@ -156,7 +156,7 @@ def test_a_fresh_start_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         manager.check_fresh()
     disk.stop = disk.calls
     try:
-        with pytest.raises(jct.CheckpointTimeoutError, match="has not answered"):
+        with pytest.raises(jct.CheckpointTimeoutError, match="has not responded"):
             manager.check_fresh()
     finally:
         disk.go.set()
@@ -195,9 +195,9 @@ def test_a_disk_that_fails_and_stops_then_is_told_too(run: Path, monkeypatch: py
     loaded = BreakingBackend("safetensors", "COMMIT")
     monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", loaded)
     try:
-        with pytest.raises(jct.CheckpointTimeoutError, match="has not answered"):
+        with pytest.raises(jct.CheckpointTimeoutError, match="has not responded"):
             jct.StepManager(run, backend=restored).restore({"state": STATE})  # type: ignore[arg-type]
-        with pytest.raises(jct.CheckpointTimeoutError, match="has not answered"):
+        with pytest.raises(jct.CheckpointTimeoutError, match="has not responded"):
             jct.load(run / "step-0000000002", STATE)
     finally:
         restored.go.set()

@@ -311,7 +311,7 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path, mo
             return super().create(path, direct=direct)
 
     try:
-        with pytest.raises(jct.CheckpointTimeoutError, match="its disk has not answered"):
+        with pytest.raises(jct.CheckpointTimeoutError, match="has not responded"):
             StepManager(run, backend=Frozen()).own()
     finally:
         go.set()

@@ -9,7 +9,7 @@ import pytest
 
 from jaxckpt_train.errors import CheckpointTimeoutError
 from jaxckpt_train.store import timeouts as answers
-from jaxckpt_train.store.timeouts import Question, call_with_timeout
+from jaxckpt_train.store.timeouts import BackgroundCall, call_with_timeout
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -45,7 +45,7 @@ def leave(done: int) -> None:
 
 def test_an_answer_that_comes_too_late_is_undone(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "GIVE_UP_S", 0.05)
-    with pytest.raises(CheckpointTimeoutError, match="its disk has not answered"):
+    with pytest.raises(CheckpointTimeoutError, match="has not responded"):
         call_with_timeout("a", disk.ask, undo=disk.undo)
     assert disk.undone == []
     disk.answers.set()
@@ -62,10 +62,10 @@ def test_so_is_that_to_who_has_left(disk: Disk) -> None:
 
 def test_one_that_is_there_already_is_undone_once_and_on_another_thread(disk: Disk) -> None:
     disk.answers.set()
-    question = Question(disk.ask, disk.undo)
-    question.ask()
-    question.is_answered.open()  # as its thread does
-    answers.leave(question)
+    question = BackgroundCall(disk.ask, disk.undo)
+    question.run()
+    question.is_done.open()  # as its thread does
+    answers.abandon_call(question)
     assert disk.was_undone.wait(30)
     question.undo()
     assert disk.undone == [(1, "jaxckpt-ask")]
@@ -78,19 +78,19 @@ def test_one_that_is_taken_is_not_undone(disk: Disk) -> None:
 
 
 def test_of_a_disk_that_stays_away_no_more_is_asked_after_a_while(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = answers._threads.get(None).left()
-    monkeypatch.setattr(answers, "MOST_LEFT", there + 3)
+    there = answers._threads.get(None).abandoned_count()
+    monkeypatch.setattr(answers, "MAX_ABANDONED", there + 3)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             call_with_timeout("a", disk.ask, leave)
     for _ in range(3):
-        with pytest.raises(CheckpointTimeoutError, match=r"^b: not asked for, as disks have not answered \d+"):
+        with pytest.raises(CheckpointTimeoutError, match=r"^b: .* \d+ earlier storage calls"):
             call_with_timeout("b", disk.ask)
     assert disk.asked == 3
-    questions = list(answers._threads.get(None)._left)
+    questions = list(answers._threads.get(None)._abandoned)
     disk.answers.set()
     for question in questions:
-        assert question.is_answered.wait(30)
+        assert question.is_done.wait(30)
     assert call_with_timeout("c", disk.ask) == 4
 
 
@@ -98,17 +98,17 @@ def test_one_that_cannot_be_undone_is_told_and_does_not_count_as_lost(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(answers, "GIVE_UP_S", 0.05)
-    monkeypatch.setattr(answers, "MOST_LEFT", 1)
+    monkeypatch.setattr(answers, "MAX_ABANDONED", 1)
 
     def fail(answer: int) -> None:
         disk.was_undone.set()
         raise MemoryError("of an undo")
 
-    with pytest.raises(CheckpointTimeoutError, match="its disk has not answered"):
+    with pytest.raises(CheckpointTimeoutError, match="has not responded"):
         call_with_timeout("a", disk.ask, undo=fail)
-    (question,) = answers._threads.get(None)._left
+    (question,) = answers._threads.get(None)._abandoned
     disk.answers.set()
     assert disk.was_undone.wait(60)
-    assert question.is_answered.wait(60)
+    assert question.is_done.wait(60)
     assert call_with_timeout("b", lambda moved: 7) == 7
     assert "of an undo" in caplog.text

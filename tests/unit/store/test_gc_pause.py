@@ -191,7 +191,9 @@ def test_an_interrupt_anywhere_leaves_it_on_after_the_next_moment() -> None:
     for number in itertools.count(1):
         with (
             contextlib.suppress(KeyboardInterrupt),
-            interrupt_at(number, PAUSE, quiet_gc._Pause.begin, quiet_gc._Pause.end, quiet_gc._go_on) as seen,
+            interrupt_at(
+                number, PAUSE, quiet_gc._Pause.begin, quiet_gc._Pause.end, quiet_gc._restore_threshold
+            ) as seen,
             paused_collection(),
         ):
             pass

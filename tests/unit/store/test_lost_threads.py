@@ -61,7 +61,7 @@ def threads_of(name: str) -> list[threading.Thread]:
 
 
 def given_up(pool: Workers, disk: DeadDisk, items: int = 5) -> None:
-    with impatience(), pytest.raises(CheckpointTimeoutError, match="does the disk still answer"):
+    with impatience(), pytest.raises(CheckpointTimeoutError, match="no progress for"):
         list(pool.run_each(disk, range(items)))
 
 
@@ -84,7 +84,7 @@ def test_others_take_their_place_and_they_end_when_the_disk_answers(disk: DeadDi
 def test_a_disk_that_stays_away_takes_one_thread_more_at_each_try_and_not_for_ever(
     disk: DeadDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "MOST_LOST", 5)
+    monkeypatch.setattr(workers, "MAX_LOST_THREADS", 5)
     pool, there = Workers(3, "test-bound"), list[int]()
     for _ in range(10):
         given_up(pool, disk)
