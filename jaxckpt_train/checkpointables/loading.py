@@ -23,11 +23,11 @@ from jaxckpt_train.pytree.shared_reads import JobLoads
 from jaxckpt_train.pytree.target import wanted_shardings
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
-from jaxckpt_train.store.committed import Committed, refuse_changed
+from jaxckpt_train.store.committed import Committed, check_unchanged
 from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord
 from jaxckpt_train.store.manifest_decoding import decode_value
-from jaxckpt_train.store.reader import HeldFiles, ReadProgress
+from jaxckpt_train.store.reader import PreopenedFiles, ReadProgress
 from jaxckpt_train.store.threads import unlocked_cached_property
 from jaxckpt_train.store.timeouts import call_with_timeout, close_files
 from jaxckpt_train.store.verify import file_problems
@@ -94,7 +94,7 @@ class OpenPart:
     def check_after(self) -> None:
         """Raise CorruptCheckpointError if files that were read by their names may be another checkpoint's."""
         if self._gave_directory:
-            self._asked(lambda moved: refuse_changed(self._files, self._committed, may_be_gone=False))
+            self._asked(lambda moved: check_unchanged(self._files, self._committed, may_be_gone=False))
 
     def _asked(self, ask: Callable[[Callable[[], None]], T]) -> T:
         return call_with_timeout(self._committed.directory, ask, self._progress)
@@ -104,7 +104,7 @@ class OpenPart:
             self._files, self._committed.directory, record, digest, self._committed.manifest.block_bytes
         )
         if digest is None:
-            refuse_changed(self._files, self._committed, may_be_gone=False)
+            check_unchanged(self._files, self._committed, may_be_gone=False)
         return data
 
     def _own_problems(self, moved: Callable[[], None]) -> list[str]:
@@ -136,7 +136,7 @@ def load_parts(
         CorruptCheckpointError: bytes are not what was saved.
         CheckpointTimeoutError, OtherProcessError: another process did not come, or got no further, or loads another.
     """
-    files, loads = HeldFiles(backend, committed, settings.direct_io), loads or JobLoads(None, settings)
+    files, loads = PreopenedFiles(backend, committed, settings.direct_io), loads or JobLoads(None, settings)
     try:
         with refused_if_too_deep("the target of a load, or its shardings"):
             return _load_parts(files, committed, named("targets", targets), settings, options, progress, loads)
@@ -175,7 +175,7 @@ def _part_of(committed: Committed, name: str) -> PartRecord:
 
 
 def _load_parts(
-    files: HeldFiles,
+    files: PreopenedFiles,
     committed: Committed,
     targets: Mapping[str, Any],
     settings: StoreSettings,

@@ -40,10 +40,10 @@ from jaxckpt_train.store.backends.local_names import is_directory, is_same_file,
 from jaxckpt_train.store.committed import (
     Committed,
     attempt_paths,
+    committed_identity,
     is_committed,
     open_committed,
     use_committed,
-    which_committed,
 )
 from jaxckpt_train.store.copy import CHUNK_BYTES, copy_checkpoint, same_digests
 from jaxckpt_train.store.dtypes import DTYPES
@@ -305,7 +305,7 @@ def copy_checked(
         for folder in new_folders:
             remove_if_empty(folder)
         raise
-    if which_committed(backend, final) != (final, done.manifest_sha256):
+    if committed_identity(backend, final) != (final, done.manifest_sha256):
         raise CorruptCheckpointError(
             f"{final}: is not the copy that was committed there; does another process write to it?"
         )

@@ -29,7 +29,7 @@ from jaxckpt_train.run.entry import Entry, Restored, Skipped, StepVanishedError
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend
-from jaxckpt_train.store.committed import UNREADABLE, Committed, is_removed, opened
+from jaxckpt_train.store.committed import UNREADABLE, Committed, is_removed_with_timeout, open_with_timeout
 from jaxckpt_train.store.manifest import MANIFEST_NAME, encode_manifest
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.reader import ReadProgress
@@ -79,9 +79,9 @@ def describe_listed(
     """
     path = f"{directory}/{listed[0].name}"
     try:
-        return describe(opened(backend, path, progress))
+        return describe(open_with_timeout(backend, path, progress))
     except (CorruptCheckpointError, NotACheckpointError) as error:
-        if not is_removed(backend, path, progress):
+        if not is_removed_with_timeout(backend, path, progress):
             raise
         raise StepVanishedError(listed[0].name) from error
 
@@ -136,7 +136,7 @@ def restore_newest(
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                 raise
-            if is_removed(backend, reading.path, progress):
+            if is_removed_with_timeout(backend, reading.path, progress):
                 raise StepVanishedError(entry.name) from error
             skipped.append(Skipped(entry, str(error), _is_proof(error)))
             last = error
@@ -190,7 +190,7 @@ class _Reading:
         return results
 
     def _once(self) -> dict[str, Any]:
-        committed = opened(self.backend, self.path, self.meter)
+        committed = open_with_timeout(self.backend, self.path, self.meter)
         self.manifests.add(committed.manifest_sha256)
         self.saved_as = committed.manifest.info.get("step")
         self.parts = frozenset(part.name for part in committed.manifest.parts)
@@ -331,7 +331,7 @@ class JobRestore:
         if chosen.manifest:
             manifest = decode_manifest(chosen.manifest, f"{chosen.directory}/{MANIFEST_NAME}")
             return Committed(chosen.directory, manifest, chosen.sha256)
-        committed = opened(self._backend, chosen.directory, self._meter)
+        committed = open_with_timeout(self._backend, chosen.directory, self._meter)
         if committed.manifest_sha256 != chosen.sha256:
             raise CorruptCheckpointError(f"{chosen.directory}: was replaced during the restore")
         return committed

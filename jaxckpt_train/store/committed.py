@@ -1,6 +1,6 @@
-"""What a reader does about a checkpoint that is replaced or removed while it is read.
+"""Open committed checkpoints: validate COMMIT and the manifest, and say why a directory is not a checkpoint.
 
-Says why a directory is no checkpoint, to who wanted to read one.
+A checkpoint may be replaced or removed while it is read. `use_committed` then reads the new one.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from jaxckpt_train.store.timeouts import call_with_timeout
 
 _STEP = re.compile(r"step-[0-9]{10,16}(\.g[0-9]+)?")
 T = TypeVar("T")
-LOOKS = 10
+MAX_LOOKUPS = 10
 UNREADABLE = (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError)
-"""What is raised for a checkpoint that cannot be opened; not for a disk that does not answer."""
+"""The errors of a checkpoint that cannot be opened, except for storage that does not respond."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of COMMIT: which manifest it stands for."""
+    """The content of COMMIT, which identifies the manifest."""
 
     format: str
     format_version: int
@@ -63,10 +63,10 @@ class Committed:
     """A committed checkpoint.
 
     Attributes:
-        directory: where.
-        manifest: validated; of a process that did not commit it itself without segments and chunks.
-        manifest_sha256: of the manifest's bytes as stored.
-        told_bytes: what `manifest` does not say then.
+        directory: the directory of the checkpoint.
+        manifest: validated. In a process that did not commit it itself, it has no segments and chunks.
+        manifest_sha256: the SHA-256 of the stored manifest.
+        recorded_bytes: the size of all data, if `manifest` lacks the segments; else None.
     """
 
     directory: str
@@ -76,7 +76,7 @@ class Committed:
 
     @property
     def data_bytes(self) -> int:
-        """Size of all data."""
+        """The size of all data."""
         if self.recorded_bytes is not None:
             return self.recorded_bytes
         segments = sum(segment.bytes for segment in self.manifest.segments)
@@ -84,13 +84,13 @@ class Committed:
 
 
 def attempt_paths(final: str) -> Iterator[str]:
-    """Where this process may write a checkpoint, or remove one: the first that is free is taken."""
+    """The paths where this process may write or remove a checkpoint; the caller takes the first free one."""
     (parent, name), tag = os.path.split(final), process_tag()
     return (os.path.join(parent, f".{name}.tmp-{tag}-{number}") for number in itertools.count())
 
 
 def is_committed(backend: Backend, directory: str) -> bool:
-    """Whether the directory holds a COMMIT; a cheap look that validates nothing."""
+    """Whether the directory has a COMMIT; nothing is validated."""
     try:
         backend.open(directory, COMMIT_NAME, direct=False).close()
     except StorageError as error:
@@ -101,7 +101,7 @@ def is_committed(backend: Backend, directory: str) -> bool:
 
 
 def is_gone(backend: Backend, directory: str) -> bool:
-    """Whether there surely is no COMMIT; a disk that refuses to tell leaves it in doubt."""
+    """Whether there is certainly no COMMIT; False if the storage refuses to say."""
     try:
         return not is_committed(backend, directory)
     except StorageError:
@@ -112,10 +112,10 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     """Read and validate COMMIT and the manifest of a checkpoint.
 
     Raises:
-        NotACheckpointError: nothing is there, or it is a file, or a directory of something else.
-        IncompleteCheckpointError: there is a manifest or data but no COMMIT.
+        NotACheckpointError: there is nothing, a file, or a directory with other content.
+        IncompleteCheckpointError: there is a manifest or data, but no COMMIT.
         CorruptCheckpointError: COMMIT or the manifest is damaged.
-        FormatVersionError: written by a newer version.
+        FormatVersionError: a newer version of this library wrote it.
     """
     directory = _recover(backend, directory)
     found = read_committed(backend, directory)
@@ -125,8 +125,10 @@ def open_committed(backend: Backend, directory: str) -> Committed:
     return Committed(directory, decode_manifest(data, f"{directory}/{MANIFEST_NAME}"), sha256)
 
 
-def which_committed(backend: Backend, directory: str) -> tuple[str, str] | None:
-    """Where the checkpoint lies now, and the SHA-256 of its manifest; None: there is none. Cheaper than to open it.
+def committed_identity(backend: Backend, directory: str) -> tuple[str, str] | None:
+    """The current directory of the checkpoint and the SHA-256 of its manifest; None if there is none.
+
+    This is cheaper than opening it, because the manifest is not decoded.
 
     Raises:
         CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
@@ -137,7 +139,7 @@ def which_committed(backend: Backend, directory: str) -> tuple[str, str] | None:
 
 
 def read_committed(backend: Backend, directory: str) -> tuple[bytes | bytearray, str] | None:
-    """The manifest that COMMIT stands for, not decoded, and its SHA-256; None: there is no COMMIT.
+    """The encoded manifest that COMMIT identifies, and its SHA-256; None: there is no COMMIT.
 
     Raises:
         CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
@@ -155,49 +157,49 @@ def read_committed(backend: Backend, directory: str) -> tuple[bytes | bytearray,
     data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES, size=commit.manifest_bytes)
     if data is None:
         if read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES) is None:
-            return None  # all of it was removed meanwhile
-        raise CorruptCheckpointError(f"{manifest_file}: missing, but COMMIT stands for it")
+            return None  # the checkpoint was removed meanwhile
+        raise CorruptCheckpointError(f"{manifest_file}: missing, but COMMIT refers to it")
     if hashlib.sha256(data).hexdigest() != commit.manifest_sha256:
-        raise CorruptCheckpointError(f"{manifest_file}: changed since it was committed (SHA-256 differs)")
+        raise CorruptCheckpointError(f"{manifest_file}: damaged: its SHA-256 differs from the one in COMMIT")
     return data, commit.manifest_sha256
 
 
 def _check_commit_version(backend: Backend, directory: str, commit: bytes | bytearray) -> None:
-    """A newer version is one only if the manifest says so too: a flipped bit must not pass for what cannot be read."""
+    """Check the version; believe a newer one only if the manifest states it too, because a bit may have flipped."""
     try:
         check_version(commit, f"{directory}/{COMMIT_NAME}")
     except FormatVersionError as error:
         data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
         if data is None:
             raise
-        check_version(data, f"{directory}/{MANIFEST_NAME}")  # raises the same for what is newer
+        check_version(data, f"{directory}/{MANIFEST_NAME}")  # raises FormatVersionError for a newer version
         raise CorruptCheckpointError(
-            f"{directory}/{COMMIT_NAME}: not valid: its manifest is of an older one"
+            f"{directory}/{COMMIT_NAME}: not valid: the manifest states an older format version"
         ) from error
 
 
 def _recover(backend: Backend, directory: str) -> str:
-    """The directory, or its side name if a crash fell between the two renames of an exchange."""
+    """The directory, or its side name if a crash interrupted an exchange between its two renames."""
     aside = side_name(directory)
     return aside if not is_committed(backend, directory) and is_committed(backend, aside) else directory
 
 
 def diagnose_uncommitted(backend: Backend, directory: str) -> NotACheckpointError:
-    """The error about a directory without COMMIT, by what is found there."""
+    """The error that explains why a directory without COMMIT is not a checkpoint."""
     try:
         names = [entry.name for entry in backend.list(directory)]
     except StorageError as error:
         found = "a file" if error.errno == errno.ENOTDIR else "nothing"
         return NotACheckpointError(f"{directory}: expected a checkpoint directory, found {found}")
-    inside = {} if MANIFEST_NAME in names else {name: _in_folder(backend, f"{directory}/{name}") for name in names}
+    inside = {} if MANIFEST_NAME in names else {name: _list_or_empty(backend, f"{directory}/{name}") for name in names}
     if MANIFEST_NAME in names or any(map(_holds_data, inside.values())):
-        return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied in part")
+        return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied only in part")
     committed = [name for name in names if not name.startswith(".") and _holds_commit(inside[name])]
     if committed:
         is_run = any(_STEP.fullmatch(name) for name in committed)
-        of_run = f"; jaxckpt_train.StepManager({directory!r}).load() reads the latest step that is whole"
+        of_run = f"; jaxckpt_train.StepManager({directory!r}).load() reads the latest valid step"
         return NotACheckpointError(
-            f"{directory}: not one checkpoint but a directory of {len(committed)}; pass one of them, such as "
+            f"{directory}: expected a checkpoint, found a directory of {len(committed)}; pass one of them, such as "
             f"{directory}/{committed[-1]}{of_run if is_run else ''}"
         )
     listing = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
@@ -206,8 +208,8 @@ def diagnose_uncommitted(backend: Backend, directory: str) -> NotACheckpointErro
     )
 
 
-def _in_folder(backend: Backend, folder: str) -> Sequence[Entry]:
-    """One that may not be looked into, as `lost+found`, counts as empty."""
+def _list_or_empty(backend: Backend, folder: str) -> Sequence[Entry]:
+    """The entries of a folder; empty if it cannot be listed, such as `lost+found`."""
     try:
         return backend.list(folder)
     except StorageError:
@@ -219,51 +221,51 @@ def _holds_commit(entries: Iterable[Entry]) -> bool:
 
 
 def _holds_data(entries: Iterable[Entry]) -> bool:
-    """Whether this is the folder of a checkpointable with a file of process 0 in it."""
+    """Whether these are the entries of a checkpointable's folder, with a file of process 0."""
     return any(entry.kind == "file" and entry.name.startswith("p00000") for entry in entries)
 
 
-def refuse_changed(files: Opener, committed: Committed, *, may_be_gone: bool) -> None:
-    """Make sure that what was read since it was opened is of this checkpoint.
+def check_unchanged(files: Opener, committed: Committed, *, may_be_gone: bool) -> None:
+    """Check that the checkpoint has not been replaced since it was opened.
 
     Args:
-        files: where.
+        files: where to read.
         committed: the opened checkpoint.
         may_be_gone: whether it may have been removed since.
 
     Raises:
-        CorruptCheckpointError: another one has taken its place.
+        CorruptCheckpointError: another checkpoint has replaced it.
         NotACheckpointError: it has been removed.
     """
     raw = read_or_none(files, committed.directory, COMMIT_NAME, MAX_COMMIT_BYTES)
     if raw is None:
         if may_be_gone:
             return
-        raise removed(committed.directory)
-    if not _is_of(raw, committed):
-        raise CorruptCheckpointError(f"{committed.directory}: was replaced while it was being read")
+        raise removed_error(committed.directory)
+    if not _matches(raw, committed):
+        raise CorruptCheckpointError(f"{committed.directory}: the checkpoint was replaced while it was being read")
 
 
-def is_still(files: Opener, committed: Committed) -> bool:
-    """Whether it is this checkpoint that is there now, and not another one or none."""
+def is_unchanged(files: Opener, committed: Committed) -> bool:
+    """Whether the directory still holds this checkpoint."""
     raw = read_or_none(files, committed.directory, COMMIT_NAME, MAX_COMMIT_BYTES)
-    return raw is not None and _is_of(raw, committed)
+    return raw is not None and _matches(raw, committed)
 
 
-def _is_of(raw: bytes | bytearray, committed: Committed) -> bool:
+def _matches(raw: bytes | bytearray, committed: Committed) -> bool:
     with contextlib.suppress(*NOT_JSON):
         return msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256
     return False
 
 
-def opened(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> Committed:
-    """As `open_committed`, on a disk that may not answer.
+def open_with_timeout(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> Committed:
+    """`open_committed` with a timeout, because the storage may not respond.
 
     Raises:
-        CheckpointTimeoutError: it has not answered for ten minutes.
-        What `progress` raises, which is called with 0 now and then.
+        CheckpointTimeoutError: the storage has not responded for ten minutes.
+        What `progress` raises, which is called with 0 repeatedly.
     """
-    return call_with_timeout(directory, lambda moved: open_committed(backend, directory), progress)
+    return call_with_timeout(directory, lambda report: open_committed(backend, directory), progress)
 
 
 def use_committed(
@@ -272,9 +274,9 @@ def use_committed(
     use: Callable[[Committed], T],
     progress: Callable[[int], object] | None = None,
 ) -> T:
-    """Open a checkpoint and call `use` with it; once more whenever another one took its place meanwhile.
+    """Open a checkpoint and call `use` with it; do so again whenever another checkpoint replaces it meanwhile.
 
-    `progress` is called with 0 while it is waited for; what it raises ends that.
+    `progress` is called with 0 during waits; its error ends them.
 
     Raises:
         As `open_committed`, and what `use` raises.
@@ -282,43 +284,46 @@ def use_committed(
     seen = None
     while True:
         try:
-            committed = opened(backend, directory, progress)
-            seen = _which(committed)
+            committed = open_with_timeout(backend, directory, progress)
+            seen = _identity(committed)
             return use(committed)
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
-            # Where names are not swapped at once, one look may fall between those of one replacement and of the next.
-            looks = 1 if isinstance(error, StorageError) else LOOKS
-            now = call_with_timeout(directory, functools.partial(_there, backend, directory, looks), progress)
-            if now is None and seen is not None and is_removed(backend, directory, progress):
-                raise removed(directory) from error
+            # If the system cannot swap two names atomically, a single attempt may see the gap of a replacement.
+            attempts = 1 if isinstance(error, StorageError) else MAX_LOOKUPS
+            lookup = functools.partial(_current_identity, backend, directory, attempts)
+            now = call_with_timeout(directory, lookup, progress)
+            if now is None and seen is not None and is_removed_with_timeout(backend, directory, progress):
+                raise removed_error(directory) from error
             if now is None or now == seen:
                 raise
             seen = now
 
 
-def _which(committed: Committed) -> tuple[str, str]:
-    """What tells a checkpoint from another that replaces it, and where it lies from where it lies meanwhile."""
+def _identity(committed: Committed) -> tuple[str, str]:
+    """What identifies a checkpoint among those that replace one another, including its temporary location."""
     return committed.directory, committed.manifest_sha256
 
 
-def removed(directory: str) -> NotACheckpointError:
-    """The error of who reads what retention, or somebody, has removed."""
+def removed_error(directory: str) -> NotACheckpointError:
+    """The error of reading a checkpoint that retention, or a user, has removed."""
     return NotACheckpointError(
-        f"{directory}: was removed while it was being read; a run keeps steps that it has pinned, or as many as its "
-        "preservation policy says"
+        f"{directory}: the checkpoint was removed while it was being read; a run keeps pinned steps and those that its "
+        "preservation policy selects"
     )
 
 
-def is_removed(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> bool:
-    """As `is_gone`, on a disk that may not answer; raises as `opened` then."""
-    return call_with_timeout(directory, lambda moved: is_gone(backend, directory), progress)
+def is_removed_with_timeout(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> bool:
+    """`is_gone` with a timeout; raises as `opened`."""
+    return call_with_timeout(directory, lambda report: is_gone(backend, directory), progress)
 
 
-def _there(backend: Backend, directory: str, looks: int, moved: Callable[[], None]) -> tuple[str, str] | None:
-    """Which checkpoint is there now, by the first of so many looks that finds one; None: none that can be opened."""
-    for _ in range(looks):
-        moved()
+def _current_identity(
+    backend: Backend, directory: str, attempts: int, report: Callable[[], None]
+) -> tuple[str, str] | None:
+    """The identity of the current checkpoint, found within this number of attempts; None: none can be opened."""
+    for _ in range(attempts):
+        report()
         with contextlib.suppress(*UNREADABLE):
-            if (found := which_committed(backend, directory)) is not None:
+            if (found := committed_identity(backend, directory)) is not None:
                 return found
     return None

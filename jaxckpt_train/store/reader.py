@@ -1,10 +1,8 @@
-"""Reads boxes of arrays of one checkpoint, on several threads, each box handed out as soon as it is complete.
+"""Read boxes of arrays of one checkpoint on several threads, and yield each box as soon as it is complete.
 
-What one load reads: runs of bytes into aligned memory, digests checked, boxes as views or copies of it.
-
-The files of a checkpoint of several parts: open from the start, whatever retention removes.
-
-The segments of one load: opened before the first read as far as possible, closed after their last one.
+`iter_boxes` is the entry. A plan (`read_plan.py`) turns the boxes into runs of bytes; `Reading` reads the runs into
+aligned memory, verifies the digests and completes the boxes, as views or copies. `Sources` shares the open segments.
+`PreopenedFiles` opens the files of several checkpointables early, so that retention may remove the step meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener, Source
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, element_span, slices_within
 from jaxckpt_train.store.buffers import Arena, BufferPool, ReadBudget, aligned_buffer, empty_array, owner_of
-from jaxckpt_train.store.committed import Committed, refuse_changed
+from jaxckpt_train.store.committed import Committed, check_unchanged
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import HexDigest, digest_function, open_recorded
 from jaxckpt_train.store.manifest import HEX_DIGITS, ArrayRecord, ChunkRecord, PartRecord
@@ -43,206 +41,147 @@ from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.threads import shared_workers
 from jaxckpt_train.store.timeouts import call_with_timeout, close_files
 
-OPEN_AT_ONCE = 256  # of the 1,024 open files that a process may often have, for all it does
+OPEN_AT_ONCE = 256  # a process is often limited to 1,024 open files
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 Direct = bool | Literal["auto"]
 PIECE_BLOCKS = 4
 LARGE_BYTES = 64 << 10
-# A reading thread waits for the disk about half of its time; the other half it touches fresh memory and digests.
+# A reading thread waits for the disk about half of the time; otherwise it touches fresh memory and computes digests.
 READS_PER_THREAD = 2
 ReadProgress = Callable[[int], None]
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Sources:
-    """Open segments, shared by reading threads.
+def iter_boxes(
+    files: Opener,
+    committed: Committed,
+    wanted: Sequence[Wanted],
+    settings: StoreSettings,
+    progress: ReadProgress | None = None,
+    budget: ReadBudget | None = None,
+) -> Generator[ReadBox]:
+    """Read boxes of arrays of one committed checkpoint, and yield each box as soon as it is complete.
 
-    Those that are opened before the first read stay readable if a retention removes the step meanwhile. Of more than
-    `OPEN_AT_ONCE` the others are opened when their turn comes.
+    Use `contextlib.closing` around the iterator: it holds open files and running threads until it ends.
 
     Args:
-        files: where.
+        files: where to read.
         committed: the opened checkpoint.
-        settings: whether past the page cache, and whether what is read is verified.
-        segments: the segment of each read to come, with repetitions.
+        wanted: which boxes of which arrays.
+        settings: threads, memory budget, verification.
+        progress: called with numbers of bytes read, from several threads, and with 0 by the waiting thread, at least
+            once a second; its error ends the load.
+        budget: counts the memory of the load; None: a new one, with the size in the settings.
+
+    Yields:
+        Every wanted box, in any order, as a writable, row-major numpy array, 64-byte aligned unless it has a target.
+
+    Raises:
+        CorruptCheckpointError: a segment is missing, has another size, or its data does not match its digest.
+        StorageError: the file system refused.
+        CheckpointTimeoutError: the storage has not responded for ten minutes.
     """
-
-    def __init__(self, files: Opener, committed: Committed, settings: StoreSettings, segments: Iterable[int]) -> None:
-        self._files, self._committed = files, committed
-        self._direct, self._is_verified = settings.direct_io, settings.verify_on_load
-        self._left = Counter(segments)
-        self._open: dict[int, Source] = {}
-        self._in_use: Counter[int] = Counter()
-        self._is_closed = False
-        self._lock = threading.Lock()  # never held while a disk is asked, which may not answer
-
-    def open(self, moved: Callable[[], None] = lambda: None) -> None:
-        """Open the segments, or the first of them; `moved` is told of each.
-
-        Raises:
-            CorruptCheckpointError: one is missing, or has another size than the manifest says.
-            StorageError: the file system refused.
-        """
-        for number in sorted(self._left)[:OPEN_AT_ONCE]:
-            self._keep(number, self._opened(number))
-            moved()
-        if self._left:
-            self._refuse_another()
-
-    def read_into(self, segment: int, offset: int, data: np.ndarray, needed: int) -> None:
-        """As `Source.read_into`."""
-        with self._using(segment) as source:
-            source.read_into(offset, data, needed)
-
-    def done(self, segment: int) -> None:
-        """Tell that one of its reads is over; after the last one it is closed."""
-        with self._lock:
-            self._left[segment] -= 1
-        self._close_unused(segment)
-
-    def end(self) -> list[Source]:
-        """Let nobody read any more, and hand over what is to be closed; what is being read is closed when that ends."""
-        with self._lock:
-            self._is_closed = True
-            return [self._open.pop(number) for number in list(self._open) if not self._in_use[number]]
-
-    def _close_unused(self, number: int) -> None:
-        with self._lock:
-            is_over = self._is_closed or not self._left[number]
-            unused = self._open.pop(number, None) if is_over and not self._in_use[number] else None
-        if unused is not None:
-            unused.close()
-
-    @contextlib.contextmanager
-    def _using(self, number: int) -> Iterator[Source]:
-        source = self._taken(number)
-        try:
-            yield source
-        finally:
-            with self._lock:
-                self._in_use[number] -= 1
-            self._close_unused(number)
-
-    def _taken(self, number: int) -> Source:
-        """The open segment, opened if it is not yet."""
-        while True:
-            with self._lock:
-                if self._is_closed:
-                    raise StorageError(errno.EBADF, "the load is over", self._committed.directory)
-                if number in self._open:
-                    self._in_use[number] += 1
-                    return self._open[number]
-            opened = self._opened(number)
-            try:
-                self._refuse_another()
-            except BaseException:
-                opened.close()
-                raise
-            self._keep(number, opened)
-
-    def _keep(self, number: int, opened: Source) -> None:
-        """Share a segment, unless another thread was faster, or the load is over."""
-        with self._lock:
-            is_wanted = not self._is_closed and number not in self._open
-            if is_wanted:
-                self._open[number] = opened
-        if not is_wanted:
-            opened.close()
-
-    def _refuse_another(self) -> None:
-        """A segment of the right name and size may be of a checkpoint that took the place of this one meanwhile.
-
-        Digests tell even if that one is gone by now.
-        """
-        refuse_changed(self._files, self._committed, may_be_gone=self._is_verified)
-
-    def _opened(self, number: int) -> Source:
-        record = self._committed.manifest.segments[number]
-        return open_recorded(
-            self._files,
-            self._committed.directory,
-            record.file,
-            record.bytes,
-            direct=self._direct,
-            subject="segment",
+    runs = plan_reads(committed.manifest, wanted, band_bytes(settings))
+    sources = Sources(files, committed, settings, [run.segment for run in runs])
+    budget = budget or ReadBudget(settings.read_budget_bytes)
+    reading = Reading(sources, committed, wanted, settings, progress, budget, BufferPool())
+    try:
+        yield from _empty_boxes(wanted)
+        reading.prepare(runs)
+        call_with_timeout(f"{committed.directory}: segments", sources.open, progress)
+        each = run_reads(
+            committed.directory, settings, reading.read_and_release, runs, give_up=reading.give_up, moved=reading.moved
         )
+        with contextlib.closing(each) as results:
+            for completed in results:
+                yield from reading.hand_over(completed)
+    finally:
+        close_files(sources.end())
 
 
-class HeldFiles:
-    """Opens files; those of one checkpoint that it holds, without looking for their names again.
+def read_boxes(
+    files: Opener,
+    committed: Committed,
+    wanted: Sequence[Wanted],
+    settings: StoreSettings,
+    progress: ReadProgress | None = None,
+) -> list[list[np.ndarray]]:
+    """Read boxes as `iter_boxes`, and return all of them: for each wanted array, one numpy array per box."""
+    found: list[dict[int, np.ndarray]] = [{} for _ in wanted]
+    with contextlib.closing(iter_boxes(files, committed, wanted, settings, progress)) as boxes:
+        for read in boxes:
+            found[read.wanted][read.box] = read.data
+    return [[arrays[number] for number in range(len(arrays))] for arrays in found]
+
+
+def read_box(
+    files: Opener, committed: Committed, array: ArrayRecord, box: Box, target: np.ndarray, settings: StoreSettings
+) -> None:
+    """Read one box of one array on the calling thread, which may be a reading thread of another load.
 
     Args:
-        files: where.
+        files: where to read.
         committed: the opened checkpoint.
-        direct: how its segments are going to be opened.
+        array: the array.
+        box: the box of the array.
+        target: a flat uint8 array of the size of the box.
+        settings: verification.
+
+    Raises:
+        As `iter_boxes`, without a time limit.
     """
-
-    def __init__(self, files: Opener, committed: Committed, direct: Direct) -> None:
-        self._files, self._committed, self._direct = files, committed, direct
-        self._held: dict[tuple[str, Direct], Source] = {}
-        self._is_closed = False
-        self._lock = threading.Lock()  # never held while a disk is asked, which may not answer
-
-    def hold(self, parts: Sequence[PartRecord], moved: Callable[[], None] = lambda: None) -> None:
-        """Open what these parts are read from, in this order, but no files of their own kind; `moved` is told of each.
-
-        Of more than `OPEN_AT_ONCE` the others are opened when their turn comes. What cannot be opened is told then.
-        """
-        names = {part.name: place for place, part in enumerate(parts)}
-        files = [each.file for each in self._committed.manifest.segments if each.file.partition("/")[0] in names]
-        segments = sorted(files, key=lambda file: names[file.partition("/")[0]])
-        values = [part.files[0].file for part in parts if len(part.files) == 1]
-        wanted: list[tuple[str, Direct]] = [(name, False) for name in values]
-        wanted += [(name, self._direct) for name in segments]
-        for name, direct in wanted[:OPEN_AT_ONCE]:
-            try:
-                source = self._files.open(self._committed.directory, name, direct=direct)
-            except StorageError as error:
-                if error.errno not in _TOO_MANY:
-                    continue
-                self._release()  # others need some, too
-                return
-            with self._lock:
-                is_wanted = not self._is_closed
-                if is_wanted:
-                    self._held[name, direct] = source
-            if not is_wanted:
-                source.close()
-                return
-            moved()
-
-    def open(self, directory: str, name: str, *, direct: Direct) -> Source:
-        """As `Opener.open`; a file that is held is handed over."""
-        with self._lock:
-            held = self._held.pop((name, direct), None) if directory == self._committed.directory else None
-        if held is not None:
-            return held
-        try:
-            return self._files.open(directory, name, direct=direct)
-        except StorageError as error:
-            if error.errno not in _TOO_MANY or not self._release():
-                raise
-        return self._files.open(directory, name, direct=direct)
-
-    def _release(self) -> bool:
-        """Close what is held; whether there was any."""
-        left = self._take_all()
-        for source in left:
+    if not len(target):
+        return
+    wanted = [Wanted(array, [box], target=target)]
+    runs = plan_reads(committed.manifest, wanted, band_bytes(settings))
+    sources = Sources(files, committed, settings, [run.segment for run in runs])
+    budget = ReadBudget(settings.read_budget_bytes)
+    reading = Reading(sources, committed, wanted, settings, None, budget, BufferPool())
+    try:
+        for run in runs:
+            reading.read_run(run)
+    finally:
+        for source in sources.end():
             source.close()
-        return bool(left)
 
-    def _take_all(self) -> list[Source]:
-        with self._lock:
-            left = list(self._held.values())
-            self._held.clear()
-        return left
 
-    def end(self) -> list[Source]:
-        """Hold nothing any more, and hand over what nobody has asked for, to be closed."""
-        with self._lock:
-            self._is_closed = True
-        return self._take_all()
+def band_bytes(settings: StoreSettings) -> int:
+    """How much memory one read may use in addition to its destination, so that all reads stay within the budget."""
+    return max(1, settings.read_budget_bytes // (2 * _threads(settings)))
+
+
+def run_reads(
+    directory: str,
+    settings: StoreSettings,
+    read: Callable[[T], R],
+    items: Sequence[T],
+    *,
+    give_up: Callable[[], None],
+    moved: Callable[[], object],
+) -> Generator[R]:
+    """Run reads on the reading threads and yield their results, as `Workers.run_each`.
+
+    Raises:
+        CheckpointTimeoutError: there was no progress for ten minutes; the message names the directory.
+    """
+    readers = shared_workers(_threads(settings), "jaxckpt-read")
+    try:
+        with contextlib.closing(readers.run_each(read, items, give_up=give_up, moved=moved)) as results:
+            yield from results
+    except CheckpointTimeoutError as error:
+        raise CheckpointTimeoutError(f"{directory}: {error}") from None
+
+
+def _threads(settings: StoreSettings) -> int:
+    return READS_PER_THREAD * settings.known_io_threads
+
+
+def _empty_boxes(wanted: Sequence[Wanted]) -> Generator[ReadBox]:
+    for number, want in enumerate(wanted):
+        for index, box in enumerate(want.boxes):
+            if box_elements(box) == 0:
+                yield ReadBox(number, index, empty_array(box_shape(box), DTYPES[want.array.dtype]))
 
 
 class ReadBox(NamedTuple):
@@ -253,43 +192,20 @@ class ReadBox(NamedTuple):
     data: np.ndarray
 
 
-class _Room:
-    """Aligned memory for pieces of a run that cannot stay where they were read: one allocation for thousands.
-
-    Attributes:
-        stays: whether aligned pieces can: a view of one keeps no memory that should be free by then.
-        memory: for the others; None while there were none.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._needed = run.moved_bytes
-        self.memory: np.ndarray | None = None
-        self._used = 0
-        self.stays = run.passing or run.is_destination
-
-    def copy(self, piece: np.ndarray) -> np.ndarray:
-        if self.memory is None:
-            self.memory = empty_array((self._needed,), np.dtype(np.uint8))
-        target = self.memory[self._used : self._used + len(piece)]
-        target[:] = piece
-        self._used += -(-len(piece) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
-        return target
-
-
 class Reading:
-    """Reads of one load under way: destinations, and what all threads share.
+    """The state of one load: its destinations, and what its threads share.
 
     Args:
-        sources: of the segments.
+        sources: the open segments.
         committed: the opened checkpoint.
         wanted: which boxes of which arrays.
         settings: verification.
-        progress: as of `iter_boxes`.
-        budget: what the reading memory is counted in.
-        warm: what is only copied from is read into.
+        progress: as in `iter_boxes`.
+        budget: counts the memory of the load.
+        warm: buffers for data that is copied elsewhere.
 
     Attributes:
-        reads: another number after each.
+        reads: the number of reads so far.
     """
 
     def __init__(
@@ -306,17 +222,17 @@ class Reading:
         self._digest = digest_function(self._manifest.digest) if settings.verify_on_load else None
         self._budget = budget
         self._progress = progress
-        self._parts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # begun boxes, and their missing elements
+        self._parts: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # incomplete boxes and their missing elements
         self._lock = threading.Lock()
         self._directory, self._sources = committed.directory, sources
         self._arena, self._warm = Arena(0), warm
         self.reads = 0
 
     def read_run(self, run: Run) -> list[ReadBox]:
-        """Read and check one run on the calling thread; returns the boxes that it completed.
+        """Read and verify one run on the calling thread; returns the boxes that it completed.
 
         Raises:
-            CorruptCheckpointError: a segment is missing, has another size, or its bytes differ from their digest.
+            CorruptCheckpointError: a segment is missing, has another size, or its data does not match its digest.
             StorageError: the file system refused.
         """
         size = run.stop - run.start
@@ -338,11 +254,11 @@ class Reading:
             with self._budget.at_work():
                 return self._read_into(run, memory)
         except BaseException:
-            self._budget.lift()  # the error's traceback keeps the memory, and others wait for it
+            self._budget.lift()  # the error's traceback keeps the memory that other threads wait for
             raise
 
-    def read_one_less(self, run: Run) -> list[ReadBox]:
-        """As `read_run`; and tell the sources that one of the reads that they expect is over."""
+    def read_and_release(self, run: Run) -> list[ReadBox]:
+        """As `read_run`, and report the end of the read to the sources."""
         completed = self.read_run(run)
         self._sources.done(run.segment)
         return completed
@@ -367,11 +283,11 @@ class Reading:
 
     def _read_into(self, run: Run, memory: np.ndarray) -> list[ReadBox]:
         self._read_and_verify(run, memory)
-        room, completed = _Room(run), list[ReadBox]()
+        space, completed = _CopySpace(run), list[ReadBox]()
         for read in run.reads:
-            self._hand_out(read, memory[read.start - run.start : read.stop - run.start], room, completed)
-        if run.passing and room.memory is not None:
-            weakref.finalize(owner_of(room.memory), self._budget.give, run.moved_bytes).atexit = False
+            self._hand_out(read, memory[read.start - run.start : read.stop - run.start], space, completed)
+        if run.passing and space.memory is not None:
+            weakref.finalize(owner_of(space.memory), self._budget.give, run.moved_bytes).atexit = False
         return completed
 
     def _read_and_verify(self, run: Run, memory: np.ndarray) -> None:
@@ -383,7 +299,7 @@ class Reading:
                 self._progress(stop - start)
 
     def _read_up_to(self, run: Run, memory: np.ndarray, at: int, stop: int) -> int:
-        """Read whole pages from `at` on, until `stop` is there; no page twice, since what was verified must stay."""
+        """Read whole pages from `at` to at least `stop`; no page twice, because verified memory must not change."""
         high = min(-(-stop // ALIGNMENT) * ALIGNMENT, run.stop)
         if high > at:
             needed = min(high, run.start + run.needed) - at
@@ -394,7 +310,7 @@ class Reading:
     def _verify_all(self, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
         if self._digest is not None:
             for read in run.reads:
-                if read.start < stop and read.stop > start and read.chunk.digests:  # what is made has none
+                if read.start < stop and read.stop > start and read.chunk.digests:  # generated data has no digests
                     self._verify(self._digest, read, run, memory, max(start, read.start), min(stop, read.stop))
 
     def _verify(self, digest: HexDigest, read: ChunkRead, run: Run, memory: np.ndarray, start: int, stop: int) -> None:
@@ -414,7 +330,7 @@ class Reading:
             f"({self._manifest.digest} differs)"
         )
 
-    def _hand_out(self, read: ChunkRead, data: np.ndarray, room: _Room, completed: list[ReadBox]) -> None:
+    def _hand_out(self, read: ChunkRead, data: np.ndarray, space: _CopySpace, completed: list[ReadBox]) -> None:
         skipped = read.first_block * step_bytes(self._manifest)
         for use in read.uses:
             want = self._wanted[use.wanted]
@@ -425,30 +341,30 @@ class Reading:
                 start, stop = first * dtype.itemsize - skipped, last * dtype.itemsize - skipped
             piece = data[start:stop]
             if use.whole:
-                if (read.start + start) % VIEW_ALIGNMENT or not room.stays:
-                    piece = room.copy(piece)
+                if (read.start + start) % VIEW_ALIGNMENT or not space.stays:
+                    piece = space.copy(piece)
                 completed.append(ReadBox(use.wanted, use.box, piece.view(dtype).reshape(box_shape(box))))
             else:
                 self._copy_part(use, _part(piece, dtype, use, read.chunk), completed)
 
     def moved(self) -> int:
-        """For who waits: another number after each read. A progress may raise here, to end the load."""
+        """The number of reads, for a waiting thread. The load's `progress` may raise here, to end the load."""
         if self._progress is not None:
             self._progress(0)
         return self.reads
 
     def hand_over(self, completed: list[ReadBox]) -> Generator[ReadBox]:
-        """One box after the other, of which the consumer holds only one."""
+        """Yield the boxes without keeping a reference to them."""
         with self._budget.at_work():
             while completed:
                 yield completed.pop()
 
     def give_up(self) -> None:
-        """Let the reading threads end although nobody takes what they read."""
+        """Let the reading threads end although their results are not consumed."""
         self._budget.lift()
 
     def prepare(self, runs: Sequence[Run]) -> None:
-        """Reserve the memory of all large results that stay in host memory in one piece."""
+        """Reserve one area of memory for all large results that stay in host memory."""
         kept = [run for run in runs if not run.passing]
         sizes = [run.stop - run.start for run in kept if run.is_destination]
         parts = {(use.wanted, use.box) for run in kept for read in run.reads for use in read.uses if not use.whole}
@@ -475,7 +391,7 @@ class Reading:
         self._end_part(use, want, part.size, completed)
 
     def _begin_part(self, use: Use, want: Wanted, dtype: np.dtype) -> np.ndarray:
-        """The box that a part belongs to."""
+        """The array of the box that a part belongs to; created at its first part."""
         key, box = (use.wanted, use.box), want.boxes[use.box]
         with self._lock:
             if key not in self._parts:
@@ -483,7 +399,7 @@ class Reading:
             return self._parts[key][0]
 
     def _end_part(self, use: Use, want: Wanted, elements: int, completed: list[ReadBox]) -> None:
-        """So many elements of the box are there."""
+        """Count elements of a box as read, and complete the box after the last."""
         key = (use.wanted, use.box)
         with self._lock:
             target, left = self._parts[key]
@@ -496,8 +412,32 @@ class Reading:
                     self._budget.charge(target)
 
 
+class _CopySpace:
+    """Aligned memory for pieces of a run that cannot stay where they were read: one allocation for thousands of pieces.
+
+    Attributes:
+        stays: whether aligned pieces can stay, because a view of them keeps no memory alive that should be free by
+            then.
+        memory: the memory for the others; None until the first one.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._needed = run.moved_bytes
+        self.memory: np.ndarray | None = None
+        self._used = 0
+        self.stays = run.passing or run.is_destination
+
+    def copy(self, piece: np.ndarray) -> np.ndarray:
+        if self.memory is None:
+            self.memory = empty_array((self._needed,), np.dtype(np.uint8))
+        target = self.memory[self._used : self._used + len(piece)]
+        target[:] = piece
+        self._used += -(-len(piece) // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+        return target
+
+
 def _pieces(run: Run, block_bytes: int) -> Generator[tuple[int, int]]:
-    """Cuts of a run for single read calls: a run of one chunk in groups of whole blocks, a coalesced one whole."""
+    """Cut a run into read calls: a run of one chunk into groups of whole blocks, a coalesced run not at all."""
     first, end = run.reads[0].start, run.reads[-1].stop
     step = PIECE_BLOCKS * block_bytes if len(run.reads) == 1 else end - first
     for start in range(first, end, step):
@@ -505,7 +445,7 @@ def _pieces(run: Run, block_bytes: int) -> Generator[tuple[int, int]]:
 
 
 def _part(piece: np.ndarray, dtype: np.dtype, use: Use, chunk: ChunkRecord) -> np.ndarray:
-    """The common box as an array over the span of bytes that holds it, with the chunk's strides."""
+    """The part of a chunk that a box needs, as an array with the chunk's strides over the bytes that contain it."""
     strides, step = [], dtype.itemsize
     for size in reversed(box_shape(chunk.box)):
         strides.append(step)
@@ -513,132 +453,192 @@ def _part(piece: np.ndarray, dtype: np.dtype, use: Use, chunk: ChunkRecord) -> n
     return np.ndarray(box_shape(use.common), dtype, buffer=piece.data, strides=tuple(reversed(strides)))
 
 
-def iter_boxes(
-    files: Opener,
-    committed: Committed,
-    wanted: Sequence[Wanted],
-    settings: StoreSettings,
-    progress: ReadProgress | None = None,
-    budget: ReadBudget | None = None,
-) -> Generator[ReadBox]:
-    """Read boxes of arrays of one committed checkpoint, and hand out each box as soon as it is complete.
+class Sources:
+    """Open segments, shared by reading threads.
 
-    Use `contextlib.closing` around the iterator: it holds open files and running threads until it ends.
+    Segments that are opened before the first read stay readable if retention removes the step meanwhile. If there are
+    more than `OPEN_AT_ONCE`, the others are opened when they are needed.
 
     Args:
-        files: where.
+        files: where to read.
         committed: the opened checkpoint.
-        wanted: which boxes of which arrays.
-        settings: threads, budget, verification.
-        progress: called with numbers of bytes read, from several threads, and with 0 by who waits for them, at least
-            once a second; what it raises ends the load.
-        budget: what the reading memory is counted in; None: one of its own, of the settings' size.
-
-    Yields:
-        Every wanted box, in any order, as a writable, row-major numpy array, 64-byte aligned unless it has a target.
-
-    Raises:
-        CorruptCheckpointError: a segment is missing, has another size, or its bytes differ from their digest.
-        StorageError: the file system refused.
-        CheckpointTimeoutError: it has not answered for ten minutes.
+        settings: whether to bypass the page cache, and whether the data is verified.
+        segments: the segment of each read to come, with repetitions.
     """
-    runs = plan_reads(committed.manifest, wanted, band_bytes(settings))
-    sources = Sources(files, committed, settings, [run.segment for run in runs])
-    budget = budget or ReadBudget(settings.read_budget_bytes)
-    reading = Reading(sources, committed, wanted, settings, progress, budget, BufferPool())
-    try:
-        yield from _empty_boxes(wanted)
-        reading.prepare(runs)
-        call_with_timeout(f"{committed.directory}: segments", sources.open, progress)
-        each = run_reads(
-            committed.directory, settings, reading.read_one_less, runs, give_up=reading.give_up, moved=reading.moved
+
+    def __init__(self, files: Opener, committed: Committed, settings: StoreSettings, segments: Iterable[int]) -> None:
+        self._files, self._committed = files, committed
+        self._direct, self._is_verified = settings.direct_io, settings.verify_on_load
+        self._left = Counter(segments)
+        self._open: dict[int, Source] = {}
+        self._in_use: Counter[int] = Counter()
+        self._is_closed = False
+        self._lock = threading.Lock()  # never held during a storage call, which may not return
+
+    def open(self, report: Callable[[], None] = lambda: None) -> None:
+        """Open the segments, or the first of them; `report` is called after each.
+
+        Raises:
+            CorruptCheckpointError: a segment is missing, or its size differs from the manifest.
+            StorageError: the file system refused.
+        """
+        for number in sorted(self._left)[:OPEN_AT_ONCE]:
+            self._share(number, self._open_segment(number))
+            report()
+        if self._left:
+            self._check_unchanged()
+
+    def read_into(self, segment: int, offset: int, data: np.ndarray, needed: int) -> None:
+        """As `Source.read_into`."""
+        with self._using(segment) as source:
+            source.read_into(offset, data, needed)
+
+    def done(self, segment: int) -> None:
+        """Report the end of a read; a segment is closed after its last one."""
+        with self._lock:
+            self._left[segment] -= 1
+        self._close_unused(segment)
+
+    def end(self) -> list[Source]:
+        """Forbid new reads and return the segments to close; segments in use are closed when their reads end."""
+        with self._lock:
+            self._is_closed = True
+            return [self._open.pop(number) for number in list(self._open) if not self._in_use[number]]
+
+    def _close_unused(self, number: int) -> None:
+        with self._lock:
+            is_over = self._is_closed or not self._left[number]
+            unused = self._open.pop(number, None) if is_over and not self._in_use[number] else None
+        if unused is not None:
+            unused.close()
+
+    @contextlib.contextmanager
+    def _using(self, number: int) -> Iterator[Source]:
+        source = self._acquire(number)
+        try:
+            yield source
+        finally:
+            with self._lock:
+                self._in_use[number] -= 1
+            self._close_unused(number)
+
+    def _acquire(self, number: int) -> Source:
+        """The open segment, opened now if necessary."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    raise StorageError(errno.EBADF, "the load has ended", self._committed.directory)
+                if number in self._open:
+                    self._in_use[number] += 1
+                    return self._open[number]
+            opened = self._open_segment(number)
+            try:
+                self._check_unchanged()
+            except BaseException:
+                opened.close()
+                raise
+            self._share(number, opened)
+
+    def _share(self, number: int, opened: Source) -> None:
+        """Share an open segment, unless another thread was faster or the load has ended."""
+        with self._lock:
+            is_wanted = not self._is_closed and number not in self._open
+            if is_wanted:
+                self._open[number] = opened
+        if not is_wanted:
+            opened.close()
+
+    def _check_unchanged(self) -> None:
+        """Make sure that the segment does not belong to a checkpoint that has replaced this one meanwhile.
+
+        If this checkpoint is gone by now, the digests will reveal a replacement.
+        """
+        check_unchanged(self._files, self._committed, may_be_gone=self._is_verified)
+
+    def _open_segment(self, number: int) -> Source:
+        record = self._committed.manifest.segments[number]
+        return open_recorded(
+            self._files,
+            self._committed.directory,
+            record.file,
+            record.bytes,
+            direct=self._direct,
+            subject="segment",
         )
-        with contextlib.closing(each) as results:
-            for completed in results:
-                yield from reading.hand_over(completed)
-    finally:
-        close_files(sources.end())
 
 
-def band_bytes(settings: StoreSettings) -> int:
-    """How much may be in memory for one read, beside its destination, so that all stay within the budget."""
-    return max(1, settings.read_budget_bytes // (2 * _threads(settings)))
-
-
-def run_reads(
-    directory: str,
-    settings: StoreSettings,
-    read: Callable[[T], R],
-    items: Sequence[T],
-    *,
-    give_up: Callable[[], None],
-    moved: Callable[[], object],
-) -> Generator[R]:
-    """What each of some reads gives: as `Workers.run_each`, on the threads that read.
-
-    Raises:
-        CheckpointTimeoutError: nothing was done for ten minutes; names the directory.
-    """
-    readers = shared_workers(_threads(settings), "jaxckpt-read")
-    try:
-        with contextlib.closing(readers.run_each(read, items, give_up=give_up, moved=moved)) as results:
-            yield from results
-    except CheckpointTimeoutError as error:
-        raise CheckpointTimeoutError(f"{directory}: {error}") from None
-
-
-def _threads(settings: StoreSettings) -> int:
-    return READS_PER_THREAD * settings.known_io_threads
-
-
-def read_boxes(
-    files: Opener,
-    committed: Committed,
-    wanted: Sequence[Wanted],
-    settings: StoreSettings,
-    progress: ReadProgress | None = None,
-) -> list[list[np.ndarray]]:
-    """As `iter_boxes`, all at once: for every wanted array one numpy array per box."""
-    found: list[dict[int, np.ndarray]] = [{} for _ in wanted]
-    with contextlib.closing(iter_boxes(files, committed, wanted, settings, progress)) as boxes:
-        for read in boxes:
-            found[read.wanted][read.box] = read.data
-    return [[arrays[number] for number in range(len(arrays))] for arrays in found]
-
-
-def read_box(
-    files: Opener, committed: Committed, array: ArrayRecord, box: Box, target: np.ndarray, settings: StoreSettings
-) -> None:
-    """Read one box of one array on the calling thread, which may be one that reads for somebody else.
+class PreopenedFiles:
+    """Opens files in advance, and hands them over later without another lookup of their names.
 
     Args:
-        files: where.
+        files: where to read.
         committed: the opened checkpoint.
-        array: of which.
-        box: which.
-        target: flat uint8, of the size of the box.
-        settings: verification.
-
-    Raises:
-        As `iter_boxes`, but for the time limit.
+        direct: how its segments will be opened.
     """
-    if not len(target):
-        return
-    wanted = [Wanted(array, [box], target=target)]
-    runs = plan_reads(committed.manifest, wanted, band_bytes(settings))
-    sources = Sources(files, committed, settings, [run.segment for run in runs])
-    budget = ReadBudget(settings.read_budget_bytes)
-    reading = Reading(sources, committed, wanted, settings, None, budget, BufferPool())
-    try:
-        for run in runs:
-            reading.read_run(run)
-    finally:
-        for source in sources.end():
+
+    def __init__(self, files: Opener, committed: Committed, direct: Direct) -> None:
+        self._files, self._committed, self._direct = files, committed, direct
+        self._held: dict[tuple[str, Direct], Source] = {}
+        self._is_closed = False
+        self._lock = threading.Lock()  # never held during a storage call, which may not return
+
+    def hold(self, parts: Sequence[PartRecord], report: Callable[[], None] = lambda: None) -> None:
+        """Open the segments and single-file values of these parts, in this order; `report` is called after each.
+
+        If there are more than `OPEN_AT_ONCE`, the others are opened when they are needed. A file that cannot be opened
+        is reported then.
+        """
+        names = {part.name: place for place, part in enumerate(parts)}
+        files = [each.file for each in self._committed.manifest.segments if each.file.partition("/")[0] in names]
+        segments = sorted(files, key=lambda file: names[file.partition("/")[0]])
+        values = [part.files[0].file for part in parts if len(part.files) == 1]
+        wanted: list[tuple[str, Direct]] = [(name, False) for name in values]
+        wanted += [(name, self._direct) for name in segments]
+        for name, direct in wanted[:OPEN_AT_ONCE]:
+            try:
+                source = self._files.open(self._committed.directory, name, direct=direct)
+            except StorageError as error:
+                if error.errno not in _TOO_MANY:
+                    continue
+                self._release()  # leave descriptors for other code
+                return
+            with self._lock:
+                is_wanted = not self._is_closed
+                if is_wanted:
+                    self._held[name, direct] = source
+            if not is_wanted:
+                source.close()
+                return
+            report()
+
+    def open(self, directory: str, name: str, *, direct: Direct) -> Source:
+        """As `Opener.open`; hands over the file if it is open already."""
+        with self._lock:
+            held = self._held.pop((name, direct), None) if directory == self._committed.directory else None
+        if held is not None:
+            return held
+        try:
+            return self._files.open(directory, name, direct=direct)
+        except StorageError as error:
+            if error.errno not in _TOO_MANY or not self._release():
+                raise
+        return self._files.open(directory, name, direct=direct)
+
+    def _release(self) -> bool:
+        """Close all held files; returns whether there were any."""
+        left = self._take_all()
+        for source in left:
             source.close()
+        return bool(left)
 
+    def _take_all(self) -> list[Source]:
+        with self._lock:
+            left = list(self._held.values())
+            self._held.clear()
+        return left
 
-def _empty_boxes(wanted: Sequence[Wanted]) -> Generator[ReadBox]:
-    for number, want in enumerate(wanted):
-        for index, box in enumerate(want.boxes):
-            if box_elements(box) == 0:
-                yield ReadBox(number, index, empty_array(box_shape(box), DTYPES[want.array.dtype]))
+    def end(self) -> list[Source]:
+        """Stop holding files, and return those that were not used, to be closed."""
+        with self._lock:
+            self._is_closed = True
+        return self._take_all()

@@ -37,7 +37,7 @@ from jaxckpt_train.errors import (
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend, is_removed_in_use, sync_directory
 from jaxckpt_train.store.backends.local import file_exists, side_name
-from jaxckpt_train.store.committed import LOOKS, CommitRecord, Committed, attempt_paths, is_committed
+from jaxckpt_train.store.committed import MAX_LOOKUPS, CommitRecord, Committed, attempt_paths, is_committed
 from jaxckpt_train.store.files import block_digests, digest_function, file_record, read_or_none
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
@@ -436,11 +436,13 @@ def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pas
     # A partly removed directory counts as a checkpoint if a crash interrupted its replacement in place: then the new
     # checkpoint has the side name.
     names = (final, side_name(final))
-    if not any(any(is_committed(backend, name) for name in names) or not file_exists(final) for _ in range(LOOKS)):
+    if not any(
+        any(is_committed(backend, name) for name in names) or not file_exists(final) for _ in range(MAX_LOOKUPS)
+    ):
         raise CheckpointExistsError(f"{final}: already exists and is not a checkpoint; choose another path")
     if not replace:
         raise CheckpointExistsError(f"{final}: already exists; {how} to replace it, or choose another path")
-    for _ in range(LOOKS):
+    for _ in range(MAX_LOOKUPS):
         others = list(itertools.islice(untracked_files(backend, final, certain=False), MAX_LISTED))
         if not others:
             return

@@ -1,8 +1,7 @@
-"""Writes the segments of one checkpointable: windows of them, on a few threads.
+"""Write the segments of one checkpointable: cut into windows, which a few threads fill, digest and write.
 
-Writes one segment file: any window of it can be filled, digested and written by any thread.
-
-How many writes a disk is given at a time: measured in the first large saves to it, without a byte written extra.
+`write_arrays` is the entry. `SegmentWriter` writes the windows of one file, in any order. `WriteDepth` measures, during
+the first large saves to a disk, how many writes that disk handles best at a time.
 """
 
 from __future__ import annotations
@@ -39,352 +38,27 @@ from jaxckpt_train.store.threads import PerProcess, paused_collection, shared_wo
 _log = logging.getLogger("jaxckpt_train")
 CANDIDATES = (DEFAULT_IO_THREADS, 4, 8)
 TURN_BYTES = 96 * MIB
-# So much faster than the default that it is no chance: a shared machine alone makes a fifth of difference.
-CLEARLY = 1.25
+# A candidate must be this much faster than the default: on a shared machine, noise alone reaches 20 %.
+CLEAR_GAIN = 1.25
 Write = Callable[[int, int | None], int]
-"""Writes about so many of the next bytes (None: all that are left) at a depth, waits, and tells how many it were."""
+"""Writes about this many of the next bytes (None: all the rest) at a depth, waits, and returns the number written."""
 SMALL_BYTES = 1 << 20
-LEAST_IN_PLACE_BYTES = 2 << 20
-# While all writes that the disk is given at a time are under way, so many threads fill the next buffers.
+MIN_IN_PLACE_BYTES = 2 << 20
+# Threads that fill the next buffers while all permitted writes are running.
 FILLING_THREADS = 1
 Progress = Callable[[int], None]
 
 
-class WriteDepth:
-    """The best depth for one disk. The first large saves try every candidate twice, there and back.
-
-    Args:
-        staging_bytes: of the buffers that are written: a turn is at least so long, so that all can be under way.
-    """
-
-    def __init__(self, staging_bytes: int = 0) -> None:
-        self._turn_bytes = max(TURN_BYTES, staging_bytes)
-        self._best: int | None = None
-        self._lock = threading.Lock()
-        self._turns = [*CANDIDATES, *reversed(CANDIDATES)]
-        self._moved, self._seconds = dict.fromkeys(CANDIDATES, 0), dict.fromkeys(CANDIDATES, 0.0)
-
-    def run(self, total_bytes: int, write: Write, prepare: Callable[[], None]) -> None:
-        """Write so many bytes; `prepare` does what happens only once, and should not be in the first turn's time."""
-        if self._best is None and total_bytes >= 2 * self._turn_bytes and self._lock.acquire(blocking=False):
-            try:
-                prepare()
-                self._measure(total_bytes, write)
-            finally:
-                self._lock.release()
-        write(self._best or CANDIDATES[0], None)
-
-    def _measure(self, left_bytes: int, write: Write) -> None:
-        """Take as many of the turns that are left as these bytes are enough for."""
-        while self._turns and left_bytes >= 2 * self._turn_bytes:  # a turn and some: it ends with a whole buffer
-            depth, started = self._turns[0], time.perf_counter()
-            done = write(depth, self._turn_bytes)
-            took_s, left_bytes = time.perf_counter() - started, left_bytes - done
-            if done < self._turn_bytes:
-                return  # it was over too soon, as turns end with whole buffers
-            self._seconds[depth] += took_s
-            self._moved[depth] += done
-            del self._turns[0]
-        if not self._turns:
-            speeds = {depth: self._moved[depth] / self._seconds[depth] for depth in CANDIDATES}
-            self._best = best_of(speeds)
-            shown = {depth: round(speed / MIB) for depth, speed in speeds.items()}
-            _log.info("%d writes at a time; measured, in MiB/s: %s", self._best, shown)
-
-
-def best_of(speeds: dict[int, float]) -> int:
-    """The candidate to use: the default unless another one is clearly faster."""
-    fastest = max(speeds, key=lambda depth: speeds[depth])
-    return fastest if speeds[fastest] > CLEARLY * speeds[CANDIDATES[0]] else CANDIDATES[0]
-
-
-def _unmeasured(way: tuple[Hashable, int]) -> WriteDepth:
-    return WriteDepth(way[1])
-
-
-_known = PerProcess(_unmeasured)
-
-
-def write_depth_of(way: Hashable, staging_bytes: int) -> WriteDepth:
-    """What this process knows of a disk, or of a disk and a way to write to it, with so large buffers in all."""
-    return _known.get((way, staging_bytes))
-
-
-@dataclasses.dataclass
-class _Fetched:
-    """A chunk that had to be fetched or converted, and how many of its bytes no window has taken yet."""
-
-    flat: np.ndarray
-    left: int
-
-
-class _CutBlock:
-    """A block that lies in several windows: one copy of it, made and digested by whoever comes first."""
-
-    def __init__(self, size: int) -> None:
-        self.left, self.lock = size, threading.Lock()
-        self.flat: np.ndarray | None = None
-
-
-class SegmentWriter:
-    """One segment: `next_window` cuts it, from the start to the end, and `write` writes what was cut, in any order.
-
-    Attributes:
-        layout: what goes where.
-        blocks: per chunk the digests of its blocks; complete when all windows are written.
-    """
-
-    def __init__(self, layout: SegmentLayout, create: Callable[[], Sink], digest: HexDigest, sync: bool) -> None:
-        self.layout, self._create, self._digest, self._sync = layout, create, digest, sync
-        self._sink: Sink | None = None
-        self._starts = [chunk.offset for chunk in layout.chunks]
-        self._fetched: dict[int, _Fetched] = {}
-        self._fetched_lock = threading.Lock()
-        self._failure: BaseException | None = None  # of a fetch, which may be tried only once
-        self._cut_blocks: dict[tuple[int, int], _CutBlock] = {}
-        self._cut_lock = threading.Lock()
-        self.blocks = [[""] * -(-chunk.length // BLOCK_BYTES) for chunk in layout.chunks]
-        self._cut = 0
-        self._left = layout.size
-        self._lock = threading.Lock()
-
-    def next_window(self, width: int) -> tuple[int, int] | None:
-        """Cut the next window, of at most `width` bytes (a multiple of the alignment); None: all are cut."""
-        if self._cut == self.layout.size:
-            return None
-        start, self._cut = self._cut, self._end_of_window(self._cut, min(self._cut + width, self.layout.size))
-        return start, self._cut
-
-    def _end_of_window(self, start: int, stop: int) -> int:
-        """Where a window ends: between two blocks, so that none lies in two windows.
-
-        One too small for whole blocks does so only if it stays half as long; any other gets into step with the blocks.
-        """
-        at = bisect.bisect_right(self._starts, stop) - 1
-        if stop == self.layout.size or at < 0:
-            return stop
-        offset = self._starts[at]
-        between = offset + (stop - offset) // BLOCK_BYTES * BLOCK_BYTES
-        is_enough = between > start if stop - start >= BLOCK_BYTES else 2 * (between - start) >= stop - start
-        return between if is_enough and between % ALIGNMENT == 0 else stop
-
-    def write(self, window: tuple[int, int], pool: StagingPool, buffer_bytes: int, disk: threading.Semaphore) -> int:
-        """Fill a staging buffer with one window, digest the blocks that begin in it, and write it when `disk` lets.
-
-        All of a save borrow the same `buffer_bytes`, however small the window, so that no gaps are left between them.
-        None is needed where all that the window holds lies aligned in memory of our own.
-        """
-        start, stop = window
-        with self._lock:
-            sink = self._sink = self._sink or self._create()
-        pieces = self._in_place(start, stop, sink.alignment)
-        if pieces is not None:
-            with disk:
-                for at, piece in pieces:
-                    sink.write_at(at, piece)
-            self._finish_after_last(sink, stop - start)
-            return stop - start
-        with pool.buffer(buffer_bytes) as buffer:
-            if start < len(self.layout.head):
-                _copy_overlap(np.frombuffer(self.layout.head, np.uint8), 0, start, buffer[: stop - start])
-            self._fill(start, stop, buffer)
-            alignment = sink.alignment  # another thread may leave direct I/O
-            padded = -(-(stop - start) // alignment) * alignment
-            buffer[stop - start : padded] = 0
-            with disk:
-                sink.write_at(start, buffer[:padded])
-        self._finish_after_last(sink, stop - start)
-        return stop - start
-
-    def _in_place(self, start: int, stop: int, alignment: int) -> list[tuple[int, np.ndarray]] | None:
-        """The pieces of a window, digested, with their places in the file; None if it has to be put together first."""
-        if start < len(self.layout.head):
-            return None
-        found: list[tuple[int, int, np.ndarray]] = []
-        for index in self._chunks_between(start, stop):
-            low = max(start, self._starts[index])
-            piece = self._piece(index, low, stop, alignment)
-            if piece is None:
-                return None
-            found.append((index, low, piece))
-        for index, low, piece in found:
-            first = (low - self._starts[index]) // BLOCK_BYTES
-            for at in range(0, len(piece), BLOCK_BYTES):
-                self.blocks[index][first + at // BLOCK_BYTES] = self._digest(memoryview(piece[at : at + BLOCK_BYTES]))
-        return [(low, piece) for _, low, piece in found]
-
-    def _piece(self, index: int, low: int, stop: int, alignment: int) -> np.ndarray | None:
-        """What a chunk has in the file between `low` and `stop`, if the disk can have it from where it is."""
-        chunk = self.layout.chunks[index]
-        begin, end = low - chunk.offset, min(stop - chunk.offset, chunk.length)
-        if end - begin < LEAST_IN_PLACE_BYTES or not isinstance(chunk.source, OwnChunkSource):
-            return None
-        if begin % BLOCK_BYTES or (end != chunk.length and end % BLOCK_BYTES):
-            return None  # another window has a part of a block
-        flat = _flat(chunk.source)
-        if flat is None:
-            return None
-        piece = flat[begin:end]
-        is_aligned = not any(number % alignment for number in (low, len(piece), piece.ctypes.data))
-        return piece if is_aligned else None
-
-    def _chunks_between(self, start: int, stop: int) -> range:
-        first = max(0, bisect.bisect_right(self._starts, start) - 1)
-        return range(first, bisect.bisect_left(self._starts, stop))
-
-    def _fill(self, start: int, stop: int, buffer: np.ndarray) -> None:
-        """Put what lies in [start, stop) of the file into the buffer."""
-        chunks = self.layout.chunks
-        small: list[int] = []
-        most = min(SMALL_BYTES, BLOCK_BYTES)  # so that each has one digest
-        for index in self._chunks_between(start, stop):
-            chunk = chunks[index]
-            if chunk.length <= most and start <= chunk.offset and chunk.offset + chunk.length <= stop:
-                small.append(index)
-            elif chunk.offset + chunk.length > start:
-                self._take(index, chunk, start, stop, buffer)
-        if small:
-            self._take_small(small, start, buffer)
-
-    def _take_small(self, indices: Sequence[int], start: int, buffer: np.ndarray) -> None:
-        """Copy chunks that lie whole in the window, runs of neighbours in one call each."""
-        chunks, digest = self.layout.chunks, self._digest
-        view = memoryview(buffer)
-        for run in _neighbours(indices):
-            low = chunks[run[0]].offset - start
-            high = chunks[run[-1]].offset + chunks[run[-1]].length - start
-            np.concatenate([self._bytes(index, chunks[index]) for index in run], out=buffer[low:high])
-            for index in run:
-                at = chunks[index].offset - start
-                self.blocks[index][0] = digest(view[at : at + chunks[index].length])
-                self._let_go(index, chunks[index].length)
-
-    def abandon(self) -> None:
-        """Close the file after a failure; nothing happens if it is finished."""
-        self._failure = None  # its frames hold this writer
-        if self._sink is not None:
-            self._sink.abandon()
-
-    def _take(self, index: int, chunk: PlacedChunk, start: int, stop: int, buffer: np.ndarray) -> None:
-        """Copy what a chunk has in the window; block by block, so that the digest finds it in the processor's cache.
-
-        What is digested is the copy that is written: should somebody change the source meanwhile, which nobody may, the
-        checkpoint is of a mixture, but can be loaded.
-        """
-        flat = self._bytes(index, chunk)
-        low, high = max(start, chunk.offset), min(stop, chunk.offset + chunk.length)
-        for block in range((low - chunk.offset) // BLOCK_BYTES, -(-(high - chunk.offset) // BLOCK_BYTES)):
-            data = flat[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            at = chunk.offset + block * BLOCK_BYTES
-            if start <= at and at + len(data) <= stop:
-                target = buffer[at - start : at - start + len(data)]
-                target[...] = data
-                self.blocks[index][block] = self._digest(memoryview(target))
-            else:
-                self._take_of_cut(index, block, data, at, start, buffer[: stop - start])
-        self._let_go(index, high - low)
-
-    def _take_of_cut(self, index: int, block: int, data: np.ndarray, at: int, start: int, window: np.ndarray) -> None:
-        """Copy what a window has of a block that lies in several: from one copy for all, unless it is ours alone."""
-        if index in self._fetched or isinstance(self.layout.chunks[index].source, OwnChunkSource):
-            _copy_overlap(data, at, start, window)
-            if at >= start:
-                self.blocks[index][block] = self._digest(memoryview(data))
-            return
-        with self._cut_lock:
-            cut = self._cut_blocks.setdefault((index, block), _CutBlock(len(data)))
-        with cut.lock:
-            if cut.flat is None:
-                cut.flat = data.copy()
-                self.blocks[index][block] = self._digest(memoryview(cut.flat))
-        _copy_overlap(cut.flat, at, start, window)
-        with self._cut_lock:
-            cut.left -= min(start + len(window), at + len(data)) - max(start, at)
-            if cut.left == 0:
-                del self._cut_blocks[index, block]
-
-    def _bytes(self, index: int, chunk: PlacedChunk) -> np.ndarray:
-        """The chunk as row-major, little-endian, flat bytes; fetched or converted once if it is not that yet."""
-        flat = _flat(chunk.source)
-        if flat is not None:
-            return flat
-        data = np.asarray(chunk.source.data) if isinstance(chunk.source.data, memoryview) else chunk.source.data
-        with self._fetched_lock:
-            if self._failure is not None:
-                raise self._failure
-            fetched = self._fetched.get(index)
-            if fetched is None:
-                try:
-                    fetched = self._fetched[index] = _fetch(data, chunk.length)
-                except BaseException as error:
-                    self._failure = error
-                    raise
-            return fetched.flat
-
-    def _let_go(self, index: int, taken: int) -> None:
-        """Drop what was fetched or converted once all windows have taken their share of it."""
-        if index in self._fetched:
-            with self._fetched_lock:
-                self._fetched[index].left -= taken
-                if self._fetched[index].left == 0:
-                    del self._fetched[index]
-
-    def _finish_after_last(self, sink: Sink, written: int) -> None:
-        with self._lock:
-            self._left -= written
-            last = self._left == 0
-        if last:
-            sink.finish(self.layout.size, sync=self._sync)
-
-
-def _flat(source: ChunkSource) -> np.ndarray | None:
-    """The flat bytes of a chunk where they are; None if they are not in host memory, row-major and little-endian."""
-    data = source.data
-    if isinstance(data, memoryview):
-        return np.frombuffer(data, np.uint8) if data.c_contiguous else None
-    if isinstance(data, np.ndarray) and data.flags.c_contiguous and data.dtype.isnative:
-        return data.reshape(-1).view(np.uint8)
-    return None
-
-
-def _fetch(data: np.ndarray | ArrayToCome, length: int) -> _Fetched:
-    here = data if isinstance(data, np.ndarray) else data.fetch()
-    flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
-    if len(flat) != length:
-        raise ValueError(f"{len(flat)} bytes came from the device, expected {length}")
-    return _Fetched(flat, length)
-
-
-def _neighbours(indices: Sequence[int]) -> Iterator[list[int]]:
-    """Cut rising numbers into runs without a gap."""
-    run: list[int] = []
-    for index in indices:
-        if run and index != run[-1] + 1:
-            yield run
-            run = []
-        run.append(index)
-    if run:
-        yield run
-
-
-def _copy_overlap(source: np.ndarray, source_start: int, window_start: int, window: np.ndarray) -> None:
-    """Copy what a run of bytes that begins at `source_start` in the file shares with a window of the file."""
-    low = max(source_start, window_start)
-    high = min(source_start + len(source), window_start + len(window))
-    if low < high:
-        window[low - window_start : high - window_start] = source[low - source_start : high - source_start]
-
-
 @dataclasses.dataclass(frozen=True)
 class WrittenArrays:
-    """What the manifest will say of the arrays of one checkpointable."""
+    """The manifest's records of the arrays of one checkpointable."""
 
     segments: tuple[SegmentRecord, ...]
     arrays: tuple[ArrayRecord, ...]
 
     @property
     def data_bytes(self) -> int:
-        """Size of the files, with their headers."""
+        """The size of the files, including their headers."""
         return sum(segment.bytes for segment in self.segments)
 
 
@@ -403,18 +77,18 @@ def write_arrays(
     """Write all arrays of one checkpointable below `directory/part/`.
 
     Args:
-        backend: where.
-        directory: the attempt; the folder `part` exists in it.
-        part: name of the checkpointable.
-        arrays: what; nothing may change it until this returns.
-        settings: how.
-        first_segment: number of segments that the manifest has already.
-        progress: called with the number of bytes, from several threads, as windows reach the disk.
-        process: number of the process that writes, which the names of its files tell.
-        give_up: called at an interrupt: may set free who waits for what is to be written.
+        backend: the storage.
+        directory: the attempt's directory, in which the folder `part` exists.
+        part: the name of the checkpointable.
+        arrays: the arrays; they must not change until this returns.
+        settings: how to write.
+        first_segment: the number of segments that the manifest has already.
+        progress: called with numbers of bytes as windows are written, from several threads.
+        process: the number of the writing process, for the file names.
+        give_up: called at an interrupt; it may unblock threads that wait for data to write.
 
     Raises:
-        StorageError: the first refusal of the file system; nothing more is written after it.
+        StorageError: the first error of the file system; nothing more is written after it.
     """
     digest = digest_function(settings.digest)
     with paused_collection():
@@ -439,84 +113,6 @@ def write_arrays(
     return WrittenArrays(segments, records)
 
 
-def write_segments(
-    backend: Backend,
-    directory: str,
-    writers: Sequence[SegmentWriter],
-    settings: StoreSettings,
-    progress: Progress | None = None,
-    give_up: Callable[[], None] = lambda: None,
-) -> None:
-    """Write files whose layout is known; on an error they are closed as they are.
-
-    Args:
-        backend, directory: where, which says how many writes are under way at a time.
-        writers: one for each file.
-        settings: how.
-        progress: called with the number of bytes, from several threads, as windows reach the disk.
-        give_up: as of `write_arrays`.
-
-    Raises:
-        StorageError: the first refusal of the file system; nothing more is written after it.
-    """
-    try:
-        run = _Run(writers, settings.staging_bytes, progress, give_up)
-        if settings.io_threads == "auto":
-            depth = write_depth_of((backend.volume(directory), settings.direct_io), settings.staging_bytes)
-            depth.run(sum(writer.layout.size for writer in writers), run.write, run.pool.touch)
-        else:
-            run.write(settings.io_threads, None)
-    finally:
-        for writer in writers:
-            writer.abandon()
-
-
-class _Run:
-    """The writing of all segments, in turns that may differ in how many writes are under way at a time."""
-
-    def __init__(
-        self,
-        writers: Sequence[SegmentWriter],
-        staging_bytes: int,
-        progress: Progress | None,
-        give_up: Callable[[], None],
-    ) -> None:
-        self._writers, self._staging_bytes, self._progress = writers, staging_bytes, progress
-        self._give_up = give_up
-        self.pool = shared_pool(staging_bytes)
-
-    def write(self, depth: int, most_bytes: int | None) -> int:
-        """Write the next windows, about `most_bytes` (None: all that are left); returns how many bytes they were."""
-        threads, disk = depth + FILLING_THREADS, threading.Semaphore(depth)
-        buffer_bytes = max(self._staging_bytes // threads // ALIGNMENT, 1) * ALIGNMENT
-
-        def work(job: tuple[SegmentWriter, tuple[int, int]]) -> None:
-            done = job[0].write(job[1], self.pool, buffer_bytes, disk)
-            if self._progress is not None:
-                self._progress(done)
-
-        jobs = _cut(self._writers, buffer_bytes, most_bytes)
-        shared_workers(threads, "jaxckpt-write", polite=True).run_all(work, jobs, give_up=self._give_up)
-        return sum(stop - start for _, (start, stop) in jobs)
-
-
-def _cut(
-    writers: Sequence[SegmentWriter], buffer_bytes: int, most_bytes: int | None
-) -> list[tuple[SegmentWriter, tuple[int, int]]]:
-    """The next windows, in the order of the files; the first ones smaller, so that the disk begins at once."""
-    jobs, total = [], 0
-    width = max(buffer_bytes // 4 // ALIGNMENT, 1) * ALIGNMENT
-    for writer in writers:
-        while most_bytes is None or total < most_bytes:
-            window = writer.next_window(width)
-            if window is None:
-                break
-            jobs.append((writer, window))
-            total += window[1] - window[0]
-            width = min(2 * width, buffer_bytes)
-    return jobs
-
-
 def _records(
     arrays: Sequence[ArraySource], writers: Sequence[SegmentWriter], first_segment: int
 ) -> tuple[ArrayRecord, ...]:
@@ -534,3 +130,409 @@ def _records(
             for array, found in zip(arrays, chunks, strict=True)
         ]
     )
+
+
+def write_segments(
+    backend: Backend,
+    directory: str,
+    writers: Sequence[SegmentWriter],
+    settings: StoreSettings,
+    progress: Progress | None = None,
+    give_up: Callable[[], None] = lambda: None,
+) -> None:
+    """Write files whose layout is known; after an error, close them as they are.
+
+    Args:
+        backend: the storage.
+        directory: a directory on the disk, which selects the number of concurrent writes.
+        writers: one for each file.
+        settings: how to write.
+        progress: called with numbers of bytes as windows are written, from several threads.
+        give_up: as in `write_arrays`.
+
+    Raises:
+        StorageError: the first error of the file system; nothing more is written after it.
+    """
+    try:
+        run = _Run(writers, settings.staging_bytes, progress, give_up)
+        if settings.io_threads == "auto":
+            depth = write_depth_for((backend.volume(directory), settings.direct_io), settings.staging_bytes)
+            depth.run(sum(writer.layout.size for writer in writers), run.write, run.pool.touch)
+        else:
+            run.write(settings.io_threads, None)
+    finally:
+        for writer in writers:
+            writer.abandon()
+
+
+class _Run:
+    """Writes all segments, in turns that may differ in their number of concurrent writes."""
+
+    def __init__(
+        self,
+        writers: Sequence[SegmentWriter],
+        staging_bytes: int,
+        progress: Progress | None,
+        give_up: Callable[[], None],
+    ) -> None:
+        self._writers, self._staging_bytes, self._progress = writers, staging_bytes, progress
+        self._give_up = give_up
+        self.pool = shared_pool(staging_bytes)
+
+    def write(self, depth: int, most_bytes: int | None) -> int:
+        """Write the next windows, about `most_bytes` (None: all the rest); returns the number of bytes."""
+        threads, disk = depth + FILLING_THREADS, threading.Semaphore(depth)
+        buffer_bytes = max(self._staging_bytes // threads // ALIGNMENT, 1) * ALIGNMENT
+
+        def work(job: tuple[SegmentWriter, tuple[int, int]]) -> None:
+            done = job[0].write(job[1], self.pool, buffer_bytes, disk)
+            if self._progress is not None:
+                self._progress(done)
+
+        jobs = _cut(self._writers, buffer_bytes, most_bytes)
+        shared_workers(threads, "jaxckpt-write", polite=True).run_all(work, jobs, give_up=self._give_up)
+        return sum(stop - start for _, (start, stop) in jobs)
+
+
+def _cut(
+    writers: Sequence[SegmentWriter], buffer_bytes: int, most_bytes: int | None
+) -> list[tuple[SegmentWriter, tuple[int, int]]]:
+    """The next windows in file order; the first ones are smaller, so that the disk starts early."""
+    jobs, total = [], 0
+    width = max(buffer_bytes // 4 // ALIGNMENT, 1) * ALIGNMENT
+    for writer in writers:
+        while most_bytes is None or total < most_bytes:
+            window = writer.next_window(width)
+            if window is None:
+                break
+            jobs.append((writer, window))
+            total += window[1] - window[0]
+            width = min(2 * width, buffer_bytes)
+    return jobs
+
+
+class SegmentWriter:
+    """Writes one segment file: `next_window` cuts it from start to end, and `write` writes the windows in any order.
+
+    Attributes:
+        layout: the positions of the chunks in the file.
+        blocks: per chunk, the digests of its blocks; complete when all windows are written.
+    """
+
+    def __init__(self, layout: SegmentLayout, create: Callable[[], Sink], digest: HexDigest, sync: bool) -> None:
+        self.layout, self._create, self._digest, self._sync = layout, create, digest, sync
+        self._sink: Sink | None = None
+        self._starts = [chunk.offset for chunk in layout.chunks]
+        self._fetched: dict[int, _Fetched] = {}
+        self._fetched_lock = threading.Lock()
+        self._failure: BaseException | None = None  # of a fetch, which must not be repeated
+        self._cut_blocks: dict[tuple[int, int], _CutBlock] = {}
+        self._cut_lock = threading.Lock()
+        self.blocks = [[""] * -(-chunk.length // BLOCK_BYTES) for chunk in layout.chunks]
+        self._cut = 0
+        self._left = layout.size
+        self._lock = threading.Lock()
+
+    def next_window(self, width: int) -> tuple[int, int] | None:
+        """Cut the next window, of at most `width` bytes (a multiple of the alignment); None: the file is cut."""
+        if self._cut == self.layout.size:
+            return None
+        start, self._cut = self._cut, self._end_of_window(self._cut, min(self._cut + width, self.layout.size))
+        return start, self._cut
+
+    def _end_of_window(self, start: int, stop: int) -> int:
+        """Where a window ends: between two digest blocks if possible, so that no block spans two windows.
+
+        A window smaller than a block ends early only if it keeps half of its length; a larger one always does.
+        """
+        at = bisect.bisect_right(self._starts, stop) - 1
+        if stop == self.layout.size or at < 0:
+            return stop
+        offset = self._starts[at]
+        between = offset + (stop - offset) // BLOCK_BYTES * BLOCK_BYTES
+        is_enough = between > start if stop - start >= BLOCK_BYTES else 2 * (between - start) >= stop - start
+        return between if is_enough and between % ALIGNMENT == 0 else stop
+
+    def write(self, window: tuple[int, int], pool: StagingPool, buffer_bytes: int, disk: threading.Semaphore) -> int:
+        """Fill a staging buffer with one window, digest its blocks, and write it when the semaphore `disk` permits.
+
+        Every window of a save borrows the same `buffer_bytes`, so that the pool has no gaps. No buffer is needed if all
+        data of the window is aligned in stable memory.
+        """
+        start, stop = window
+        with self._lock:
+            sink = self._sink = self._sink or self._create()
+        pieces = self._in_place(start, stop, sink.alignment)
+        if pieces is not None:
+            with disk:
+                for at, piece in pieces:
+                    sink.write_at(at, piece)
+            self._finish_after_last(sink, stop - start)
+            return stop - start
+        with pool.buffer(buffer_bytes) as buffer:
+            if start < len(self.layout.head):
+                _copy_overlap(np.frombuffer(self.layout.head, np.uint8), 0, start, buffer[: stop - start])
+            self._fill(start, stop, buffer)
+            alignment = sink.alignment  # read again, because another thread may have left direct I/O
+            padded = -(-(stop - start) // alignment) * alignment
+            buffer[stop - start : padded] = 0
+            with disk:
+                sink.write_at(start, buffer[:padded])
+        self._finish_after_last(sink, stop - start)
+        return stop - start
+
+    def _in_place(self, start: int, stop: int, alignment: int) -> list[tuple[int, np.ndarray]] | None:
+        """The digested pieces of a window with their offsets in the file; None if a buffer is needed to assemble it."""
+        if start < len(self.layout.head):
+            return None
+        found: list[tuple[int, int, np.ndarray]] = []
+        for index in self._chunks_between(start, stop):
+            low = max(start, self._starts[index])
+            piece = self._piece(index, low, stop, alignment)
+            if piece is None:
+                return None
+            found.append((index, low, piece))
+        for index, low, piece in found:
+            first = (low - self._starts[index]) // BLOCK_BYTES
+            for at in range(0, len(piece), BLOCK_BYTES):
+                self.blocks[index][first + at // BLOCK_BYTES] = self._digest(memoryview(piece[at : at + BLOCK_BYTES]))
+        return [(low, piece) for _, low, piece in found]
+
+    def _piece(self, index: int, low: int, stop: int, alignment: int) -> np.ndarray | None:
+        """The part of a chunk between two file offsets, if it can be written from where it is."""
+        chunk = self.layout.chunks[index]
+        begin, end = low - chunk.offset, min(stop - chunk.offset, chunk.length)
+        if end - begin < MIN_IN_PLACE_BYTES or not isinstance(chunk.source, OwnChunkSource):
+            return None
+        if begin % BLOCK_BYTES or (end != chunk.length and end % BLOCK_BYTES):
+            return None  # a block spans another window too
+        flat = _flat(chunk.source)
+        if flat is None:
+            return None
+        piece = flat[begin:end]
+        is_aligned = not any(number % alignment for number in (low, len(piece), piece.ctypes.data))
+        return piece if is_aligned else None
+
+    def _chunks_between(self, start: int, stop: int) -> range:
+        first = max(0, bisect.bisect_right(self._starts, start) - 1)
+        return range(first, bisect.bisect_left(self._starts, stop))
+
+    def _fill(self, start: int, stop: int, buffer: np.ndarray) -> None:
+        """Copy the bytes [start, stop) of the file into the buffer."""
+        chunks = self.layout.chunks
+        small: list[int] = []
+        most = min(SMALL_BYTES, BLOCK_BYTES)  # each of these has a single digest
+        for index in self._chunks_between(start, stop):
+            chunk = chunks[index]
+            if chunk.length <= most and start <= chunk.offset and chunk.offset + chunk.length <= stop:
+                small.append(index)
+            elif chunk.offset + chunk.length > start:
+                self._take(index, chunk, start, stop, buffer)
+        if small:
+            self._take_small(small, start, buffer)
+
+    def _take_small(self, indices: Sequence[int], start: int, buffer: np.ndarray) -> None:
+        """Copy chunks that are entirely in the window, consecutive ones in one call."""
+        chunks, digest = self.layout.chunks, self._digest
+        view = memoryview(buffer)
+        for run in _consecutive_runs(indices):
+            low = chunks[run[0]].offset - start
+            high = chunks[run[-1]].offset + chunks[run[-1]].length - start
+            np.concatenate([self._bytes(index, chunks[index]) for index in run], out=buffer[low:high])
+            for index in run:
+                at = chunks[index].offset - start
+                self.blocks[index][0] = digest(view[at : at + chunks[index].length])
+                self._release(index, chunks[index].length)
+
+    def abandon(self) -> None:
+        """Close the file after a failure; does nothing if it is finished."""
+        self._failure = None  # its traceback refers to this writer
+        if self._sink is not None:
+            self._sink.abandon()
+
+    def _take(self, index: int, chunk: PlacedChunk, start: int, stop: int, buffer: np.ndarray) -> None:
+        """Copy a chunk's part of the window block by block, so that each block is digested while it is cached.
+
+        The digest is computed from the copy that is written. If the source changes meanwhile, which its owner must not
+        do, the checkpoint has mixed values but can be loaded.
+        """
+        flat = self._bytes(index, chunk)
+        low, high = max(start, chunk.offset), min(stop, chunk.offset + chunk.length)
+        for block in range((low - chunk.offset) // BLOCK_BYTES, -(-(high - chunk.offset) // BLOCK_BYTES)):
+            data = flat[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            at = chunk.offset + block * BLOCK_BYTES
+            if start <= at and at + len(data) <= stop:
+                target = buffer[at - start : at - start + len(data)]
+                target[...] = data
+                self.blocks[index][block] = self._digest(memoryview(target))
+            else:
+                self._take_of_cut_block(index, block, data, at, start, buffer[: stop - start])
+        self._release(index, high - low)
+
+    def _take_of_cut_block(
+        self, index: int, block: int, data: np.ndarray, at: int, start: int, window: np.ndarray
+    ) -> None:
+        """Copy a window's part of a block that spans several windows, from one shared copy unless it is stable."""
+        if index in self._fetched or isinstance(self.layout.chunks[index].source, OwnChunkSource):
+            _copy_overlap(data, at, start, window)
+            if at >= start:
+                self.blocks[index][block] = self._digest(memoryview(data))
+            return
+        with self._cut_lock:
+            cut = self._cut_blocks.setdefault((index, block), _CutBlock(len(data)))
+        with cut.lock:
+            if cut.flat is None:
+                cut.flat = data.copy()
+                self.blocks[index][block] = self._digest(memoryview(cut.flat))
+        _copy_overlap(cut.flat, at, start, window)
+        with self._cut_lock:
+            cut.left -= min(start + len(window), at + len(data)) - max(start, at)
+            if cut.left == 0:
+                del self._cut_blocks[index, block]
+
+    def _bytes(self, index: int, chunk: PlacedChunk) -> np.ndarray:
+        """The chunk as row-major, little-endian, flat bytes; fetched or converted once if necessary."""
+        flat = _flat(chunk.source)
+        if flat is not None:
+            return flat
+        data = np.asarray(chunk.source.data) if isinstance(chunk.source.data, memoryview) else chunk.source.data
+        with self._fetched_lock:
+            if self._failure is not None:
+                raise self._failure
+            fetched = self._fetched.get(index)
+            if fetched is None:
+                try:
+                    fetched = self._fetched[index] = _fetch(data, chunk.length)
+                except BaseException as error:
+                    self._failure = error
+                    raise
+            return fetched.flat
+
+    def _release(self, index: int, taken: int) -> None:
+        """Drop a fetched or converted chunk once all of it has been taken."""
+        if index in self._fetched:
+            with self._fetched_lock:
+                self._fetched[index].left -= taken
+                if self._fetched[index].left == 0:
+                    del self._fetched[index]
+
+    def _finish_after_last(self, sink: Sink, written: int) -> None:
+        with self._lock:
+            self._left -= written
+            last = self._left == 0
+        if last:
+            sink.finish(self.layout.size, sync=self._sync)
+
+
+@dataclasses.dataclass
+class _Fetched:
+    """A chunk that had to be fetched or converted, and how many of its bytes are still to be written."""
+
+    flat: np.ndarray
+    left: int
+
+
+class _CutBlock:
+    """A digest block that spans several windows: one copy, made and digested by the first thread that needs it."""
+
+    def __init__(self, size: int) -> None:
+        self.left, self.lock = size, threading.Lock()
+        self.flat: np.ndarray | None = None
+
+
+def _flat(source: ChunkSource) -> np.ndarray | None:
+    """The flat bytes of a chunk without a copy; None if it is not in host memory, row-major and little-endian."""
+    data = source.data
+    if isinstance(data, memoryview):
+        return np.frombuffer(data, np.uint8) if data.c_contiguous else None
+    if isinstance(data, np.ndarray) and data.flags.c_contiguous and data.dtype.isnative:
+        return data.reshape(-1).view(np.uint8)
+    return None
+
+
+def _fetch(data: np.ndarray | ArrayToCome, length: int) -> _Fetched:
+    here = data if isinstance(data, np.ndarray) else data.fetch()
+    flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
+    if len(flat) != length:
+        raise ValueError(f"the device returned {len(flat)} bytes, expected {length}")
+    return _Fetched(flat, length)
+
+
+def _consecutive_runs(indices: Sequence[int]) -> Iterator[list[int]]:
+    """Split rising numbers into runs of consecutive numbers."""
+    run: list[int] = []
+    for index in indices:
+        if run and index != run[-1] + 1:
+            yield run
+            run = []
+        run.append(index)
+    if run:
+        yield run
+
+
+def _copy_overlap(source: np.ndarray, source_start: int, window_start: int, window: np.ndarray) -> None:
+    """Copy the overlap of some bytes, which start at `source_start` in the file, and a window of the file."""
+    low = max(source_start, window_start)
+    high = min(source_start + len(source), window_start + len(window))
+    if low < high:
+        window[low - window_start : high - window_start] = source[low - source_start : high - source_start]
+
+
+class WriteDepth:
+    """The best number of concurrent writes for one disk. The first large saves try every candidate twice.
+
+    Args:
+        staging_bytes: the size of all buffers; a turn writes at least this much, so that all buffers are in use.
+    """
+
+    def __init__(self, staging_bytes: int = 0) -> None:
+        self._turn_bytes = max(TURN_BYTES, staging_bytes)
+        self._best: int | None = None
+        self._lock = threading.Lock()
+        self._turns = [*CANDIDATES, *reversed(CANDIDATES)]
+        self._moved, self._seconds = dict.fromkeys(CANDIDATES, 0), dict.fromkeys(CANDIDATES, 0.0)
+
+    def run(self, total_bytes: int, write: Write, prepare: Callable[[], None]) -> None:
+        """Write `total_bytes`; `prepare` does one-time work that must not count in the first measurement."""
+        if self._best is None and total_bytes >= 2 * self._turn_bytes and self._lock.acquire(blocking=False):
+            try:
+                prepare()
+                self._measure(total_bytes, write)
+            finally:
+                self._lock.release()
+        write(self._best or CANDIDATES[0], None)
+
+    def _measure(self, left_bytes: int, write: Write) -> None:
+        """Take as many of the remaining turns as there are bytes for."""
+        while self._turns and left_bytes >= 2 * self._turn_bytes:  # a turn ends with a whole buffer, so may be longer
+            depth, started = self._turns[0], time.perf_counter()
+            done = write(depth, self._turn_bytes)
+            took_s, left_bytes = time.perf_counter() - started, left_bytes - done
+            if done < self._turn_bytes:
+                return  # too short to count
+            self._seconds[depth] += took_s
+            self._moved[depth] += done
+            del self._turns[0]
+        if not self._turns:
+            speeds = {depth: self._moved[depth] / self._seconds[depth] for depth in CANDIDATES}
+            self._best = best_of(speeds)
+            shown = {depth: round(speed / MIB) for depth, speed in speeds.items()}
+            _log.info("using %d concurrent writes; measured speeds in MiB/s: %s", self._best, shown)
+
+
+def best_of(speeds: dict[int, float]) -> int:
+    """The candidate to use: the default, unless another one is clearly faster."""
+    fastest = max(speeds, key=lambda depth: speeds[depth])
+    return fastest if speeds[fastest] > CLEAR_GAIN * speeds[CANDIDATES[0]] else CANDIDATES[0]
+
+
+def _unmeasured(key: tuple[Hashable, int]) -> WriteDepth:
+    return WriteDepth(key[1])
+
+
+_known = PerProcess(_unmeasured)
+
+
+def write_depth_for(target: Hashable, staging_bytes: int) -> WriteDepth:
+    """What this process has measured for a disk and a way to write to it, with buffers of this total size."""
+    return _known.get((target, staging_bytes))

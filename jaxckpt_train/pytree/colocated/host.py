@@ -28,7 +28,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import Box, box_shape
-from jaxckpt_train.store.committed import Committed, is_still
+from jaxckpt_train.store.committed import Committed, is_unchanged
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
@@ -280,7 +280,7 @@ def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.
     directory, settings = os.fsdecode(plan.directory), StoreSettings(**plan.settings)
     manifest = Manifest(FORMAT, FORMAT_VERSION, plan.digest, plan.block_bytes, plan.segments, (), {})
     committed = Committed(directory, manifest, plan.manifest_sha256)
-    if not is_still(_BACKEND, committed):
+    if not is_unchanged(_BACKEND, committed):
         raise UnseenError(directory)
     wanted = [Wanted(each.record, each.boxes, each.dtype != each.record.dtype) for each in plan.arrays]
     firsts = [0, *itertools.accumulate(len(each.boxes) for each in plan.arrays)]

@@ -47,7 +47,7 @@ from jaxckpt_train.pytree.target import Placement
 from jaxckpt_train.settings import MIB, Colocated, StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, box_shape, full_box, intersect, slices_within
-from jaxckpt_train.store.committed import Committed, refuse_changed
+from jaxckpt_train.store.committed import Committed, check_unchanged
 from jaxckpt_train.store.dtypes import DTYPES, dtype_name
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, SegmentRecord
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, index_summary, merge_indexes
@@ -115,7 +115,7 @@ class HostReads:
                         progress(result.answer.done_bytes)
                     del result  # the host may let go of what it has read
         except UnseenError as error:
-            refuse_changed(self._files, self._committed, may_be_gone=False)
+            check_unchanged(self._files, self._committed, may_be_gone=False)
             raise CheckpointError(
                 f"{error}: this process sees the checkpoint there, but that host sees none, or another one; it is "
                 "loaded from storage that the controller and all hosts share"

@@ -205,7 +205,7 @@ def test_no_layer_is_left_out() -> None:
     ("said", "layer"),
     [
         (f"{MANIFEST}: 3 bytes, but COMMIT says 4", "manifest: size"),
-        (f"{MANIFEST}: missing, but COMMIT stands for it", "manifest: missing"),
+        (f"{MANIFEST}: missing, but COMMIT refers to it", "manifest: missing"),
         (
             f"{SEGMENT}: bytes 0 to 9 of leaf 'COMMIT: not valid: ' are not what was saved (sha256 differs)",
             "segment: digest of a block",

@@ -82,7 +82,7 @@ def test_a_step_without_commit_is_listed_as_none(tmp_path: Path) -> None:
     step_path(run, 3).symlink_to(step_path(run, 1))
     found = told("ls", run, code=1)["steps"]
     assert [each["valid"] for each in found] == [True, False, False]
-    assert "has no COMMIT: never committed, or copied in part" in found[1]["problem"]
+    assert "has no COMMIT: never committed, or copied only in part" in found[1]["problem"]
     assert (found[1]["time"], found[1]["current"]) == (None, False)
     assert found[2]["problem"] == "is no directory, perhaps a link"
 

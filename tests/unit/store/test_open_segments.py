@@ -53,7 +53,7 @@ def test_what_is_being_read_is_closed_when_that_ends_and_nothing_is_opened_again
     go.set()
     thread.join()
     assert backend.open_files == 0
-    with pytest.raises(StorageError, match="the load is over"):
+    with pytest.raises(StorageError, match="the load has ended"):
         opened.read_into(0, 0, memory, 4096)
     assert backend.open_files == 0
 

@@ -147,7 +147,7 @@ def test_a_missing_or_changed_manifest_is_told_apart_from_nothing(tmp_path: Path
     final = tmp_path / "a"
     commit(LocalBackend(), str(final), OLD, StoreSettings())
     (final / "COMMIT").rename(final / "elsewhere")
-    with pytest.raises(NotACheckpointError, match="has no COMMIT: never committed, or copied in part"):
+    with pytest.raises(NotACheckpointError, match="has no COMMIT: never committed, or copied only in part"):
         open_committed(LocalBackend(), str(final))
     with pytest.raises(NotACheckpointError, match=r"directory of 1; pass one of them|found nothing|not a checkpoint"):
         open_committed(LocalBackend(), str(tmp_path))

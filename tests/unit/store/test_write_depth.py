@@ -16,7 +16,7 @@ from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.buffers import StagingPool
 from jaxckpt_train.store.segment import ArraySource, ChunkSource
 from jaxckpt_train.store.threads import PerProcess
-from jaxckpt_train.store.writer import CANDIDATES, TURN_BYTES, WriteDepth, best_of, write_arrays, write_depth_of
+from jaxckpt_train.store.writer import CANDIDATES, TURN_BYTES, WriteDepth, best_of, write_arrays, write_depth_for
 from tests.support.strict_backend import PAGE, StrictBackend, small_sizes
 
 LARGE = 20 * TURN_BYTES
@@ -182,7 +182,7 @@ def written(backend: Any, name: str, content: np.ndarray, **chosen: Any) -> byte
 
 
 def known(backend: StrictBackend, direct: Any = "auto") -> int | None:
-    return write_depth_of((backend.volume("/runs/a"), direct), STAGING)._best
+    return write_depth_for((backend.volume("/runs/a"), direct), STAGING)._best
 
 
 def test_a_save_that_measures_writes_every_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,10 +245,10 @@ def test_what_the_page_cache_takes_tells_nothing_about_direct_writes(monkeypatch
 def test_directories_of_one_disk_share_what_is_known(tmp_path: Any) -> None:
     (tmp_path / "a").mkdir()
     disk = LocalBackend()
-    here = write_depth_of(disk.volume(str(tmp_path)), STAGING)
-    assert here is write_depth_of(disk.volume(str(tmp_path / "a")), STAGING)
-    assert here is not write_depth_of(disk.volume(str(tmp_path)), 2 * STAGING)
-    assert here is not write_depth_of("elsewhere", STAGING)
+    here = write_depth_for(disk.volume(str(tmp_path)), STAGING)
+    assert here is write_depth_for(disk.volume(str(tmp_path / "a")), STAGING)
+    assert here is not write_depth_for(disk.volume(str(tmp_path)), 2 * STAGING)
+    assert here is not write_depth_for("elsewhere", STAGING)
 
 
 def test_with_larger_buffers_a_turn_is_as_long_as_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

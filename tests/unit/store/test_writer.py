@@ -368,5 +368,5 @@ def test_an_array_that_comes_with_another_number_of_bytes_fails_the_save(more: i
     come = ArrayToCome(Come(), np.zeros(5 * PAGE, np.uint8))
     come.content = np.zeros(5 * PAGE + more, np.uint8)
     sources = [ArraySource("x", (5 * PAGE,), come.dtype, (ChunkSource(full_box((5 * PAGE,)), come),))]
-    with pytest.raises(ValueError, match=f"{5 * PAGE + more} bytes came from the device, expected {5 * PAGE}"):
+    with pytest.raises(ValueError, match=f"returned {5 * PAGE + more} bytes, expected {5 * PAGE}"):
         write(StrictBackend(), sources, StoreSettings(staging_bytes=2 * PAGE))

@@ -45,7 +45,7 @@ def stale(monkeypatch: pytest.MonkeyPatch) -> Stale:
     return arm
 
 
-LOOKS: dict[str, tuple[str, str, Callable[[str], object]]] = {
+MAX_LOOKUPS: dict[str, tuple[str, str, Callable[[str], object]]] = {
     "open a file": ("open", "COMMIT", lambda root: LocalBackend().open(f"{root}/s", "COMMIT", direct=False).close()),
     "open its directory": ("open", "/s", lambda root: LocalBackend().open(f"{root}/s", "COMMIT", direct=False).close()),
     "look at an open file": ("fstat", "COMMIT", lambda root: is_committed(LocalBackend(), f"{root}/s") or 1 / 0),
@@ -54,7 +54,7 @@ LOOKS: dict[str, tuple[str, str, Callable[[str], object]]] = {
     "touch": ("utime", "COMMIT", lambda root: LocalBackend().touch(f"{root}/s/COMMIT")),
     "volume": ("stat", "/s", lambda root: LocalBackend().volume(f"{root}/s")),
 }
-looks = pytest.mark.parametrize(("call", "name", "look"), list(LOOKS.values()), ids=list(LOOKS))
+looks = pytest.mark.parametrize(("call", "name", "look"), list(MAX_LOOKUPS.values()), ids=list(MAX_LOOKUPS))
 
 
 @pytest.fixture
