@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import cost_command, page_cache, tools_report
 from benchmarks.cost_process import run_fresh
-from jaxckpt_train.store.process_identity import variables_of_huge_malloc
+from jaxckpt_train.store.process_identity import huge_malloc_environment
 
 ROUNDS, QUICK_ROUNDS = 5, 1
 STARTS, QUICK_STARTS = 9, 2
@@ -81,7 +81,7 @@ def _imports(options: argparse.Namespace, directory: Path, size: Size, interface
 
 def _as_the_command_begins() -> list[str]:
     """What to put before a process for it to be as `jaxckpt import`, which begins again for that."""
-    variables = variables_of_huge_malloc({})
+    variables = huge_malloc_environment({})
     return [] if variables is None else ["env", *(f"{name}={value}" for name, value in variables.items())]
 
 

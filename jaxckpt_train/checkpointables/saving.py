@@ -49,7 +49,7 @@ from jaxckpt_train.store.manifest import (
     PartRecord,
     SegmentRecord,
     is_plain_name,
-    what_is_a_plain_name,
+    plain_name_rule,
 )
 from jaxckpt_train.store.manifest_decoding import encode_value
 from jaxckpt_train.store.segment import ChunkSource
@@ -141,7 +141,7 @@ def stage_all(
     parts, ahead = [], Ahead(settings.staging_bytes)
     for name, value in checkpointables.items():
         if not isinstance(name, str) or not is_plain_name(name):
-            raise SettingsError(f"checkpointable name {name!r}: expected {what_is_a_plain_name()}")
+            raise SettingsError(f"checkpointable name {name!r}: expected {plain_name_rule()}")
         try:
             with refused_if_too_deep("the tree"):
                 parts.append(_stage(name, value, times, settings, ahead, shares))

@@ -29,10 +29,10 @@ def main() -> None:
     if is_usual:
         signal.signal(signal.SIGINT, _leave)
     if sys.argv[1:2] and sys.argv[1] in DECODES and _is_a_process_of_its_own():
-        from jaxckpt_train.store.process_identity import begin_again, has_begun_again
+        from jaxckpt_train.store.process_identity import finish_restart, restart_with_huge_malloc
 
-        has_begun_again()
-        begin_again(sys.orig_argv)
+        finish_restart()
+        restart_with_huge_malloc(sys.orig_argv)
     from jaxckpt_train.cli.main import main as run
 
     try:

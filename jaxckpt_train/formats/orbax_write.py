@@ -57,8 +57,8 @@ from jaxckpt_train.store.manifest import (
     PartRecord,
     is_plain_name,
     metrics_from_json,
+    plain_name_rule,
     shown,
-    what_is_a_plain_name,
 )
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.transaction import Attempt, atomic_directory
@@ -163,7 +163,7 @@ def _item_names(parts: Sequence[str], given: Mapping[str, str]) -> dict[str, str
     for part in parts:
         name = given.get(part, part)
         if part in given and (not isinstance(name, str) or not is_plain_name(name) or name in (METRICS, STEP_METADATA)):
-            expected = f"the name of a folder ({what_is_a_plain_name()}, {METRICS}, {STEP_METADATA})"
+            expected = f"the name of a folder ({plain_name_rule()}, {METRICS}, {STEP_METADATA})"
             raise SettingsError(f"export: the item of {part!r}: expected {expected}, found {name!r}")
         if name in names.values():
             raise SettingsError(f"export: expected a different name for each item, found {name!r} twice")

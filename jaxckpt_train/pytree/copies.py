@@ -86,7 +86,7 @@ def copies_if_wanted(leaves: Sequence[jax.Array], mode: SnapshotMode) -> list[ja
 
 def take_handles(
     handles: Sequence[jax.Array], mode: SnapshotMode, ahead: Ahead, *, is_copied: bool
-) -> tuple[list[np.ndarray | ArrayToCome], Transfers]:
+) -> tuple[list[np.ndarray | LazyArray], Transfers]:
     """Return the data of single-device arrays in their order, and the transfers that fetch it."""
     is_bounded = is_copied or mode == "stream"
     transfers = Transfers(ahead if is_bounded else Ahead(sys.maxsize))
@@ -101,7 +101,7 @@ def take_handles(
     return [taken[number] for number in range(len(handles))], transfers
 
 
-def _start_all(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.ndarray | ArrayToCome]:
+def _start_all(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.ndarray | LazyArray]:
     """Start all transfers now, and return the data: on its way to pinned host memory, or here.
 
     Arrays on the host are copied: a view would make a step that donates them fail.
@@ -111,7 +111,7 @@ def _start_all(transfers: Transfers, handles: Sequence[jax.Array]) -> list[np.nd
     transfers.waited_s = device_wait_s(some_arrays(unmoved))
     there = [handle for handle in handles if is_on_host(handle)]
     copies = iter(copy_all(list(map(np.asarray, there))))
-    data: list[np.ndarray | ArrayToCome] = []
+    data: list[np.ndarray | LazyArray] = []
     for handle, array in zip(handles, started, strict=True):
         if array is not handle:
             data.append(transfers.add(array, is_ours=True))
@@ -380,7 +380,7 @@ class Transfers:
         self._is_given_up = False
         self.waited_s = 0.0
 
-    def add(self, array: jax.Array, *, is_ours: bool = False) -> ArrayToCome | np.ndarray:
+    def add(self, array: jax.Array, *, is_ours: bool = False) -> LazyArray | np.ndarray:
         """Add a single-device array; an array without elements is returned at once.
 
         An array on the host is copied when it is fetched, unless it is `is_ours`, that is, never donated to a
@@ -392,7 +392,7 @@ class Transfers:
             self._to_copy.add(len(self._waiting))
         self._waiting.append(array)
         self._left += 1
-        return ArrayToCome(self, len(self._waiting) - 1, array)
+        return LazyArray(self, len(self._waiting) - 1, array)
 
     def begin(self) -> None:
         """Start the first transfers, after all arrays are added."""
@@ -474,8 +474,8 @@ class Transfers:
                 self._waiting[number] = array
 
 
-class ArrayToCome:
-    """An array that is fetched when it is written; implements `store.segment.ArrayToCome`."""
+class LazyArray:
+    """An array that is fetched when it is written; implements `store.segment.LazyArray`."""
 
     def __init__(self, transfers: Transfers, number: int, array: jax.Array) -> None:
         self._transfers, self._number = transfers, number

@@ -22,7 +22,7 @@ from jaxckpt_train.pytree._jax import without_caller_settings
 from jaxckpt_train.pytree.copies import Ahead, Transfers, copies_if_wanted, own_handle, take_handles
 from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, box_shape, full_box, slices_within
-from jaxckpt_train.store.segment import ArrayToCome, ChunkSource
+from jaxckpt_train.store.segment import ChunkSource, LazyArray
 
 Holders = tuple[int, ...] | range
 LEAST_PART_BYTES = 1 << 20  # smaller parts are not cut: another write and another manifest entry cost more
@@ -360,7 +360,7 @@ def take_local_shards(
     """
     parts = [part for several in leaves for part in several]
     handles = [own_handle(part.held) for part in parts]
-    data: Iterable[np.ndarray | ArrayToCome]
+    data: Iterable[np.ndarray | LazyArray]
     if mode == "stream":
         taken, transfers = take_handles(handles, mode, ahead, is_copied=False)
         data = map(_inner, taken, parts)
@@ -377,16 +377,16 @@ def take_local_shards(
     return [tuple(ChunkSource(part.box, next(following)) for part in several) for several in leaves], transfers
 
 
-def _inner(data: np.ndarray | ArrayToCome, part: LocalShard) -> np.ndarray | ArrayToCome:
+def _inner(data: np.ndarray | LazyArray, part: LocalShard) -> np.ndarray | LazyArray:
     if part.inner is None:
         return data
     return data[part.inner] if isinstance(data, np.ndarray) else _PartToCome(data, part.inner, box_shape(part.box))
 
 
 class _PartToCome:
-    """A part of an array that is fetched when it is written; implements `store.segment.ArrayToCome`."""
+    """A part of an array that is fetched when it is written; implements `store.segment.LazyArray`."""
 
-    def __init__(self, whole: ArrayToCome, inner: tuple[slice, ...], shape: tuple[int, ...]) -> None:
+    def __init__(self, whole: LazyArray, inner: tuple[slice, ...], shape: tuple[int, ...]) -> None:
         self._whole, self._inner = whole, inner
         self.shape, self.dtype, self.size = shape, whole.dtype, math.prod(shape)
         self.nbytes = self.size * whole.dtype.itemsize

@@ -51,7 +51,7 @@ from jaxckpt_train.pytree.partition import JobPartition, LocalShard, take_local_
 from jaxckpt_train.settings import KIB, MIB, Colocated, SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index, full_box
 from jaxckpt_train.store.dtypes import is_inexact, is_storable
-from jaxckpt_train.store.segment import ArraySource, ChunkSource, OwnChunkSource
+from jaxckpt_train.store.segment import ArraySource, ChunkSource, StableChunkSource
 from jaxckpt_train.store.threads import Latch, paused_collection
 
 NAN, INF = 2, 1
@@ -221,7 +221,7 @@ def _copy_views(taker: _Taker) -> None:
 
 
 def _copied(chunk: ChunkSource, copy: np.ndarray | None) -> ChunkSource:
-    return chunk if copy is None else OwnChunkSource(chunk.box, copy)
+    return chunk if copy is None else StableChunkSource(chunk.box, copy)
 
 
 def _is_view(data: object) -> bool:

@@ -24,7 +24,7 @@ from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, Direct
 from jaxckpt_train.store.backends.base import GONE, TEMPORARY_PREFIXES, Backend
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import NOT_JSON
-from jaxckpt_train.store.process_identity import MOST_PID, ProcessIdentity, is_dead, this_process
+from jaxckpt_train.store.process_identity import PID_LIMIT, ProcessIdentity, is_dead, this_process
 from jaxckpt_train.store.threads import Latch, free_in_child
 
 LOCK_NAME = ".owner"
@@ -305,7 +305,7 @@ class OwnerLock:
         try:
             data = read_whole(self._backend, self._directory, name, limit=MAX_LOCK_BYTES).tobytes()
             found = msgspec.json.decode(data, type=_Record)
-            return found if 0 < found.process.pid < MOST_PID else _Record(_UNKNOWN, f"damaged-{found.token[:32]}")
+            return found if 0 < found.process.pid < PID_LIMIT else _Record(_UNKNOWN, f"damaged-{found.token[:32]}")
         except StorageError as error:
             if error.errno in GONE:
                 return None

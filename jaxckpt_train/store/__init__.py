@@ -1,1 +1,1 @@
-"""The embedded async sharded array store: boxes, segments, manifest, transaction and I/O. Knows no JAX."""
+"""The embedded store for sharded arrays: boxes, segments, manifest, transaction and I/O. It does not import JAX."""

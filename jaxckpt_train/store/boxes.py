@@ -1,6 +1,6 @@
-"""Tilings: whether boxes cover an array exactly, in time that grows no faster than their number, whoever chose them.
+"""Boxes: rectangles of an array, with a half-open range [start, stop) per dimension; and checks of tilings.
 
-Boxes: rectangles of an array, per dimension a half-open range [start, stop).
+The time of a check is about linear in the number of boxes, even if they were chosen to make it slow.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ROUNDS = 4
 
 def full_box(shape: Sequence[int]) -> Box:
     """The box that covers a whole array of this shape."""
-    return tuple([(0, size) for size in shape])  # once per leaf: a generator takes twice as long
+    return tuple([(0, size) for size in shape])  # called once per leaf; a generator takes twice as long
 
 
 def box_from_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box that a tuple of slices (step 1, as JAX's shardings give them) selects from an array of this shape."""
+    """The box that a tuple of slices with step 1, as in JAX's shardings, selects from an array of this shape."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -60,19 +60,19 @@ def element_span(inner: Box, outer: Box) -> tuple[int, int]:
 
 
 def is_contiguous_within(inner: Box, outer: Box) -> bool:
-    """Whether the elements of `inner` lie one after the other in a row-major array that holds exactly `outer`."""
+    """Whether the elements of `inner` are contiguous in a row-major array that holds exactly `outer`."""
     first, last = element_span(inner, outer)
     return last - first == box_elements(inner)
 
 
 def row_major_range(box: Box, first: int, last: int) -> Iterator[Box]:
-    """Elements first to last of a box, counted in row-major order, as boxes: at most 2 n - 1 in n dimensions."""
+    """Elements first to last of a box in row-major order, as boxes: at most 2 n - 1 boxes in n dimensions."""
     if not box:
         yield box
         return
     (low, _), inner = box[0], box[1:]
     row = box_elements(inner)
-    begin, end = -(-first // row), last // row  # the whole rows between
+    begin, end = -(-first // row), last // row  # the range of whole rows
     if begin > end:
         for part in row_major_range(inner, first - end * row, last - end * row):
             yield ((low + end, low + begin), *part)
@@ -88,7 +88,7 @@ def row_major_range(box: Box, first: int, last: int) -> Iterator[Box]:
 
 
 def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
-    """A box in boxes of at most so many bytes, cut along its first axes; what has no elements is one."""
+    """Cut a box into boxes of at most `most_bytes` along its first axes; a box without elements is not cut."""
     if not box or box_elements(box) * itemsize <= most_bytes:
         yield box
         return
@@ -104,10 +104,10 @@ def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
 
 
 def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> None:
-    """Check that the boxes cover an array of this shape exactly: no hole, no overlap, nothing outside.
+    """Check that boxes cover an array of this shape exactly: no gap, no overlap, nothing outside.
 
     Raises:
-        CorruptCheckpointError: they do not; the message begins with `subject`.
+        CorruptCheckpointError: they do not; the message starts with `subject`.
     """
     full = full_box(shape)
     if len(boxes) == 1 and boxes[0] == full:
@@ -122,7 +122,7 @@ def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> No
 
 
 def corners_of(boxes: Sequence[Box], dimensions: int) -> np.ndarray | None:
-    """As an array of shape (boxes, dimensions, 2); None: they cannot all be boxes of so many dimensions."""
+    """The boxes as an array of shape (boxes, dimensions, 2); None if not all have this number of dimensions."""
     if not dimensions or {len(box) for box in boxes} != {dimensions}:
         return None
     numbers = chain.from_iterable(chain.from_iterable(boxes))
@@ -133,7 +133,7 @@ def corners_of(boxes: Sequence[Box], dimensions: int) -> np.ndarray | None:
 
 
 def check_corners(corners: np.ndarray, shape: Sequence[int], subject: str) -> None:
-    """As `check_tiling`, of boxes whose starts and stops are an array of shape (boxes, dimensions, 2).
+    """As `check_tiling`, for boxes in an array of shape (boxes, dimensions, 2).
 
     Raises:
         CorruptCheckpointError: as `check_tiling`.
@@ -161,7 +161,7 @@ def _is_inside(box: Box, shape: Sequence[int]) -> bool:
 
 
 def _outside(box: Box, shape: Sequence[int], subject: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{subject}: box {box} is empty or lies outside shape {tuple(shape)}")
+    return CorruptCheckpointError(f"{subject}: box {box} is empty or outside shape {tuple(shape)}")
 
 
 def _box(corners: np.ndarray) -> Box:
@@ -169,7 +169,7 @@ def _box(corners: np.ndarray) -> Box:
 
 
 def _few_wrong(corners: np.ndarray, shape: Sequence[int]) -> tuple[str | None, Sequence[int]]:
-    """As `_many_wrong`, by comparing all pairs."""
+    """`_many_wrong` for few boxes, by comparing all pairs."""
     starts, stops = corners[:, :, 0], corners[:, :, 1]
     common = (np.maximum(starts[:, None], starts) < np.minimum(stops[:, None], stops)).all(axis=2)
     pairs = np.argwhere(np.triu(common, 1))
@@ -179,15 +179,15 @@ def _few_wrong(corners: np.ndarray, shape: Sequence[int]) -> tuple[str | None, S
 
 
 def _many_wrong(corners: np.ndarray, shape: Sequence[int]) -> tuple[str | None, Sequence[int]]:
-    """What to say of an element that no box holds, or None; and the numbers of boxes that hold one together, or none.
+    """The end of a message about an element that no box covers, or None; and the indexes of overlapping boxes, if any.
 
-    Boxes tile an array if along its first axis, at every place, those that hold the place tile the rest. Whether they
-    do is asked by weighing: on every other axis each place gets a weight by chance, and a box weighs the product of
-    what the places that it holds on each weigh together. Boxes that tile the rest weigh together what it weighs. If
-    they do not, the difference is a polynomial in the chosen numbers that is not zero everywhere, of degree d - 1: it
-    is zero by chance for less than d in 2^31 choices (Schwartz and Zippel), in all rounds for d^4 in 2^124. A file
-    cannot aim at that: the numbers are chosen anew by each check. What is refused is refused for a place that is
-    shown, and never by chance.
+    Boxes tile an array if, for every position on its first axis, the boxes at that position tile the remaining axes.
+    This is tested with random weights: on every other axis each position gets a random weight, and the weight of a box
+    is the product, over the axes, of the sums of the weights of its positions. Boxes that tile the rest have the same
+    total weight as the rest. If they do not tile it, the difference is a non-zero polynomial of degree d - 1 in the
+    random numbers, which vanishes with a probability below d / 2^31 (Schwartz and Zippel), and in all rounds below d^4
+    / 2^124. A file cannot exploit that, because each check draws new numbers. A tiling is only refused with a position
+    that proves it, so never by chance.
     """
     places = [np.unique(np.append(corners[:, axis], (0, size))) for axis, size in enumerate(shape)]
     for axis, known in enumerate(places):
@@ -203,12 +203,12 @@ def _many_wrong(corners: np.ndarray, shape: Sequence[int]) -> tuple[str | None, 
 
 
 def _wrong_place(corners: np.ndarray, weights: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray] | None:
-    """A place that not exactly one box holds, and the numbers of those that do; None if their weights are right.
+    """A position that not exactly one box covers, and the indexes of the boxes that do; None if the weights are right.
 
-    Where a sum of weights is wrong, so is that at one place of the next axis at least, down to the last: there each
-    box weighs one, and the sum is their number.
+    If a sum of weights is wrong, it is also wrong at a position of the next axis, and so on to the last axis, where
+    each box has weight one and the sum is the number of boxes.
     """
-    inner, whole = [np.ones(len(corners), np.int64)], [1]  # what each box weighs on the axes that follow, and all
+    inner, whole = [np.ones(len(corners), np.int64)], [1]  # weights on the following axes, of each box and of the rest
     for axis in range(len(weights) - 1, 0, -1):
         sums = weights[axis]
         inner.append(inner[-1] * (sums[corners[:, axis, 1]] - sums[corners[:, axis, 0]]) % _PRIME)
@@ -221,7 +221,7 @@ def _wrong_place(corners: np.ndarray, weights: Sequence[np.ndarray]) -> tuple[li
         np.subtract.at(steps, stops, weight)
         wrong = np.flatnonzero((np.cumsum(steps[:-1]) - whole.pop()) % _PRIME)
         if not len(wrong):
-            return None  # this can be so on the first axis only
+            return None  # possible on the first axis only
         place.append(int(wrong[0]))
         numbers = numbers[(starts <= wrong[0]) & (wrong[0] < stops)]
     return place, numbers

@@ -1,4 +1,4 @@
-"""Dtype names: numpy and ml_dtypes on one side, safetensors on the other."""
+"""Dtype names of numpy and ml_dtypes, and how safetensors names the same dtypes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DTYPES: dict[str, np.dtype] = {name: np.dtype(name) for name in _NUMPY} | {
     name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES if hasattr(ml_dtypes, name)
 }
 _INEXACT = frozenset(name for name in DTYPES if "float" in name or "complex" in name)
-# Only names whose layout is exactly numpy's and that safetensors' own numpy reader opens: it fails on a whole file for
-# one float8 tensor. Everything else is stored as U8.
+# Only dtypes whose layout is exactly numpy's and that safetensors' own numpy reader accepts: a single float8 tensor
+# makes it refuse the whole file. Everything else is stored as U8.
 _SAFETENSORS = {
     "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8", "uint16": "U16",
     "uint32": "U32", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
@@ -31,19 +31,19 @@ SAFETENSORS_ITEM_BYTES = {stored: DTYPES[name].itemsize for name, stored in _SAF
 
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
-    """The name of a dtype, of either byte order. Numpy makes it anew each time, slow for thousands of leaves."""
+    """The name of a dtype of either byte order; cached, because numpy computes it anew, which is slow."""
     return dtype.newbyteorder("=").name
 
 
 @functools.cache
 def is_inexact(dtype: np.dtype) -> bool:
-    """Whether it is a float or complex dtype (of either byte order); numpy and JAX do not know this of all of them."""
+    """Whether it is a float or complex dtype of either byte order; numpy and JAX do not know this of all dtypes."""
     return dtype_name(dtype) in _INEXACT
 
 
 @functools.cache
 def is_storable(dtype: np.dtype) -> bool:
-    """Whether arrays of this dtype (of either byte order) can be stored."""
+    """Whether arrays of this dtype, of either byte order, can be stored."""
     return dtype_name(dtype) in DTYPES and dtype.fields is None
 
 
@@ -51,16 +51,16 @@ def dtype_named(name: str, subject: str) -> np.dtype:
     """The little-endian numpy dtype with this name.
 
     Raises:
-        FormatVersionError: this installation knows no such dtype; the message begins with `subject`.
+        FormatVersionError: this installation does not know the dtype; the message starts with `subject`.
     """
     if name not in DTYPES:
-        known = "a newer ml_dtypes may know it" if name.startswith(("float", "int", "uint")) else "it is none of ours"
-        raise FormatVersionError(f"{subject}: unknown dtype {name!r}; {known}")
+        advice = "; a newer ml_dtypes may have it" if name.startswith(("float", "int", "uint")) else ""
+        raise FormatVersionError(f"{subject}: unknown dtype {name!r}{advice}")
     return DTYPES[name]
 
 
 def safetensors_form(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """How safetensors names such an array: its dtype name and shape, U8 if it has no name."""
+    """The dtype name and shape of such an array in safetensors; U8 if the dtype has no name there."""
     stored = _SAFETENSORS.get(dtype_name(dtype))
     if stored is not None:
         return stored, shape

@@ -1,6 +1,6 @@
-"""Plain files, beside segments: read as far as they fit into memory, or digested block by block.
+"""Read plain files with limits on their size, and compute digests of data blocks.
 
-Digests of data blocks: xxh3-128, sha256 and blake3, as lower-case hexadecimal text.
+Digests are xxh3-128, sha256 or blake3, as lower-case hexadecimal text.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ HexDigest = Callable[[memoryview | bytes], str]
 SNIFFED_BYTES = 1024  # a Git LFS pointer is never longer
 _SIGNATURES = (
     (b"version https://git-lfs", "a Git LFS pointer; run git lfs pull to download the file"),
-    (b"<!doctype html", "a web page; the download has saved a page instead of the file"),
-    (b"<html", "a web page; the download has saved a page instead of the file"),
-    (b"<?xml", "an XML document; the download has saved the answer of a server instead of the file"),
+    (b"<!doctype html", "a web page that the download saved instead of the file"),
+    (b"<html", "a web page that the download saved instead of the file"),
+    (b"<?xml", "an XML response of a server that the download saved instead of the file"),
     (b"pk\x03\x04", "a zip archive, such as torch.save writes"),
 )
 
 
 def digest_function(name: str) -> HexDigest:
-    """The function from bytes to their hexadecimal digest.
+    """The function that computes this digest as hexadecimal text.
 
     Raises:
-        SettingsError: the name is unknown, or the package that computes it is not installed.
+        SettingsError: the name is unknown, or the required package is not installed.
     """
     if name == "xxh3-128":
         return xxhash.xxh3_128_hexdigest
@@ -46,26 +46,26 @@ def digest_function(name: str) -> HexDigest:
             blake3 = importlib.import_module("blake3")
         except ImportError as error:
             raise SettingsError(
-                'digest "blake3" needs the package blake3: pip install "jaxckpt-train[blake3]"'
+                'digest "blake3" requires the package blake3: pip install "jaxckpt-train[blake3]"'
             ) from error
         return lambda data: str(blake3.blake3(data).hexdigest())
     raise SettingsError(f"digest: expected one of {', '.join(HEX_DIGITS)}, found {name!r}")
 
 
 def block_digests(data: np.ndarray, block_bytes: int, digest: HexDigest) -> str:
-    """The digests of consecutive blocks of a flat uint8 array, joined; the last block may be shorter."""
+    """The concatenated digests of consecutive blocks of a flat uint8 array; the last block may be shorter."""
     view = memoryview(data)
     return "".join(digest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
 
 
 def other_content(data: bytes | bytearray) -> str:
-    """What a file that is not what it should be is instead, by its first bytes; empty: nothing that is known."""
+    """What a file with unexpected content is, by its first bytes; empty if that is unknown."""
     begins = bytes(data).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     return next((text for signature, text in _SIGNATURES if begins.startswith(signature)), "")
 
 
 def _instead(files: Opener, directory: str, name: str, size: int) -> str:
-    """The same of a file of another size than it should have, as the end of a message."""
+    """The end of a message about a file of unexpected size: what it is instead, if that is known."""
     other = other_content(read_head(files, directory, name, SNIFFED_BYTES)) if size <= SNIFFED_BYTES else ""
     return f"; it is {other}" if other else ""
 
@@ -73,9 +73,9 @@ def _instead(files: Opener, directory: str, name: str, size: int) -> str:
 def file_record(
     files: Opener, directory: str, name: str, digest_name: str, progress: Callable[[int], None]
 ) -> FileRecord:
-    """What the manifest says of a file that is there, read block by block: nobody knows how large it is.
+    """The manifest record of an existing file of any size, read block by block.
 
-    `progress` is told of each block.
+    `progress` is called with the size of each block.
     """
     digest, digests = digest_function(digest_name), list[str]()
     source: Source = files.open(directory, name, direct=False)
@@ -96,7 +96,7 @@ def read_whole(files: Opener, directory: str, name: str, limit: int | None) -> n
 
     Raises:
         CorruptCheckpointError: it is larger than `limit` bytes (None: no limit).
-        StorageError: it is not there, cannot be read, or does not fit into memory.
+        StorageError: it does not exist, cannot be read, or does not fit into memory.
     """
     source: Source = files.open(directory, name, direct=False)
     try:
@@ -110,21 +110,22 @@ def read_whole(files: Opener, directory: str, name: str, limit: int | None) -> n
 
 
 def _memory_for(size: int, path: str) -> np.ndarray:
-    """Memory for a file, which a stranger may have made of any size; a system may promise more than it has."""
+    """Memory for a file of untrusted size. The system may promise more memory than it has, so check that first."""
     if size <= memory_bytes():
         with contextlib.suppress(MemoryError):
             return np.empty(size, np.uint8)
-    raise StorageError(errno.ENOMEM, f"{size} bytes do not fit into memory: this machine has {memory_bytes()}", path)
+    message = f"{size} bytes do not fit into memory: this machine has {memory_bytes()} bytes"
+    raise StorageError(errno.ENOMEM, message, path)
 
 
 def read_ends(files: Opener, directory: str, name: str, limit: int) -> list[tuple[int, bytes]]:
-    """What is in a file of lines that only grows, in pieces with the byte that each begins at.
+    """The content of a file of lines that only grows, in pieces, each with the offset where it starts.
 
-    It is one piece. Of a file of more than `limit` bytes, which nobody wrote line by line, it is both ends.
+    It is one piece; for a file of more than `limit` bytes, which no writer produces line by line, it is both ends.
 
     Raises:
         CorruptCheckpointError: it became shorter meanwhile.
-        StorageError: it is not there, cannot be read, or does not fit into memory.
+        StorageError: it does not exist, cannot be read, or does not fit into memory.
     """
     source: Source = files.open(directory, name, direct=False)
     try:
@@ -136,9 +137,9 @@ def read_ends(files: Opener, directory: str, name: str, limit: int) -> list[tupl
 
 
 def read_blocks(files: Opener, directory: str, name: str, limit: int, block_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """As `read_ends`, block by block: of a large file no more than one block is in memory.
+    """As `read_ends`, block by block, so that only one block of a large file is in memory.
 
-    Each block comes with the byte that it begins at. Of a file of more than `limit` bytes the middle is left out.
+    Each block comes with its offset. For a file of more than `limit` bytes, the middle is left out.
     """
     source: Source = files.open(directory, name, direct=False)
     try:
@@ -151,7 +152,7 @@ def read_blocks(files: Opener, directory: str, name: str, limit: int, block_byte
 
 
 def read_end(files: Opener, directory: str, name: str, limit: int) -> bytes:
-    """The last bytes of a file that only grows, as many as there are up to `limit`.
+    """The last bytes of a file that only grows, at most `limit`.
 
     Raises:
         As `read_ends`.
@@ -173,17 +174,17 @@ def _read_span(source: Source, start: int, stop: int, path: str) -> bytes:
 def read_or_none(
     files: Opener, directory: str, name: str, limit: int, *, size: int | None = None
 ) -> bytes | bytearray | None:
-    """All bytes of a small file of a checkpoint, once in memory; None: there is none.
+    """All bytes of a small file of a checkpoint; None if it does not exist.
 
     Args:
-        files: where.
+        files: where to read.
         directory: the checkpoint.
-        name: of the file.
-        limit: how many bytes it may have.
-        size: how many COMMIT says that it has; None: it does not say.
+        name: the file's name.
+        limit: the largest accepted size.
+        size: the size according to COMMIT; None: not stated.
 
     Raises:
-        CorruptCheckpointError: something else than a file is in its place, or one of another size, which is not read.
+        CorruptCheckpointError: it is not a file, or has another size, and is not read.
         StorageError: the storage refused for a reason that is not the checkpoint's fault.
     """
     try:
@@ -208,7 +209,7 @@ def read_or_none(
 
 
 def read_head(files: Opener, directory: str, name: str, length: int) -> bytes:
-    """The first bytes of a file, as many as there are; none where there is no file.
+    """The first bytes of a file, at most `length`; empty if there is no file.
 
     Raises:
         StorageError: the storage refused for a reason that is not the file's fault.
@@ -241,7 +242,7 @@ def open_recorded(
     """Open a file that the manifest names.
 
     Raises:
-        CorruptCheckpointError: it is missing, no plain file, or of another size than the manifest says.
+        CorruptCheckpointError: it is missing, not a regular file, or its size differs from the manifest.
         StorageError: the storage refused for a reason that is not the checkpoint's fault.
     """
     path = f"{directory}/{name}"
@@ -261,10 +262,10 @@ def open_recorded(
 def read_recorded(
     files: Opener, directory: str, record: FileRecord, digest_name: str | None, block_bytes: int
 ) -> np.ndarray:
-    """All bytes of a file that the manifest names, compared with what it says of them; None: only with their number.
+    """All bytes of a file that the manifest names, verified with its digests; with `digest_name` None, only its size.
 
     Raises:
-        CorruptCheckpointError: it is not what was saved.
+        CorruptCheckpointError: its content is not what was saved.
         StorageError: it cannot be read.
     """
     source = open_recorded(files, directory, record.file, record.bytes)

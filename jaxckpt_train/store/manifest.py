@@ -1,8 +1,6 @@
-"""Whether many chunks surely lie as they must; what is not sure is looked at one by one, to say what is wrong.
+"""The manifest: the typed record of everything in a checkpoint, stored as JSON; its names, limits and checks.
 
-The manifest: the record of everything in a checkpoint, as typed JSON that is validated before it is believed.
-
-Metrics as files hold them.
+`manifest_decoding.py` decodes and validates it.
 """
 
 from __future__ import annotations
@@ -28,18 +26,18 @@ MAX_COMMIT_BYTES = 4096
 MAX_ARRAYS = 500_000
 MAX_PARTS = 1_000
 MAX_INFO_BYTES = 1 << 20
-# What comes of bytes that are no JSON, or not of the type that is wanted.
+# The errors of decoding data that is not JSON, or not of the expected type.
 NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 BLOCK_BYTES = 4 << 20
-MIN_BLOCK_BYTES = 4096  # of which every size of a block is a multiple
-MAX_BLOCK_BYTES = 64 << 20  # what one block takes in memory when it is verified
-WHOLE_CHUNKS = 1 << 60  # bytes of a block where a chunk is read whole if it can be, as one of another tool's
+MIN_BLOCK_BYTES = 4096  # every block size is a multiple of this
+MAX_BLOCK_BYTES = 64 << 20  # the memory that verifying one block may take
+WHOLE_CHUNKS = 1 << 60  # the block size of other tools' checkpoints, whose chunks are best read whole
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
-MANY = 16
+MANY = 16  # from this number on, chunks are checked together with numpy
 
 
 def metrics_from_json(metrics: object) -> dict[str, float]:
-    """Metrics as files hold them: what is no mapping counts as no metrics, and what is no number is left out."""
+    """Metrics from a file; anything but a mapping counts as no metrics, and values that are not numbers are dropped."""
     found = {}
     for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
         try:
@@ -49,7 +47,7 @@ def metrics_from_json(metrics: object) -> dict[str, float]:
     return found
 
 
-# gc=False: such records hold no cycles, and hundreds of thousands of them would slow the garbage collector down.
+# gc=False: these records contain no cycles, and hundreds of thousands of them would slow the garbage collector down.
 class ChunkRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """The bytes of one box: `length` bytes at `offset` of file number `segment`, with the digests of its blocks."""
 
@@ -61,7 +59,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid
 
 
 class ArrayRecord(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """One array: its name in the checkpointable, global shape, dtype, chunks, and the sharding it had (informative)."""
+    """One array: name in its checkpointable, global shape, dtype, chunks, and its sharding (for information only)."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,7 +86,7 @@ class FileRecord(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
 
 
 class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One checkpointable: its name and kind, its arrays and files, and what its handler recorded beside them."""
+    """One checkpointable: its name and kind, arrays and files, and what its handler recorded in addition."""
 
     name: str
     kind: str
@@ -98,7 +96,7 @@ class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything in a checkpoint that decides how its bytes are read."""
+    """The fields of a manifest that decide how data is read."""
 
     format: str
     format_version: int
@@ -109,12 +107,12 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(_Content, frozen=True, forbid_unknown_fields=True):
-    """Everything in a checkpoint. `info` is free-form JSON about the run; it never decides how bytes are read."""
+    """Everything in a checkpoint. `info` is free-form JSON about the run; it never decides how data is read."""
 
     info: dict[str, Any]
 
     def part(self, name: str) -> PartRecord | None:
-        """The checkpointable with this name."""
+        """The checkpointable with this name, or None."""
         return next((part for part in self.parts if part.name == name), None)
 
 
@@ -127,25 +125,25 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of manifest.json.
 
     Raises:
-        UnsupportedLeafError: more checkpointables than a load would take.
+        UnsupportedLeafError: there are more checkpointables than a load accepts.
     """
     if len(manifest.parts) > MAX_PARTS:
-        raise UnsupportedLeafError(f"{len(manifest.parts):,} checkpointables, expected at most {MAX_PARTS:,}")
+        raise UnsupportedLeafError(f"expected at most {MAX_PARTS:,} checkpointables, found {len(manifest.parts):,}")
     return msgspec.json.encode(manifest)
 
 
 def shown(found: object, letters: int = 200) -> str:
-    """How a message tells of what is in a file, however long that is."""
+    """The text of a value or error for a message, shortened to `letters` characters."""
     text = str(found) if isinstance(found, Exception) else repr(found[:letters] if isinstance(found, str) else found)
     return text if len(text) <= letters + 2 else f"{text[:letters]}..."
 
 
 def check_version(data: bytes | bytearray, subject: str) -> None:
-    """Refuse what is not ours, or is of a newer format version, before anything else of it is looked at.
+    """Refuse data of another format or of a newer version, before anything else is decoded.
 
     Raises:
-        CorruptCheckpointError: not JSON of this format.
-        FormatVersionError: a newer version.
+        CorruptCheckpointError: it is not JSON of this format.
+        FormatVersionError: it is of a newer version.
     """
     try:
         head = msgspec.json.decode(data, type=_Version)
@@ -159,14 +157,14 @@ def check_version(data: bytes | bytearray, subject: str) -> None:
             "upgrade: pip install -U jaxckpt-train"
         )
     if head.format_version < 1:
-        raise CorruptCheckpointError(f"{subject}: format version {head.format_version} never existed")
+        raise CorruptCheckpointError(f"{subject}: format version {head.format_version} does not exist")
 
 
 def decode_info(raw: msgspec.Raw, subject: str) -> dict[str, Any]:
-    """The `info` of a manifest.
+    """Decode the `info` of a manifest.
 
     Raises:
-        CorruptCheckpointError: no JSON object, or larger than any save makes it.
+        CorruptCheckpointError: it is not a JSON object, or larger than any save makes it.
     """
     size = memoryview(raw).nbytes
     if size > MAX_INFO_BYTES:
@@ -178,28 +176,31 @@ def decode_info(raw: msgspec.Raw, subject: str) -> dict[str, Any]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name can be a file or checkpointable of ours: letters, digits, `_`, `-`, `.`, not hidden, no path."""
+    """Whether a file or checkpointable may have this name: letters, digits, `_`, `-`, `.`, not hidden, not a path."""
     return _PLAIN_NAME.fullmatch(name) is not None and name not in RESERVED_NAMES
 
 
-def what_is_a_plain_name() -> str:
-    """What was expected of a name that is none, for a message."""
+def plain_name_rule() -> str:
+    """The description of a plain name, for a message."""
     reserved = ", ".join(sorted(RESERVED_NAMES))
     return f"letters, digits, '_', '-' and '.', not '.' or '-' first, at most 200 of them, none of {reserved}"
 
 
 def block_count(length: int, block_bytes: int) -> int:
-    """How many digest blocks this many bytes have."""
+    """How many digest blocks this number of bytes has."""
     return -(-length // block_bytes)
 
 
 class SegmentRoom:
-    """What chunks of some segments must be like.
+    """Checks the positions of many chunks in their segments at once.
+
+    The methods return True only for valid chunks. If they return False, a caller checks one chunk at a time to find the
+    problem.
 
     Args:
-        segments: whose sizes are below 2^62.
-        width: hexadecimal digits of a digest.
-        block_bytes: that one digest covers.
+        segments: the segments, with sizes below 2^62.
+        width: the number of hexadecimal digits of a digest.
+        block_bytes: how much data a digest covers.
     """
 
     def __init__(self, segments: Sequence[SegmentRecord], width: int, block_bytes: int) -> None:
@@ -208,12 +209,12 @@ class SegmentRoom:
         self._width, self._block_bytes = width, block_bytes
 
     def surely_holds(self, chunks: Sequence[ChunkRecord], corners: np.ndarray, item_bytes: int) -> bool:
-        """Whether each chunk is as long as its box, within its segment, and has as many digests as blocks.
+        """Whether each chunk has the size of its box, is within its segment, and has one digest per block.
 
         Args:
-            chunks: of one array of less than 2^62 bytes.
-            corners: of their boxes, which lie within the array; of shape (chunks, dimensions, 2).
-            item_bytes: of an element.
+            chunks: the chunks of one array of less than 2^62 bytes.
+            corners: their boxes, which are within the array, with shape (chunks, dimensions, 2).
+            item_bytes: the size of an element.
         """
         columns = _columns(chunks)
         if columns is None:
@@ -223,11 +224,11 @@ class SegmentRoom:
         if (lengths != expected).any() or segments.min() < 0 or segments.max() >= len(self._ends):
             return False
         starts_well = offsets >= self._heads[segments]
-        ends_well = offsets <= self._ends[segments] - lengths  # a sum could be too large
+        ends_well = offsets <= self._ends[segments] - lengths  # a sum could overflow
         return bool((starts_well & ends_well & (digits == -(-lengths // self._block_bytes) * self._width)).all())
 
     def surely_full(self, arrays: Sequence[ArrayRecord]) -> bool:
-        """Whether all chunks, which their segments hold, fill the data of each segment exactly."""
+        """Whether all chunks, which are within their segments, fill the data section of each segment exactly."""
         columns = _columns([chunk for array in arrays for chunk in array.chunks])
         if columns is None or not len(self._ends):
             return False
@@ -245,7 +246,7 @@ class SegmentRoom:
 
 
 def _columns(chunks: Sequence[ChunkRecord]) -> Sequence[np.ndarray] | None:
-    """Segments, offsets, lengths and how many digits of digests; None: none, or numbers beyond 64 bits."""
+    """Segments, offsets, lengths and digest lengths; None if there are no chunks, or numbers beyond 64 bits."""
     if not chunks:
         return None
     try:

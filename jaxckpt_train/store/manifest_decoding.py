@@ -1,8 +1,8 @@
-"""Decodes a manifest that somebody else may have made: a part is believed before the next takes memory.
+"""Decode a manifest that may come from an untrusted source.
 
-Long JSON lists, read as short ones: what is refused at its beginning takes no memory for its rest.
-
-Plain data as JSON files hold it: strict JSON, and Python's own where a number is none (NaN, Infinity, -Infinity).
+Each part is validated before the next one takes memory. Long JSON lists are decoded in batches, so that an invalid list
+is refused at its first bad element. Also here: plain data as JSON, where Python's NaN, Infinity and -Infinity are
+accepted.
 """
 
 from __future__ import annotations
@@ -54,34 +54,34 @@ _shape, _box = msgspec.json.Decoder(tuple[int, ...]).decode, msgspec.json.Decode
 
 
 def encode_value(value: Any, *, is_strict: bool = False) -> bytes:
-    """Plain data as JSON.
+    """Encode plain data as JSON.
 
     Args:
         value: the data.
-        is_strict: whether NaN and infinities are refused, as a manifest cannot hold them.
+        is_strict: whether to refuse NaN and infinities, which a manifest cannot hold.
 
     Raises:
-        UnsupportedLeafError: it would not come back as it is.
+        UnsupportedLeafError: decoding would not give the same value.
     """
     try:
         data = msgspec.json.encode(value)
         same = msgspec.json.decode(data) == value
-        if not same and not is_strict:  # NaN, which is equal to nothing, and has become null as infinities have
+        if not same and not is_strict:  # NaN differs from itself; NaN and infinities have become null
             data = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
             same = repr(json.loads(data)) == repr(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsupportedLeafError(f"not JSON: {error}") from error
     if not same:
         numbers = ", nan" if is_strict else ""
-        raise UnsupportedLeafError(f"would not come back from JSON as it is (a tuple{numbers}, a key that is no text?)")
+        raise UnsupportedLeafError(f"would not come back from JSON unchanged (a tuple{numbers}, or a non-text key?)")
     return data
 
 
 def decode_value(data: Any) -> Any:
-    """The data that is in a file of JSON, of ours or of another tool in Python.
+    """Decode JSON of this library or of another Python tool.
 
     Raises:
-        NOT_JSON: it is none.
+        NOT_JSON: it is not JSON.
     """
     try:
         return msgspec.json.decode(data)
@@ -93,10 +93,10 @@ def decode_value(data: Any) -> Any:
 
 
 def decode_untrusted(data: bytes, kind: Any = Any) -> Any:
-    """What another tool in Python tells as JSON, for a manifest of ours: numbers that are none are text, such as "nan".
+    """Decode another Python tool's JSON for a manifest; NaN and infinities become text such as "nan".
 
     Raises:
-        NOT_JSON: it is none, or not of this kind.
+        NOT_JSON: it is not JSON, or not of this kind.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -108,7 +108,7 @@ def decode_untrusted(data: bytes, kind: Any = Any) -> Any:
 
 
 def _by_python(data: bytes, **options: Any) -> tuple[Any] | None:
-    """What Python reads of it, in a tuple; None: it is no JSON to Python either, or has text that is no Unicode."""
+    """What Python's decoder returns, in a tuple; None if that fails too, or if the text is not valid Unicode."""
     try:
         found = json.loads(data.decode(), **options)
         msgspec.json.encode(found)
@@ -125,22 +125,23 @@ def _number_or_text(text: str) -> float | str:
 def elements(
     raw: msgspec.Raw, between: bytes, decode_some: Callable[[Any], list[T]], decode_one: Callable[[Any], T]
 ) -> Iterator[T]:
-    """The elements of a list, of which few are decoded before the first is handed out.
+    """Yield the elements of a JSON list, decoding only a few at a time.
 
     Args:
         raw: the list, without white space.
-        between: what stands between two elements and nowhere within one: the end of one, a comma, a beginning. A list
-            in which it stands elsewhere is in no form of ours, and is refused as soon as it is cut there.
-        decode_some: from a list of at most 64 KiB.
-        decode_one: from one element that is larger. It may take many times that much memory, unless this looks at it
-            first.
+        between: the bytes that separate two elements and never occur within one: the end of an element, a comma, and
+            the start of the next. A list with these bytes elsewhere is not in canonical form, and is refused where it
+            is cut.
+        decode_some: decodes a list of at most 64 KiB.
+        decode_one: decodes a single larger element. It should check the element first, because decoding may take many
+            times as much memory.
 
     Raises:
-        msgspec.MsgspecError: it is no list of these.
+        msgspec.MsgspecError: it is not a list of these elements.
     """
     view = memoryview(raw)
     if bytes(view[:1]) != b"[":
-        yield from decode_some(view)  # which says what it is instead
+        yield from decode_some(view)  # raises an error that names the actual type
         return
     start, end = 1, len(view) - 1
     while start < end:
@@ -153,14 +154,14 @@ def elements(
 
 
 def length(raw: msgspec.Raw, between: bytes) -> int:
-    """How many elements a list in our form has, without making one of them."""
+    """The number of elements of a list in canonical form, without decoding it."""
     view, overlap = memoryview(raw), len(between) - 1
     windows = range(0, len(view), BATCH_BYTES)
     return (len(view) > 2) + sum(bytes(view[at : at + BATCH_BYTES + overlap]).count(between) for at in windows)
 
 
 def _cut(view: memoryview, start: int, end: int, between: bytes) -> int:
-    """Where as many elements as go into a batch end, but not before the first does."""
+    """Where the largest batch of whole elements ends; at least one element."""
     if end - start <= BATCH_BYTES:
         return end
     comma = between.index(b",")
@@ -183,7 +184,7 @@ class _PartOutline(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     detail: msgspec.Raw
 
 
-# A list that is refused as soon as it has one element too many: a tuple would be refused when it is made.
+# A list with a limited number of elements: msgspec refuses it at the first element too many, before it is decoded.
 _Parts = msgspec.defstruct(
     "_Parts",
     [(f"part_{number}", _PartOutline, None) for number in range(MAX_PARTS)],
@@ -204,7 +205,7 @@ class _Outline(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _size(outline: _Outline) -> int:
-    """How many bytes it has in the form that is ours."""
+    """The size of the outline's encoding in canonical form."""
     rest = msgspec.structs.replace(outline, segments=_NOTHING, parts=_NOTHING, info=_NOTHING)
     pieces = (outline.segments, outline.parts, outline.info)
     return len(msgspec.json.encode(rest)) + sum(memoryview(piece).nbytes for piece in pieces)
@@ -227,11 +228,7 @@ class _LargeChunk(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fiel
 
 
 _outline, _parts = msgspec.json.Decoder(_Outline).decode, msgspec.json.Decoder(_Parts).decode
-
-
 _arrays, _large_array = msgspec.json.Decoder(list[ArrayRecord]).decode, msgspec.json.Decoder(_LargeArray).decode
-
-
 _chunks, _large_chunk = msgspec.json.Decoder(list[ChunkRecord]).decode, msgspec.json.Decoder(_LargeChunk).decode
 
 
@@ -239,13 +236,13 @@ def decode_manifest(data: bytes | bytearray, subject: str) -> Manifest:
     """Decode and fully validate manifest.json.
 
     Raises:
-        CorruptCheckpointError: malformed, contradicting itself, or in another form than this package writes
-            (which also refuses keys that appear twice).
-        FormatVersionError: a newer version.
+        CorruptCheckpointError: it is malformed, contradicts itself, or is not in canonical form (which also refuses
+            duplicate keys).
+        FormatVersionError: it is of a newer version.
     """
     check_version(data, subject)
     try:
-        with paused_collection():  # millions of small lists would take seconds
+        with paused_collection():  # collections during millions of small lists would take seconds
             decoding = _Decoding(_outline(data), len(data), subject)
             manifest = decoding.manifest(data)
     except NOT_JSON as error:
@@ -257,11 +254,11 @@ def decode_manifest(data: bytes | bytearray, subject: str) -> Manifest:
 
 
 def _another_form(subject: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{subject}: not in canonical form (a key twice, or edited by another program)")
+    return CorruptCheckpointError(f"{subject}: not in canonical form (a duplicate key, or edited by another program)")
 
 
 class _Decoding:
-    """One manifest that is being decoded; each record is checked when it is there."""
+    """Decodes one manifest and checks each record."""
 
     def __init__(self, outline: _Outline, size: int, subject: str) -> None:
         self._outline, self._subject = outline, subject
@@ -270,7 +267,7 @@ class _Decoding:
         self._width, self._block_bytes = HEX_DIGITS[outline.digest], outline.block_bytes
         if not MIN_BLOCK_BYTES <= self._block_bytes <= MAX_BLOCK_BYTES or self._block_bytes % MIN_BLOCK_BYTES:
             raise CorruptCheckpointError(f"{subject}: block_bytes is {shown(self._block_bytes)}")
-        if _size(outline) != size:  # what stands a million times would be looked at as often
+        if _size(outline) != size:  # a duplicate key, perhaps repeated a million times
             raise _another_form(subject)
         found = msgspec.structs.astuple(_parts(outline.parts))
         self._parts: list[_PartOutline] = [part for part in found if part is not None]
@@ -284,10 +281,11 @@ class _Decoding:
         self._room = MAX_ARRAYS
 
     def manifest(self, data: bytes | bytearray) -> Manifest:
-        """All of it; `data` is what it is decoded from."""
+        """Decode everything; `data` is the encoded manifest."""
         outline = self._outline
         info = decode_info(outline.info, self._subject)
-        # What takes its writer a few bytes. Each segment and each chunk ends so, and each segment holds one at least.
+        # Cheap to forge, so check it before decoding: each segment and each chunk ends with these bytes, and each
+        # segment has at least one chunk.
         if 2 * length(outline.segments, _BETWEEN_FILES) > data.count(b'"]'):
             raise CorruptCheckpointError(f"{self._subject}: a segment without chunks")
         if sum(length(part.arrays, _BETWEEN_ARRAYS) for part in self._parts) > MAX_ARRAYS:
@@ -303,7 +301,7 @@ class _Decoding:
         return Manifest(*content, self._segments, parts, info)
 
     def check_overlaps(self, manifest: Manifest) -> None:
-        """Check that chunks fill the data section of every segment exactly: no byte twice, none unaccounted for."""
+        """Check that chunks fill the data section of every segment exactly, without overlaps and gaps."""
         if not self._room_in_segments.surely_full([array for part in manifest.parts for array in part.arrays]):
             _check_overlaps(manifest, self._subject)
 
@@ -361,7 +359,7 @@ class _Decoding:
         return CorruptCheckpointError(f"{self._subject}: more than {MAX_ARRAYS:,} arrays")
 
     def _large_array(self, text: memoryview, part: str) -> ArrayRecord:
-        """An array of many chunks, or of what is no array: its lists are looked at before they are made."""
+        """An array with a long record: its lists are checked before they are decoded."""
         found = _large_array(text)
         subject = f"{part}: array {shown(found.name)}"
         if memoryview(found.shape).nbytes > _MAX_BOX_BYTES:
@@ -376,7 +374,7 @@ class _Decoding:
 
         chunks, dimensions, width, block_bytes = [], len(shape), self._width, self._block_bytes
         for chunk in elements(found.chunks, _BETWEEN_CHUNKS, _chunks, large):
-            size = chunk.length  # in line: there may be millions
+            size = chunk.length  # inlined, because there may be millions of chunks
             if len(chunk.box) != dimensions or size < 1 or len(chunk.digests) != width * -(-size // block_bytes):
                 raise CorruptCheckpointError(f"{subject}: impossible chunk of {size} bytes, or box of it")
             chunks.append(chunk)
@@ -420,7 +418,7 @@ class _Decoding:
             return f"no segment number {chunk.segment}"
         segment = self._segments[chunk.segment]
         if chunk.offset < segment.header_bytes or chunk.offset + chunk.length > segment.bytes:
-            return f"box {chunk.box} lies outside {segment.file!r}"
+            return f"box {chunk.box} is outside {segment.file!r}"
         if len(chunk.digests) != self._digits(chunk.length):
             return f"box {chunk.box} has {len(chunk.digests)} digits of digests"
         return None
@@ -432,7 +430,7 @@ def _impossible_shape(array: ArrayRecord, part: str) -> CorruptCheckpointError:
 
 
 def _check_overlaps(manifest: Manifest, subject: str) -> None:
-    """As `_Decoding.check_overlaps`, segment by segment."""
+    """`_Decoding.check_overlaps`, one segment at a time."""
     spans: list[list[tuple[int, int]]] = [[] for _ in manifest.segments]
     for part in manifest.parts:
         for array in part.arrays:

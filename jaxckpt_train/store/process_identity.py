@@ -1,12 +1,10 @@
-"""What the system tells of processes and of the machine: who this one is, whether another lives, how much memory.
+"""Facts about processes and this machine: identity, whether another process is alive, memory, Slurm, Kubernetes.
 
-Whether malloc takes large blocks in huge pages and gives them back at once, and how a process begins so.
-
-What a library allocates for each large chunk that it decodes comes fresh from the kernel and goes back to it. In pages
-of 4 KiB its first touch takes longer than to decode it; in huge ones it is some hundredth of that. GNU's libc asks for
-them if it is told so before a process begins, and in no other way (`glibc.malloc.hugetlb`, since 2.35). It also keeps
-blocks of up to 32 MiB for later, in each thread, once one of that size was given back, unless it is told where to stop
-(`glibc.malloc.mmap_threshold`).
+Also here: how a process gets a malloc that uses huge pages. A library that decodes large chunks allocates fresh memory
+for each one and returns it to the kernel. With pages of 4 KiB the first touch takes longer than the decoding; with huge
+pages it takes about a hundredth of that. GNU's libc (since 2.35) uses them only if `glibc.malloc.hugetlb` is set in the
+environment before the process starts. It also keeps freed blocks of up to 32 MiB in each thread, unless
+`glibc.malloc.mmap_threshold` limits their size.
 """
 
 from __future__ import annotations
@@ -27,44 +25,49 @@ from pathlib import Path
 import msgspec
 
 VARIABLE, TUNABLE, THRESHOLD = "GLIBC_TUNABLES", "glibc.malloc.hugetlb", "glibc.malloc.mmap_threshold"
-KEPT_BYTES = 4 << 20  # larger blocks go back at once
+KEPT_BYTES = 4 << 20  # larger blocks are returned at once
 POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SINCE = (2, 35)
-MOST_PID = 1 << 31  # no process has such a number
+PID_LIMIT = 1 << 31  # every process number is smaller
 
 
 def has_huge_malloc() -> bool:
-    """Whether this process has it."""
+    """Whether this process's malloc uses huge pages."""
     return _tunables(os.environ).get(TUNABLE, "0") != "0" and _can()
 
 
-def variables_of_huge_malloc(variables: Mapping[str, str]) -> dict[str, str] | None:
-    """The environment of a process that has it, made of another one.
+def huge_malloc_environment(variables: Mapping[str, str]) -> dict[str, str] | None:
+    """The environment for a process whose malloc uses huge pages, made from another environment.
 
-    None: that one decides it already, or it can have none on this system.
+    None: that environment sets the option already, or this system does not support it.
     """
     decided = _tunables(variables)
     if TUNABLE in decided or not _can():
         return None
-    told = [variables.get(VARIABLE, ""), f"{TUNABLE}=1", "" if THRESHOLD in decided else f"{THRESHOLD}={KEPT_BYTES}"]
-    return {**variables, VARIABLE: ":".join(filter(None, told))}
+    settings = [
+        variables.get(VARIABLE, ""),
+        f"{TUNABLE}=1",
+        "" if THRESHOLD in decided else f"{THRESHOLD}={KEPT_BYTES}",
+    ]
+    return {**variables, VARIABLE: ":".join(filter(None, settings))}
 
 
-def begin_again(words: list[str]) -> None:
-    """Have this very process run a command instead of what it runs, by the same Python; comes back if it has it.
+def restart_with_huge_malloc(words: list[str]) -> None:
+    """Restart this process with the same Python and a malloc that uses huge pages; returns if it has one already.
 
-    Interrupts wait until `has_begun_again` is called there: Python tells of one that comes while it starts.
+    SIGINT stays blocked until `has_begun_again` is called in the restarted process, because Python would print a
+    traceback for an interrupt during its start.
     """
-    variables = variables_of_huge_malloc(os.environ)
+    variables = huge_malloc_environment(os.environ)
     if variables is not None and sys.executable:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        with contextlib.suppress(OSError):  # what it does is slower without
+        with contextlib.suppress(OSError):  # without huge pages the command is only slower
             os.execve(sys.executable, words, variables)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def has_begun_again() -> None:
-    """Let interrupts through again, if this process was begun by `begin_again`."""
+def finish_restart() -> None:
+    """Unblock SIGINT if this process was started by `begin_again`."""
     if f"{TUNABLE}=1" in os.environ.get(VARIABLE, ""):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -83,10 +86,10 @@ def _can() -> bool:
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """A process, told apart from every other that ever ran: on this machine, before a reboot, in another container.
+    """The identity of a process, which is unique across reboots and containers of this machine.
 
-    `start`, `boot` and `namespace` are empty where the system does not say (no /proc). `nonce` is random, and says of
-    a process whether it is this very one also there; it is empty in records of earlier versions.
+    `start`, `boot` and `namespace` are empty if the system does not report them (no /proc). `nonce` is random and
+    identifies this very process on any system; it is empty in records of earlier versions.
     """
 
     host: str
@@ -98,7 +101,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 
 class _Nonce:
-    """A random number of this process: a forked child has another one."""
+    """A random number of this process; a forked child draws another one."""
 
     def __init__(self) -> None:
         self.draw()
@@ -114,7 +117,7 @@ os.register_at_fork(after_in_child=_nonce.draw)
 
 
 def this_process() -> ProcessIdentity:
-    """The process that calls."""
+    """The identity of the calling process."""
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
@@ -124,37 +127,37 @@ def this_process() -> ProcessIdentity:
 
 
 def descriptor_path(pid: int, descriptor: int, begins: str) -> str:
-    """Where a descriptor of another process is found, if what it stands for has a name that begins like this.
+    """The /proc path of another process's descriptor, if its target starts with `begins`.
 
     Raises:
-        OSError: it cannot be seen from here, as from another container; or it is another process's with that number.
+        OSError: it is not visible from here, as in another container; or the number belongs to another process.
     """
     path = f"/proc/{pid}/fd/{descriptor}"
-    if not os.readlink(path).startswith(begins):  # first: to open another one, such as a pipe, might wait for ever
-        raise OSError(errno.ENOENT, "another process has this number here", path)
+    if not os.readlink(path).startswith(begins):  # checked first, because opening a pipe might block for ever
+        raise OSError(errno.ENOENT, "this process number belongs to another process here", path)
     return path
 
 
 def machine_id() -> str:
-    """The same for all processes of this machine, in whatever containers; empty where the system does not tell."""
+    """An identifier that all processes of this machine share, even in containers; empty if the system reports none."""
     return this_process().boot
 
 
 def is_dead(other: ProcessIdentity) -> bool | None:
-    """Whether a process is surely gone (True) or surely alive (False); None if that cannot be known from here.
+    """Whether a process has certainly ended (True) or is certainly alive (False); None if that cannot be known here.
 
-    It can be known of this very process, and of one whose machine, boot, PID namespace and start are all known: a
-    number alone may be that of another process, in another container or after a reboot.
+    It is known of this very process, and of a process whose machine, boot, PID namespace and start time are known: a
+    process number alone may belong to another process, in another container or after a reboot.
     """
     here = this_process()
     if other.nonce and other.nonce == here.nonce:
         return False
-    if other.host != here.host or not 0 < other.pid < MOST_PID:
+    if other.host != here.host or not 0 < other.pid < PID_LIMIT:
         return None
     if not (other.boot and other.namespace and other.start):
         return None
     if other.boot != here.boot:
-        return None  # this machine before it was booted anew, or another one of the same name
+        return None  # this machine before a reboot, or another machine of the same name
     if other.namespace != here.namespace:
         return None
     try:
@@ -162,20 +165,20 @@ def is_dead(other: ProcessIdentity) -> bool | None:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # it exists and belongs to someone else
+        pass  # it exists and belongs to another user
     if _stat_of(other.pid)[:1] in (["Z"], ["X"]):
-        return True  # ended, and its parent has not asked for its exit code
-    start = _start_of(other.pid)  # hidden where /proc shows a user its own processes only
+        return True  # a zombie, whose parent has not read its exit code
+    start = _start_of(other.pid)  # empty where /proc shows users only their own processes
     return start != other.start if start else None
 
 
 def command_name(pid: int) -> str:
-    """The name of a process's program, 15 bytes of it at most; empty where the system does not tell."""
+    """The name of a process's program, at most 15 bytes; empty if the system does not report it."""
     return _read(f"/proc/{pid}/comm").strip()
 
 
-def open_below(directory: str) -> list[str]:
-    """Which processes of this machine have files below a directory open, as far as this user may see them."""
+def open_files_below(directory: str) -> list[str]:
+    """The open files below a directory and their processes on this machine, as far as this user may see them."""
     found, top = list[str](), f"{os.path.realpath(directory)}/"
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
@@ -186,18 +189,18 @@ def open_below(directory: str) -> list[str]:
 
 
 def memory_bytes() -> int:
-    """All the memory of this machine."""
+    """The total memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def process_tag() -> str:
-    """This process in a form that file names can hold: `<machine>-<boot>-<pid>-<start>`."""
+    """This process's identity for file names: `<machine>-<boot>-<pid>-<start>`."""
     me = this_process()
     return f"{_short(me.host + me.namespace)}-{_short(me.boot)}-{me.pid}-{me.start or _nonce.value}"
 
 
 def is_dead_tag(tag: str) -> bool:
-    """Whether the process with this tag is surely gone: it ran on this machine, before a reboot or until it ended."""
+    """Whether the process with this tag has certainly ended: it ran on this machine, and ended or a reboot ended it."""
     me = this_process()
     machine, boot, pid, start = tag.split("-")
     if not (me.boot and me.namespace) or machine != _short(me.host + me.namespace):
@@ -208,7 +211,7 @@ def is_dead_tag(tag: str) -> bool:
 
 
 def is_tag_of_another_boot(tag: str) -> bool:
-    """Whether the process with this tag ran before this machine was started anew: the power may have gone since."""
+    """Whether the process with this tag ran before the last start of this machine, so before a possible power cut."""
     return tag.split("-")[1] != _short(this_process().boot)
 
 
@@ -217,13 +220,13 @@ def _short(text: str) -> str:
 
 
 def _start_of(pid: int) -> str:
-    """When a process started, in clock ticks since boot; the same pid used again has another."""
+    """The start time of a process in clock ticks since boot, which differs if a process number is reused."""
     stat = _stat_of(pid)
     return stat[19] if len(stat) > 19 else ""
 
 
 def process_age_s() -> float | None:
-    """Seconds since this process was made; None where the system does not tell."""
+    """Seconds since this process started; None if the system does not report it."""
     try:
         ticks, up_s = int(_start_of(os.getpid())), float(_read("/proc/uptime").split()[0])
     except (ValueError, IndexError):
@@ -232,7 +235,7 @@ def process_age_s() -> float | None:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on; empty where the system does not tell."""
+    """The fields of /proc/<pid>/stat from the state on; empty if the system does not report them."""
     return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
@@ -248,8 +251,8 @@ class SlurmJob:
     """A batch job of Slurm.
 
     Attributes:
-        id: as `scontrol` takes it: "1234", of one task of an array "1200_7". The number that the last task of an array
-            has in SLURM_JOB_ID is that of the whole array.
+        id: the job for `scontrol`: "1234", or "1200_7" for a task of an array. (The SLURM_JOB_ID of an array's last
+            task is the number of the whole array.)
         restarts: how often it was requeued.
     """
 
@@ -258,7 +261,7 @@ class SlurmJob:
 
 
 def slurm_job(environment: Mapping[str, str] | None = None) -> SlurmJob | None:
-    """The Slurm job that this process belongs to; None: none.
+    """The Slurm job of this process; None: it has none.
 
     Args:
         environment: variables; None: those of this process.
@@ -268,12 +271,12 @@ def slurm_job(environment: Mapping[str, str] | None = None) -> SlurmJob | None:
     if not number:
         return None
     task = variables.get("SLURM_ARRAY_TASK_ID")
-    restarts = variables.get("SLURM_RESTART_COUNT", "")  # there is none in the first start
+    restarts = variables.get("SLURM_RESTART_COUNT", "")  # not set in the first run
     return SlurmJob(f"{array}_{task}" if array and task else number, int(restarts) if restarts.isdecimal() else 0)
 
 
 def is_in_pod(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process runs in a pod of Kubernetes, which gives every container the address of its API.
+    """Whether this process runs in a Kubernetes pod, where every container has the address of the API server.
 
     Args:
         environment: variables; None: those of this process.

@@ -1,6 +1,6 @@
-"""The index of one process: what it has written of a checkpoint; and how those of all become one manifest.
+"""The index of one process, which lists what it has written, and the merge of all indexes into one manifest.
 
-Chunks as columns of numbers: small to send, and put together by numpy, however many processes have written them.
+Chunks are sent as columns of numbers, which are small, and which numpy merges quickly for any number of processes.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.threads import paused_collection
 
 _WIDTHS = (1, 2, 4, 8)
-_LEAST_CHUNK_BYTES = len('[[],0,0,1,""],')  # in a manifest, without its digests
+_MIN_CHUNK_BYTES = len('[[],0,0,1,""],')  # in a manifest, without its digests
 
 
 class ChunkColumns(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Chunks of some arrays, one after the other; of each column the width of a number, and the numbers.
+    """Chunks of some arrays as columns; a column is the width of its numbers in bytes, followed by the numbers.
 
     Attributes:
-        arrays: number of the array of each chunk.
+        arrays: the index of each chunk's array.
         boxes: the starts and stops of all boxes.
-        segments: number of the segment of each chunk.
+        segments: the number of each chunk's segment.
         offsets: in the segment.
         lengths: in bytes.
-        digest_ends: where the digests of each chunk end among all.
-        digests: of all chunks, as bytes.
+        digest_ends: where the digests of each chunk end in `digests`.
+        digests: the digests of all chunks, as bytes.
     """
 
     arrays: bytes
@@ -52,11 +52,11 @@ class ChunkColumns(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 def to_columns(arrays: Sequence[int], chunks: Sequence[Sequence[ChunkRecord]]) -> ChunkColumns:
-    """The columns of what was written of some arrays.
+    """The chunks of some arrays as columns.
 
     Args:
-        arrays: their numbers.
-        chunks: of each.
+        arrays: the indexes of the arrays.
+        chunks: the chunks of each array.
     """
     numbers = np.repeat(np.array(arrays, np.int64), np.array([len(found) for found in chunks], np.int64))
     flat = list(chain.from_iterable(chunks))
@@ -73,12 +73,12 @@ def to_columns(arrays: Sequence[int], chunks: Sequence[Sequence[ChunkRecord]]) -
 
 
 def count_of(columns: ChunkColumns) -> int:
-    """How many chunks they are."""
+    """The number of chunks."""
     return (len(columns.arrays) - 1) // columns.arrays[0]
 
 
 class ArrayChunks(NamedTuple):
-    """The chunks of one array: corners of shape (chunks, dimensions, 2), and what is left of the records."""
+    """The chunks of one array: boxes with shape (chunks, dimensions, 2), and the other fields of their records."""
 
     corners: np.ndarray
     segments: np.ndarray
@@ -87,7 +87,7 @@ class ArrayChunks(NamedTuple):
     digests: Sequence[str]
 
     def records(self, boxes: Sequence[Box]) -> tuple[ChunkRecord, ...]:
-        """As a manifest has them."""
+        """The records for a manifest."""
         columns = (self.segments.tolist(), self.offsets.tolist(), self.lengths.tolist())
         return tuple(map(ChunkRecord, boxes, *columns, self.digests))
 
@@ -96,23 +96,23 @@ class MergedChunks:
     """The chunks that several processes have written of the same arrays.
 
     Args:
-        columns: of each process.
-        firsts: of each process the number that its first segment has among all.
-        dimensions: how many each array has.
+        columns: the columns of each process.
+        firsts: for each process, the number of its first segment among all segments.
+        dimensions: the number of dimensions of each array.
 
     Raises:
-        ValueError: these cannot be the chunks of such arrays.
+        ValueError: these cannot be chunks of these arrays.
     """
 
     def __init__(self, columns: Sequence[ChunkColumns], firsts: Sequence[int], dimensions: Sequence[int]) -> None:
         arrays = _joined(each.arrays for each in columns)
         if arrays.max(initial=-1) >= len(dimensions):
-            raise ValueError(f"array number {arrays.max()} of {len(dimensions)}")
+            raise ValueError(f"expected at most {len(dimensions)} arrays, found array number {arrays.max()}")
         order = np.argsort(arrays, kind="stable")
         self._numbers, sides = arrays[order], np.array(dimensions, np.int64)[arrays] * 2
         self._flat = _joined(each.boxes for each in columns)
         if sides.sum() != len(self._flat):
-            raise ValueError("boxes of other dimensions than their arrays")
+            raise ValueError("the number of dimensions of boxes and arrays differs")
         self._at = (np.cumsum(sides) - sides)[order]
         self._segments = _joined((each.segments for each in columns), firsts)[order]
         self._offsets = _joined(each.offsets for each in columns)[order]
@@ -123,7 +123,7 @@ class MergedChunks:
         self._digests = b"".join([each.digests for each in columns])
 
     def of(self, array: int, dimensions: int) -> ArrayChunks:
-        """Those of one array, those of the first process first."""
+        """The chunks of one array, in the order of the processes."""
         first, last = np.searchsorted(self._numbers, (array, array + 1)).tolist()
         corners = self._flat[self._at[first:last, None] + np.arange(2 * dimensions)]
         spans = zip(self._starts[first:last].tolist(), self._ends[first:last].tolist(), strict=True)
@@ -133,7 +133,7 @@ class MergedChunks:
 
 
 def to_boxes(corners: np.ndarray) -> list[Box]:
-    """As tuples."""
+    """Boxes as tuples."""
     if not corners.shape[1]:
         return [()] * len(corners)
     sides = [zip(*side.T.tolist(), strict=True) for side in corners.transpose(1, 0, 2)]
@@ -141,7 +141,7 @@ def to_boxes(corners: np.ndarray) -> list[Box]:
 
 
 def _packed(values: Sequence[int] | np.ndarray) -> bytes:
-    """Numbers from 0 on, in as few bytes each as the largest needs."""
+    """Encode numbers from 0 on with as few bytes each as the largest needs."""
     column = np.asarray(values, np.int64)
     most = int(column.max(initial=0))
     width = next(width for width in _WIDTHS if most < 1 << 8 * width)
@@ -153,7 +153,7 @@ def _unpacked(data: bytes) -> np.ndarray:
 
 
 def _joined(columns: Iterable[bytes], first: Sequence[int] | None = None) -> np.ndarray:
-    """The columns of all processes, to the numbers of each of which its own is added."""
+    """Concatenate the columns of all processes, after adding each process's first number."""
     found = [_unpacked(column) for column in columns]
     for column, more in zip(found, first or (), strict=False):
         column += more
@@ -165,9 +165,9 @@ class PartIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     Attributes:
         segments: its segment files.
-        arrays: the numbers of the arrays of which it has written something.
-        chunks: of each of these what it has written; their segment numbers count from the first of `segments`.
-        files: its files that are no segments.
+        arrays: the indexes of the arrays of which it has written chunks.
+        chunks: the chunks of each of these; their segment numbers index `segments`.
+        files: its other files.
     """
 
     segments: tuple[SegmentRecord, ...]
@@ -180,7 +180,7 @@ class ProcessIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What a process has written of a checkpoint.
 
     Attributes:
-        alike: a digest of what must be the same in all processes.
+        alike: a digest of what must be equal in all processes.
         parts: one for each checkpointable.
     """
 
@@ -189,7 +189,7 @@ class ProcessIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class PartSummary(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A PartIndex as it is sent: its files, and the rest as columns."""
+    """A PartIndex in the form that is sent: its files, and its chunks as columns."""
 
     segments: tuple[SegmentRecord, ...]
     chunks: ChunkColumns
@@ -197,25 +197,25 @@ class PartSummary(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class IndexSummary(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A ProcessIndex as it is sent."""
+    """A ProcessIndex in the form that is sent."""
 
     alike: str
     parts: tuple[PartSummary, ...]
 
 
 def index_summary(index: ProcessIndex) -> IndexSummary:
-    """An index as it is sent, and merged."""
+    """Convert an index to the form that is sent and merged."""
     parts = tuple(PartSummary(part.segments, to_columns(part.arrays, part.chunks), part.files) for part in index.parts)
     return IndexSummary(index.alike, parts)
 
 
 def encode_index(index: ProcessIndex) -> bytes:
-    """The bytes that a process sends to process 0."""
+    """The bytes that a process sends to the primary."""
     return msgspec.msgpack.encode(index_summary(index))
 
 
 def decode_index(data: bytes) -> IndexSummary:
-    """What a process has sent."""
+    """Decode what a process has sent."""
     return msgspec.msgpack.decode(data, type=IndexSummary)
 
 
@@ -225,60 +225,60 @@ def merge_indexes(
     """The segments and checkpointables of the whole checkpoint.
 
     Args:
-        parts: the checkpointables as process 0 knows them, whose arrays have no chunks yet.
-        indexes: one of each process, in their order.
+        parts: the checkpointables, whose arrays have no chunks yet.
+        indexes: one per process, in order.
 
     Raises:
-        UnsupportedLeafError: so many chunks that no manifest holds them.
-        CheckpointError: together they are not whole, which only a mistake of this package can make.
+        UnsupportedLeafError: there are more chunks than a manifest can hold.
+        CheckpointError: together they are incomplete, which only a bug of this library can cause.
     """
     _refuse_too_many(indexes)
     segments: list[SegmentRecord] = []
     merged = []
     with paused_collection():
         for number, part in enumerate(parts):
-            told = [index.parts[number] for index in indexes]
-            firsts = itertools.accumulate([len(each.segments) for each in told], initial=len(segments))
-            merged.append(_merge_part(part, told, list(firsts)[:-1]))
-            segments.extend(segment for each in told for segment in each.segments)
+            summaries = [index.parts[number] for index in indexes]
+            firsts = itertools.accumulate([len(each.segments) for each in summaries], initial=len(segments))
+            merged.append(_merge_part(part, summaries, list(firsts)[:-1]))
+            segments.extend(segment for each in summaries for segment in each.segments)
     return segments, merged
 
 
 def _refuse_too_many(indexes: Sequence[IndexSummary]) -> None:
-    """Before process 0 takes the memory that they need: a training may run beside it."""
-    told = [part.chunks for index in indexes for part in index.parts]
-    chunks = sum(map(count_of, told))
-    least_bytes = chunks * _LEAST_CHUNK_BYTES + sum(2 * len(each.digests) for each in told)
+    """Check the limit before merging takes memory, because a training may run in the same process."""
+    summaries = [part.chunks for index in indexes for part in index.parts]
+    chunks = sum(map(count_of, summaries))
+    least_bytes = chunks * _MIN_CHUNK_BYTES + sum(2 * len(each.digests) for each in summaries)
     if least_bytes > MAX_MANIFEST_BYTES:
         raise UnsupportedLeafError(
-            f"{chunks:,} chunks of {len(indexes):,} processes: a manifest of more than {MAX_MANIFEST_BYTES:,} bytes; "
-            "stack arrays, or cut them over fewer processes"
+            f"{chunks:,} chunks of {len(indexes):,} processes need a manifest of more than {MAX_MANIFEST_BYTES:,} "
+            "bytes; stack arrays, or shard them over fewer processes"
         )
 
 
-def _merge_part(part: PartRecord, told: Sequence[PartSummary], firsts: Sequence[int]) -> PartRecord:
+def _merge_part(part: PartRecord, summaries: Sequence[PartSummary], firsts: Sequence[int]) -> PartRecord:
     try:
-        chunks = MergedChunks([each.chunks for each in told], firsts, [len(array.shape) for array in part.arrays])
+        chunks = MergedChunks([each.chunks for each in summaries], firsts, [len(array.shape) for array in part.arrays])
     except ValueError as error:
-        raise CheckpointError(f"{part.name}: the processes do not tell of the same arrays: {error}") from error
+        raise CheckpointError(f"{part.name}: the processes reported different arrays: {error}") from error
     known = _KnownTilings()
     arrays = []
     for number, array in enumerate(part.arrays):
         found = chunks.of(number, len(array.shape))
         boxes = known.boxes(found.corners, array, part.name)
         arrays.append(msgspec.structs.replace(array, chunks=found.records(boxes)))
-    files = part.files + tuple(file for each in told for file in each.files)
+    files = part.files + tuple(file for each in summaries for file in each.files)
     return msgspec.structs.replace(part, arrays=tuple(arrays), files=files)
 
 
 class _KnownTilings:
-    """Boxes of arrays: most are cut as another one was, and are then neither checked again nor made."""
+    """A cache of boxes: most arrays are cut as another one, and need not be checked and converted again."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[int, ...], bytes], list[Box]] = {}
 
     def boxes(self, corners: np.ndarray, array: ArrayRecord, part: str) -> list[Box]:
-        """The boxes with these corners, which tile the array."""
+        """The boxes with these corners, after checking that they tile the array."""
         key = (array.shape, corners.tobytes())
         found = self._known.get(key)
         if found is None:

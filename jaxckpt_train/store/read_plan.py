@@ -1,7 +1,4 @@
-"""Finds what can be read straight to where it is wanted, without a copy: it lies there as it does in the file.
-
-Plans a load: which byte runs of which segments, each byte once, and where in memory they go.
-"""
+"""Plan a load: which byte runs of which segments to read, each byte once, and where in memory they go."""
 
 from __future__ import annotations
 
@@ -18,24 +15,24 @@ from jaxckpt_train.store.threads import unlocked_cached_property
 
 COALESCE_BYTES = 16 << 20
 GAP_BYTES = 64 << 10
-"""Unwanted bytes that are read along rather than to read twice: less than a disk gives in the time of a request."""
+"""Gaps up to this size are read too: that is faster than a second request."""
 APART_BYTES = 1 << 20
-"""Not read together with another so large one, if one of them can stay where it was read and the other cannot."""
+"""Reads of this size are not coalesced if one can stay where it was read and the other cannot."""
 PARTS_BYTES = 4 << 20
-"""What is only copied from is read so much at a time, into memory that is used again while it is warm; or by blocks."""
+"""Data that is only copied elsewhere is read in pieces of this size, or in blocks, into reused and so cached memory."""
 VIEW_ALIGNMENT = 64
-"""JAX takes host memory on the CPU as it is, without a copy, where it lies at a multiple of this many bytes."""
+"""On the CPU, JAX uses host memory with this alignment without a copy."""
 
 
 class Wanted(NamedTuple):
     """Boxes of one array that a load needs on this host; no box twice.
 
-    `passing` says that they only pass through host memory, to other devices or another dtype: their memory counts
-    against the read budget until everyone has let go of it. (A box that is put together of several chunks counts from
-    the moment on in which it is complete.)
+    `passing` means that the boxes are temporary in host memory, on their way to other devices or another dtype: their
+    memory counts against the read budget until nothing refers to it. (A box that is assembled from several chunks
+    counts once it is complete.)
 
-    `target` is memory into which the only box is copied, flat uint8 of its size; None: it gets memory of its own. What
-    passes has none: the budget counts who owns the memory.
+    `target` is the memory for the only box, a flat uint8 array of its size; None: the load allocates it. Passing boxes
+    have no target, because the budget counts the owner of the memory.
     """
 
     array: ArrayRecord
@@ -45,10 +42,10 @@ class Wanted(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What a chunk's bytes are for: all or part of box number `box` of wanted array number `wanted`.
+    """The purpose of a chunk's bytes: all or part of box number `box` of wanted array number `wanted`.
 
-    `whole` says that the box lies in the chunk in one row-major piece, so that it can be a view of what was read, and
-    is not wanted elsewhere.
+    `whole` means that the box is one contiguous piece of the chunk, so that it can be a view of what was read, and that
+    it has no target.
     """
 
     wanted: int
@@ -69,7 +66,7 @@ class ChunkRead(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One contiguous range of one segment, read into one piece of memory: page-aligned `start` and `stop`."""
+    """One contiguous range of one segment, read into one piece of memory; `start` and `stop` are page-aligned."""
 
     segment: int
     start: int
@@ -80,19 +77,19 @@ class Run:
 
     @unlocked_cached_property
     def is_destination(self) -> bool:
-        """Whether nearly all of the memory becomes the destination: little else of it is kept."""
+        """Whether nearly all of its memory becomes results, so that little other memory is kept alive."""
         size, views = self.stop - self.start, self._whole.views
         return 2 * views >= size and size - views <= max(2 * ALIGNMENT, size // 16)
 
     @property
     def moved_bytes(self) -> int:
-        """Room for the boxes that lie whole in it and cannot stay there."""
+        """The space for copies of whole boxes that cannot stay where they were read."""
         stays = self.passing or self.is_destination
         return self._whole.out_of_line + (0 if stays else self._whole.in_line)
 
     @unlocked_cached_property
     def is_parts(self) -> bool:
-        """Whether all of it is copied, so that none of the memory is kept."""
+        """Whether all of it is copied, so that none of its memory is kept."""
         return all(map(_is_parts, self.reads))
 
     @unlocked_cached_property
@@ -111,7 +108,7 @@ class Run:
 
 
 class _Whole(NamedTuple):
-    """The boxes that lie whole in a run: bytes of those that can be views; room for copies of these, of the others."""
+    """Sizes of a run's whole boxes: of those that can be views; the space for copies of these, and of the others."""
 
     views: int
     in_line: int
@@ -123,7 +120,7 @@ def _is_parts(read: ChunkRead) -> bool:
 
 
 def _can_stay(read: ChunkRead) -> bool:
-    """Whether most of what is read can be handed out where it lies."""
+    """Whether most of a read can be returned as views."""
     views = sum(_use_bytes(read.chunk, use) for use in read.uses if use.whole and _is_aligned(read.chunk, use))
     return 2 * views > read.stop - read.start
 
@@ -144,20 +141,19 @@ def _is_aligned(chunk: ChunkRecord, use: Use) -> bool:
 def plan_reads(
     manifest: Manifest, wanted: Sequence[Wanted], band_bytes: int, gap_bytes: int | None = None
 ) -> list[Run]:
-    """The runs that serve all wanted boxes, in file order, with up to `gap_bytes` between them (None: `GAP_BYTES`).
+    """The runs that serve all wanted boxes, in file order, with gaps of up to `gap_bytes` (None: `GAP_BYTES`).
 
-    Every byte is read once, except where more than `band_bytes` would have to be in memory at once, beside the
-    destination or on their way to devices: a chunk of which several boxes pass is then read box by box, and neighbours
-    share the digest block between them. A chunk that must be cut up or moved is then read in bands of whole blocks.
-    One that is only copied from is always read in bands, small ones: all pass through the same warm memory, and those
-    that hold nothing of the boxes are left out.
+    Every byte is read once, except where more than `band_bytes` of temporary memory would be needed at once. A chunk
+    from which several boxes pass to devices is then read box by box, and adjacent boxes share a digest block. A chunk
+    that must be cut up or moved is then read in bands of whole blocks. A chunk that is only copied elsewhere is always
+    read in small bands, which all use the same cached memory, and bands without wanted data are skipped.
     """
     reads: list[ChunkRead] = []
     for number, want in enumerate(wanted):
         for chunk in want.array.chunks:
             is_view = chunk.length <= band_bytes or chunk.offset % VIEW_ALIGNMENT == 0
             is_all = len(want.boxes) == 1 and want.boxes[0] == chunk.box
-            if is_view and is_all and want.target is None:  # most leaves: stored as wanted
+            if is_view and is_all and want.target is None:  # true for most leaves
                 use = Use(number, 0, chunk.box, True)
                 reads.append(ChunkRead(chunk, 0, chunk.offset, chunk.offset + chunk.length, (use,)))
                 continue
@@ -197,17 +193,17 @@ def _chunk_reads(
 
 
 def step_bytes(manifest: Manifest) -> int:
-    """A part of a chunk is read from one multiple of so many bytes to another: of the blocks that have digests."""
+    """Parts of a chunk are read from one multiple of this size to another: the blocks that have digests."""
     return manifest.block_bytes if manifest.block_bytes < WHOLE_CHUNKS else BLOCK_BYTES
 
 
 def parts_bytes(block_bytes: int) -> int:
-    """How much is read at a time of what is only copied from, with digests of so many bytes each."""
+    """How much data that is only copied elsewhere is read at a time, in multiples of the digest block."""
     return max(PARTS_BYTES // block_bytes, 1) * block_bytes
 
 
 def is_read_by_bands(chunk: ChunkRecord) -> bool:
-    """Whether nothing is read of parts of a chunk between those that are needed: bands begin and end with pages."""
+    """Whether the parts of a chunk can be read without the data between them, because bands start and end at pages."""
     return chunk.offset % ALIGNMENT == 0
 
 
@@ -222,7 +218,7 @@ def _uses_within(uses: Sequence[Use], boxes: Iterable[Box]) -> Iterator[Use]:
 def _clusters(
     uses: Sequence[Use], chunk: ChunkRecord, item: int, block_bytes: int, most_bytes: int
 ) -> Iterator[list[Use]]:
-    """The uses in groups: digest blocks that nobody needs are not read, and no two uses make more than `most_bytes`."""
+    """Group the uses, so that unneeded digest blocks are not read and no group of several uses exceeds `most_bytes`."""
     cluster: list[Use] = []
     begin, end = 0, -1
     for use in sorted(uses, key=lambda use: element_span(use.common, chunk.box)):
@@ -247,7 +243,7 @@ def _chunk_read(manifest: Manifest, chunk: ChunkRecord, item: int, uses: Sequenc
 
 
 class _Most(NamedTuple):
-    """Bytes of one run: of any; of one that is all parts."""
+    """The largest size of a run, and of a run that is only copied."""
 
     of_any: int
     of_parts: int
@@ -256,7 +252,7 @@ class _Most(NamedTuple):
 def _coalesce(reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most: _Most, gap_bytes: int) -> Iterator[Run]:
     group: list[ChunkRead] = []
     passing, are_parts = False, True
-    stays: bool | None = None  # whether what is large in the group can be handed out where it lies
+    stays: bool | None = None  # whether the large reads of the group can be returned as views
     for read in reads:
         passes = wanted[read.uses[0].wanted].passing
         is_large = read.stop - read.start >= APART_BYTES
@@ -284,10 +280,10 @@ def _run(reads: Sequence[ChunkRead], passing: bool) -> Run:
 
 
 def straight_target(run: Run, wanted: Sequence[Wanted]) -> np.ndarray | None:
-    """The part of a target that is just what a run reads, and where it can be read to; None: it has to be copied.
+    """The part of a target that a run can be read into directly; None if it has to be copied.
 
-    It is one row-major piece of the chunk and of the target, and whole pages of both: nothing else is read, and nothing
-    else overwritten.
+    The run must be one contiguous piece of the chunk and of the target, in whole pages of both, so that nothing else is
+    read or overwritten.
     """
     if len(run.reads) != 1 or len(run.reads[0].uses) != 1:
         return None

@@ -1,10 +1,7 @@
-"""Where each chunk goes: cuts the chunks of a checkpointable into segments before a byte is written.
+"""The layout of segments: which chunk goes where, and the safetensors header at the start of each file.
 
-Which shapes an array can have: those that a manifest holds, and that numpy and JAX can count with.
-
-The bytes of a segment's head: a valid safetensors header, padded so that the data starts at a multiple of 4096.
-
-The shardings that arrays had: free-form JSON for people, of which a manifest holds little that is distinct.
+The header is padded so that the data starts at a multiple of 4096 bytes. The module also limits the shapes that an
+array can have, and the recorded shardings, which are free-form JSON for information only.
 """
 
 from __future__ import annotations
@@ -27,28 +24,29 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 64 << 20
 MAX_DIMENSIONS = 64
 LIMIT = 1 << 62
-_LARGEST_EMPTY = (1 << 63) - 1  # numpy makes no array, JAX ends the process, where all but the zeros come to more bytes
+# An array without elements whose other dimensions multiply to more bytes: numpy refuses it, and JAX aborts the process.
+_LARGEST_EMPTY = (1 << 63) - 1
 
 
 class Shardings:
-    """Those of one checkpointable, each kept once, however many arrays have it."""
+    """The distinct shardings of one checkpointable; each is stored once in memory."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, Any] = {}
         self._room = MAX_SHARDINGS_BYTES
 
     def storable(self, sharding: object) -> object:
-        """The sharding as it is to be stored: None if there is no room for one more."""
+        """The sharding to store; None if the limit on distinct shardings is reached."""
         try:
             return None if sharding is None else self.shared(sharding)
         except msgspec.ValidationError:
             return None
 
     def shared(self, sharding: object) -> object:
-        """The first one that is equal to this.
+        """The first sharding that equals this one.
 
         Raises:
-            msgspec.ValidationError: there is no room for one more.
+            msgspec.ValidationError: the limit on distinct shardings is reached.
         """
         text = msgspec.json.encode(sharding)
         if text not in self._known:
@@ -60,10 +58,10 @@ class Shardings:
 
 
 def decode_sharding(raw: msgspec.Raw) -> Any:
-    """One that may be of any size, looked at before it is made.
+    """Decode a sharding of untrusted size.
 
     Raises:
-        msgspec.MsgspecError: it is too large, or no JSON.
+        msgspec.MsgspecError: it is too large, or not JSON.
     """
     if memoryview(raw).nbytes > MAX_SHARDINGS_BYTES:
         raise msgspec.ValidationError(f"more than {MAX_SHARDINGS_BYTES:,} bytes of distinct shardings")
@@ -81,9 +79,9 @@ class Tensor(NamedTuple):
 
 
 def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The first bytes of a segment: length (u64, little-endian), JSON, spaces up to a multiple of 4096.
+    """The header of a segment: its length (u64, little-endian), JSON, and spaces up to a multiple of 4096.
 
-    `metadata` is what safetensors has for free-form text; segments of ours have none.
+    `metadata` is safetensors' free-form text; segments of this library have none.
     """
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for tensor in tensors:
@@ -94,14 +92,14 @@ def encode_header(tensors: Sequence[Tensor], metadata: Mapping[str, str] | None 
 
 
 def header_share_bytes(name: str, dimensions: int) -> int:
-    """An upper bound of what one tensor adds to the header."""
+    """An upper bound of the bytes that one tensor adds to the header."""
     return len(name) * (6 if name.isascii() else 24) + 100 + 21 * dimensions
 
 
 def is_head_of(head: memoryview, tensors: Iterable[Tensor]) -> bool:
-    """Whether these are the bytes that `encode_header` makes of these tensors, whose names are distinct.
+    """Whether these bytes are what `encode_header` returns for these tensors, whose names must be distinct.
 
-    Nothing is parsed, so that whatever else stands there costs nothing.
+    The header is compared and not parsed, so that hostile content costs nothing.
     """
     names, at = set[str](), LENGTH_BYTES
     for tensor in tensors:
@@ -125,7 +123,7 @@ def _padded(size: int) -> int:
 
 
 def array_bytes(shape: Sequence[int], itemsize: int) -> int | None:
-    """How many bytes an array of this shape has; None: there can be none such."""
+    """The size of an array of this shape in bytes; None if no array can have this shape."""
     if len(shape) > MAX_DIMENSIONS or (shape and not (min(shape) >= 0 and max(shape) < LIMIT)):
         return None
     total = math.prod(shape) * itemsize
@@ -134,7 +132,7 @@ def array_bytes(shape: Sequence[int], itemsize: int) -> int | None:
     return total if total < LIMIT else None
 
 
-class ArrayToCome(Protocol):
+class LazyArray(Protocol):
     """An array that is not in host memory yet."""
 
     shape: tuple[int, ...]
@@ -143,24 +141,24 @@ class ArrayToCome(Protocol):
     nbytes: int
 
     def fetch(self) -> np.ndarray:
-        """Bring it there. Called once, from any thread; the result is dropped once it is written."""
+        """Copy it to host memory. Called once, from any thread; the result is dropped once it is written."""
 
 
 class ChunkSource(NamedTuple):
-    """One chunk to write: its box, and what holds it (any strides; made row-major when its turn comes)."""
+    """One chunk to write: its box and its data, with any strides; it is made row-major when it is written."""
 
     box: Box
-    data: np.ndarray | memoryview | ArrayToCome
+    data: np.ndarray | memoryview | LazyArray
 
 
-class OwnChunkSource(ChunkSource):
-    """A chunk whose memory nobody else can write to while it is saved, so that it may be written from where it is."""
+class StableChunkSource(ChunkSource):
+    """A chunk in stable memory, which no other code can write to during the save, so that it needs no copy."""
 
     __slots__ = ()
 
 
 class ArraySource(NamedTuple):
-    """One array to write: name, global shape, dtype, the sharding to record, and chunks whose boxes tile it."""
+    """One array to write: name, global shape, dtype, chunks whose boxes tile it, and the sharding to record."""
 
     name: str
     shape: tuple[int, ...]
@@ -170,7 +168,7 @@ class ArraySource(NamedTuple):
 
 
 class PlacedChunk(NamedTuple):
-    """A chunk with its place: number of the array in its checkpointable, offset in the file, and length."""
+    """A chunk with its position: the index of its array, the offset in the file, and the length."""
 
     array: int
     source: ChunkSource
@@ -179,12 +177,12 @@ class PlacedChunk(NamedTuple):
 
 
 _Job = tuple[int, ChunkSource, int]
-"""Number of the array, its chunk, and how many bytes that is."""
+"""The index of the array, its chunk, and the chunk's size in bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SegmentLayout:
-    """One segment to write: its head and its chunks in file order. The file is `size` bytes."""
+    """One segment to write: its header and its chunks in file order. The file has `size` bytes."""
 
     head: bytes
     chunks: Sequence[PlacedChunk]
@@ -192,10 +190,10 @@ class SegmentLayout:
 
 
 def plan_segments(arrays: Sequence[ArraySource], segment_bytes: int) -> Iterator[SegmentLayout]:
-    """Cut all chunks into segments of at most `segment_bytes` of data, unless one chunk alone is larger.
+    """Distribute all chunks over segments of at most `segment_bytes` of data; a larger chunk gets its own segment.
 
-    Chunks whose size is a multiple of 4096 come first, then multiples of 64, then the rest, so that as many as
-    possible lie aligned: a page apart for direct I/O, 64 bytes apart for JAX on the CPU.
+    Chunks whose size is a multiple of 4096 come first, then multiples of 64, then the rest. So as many as possible are
+    aligned: to pages for direct I/O, to 64 bytes for JAX on the CPU.
     """
     classes: tuple[list[_Job], ...] = ([], [], [])
     for number, array in enumerate(arrays):
@@ -219,12 +217,12 @@ def plan_segments(arrays: Sequence[ArraySource], segment_bytes: int) -> Iterator
 
 
 def alignment_class(size: int) -> int:
-    """Which chunks come first in the files: those of class 0, then 1, then 2; in a class all are in the order given."""
+    """The rank of a chunk of this size in the file order: 0 comes first; chunks of one class keep their order."""
     return 0 if size % 4096 == 0 else 1 if size % 64 == 0 else 2
 
 
 def chunk_name(name: str, box: Box, shape: Sequence[int]) -> str:
-    """How a segment names a chunk: the leaf path, and `@[0:128,256:512]` unless it is the whole array."""
+    """The name of a chunk in a segment: the leaf path, and `@[0:128,256:512]` unless it is the whole array."""
     if box == full_box(shape):
         return name
     return f"{name}@[{','.join(f'{start}:{stop}' for start, stop in box)}]"

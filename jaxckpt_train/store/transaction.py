@@ -52,7 +52,7 @@ from jaxckpt_train.store.manifest import (
     Manifest,
     encode_manifest,
     is_plain_name,
-    what_is_a_plain_name,
+    plain_name_rule,
 )
 from jaxckpt_train.store.removal import (
     MAX_LISTED,
@@ -128,7 +128,7 @@ class Attempt:
                 continue
             if not is_plain_name(entry.name):
                 raise UnsupportedLeafError(
-                    f"file {path!r} has a name that cannot be stored: expected {what_is_a_plain_name()}"
+                    f"file {path!r} has a name that cannot be stored: expected {plain_name_rule()}"
                 )
             if entry.kind == "directory":
                 self._folders.append(f"{self.directory}/{path}")

@@ -1,4 +1,4 @@
-"""Verifies a committed checkpoint: every byte of every file is read and compared with what the manifest says."""
+"""Verify a committed checkpoint: read every byte of every file and compare it with the manifest."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _Chunks = list[tuple[ArrayRecord, ChunkRecord]]
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """What a verification found.
+    """The result of a verification.
 
     Attributes:
         directory: the checkpoint.
-        checked_bytes: how many bytes were read and compared: not those that are missing or cannot be read.
-        problems: one line for each damage, and each file that cannot be read; empty when all is well.
-        refused: those of them that the storage has refused to read, for a reason that is not the checkpoint's fault.
+        checked_bytes: how many bytes were read and compared, without those that are missing or cannot be read.
+        problems: one line for each damaged place and each unreadable file; empty if the checkpoint is valid.
+        refused: those problems where the storage refused a read for a reason that is not the checkpoint's fault.
     """
 
     directory: str
@@ -51,29 +51,29 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no problem."""
         return not self.problems
 
     @property
     def is_damaged(self) -> bool:
-        """Whether something is known to be wrong, and is not only refused."""
+        """Whether there is real damage, and not only refused reads."""
         return len(self.problems) > len(self.refused)
 
 
 def verify(
     backend: Backend, directory: str, settings: StoreSettings, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
-    """Check COMMIT, manifest, segment heads, every block of data and every plain file.
+    """Check COMMIT, the manifest, the segment headers, every block of data and every plain file.
 
-    Damage is reported, not raised. `progress` is called with 0 at least once a second; what it raises ends this.
+    Damage is reported, not raised. `progress` is called with 0 at least once a second; its error ends the verification.
 
     Raises:
-        NotACheckpointError: there is nothing to verify.
-        FormatVersionError: written by a newer version.
-        CheckpointTimeoutError: the disk has given nothing for ten minutes.
+        NotACheckpointError: there is no checkpoint.
+        FormatVersionError: a newer version of this library wrote it.
+        CheckpointTimeoutError: the storage has not responded for ten minutes.
     """
     try:
-        committed = call_with_timeout(directory, lambda moved: open_committed(backend, directory), progress)
+        committed = call_with_timeout(directory, lambda report: open_committed(backend, directory), progress)
     except CorruptCheckpointError as error:
         return VerifyReport(directory, 0, (str(error),))
     return verify_opened(backend, committed, settings, progress)
@@ -82,13 +82,13 @@ def verify(
 def verify_opened(
     backend: Backend, committed: Committed, settings: StoreSettings, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
-    """As `verify`, of a checkpoint whose manifest was read already."""
+    """As `verify`, for a checkpoint whose manifest has been read already."""
     files, read = [file for part in committed.manifest.parts for file in part.files], _Meter()
     refused = set[str]()
     chunks = _chunks_by_segment(committed.manifest)
 
     def check(subject: int | FileRecord) -> tuple[str, list[str], int]:
-        compared = _Meter()  # of one file alone, on one thread
+        compared = _Meter()  # counts this file only
         if isinstance(subject, FileRecord):
             problems = file_problems(backend, committed, subject, pace=read, compared=compared)
             return subject.file, _all(problems, refused), compared.bytes
@@ -111,7 +111,7 @@ def verify_opened(
 
 
 class _Meter:
-    """Counts bytes as they are read."""
+    """Counts bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -121,16 +121,17 @@ class _Meter:
 
 
 def first_damage(backend: Backend, directory: str, pace: Pace) -> str | None:
-    """What is wrong with a checkpoint first, on the calling thread alone, reading past the page cache where that goes.
+    """The first problem of a checkpoint, or None; works on the calling thread and avoids the page cache if possible.
 
     Args:
-        backend: where.
+        backend: the storage.
         directory: the checkpoint.
-        pace: called with the number of bytes before each read; may wait.
+        pace: called with the number of bytes before each read; it may wait.
 
     Raises:
-        NotACheckpointError, FormatVersionError: there is nothing to verify, or nothing that this version can.
-        StorageError: the storage refused; that is no damage.
+        NotACheckpointError: there is no checkpoint.
+        FormatVersionError: a newer version of this library wrote it.
+        StorageError: the storage refused, which is not damage.
     """
     pace(_manifest_bytes(backend, directory))
     try:
@@ -148,7 +149,7 @@ def first_damage(backend: Backend, directory: str, pace: Pace) -> str | None:
 
 
 def _manifest_bytes(backend: Backend, directory: str) -> int:
-    """How much is read of a manifest; none if it is not there, which whoever reads it is told."""
+    """The size of the manifest; 0 if it is missing or too large, which `open_committed` reports."""
     try:
         source = backend.open(directory, MANIFEST_NAME, direct=False)
     except StorageError:
@@ -158,11 +159,11 @@ def _manifest_bytes(backend: Backend, directory: str) -> int:
 
 
 def _unpaced(nbytes: int) -> None:
-    """As fast as it goes."""
+    """Do not limit the speed."""
 
 
 def _all(problems: Iterator[str], refused: set[str]) -> list[str]:
-    """The problems; a refusal of the storage is one more, which is added to `refused` if it is no damage."""
+    """Collect the problems, and a refusal of the storage as one more; add that to `refused` if it is not damage."""
     found: list[str] = []
     try:
         found.extend(problems)
@@ -181,9 +182,9 @@ def file_problems(
     pace: Pace = _unpaced,
     compared: Pace = _unpaced,
 ) -> Iterator[str]:
-    """What is wrong with one plain file, if anything; without `digests`, only its size.
+    """Yield the problems of one plain file; without `digests`, check only its size.
 
-    `pace`: as in `first_damage`. `compared` is called with the number of bytes after each comparison.
+    `pace` is as in `first_damage`. `compared` is called with the number of bytes after each comparison.
 
     Raises:
         StorageError: the storage refused for a reason that is not the checkpoint's fault.
@@ -254,7 +255,7 @@ def _tensors(chunks: _Chunks, data_start: int) -> Iterator[Tensor]:
 
 
 def _chunks_by_segment(manifest: Manifest) -> list[_Chunks]:
-    """The chunks of each segment, in the order of their bytes, and the array of each."""
+    """The chunks of each segment in file order, each with its array."""
     found: list[_Chunks] = [[] for _ in manifest.segments]
     for part in manifest.parts:
         for array in part.arrays:

@@ -25,12 +25,12 @@ from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, 
 from jaxckpt_train.store.segment import (
     ALIGNMENT,
     ArraySource,
-    ArrayToCome,
     ChunkSource,
-    OwnChunkSource,
+    LazyArray,
     PlacedChunk,
     SegmentLayout,
     Shardings,
+    StableChunkSource,
     plan_segments,
 )
 from jaxckpt_train.store.threads import PerProcess, paused_collection, shared_workers
@@ -302,7 +302,7 @@ class SegmentWriter:
         """The part of a chunk between two file offsets, if it can be written from where it is."""
         chunk = self.layout.chunks[index]
         begin, end = low - chunk.offset, min(stop - chunk.offset, chunk.length)
-        if end - begin < MIN_IN_PLACE_BYTES or not isinstance(chunk.source, OwnChunkSource):
+        if end - begin < MIN_IN_PLACE_BYTES or not isinstance(chunk.source, StableChunkSource):
             return None
         if begin % BLOCK_BYTES or (end != chunk.length and end % BLOCK_BYTES):
             return None  # a block spans another window too
@@ -373,7 +373,7 @@ class SegmentWriter:
         self, index: int, block: int, data: np.ndarray, at: int, start: int, window: np.ndarray
     ) -> None:
         """Copy a window's part of a block that spans several windows, from one shared copy unless it is stable."""
-        if index in self._fetched or isinstance(self.layout.chunks[index].source, OwnChunkSource):
+        if index in self._fetched or isinstance(self.layout.chunks[index].source, StableChunkSource):
             _copy_overlap(data, at, start, window)
             if at >= start:
                 self.blocks[index][block] = self._digest(memoryview(data))
@@ -450,7 +450,7 @@ def _flat(source: ChunkSource) -> np.ndarray | None:
     return None
 
 
-def _fetch(data: np.ndarray | ArrayToCome, length: int) -> _Fetched:
+def _fetch(data: np.ndarray | LazyArray, length: int) -> _Fetched:
     here = data if isinstance(data, np.ndarray) else data.fetch()
     flat = np.ascontiguousarray(here, here.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
     if len(flat) != length:

@@ -44,7 +44,13 @@ from jaxckpt_train.store.process_identity import this_process
 from jaxckpt_train.store.process_index import PartIndex
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes
-from jaxckpt_train.store.segment import MAX_HEADER_BYTES, ArraySource, ChunkSource, OwnChunkSource, header_share_bytes
+from jaxckpt_train.store.segment import (
+    MAX_HEADER_BYTES,
+    ArraySource,
+    ChunkSource,
+    StableChunkSource,
+    header_share_bytes,
+)
 from jaxckpt_train.store.writer import write_arrays
 
 VERSION = 1
@@ -253,7 +259,7 @@ def _written(message: np.ndarray, arrays: Sequence[jax.Array]) -> tuple[int, Par
     plan: WritePlan = decode_plan(message, WritePlan)
     chunks: list[list[ChunkSource]] = [[] for _ in plan.arrays]
     for which, box, array in zip(plan.which, plan.boxes, arrays, strict=True):
-        chunks[which].append(OwnChunkSource(box, np.asarray(array)))  # a copy, which only this save has
+        chunks[which].append(StableChunkSource(box, np.asarray(array)))  # a copy, which only this save has
     sources = [
         ArraySource(array.name, array.shape, DTYPES[array.dtype], tuple(own))
         for array, own in zip(plan.arrays, chunks, strict=True)

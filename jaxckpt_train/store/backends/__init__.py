@@ -1,1 +1,1 @@
-"""Storage backends: the only modules that touch disks."""
+"""Storage backends, the only modules that access disks."""

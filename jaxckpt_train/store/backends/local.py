@@ -44,7 +44,7 @@ from jaxckpt_train.store.backends.local_names import (
     replace_symlink,
     scan_entries,
 )
-from jaxckpt_train.store.process_identity import open_below
+from jaxckpt_train.store.process_identity import open_files_below
 
 MOUNTS = "/proc/self/mountinfo"
 IN_MEMORY = {"tmpfs", "ramfs"}
@@ -248,7 +248,7 @@ def _name_open_files(directory: str) -> Iterator[None]:
         may_write = os.access(os.path.dirname(directory), os.W_OK | os.X_OK)
         if error.errno not in (errno.EACCES, errno.EBUSY, errno.ETXTBSY) or not may_write:
             raise
-        found = ", ".join(open_below(directory)) or "no file of a process that this user can see on this machine"
+        found = ", ".join(open_files_below(directory)) or "no file of a process that this user can see on this machine"
         message = (
             f"{error.strerror}: some file systems (SMB) cannot rename a directory while a file in it is open. Open: "
             f"{found}. Close these files, here and on other machines, and save again, or save under another name"
@@ -467,8 +467,8 @@ def _create_whole(path: str, data: bytes) -> bool:
 
 def _create_sibling(path: str, prefix: str) -> tuple[int, str]:
     """Create a file in the same directory, with default permissions; returns its descriptor and its path."""
-    beside = os.path.join(os.path.dirname(path), prefix + secrets.token_hex(8))
-    return os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), beside
+    sibling = os.path.join(os.path.dirname(path), prefix + secrets.token_hex(8))
+    return os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), sibling
 
 
 def _sync(descriptor: int, *, data_only: bool = False) -> None:

@@ -246,11 +246,11 @@ def replace_symlink(path: str, target: str | None) -> None:
         retry_interrupted(os.unlink, path)
         return
     folder, name = os.path.split(path)
-    beside = os.path.join(folder, f".{name}.new")
+    temporary = os.path.join(folder, f".{name}.new")
     with contextlib.suppress(FileNotFoundError):  # a crash may have left one
-        retry_interrupted(os.unlink, beside)
-    retry_interrupted(os.symlink, target, beside)
-    retry_interrupted(os.rename, beside, path)
+        retry_interrupted(os.unlink, temporary)
+    retry_interrupted(os.symlink, target, temporary)
+    retry_interrupted(os.rename, temporary, path)
 
 
 def link_target(path: str) -> str | None:

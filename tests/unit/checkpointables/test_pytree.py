@@ -59,7 +59,7 @@ def test_numbers_that_are_none_come_back(value: Any, tmp_path: Path) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_what_json_would_change_is_refused(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(jct.UnsupportedLeafError, match=r"'notes': (not JSON|would not come back from JSON as it is)"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"'notes': (not JSON|would not come back from JSON)"):
         jct.save_checkpointables(tmp_path / "c", {"notes": jct.JsonValue(value)})
     assert list(tmp_path.iterdir()) == []
 

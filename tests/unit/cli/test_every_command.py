@@ -19,7 +19,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.cli import __main__ as start
 from jaxckpt_train.cli.output import Code, age_text, bytes_text, code_of
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, StepNotFoundError
-from jaxckpt_train.store.process_identity import variables_of_huge_malloc
+from jaxckpt_train.store.process_identity import huge_malloc_environment
 from tests.conftest import REPO_ROOT, RunPython
 from tests.support.commands import all_commands, run
 from tests.support.runs import made_run
@@ -217,7 +217,7 @@ with open(os.environ["BEGINS"], "a") as file:
 @pytest.mark.parametrize("words", [["-m", "jaxckpt_train.cli"], ["jaxckpt"]], ids=["module", "script"])
 def test_an_import_begins_again_with_huge_pages_and_others_do_not(words: list[str], tmp_path: Path) -> None:
     """What decodes large chunks, and nothing else."""
-    if variables_of_huge_malloc({}) is None:
+    if huge_malloc_environment({}) is None:
         pytest.skip("this system has no malloc that takes huge pages")
     (tmp_path / "sitecustomize.py").write_text(SAYS_HOW_IT_BEGINS)
     script = [sys.executable, str(Path(sys.executable).parent / "jaxckpt")]
@@ -276,7 +276,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_script_that_does_more_than_to_call_the_command_is_not_begun_again(name: str, tmp_path: Path) -> None:
-    if variables_of_huge_malloc({}) is None:
+    if huge_malloc_environment({}) is None:
         pytest.skip("this system has no malloc that takes huge pages")
     (tmp_path / "sitecustomize.py").write_text(SAYS_HOW_IT_BEGINS)
     script = tmp_path / "jaxckpt"
@@ -300,7 +300,7 @@ if os.environ.get("GLIBC_TUNABLES"):
 
 
 def test_an_interrupt_while_python_starts_again_ends_it_with_130(tmp_path: Path) -> None:
-    if variables_of_huge_malloc({}) is None:
+    if huge_malloc_environment({}) is None:
         pytest.skip("this system has no malloc that takes huge pages")
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS_ITSELF)
     command = [sys.executable, "-m", "jaxckpt_train.cli", "import", "--help"]

@@ -202,7 +202,7 @@ def test_an_interrupt_before_the_removal_leaves_both(tmp_path: Path, monkeypatch
         seen.append((jct.load(tmp_path / "a"), jct.load(tmp_path / "b")))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(source_removal, "renamed", interrupt)
+    monkeypatch.setattr(source_removal, "rename_to_free", interrupt)
     assert run("mv", tmp_path / "a", tmp_path / "b").exit_code != 0
     assert seen == [({"w": 1}, {"w": 1})]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxckpt_train.store import process_identity as huge_malloc
-from jaxckpt_train.store.process_identity import has_huge_malloc, variables_of_huge_malloc
+from jaxckpt_train.store.process_identity import has_huge_malloc, huge_malloc_environment
 from tests.conftest import REPO_ROOT
 
 ASKED, KEPT = "glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=4194304"
@@ -28,20 +28,20 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("policy")
 def test_what_else_is_tuned_stays() -> None:
-    assert variables_of_huge_malloc({}) == {"GLIBC_TUNABLES": f"{ASKED}:{KEPT}"}
+    assert huge_malloc_environment({}) == {"GLIBC_TUNABLES": f"{ASKED}:{KEPT}"}
     other = "glibc.malloc.arena_max=1"
-    assert variables_of_huge_malloc({"A": "b", "GLIBC_TUNABLES": other}) == {
+    assert huge_malloc_environment({"A": "b", "GLIBC_TUNABLES": other}) == {
         "A": "b",
         "GLIBC_TUNABLES": f"{other}:{ASKED}:{KEPT}",
     }
     other = "glibc.malloc.mmap_threshold=65536"
-    assert variables_of_huge_malloc({"GLIBC_TUNABLES": other}) == {"GLIBC_TUNABLES": f"{other}:{ASKED}"}
+    assert huge_malloc_environment({"GLIBC_TUNABLES": other}) == {"GLIBC_TUNABLES": f"{other}:{ASKED}"}
 
 
 @pytest.mark.usefixtures("policy")
 @pytest.mark.parametrize("told", [ASKED, "glibc.malloc.hugetlb=0", f"glibc.malloc.arena_max=1:{ASKED}"])
 def test_what_is_decided_stays(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert variables_of_huge_malloc({"GLIBC_TUNABLES": told}) is None
+    assert huge_malloc_environment({"GLIBC_TUNABLES": told}) is None
     monkeypatch.setenv("GLIBC_TUNABLES", told)
     assert has_huge_malloc() == told.endswith("1")
 
@@ -51,7 +51,7 @@ def test_another_libc_has_none(libc: str | None, policy: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "confstr", lambda name: libc)
     monkeypatch.setenv("GLIBC_TUNABLES", ASKED)
     assert not has_huge_malloc()
-    assert variables_of_huge_malloc({}) is None
+    assert huge_malloc_environment({}) is None
 
 
 def test_a_kernel_without_huge_pages_has_none(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_a_kernel_without_huge_pages_has_none(policy: Path, monkeypatch: pytest.
     assert not has_huge_malloc()
     policy.unlink()
     assert not has_huge_malloc()
-    assert variables_of_huge_malloc({}) is None
+    assert huge_malloc_environment({}) is None
 
 
 FAULTS = """
@@ -81,7 +81,7 @@ def _faults(variables: dict[str, str]) -> int:
 
 
 def test_the_first_touch_of_a_large_block_is_cheap_then() -> None:
-    variables = variables_of_huge_malloc({})
+    variables = huge_malloc_environment({})
     if variables is None:
         pytest.skip("this system has no malloc that takes huge pages")
     assert (
@@ -100,7 +100,7 @@ print("goes on")
 
 
 def test_a_process_begins_again_once_and_goes_on() -> None:
-    if variables_of_huge_malloc({}) is None:
+    if huge_malloc_environment({}) is None:
         pytest.skip("this system has no malloc that takes huge pages")
     done = subprocess.run(
         [sys.executable, "-c", AGAIN, "a word"],

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree.copies import Ahead, ArrayToCome, Transfers, start_transfers
+from jaxckpt_train.pytree.copies import Ahead, LazyArray, Transfers, start_transfers
 from jaxckpt_train.store.threads import Workers
 from tests.support.same_trees import raw
 
@@ -159,7 +159,7 @@ def test_an_array_without_elements_is_here_at_once() -> None:
 def test_what_is_to_come_tells_its_form() -> None:
     array = jnp.ones((3, 5), jnp.bfloat16)
     place = Transfers(Ahead(1)).add(array)
-    assert isinstance(place, ArrayToCome)
+    assert isinstance(place, LazyArray)
     assert (place.shape, place.dtype, place.size, place.nbytes) == ((3, 5), np.dtype(jnp.bfloat16), 15, 30)
     assert isinstance(place.dtype, np.dtype)
 

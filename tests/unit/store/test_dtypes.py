@@ -40,9 +40,9 @@ def test_what_is_no_number_cannot_be_stored(dtype: object) -> None:
     assert not is_storable(np.dtype(dtype))  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize(("name", "hint"), [("float7_e9", "a newer ml_dtypes may know it"), ("object", "none of ours")])
+@pytest.mark.parametrize(("name", "hint"), [("float7_e9", "a newer ml_dtypes may have it"), ("object", "")])
 def test_an_unknown_name_is_refused(name: str, hint: str) -> None:
-    with pytest.raises(FormatVersionError, match=f"leaf: unknown dtype '{name}'; .*{hint}"):
+    with pytest.raises(FormatVersionError, match=f"leaf: unknown dtype '{name}'.*{hint}"):
         dtype_named(name, "leaf")
 
 

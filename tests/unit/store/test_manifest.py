@@ -74,7 +74,7 @@ FILE = ("parts", 1, "files", 0)
 REFUSED: dict[str, tuple[Edit, str]] = {
     "another format": (put("format", "orbax"), "format is 'orbax', expected 'jaxckpt'"),
     "format is null": (put("format", None), "not valid"),
-    "version 0": (put("format_version", 0), "version 0 never existed"),
+    "version 0": (put("format_version", 0), "version 0 does not exist"),
     "version is a bool": (put("format_version", True), "not valid: Expected `int`"),
     "version is a float": (put("format_version", 1.0), "not valid: Expected `int`"),
     "unknown digest": (put("digest", "md5"), "unknown digest 'md5'"),
@@ -94,8 +94,8 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "file is a segment": (put(*FILE, 0, "state/p00000-s000.safetensors"), "a file appears twice"),
     "wider dtype": (put(*ARRAY_A, "dtype", "complex128"), "is not 48 bytes"),
     "other shape": (put(*ARRAY_A, "shape", [4, 4]), "boxes cover 12 of 16"),
-    "smaller shape": (put(*ARRAY_A, "shape", [3, 3]), "lies outside shape"),
-    "fewer dimensions": (put(*ARRAY_A, "shape", [12]), "lies outside shape"),
+    "smaller shape": (put(*ARRAY_A, "shape", [3, 3]), "outside shape"),
+    "fewer dimensions": (put(*ARRAY_A, "shape", [12]), "outside shape"),
     "negative shape": (put(*ARRAY_A, "shape", [-4, -3]), "impossible shape"),
     "65 dimensions": (put(*ARRAY_A, "shape", [1] * 65), "impossible shape"),
     "huge shape": (put(*ARRAY_A, "shape", [1 << 62]), "impossible shape"),
@@ -109,23 +109,23 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "chunk twice": (lambda c: c["parts"][0]["arrays"][1]["chunks"].extend(c["parts"][0]["arrays"][1]["chunks"]),
                     "overlap"),
     "overlapping boxes": (put(*ARRAY_A, "chunks", 1, 0, [[1, 3], [0, 3]]), "overlap"),
-    "empty box": (put(*CHUNK, 0, [[3, 3]]), "is empty or lies outside"),
-    "reversed box": (put(*CHUNK, 0, [[5, 0]]), "is empty or lies outside"),
-    "box outside": (put(*CHUNK, 0, [[1, 6]]), "is empty or lies outside"),
-    "negative box": (put(*CHUNK, 0, [[-1, 4]]), "is empty or lies outside"),
+    "empty box": (put(*CHUNK, 0, [[3, 3]]), "is empty or outside"),
+    "reversed box": (put(*CHUNK, 0, [[5, 0]]), "is empty or outside"),
+    "box outside": (put(*CHUNK, 0, [[1, 6]]), "is empty or outside"),
+    "negative box": (put(*CHUNK, 0, [[-1, 4]]), "is empty or outside"),
     "no such segment": (put(*CHUNK, 1, 1), "no segment number 1"),
     "negative segment": (put(*CHUNK, 1, -1), "no segment number -1"),
-    "in the header": (put(*CHUNK, 2, 0), "lies outside 'state/p00000-s000.safetensors'"),
-    "negative offset": (put(*CHUNK, 2, -5), "lies outside"),
-    "beyond the segment": (put(*CHUNK, 2, 1 << 61), "lies outside"),
-    "one byte further": (lambda c: shift(c, 1), "lies outside"),
+    "in the header": (put(*CHUNK, 2, 0), "outside 'state/p00000-s000.safetensors'"),
+    "negative offset": (put(*CHUNK, 2, -5), "outside"),
+    "beyond the segment": (put(*CHUNK, 2, 1 << 61), "outside"),
+    "one byte further": (lambda c: shift(c, 1), "outside"),
     "one byte earlier": (lambda c: shift(c, -1), r"chunk at byte \d+, expected \d+"),
     "other length": (put(*CHUNK, 3, 4), "is not 4 bytes"),
     "digest missing": (put(*CHUNK, 4, ""), "has 0 digits of digests"),
     "digest cut": (put(*CHUNK, 4, "0" * 31), "has 31 digits of digests"),
     "a digest too many": (put(*CHUNK, 4, "0" * 64), "has 64 digits of digests"),
     "segment longer than its chunks": (lambda c: grow(c, 1), "chunks end at byte"),
-    "segment shorter than its chunks": (lambda c: grow(c, -1), "lies outside"),
+    "segment shorter than its chunks": (lambda c: grow(c, -1), "outside"),
     "segment of nothing": (put(*SEGMENT, 1, 0), "impossible sizes"),
     "segment of negative size": (put(*SEGMENT, 1, -1), "impossible sizes"),
     "endless segment": (put(*SEGMENT, 1, 1 << 62), "impossible sizes"),
@@ -169,7 +169,7 @@ def test_so_is_one_whose_records_are_decoded_one_by_one(
 
 
 def test_a_dtype_that_is_not_known_here_is_no_damage() -> None:
-    with pytest.raises(FormatVersionError, match="array 'a': unknown dtype 'float7'; a newer ml_dtypes may know it"):
+    with pytest.raises(FormatVersionError, match="array 'a': unknown dtype 'float7'; a newer ml_dtypes may have it"):
         decode_manifest(edited(put(*ARRAY_A, "dtype", "float7")), "manifest")
 
 

@@ -168,7 +168,7 @@ def test_a_digest_that_is_not_compared_needs_no_package(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "blake3", None)
     found = load(LocalBackend(), str(tmp_path / "a"), StoreSettings(verify_on_load=False))
     assert found["x"][0].tobytes() == arrays["x"].tobytes()
-    with pytest.raises(SettingsError, match="needs the package blake3"):
+    with pytest.raises(SettingsError, match="requires the package blake3"):
         load(LocalBackend(), str(tmp_path / "a"), StoreSettings())
 
 

@@ -234,7 +234,7 @@ class Come:
             self.most = max(self.most, self.now)
 
 
-class ArrayToCome:
+class LazyArray:
     """One of them; may be fetched once."""
 
     def __init__(self, all_of_them: Come, content: np.ndarray) -> None:
@@ -249,7 +249,7 @@ class ArrayToCome:
         return copy
 
 
-class Gone(ArrayToCome):
+class Gone(LazyArray):
     """Of a device that is lost; only the first who fetches it is told why."""
 
     def fetch(self) -> np.ndarray:
@@ -311,7 +311,7 @@ def test_small_leaves_across_the_borders_of_windows_have_their_bytes(
         if kind == 4:
             content = np.repeat(content, 2)[::2]
         contents.append(content.astype(content.dtype.newbyteorder("<")))
-        data: Any = ArrayToCome(come, content) if kind == 2 else memoryview(content) if kind in (3, 4) else content
+        data: Any = LazyArray(come, content) if kind == 2 else memoryview(content) if kind in (3, 4) else content
         chunks = [ChunkSource(full_box(content.shape), data)]
         sources.append(ArraySource(f"x{number}", content.shape, contents[-1].dtype, chunks))
     backend, threads = StrictBackend(), 3 if several else 1
@@ -319,10 +319,10 @@ def test_small_leaves_across_the_borders_of_windows_have_their_bytes(
     chosen = StoreSettings(staging_bytes=pages * buffers * PAGE, io_threads=threads, digest="sha256")
     written = write(backend, sources, chosen)
     assert_written(backend, written, contents)
-    fetches = [chunk.data.fetches for each in sources for chunk in each.chunks if isinstance(chunk.data, ArrayToCome)]
+    fetches = [chunk.data.fetches for each in sources for chunk in each.chunks if isinstance(chunk.data, LazyArray)]
     assert set(fetches) <= {0, 1}
     assert sum(fetches) == sum(
-        each.chunks[0].data.nbytes > 0 for each in sources if isinstance(each.chunks[0].data, ArrayToCome)
+        each.chunks[0].data.nbytes > 0 for each in sources if isinstance(each.chunks[0].data, LazyArray)
     )
     assert come.now == 0
 
@@ -333,7 +333,7 @@ def test_what_is_fetched_is_fetched_once_and_dropped_after_its_last_window(threa
     """However many windows and threads share it: else a save of the whole state would hold all of it."""
     come, buffers, count = Come(), threads + FILLING_THREADS, 150
     contents = [np.random.default_rng(n).integers(0, 256, size, np.uint8) for n in range(count)]
-    places = [ArrayToCome(come, content) for content in contents]
+    places = [LazyArray(come, content) for content in contents]
     sources = [
         ArraySource(f"x{n}", (size,), np.dtype(np.uint8), [ChunkSource(full_box((size,)), place)])
         for n, place in enumerate(places)
@@ -352,7 +352,7 @@ def test_what_was_fetched_is_dropped_when_the_save_fails() -> None:
     come = Come()
     contents = [np.zeros(10 * PAGE, np.uint8) for _ in range(20)]
     box = full_box((10 * PAGE,))
-    places: list[Any] = [ArrayToCome(come, content) for content in contents]
+    places: list[Any] = [LazyArray(come, content) for content in contents]
     sources = [
         ArraySource(f"x{n}", (10 * PAGE,), np.dtype(np.uint8), [ChunkSource(box, p)]) for n, p in enumerate(places)
     ]
@@ -365,7 +365,7 @@ def test_what_was_fetched_is_dropped_when_the_save_fails() -> None:
 
 @pytest.mark.parametrize("more", [-1, 1])
 def test_an_array_that_comes_with_another_number_of_bytes_fails_the_save(more: int) -> None:
-    come = ArrayToCome(Come(), np.zeros(5 * PAGE, np.uint8))
+    come = LazyArray(Come(), np.zeros(5 * PAGE, np.uint8))
     come.content = np.zeros(5 * PAGE + more, np.uint8)
     sources = [ArraySource("x", (5 * PAGE,), come.dtype, (ChunkSource(full_box((5 * PAGE,)), come),))]
     with pytest.raises(ValueError, match=f"returned {5 * PAGE + more} bytes, expected {5 * PAGE}"):

@@ -17,7 +17,7 @@ from jaxckpt_train.pytree.snapshot import snapshot
 from jaxckpt_train.settings import SnapshotMode, StoreSettings
 from jaxckpt_train.store import writer as segment_writer
 from jaxckpt_train.store.boxes import full_box
-from jaxckpt_train.store.segment import ArraySource, ChunkSource, OwnChunkSource
+from jaxckpt_train.store.segment import ArraySource, ChunkSource, StableChunkSource
 from jaxckpt_train.store.writer import SegmentWriter, WrittenArrays, write_arrays
 from tests.support.strict_backend import PAGE, StrictBackend, small_sizes
 
@@ -116,7 +116,7 @@ def test_memory_of_our_own_may_be_written_from_where_it_is_and_no_other(
     block: int, made: list[tuple[int, int, bool]], staging: int, threads: int, direct: bool
 ) -> None:
     arrays = [paged(size, shift, number) for number, (size, shift, _) in enumerate(made)]
-    kinds = [OwnChunkSource if own else ChunkSource for _, _, own in made]
+    kinds = [StableChunkSource if own else ChunkSource for _, _, own in made]
     sources = [source(n, array, kind) for n, (array, kind) in enumerate(zip(arrays, kinds, strict=True))]
     others = [array for array, kind in zip(arrays, kinds, strict=True) if kind is ChunkSource]
     wrong: list[np.ndarray] = []
@@ -132,7 +132,7 @@ def test_what_lies_on_pages_needs_no_staging(block: int, in_blocks: bool) -> Non
     staging = 3 * block if in_blocks else 48 * PAGE
     arrays, seen = [paged(40 * PAGE, 0, seed) for seed in range(3)], list[int]()
     backend = Watching(lambda data: seen.append(len(data) if any(lies_in(data, array) for array in arrays) else 0))
-    sources = [source(n, array, OwnChunkSource) for n, array in enumerate(arrays)]
+    sources = [source(n, array, StableChunkSource) for n, array in enumerate(arrays)]
     written = write(backend, sources, StoreSettings(staging_bytes=staging, digest="sha256", io_threads=2))
     check(backend, written, block, arrays)
     assert sum(seen) >= 3 * 40 * PAGE - max(8 * PAGE, block)  # all but the window that holds the head, and a cut block
@@ -159,7 +159,7 @@ def test_what_is_digested_is_what_is_written_also_if_the_source_changes(
 def test_only_copies_are_ours_alone_and_large_ones_begin_on_pages() -> None:
     large_bytes = host_copies.LEAST_PAGED_BYTES
     state = {f"x{n}": jnp.arange(n * large_bytes // 8 + 7) for n in range(6)}
-    kinds: dict[SnapshotMode, type[ChunkSource]] = {"auto": ChunkSource, "host": OwnChunkSource}
+    kinds: dict[SnapshotMode, type[ChunkSource]] = {"auto": ChunkSource, "host": StableChunkSource}
     for mode, kind in kinds.items():
         taken = snapshot(state, mode)
         chunks = [array.chunks[0] for array in taken.arrays]

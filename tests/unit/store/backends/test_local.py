@@ -433,13 +433,13 @@ def test_a_parent_that_another_job_makes_at_the_same_moment_is_a_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the look whether it is a directory, and that whether there is anything."""
-    is_there = local.is_there
+    name_exists = local.name_exists
 
     def meanwhile(path: str) -> bool:
         os.makedirs(path, exist_ok=True)
-        return is_there(path)
+        return name_exists(path)
 
-    monkeypatch.setattr(local, "is_there", meanwhile)
+    monkeypatch.setattr(local, "name_exists", meanwhile)
     LocalBackend().make_directory(str(tmp_path / "runs" / "a" / "b"), parents=True, sync=True)
     assert (tmp_path / "runs" / "a" / "b").is_dir()
 
