@@ -55,7 +55,7 @@ def huge_malloc_environment(variables: Mapping[str, str]) -> dict[str, str] | No
 def restart_with_huge_malloc(words: list[str]) -> None:
     """Restart this process with the same Python and a malloc that uses huge pages; returns if it has one already.
 
-    SIGINT stays blocked until `has_begun_again` is called in the restarted process, because Python would print a
+    SIGINT stays blocked until `finish_restart` is called in the restarted process, because Python would print a
     traceback for an interrupt during its start.
     """
     variables = huge_malloc_environment(os.environ)
@@ -67,7 +67,7 @@ def restart_with_huge_malloc(words: list[str]) -> None:
 
 
 def finish_restart() -> None:
-    """Unblock SIGINT if this process was started by `begin_again`."""
+    """Unblock SIGINT if this process was started by `restart_with_huge_malloc`."""
     if f"{TUNABLE}=1" in os.environ.get(VARIABLE, ""):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 

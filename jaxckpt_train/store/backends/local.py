@@ -180,7 +180,7 @@ class LocalBackend:
                 _write_and_close(descriptor, data)
                 is_new = link_or_rename(draft, path)
             finally:
-                with contextlib.suppress(FileNotFoundError):  # give_name may have renamed it
+                with contextlib.suppress(FileNotFoundError):  # link_or_rename may have renamed it
                     retry_interrupted(os.unlink, draft)
             return _create_whole(path, data) if is_new is None else is_new
 

@@ -92,9 +92,9 @@ def test_the_first_touch_of_a_large_block_is_cheap_then() -> None:
 
 AGAIN = """
 import os, sys
-from jaxckpt_train.store.process_identity import begin_again, has_huge_malloc
+from jaxckpt_train.store.process_identity import restart_with_huge_malloc, has_huge_malloc
 print(os.getpid(), has_huge_malloc(), sys.argv[1:], flush=True)
-begin_again(sys.orig_argv)
+restart_with_huge_malloc(sys.orig_argv)
 print("goes on")
 """
 

@@ -149,5 +149,5 @@ def test_more_chunks_than_a_manifest_holds_are_refused_before_they_are_put_toget
     merge_indexes([part], [index])
     monkeypatch.setattr(process_index, "MAX_MANIFEST_BYTES", size // 2)
     monkeypatch.setattr(process_index, "MergedChunks", None)
-    with pytest.raises(UnsupportedLeafError, match="64 chunks of 1 processes .* more than"):
+    with pytest.raises(UnsupportedLeafError, match=r"64 chunks of 1 processes .* more than"):
         merge_indexes([part], [index])
