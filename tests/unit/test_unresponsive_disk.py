@@ -82,7 +82,7 @@ import sys
 import numpy as np
 import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
-from jaxckpt_train.store import answers
+from jaxckpt_train.store import timeouts as answers
 from tests.unit.test_unresponsive_disk import Stuck
 checkpoint._BACKEND, answers.GIVE_UP_S = Stuck(), 1.0
 try:

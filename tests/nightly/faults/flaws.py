@@ -30,7 +30,7 @@ def _no_retries(patch: pytest.MonkeyPatch) -> None:
 
 def _writes_ignore(*codes: int) -> Callable[[pytest.MonkeyPatch], None]:
     def flaw(patch: pytest.MonkeyPatch) -> None:
-        told = local._storage
+        told = local._storage_errors
 
         @contextlib.contextmanager
         def untold(action: str, path: str) -> Any:
@@ -41,7 +41,7 @@ def _writes_ignore(*codes: int) -> Callable[[pytest.MonkeyPatch], None]:
                     if error.errno not in codes or not action.startswith(("write", "finish")):
                         raise
 
-        patch.setattr(local, "_storage", untold)
+        patch.setattr(local, "_storage_errors", untold)
 
     return flaw
 
@@ -59,7 +59,7 @@ def _syncs_ignore_errors(patch: pytest.MonkeyPatch) -> None:
 
 def _takes_short_for_whole(patch: pytest.MonkeyPatch) -> None:
     def once(self: Any, offset: int, data: np.ndarray) -> None:
-        with local._storage(f"write {len(data)} bytes at {offset}", self._path):
+        with local._storage_errors(f"write {len(data)} bytes at {offset}", self._path):
             os.pwrite(self._descriptor, memoryview(data), offset)
 
     patch.setattr(local._LocalSink, "write_at", once)
@@ -155,7 +155,7 @@ def _removes_no_directory(patch: pytest.MonkeyPatch) -> None:
 
 
 def _tells_of_read_only_as_it_comes(patch: pytest.MonkeyPatch) -> None:
-    told = local._storage
+    told = local._storage_errors
 
     @contextlib.contextmanager
     def foreign(action: str, path: str) -> Any:
@@ -167,7 +167,7 @@ def _tells_of_read_only_as_it_comes(patch: pytest.MonkeyPatch) -> None:
                 raise error.__cause__ from None
             raise
 
-    patch.setattr(local, "_storage", foreign)
+    patch.setattr(local, "_storage_errors", foreign)
 
 
 def _forgets_pins(patch: pytest.MonkeyPatch) -> None:

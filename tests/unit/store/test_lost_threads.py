@@ -168,7 +168,7 @@ import sys, threading
 import numpy as np
 import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
-from jaxckpt_train.store import workers
+from jaxckpt_train.store import threads as workers
 from tests.unit.store.test_lost_threads import HalfDeadBackend
 checkpoint._BACKEND = HalfDeadBackend()
 path = sys.argv[1] + "/dead/c"

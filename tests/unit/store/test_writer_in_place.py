@@ -30,7 +30,7 @@ def block(request: pytest.FixtureRequest) -> Iterator[int]:
     for _ in small_sizes():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(segment_writer, "BLOCK_BYTES", request.param)
-            patch.setattr(segment_writer, "LEAST_IN_PLACE_BYTES", PAGE)
+            patch.setattr(segment_writer, "MIN_IN_PLACE_BYTES", PAGE)
             yield request.param
 
 
