@@ -52,6 +52,7 @@ T = TypeVar("T")
 CHUNK_BYTES = 256 << 20
 """A larger array is copied in chunks of at most this size, one in memory at a time."""
 MAX_CHUNKS = 1 << 20
+CUT_UNIT_BYTES = BLOCK_BYTES  # pieces of whole digest blocks have the digests of the source
 
 
 def copy_checkpoint(
@@ -220,7 +221,7 @@ def _cut(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
         for at in range(start, stop):
             yield from (((at, at + 1), *rest) for rest in _cut(inner, itemsize, most_bytes))
         return
-    whole = BLOCK_BYTES // math.gcd(BLOCK_BYTES, row)  # the fewest rows that are whole blocks
+    whole = CUT_UNIT_BYTES // math.gcd(CUT_UNIT_BYTES, row)  # the fewest rows that are whole blocks
     rows = rows // whole * whole or rows
     yield from (((at, min(at + rows, stop)), *inner) for at in range(start, stop, rows))
 

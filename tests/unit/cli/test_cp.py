@@ -98,7 +98,7 @@ def test_chunks_too_large_for_memory_are_cut_and_compared(
     """Between blocks where that goes; else the bytes are compared."""
     monkeypatch.setattr(copying, "CHUNK_BYTES", most_bytes)
     monkeypatch.setattr(sameness, "CHUNK_BYTES", most_bytes)
-    monkeypatch.setattr(kept_chunks, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(kept_chunks, "CUT_UNIT_BYTES", block_bytes)
     tree = {
         "rows": np.arange(70 * 4, dtype=np.float32).reshape(70, 4),
         "odd": np.arange(33 * 7, dtype=np.float64).reshape(1, 33, 7),

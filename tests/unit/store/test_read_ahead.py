@@ -279,7 +279,9 @@ def test_who_waits_for_a_read_is_set_free(nbytes: int, number: int) -> None:
         ahead.give_up()
         thread.join(10)
         assert not thread.is_alive()
-    assert [(type(error), str(error)) for error in errors] == [(CheckpointTimeoutError, "run: a read was abandoned")]
+    (error,) = errors
+    assert isinstance(error, CheckpointTimeoutError)
+    assert "run: a read was abandoned" in str(error)
     boxes[number].may_end.set()
 
 

@@ -115,7 +115,7 @@ def test_memory_comes_back_after_an_error() -> None:
 
 
 def test_more_than_there_is_is_an_error_and_not_a_wait_without_end() -> None:
-    with pytest.raises(ValueError, match="a buffer of 4097 bytes, of 4096 in all"), StagingPool(PAGE).buffer(PAGE + 1):
+    with pytest.raises(ValueError, match="at most 4096 bytes, found 4097"), StagingPool(PAGE).buffer(PAGE + 1):
         pass
 
 
