@@ -1,4 +1,8 @@
-"""Checks of values that users give: each gives its value back in the right type, or says what is wrong with it."""
+"""Checks of values that users pass.
+
+Each check returns the value in the right type, or raises a SettingsError that says what was expected and what was
+found.
+"""
 
 from __future__ import annotations
 
@@ -24,52 +28,37 @@ _HIGHER_IS_BETTER = frozenset(
     | {"rewards", "rocauc", "rouge", "sacrebleu", "score", "sensitivity", "similarity", "spearman", "specificity"}
     | {"ssim", "successrate", "top1", "top5", "winrate"}
 )
-_URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash is all that pathlib leaves of two
-
-
-_LOWER_IS_BETTER = frozenset(  # also of "dice_loss"
-    {
-        "err",
-        "error",
-        "errors",
-        "kl",
-        "loss",
-        "losses",
-        "mae",
-        "mse",
-        "neg",
-        "negative",
-        "nll",
-        "rmse",
-        "std",
-        "variance",
-    }
+# Each of these words also decides for a name with a word from above, such as "dice_loss".
+_LOWER_IS_BETTER = frozenset(
+    {"err", "error", "errors", "kl", "loss", "losses", "mae", "mse", "neg", "negative", "nll", "rmse", "std"}
+    | {"variance"}
 )
+_URL = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/")  # pathlib removes the second slash
 
 
 def refuse(subject: str, expected: str, found: object) -> NoReturn:
-    """Raise a SettingsError: what was expected of the subject, and what was found."""
+    """Raise a SettingsError that says what was expected of the subject, and what was found."""
     raise SettingsError(f"{subject}: expected {expected}, found {shown(found)}")
 
 
 def shown(found: object, letters: int = 200) -> str:
-    """How a message tells of a value, however long that is; nothing in it moves the cursor of a terminal."""
+    """Return a short representation of a value for a message, without control characters."""
     if isinstance(found, (str, bytes)):
         return repr(found) if len(found) <= letters else f"{found[:letters]!r}..."
     try:
-        told = repr(found)
-    except Exception:  # noqa: BLE001  # a type of the user's own, or a number of more digits than Python writes
-        return f"one {type(found).__name__} that cannot be shown"
-    return told if len(told) <= letters else f"{told[:letters]}..."
+        whole_text = repr(found)
+    except Exception:  # noqa: BLE001  # a user's type, or an integer with more digits than Python converts
+        return f"an object of {type(found).__name__} that cannot be shown"
+    return whole_text if len(whole_text) <= letters else f"{whole_text[:letters]}..."
 
 
 def text(subject: str, value: Any) -> str:
-    """Text that is not empty."""
+    """Check for non-empty text."""
     return value if isinstance(value, str) and value else refuse(subject, "text that is not empty", value)
 
 
 def unicode_text(subject: str, value: Any) -> str:
-    """Text that is not empty, and that a file can hold."""
+    """Check for non-empty text that can be encoded as UTF-8."""
     found = text(subject, value)
     try:
         found.encode()
@@ -79,61 +68,62 @@ def unicode_text(subject: str, value: Any) -> str:
 
 
 def path_text(subject: str, value: Any) -> str:
-    """The text of a path of the file system."""
+    """Check for a path of the file system, and return it as text."""
     found = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(found, str) or not found or "\0" in found:
         refuse(subject, "a path, as text or pathlib.Path", value)
     try:
         os.fsencode(found)
     except UnicodeEncodeError:
-        refuse(subject, "a path of characters that a file system takes", value)
+        refuse(subject, "a path with characters that the file system accepts", value)
     if _URL.match(found):
-        refuse(subject, "a path of the file system: other stores cannot be read or written yet", str(value))
+        refuse(subject, "a path of the file system, since other stores are not supported yet", str(value))
     return found
 
 
 def absolute_path(subject: str, value: Any, base: str = "") -> str:
-    """The absolute path, `~` expanded; a relative one begins at `base`, or at the working directory.
+    """Return the absolute path, with `~` expanded; a relative path starts at `base` or at the working directory.
 
     Raises:
-        SettingsError: it is no path, or is relative to a home that nobody has, or to a removed working directory.
+        SettingsError: the value is not a path, is relative to an unknown user's home, or is relative to a working
+            directory that was removed.
     """
     expanded = os.path.expanduser(path_text(subject, value))
     if expanded.startswith("~"):
         raise SettingsError(
-            f"{subject} {expanded!r}: expected a user with a home directory after '~', found none; of another name "
-            "that begins so pass the absolute path"
+            f"{subject} {expanded!r}: expected a user with a home directory after '~', found none; if the name itself "
+            "starts with '~', pass the absolute path"
         )
     try:
         return os.path.abspath(os.path.join(base, expanded))
     except OSError as error:
         raise SettingsError(
-            f"{subject} {expanded!r}: expected a working directory for a relative path, but it cannot be found "
-            f"({error}); was it removed? Pass an absolute path"
+            f"{subject} {expanded!r}: the path is relative, but the working directory cannot be found ({error}), "
+            "perhaps because it was removed; pass an absolute path"
         ) from error
 
 
 def named(subject: str, value: Any) -> Mapping[str, Any]:
-    """A mapping; whoever takes it checks the names."""
+    """Check for a mapping. The caller checks its names."""
     if not isinstance(value, Mapping):
-        kind = type(value).__name__  # a whole state is no good text
-        raise SettingsError(f'{subject}: expected a mapping of names, as {{"state": state}}, found one {kind}')
+        kind = type(value).__name__  # show only its type: the value may be a whole state
+        raise SettingsError(f'{subject}: expected a mapping of names, such as {{"state": state}}, found {kind}')
     return value
 
 
 def flag(subject: str, value: Any) -> bool:
-    """True or False."""
+    """Check for True or False."""
     return value if isinstance(value, bool) else refuse(subject, "true or false", value)
 
 
 def seconds(subject: str, value: Any) -> float:
-    """A finite number of seconds above 0, as a float; numpy's are taken too."""
+    """Check for a finite number of seconds above 0, also of numpy, and return it as a float."""
     number = _real(value)
     return number if 0 < number < math.inf else refuse(subject, "a finite number of seconds above 0", value)
 
 
 def time_limit(subject: str, value: Any) -> float | None:
-    """Seconds to wait, 0 if they are over already; None: no limit, for which infinity stands as well."""
+    """Return the seconds to wait, and 0 if the limit has passed; None and infinity stand for no limit."""
     number = math.inf if value is None else _real(value)
     if math.isnan(number):
         refuse(subject, "seconds, or None", value)
@@ -141,7 +131,7 @@ def time_limit(subject: str, value: Any) -> float | None:
 
 
 def _real(value: Any) -> float:
-    """A number as a float; nan for anything else."""
+    """Return a number as a float, and nan for anything else."""
     try:
         return float(value) if not isinstance(value, bool) and isinstance(value, numbers.Real) else math.nan
     except OverflowError:
@@ -149,15 +139,15 @@ def _real(value: Any) -> float:
 
 
 def index_of(value: Any) -> int | None:
-    """The whole number that a value is, also one of numpy or JAX; None: it is none, as a truth value is."""
+    """Return a whole number, also of numpy or JAX, as an int; None for anything else, also for a bool."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # arrays of floats have an __index__, too
+    except TypeError:  # arrays of floats have an __index__ that raises
         return None
 
 
 def whole(least: int, most: float = math.inf) -> Check:
-    """A check for a whole number in a range; those of numpy and JAX are taken too."""
+    """Return a check for a whole number in a range, also of numpy or JAX."""
     wanted = f"a whole number of at least {least}" if most == math.inf else f"a whole number from {least} to {most}"
 
     def check(subject: str, value: Any) -> int:
@@ -168,7 +158,7 @@ def whole(least: int, most: float = math.inf) -> Check:
 
 
 def one_of(*choices: str | bool) -> Check:
-    """A check for one of some values."""
+    """Return a check for one of the given values."""
     wanted = "one of " + ", ".join(map(repr, choices))
 
     def check(subject: str, value: Any) -> str | bool:
@@ -181,7 +171,7 @@ def one_of(*choices: str | bool) -> Check:
 
 
 def metric_mode(subject: str, value: object) -> Mode:
-    """`value` as the direction in which a metric gets better."""
+    """Check for the direction in which a metric improves."""
     if value == "min":
         return "min"
     if value == "max":
@@ -190,31 +180,31 @@ def metric_mode(subject: str, value: object) -> Mode:
 
 
 def stated_mode(subject: str, value: object, metric: str) -> Mode:
-    """`value` as a mode; None: "min", unless the name of the metric says that higher may be better."""
+    """Check for a mode; None means "min", but is refused if the metric's name suggests that higher is better."""
     words = _words(metric)
     if value is None and words & _HIGHER_IS_BETTER and not words & _LOWER_IS_BETTER:
         raise SettingsError(
-            f'{subject}: expected "max" or "min" for the metric {metric!r}, whose name says that higher is better; '
+            f'{subject}: expected "max" or "min" for the metric {metric!r}, whose name suggests that higher is better; '
             "found neither"
         )
     return metric_mode(subject, "min" if value is None else value)
 
 
 def _words(metric: str) -> set[str]:
-    """The words of a name such as "valAcc1" or "mean_io_u", also without a number at their end, or two as one."""
+    """Return the words of a name such as "valAcc1" or "mean_io_u", also without trailing digits and joined in pairs."""
     words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", metric).lower())
     return {*words, *(word.rstrip("0123456789") for word in words), *map("".join, itertools.pairwise(words))}
 
 
 def optional(check: Check) -> Check:
-    """A check that also takes None."""
+    """Return a check that also accepts None."""
     return lambda subject, value: None if value is None else check(subject, value)
 
 
 def signals(subject: str, value: Any) -> list[str]:
-    """Names of signals that a process can catch."""
+    """Check for names of signals that a process can catch."""
     if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
-        refuse(subject, "a list of names of signals, such as [SIGTERM]", value)
+        refuse(subject, "a list of signal names, such as [SIGTERM]", value)
     catchable = set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}
     for name in value:
         if not isinstance(name, str) or name not in catchable:
@@ -223,12 +213,12 @@ def signals(subject: str, value: Any) -> list[str]:
 
 
 def anything(subject: str, value: Any) -> Any:
-    """Whatever it is."""
+    """Accept any value."""
     return value
 
 
 def known_keys(subject: str, value: object, valid: Collection[str]) -> dict[str, Any]:
-    """`value` as keyword arguments, if it is a mapping with no other keys than the valid ones."""
+    """Check for a mapping with only valid keys, and return it as keyword arguments."""
     if not isinstance(value, Mapping):
         refuse(subject, "a mapping", value)
     for key in value:
@@ -238,6 +228,6 @@ def known_keys(subject: str, value: object, valid: Collection[str]) -> dict[str,
 
 
 def nearest(name: object, valid: Collection[str]) -> str:
-    """A question that names the valid names that look like this one; empty if none does."""
+    """Return ", did you mean ...?" with the valid names that resemble this one, or an empty string."""
     near = difflib.get_close_matches(str(name), valid)
-    return ", did you mean " + " or ".join(f'"{one}"' for one in near) + "?" if near else ""
+    return ", did you mean " + " or ".join(f'"{each}"' for each in near) + "?" if near else ""

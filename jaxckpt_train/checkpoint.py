@@ -1,8 +1,7 @@
-"""One checkpoint: save, load, look at and verify a directory that stands for itself.
+"""Save, load, inspect and verify single checkpoints.
 
-What a path stands for when it is loaded: a checkpoint of ours, or one of another tool, read as if it were.
-
-An opened checkpoint, of ours or of another tool: what it holds, and how it is read.
+The first part opens the checkpoint at a path, which may come from this package or from another tool (`Opened`,
+`use_source`). The second part holds the public functions: `save`, `load`, `metadata`, `verify` and their variants.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ from jaxckpt_train.transforms.base import Operation
 
 OURS, ORBAX, FLAX = "jaxckpt_train", "Orbax", "Flax"
 DEFAULT_NAME = "state"
-IMPORTED_KIND = "imported_kind"  # in the manifest
+IMPORTED_KIND = "imported_kind"  # a key of the manifest's information
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 _BACKEND: Backend = LocalBackend()
@@ -83,16 +82,16 @@ _BACKEND: Backend = LocalBackend()
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """An opened checkpoint.
+    """An opened checkpoint of this package or of another tool.
 
     Attributes:
         kind: the tool that wrote it.
-        files: what it is read from.
-        committed: what it holds.
-        settings: how it is read: what has no digests cannot be verified.
-        run: the directory of its run, if it was found by that.
+        files: opens its files.
+        committed: its contents.
+        settings: how it is read. A checkpoint without digests cannot be verified.
+        run: the directory of its run, if it was found there.
         skipped: the names of newer steps of its run that cannot be restored.
-        decoding: how many times its size reading an array takes beside that, in other libraries.
+        decoding: the additional memory that other libraries need to read an array, as a multiple of its size.
     """
 
     kind: str
@@ -105,30 +104,33 @@ class Opened:
 
     @property
     def wrote_tree(self) -> object:
-        """The tool whose form the trees have: of an import it is the one that it came from."""
+        """The tool whose form the trees have.
+
+        For an imported checkpoint, this is the tool that it was imported from.
+        """
         return self.committed.manifest.info.get(IMPORTED_KIND, self.kind) if self.kind == OURS else self.kind
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """The path of the checkpoint."""
         return self.committed.directory
 
     @unlocked_cached_property
     def trees(self) -> Mapping[str, TreeRecord]:
-        """The checkpointables that are trees, by name; CorruptCheckpointError if one is damaged."""
+        """The checkpointables that are trees, by name. Raises CorruptCheckpointError if one is damaged."""
         parts = self.committed.manifest.parts
         return {part.name: decode_tree(part, self.path) for part in parts if has_tree(part)}
 
     def arrays(self) -> dict[str, ArrayRecord]:
-        """All arrays, by the name of their checkpointable and their leaf path."""
+        """Return all arrays by the name of their checkpointable and their leaf path."""
         return {f"{part.name}/{array.name}": array for part in self.committed.manifest.parts for array in part.arrays}
 
     def part(self, name: str | None) -> PartRecord:
-        """A checkpointable by its name; None: `state`, or the only tree.
+        """Return a checkpointable by name; None stands for `state`, or for the only tree.
 
         Raises:
-            MismatchError: there is none such.
-            CorruptCheckpointError: it is a tree of another tool that is damaged.
+            MismatchError: there is no such checkpointable.
+            CorruptCheckpointError: it is a damaged tree of another tool.
         """
         trees = self.trees
         state = self.committed.manifest.part(DEFAULT_NAME)
@@ -138,7 +140,8 @@ class Opened:
         if found is None:
             raise MismatchError(f"{self.path}: {self._why_no_part(name)}")
         if found.kind == PYTREE and not has_tree(found) and found.files:
-            self.files.open(self.path, found.files[0].file, direct=False).close()  # which tells why it has none
+            # The tree could not be read; opening its file raises the error that says why.
+            self.files.open(self.path, found.files[0].file, direct=False).close()
         return found
 
     def _why_no_part(self, name: str | None) -> str:
@@ -148,28 +151,27 @@ class Opened:
         if not self.trees:
             return f"expected a checkpointable that is a tree, found none; it has {there}"
         several = ", ".join(map(repr, self.trees))
-        return f"has no checkpointable {DEFAULT_NAME!r} but several trees, {several}; choose one with --part"
+        return f"it has no checkpointable {DEFAULT_NAME!r} but several trees, {several}; choose one with --part"
 
 
 def open_found(backend: Backend, found: ForeignCheckpoint | FlaxFile, settings: StoreSettings) -> Opened:
-    """Open what another tool has written.
+    """Open a checkpoint of another tool.
 
     Args:
-        backend: where.
-        found: at a path.
-        settings: how it is going to be read.
+        backend: the storage.
+        found: what was found at the path.
+        settings: how the checkpoint will be read.
 
     Raises:
-        NotACheckpointError: it is a file of no form that is known here, or Flax is not installed to read it.
-        CorruptCheckpointError: it is damaged; where it is the newest of Flax's no older one is taken.
-        UnsupportedLeafError: it has leaves that are not read here.
+        NotACheckpointError: the file has no known format, or Flax, which is needed to read it, is not installed.
+        CorruptCheckpointError: it is damaged. If it is Flax's newest checkpoint, no older one is used instead.
+        UnsupportedLeafError: it has leaves that this package cannot read.
         StorageError: it cannot be read, or does not fit into memory.
     """
     if isinstance(found, ForeignCheckpoint):
         unverified = dataclasses.replace(settings, verify_on_load=False)
         return Opened(found.kind, found.files, found.committed, unverified, decoding=found.decoding)
-    from jaxckpt_train.formats.detect import find_in_directory
-    from jaxckpt_train.formats.flax_msgpack import open_flax_file  # which needs Flax, and so JAX
+    from jaxckpt_train.formats.flax_msgpack import open_flax_file  # imports Flax
 
     try:
         memory, committed = open_flax_file(backend, found, settings)
@@ -177,19 +179,19 @@ def open_found(backend: Backend, found: ForeignCheckpoint | FlaxFile, settings: 
         newer = find_in_directory(backend, found.directory) if found.directory and found.is_newest else None
         if error.errno not in GONE or newer is None or newer == found:
             raise
-        return open_found(backend, newer, settings)  # Flax removes an older one as soon as it has a newer
+        return open_found(backend, newer, settings)  # Flax removed this checkpoint after it saved a newer one
     except CorruptCheckpointError as error:
         if found.before is None:
             raise
         raise CorruptCheckpointError(
-            f"{error}. It is the newest one in {found.directory}, and no older one is taken in its place; to go back "
-            f"to the one before, give {found.before}"
+            f"{error}. It is the newest checkpoint in {found.directory}, and no older one is loaded instead; to load "
+            f"the one before it, pass {found.before}"
         ) from error
     return Opened(FLAX, memory, committed, settings)
 
 
 def options_for(source: Opened, options: LoadOptions) -> LoadOptions:
-    """How a tree of it is loaded."""
+    """Adapt the options of a load to the tool that wrote the tree."""
     if source.wrote_tree == SAFETENSORS:
         return dataclasses.replace(options, has_types=False)
     if source.wrote_tree in (ORBAX, PYTORCH):
@@ -198,10 +200,10 @@ def options_for(source: Opened, options: LoadOptions) -> LoadOptions:
 
 
 def main_part(source: Opened) -> str:
-    """The name of the checkpointable `state`, or of the only one.
+    """Return the name of the checkpointable `state`, or of the only one.
 
     Raises:
-        MismatchError: there are others only.
+        MismatchError: there are several, and none is `state`.
     """
     names = [part.name for part in source.committed.manifest.parts]
     if DEFAULT_NAME in names:
@@ -209,13 +211,13 @@ def main_part(source: Opened) -> str:
     if len(names) == 1:
         return names[0]
     raise MismatchError(
-        f"{source.path}: has no checkpointable {DEFAULT_NAME!r} but "
+        f"{source.path}: expected a checkpointable {DEFAULT_NAME!r} or a single one, found "
         f"{', '.join(map(repr, names)) or 'none'}; choose with load_checkpointables(path, {{name: target}})"
     )
 
 
 def transformed(source: Opened, operations: Sequence[Operation]) -> Opened:
-    """With operations applied to the main one of its checkpointables."""
+    """Apply operations to the main checkpointable of an opened checkpoint."""
     if not operations:
         return source
     found = operate(source.files, source.committed, main_part(source), operations, source.settings)
@@ -229,17 +231,17 @@ def use_source(
     settings: StoreSettings,
     progress: ReadProgress | None = None,
 ) -> T:
-    """Open what is at a path and call `use` with it; once more whenever another checkpoint took its place meanwhile.
+    """Open the checkpoint at a path and call `use` with it; repeat this if another checkpoint replaces it meanwhile.
 
     Args:
-        backend: where.
-        path: of a checkpoint of ours, or of what Orbax, PyTorch, safetensors or Flax have written.
-        use: called with it.
+        backend: the storage.
+        path: the path of a checkpoint of this package, or of Orbax, PyTorch, safetensors or Flax.
+        use: called with the opened checkpoint.
         settings: how it is read.
-        progress: called with 0 while it is waited for; what it raises ends that.
+        progress: called with 0 during waits. An error that it raises ends them.
 
     Raises:
-        NotACheckpointError: there is none that is known here.
+        NotACheckpointError: there is no checkpoint of a known format.
         As `open_committed` and `open_found`, and what `use` raises.
     """
     if call_with_timeout(path, lambda moved: is_file(path), progress):
@@ -260,31 +262,32 @@ def use_source(
 
 
 def absolute(path: PathLike) -> str:
-    """The absolute path, `~` expanded.
+    """Return the absolute path, with `~` expanded.
 
     Raises:
-        SettingsError: it is no path, or is relative to a home that nobody has, or to a removed working directory.
+        SettingsError: `path` is not a path, is relative to an unknown user's home, or is relative to a working
+            directory that was removed.
     """
     return absolute_path("path", path)
 
 
 def _to_read(path: PathLike) -> str:
-    """The absolute path, after this process's own saves to it have ended."""
+    """Return the absolute path, after waiting for this process's own saves to it."""
     there = absolute(path)
     wait_for_saves_of(there)
     return there
 
 
 def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
-    """What every manifest says of who wrote it, and when.
+    """Return the part of a manifest that says who wrote it, and when.
 
     Raises:
-        UnsupportedLeafError: the custom metadata would not come back from JSON as it is.
-        SettingsError: all of it is too much for a manifest, which is read whenever a checkpoint is looked at.
+        UnsupportedLeafError: the custom metadata would change on its way through JSON.
+        SettingsError: the result is too large for a manifest, which every inspection reads.
     """
     try:
         encoded = encode_value(custom_metadata, is_strict=True)
-        custom = msgspec.json.decode(encoded)  # a copy: the manifest is encoded later
+        custom = msgspec.json.decode(encoded)  # a copy, since the manifest is encoded later
     except UnsupportedLeafError as error:
         raise UnsupportedLeafError(f"custom_metadata: {error}") from error
     versions = {"jaxckpt_train": package_version(), "jax": jax.__version__}
@@ -295,15 +298,15 @@ def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
     if size > MAX_INFO_BYTES:
         largest = max(info, key=lambda name: len(msgspec.json.encode(info[name])))
         raise SettingsError(
-            f"{largest}: makes what the manifest says of this save {size:,} bytes of JSON, expected at most "
-            f"{MAX_INFO_BYTES:,}; save it as a checkpointable of its own, as JsonValue"
+            f"{largest}: expected at most {MAX_INFO_BYTES:,} bytes of JSON in the manifest's information on this save, "
+            f"found {size:,}; save it as a checkpointable of its own, as JsonValue"
         )
     return info
 
 
 @functools.cache
 def package_version() -> str:
-    """The version of this package; "unknown" when it runs from a folder that was never installed."""
+    """Return the version of this package, or "unknown" if it runs from a folder that was never installed."""
     try:
         return importlib.metadata.version("jaxckpt-train")
     except importlib.metadata.PackageNotFoundError:
@@ -318,22 +321,22 @@ def save(
     custom_metadata: Any = None,
     settings: StoreSettings | None = None,
 ) -> CheckpointMetadata:
-    """Save one pytree as a checkpoint of its own and wait until it is durable. An interrupt ends only the wait.
+    """Save one pytree as a checkpoint of its own, and wait until it is durable. An interrupt only ends the wait.
 
     Args:
         path: the directory to create.
-        tree: any pytree, Flax train state or NNX object; stored as the checkpointable `state`.
-        overwrite: replace a checkpoint that is there; atomically where the system can exchange two names (Linux).
-        custom_metadata: plain JSON data to keep with it, less than 1 MiB; more belongs into a JsonValue.
-        settings: how to store; None: the defaults.
+        tree: any pytree, Flax train state or NNX object. It is stored as the checkpointable `state`.
+        overwrite: replace an existing checkpoint. This is atomic if the system can exchange two names (Linux).
+        custom_metadata: plain JSON data to keep with the checkpoint, less than 1 MiB. Save more as a JsonValue.
+        settings: how to store the data. None: the defaults.
 
     Raises:
-        CheckpointExistsError: something is at `path` and `overwrite` is false.
+        CheckpointExistsError: something exists at `path`, and `overwrite` is false.
         UnsupportedLeafError: a leaf cannot be stored.
-        SettingsError: `custom_metadata` is too large, or `path` has a name that later saves clean up, `.NAME.aside`.
-        StorageError: the file system refused. What was at `path` before is untouched; or, should the disk fail once
-            more while it is put back, beside it where the error says.
-        CheckpointTimeoutError: it has not answered for ten minutes.
+        SettingsError: `custom_metadata` is too large, or `path` has a name that later saves clean up (`.NAME.aside`).
+        StorageError: the file system refused an operation. Previous contents of `path` are unchanged; or, if the disk
+            fails again while they are restored, they are in the directory that the error names.
+        CheckpointTimeoutError: the file system has not answered for ten minutes.
     """
     return save_async(path, tree, overwrite=overwrite, custom_metadata=custom_metadata, settings=settings).wait()
 
@@ -346,11 +349,11 @@ def save_async(
     custom_metadata: Any = None,
     settings: StoreSettings | None = None,
 ) -> PendingSave[CheckpointMetadata]:
-    """As `save`, but returns once the state is safe from whatever happens to it next, and writes in the background.
+    """Save like `save`, but return as soon as later changes of the state no longer matter, and write in the background.
 
     Returns:
-        The pending save: `.wait()` gives the metadata or raises what went wrong. A script that ends without waiting
-        still finishes the save.
+        The pending save. Its `.wait()` returns the metadata or raises the error of the save. A script that ends without
+        waiting still completes the save.
     """
     return save_checkpointables_async(
         path, {DEFAULT_NAME: tree}, overwrite=overwrite, custom_metadata=custom_metadata, settings=settings
@@ -365,7 +368,7 @@ def save_checkpointables(
     custom_metadata: Any = None,
     settings: StoreSettings | None = None,
 ) -> CheckpointMetadata:
-    """As `save`, with several checkpointables by name: pytrees, Flax objects, iterators, JsonValue."""
+    """Save like `save`, but several checkpointables by name: pytrees, Flax objects, iterators, JsonValue."""
     return save_checkpointables_async(
         path, checkpointables, overwrite=overwrite, custom_metadata=custom_metadata, settings=settings
     ).wait()
@@ -379,7 +382,7 @@ def save_checkpointables_async(
     custom_metadata: Any = None,
     settings: StoreSettings | None = None,
 ) -> PendingSave[CheckpointMetadata]:
-    """As `save_async`, with several checkpointables by name."""
+    """Save like `save_async`, but several checkpointables by name."""
     final, chosen, times = absolute(path), checked_settings("settings", settings), SaveTimes()
     replace = flag("overwrite", overwrite)
     job = current()
@@ -411,7 +414,7 @@ def _save_in_job(
     settings: StoreSettings,
     replace: bool,
 ) -> PendingSave[CheckpointMetadata]:
-    """The same, together with the other processes of the job."""
+    """Save together with the other processes of the job."""
 
     def begin() -> Transaction:
         refuse_temporary_name(final)
@@ -432,7 +435,7 @@ def _save_in_job(
 
 
 def _abort(transaction: Transaction) -> None:
-    """Remove an attempt that nobody waits for; what stays is removed once this process is gone."""
+    """Remove an abandoned attempt. What cannot be removed now is cleaned up after the end of this process."""
     with contextlib.suppress(StorageError):
         transaction.abort()
 
@@ -454,33 +457,38 @@ def load(
     """Load one pytree: the checkpointable `state`, or the only one there is.
 
     Args:
-        path: of a checkpoint, of a step directory of a run, or of what another tool has written: a step or an item of
-            Orbax, a safetensors file or a folder of them, a msgpack file of Flax or a directory with several, of which
-            the newest is taken, as Flax does.
-        like: the tree to load into, of arrays, `jax.ShapeDtypeStruct`, numpy arrays, values, PLACEHOLDER (leave this
-            leaf alone), or NNX objects, which are restored in place. Dtypes and weak types are those of the checkpoint:
-            weakly typed arrays and Python numbers of `like` accept any. None: nested dicts and lists of numpy arrays.
-        only: a pattern of leaf paths such as "params/**", several, or a predicate: only those are read; other leaves
-            of `like` come back as they are. In a key, "~" is written "~0", "/" is "~1" and "@" is "~2".
-        rename: saved leaf paths under other names, `{"old/**": "new/**"}`.
-        cast: convert dtypes within floats or integers, and upwards; never float to integer. Floats are rounded.
-        missing: "keep": a leaf of `like` that the checkpoint lacks keeps its value.
-        shardings: one sharding or a tree of them, for leaves of `like` that bring none, or without `like`.
-        transforms: operations on the stored tree before all of the above, see `jaxckpt_train.transforms`.
-        donatable: on the CPU, copy into memory that JAX reuses when the arrays are donated to a computation. Without
-            the copy they stay in the memory they were read into: the load is faster, but the first step that donates
-            them holds the state twice. None: copy what takes the place of a `jax.Array` of `like`. Restores of a run
-            always copy; devices other than CPUs need no copy.
-        settings: how to read; None: the defaults.
-        progress: called with numbers of bytes as they are read.
+        path: the path of a checkpoint, of a step directory of a run, or of a checkpoint of another tool: a step or an
+            item of Orbax, a safetensors file or a folder of them, a msgpack file of Flax, or a directory with several
+            of these. From such a directory the newest is loaded, as Flax does.
+        like: the tree to load into. Its leaves are arrays, `jax.ShapeDtypeStruct`, numpy arrays, values, or
+            PLACEHOLDER, which skips the leaf. NNX objects are restored in place. Dtypes and weak types come from the
+            checkpoint; weakly typed arrays and Python numbers in `like` accept any. None: nested dicts and lists of
+            numpy arrays.
+        only: a pattern of leaf paths such as "params/**", several patterns, or a predicate. Only matching leaves are
+            read; other leaves of `like` are returned unchanged. In a key, write "~" as "~0", "/" as "~1" and "@" as
+            "~2".
+        rename: new names for saved leaf paths, `{"old/**": "new/**"}`.
+        cast: convert dtypes within floats, within integers, and upwards, but never from float to integer. Floats are
+            rounded.
+        missing: what to do with a leaf of `like` that the checkpoint lacks: "error" raises MismatchError, "keep" keeps
+            its value.
+        shardings: one sharding or a tree of them, for leaves of `like` without a sharding, or for a load without
+            `like`.
+        transforms: operations on the stored tree that run before all other options; see `jaxckpt_train.transforms`.
+        donatable: on the CPU, copy arrays into memory that JAX reuses when they are donated to a computation. Without
+            the copy they stay in the memory into which they were read. The load is then faster, but the first step that
+            donates them holds the state twice. None: copy the arrays that replace a `jax.Array` of `like`. Restores of
+            a run always copy. Other devices need no copy.
+        settings: how to read. None: the defaults.
+        progress: called with the number of bytes of each read.
 
     Raises:
-        NotACheckpointError: nothing committed at `path`.
-        MismatchError: before anything is read: all differences between the checkpoint and `like`; or, with `cast`,
-            an integer that the new dtype does not hold, or a finite float beyond its range.
-        CorruptCheckpointError: bytes are not what was saved.
+        NotACheckpointError: there is no committed checkpoint at `path`.
+        MismatchError: the checkpoint and `like` differ; it lists all differences and is raised before any array is
+            read. With `cast`, also: an integer does not fit into the new dtype, or a finite float is beyond its range.
+        CorruptCheckpointError: the bytes are not what was saved.
         CheckpointTimeoutError: the disk has not answered for ten minutes; or another process that takes part in the
-            load (see `StoreSettings.read_once`) did not come, or got no further.
+            load (see `StoreSettings.read_once`) did not join or made no progress.
         OtherProcessError: another process loads something else, or failed.
     """
     chosen = checked_settings("settings", settings)
@@ -508,13 +516,13 @@ def load_checkpointables(
     settings: StoreSettings | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Load several checkpointables by name, each into its target (None: without one).
+    """Load several checkpointables by name, each into its target, or without one if the target is None.
 
     Args:
         path: as for `load`.
-        targets: which, and into what; None: all, without targets.
-        settings: how to read; None: the defaults.
-        progress: called with numbers of bytes as they are read.
+        targets: the names to load, and their targets. None: all checkpointables, without targets.
+        settings: how to read. None: the defaults.
+        progress: called with the number of bytes of each read.
 
     It raises the same errors as `load`.
     """
@@ -533,7 +541,7 @@ def load_checkpointables(
 
 
 def metadata(path: PathLike) -> CheckpointMetadata:
-    """What a checkpoint holds. Reads no array data and touches no device.
+    """Describe the contents of a checkpoint. Reads no array data and touches no device.
 
     Raises:
         NotACheckpointError, CorruptCheckpointError, FormatVersionError: see `errors`.
@@ -545,13 +553,13 @@ def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyRe
     """Read and check every byte of a checkpoint. Damage is reported, not raised.
 
     Raises:
-        NotACheckpointError: nothing committed at `path`, or it was removed meanwhile, as retention does.
+        NotACheckpointError: there is no committed checkpoint at `path`, or retention removed it meanwhile.
     """
     chosen, there = checked_settings("settings", settings), _to_read(path)
 
     def verify_or_raise(committed: Committed) -> VerifyReport:
         report = verify_opened(_BACKEND, committed, chosen)
-        if not report.ok:  # unless it was being replaced
+        if not report.ok:  # raising lets `use_committed` retry if the checkpoint was being replaced
             raise _DamagedError(report)
         return report
 
@@ -559,12 +567,12 @@ def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyRe
         return use_committed(_BACKEND, there, verify_or_raise)
     except _DamagedError as error:
         return error.report
-    except CorruptCheckpointError as error:  # its manifest is
+    except CorruptCheckpointError as error:  # the manifest is damaged
         return VerifyReport(there, 0, (str(error),))
 
 
 class _DamagedError(CorruptCheckpointError):
-    """What a verification found."""
+    """The damage that a verification found."""
 
     def __init__(self, report: VerifyReport) -> None:
         super().__init__(*report.problems)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself without reading array data and without touching a device."""
+"""The description of a checkpoint, made without reading array data and without touching a device."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from jaxckpt_train.store.threads import unlocked_cached_property
 
 @dataclasses.dataclass(frozen=True)
 class LeafMetadata:
-    """One leaf.
+    """The description of one leaf.
 
     Attributes:
-        description: in a few words, `float32[512,128]`, `key<threefry2x32>[]`, `Python int`.
-        shape: of an array, or of a key array; None for other leaves.
-        dtype: of an array; None for other leaves.
-        bytes: of array data.
-        sharding: the sharding it had when it was saved: `{"mesh": {"x": 4}, "spec": ["x", None]}`, or None.
-        value: of a leaf stored inline (numbers, text).
-        host: what an array was: "jax", "numpy", or "scalar" (a NumPy scalar); None for other leaves.
+        description: a short text such as `float32[512,128]`, `key<threefry2x32>[]`, `Python int`.
+        shape: the shape of an array or a key array; None for other leaves.
+        dtype: the dtype of an array; None for other leaves.
+        bytes: the size of its array data.
+        sharding: the sharding of the saved array, `{"mesh": {"x": 4}, "spec": ["x", None]}`, or None.
+        value: the value of a leaf that is stored inline (numbers, text).
+        host: the kind of array that was saved: "jax", "numpy", or "scalar" (a NumPy scalar); None for other leaves.
     """
 
     description: str
@@ -52,32 +52,38 @@ class LeafMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointableMetadata:
-    """One checkpointable: the kind of its handler, its leaves by path (none if it is no tree), its bytes on disk."""
+    """The description of one checkpointable.
+
+    Attributes:
+        name: its name.
+        kind: the kind of its handler.
+        leaves: its leaves by path; empty if it is not a tree.
+        bytes: its size on disk.
+        tree: nested dicts and lists of `jax.ShapeDtypeStruct` and plain values, as a target for a load; None if it is
+            not a tree. A PRNG key of an implementation that this process does not know is described as its key data.
+    """
 
     name: str
     kind: str
     leaves: Mapping[str, LeafMetadata]
     bytes: int
     tree: Any
-    """Nested dicts and lists of `jax.ShapeDtypeStruct` and plain values; a target for a load. None if it is no tree.
-
-    A PRNG key of an implementation that this process lacks stands there as the array of its key data."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointMetadata:
-    """A committed checkpoint.
+    """The description of a committed checkpoint.
 
     Attributes:
         path: its directory.
-        format_version: of the files.
+        format_version: the version of its format.
         digest: the name of the digest of its blocks.
-        step: the label, if a StepManager saved it.
-        created: when, ISO 8601 in UTC.
-        metrics: as saved with the step.
-        custom_metadata: as saved.
-        versions: of the packages that wrote it.
-        bytes: of all its data files.
+        step: its label, if a StepManager saved it.
+        created: the time of the save, ISO 8601 in UTC.
+        metrics: the metrics that were saved with the step.
+        custom_metadata: the custom metadata that was saved.
+        versions: the versions of the packages that wrote it.
+        bytes: the size of all its data files.
     """
 
     path: str
@@ -93,12 +99,12 @@ class CheckpointMetadata:
 
     @unlocked_cached_property
     def checkpointables(self) -> Mapping[str, CheckpointableMetadata]:
-        """The checkpointables by name, decoded when first asked for."""
+        """The checkpointables by name, decoded at the first access."""
         return {part.name: _describe_part(part, self.path) for part in self._committed.manifest.parts}
 
 
 def describe(committed: Committed) -> CheckpointMetadata:
-    """The metadata of an opened checkpoint."""
+    """Return the metadata of an opened checkpoint."""
     manifest, info = committed.manifest, committed.manifest.info
     return CheckpointMetadata(
         path=committed.directory,
@@ -149,7 +155,7 @@ def _abstract(record: LeafRecord, leaf: LeafMetadata, array: ArrayRecord | None)
 
 
 def _key_dtype(impl: str) -> Any:
-    """The dtype of keys of this implementation; None: this process knows no such one, as it may be the user's own."""
+    """Return the dtype of keys of this implementation, or None if this process does not know it."""
     try:
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
     except (TypeError, ValueError):

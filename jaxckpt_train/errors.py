@@ -1,26 +1,24 @@
-"""Every error that jaxckpt_train raises: one class per decision that a caller can take.
+"""The errors that jaxckpt_train raises: one class for each decision that a caller can take.
 
 The classes derive from each other as follows:
 
-    CheckpointError                       anything this package raises on purpose
-    ├── NotACheckpointError               nothing committed at this path (missing, empty, or something else)
+    CheckpointError                       the base class of all errors of this package
+    ├── NotACheckpointError               nothing is committed at this path: it is missing, empty, or something else
     │   ├── StepNotFoundError             this run directory has no such step
-    │   └── IncompleteCheckpointError     begun or copied in part: there is no valid COMMIT
+    │   └── IncompleteCheckpointError     a save or copy that did not finish: there is no valid COMMIT
     ├── CorruptCheckpointError            committed, but bytes are missing or differ from their digest
     ├── FormatVersionError                written by a newer version of this package
     ├── MismatchError                     the checkpoint and the target differ; lists every difference
     ├── UnsupportedLeafError              a leaf or key of the tree cannot be stored
-    ├── NonFiniteError                    the state holds nan or inf, and such states are not to be saved
-    ├── CheckpointExistsError             refuses to overwrite what is committed there
+    ├── NonFiniteError                    the state contains nan or inf, and the settings reject it
+    ├── CheckpointExistsError             a committed checkpoint would be overwritten
     ├── StorageError (also OSError)       the file system refused: full, read-only, failing, not permitted
     ├── DirectoryLockedError              another live process owns this run directory
     ├── IteratorStateError                a data iterator's saved position does not fit this pipeline, or its data ended
     ├── SettingsError (also ValueError)   an argument, setting or policy is wrong
     ├── CheckpointTimeoutError (also TimeoutError)
-    ├── OtherProcessError                 another process of this job failed at what all of them do together
-    └── Preempted                         the loop was asked to leave and its state is saved
-
-What fails besides, while another error is on its way: it is noted there, and does not hide it.
+    ├── OtherProcessError                 another process of the job failed, or does something else
+    └── Preempted                         the loop was asked to stop, and its state is saved
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ _log = logging.getLogger("jaxckpt_train")
 
 
 def is_success(stop: BaseException) -> bool:
-    """Whether it ends a process, a generator or a task as if all were well."""
+    """Return whether an exception ends a process, a generator or a task normally."""
     if isinstance(stop, SystemExit):
         return stop.code is None or (isinstance(stop.code, int) and stop.code & 0xFF == 0)
     return not isinstance(stop, Exception | KeyboardInterrupt)
@@ -43,27 +41,27 @@ def is_success(stop: BaseException) -> bool:
 
 @contextlib.contextmanager
 def suppress_secondary(error: BaseException | None, subject: str) -> Iterator[None]:
-    """Within: `subject` is closed, as the end of a `with` does on `error`; what fails then is a note of that error.
+    """Attach errors raised during cleanup as notes, instead of masking the original error.
 
-    An error that says that all is well, as `sys.exit(0)` does, tells nobody: what failed is raised in its place. An
-    interrupt meanwhile always comes through, or whoever catches the error would go on.
+    Within the context, `subject` is closed, like at the end of a `with` statement that ends with `error`. An `error`
+    that reports success, like `sys.exit(0)`, would hide a failure, so the failure is raised instead. An interrupt is
+    always raised, since a caller that catches `error` would otherwise continue.
     """
     try:
         yield
     except BaseException as failure:
         if error is None or is_success(error) or not isinstance(failure, Exception):
             raise
-        _log.exception("closing %s failed while another error was on its way", subject)
-        told = str(failure) or type(failure).__name__
-        error.add_note(f"besides, closing {subject} failed: {told}")
+        _log.exception("closing %s failed while another error was being raised", subject)
+        error.add_note(f"closing {subject} also failed: {str(failure) or type(failure).__name__}")
 
 
 class CheckpointError(Exception):
-    """The root of all errors of this package."""
+    """The base class of all errors of this package."""
 
 
 class NotACheckpointError(CheckpointError):
-    """No committed checkpoint at this path."""
+    """There is no committed checkpoint at this path."""
 
 
 class StepNotFoundError(NotACheckpointError):
@@ -71,15 +69,15 @@ class StepNotFoundError(NotACheckpointError):
 
 
 class IncompleteCheckpointError(NotACheckpointError):
-    """A checkpoint that was begun, or copied in part, and has no valid COMMIT."""
+    """The checkpoint was started or partly copied, and has no valid COMMIT."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A committed checkpoint whose bytes are missing, changed or contradict each other."""
+    """The checkpoint is committed, but its bytes are missing, changed or contradictory."""
 
 
 class FormatVersionError(CheckpointError):
-    """A checkpoint of a newer format version than this package reads."""
+    """The checkpoint has a newer format version than this package can read."""
 
 
 class MismatchError(CheckpointError):
@@ -95,14 +93,14 @@ class MismatchError(CheckpointError):
 
 
 class UnsupportedLeafError(CheckpointError):
-    """A leaf, key or value that this package cannot store without losing something."""
+    """A leaf, key or value cannot be stored without loss."""
 
 
 class NonFiniteError(CheckpointError):
-    """The state holds nan or inf, and `StoreSettings.nonfinite` is "reject": nothing was saved.
+    """The state contains nan or inf, and `StoreSettings.nonfinite` is "reject"; nothing was saved.
 
     Attributes:
-        leaves: the leaf paths, the checkpointable's name first.
+        leaves: the leaf paths, each one after the name of its checkpointable.
     """
 
     def __init__(self, message: str, leaves: tuple[str, ...] = ()) -> None:
@@ -111,7 +109,7 @@ class NonFiniteError(CheckpointError):
 
 
 class CheckpointExistsError(CheckpointError):
-    """A committed checkpoint is already there and overwriting was not asked for."""
+    """A committed checkpoint already exists, and overwriting was not requested."""
 
 
 class StorageError(CheckpointError, OSError):
@@ -123,7 +121,7 @@ class DirectoryLockedError(CheckpointError):
 
 
 class IteratorStateError(CheckpointError):
-    """The saved position of a data iterator does not fit the pipeline it is restored into, or its data ended."""
+    """The saved position of a data iterator does not fit the current pipeline, or the data ended."""
 
 
 class SettingsError(CheckpointError, ValueError):
@@ -131,25 +129,26 @@ class SettingsError(CheckpointError, ValueError):
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
-    """A wait for a save or for another process ran out of time.
+    """A wait for a save or for another process exceeded its time limit.
 
     Attributes:
-        lost: numbers of the processes of this job of which this one has heard nothing; empty if another one says so.
+        lost: the numbers of the processes of this job that did not answer this process. Empty if another process
+            reported the error.
     """
 
     lost: tuple[int, ...] = ()
 
 
 class OtherProcessError(CheckpointError):
-    """Another process of this job failed at what all do together, or they do not agree on what that is."""
+    """Another process of this job failed in a joint operation, or the processes disagree on the operation."""
 
 
 class Preempted(CheckpointError):
-    """The loop was asked to leave, and its state is saved.
+    """The loop was asked to stop, and its state is saved.
 
     Attributes:
-        step: the committed step, or None if nothing had to be saved.
-        exit_code: what the process should leave with.
+        step: the committed step, or None if there was nothing to save.
+        exit_code: the exit code that the process should end with.
     """
 
     def __init__(self, message: str, step: int | None, exit_code: int) -> None:
@@ -158,14 +157,14 @@ class Preempted(CheckpointError):
         self.exit_code = exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For a parent process, which may be handed it by a worker: made anew of the message alone, it would not be."""
+        """Support pickling with all arguments, for example from a worker to its parent process."""
         return type(self), (str(self), self.step, self.exit_code), vars(self)
 
 
 def free_frames(error: BaseException | None) -> None:
-    """Free what the ended frames of an error hold, such as a whole state, and of all errors that led to it.
+    """Free what the finished frames of an error and of its causes hold, such as a whole state.
 
-    The tracebacks stay. Errors may have led to each other: `raise error.__cause__ from None` makes a ring of two.
+    The tracebacks are kept. Causes can form a ring: `raise error.__cause__ from None` makes one of two errors.
     """
     seen, todo = set[int](), [error]
     while todo:

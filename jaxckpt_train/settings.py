@@ -1,4 +1,4 @@
-"""StoreSettings: how bytes are written, checked and read."""
+"""StoreSettings: how checkpoints are written, checked and read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SnapshotMode = Literal["auto", "host", "device", "stream"]
 NonFinite = Literal["allow", "warn", "reject"]
 Colocated = bool | Literal["auto"]
 DEFAULT_IO_THREADS = 2
-STALL_TIMEOUT_S = 60.0  # of a step manager and whoever makes one
+STALL_TIMEOUT_S = 60.0  # the default of StepManager and CheckpointCallback
 _CHOICES: dict[str, tuple[object, ...]] = {
     "durability": ("full", "file", "none"),
     "digest": ("xxh3-128", "sha256", "blake3"),
@@ -34,61 +34,62 @@ _MINIMUM = {
     "io_threads": 1,
     "scrub_bytes_per_s": 0,
 }
-_MAXIMUM = dict.fromkeys(_MINIMUM, 1 << 50)  # of bytes: more than any machine has, and what C can count
-_MAXIMUM["io_threads"] = MOST_IO_THREADS  # threads stay until the process ends
-_WORDS: dict[str, tuple[str, ...]] = {"io_threads": ("auto",)}  # what may stand for a number
+_MAXIMUM = dict.fromkeys(_MINIMUM, 1 << 50)  # bytes: more than any machine has, and within C's integers
+_MAXIMUM["io_threads"] = MOST_IO_THREADS  # the threads live until the process ends
+_WORDS: dict[str, tuple[str, ...]] = {"io_threads": ("auto",)}  # words that are valid instead of a number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreSettings:
-    """How checkpoints are stored. Checks itself when built.
+    """How checkpoints are stored. An instance checks its values when it is created.
 
     Attributes:
-        durability: "full": files, directories and the parent are synced before a save is acknowledged;
-            "file": files are synced, directories are not; "none": nothing is synced. Without "full", retention syncs
-            the newest step before it deletes older ones, in the background (closing waits for that), and to overwrite
-            a single checkpoint may lose both in a power cut.
-        digest: of every block of data: "xxh3-128" (fast), "sha256", or "blake3" (needs the `blake3` package).
+        durability: "full": sync files, directories and the parent before a save is acknowledged. "file": sync files,
+            but not directories. "none": sync nothing. Without "full", retention syncs the newest step before it deletes
+            older ones; this runs in the background, and closing waits for it. A power cut during the overwrite of a
+            single checkpoint may then lose both the old and the new one.
+        digest: the digest of each block of data: "xxh3-128" (fast), "sha256", or "blake3" (requires the `blake3`
+            package).
         verify_on_load: compare the digests of all bytes that a load reads.
-        segment_bytes: a segment file is closed and the next begun before it exceeds this many bytes of data,
-            unless a single chunk is larger.
-        staging_bytes: host memory of the staging buffers between a snapshot and the disk; kept between saves.
-        read_budget_bytes: host memory that a load may use beyond its destination. An array that only passes (to an
-            accelerator, or converted) takes its own size if that is more; while it is put together of several pieces
-            it comes on top, at most one for each thread that reads.
-        io_threads: how many writes the disk is given at a time, and half of how many reads; at most 64. "auto": 2, and
-            for writes what the first large saves to a disk measure as clearly faster; known until the process ends.
-            Give each write 8 MiB of staging buffers, or a save may take up to `staging_bytes` more.
-        direct_io: True: `O_DIRECT`, or an error where the file system refuses it; False: through the page cache;
-            "auto": direct where the file system takes it.
-        snapshot: how the call to save makes the state on accelerators safe. "host": it orders copies to
-            pinned host memory, or waits for copies to other host memory where devices know no pinned one;
-            "device": it orders copies on the devices, which need memory for the state twice until they are written;
-            "auto": "device" where that surely fits beside all that training has used before, else "host"; "stream": it
-            returns once all has left the devices, with no more than `staging_bytes` of the state, and the arrays being
-            written, in host memory beside the staging buffers. State on the CPU is held, not copied, by "auto",
-            until it is seen that the loop donates it meanwhile: such a step is slow, as it gets new memory. From then
-            on, and with "host", it is copied into memory that is kept from save to save: the call takes longer, that
-            step does not.
-        nonfinite: what a save does about nan, and about inf in arrays (a single number may be inf): "allow": nothing;
-            "warn": it warns, naming the leaves; "reject": it fails with NonFiniteError, so that the steps before stay
-            the newest. They are looked for on the devices, and the answers awaited in the background.
-        scrub_bytes_per_s: at most so many bytes of the steps of a run are read again each second while it goes on, one
-            step after the other, to find damage while other steps are whole; what is found is set aside. 0: none, but
-            the neighbours of a step that was set aside, those saved right before and after it, are still read once
-            where the restore has not compared all of them, at most 64 MiB a second.
-        read_once: in a job of several processes, how a load onto arrays that span them reads what several of them need.
-            True: each reads a share of its own, and all processes load the same together. If all run on one machine
-            they look at each other's shares in memory, else these go from process to process over the devices; at most
-            `read_budget_bytes` at a time. False: each reads all that it needs itself, and none waits for another.
-            "auto": as True where the job would else read noticeably more than the checkpoint has (a fiftieth of it,
-            and 64 MiB); on one machine whose processes do not see each other's memory, as in containers, each reads
-            through the page cache, which has what another one has read.
-        barrier_timeout_s: in a job of several processes, seconds after which another process is not waited for any
-            more that has not got any further, or is gone; the save or load fails in all of them then.
-        colocated: whether the hosts of the devices save and load the arrays there, through JAX's Colocated Python, and
-            not this process. "auto": where the runtime drives devices of many hosts from one process (Pathways);
-            True: always; False: never. Needs `cloudpickle`, and this package and the storage on all hosts.
+        segment_bytes: a segment file is closed before its data exceeds this size, unless a single chunk is larger.
+        staging_bytes: host memory for the staging buffers between a snapshot and the disk. It is kept between saves.
+        read_budget_bytes: host memory that a load may use in addition to its destination. An array that only passes
+            through host memory (on its way to an accelerator, or to be converted) may use its own size if that is
+            larger. An array that is assembled from several pieces is counted in addition, at most one for each reading
+            thread.
+        io_threads: the number of concurrent writes, and half the number of concurrent reads; at most 64. "auto": 2, and
+            for writes a larger number if the first large saves to the disk measure it as clearly faster. The process
+            remembers the result. Provide 8 MiB of staging buffers for each write; otherwise a save may use up to
+            another `staging_bytes`.
+        direct_io: True: use `O_DIRECT`, and raise an error if the file system refuses it. False: use the page cache.
+            "auto": use `O_DIRECT` if the file system supports it.
+        snapshot: how a save protects the state on accelerators from later changes. "host": start copies to pinned host
+            memory; if a device has none, wait for copies to other host memory. "device": start copies on the devices,
+            which need memory for a second state until it is written. "auto": "device" if the copies certainly fit next
+            to the peak memory of the training, otherwise "host". "stream": return once the state has left the devices;
+            host memory then holds only the staging buffers, another `staging_bytes` of the state, and the arrays that
+            are being written. For state on the CPU, "auto" keeps references instead of copies until it detects that the
+            loop donates the state during a save. That training step is slow, because it needs new memory. From then on,
+            and with "host", the state is copied into memory that is kept between saves. The save then takes longer, but
+            the training step does not.
+        nonfinite: what a save does about nan, and about inf in arrays (a single number may be inf). "allow": nothing.
+            "warn": log a warning with the names of the leaves. "reject": fail with NonFiniteError, so that the previous
+            step stays the newest. The check runs on the devices, and its result is awaited in the background.
+        scrub_bytes_per_s: reread the steps of a run in the background, at most this many bytes per second, to find
+            damage while other steps are still valid. Damaged steps are set aside. 0: no such reads. Even then, the
+            steps saved right before and after a step that was set aside are read once, at up to 64 MiB per second,
+            unless the restore has already verified all of them.
+        read_once: how the processes of a job read parts of arrays that several of them need. True: each process reads a
+            share, and all of them load the same values together. Processes on one machine share the data in memory;
+            otherwise it travels over the devices, at most `read_budget_bytes` at a time. False: each process reads
+            everything that it needs, and none waits for another. "auto": as True if the job would otherwise read
+            clearly more than the checkpoint contains (by a fiftieth and by 64 MiB). If processes on one machine cannot
+            share memory, for example in containers, each one reads through the page cache instead.
+        barrier_timeout_s: in a multi-process job, the time to wait for another process that makes no progress or is
+            gone. The save or load then fails in all processes.
+        colocated: whether the hosts of the devices save and load the arrays, through JAX's Colocated Python, instead of
+            this process. "auto": if the runtime drives devices of several hosts from one process (Pathways). True:
+            always. False: never. Requires `cloudpickle`, and this package and the storage on all hosts.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.
@@ -133,20 +134,21 @@ class StoreSettings:
 
     @property
     def known_io_threads(self) -> int:
-        """`io_threads`, or the default where they are to be measured."""
+        """`io_threads`, or the default if it is "auto"."""
         return DEFAULT_IO_THREADS if self.io_threads == "auto" else self.io_threads
 
 
 def checked_settings(subject: str, settings: Any) -> StoreSettings:
-    """The settings that were given, or the defaults for None.
+    """Return the given settings, or the defaults for None.
 
     Raises:
-        SettingsError: it is something else.
+        SettingsError: `settings` is neither.
     """
     if settings is None:
         return StoreSettings()
     if not isinstance(settings, StoreSettings):
         raise SettingsError(
-            f"{subject}: expected a StoreSettings, as jaxckpt_train.StoreSettings(io_threads=4), found {settings!r}"
+            f"{subject}: expected a StoreSettings, such as jaxckpt_train.StoreSettings(io_threads=4), "
+            f"found {settings!r}"
         )
     return settings

@@ -281,7 +281,7 @@ def test_plain_mappings_objects_and_nothing_are_taken_too() -> None:
         ({"save_interval_secs": float("nan")}, "seconds above 0"),
         ({"exit_code": 256}, "from 0 to 255"),
         ({"signals": ["SIGKILL"]}, "found 'SIGKILL'"),
-        ({"signals": "SIGTERM"}, "a list of names of signals"),
+        ({"signals": "SIGTERM"}, "a list of signal names"),
         ({"progress": 1}, "found 1"),
         ({"enabled": "yes"}, "true or false"),
         ({"directory": ""}, "expected a path"),

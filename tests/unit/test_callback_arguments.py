@@ -23,7 +23,7 @@ from jaxckpt_train import config as hydra_job
         ({"signals": [["SIGTERM"]]}, "that a process can catch"),
         ({"keep_latest": 0}, "checkpoint.keep_latest"),
         ({"best_metric": "loss"}, r"checkpoint.best_metric: .*checkpoint.keep_best"),
-        ({"signals": {}}, "checkpoint.signals: expected a list of names of signals"),
+        ({"signals": {}}, "checkpoint.signals: expected a list of signal names"),
         ({"save_policy": 5}, r"checkpoint.save_policy: expected an object with should_save\(...\), found 5"),
         ({"keep_policy": 5}, r"checkpoint.keep_policy: expected an object with should_preserve\(...\), found 5"),
         ({"sinks": [5]}, r"checkpoint.sinks\[0\]: expected an object that is called with every event, found 5"),

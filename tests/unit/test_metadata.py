@@ -97,14 +97,14 @@ def test_custom_metadata_that_is_no_json_is_refused_before_anything_is_written(t
 
 
 def test_custom_metadata_that_is_too_large_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    expected = r"custom_metadata: makes .* [\d,]+ bytes of JSON, expected at most 1,048,576; save it .* JsonValue"
+    expected = r"custom_metadata: expected at most 1,048,576 bytes .*, found [\d,]+; save it .* JsonValue"
     with pytest.raises(jct.SettingsError, match=expected):
         jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata={"text": "x" * (1 << 20)})
     assert list(tmp_path.iterdir()) == []
     with jct.StepManager(tmp_path / "run") as manager:
         with pytest.raises(jct.SettingsError, match=expected):
             manager.save(1, {"state": {"a": 1}}, custom_metadata=[[]] * 400_000, force=True)
-        with pytest.raises(jct.SettingsError, match=r"metrics: makes .* [\d,]+ bytes of JSON"):
+        with pytest.raises(jct.SettingsError, match=r"metrics: expected at most 1,048,576 bytes of JSON"):
             manager.save(1, {"state": {"a": 1}}, metrics={str(n): 0.5 for n in range(200_000)}, force=True)
         assert manager.steps == []
 

@@ -96,10 +96,10 @@ def test_what_is_no_path_to_write_to(wrong: Any) -> None:
 def test_an_array_is_no_mapping_of_names(checkpoint: Path, tmp_path: Path) -> None:
     wrong: Any = jnp.ones(3)
     with jct.StepManager(tmp_path / "run") as steps:
-        with pytest.raises(jct.SettingsError, match=r"^checkpointables: expected a mapping of names.*found one Array"):
+        with pytest.raises(jct.SettingsError, match=r"^checkpointables: expected a mapping of names.*found Array"):
             steps.save(1, wrong)
         steps.save(1, {"state": STATE})
-        with pytest.raises(jct.SettingsError, match=r"^targets: expected a mapping of names.*found one Array"):
+        with pytest.raises(jct.SettingsError, match=r"^targets: expected a mapping of names.*found Array"):
             steps.restore(wrong)
         assert_same(steps.restore({"state": STATE})["state"], STATE)
     with pytest.raises(jct.SettingsError, match=r"^targets: expected a mapping of names"):
@@ -202,6 +202,6 @@ def test_a_path_that_begins_nowhere_is_told(
     with pytest.raises(jct.SettingsError, match=r"path '~nobody123/run': expected a user with a home directory"):
         use("~nobody123/run")
     (tmp_path / "here").rmdir()
-    with pytest.raises(jct.SettingsError, match=r"path 'c': expected a working directory .* Pass an absolute path"):
+    with pytest.raises(jct.SettingsError, match=r"path 'c': .* working directory cannot be found"):
         use("c")
     assert list(tmp_path.iterdir()) == []

@@ -121,7 +121,7 @@ def test_where_there_is_no_run_it_ends_with_3(tmp_path: Path) -> None:
     assert "found nothing" in refused("ls", tmp_path / "file" / "below", code=3)
     assert "found no steps" in refused("ls", tmp_path / "empty", code=3)
     assert "found one checkpoint of this package" in refused("ls", tmp_path / "single", code=3)
-    assert "other stores cannot be read" in refused("ls", "gs://bucket/run", code=2)
+    assert "other stores are not supported" in refused("ls", "gs://bucket/run", code=2)
 
 
 def test_a_directory_that_may_not_be_read_ends_with_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

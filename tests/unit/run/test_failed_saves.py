@@ -160,7 +160,7 @@ def test_the_loops_own_error_is_what_the_user_sees(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the loop's own error") as caught, manager:
         manager.save(1, {"state": state_of(1)})
         raise ValueError("the loop's own error")
-    assert "besides, closing" in caught.value.__notes__[0]
+    assert "also failed" in caught.value.__notes__[0]
     assert "refused to create" in caught.value.__notes__[0]
     with jct.StepManager(tmp_path) as other:
         other.own()  # the directory is free again
