@@ -1,10 +1,8 @@
-"""Repeated reads: how many bytes a job reads of an array if each process reads whatever it needs itself.
+"""Assigns the blocks of shared arrays to the processes of a job, and reads the blocks of one process.
 
-A feed: the share of this process read from its files, window after window, each digest block once.
-
-Parts of shares: which bytes of a window become which parts of the boxes that a process needs.
-
-Read shares: which process of a job reads which blocks of each array, so that no block is read twice.
+`assign_reads` gives each process a `Stream` of whole digest blocks, so that no block is read twice. A `ShardReader`
+reads a stream window by window. `Assembly` puts the boxes that a process needs together from parts of windows.
+`RepeatedReads` computes how much a job reads if every process reads what it needs itself.
 """
 
 from __future__ import annotations
@@ -34,15 +32,15 @@ from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.timeouts import call_with_timeout, close_files
 
 ROOM = 16
-"""In a row for one process each part begins at a multiple of this: no element is longer."""
+"""Alignment of the parts in a row for another process: no element is longer."""
 Requirements = tuple[tuple[Box, ...], ...]
-"""Of each process of a job, the distinct boxes of an array that it needs, lowest first."""
+"""For each process of a job, the distinct boxes of an array that it needs, in order."""
 
 
 class Piece(NamedTuple):
-    """Bytes [start, stop) of a chunk of array number `wanted`, whole digest blocks; at `at` in the stream of a process.
+    """Bytes [start, stop) of a chunk of array number `wanted` in whole digest blocks, at `at` in a process's stream.
 
-    `at` is a multiple of 64 bytes, so that no cut of a stream at such a multiple goes through an element.
+    `at` is a multiple of 64 bytes, so that cutting a stream at such a multiple cuts no element.
     """
 
     wanted: int
@@ -53,7 +51,7 @@ class Piece(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Bytes [start, stop) of a chunk of array number `wanted`; at `at` in a window of a stream."""
+    """Bytes [start, stop) of a chunk of array number `wanted`, at `at` in a window of a stream."""
 
     wanted: int
     chunk: ChunkRecord
@@ -63,12 +61,12 @@ class Cut(NamedTuple):
 
 
 class Stream:
-    """All that one process reads, one piece after the other.
+    """Everything that one process reads, as a sequence of pieces.
 
     Attributes:
-        pieces: in the order in which they are read.
-        bytes: of them.
-        end: where the last one ends, with the room between them.
+        pieces: in the order of reading.
+        bytes: total size of the pieces.
+        end: where the last piece ends, including the gaps between pieces.
     """
 
     def __init__(self) -> None:
@@ -77,7 +75,7 @@ class Stream:
         self._starts: list[int] = []
 
     def add(self, wanted: int, chunk: ChunkRecord, start: int, stop: int) -> None:
-        """One more block; it lengthens the last piece if it follows that."""
+        """Append a block; it extends the last piece if it follows it in the chunk."""
         self.bytes += stop - start
         if self.pieces:
             last = self.pieces[-1]
@@ -91,7 +89,7 @@ class Stream:
         self.end = at + stop - start
 
     def within(self, start: int, stop: int) -> Iterator[Cut]:
-        """What of the pieces lies in the window from `start` to `stop`."""
+        """Yield the parts of pieces in the window from `start` to `stop`."""
         first = max(0, bisect.bisect_right(self._starts, start) - 1)
         for piece in itertools.islice(self.pieces, first, None):
             if piece.at >= stop:
@@ -102,19 +100,19 @@ class Stream:
                 yield Cut(piece.wanted, piece.chunk, skipped + low, skipped + high, low - start)
 
 
-def read_shares(
+def assign_reads(
     arrays: Sequence[ArrayRecord], processes: int, block_bytes: int, order_of: Callable[[int], Sequence[int]]
 ) -> list[Stream]:
-    """What each process reads of these arrays: the same number of bytes but for a block or two, in long runs.
+    """Assign the blocks of arrays to processes: equal bytes for each, up to a block or two, in long runs.
 
-    Arrays that follow each other in the files are handed out together, as many as have a block for each process; so
-    all of them are complete soon after their first byte is there, and small ones are not read by turns.
+    Consecutive arrays in the files are assigned in groups that have at least one block per process. So all arrays of a
+    group are complete soon after their first byte is read, and small arrays are not spread over many processes.
 
     Args:
-        arrays: which.
-        processes: how many.
-        block_bytes: of the digests: what is read by one.
-        order_of: of the largest array of a group, by its number: in which order the processes take from it.
+        arrays: the arrays.
+        processes: number of processes.
+        block_bytes: size of a digest block, which one process reads.
+        order_of: returns the order in which processes take blocks, for the number of the largest array of a group.
     """
     streams = [Stream() for _ in range(processes)]
     group: list[int] = []
@@ -123,14 +121,14 @@ def read_shares(
         group.append(number)
         size += stored_bytes(arrays[number])
         if size >= processes * block_bytes:
-            _hand_out(arrays, group, size, streams, block_bytes, order_of)
+            _distribute(arrays, group, size, streams, block_bytes, order_of)
             group, size = [], 0
-    _hand_out(arrays, group, size, streams, block_bytes, order_of)
+    _distribute(arrays, group, size, streams, block_bytes, order_of)
     return streams
 
 
 def stored_bytes(array: ArrayRecord) -> int:
-    """Bytes of all of its chunks."""
+    """Return the number of bytes of all chunks of an array."""
     return sum(chunk.length for chunk in array.chunks)
 
 
@@ -138,7 +136,7 @@ def _place(array: ArrayRecord) -> tuple[int, int]:
     return min(((chunk.segment, chunk.offset) for chunk in array.chunks), default=(0, 0))
 
 
-def _hand_out(
+def _distribute(
     arrays: Sequence[ArrayRecord],
     group: Sequence[int],
     size: int,
@@ -146,7 +144,7 @@ def _hand_out(
     block_bytes: int,
     order_of: Callable[[int], Sequence[int]],
 ) -> None:
-    """Give each process one run of the group's blocks, longer for those that have less so far."""
+    """Give each process one run of the group's blocks, longer for processes that have fewer bytes so far."""
     if not size:
         return
     order = order_of(max(group, key=lambda number: stored_bytes(arrays[number])))
@@ -165,7 +163,7 @@ def _hand_out(
 
 
 class Part(NamedTuple):
-    """What a cut and box number `box` have in common. It lies in `inner`, whose bytes begin at `at` in the window."""
+    """The part that a cut shares with box number `box`. It is inside of `inner`, whose bytes start at `at`."""
 
     box: int
     common: Box
@@ -174,7 +172,7 @@ class Part(NamedTuple):
 
 
 def parts_of(cut: Cut, item: int, boxes: Sequence[Box]) -> Iterator[Part]:
-    """The parts that boxes of an array have of a cut, always in one order; `item`: bytes of an element."""
+    """Yield the parts that boxes share with a cut, in a fixed order; `item`: bytes of an element."""
     at = cut.at
     for inner in row_major_range(cut.chunk.box, cut.start // item, cut.stop // item):
         for number, box in enumerate(boxes):
@@ -185,54 +183,54 @@ def parts_of(cut: Cut, item: int, boxes: Sequence[Box]) -> Iterator[Part]:
 
 
 def data_of(part: Part, window: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A part as a view of the window that holds it."""
+    """Return a part as a view of the window that holds it."""
     stop = part.at + box_elements(part.inner) * dtype.itemsize
     inner = window[part.at : stop].view(dtype).reshape(box_shape(part.inner))
     return inner[slices_within(part.common, part.inner)]
 
 
 def row_bytes(cut: Cut, item: int, boxes: Sequence[Box]) -> int:
-    """How long the parts of a cut are in a row: each with the room after it."""
-    return sum(_roomy(box_elements(part.common) * item) for part in parts_of(cut, item, boxes))
+    """Return the bytes that the parts of a cut take in a row, including gaps."""
+    return sum(_with_room(box_elements(part.common) * item) for part in parts_of(cut, item, boxes))
 
 
 def pack(cut: Cut, window: np.ndarray, dtype: np.dtype, boxes: Sequence[Box], row: np.ndarray, at: int) -> int:
-    """Put all parts of a cut into a row for another process, from `at` on; returns where they end."""
+    """Copy all parts of a cut into a row for another process, from `at` on; return where they end."""
     for part in parts_of(cut, dtype.itemsize, boxes):
-        _in_row(part, row, at, dtype)[...] = data_of(part, window, dtype)
-        at += _roomy(box_elements(part.common) * dtype.itemsize)
+        _row_view(part, row, at, dtype)[...] = data_of(part, window, dtype)
+        at += _with_room(box_elements(part.common) * dtype.itemsize)
     return at
 
 
-def _in_row(part: Part, row: np.ndarray, at: int, dtype: np.dtype) -> np.ndarray:
+def _row_view(part: Part, row: np.ndarray, at: int, dtype: np.dtype) -> np.ndarray:
     size = box_elements(part.common) * dtype.itemsize
     return row[at : at + size].view(dtype).reshape(box_shape(part.common))
 
 
-def _roomy(size: int) -> int:
+def _with_room(size: int) -> int:
     return -(-size // ROOM) * ROOM
 
 
 class Assembly:
-    """The boxes that this process needs, put together of parts in any order.
+    """Assembles the boxes that this process needs from parts in any order.
 
     Args:
-        arrays: which.
-        boxes: of each, those that this process needs.
+        arrays: the arrays.
+        boxes: for each array, the boxes that this process needs.
 
     Attributes:
-        completed: boxes of which all parts have come; whoever takes them lets go of them here.
+        completed: boxes that are complete; the caller removes them.
     """
 
     def __init__(self, arrays: Sequence[ArrayRecord], boxes: Sequence[Sequence[Box]]) -> None:
         self.completed: list[ReadBox] = []
         self._dtypes, self._boxes = [DTYPES[array.dtype] for array in arrays], boxes
-        self._begun: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # with the number of missing elements
+        self._incomplete: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # data and number of missing elements
 
     def add_cut(self, cut: Cut, window: np.ndarray) -> None:
-        """All that this process needs of a cut, of the window that holds it."""
+        """Add what this process needs of a cut, from the window that holds it."""
         boxes, dtype = self._boxes[cut.wanted], self._dtypes[cut.wanted]
-        if len(boxes) == 1 and boxes[0] == cut.chunk.box:  # bytes in their order, without looking at dimensions
+        if len(boxes) == 1 and boxes[0] == cut.chunk.box:  # copy the bytes regardless of dimensions
             data = window[cut.at : cut.at + cut.stop - cut.start]
             self._target(cut.wanted, 0).reshape(-1).view(np.uint8)[cut.start : cut.stop] = data
             self._count(cut.wanted, 0, len(data) // dtype.itemsize)
@@ -241,11 +239,11 @@ class Assembly:
             self._add(cut.wanted, part, data_of(part, window, dtype))
 
     def add_row(self, cut: Cut, row: np.ndarray, at: int) -> int:
-        """All that this process needs of a cut, as `pack` has put it into a row; returns where it ends."""
+        """Add what this process needs of a cut, as `pack` has put it into a row; return where it ends."""
         dtype = self._dtypes[cut.wanted]
         for part in parts_of(cut, dtype.itemsize, self._boxes[cut.wanted]):
-            self._add(cut.wanted, part, _in_row(part, row, at, dtype))
-            at += _roomy(box_elements(part.common) * dtype.itemsize)
+            self._add(cut.wanted, part, _row_view(part, row, at, dtype))
+            at += _with_room(box_elements(part.common) * dtype.itemsize)
         return at
 
     def _add(self, wanted: int, part: Part, data: np.ndarray) -> None:
@@ -254,19 +252,19 @@ class Assembly:
         self._count(wanted, part.box, box_elements(part.common))
 
     def _target(self, wanted: int, number: int) -> np.ndarray:
-        found = self._begun.get((wanted, number))
+        found = self._incomplete.get((wanted, number))
         if found is None:
             box = self._boxes[wanted][number]
             found = empty_array(box_shape(box), self._dtypes[wanted]), box_elements(box)
-            self._begun[wanted, number] = found
+            self._incomplete[wanted, number] = found
         return found[0]
 
     def _count(self, wanted: int, number: int, elements: int) -> None:
-        target, left = self._begun[wanted, number]
+        target, left = self._incomplete[wanted, number]
         if left > elements:
-            self._begun[wanted, number] = target, left - elements
+            self._incomplete[wanted, number] = target, left - elements
             return
-        del self._begun[wanted, number]
+        del self._incomplete[wanted, number]
         self.completed.append(ReadBox(wanted, number, target))
 
 
@@ -274,13 +272,13 @@ class Window:
     """Bytes [start, stop) of a stream that are being read.
 
     Args:
-        target: where they go: flat uint8.
-        start: of them.
-        stop: of them.
-        left: the segment of each piece of the stream of which nothing is to be read after this window.
+        target: receives them: flat uint8.
+        start: of the window.
+        stop: of the window.
+        left: segments of the pieces of which nothing is read after this window.
 
     Attributes:
-        crossing: of what is read with it, what goes on after its end, with its place in the stream.
+        crossing: pieces that end after the window, with their places in the stream.
     """
 
     def __init__(self, target: np.ndarray, start: int, stop: int, left: Sequence[int]) -> None:
@@ -288,7 +286,7 @@ class Window:
         self.crossing = list[tuple[int, np.ndarray]]()
 
     def place_for(self, piece: Piece) -> np.ndarray:
-        """Where a piece is put when it is read: here, or, if not all of it lies here, in memory of its own."""
+        """Return the memory for a piece: in the window if all of the piece is inside, else its own."""
         at, size = piece.at - self.start, piece.stop - piece.start
         if at + size <= self.stop - self.start:
             return self.target[at : at + size]
@@ -296,7 +294,7 @@ class Window:
         return self.crossing[-1][1]
 
     def put(self, at: int, data: np.ndarray) -> bool:
-        """Put what lies at a place of the stream here, as far as it lies in the window; whether it goes on after."""
+        """Copy data at a place of the stream into the window, as far as inside; return whether it continues after."""
         low, high = max(at, self.start), min(at + len(data), self.stop)
         if low < high:
             self.target[low - self.start : high - self.start] = data[low - at : high - at]
@@ -304,19 +302,19 @@ class Window:
 
 
 class ShardReader:
-    """Reads a stream in order. What a window leaves of its last block is kept for the next one.
+    """Reads a stream in order. What a window leaves of its last block is kept for the next window.
 
     Args:
-        files: where.
-        committed: the opened checkpoint.
-        arrays: those whose numbers the pieces say.
+        files: opens the files.
+        committed: the open checkpoint.
+        arrays: to which the numbers in the pieces refer.
         stream: what to read.
         settings: threads, budget, verification.
-        progress: as of `iter_boxes`.
+        progress: as for `iter_boxes`.
 
     Attributes:
         directory: of the checkpoint.
-        reads: another number after each.
+        reads: changes after each read.
     """
 
     def __init__(
@@ -329,16 +327,16 @@ class ShardReader:
         progress: ReadProgress | None,
     ) -> None:
         self.directory, self.reads = committed.directory, 0
-        self._committed, self._arrays, self._settings, self._told_progress = committed, arrays, settings, progress
+        self._committed, self._arrays, self._settings, self._progress = committed, arrays, settings, progress
         self._is_open = self._is_stopped = False
         self._budget, self._warm = ReadBudget(settings.read_budget_bytes), BufferPool()
         self._pieces = stream.pieces
         self._sources = Sources(files, committed, settings, [piece.chunk.segment for piece in stream.pieces])
-        self._next = (0, 0)  # number of a piece, and bytes of it that are read
-        self._held: list[tuple[int, np.ndarray]] = []  # what was read and not all given: its place in the stream
+        self._next = (0, 0)  # number of the next piece, and its bytes that are read
+        self._held: list[tuple[int, np.ndarray]] = []  # data for later windows, and its place in the stream
 
     def fill(self, target: np.ndarray, start: int, stop: int) -> None:
-        """Bytes [start, stop) of the stream into `target`; each window begins where the last one ended.
+        """Read bytes [start, stop) of the stream into `target`; each window starts where the last one ended.
 
         Args:
             target: flat uint8.
@@ -350,7 +348,7 @@ class ShardReader:
         """
         window, reads = self.begin(target, start, stop)
         each = run_reads(
-            self.directory, self._settings, operator.call, reads, give_up=self._budget.lift, moved=self._have_moved
+            self.directory, self._settings, operator.call, reads, give_up=self._budget.lift, moved=self._count_reads
         )
         with contextlib.closing(each) as results:
             for _ in results:
@@ -358,9 +356,9 @@ class ShardReader:
         self.finish(window)
 
     def begin(self, target: np.ndarray, start: int, stop: int) -> tuple[Window, list[Callable[[], object]]]:
-        """As `fill`, but nothing is read yet: what is to be called, on any threads, before the window is finished.
+        """Like `fill`, but only return the reads to call, on any threads, before the window is finished.
 
-        Windows are finished in their order, and several may be begun by then.
+        Windows are finished in order; several may have begun.
         """
         if not self._is_open:
             self._is_open = True
@@ -373,7 +371,7 @@ class ShardReader:
         return window, [functools.partial(reading.read_run, run) for run in runs]
 
     def finish(self, window: Window) -> None:
-        """Complete a window of which all was read, after those before it."""
+        """Complete a window after all of its reads, and after all earlier windows."""
         crossing, self._held = [*self._held, *window.crossing], []
         window.crossing.clear()
         self._held.extend(each for each in crossing if window.put(*each))
@@ -381,30 +379,30 @@ class ShardReader:
             self._sources.done(segment)
 
     def close(self) -> None:
-        """Have what is being read end soon, with an error, and the files closed."""
+        """Make running reads fail soon, and close the files."""
         self._is_stopped = True
         close_files(self._sources.end())
 
-    def _have_moved(self) -> int:
-        """For who waits. A progress may raise here."""
+    def _count_reads(self) -> int:
+        """Return the number of reads; the progress callback may raise here, in the waiting thread."""
         self._moved(0)
         return self.reads
 
     def _moved(self, done: int) -> None:
         if self._is_stopped:
-            raise CheckpointError(f"{self.directory}: nobody waits any more for what is read")
+            raise CheckpointError(f"{self.directory}: the read was cancelled")
         if done:
             self.reads += 1
-        if self._told_progress is not None:
-            self._told_progress(done)
+        if self._progress is not None:
+            self._progress(done)
 
     def _wanted(self, piece: Piece, place: np.ndarray) -> Wanted:
         return Wanted(_flat(self._arrays[piece.wanted], piece.chunk), [((piece.start, piece.stop),)], target=place)
 
     def _unread_before(self, stop: int) -> tuple[list[Piece], list[int]]:
-        """The whole blocks that begin before `stop` in the stream and are not read yet; the segments of what ends so.
+        """Return the whole blocks before `stop` in the stream that are not read yet, and the segments they finish.
 
-        What lies between them in the files is another process's to read, or no array.
+        The bytes between these blocks in the files belong to other processes, or to no array.
         """
         block, chosen, left = self._committed.manifest.block_bytes, list[Piece](), list[int]()
         number, read = self._next
@@ -424,16 +422,16 @@ class ShardReader:
 
 
 def _flat(array: ArrayRecord, chunk: ChunkRecord) -> ArrayRecord:
-    """One chunk as an array of bytes, whatever is in it."""
+    """Describe one chunk as an array of bytes."""
     alone = ChunkRecord(((0, chunk.length),), chunk.segment, chunk.offset, chunk.length, chunk.digests)
     return ArrayRecord(array.name, (chunk.length,), "uint8", (alone,))
 
 
 class RepeatedReads:
-    """Counts them; arrays that are stored and needed alike are counted once.
+    """Computes repeated reads; arrays that are stored and needed in the same way are computed once.
 
     Args:
-        block_bytes: of the digests: what is read whole.
+        block_bytes: size of a digest block, which is read whole.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -441,9 +439,9 @@ class RepeatedReads:
         self._known: dict[object, int] = {}
 
     def job_bytes(self, array: ArrayRecord, needs: Requirements) -> int:
-        """Bytes that all processes read together of the blocks that they need any of.
+        """Return the bytes that all processes read together, if each reads every block of which it needs a part.
 
-        Never too few; where the boxes of one process share blocks among each other, at times too many.
+        The result is never too small; where boxes of one process share blocks, it may be too large.
         """
         places = tuple((chunk.box, is_read_by_bands(chunk)) for chunk in array.chunks)
         key = needs, places, array.dtype
@@ -456,13 +454,13 @@ class RepeatedReads:
 
 
 class _Common(NamedTuple):
-    """What a box has in common with each chunk.
+    """What a box shares with each chunk.
 
     Attributes:
         elements: of the box.
-        low: of each chunk the lower edges of it, from the chunk's own lower ones on.
-        high: likewise the upper edges.
-        is_any: whether there is anything.
+        low: for each chunk, the lower edges of the common part, relative to the chunk.
+        high: for each chunk, the upper edges, relative to the chunk.
+        is_any: whether they share anything.
     """
 
     elements: int
@@ -472,7 +470,7 @@ class _Common(NamedTuple):
 
 
 class _Reads:
-    """What is read of one array."""
+    """The reads of one array."""
 
     def __init__(self, array: ArrayRecord, block_bytes: int) -> None:
         self._block_bytes, self._band_bytes = block_bytes, parts_bytes(block_bytes)
@@ -488,7 +486,7 @@ class _Reads:
         self._by_bands = np.array([is_read_by_bands(chunk) for chunk in array.chunks], bool)
 
     def of(self, boxes: Sequence[Box]) -> int:
-        """Bytes of all blocks that hold anything of these boxes."""
+        """Return the bytes of all blocks that hold a part of these boxes."""
         if all(box in self._lengths for box in boxes):
             return sum(self._lengths[box] for box in boxes)
         common = [self._common(box) for box in boxes if box_elements(box)]
@@ -509,20 +507,21 @@ class _Reads:
         return _Common(box_elements(box), low, high, np.all(low < high, axis=1))
 
     def _lies_whole(self, common: _Common) -> np.ndarray:
-        """Of each chunk whether a box lies in it in one piece."""
+        """Return for each chunk whether a box is contiguous in it."""
         elements, low, high, is_common = common
         span = ((high - low - 1) * self._strides).sum(axis=1) + 1
         is_whole: np.ndarray = is_common & (span == elements) & (np.prod(high - low, axis=1) == span)
         return is_whole
 
     def _holes(self, common: _Common) -> np.ndarray:
-        """Of each chunk the bytes between its first and last block that are not read, as they hold nothing of a box.
+        """Return for each chunk the bytes between its first and last block that are skipped, as they hold no box.
 
-        Only where one piece of the box ends a band or more before the next one begins: in few chunks, and alike there.
+        This happens only where one piece of the box ends at least a band before the next piece starts, which is so in
+        few chunks, and in the same way there.
         """
         _, low, high, is_common = common
         spans = (high - low - 1) * self._strides
-        behind = spans[:, ::-1].cumsum(axis=1)[:, ::-1] - spans + 1  # elements from the first to the last of a piece
+        behind = spans[:, ::-1].cumsum(axis=1)[:, ::-1] - spans + 1  # elements from first to last of a piece
         gaps = (self._strides - behind) * self._item[:, None]
         is_far = (gaps >= self._band_bytes) & (high - low > 1)
         found = np.zeros(len(low), np.int64)
@@ -538,8 +537,8 @@ class _Reads:
     def _empty_bands(
         self, low: np.ndarray, high: np.ndarray, is_far: np.ndarray, behind: np.ndarray, chunk: int
     ) -> int:
-        """How many bands of one chunk lie between pieces of a box."""
-        inner = int(np.flatnonzero(is_far)[-1])  # the pieces along this dimension lie far apart
+        """Return how many bands of one chunk are between pieces of a box."""
+        inner = int(np.flatnonzero(is_far)[-1])  # the pieces along this dimension are far apart
         starts = np.zeros(1, np.int64)
         for size, first, stride in zip((high - low)[: inner + 1], low, self._strides[chunk], strict=False):
             starts = (starts[:, None] + (first + np.arange(size)) * stride).reshape(-1)
@@ -550,7 +549,10 @@ class _Reads:
         return int(np.maximum(first_bands[1:] - last_bands[:-1] - 1, 0).sum())
 
     def _blocks(self, common: _Common) -> tuple[np.ndarray, np.ndarray]:
-        """Of each chunk the bytes from the first to the last block that hold anything of a box; none: from far on."""
+        """Return for each chunk the byte range from its first to its last block that holds a part of a box.
+
+        If there is none, the start is far behind the stop.
+        """
         _, low, high, is_common = common
         first = (low * self._strides).sum(axis=1) * self._item
         last = (((high - 1) * self._strides).sum(axis=1) + 1) * self._item

@@ -1,10 +1,7 @@
-"""The way of shares on one machine: each process looks at what the others have read, where they have read it.
+"""Redistributes what the processes of a job have read: by collectives over devices, or through shared memory.
 
-Two ways of shares to those who need them: to all processes alike, or to each only what it needs.
-
-Moves bytes between the processes of a job: by collectives of XLA, over one device of each process.
-
-Reads windows of a feed ahead, on other threads, while the thread that wants them does something else.
+`AllGather` gives everything to all processes, `AllToAll` gives each process what it needs, and `SharedMemoryWindows`
+lets the processes of one machine read each other's memory, filled by a `Prefetcher`.
 """
 
 from __future__ import annotations
@@ -34,95 +31,95 @@ from jaxckpt_train.store.threads import LOOK_S
 from jaxckpt_train.store.timeouts import BackgroundCall, StallDetector, abandon_call, start_call
 
 LEAST_ROW_BYTES = 4096
-"""Of a row: the sum over so many makes XLA's CPU client return from the call before the program has run."""
+"""Minimum length of a row: with its sum, XLA's CPU client returns from the call before the program has run."""
 STEPS = 8
-"""Rows are of at most so many lengths: each is another program to compile."""
-LEAST_PLACES = 3  # one that is read, one that is taken, and one for whoever is faster
+"""Number of distinct row lengths: each needs another compiled program."""
+LEAST_PLACES = 3  # one being read, one being taken, and one for a process that is faster
 
 
 @dataclasses.dataclass(eq=False)
-class _Begun:
-    """A window, and how many reads are missing to it."""
+class _PendingWindow:
+    """A window, and the number of reads that it still lacks."""
 
     window: Window
     left: int
 
 
-class FeedAhead:
-    """Who has ordered windows looks now and then what has become of them, and waits only for files to be opened.
+class Prefetcher:
+    """Reads windows ahead on other threads, while the thread that orders them does something else.
 
-    The reads go on from one window to the next: a disk that has to wait for the end of each window stands still while
-    what it gave is digested.
+    The ordering thread polls for completed windows, and waits only while files are opened. The reads continue from one
+    window to the next, because a disk that waits for the end of each window is idle while its data is digested.
 
     Args:
-        feed: which.
-        threads: how many reads are under way at a time.
+        reader: reads the windows.
+        threads: number of concurrent reads.
         then: called after each read, from any thread.
     """
 
-    def __init__(self, feed: ShardReader, threads: int, then: Callable[[], object]) -> None:
-        self._feed, self._threads, self._then = feed, threads, then
-        self._ordered = deque[tuple[_Begun, Callable[[], object]]]()
-        self._asked = list[tuple[_Begun, BackgroundCall[object]]]()
-        self._begun = deque[_Begun]()
-        self._patience, self._looked_at = StallDetector(feed.directory), time.monotonic()
+    def __init__(self, reader: ShardReader, threads: int, then: Callable[[], object]) -> None:
+        self._reader, self._threads, self._then = reader, threads, then
+        self._ordered = deque[tuple[_PendingWindow, Callable[[], object]]]()
+        self._running = list[tuple[_PendingWindow, BackgroundCall[object]]]()
+        self._pending = deque[_PendingWindow]()
+        self._stall_detector, self._looked_at = StallDetector(reader.directory), time.monotonic()
 
     def order(self, target: np.ndarray, start: int, stop: int) -> None:
-        """As `ShareFeed.begin`.
+        """Order a window, as `ShardReader.begin`.
 
         Raises:
-            CorruptCheckpointError, StorageError, CheckpointTimeoutError: with the first one the files are opened.
+            CorruptCheckpointError, StorageError, CheckpointTimeoutError: the first order opens the files.
         """
-        window, reads = self._feed.begin(target, start, stop)
-        begun = _Begun(window, len(reads))
-        self._begun.append(begun)
-        self._ordered.extend((begun, read) for read in reads)
+        window, reads = self._reader.begin(target, start, stop)
+        pending = _PendingWindow(window, len(reads))
+        self._pending.append(pending)
+        self._ordered.extend((pending, read) for read in reads)
 
     def look(self) -> int:
-        """Go on, and tell how many windows are complete that were not at the last look.
+        """Start further reads, and return the number of windows that were completed since the last look.
 
         Raises:
-            CorruptCheckpointError, StorageError: what a read raised.
+            CorruptCheckpointError, StorageError: a read raised it.
             CheckpointTimeoutError: the disk has not answered for ten minutes.
         """
-        self._take_answers()
-        while self._ordered and len(self._asked) < self._threads:
-            begun, read = self._ordered.popleft()
-            self._asked.append((begun, start_call(self._question(read))))
+        self._collect_results()
+        while self._ordered and len(self._running) < self._threads:
+            pending, read = self._ordered.popleft()
+            self._running.append((pending, start_call(self._background_call(read))))
         complete = 0
-        while self._begun and not self._begun[0].left:
-            self._feed.finish(self._begun.popleft().window)
+        while self._pending and not self._pending[0].left:
+            self._reader.finish(self._pending.popleft().window)
             complete += 1
         return complete
 
     def close(self) -> None:
-        """Read nothing more, and close the feed."""
-        self._feed.close()
-        for _, question in self._asked:
-            abandon_call(question)
+        """Stop reading, and close the reader."""
+        self._reader.close()
+        for _, call in self._running:
+            abandon_call(call)
 
-    def _question(self, read: Callable[[], object]) -> BackgroundCall[object]:
+    def _background_call(self, read: Callable[[], object]) -> BackgroundCall[object]:
         return BackgroundCall(lambda _: read(), then=self._then)
 
-    def _take_answers(self) -> None:
-        for each in [each for each in self._asked if each[1].is_done.is_open()]:
-            self._asked.remove(each)  # first: an error leaves the others here, to be left by `close`
-            begun, question = each
-            question.take()
-            begun.left -= 1
+    def _collect_results(self) -> None:
+        for each in [each for each in self._running if each[1].is_done.is_open()]:
+            self._running.remove(each)  # first: after an error, `close` leaves the others
+            pending, call = each
+            call.take()
+            pending.left -= 1
         now = time.monotonic()
-        if self._asked:
-            self._patience.waited(min(now - self._looked_at, LOOK_S), self._feed.reads)
+        if self._running:
+            self._stall_detector.waited(min(now - self._looked_at, LOOK_S), self._reader.reads)
         self._looked_at = now
 
 
 class JobTransfer:
-    """Between all processes. Each of them orders the same transfers, of rows of the same length.
+    """Transfers bytes between all processes. Every process starts the same transfers, of rows of the same length.
 
-    Two small programs do all of it: what is moved is bytes, whatever they mean.
+    Two small programs do all of it, because they move bytes of any meaning.
 
     Args:
-        process: number of this one.
+        process: number of this process.
     """
 
     def __init__(self, process: int) -> None:
@@ -132,35 +129,35 @@ class JobTransfer:
         self._here = process
         self._mesh = Mesh(np.array([of_process[number] for number in sorted(of_process)]), ("process",))
 
-    def gather(self, row: np.ndarray) -> Moving:
-        """Have all processes get the rows of all; `row` is aligned, and belongs to the transfer from now on."""
+    def gather(self, row: np.ndarray) -> Transfer:
+        """Send the row to all processes, and receive theirs; the transfer owns `row`, which is aligned."""
         return self._move(row[None], _gather(self._mesh))
 
-    def exchange(self, rows: np.ndarray) -> Moving:
-        """Give row number i to process i, and get the rows that they give; `rows` belongs to the transfer."""
+    def exchange(self, rows: np.ndarray) -> Transfer:
+        """Send row number i to process i, and receive a row from each; the transfer owns `rows`."""
         return self._move(rows[None], _exchange(self._mesh))
 
-    def _move(self, mine: np.ndarray, move: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> Moving:
+    def _move(self, mine: np.ndarray, move: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> Transfer:
         sharding = NamedSharding(self._mesh, _spec("process"))
         alone = jax.sharding.SingleDeviceSharding(self._mesh.devices[self._here])
         shape = (self._mesh.size, *mine.shape[1:])
         given = jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(mine, alone)])
         with without_caller_settings():
-            return Moving(move(given)[0])
+            return Transfer(move(given)[0])
 
 
-class Moving:
-    """One transfer under way."""
+class Transfer:
+    """A running transfer."""
 
     def __init__(self, moved: jax.Array) -> None:
         self._moved = moved
 
     def is_over(self) -> bool:
-        """Whether it has ended, well or not; does not wait."""
+        """Return whether it has ended, with success or not; does not wait."""
         return bool(self._moved.is_ready())  # type: ignore[attr-defined]
 
     def failure(self) -> jax.errors.JaxRuntimeError | None:
-        """Why it failed, once it is over."""
+        """Return the error of a transfer that is over; None: it succeeded."""
         try:
             self._moved.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
@@ -168,17 +165,17 @@ class Moving:
         return None
 
     def rows(self) -> np.ndarray:
-        """What has come from each process: uint8, not writable."""
+        """Return the row from each process: uint8, not writable."""
         (shard,) = self._moved.addressable_shards
         data = np.asarray(shard.data)
         return data.reshape(-1, data.shape[-1])
 
 
-def _with_sum(moved: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The array, and of each process's row a sum that nobody needs.
+def _add_sum(moved: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the array, and an unused sum of each process's row.
 
-    XLA's CPU client runs what takes fewer than about a thousand operations within the call, a collective too; then it
-    could not be seen from outside that another process is gone.
+    XLA's CPU client runs a program with fewer than about a thousand operations, even a collective, within the call. The
+    caller could then not notice that another process is gone.
     """
     rows = moved.reshape(moved.shape[0], -1)
     return moved, jnp.sum(rows[:, :LEAST_ROW_BYTES].astype(jnp.uint32), axis=1)
@@ -192,21 +189,21 @@ def _spec(*axes: str | None) -> PartitionSpec:
 @functools.cache
 def _gather(mesh: Mesh) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     everywhere, one_each = NamedSharding(mesh, _spec()), NamedSharding(mesh, _spec("process"))
-    return jax.jit(_with_sum, out_shardings=(everywhere, one_each))
+    return jax.jit(_add_sum, out_shardings=(everywhere, one_each))
 
 
 @functools.cache
 def _exchange(mesh: Mesh) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     columns = NamedSharding(mesh, _spec(None, "process"))
     one_each = NamedSharding(mesh, _spec("process"))
-    return jax.jit(_with_sum, out_shardings=(columns, one_each))
+    return jax.jit(_add_sum, out_shardings=(columns, one_each))
 
 
-class Shared(NamedTuple):
-    """One array that the processes read once.
+class SharedArray(NamedTuple):
+    """An array that the processes read once.
 
     Attributes:
-        number: of it in the load.
+        number: of the array in the load.
         array: its record.
         needs: what each process needs of it.
         numbers: of the boxes that this process needs, in the load.
@@ -218,25 +215,25 @@ class Shared(NamedTuple):
     numbers: Sequence[int]
 
 
-def assembly_of(shared: Sequence[Shared], process: int) -> Assembly:
-    """Where a process puts together what it needs; boxes are numbered as in `needs`, by which all of them know them."""
+def assembly_of(shared: Sequence[SharedArray], process: int) -> Assembly:
+    """Create the assembly of a process; boxes are numbered as in `needs`, which is the same in all processes."""
     return Assembly([each.array for each in shared], [each.needs[process] for each in shared])
 
 
-class Gathering:
-    """Everybody gets everything: for what most processes need nearly all of.
+class AllGather:
+    """Sends everything to all processes, which suits arrays that most processes need nearly whole.
 
     Args:
         shared: the arrays.
         streams: what each process reads.
-        window_bytes: how much of each stream goes at a time.
-        transfer: what moves it.
-        process: number of this one.
+        window_bytes: part of each stream that is sent at a time.
+        transfer: moves the bytes.
+        process: number of this process.
     """
 
     def __init__(
         self,
-        shared: Sequence[Shared],
+        shared: Sequence[SharedArray],
         streams: Sequence[Stream],
         window_bytes: int,
         transfer: JobTransfer,
@@ -248,37 +245,37 @@ class Gathering:
         self.windows = -(-self._end // window_bytes)
 
     def window(self, number: int) -> tuple[int, int]:
-        """From where to where it goes in each stream."""
+        """Return start and stop of a window in each stream."""
         start = number * self._window_bytes
         return start, start + in_steps(min(self._window_bytes, self._end - start), self._window_bytes)
 
-    def send(self, number: int, window: np.ndarray) -> Moving | None:
-        """Give what this process has read of a window."""
+    def send(self, number: int, window: np.ndarray) -> Transfer | None:
+        """Send what this process has read of a window."""
         return self._transfer.gather(window)
 
     def land(self, number: int, rows: np.ndarray) -> None:
-        """Take from what has come what this process needs."""
+        """Take what this process needs from the received rows."""
         start, stop = self.window(number)
         for stream, row in zip(self._streams, rows, strict=True):
             for cut in stream.within(start, stop):
                 self.assembly.add_cut(cut, row)
 
 
-class Exchange:
-    """Each process gets what it needs: for arrays that are cut up among them.
+class AllToAll:
+    """Sends each process what it needs, which suits arrays that are sharded among the processes.
 
     Args:
         shared: the arrays.
         streams: what each process reads.
-        window_bytes: how much of each stream goes at a time.
-        transfer: what moves it.
-        process: number of this one.
-        rows: of each window the length of the longest row that any process sends to another.
+        window_bytes: part of each stream that is sent at a time.
+        transfer: moves the bytes.
+        process: number of this process.
+        rows: for each window, the length of the longest row from any process to another.
     """
 
     def __init__(
         self,
-        shared: Sequence[Shared],
+        shared: Sequence[SharedArray],
         streams: Sequence[Stream],
         window_bytes: int,
         transfer: JobTransfer,
@@ -295,13 +292,13 @@ class Exchange:
         self.windows = len(rows)
 
     def window(self, number: int) -> tuple[int, int]:
-        """From where to where it goes in each stream."""
+        """Return start and stop of a window in each stream."""
         return number * self._window_bytes, (number + 1) * self._window_bytes
 
-    def send(self, number: int, window: np.ndarray) -> Moving | None:
-        """Give the others what they need of what this process has read, and take what it needs itself."""
+    def send(self, number: int, window: np.ndarray) -> Transfer | None:
+        """Send the others what they need of what this process has read, and take what it needs itself."""
         cuts = list(self._streams[self._process].within(*self.window(number)))
-        moving = None
+        transfer = None
         if self._rows[number]:
             rows = aligned_buffer(len(self._streams) * self._rows[number]).reshape(len(self._streams), -1)
             for process in range(len(rows)):
@@ -309,21 +306,23 @@ class Exchange:
                 for cut in cuts if process != self._process else ():
                     boxes = self._needs[cut.wanted][process]
                     at = pack(cut, window, self._dtypes[cut.wanted], boxes, rows[process], at)
-            moving = self._transfer.exchange(rows)
+            transfer = self._transfer.exchange(rows)
         for cut in cuts:
             self.assembly.add_cut(cut, window)
-        return moving
+        return transfer
 
     def land(self, number: int, rows: np.ndarray) -> None:
-        """Take what has come."""
+        """Take the received rows."""
         for process, (stream, row) in enumerate(zip(self._streams, rows, strict=True)):
             at = 0
             for cut in stream.within(*self.window(number)) if process != self._process else ():
                 at = self.assembly.add_row(cut, row, at)
 
 
-def longest_rows(shared: Sequence[Shared], streams: Sequence[Stream], process: int, window_bytes: int) -> list[int]:
-    """Of each window the length of the longest row that this process sends to another in an `Exchange`."""
+def longest_rows(
+    shared: Sequence[SharedArray], streams: Sequence[Stream], process: int, window_bytes: int
+) -> list[int]:
+    """Return, for each window, the length of the longest row that this process sends in an `AllToAll`."""
     dtypes = [DTYPES[each.array.dtype] for each in shared]
     found = []
     for start in range(0, max(stream.end for stream in streams), window_bytes):
@@ -337,29 +336,29 @@ def longest_rows(shared: Sequence[Shared], streams: Sequence[Stream], process: i
 
 
 def in_steps(length: int, most: int) -> int:
-    """Not less than `length`, and one of few numbers up to `most`, which is whole rows of the least length."""
+    """Round a length up to one of a few steps up to `most`, a multiple of the minimum row length."""
     step = -(-most // (STEPS * LEAST_ROW_BYTES)) * LEAST_ROW_BYTES
     return min(-(-length // step) * step, most) if length else 0
 
 
 class SharedMemoryWindows:
-    """Windows of all streams, in memory that all processes see, in turn in a few places of each.
+    """Reads windows of all streams into memory that all processes can read; each process has a few places in turn.
 
-    Nobody reads into a place before all have taken what they need of the window that lay there, nor takes anything of a
-    window before all of it has been read and verified.
+    A process reads into a place only after all have taken what they need of the window in it, and takes from a window
+    only after all of it has been read and verified.
 
     Args:
         shared: the arrays.
         streams: what each process reads.
-        memory: of `memory_bytes`, or whatever each process has of it.
+        memory: of `memory_bytes`, or less in some processes.
         block_bytes: of the checkpoint.
-        waiting: called now and then, with whether it is others that this process waits for, not its own disk; what it
-            raises ends it.
+        waiting: called repeatedly with whether this process waits for others, and not for its own disk; an error that
+            it raises ends the read.
     """
 
     def __init__(
         self,
-        shared: Sequence[Shared],
+        shared: Sequence[SharedArray],
         streams: Sequence[Stream],
         memory: ColocatedMemory,
         block_bytes: int,
@@ -371,43 +370,43 @@ class SharedMemoryWindows:
         self._window_bytes = min(parts_bytes(block_bytes), least // LEAST_PLACES // ALIGNMENT * ALIGNMENT)
         self._places = least // self._window_bytes
         self._windows = -(-max(stream.end for stream in streams) // self._window_bytes)
-        self._begun = self._given = self._taken = 0
-        self._left = set(range(len(streams)))  # of whose window number `_taken` this process has taken nothing
+        self._ordered = self._given = self._taken = 0
+        self._left = set(range(len(streams)))  # processes of whose window `_taken` this process has taken nothing
 
-    def read(self, feed: ShardReader, threads: int, hand_over: Callable[[], None]) -> None:
-        """Read the own stream on other threads, and take what this process needs of all of them.
+    def read(self, reader: ShardReader, threads: int, hand_over: Callable[[], None]) -> None:
+        """Read the own stream on other threads, and take what this process needs of all streams.
 
         Args:
-            feed: of the own stream; it is closed.
-            threads: on which it is read: few, as all processes read from one disk, and one while the others digest.
-            hand_over: called after each window, for what is complete in the assembly.
+            reader: reads the own stream; it is closed.
+            threads: number of concurrent reads: few, because all processes read from one disk, and some digest.
+            hand_over: called after each window, for completed boxes of the assembly.
 
         Raises:
             CorruptCheckpointError, StorageError, CheckpointTimeoutError: of the own stream, as `iter_boxes`.
         """
-        with contextlib.closing(FeedAhead(feed, threads, self._memory.wake)) as ahead:
+        with contextlib.closing(Prefetcher(reader, threads, self._memory.wake)) as ahead:
             while self._taken < self._windows or self._memory.has_unnotified():
-                while self._begun < min(self._windows, self._memory.all_have_taken() + self._places):
-                    ahead.order(self._place(self._memory.process, self._begun), *self._span(self._begun))
-                    self._begun += 1
-                self._have_given(ahead.look())
+                while self._ordered < min(self._windows, self._memory.all_have_taken() + self._places):
+                    ahead.order(self._place(self._memory.process, self._ordered), *self._span(self._ordered))
+                    self._ordered += 1
+                self._announce_given(ahead.look())
                 process = self._next()
                 if process is None:
                     self._memory.wait()
                 else:
                     self._take(process)
                     if not self._left:
-                        self._have_taken()
+                        self._announce_taken()
                         hand_over()
-                self._waiting(self._given == self._begun or self._given > self._taken)
+                self._waiting(self._given == self._ordered or self._given > self._taken)
 
-    def _have_given(self, windows: int) -> None:
+    def _announce_given(self, windows: int) -> None:
         if windows:
             self._given += windows
             self._memory.announce(self._given, self._taken)
 
     def _next(self) -> int | None:
-        """Whose window can be taken next."""
+        """Return a process whose window can be taken next."""
         return next((process for process in self._left if self._memory.has_given(process) > self._taken), None)
 
     def _take(self, process: int) -> None:
@@ -416,12 +415,12 @@ class SharedMemoryWindows:
             self.assembly.add_cut(cut, place)
         self._left.discard(process)
 
-    def _have_taken(self) -> None:
+    def _announce_taken(self) -> None:
         self._taken, self._left = self._taken + 1, set(range(len(self._streams)))
         self._memory.announce(self._given, self._taken)
 
     def _span(self, number: int) -> tuple[int, int]:
-        """From where to where a window goes in each stream."""
+        """Return start and stop of a window in each stream."""
         return number * self._window_bytes, (number + 1) * self._window_bytes
 
     def _place(self, process: int, number: int) -> np.ndarray:
@@ -430,6 +429,6 @@ class SharedMemoryWindows:
 
 
 def memory_bytes(budget_bytes: int, threads: int, block_bytes: int) -> int:
-    """How much memory for windows a process has of this budget, to read on so many threads."""
+    """Return how much memory a process uses for windows, within its budget and for its number of threads."""
     wanted = (threads + LEAST_PLACES) * parts_bytes(block_bytes)
     return max(LEAST_PLACES * ALIGNMENT, min(wanted, budget_bytes // 2))

@@ -13,7 +13,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.distributed import shared_memory as near_memory
-from jaxckpt_train.pytree.redistribution import JobTransfer, Moving
+from jaxckpt_train.pytree.redistribution import JobTransfer, Transfer
 from jaxckpt_train.store.dtypes import DTYPES
 from tests.support.jobs.arrays import global_array, sharding_of
 from tests.support.jobs.counted_loads import (
@@ -260,7 +260,7 @@ def load_and_watch(path: str, arrays: Arrays, budget: int, times: int, is_apart:
     )
     gather = JobTransfer.gather
 
-    def counted(transfer: JobTransfer, row: np.ndarray) -> Moving:
+    def counted(transfer: JobTransfer, row: np.ndarray) -> Transfer:
         moved.append(row.nbytes)
         return gather(transfer, row)
 

@@ -60,7 +60,7 @@ def load_until(path: str, spec: list[Any], who: int, when: str, number: int) -> 
 
 
 def is_waiting() -> bool:
-    return any(frame.name == "_wait_for" and "joint_read" in frame.filename for frame in traceback.extract_stack())
+    return any(frame.name == "_wait_for" and "shared_reads" in frame.filename for frame in traceback.extract_stack())
 
 
 @pytest.mark.parametrize(
@@ -295,5 +295,5 @@ def test_another_checkpoint_by_the_same_name_is_told_as_such(tmp_path: Path, job
     job = job_of(4, 1)
     for answer in job.call(load_here, str(tmp_path), 2):
         assert answer.get("error") == "OtherProcessError", answer
-        assert "/proc/self/cwd/c: process 2 has opened another checkpoint there than process 0" in answer["text"]
+        assert "/proc/self/cwd/c: process 2 has opened another checkpoint than process 0" in answer["text"]
     assert all("digest" in answer for answer in job.call(load_here, str(tmp_path), -1))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
 from jaxckpt_train.pytree import redistribution as feed_ahead
-from jaxckpt_train.pytree.read_assignment import ShardReader, Stream, read_shares
-from jaxckpt_train.pytree.redistribution import FeedAhead
+from jaxckpt_train.pytree.read_assignment import ShardReader, Stream, assign_reads
+from jaxckpt_train.pytree.redistribution import Prefetcher
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import reader as reading
 from jaxckpt_train.store import timeouts as answers
@@ -51,7 +51,7 @@ def saves(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, list[Box]]]
 
 def saved(backend: StrictBackend, arrays: Any, boxes: Any, processes: int) -> tuple[Committed, list[Stream]]:
     committed = commit(backend, "/a/b", arrays, StoreSettings(segment_bytes=20_000), boxes=boxes)
-    return committed, read_shares(committed.manifest.parts[0].arrays, processes, BLOCK, lambda _: range(processes))
+    return committed, assign_reads(committed.manifest.parts[0].arrays, processes, BLOCK, lambda _: range(processes))
 
 
 def expected(committed: Committed, stream: Stream, arrays: dict[str, np.ndarray], size: int) -> np.ndarray:
@@ -118,7 +118,7 @@ def counted(verified: list[int], name: str) -> Any:
 def read_ahead(feed: ShardReader, right: np.ndarray, window: int, threads: int, ahead_by: int) -> np.ndarray:
     """All windows, some of which are ordered before the first one is complete; each is right when it is said to be."""
     answered, found = Answered(), np.full(len(right), EMPTY, np.uint8)
-    ahead, windows, ordered, complete = FeedAhead(feed, threads, answered), len(right) // window, 0, 0
+    ahead, windows, ordered, complete = Prefetcher(feed, threads, answered), len(right) // window, 0, 0
     while complete < windows:
         while ordered < min(windows, complete + ahead_by):
             start, ordered = ordered * window, ordered + 1
@@ -162,7 +162,7 @@ def test_a_window_is_complete_only_after_those_before_it() -> None:
     backend = StrictBackend()
     committed, stream, right = large(backend)
     held, answered, found = Held(backend, 1), Answered(), np.full(stream.end, EMPTY, np.uint8)
-    ahead = FeedAhead(feed_of(backend, committed, stream), 2, answered)
+    ahead = Prefetcher(feed_of(backend, committed, stream), 2, answered)
     ahead.order(found[:BLOCK], 0, BLOCK)
     ahead.look()
     assert held.begun.acquire(timeout=60)  # else the read of another window may be the first one, and held
@@ -186,7 +186,7 @@ def test_after_its_close_nothing_is_read_and_the_windows_stay_as_they_are() -> N
     backend = StrictBackend()
     committed, stream, _ = large(backend)
     held, answered, found = Held(backend, 2), Answered(), np.full(stream.end, EMPTY, np.uint8)
-    ahead = FeedAhead(feed_of(backend, committed, stream), 2, answered)
+    ahead = Prefetcher(feed_of(backend, committed, stream), 2, answered)
     ahead.order(found, 0, stream.end)
     ahead.look()
     for _ in range(2):
@@ -211,7 +211,7 @@ def test_an_error_of_a_read_comes_with_a_look(what: str) -> None:
     else:
         backend.remove(path)
     answered, found = Answered(), np.full(stream.end, EMPTY, np.uint8)
-    ahead = FeedAhead(feed_of(backend, committed, stream), 1, answered)
+    ahead = Prefetcher(feed_of(backend, committed, stream), 1, answered)
     with pytest.raises(CorruptCheckpointError, match="bytes .* of leaf 'x0'" if what == "damaged" else path):
         for start in range(0, stream.end, BLOCK):
             ahead.order(found[start : start + BLOCK], start, start + BLOCK)
@@ -230,7 +230,7 @@ def test_a_disk_that_does_not_answer_is_given_up_and_not_waited_for(monkeypatch:
     backend = StrictBackend()
     committed, stream, _ = large(backend)
     held, answered, found = Held(backend, 1), Answered(), np.full(stream.end, EMPTY, np.uint8)
-    ahead = FeedAhead(feed_of(backend, committed, stream), 1, answered)
+    ahead = Prefetcher(feed_of(backend, committed, stream), 1, answered)
     ahead.order(found, 0, stream.end)
     began = time.monotonic()
     with pytest.raises(CheckpointTimeoutError, match=r"^/a/b: the storage has not responded"):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.pytree.read_assignment import ShardReader, read_shares
-from jaxckpt_train.pytree.redistribution import FeedAhead
+from jaxckpt_train.pytree.read_assignment import ShardReader, assign_reads
+from jaxckpt_train.pytree.redistribution import Prefetcher
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import timeouts as answers
 from tests.support.checkpoints import commit
@@ -34,10 +34,10 @@ class Ahead:
         settings = StoreSettings(read_budget_bytes=1 << 20)
         committed = commit(backend, "/a/b", {"x": SAVED}, StoreSettings())
         records = committed.manifest.parts[0].arrays
-        (self.stream,) = read_shares(records, 1, BLOCK, lambda _: [0])
+        (self.stream,) = assign_reads(records, 1, BLOCK, lambda _: [0])
         self.read = queue.SimpleQueue[None]()
         feed = ShardReader(backend, committed, records, self.stream, settings, None)
-        self.windows = FeedAhead(feed, 2, lambda: self.read.put(None))
+        self.windows = Prefetcher(feed, 2, lambda: self.read.put(None))
 
 
 @pytest.mark.parametrize("has_threads", [True, False])

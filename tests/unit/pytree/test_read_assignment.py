@@ -17,8 +17,8 @@ from jaxckpt_train.pytree.read_assignment import (
     RepeatedReads,
     ShardReader,
     Stream,
+    assign_reads,
     pack,
-    read_shares,
     row_bytes,
 )
 from jaxckpt_train.settings import StoreSettings
@@ -54,7 +54,7 @@ def saves(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, list[Box]]]
 def shared(backend: Any, arrays: dict[str, np.ndarray], boxes: dict[str, list[Box]], processes: int) -> Any:
     committed = commit(backend, "/a/b", arrays, StoreSettings(), boxes=boxes)
     records = committed.manifest.parts[0].arrays
-    return committed, records, read_shares(records, processes, BLOCK, lambda _: range(processes))
+    return committed, records, assign_reads(records, processes, BLOCK, lambda _: range(processes))
 
 
 @given(saves(), st.integers(1, 5))
@@ -87,17 +87,17 @@ def record(number: int, offset: int, length: int) -> ArrayRecord:
 def test_shares_are_long_runs() -> None:
     block = 4 << 20
     large = [record(number, number * 40 * block, 40 * block) for number in range(3)]
-    for stream in read_shares(large, 4, block, lambda _: range(4)):
+    for stream in assign_reads(large, 4, block, lambda _: range(4)):
         assert [piece.stop - piece.start for piece in stream.pieces] == [10 * block] * 3
     small = [record(number, number * 2048, 2048) for number in range(1000)]
-    for stream in read_shares(small, 4, block, lambda _: range(4)):
+    for stream in assign_reads(small, 4, block, lambda _: range(4)):
         numbers = [piece.wanted for piece in stream.pieces]
         assert numbers == list(range(numbers[0], numbers[0] + 250))
 
 
 def test_who_needs_a_part_reads_it_where_the_order_says_so() -> None:
     block = 4 << 20
-    streams = read_shares([record(0, 0, 40 * block)], 4, block, lambda _: [2, 0, 3, 1])
+    streams = assign_reads([record(0, 0, 40 * block)], 4, block, lambda _: [2, 0, 3, 1])
     assert [stream.pieces[0].start // (10 * block) for stream in streams] == [1, 3, 0, 2]
 
 
