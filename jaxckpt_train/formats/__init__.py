@@ -1,1 +1,1 @@
-"""Checkpoints of other tools, read as if they were ours, and written so that those tools read them."""
+"""Other tools' checkpoints: readers that open them like checkpoints of this library, and writers for those tools."""

@@ -1,8 +1,7 @@
-"""Opens a distributed checkpoint of PyTorch, a directory that `torch.distributed.checkpoint` has written.
+"""Opens distributed checkpoints of PyTorch, the directories that `torch.distributed.checkpoint` writes.
 
-Reads what lies in the files of a checkpoint of PyTorch through PyTorch, which is imported here alone.
-
-What `.metadata` says of a checkpoint of PyTorch, checked: its tensors, its other objects, and where they lie.
+`.metadata` is decoded and checked without PyTorch, and never runs code. Only `TorchItems` imports PyTorch, to read the
+content of tensors and other objects.
 """
 
 from __future__ import annotations
@@ -64,27 +63,171 @@ from jaxckpt_train.store.process_identity import memory_bytes
 from jaxckpt_train.store.segment import LIMIT, MAX_DIMENSIONS
 from jaxckpt_train.store.threads import paused_collection
 
-# Names of dtypes that PyTorch and ml_dtypes give to the same bytes. Not so quantised ones and those below 8 bits.
+# Dtypes for which PyTorch and ml_dtypes have the same name and bytes. Quantised dtypes and those below 8 bits are left
+# out.
 KNOWN_DTYPES = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu".split()
 )
-OLDEST = (2, 8)  # below 2.6 `weights_only=True` could be made to run code
+OLDEST = (2, 8)  # `weights_only=True` can be made to run code in versions before 2.6
 KIND, NAME = "PyTorch", "state"
 MAX_METADATA_BYTES = 512 << 20
 MAX_LISTED = 5
 _log = logging.getLogger("jaxckpt_train")
 
 
+def looks_like_torch(entries: Sequence[Entry]) -> bool:
+    """Return whether a directory has the names of a distributed checkpoint of PyTorch, finished or not."""
+    return any(entry.name.endswith(SUFFIX) for entry in entries)
+
+
+def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> ForeignCheckpoint:
+    """Open a distributed checkpoint.
+
+    Args:
+        backend: the storage.
+        directory: the directory of the checkpoint.
+        entries: its entries.
+
+    Raises:
+        NotACheckpointError: its save has not finished.
+        CorruptCheckpointError: it is damaged, or its metadata would run code.
+        FormatVersionError: the dtype of a tensor is not supported.
+        SettingsError: PyTorch is not installed.
+        StorageError: it cannot be read.
+    """
+    if all(entry.name != METADATA for entry in entries):
+        raise NotACheckpointError(
+            f"{directory}: expected a finished distributed checkpoint of PyTorch, found its files without {METADATA}, "
+            "which is written last"
+        )
+    data = read_whole(backend, *_folder_and_name(f"{directory}/{METADATA}"), MAX_METADATA_BYTES)
+    metadata = decode_torch_metadata(data.tobytes(), f"{directory}/{METADATA}")
+    _check_files(backend, directory, metadata)
+    items = TorchItems(directory)
+    paths = {name: _leaf_path(name, metadata.paths) for name in (*metadata.tensors, *metadata.objects)}
+    if len(set(paths.values())) != len(paths):
+        raise CorruptCheckpointError(f"{directory}/{METADATA}: expected different keys, found the same ones twice")
+    found, recent = _Found({}, [], []), RecentPieces()
+    for name, tensor in metadata.tensors.items():
+        found.leaves[paths[name]] = ArrayLeaf("numpy")
+        found.arrays.append(_tensor_record(paths[name], tensor, items, recent, found.segments, directory))
+    objects = _read_objects(directory, metadata, paths, items)
+    for path, array in objects.arrays.items():
+        found.arrays.append(_memory_record(path, array, found.segments))
+    record = TreeRecord(_lists(metadata, paths, objects) | objects.containers, found.leaves | objects.leaves)
+    return make_foreign_checkpoint(
+        KIND, directory, {NAME: ForeignTree(record, found.arrays)}, found.segments, block_bytes=BLOCK_BYTES
+    )
+
+
+class _Found(NamedTuple):
+    """The content of a checkpoint that has been opened so far."""
+
+    leaves: dict[str, LeafRecord]
+    arrays: list[ArrayRecord]
+    segments: list[ForeignSegment]
+
+
+def _folder_and_name(path: str) -> tuple[str, str]:
+    """Return the directory and the name of a file, after following a symbolic link."""
+    folder, _, name = real_path(path).rpartition("/")
+    return folder or "/", name
+
+
+def _check_files(backend: Backend, directory: str, metadata: TorchMetadata) -> None:
+    """Check that each file exists, and contains everything that the metadata assigns to it."""
+    ends: dict[str, int] = {}
+    pieces = [item for tensor in metadata.tensors.values() for _, item in tensor.pieces]
+    for item in (*pieces, *metadata.objects.values()):
+        ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
+    for file, end in ends.items():
+        try:
+            source = backend.open(*_folder_and_name(f"{directory}/{file}"), direct=False)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise CorruptCheckpointError(
+                f"{directory}/{file}: {METADATA} names this file, but it does not exist"
+            ) from error
+        source.close()
+        if source.size < end:
+            raise CorruptCheckpointError(
+                f"{directory}/{file}: expected at least the {end} bytes of {METADATA}, found {source.size}"
+            )
+
+
+def _leaf_path(name: str, paths: Mapping[str, tuple[str | int, ...]]) -> str:
+    """Return the leaf path of a tensor or object: its recorded keys, otherwise its name as a single key.
+
+    PyTorch saves all keys of mappings as text. A key of digits becomes an integer again, as in states of optimizers.
+    """
+    if name not in paths:
+        return key_text(name, ROOT)
+    path = ROOT
+    for key in paths[name]:
+        is_integer = isinstance(key, str) and key.isascii() and key.isdigit() and str(int(key)) == key
+        path = join(path, str(key) if is_integer else key_text(key, path))
+    return path
+
+
+def _tensor_record(
+    path: str, tensor: Tensor, items: TorchItems, recent: RecentPieces, segments: list[ForeignSegment], directory: str
+) -> ArrayRecord:
+    chunks = []
+    for box, item in tensor.pieces:
+        size = box_elements(box) * DTYPES[tensor.dtype].itemsize
+        read = functools.partial(items.tensor, item, box, tensor.dtype)
+        piece = CachedPiece(f"{directory}: leaf {path!r}", size, read, recent)
+        chunks.append(ChunkRecord(box, len(segments), 0, size, ""))
+        segments.append(ForeignSegment(f"{item.relative_path}/{len(segments):06d}", size, piece.open))
+    return array_record(path, tensor.shape, tensor.dtype, tuple(chunks))
+
+
+def _memory_record(path: str, array: np.ndarray, segments: list[ForeignSegment]) -> ArrayRecord:
+    """Return the record of an array in memory, and add its segment."""
+    data, name = array.tobytes(), f"objects/{len(segments):06d}"
+    chunk = ChunkRecord(full_box(array.shape), len(segments), 0, len(data), "")
+    segments.append(ForeignSegment(name, len(data), lambda direct: MemorySource(name, data)))
+    return array_record(path, array.shape, dtype_name(array.dtype), (chunk,))
+
+
+def _read_objects(directory: str, metadata: TorchMetadata, paths: Mapping[str, str], items: TorchItems) -> ObjectLeaves:
+    """Read the objects that are not tensors. All of them are read at once, because they are part of the tree."""
+    found = ObjectLeaves(directory, items.array)
+    for name, value in items.values(list(metadata.objects.values())).items() if metadata.objects else ():
+        found.add(paths[name], value)
+    left_out = [f"{path} ({why})" for path, why in found.left_out.items()]
+    if left_out:
+        more = f", and {len(left_out) - MAX_LISTED} more" if len(left_out) > MAX_LISTED else ""
+        _log.warning(
+            "%s: left out objects that are not plain data: %s%s", directory, "; ".join(left_out[:MAX_LISTED]), more
+        )
+    return found
+
+
+def _lists(metadata: TorchMetadata, paths: Mapping[str, str], objects: ObjectLeaves) -> dict[str, str]:
+    """Return the lists among the containers. A list becomes a mapping if some of its positions are not saved."""
+    children: dict[str, set[int]] = {}
+    for name, keys in metadata.paths.items():
+        if paths[name] in objects.left_out:
+            continue
+        texts = paths[name].split("/")
+        for depth, key in enumerate(keys):
+            if isinstance(key, int):
+                children.setdefault("/".join(texts[:depth]) or ROOT, set()).add(key)
+    return {path: "list" for path, found in children.items() if found == set(range(len(found)))}
+
+
 class Item(NamedTuple):
-    """Something in a file of the checkpoint. The fields after the first are named as PyTorch's reader asks for them.
+    """A tensor or object in a file of the checkpoint. The last four fields have the names that PyTorch's reader uses.
 
     Attributes:
-        name: of the tensor or object.
+        name: the name of the tensor or object.
         relative_path: the file.
-        offset: of its first byte.
-        length: in bytes.
-        transform_descriptors: how its bytes were changed, such as compressed.
+        offset: the position of its first byte.
+        length: its size in bytes.
+        transform_descriptors: the transformations of its bytes, such as compression.
     """
 
     name: str
@@ -95,7 +238,7 @@ class Item(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor: its pieces tile it, and none is empty."""
+    """A tensor. Its pieces tile it, and none of them is empty."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -103,13 +246,13 @@ class Tensor(NamedTuple):
 
 
 class TorchMetadata(NamedTuple):
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
-        tensors: by their names.
-        objects: what is no tensor, by its name.
-        paths: the keys that lead to a tensor or object, by its name; integers are positions of a list. Those that are
-            not told are not here.
+        tensors: the tensors by name.
+        objects: everything else by name.
+        paths: the keys that lead to a tensor or object, by name. Integers are positions in a list. A name is absent if
+            the metadata does not record its keys.
     """
 
     tensors: dict[str, Tensor]
@@ -118,39 +261,40 @@ class TorchMetadata(NamedTuple):
 
 
 def decode_torch_metadata(data: bytes, path: str) -> TorchMetadata:
-    """The content of `.metadata`; nothing that it names is run.
+    """Decode the content of `.metadata` without running anything that it names.
 
     Raises:
-        CorruptCheckpointError: it is not what PyTorch writes, or contradicts itself.
-        FormatVersionError: a tensor is of a dtype that is not known here.
+        CorruptCheckpointError: it is not metadata of PyTorch, or contradicts itself.
+        FormatVersionError: the dtype of a tensor is not supported.
     """
     with paused_collection():
-        return _decoded(read_metadata_pickle(data, path), path)
+        return _check_metadata(read_metadata_pickle(data, path), path)
 
 
-def _decoded(metadata: Metadata, path: str) -> TorchMetadata:
+def _check_metadata(metadata: Metadata, path: str) -> TorchMetadata:
     entries, stored = _mapping(metadata, "state_dict_metadata", path), _mapping(metadata, "storage_data", path)
     if len(entries) > MAX_ARRAYS or len(stored) > MAX_ARRAYS:
-        raise CorruptCheckpointError(f"{path}: more than {MAX_ARRAYS:,} tensors or pieces, expected fewer")
-    items = {index.key: place for index, place in stored.items() if isinstance(index, Index)}
+        most = max(len(entries), len(stored))
+        raise CorruptCheckpointError(f"{path}: expected at most {MAX_ARRAYS:,} tensors and pieces, found {most:,}")
+    items = {index.key: position for index, position in stored.items() if isinstance(index, Index)}
     found = TorchMetadata({}, {}, {})
     for name, entry in entries.items():
         if not isinstance(name, str):
-            raise CorruptCheckpointError(f"{path}: a {type(name).__name__} among the names, expected text")
+            raise CorruptCheckpointError(f"{path}: expected names as text, found {type(name).__name__}")
         if isinstance(entry, TensorEntry):
             found.tensors[name] = _tensor(name, entry, items, f"{path}: tensor {shown(name)}")
         elif isinstance(entry, BytesEntry):
             found.objects[name] = _item(name, items.get((name, None)), f"{path}: object {shown(name)}")
         else:
-            raise CorruptCheckpointError(f"{path}: {shown(name)} is neither a tensor nor an object")
-    found.paths.update(_paths(metadata.get("planner_data"), entries))
+            raise CorruptCheckpointError(f"{path}: expected a tensor or an object as {shown(name)}, found neither")
+    found.paths.update(_key_paths(metadata.get("planner_data"), entries))
     return found
 
 
 def _mapping(metadata: Metadata, name: str, path: str) -> dict[Any, Any]:
     found = metadata.get(name)
     if not isinstance(found, dict):
-        raise CorruptCheckpointError(f"{path}: expected metadata of PyTorch with {name}, found none")
+        raise CorruptCheckpointError(f"{path}: expected PyTorch metadata with {name}, found none")
     return found
 
 
@@ -164,19 +308,19 @@ def _tensor(name: str, entry: TensorEntry, items: Mapping[Any, Any], subject: st
             raise CorruptCheckpointError(f"{subject}: expected chunks, found {type(chunk).__name__}")
         offsets, sizes = _numbers(chunk.get("offsets"), subject), _numbers(chunk.get("sizes"), subject)
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            raise CorruptCheckpointError(f"{subject}: of {len(shape)} dimensions, but a chunk has other ones")
+            raise CorruptCheckpointError(f"{subject}: expected chunks of {len(shape)} dimensions, found another number")
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        if box_elements(box):  # a process may have none of a tensor
-            pieces[box] = _item(name, _chunk_position(name, offsets, items, len(chunks)), subject)
+        if box_elements(box):  # a process may hold no element of a tensor
+            pieces[box] = _item(name, _chunk_item(name, offsets, items, len(chunks)), subject)
     full = tuple((0, size) for size in shape)
     if box_elements(full) or pieces:
         check_tiling(list(pieces), shape, subject)
     return Tensor(shape, _dtype(entry, subject), tuple(pieces.items()))
 
 
-def _chunk_position(name: str, offsets: tuple[int, ...], items: Mapping[Any, Any], chunks: int) -> Any:
-    place = items.get((name, offsets))
-    return items.get((name, None)) if place is None and chunks == 1 else place
+def _chunk_item(name: str, offsets: tuple[int, ...], items: Mapping[Any, Any], chunks: int) -> Any:
+    item = items.get((name, offsets))
+    return items.get((name, None)) if item is None and chunks == 1 else item
 
 
 def _numbers(found: Any, subject: str) -> tuple[int, ...]:
@@ -192,7 +336,7 @@ def _numbers(found: Any, subject: str) -> tuple[int, ...]:
 def _number(found: Any, subject: str) -> int:
     if type(found) is not int or not 0 <= found < LIMIT:
         what = shown(found) if type(found) is int else type(found).__name__
-        raise CorruptCheckpointError(f"{subject}: expected a size or a place, found {what}")
+        raise CorruptCheckpointError(f"{subject}: expected a size or an offset, found {what}")
     return found
 
 
@@ -203,25 +347,25 @@ def _dtype(entry: TensorEntry, subject: str) -> str:
     if not isinstance(dtype, Dtype):
         raise CorruptCheckpointError(f"{subject}: expected a dtype, found {type(dtype).__name__}")
     if dtype.arguments[0] not in KNOWN_DTYPES:
-        raise FormatVersionError(f"{subject}: of dtype {dtype.arguments[0]}, which is not known here")
+        raise FormatVersionError(f"{subject}: has the unsupported dtype {dtype.arguments[0]}")
     return str(dtype.arguments[0])
 
 
 def _item(name: str, found: Any, subject: str) -> Item:
     if not isinstance(found, Stored):
-        raise CorruptCheckpointError(f"{subject}: it is not said where it lies")
+        raise CorruptCheckpointError(f"{subject}: expected its position in a file, found none")
     file, transforms = found.get("relative_path"), found.get("transform_descriptors") or ()
     if not isinstance(file, str) or not is_plain_name(file):
         what = shown(file) if isinstance(file, str) else type(file).__name__
-        raise CorruptCheckpointError(f"{subject}: lies in {what}, expected a file of this directory")
+        raise CorruptCheckpointError(f"{subject}: expected a file of this directory, found {what}")
     if not isinstance(transforms, tuple | list) or not all(isinstance(each, str) for each in transforms):
-        raise CorruptCheckpointError(f"{subject}: expected names of transformations, found others")
+        raise CorruptCheckpointError(f"{subject}: expected names of transformations, found something else")
     offset, length = _number(found.get("offset"), subject), _number(found.get("length"), subject)
     return Item(name, file, offset, length, tuple(transforms))
 
 
-def _paths(found: Any, entries: Mapping[str, Any]) -> dict[str, tuple[str | int, ...]]:
-    """The keys that lead to each entry, as far as the planner of the save has told them in its usual form."""
+def _key_paths(found: Any, entries: Mapping[str, Any]) -> dict[str, tuple[str | int, ...]]:
+    """Return the keys that lead to each entry, where the planner of the save has recorded them in its usual form."""
     if not isinstance(found, dict):
         return {}
     return {name: tuple(keys) for name, keys in found.items() if name in entries and _is_path(keys)}
@@ -234,10 +378,10 @@ def _is_path(keys: Any) -> bool:
 
 
 class TorchItems:
-    """Reads single tensors and objects.
+    """Reads single tensors and objects through PyTorch.
 
     Args:
-        directory: of the checkpoint.
+        directory: the directory of the checkpoint.
 
     Raises:
         SettingsError: PyTorch is not installed, or too old.
@@ -250,7 +394,7 @@ class TorchItems:
             self._planner: Any = importlib.import_module("torch.distributed.checkpoint.planner")
         except ImportError as error:
             raise SettingsError(
-                f"{directory}: a distributed checkpoint of PyTorch is read through PyTorch, which cannot be imported "
+                f"{directory}: reading a distributed checkpoint of PyTorch needs PyTorch, which cannot be imported "
                 f"({shown(error)}): pip install 'jaxckpt-train[torch]', or pip install torch"
             ) from error
         version = str(self._torch.__version__)
@@ -260,35 +404,35 @@ class TorchItems:
         self._directory = directory
 
     def tensor(self, item: Item, box: Box, dtype: str) -> np.ndarray:
-        """The bytes of a piece of a tensor, flat.
+        """Return the bytes of a piece of a tensor, flat.
 
         Raises:
-            CorruptCheckpointError: it is damaged.
-            StorageError: it cannot be read, or does not fit into memory.
+            CorruptCheckpointError: the piece is damaged.
+            StorageError: the piece cannot be read, or does not fit into memory.
         """
         size = box_elements(box) * DTYPES[dtype].itemsize
         try:
             data = np.empty(size, np.uint8)
         except (MemoryError, ValueError) as error:
-            what = f"{size} bytes of {item.name!r} do not fit into memory: this machine has {memory_bytes()}"
-            raise StorageError(errno.ENOMEM, what, self._directory) from error
+            problem = f"reading {item.name!r} needs {size} bytes, but this machine has {memory_bytes()} bytes of memory"
+            raise StorageError(errno.ENOMEM, problem, self._directory) from error
         target = self._torch.from_numpy(data).view(getattr(self._torch, dtype)).reshape(box_shape(box))
         self._read([item], self._planner.LoadItemType.TENSOR, box_shape(box), _IntoTensor(target))
         return data
 
     def values(self, items: Sequence[Item]) -> Mapping[str, Any]:
-        """What is no tensor of its own, by its name: plain data, which may have tensors within, or why it is none.
+        """Return objects that are not tensors, by name: plain data that may contain tensors, or a `Refused`.
 
         Raises:
-            CorruptCheckpointError: one is damaged.
-            StorageError: one cannot be read.
+            CorruptCheckpointError: an object is damaged.
+            StorageError: an object cannot be read.
         """
         found: dict[str, Any] = {}
         self._read(items, self._planner.LoadItemType.BYTE_IO, (), _Values(self._torch, self._directory, found))
         return found
 
     def array(self, value: Any) -> np.ndarray | None:
-        """A tensor that lies within an object, as an array; None: it is none, or of another dtype."""
+        """Return a tensor inside an object as an array, or None if it is not a tensor or has an unsupported dtype."""
         dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
         if (
             not isinstance(value, self._torch.Tensor)
@@ -301,7 +445,7 @@ class TorchItems:
         return data.view(DTYPES[dtype]).reshape(tuple(value.shape))
 
     def _read(self, items: Sequence[Item], kind: Any, shape: tuple[int, ...], planner: Any) -> None:
-        """Have PyTorch's reader read whole items; it is never told to read the metadata, which it would run."""
+        """Let PyTorch's reader read whole items. It must never read the metadata, because that would run its pickle."""
         size, index = self._torch.Size, self._checkpoint.metadata.MetadataIndex
         zeros = size([0] * len(shape))
         named = {index(item.name): item for item in items}
@@ -315,187 +459,49 @@ class TorchItems:
             raise
         except OSError as error:
             raise StorageError(error.errno or 0, error.strerror or shown(error), self._directory) from error
-        except Exception as error:  # a foreign parser
+        except Exception as error:  # a foreign parser may raise anything
             names = ", ".join(repr(item.name) for item in items[:3])
             raise CorruptCheckpointError(f"{self._directory}: {names} cannot be read: {shown(error)}") from error
 
 
 class _IntoTensor:
-    """Has the reader copy what it read into a tensor; what of PyTorch's `LoadPlanner` is asked for then."""
+    """The part of PyTorch's `LoadPlanner` that copies what the reader has read into a tensor."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
 
     def resolve_tensor(self, read_item: Any) -> Any:
-        """Where it goes."""
+        """Return the tensor to fill."""
         return self._target
 
     def commit_tensor(self, read_item: Any, tensor: Any) -> None:
-        """It is there."""
+        """Do nothing: the reader has filled the tensor."""
 
 
 class _Values:
-    """Takes objects as plain data; what of PyTorch's `LoadPlanner` is asked for then.
+    """The part of PyTorch's `LoadPlanner` that decodes objects as plain data.
 
-    PyTorch's own planner would make whatever an object says it is, and run code for that.
+    PyTorch's own planner would construct whatever class an object names, and run its code.
     """
 
     def __init__(self, torch: Any, directory: str, found: dict[str, Any]) -> None:
         self._torch, self._directory, self._found = torch, directory, found
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """One of them."""
+        """Decode one object."""
         name = read_item.dest_index.fqn
         try:
             self._found[name] = self._torch.load(value, map_location="cpu", weights_only=True)
-        except Exception as error:  # a foreign parser
-            unknown = self._unknown(value)
+        except Exception as error:  # a foreign parser may raise anything
+            unknown = self._unsafe_names(value)
             if not unknown:
                 raise CorruptCheckpointError(f"{self._directory}: {name!r} cannot be read: {shown(error)}") from error
-            self._found[name] = Refused(f"to make it would call {shown(', '.join(unknown))}")
+            self._found[name] = Refused(f"it would call {shown(', '.join(unknown))}")
 
-    def _unknown(self, value: io.BytesIO) -> list[str]:
-        """The names in an object that PyTorch does not take for plain data."""
+    def _unsafe_names(self, value: io.BytesIO) -> list[str]:
+        """Return the names in an object that PyTorch does not consider plain data."""
         value.seek(0)
         try:
             return sorted(self._torch.serialization.get_unsafe_globals_in_checkpoint(value))
-        except Exception:  # noqa: BLE001  # a foreign parser: what is damaged has none
+        except Exception:  # noqa: BLE001  # a foreign parser; in a damaged object it finds no names
             return []
-
-
-class _Found(NamedTuple):
-    """What has been opened so far."""
-
-    leaves: dict[str, LeafRecord]
-    arrays: list[ArrayRecord]
-    segments: list[ForeignSegment]
-
-
-def looks_like_torch(entries: Sequence[Entry]) -> bool:
-    """Whether a directory may be a distributed checkpoint of PyTorch, finished or not: by names alone."""
-    return any(entry.name.endswith(SUFFIX) for entry in entries)
-
-
-def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> ForeignCheckpoint:
-    """Open one.
-
-    Args:
-        backend: where.
-        directory: of it.
-        entries: what is in it.
-
-    Raises:
-        NotACheckpointError: its save has not ended.
-        CorruptCheckpointError: it is damaged, or its metadata would run code.
-        FormatVersionError: a tensor is of a dtype that is not known here.
-        SettingsError: PyTorch is not installed.
-        StorageError: it cannot be read.
-    """
-    if all(entry.name != METADATA for entry in entries):
-        raise NotACheckpointError(
-            f"{directory}: files of a distributed checkpoint of PyTorch without {METADATA}, which is written last; "
-            "expected one whose save has ended"
-        )
-    data = read_whole(backend, *_folder_and_name(f"{directory}/{METADATA}"), MAX_METADATA_BYTES)
-    metadata = decode_torch_metadata(data.tobytes(), f"{directory}/{METADATA}")
-    _check_files(backend, directory, metadata)
-    items = TorchItems(directory)
-    paths = {name: _path(name, metadata.paths) for name in (*metadata.tensors, *metadata.objects)}
-    if len(set(paths.values())) != len(paths):
-        raise CorruptCheckpointError(f"{directory}/{METADATA}: two tensors or objects have the same keys")
-    found, newest = _Found({}, [], []), RecentPieces()
-    for name, tensor in metadata.tensors.items():
-        found.leaves[paths[name]] = ArrayLeaf("numpy")
-        found.arrays.append(_array(paths[name], tensor, items, newest, found.segments, directory))
-    objects = _objects(directory, metadata, paths, items)
-    for path, array in objects.arrays.items():
-        found.arrays.append(_held(path, array, found.segments))
-    record = TreeRecord(_lists(metadata, paths, objects) | objects.containers, found.leaves | objects.leaves)
-    return make_foreign_checkpoint(
-        KIND, directory, {NAME: ForeignTree(record, found.arrays)}, found.segments, block_bytes=BLOCK_BYTES
-    )
-
-
-def _folder_and_name(path: str) -> tuple[str, str]:
-    """The directory of a file and its name there; of a link those of what it leads to."""
-    folder, _, name = real_path(path).rpartition("/")
-    return folder or "/", name
-
-
-def _check_files(backend: Backend, directory: str, metadata: TorchMetadata) -> None:
-    """Each file is there, and as long as what lies in it needs."""
-    ends: dict[str, int] = {}
-    pieces = [item for tensor in metadata.tensors.values() for _, item in tensor.pieces]
-    for item in (*pieces, *metadata.objects.values()):
-        ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
-    for file, end in ends.items():
-        try:
-            source = backend.open(*_folder_and_name(f"{directory}/{file}"), direct=False)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            raise CorruptCheckpointError(f"{directory}/{file}: is not there, but {METADATA} names it") from error
-        source.close()
-        if source.size < end:
-            raise CorruptCheckpointError(f"{directory}/{file}: {source.size} bytes, but {METADATA} says {end}")
-
-
-def _path(name: str, paths: Mapping[str, tuple[str | int, ...]]) -> str:
-    """The leaf path: the keys that the planner of the save has told, else the name as one key.
-
-    All keys of mappings have become text when they were saved: one of digits is taken for an integer, which those of
-    optimizers are.
-    """
-    if name not in paths:
-        return key_text(name, ROOT)
-    path = ROOT
-    for key in paths[name]:
-        is_integer = isinstance(key, str) and key.isascii() and key.isdigit() and str(int(key)) == key
-        path = join(path, str(key) if is_integer else key_text(key, path))
-    return path
-
-
-def _array(
-    path: str, tensor: Tensor, items: TorchItems, newest: RecentPieces, segments: list[ForeignSegment], directory: str
-) -> ArrayRecord:
-    chunks = []
-    for box, item in tensor.pieces:
-        size = box_elements(box) * DTYPES[tensor.dtype].itemsize
-        read = functools.partial(items.tensor, item, box, tensor.dtype)
-        piece = CachedPiece(f"{directory}: leaf {path!r}", size, read, newest)
-        chunks.append(ChunkRecord(box, len(segments), 0, size, ""))
-        segments.append(ForeignSegment(f"{item.relative_path}/{len(segments):06d}", size, piece.open))
-    return array_record(path, tensor.shape, tensor.dtype, tuple(chunks))
-
-
-def _held(path: str, array: np.ndarray, segments: list[ForeignSegment]) -> ArrayRecord:
-    """The record of an array that lies in memory."""
-    data, name = array.tobytes(), f"objects/{len(segments):06d}"
-    chunk = ChunkRecord(full_box(array.shape), len(segments), 0, len(data), "")
-    segments.append(ForeignSegment(name, len(data), lambda direct: MemorySource(name, data)))
-    return array_record(path, array.shape, dtype_name(array.dtype), (chunk,))
-
-
-def _objects(directory: str, metadata: TorchMetadata, paths: Mapping[str, str], items: TorchItems) -> ObjectLeaves:
-    """What is no tensor. It is read now, all at once: it becomes part of the tree."""
-    found = ObjectLeaves(directory, items.array)
-    for name, value in items.values(list(metadata.objects.values())).items() if metadata.objects else ():
-        found.add(paths[name], value)
-    left_out = [f"{path} ({why})" for path, why in found.left_out.items()]
-    if left_out:
-        more = f", and {len(left_out) - MAX_LISTED} more" if len(left_out) > MAX_LISTED else ""
-        _log.warning("%s: left out, since it is no plain data: %s%s", directory, "; ".join(left_out[:MAX_LISTED]), more)
-    return found
-
-
-def _lists(metadata: TorchMetadata, paths: Mapping[str, str], objects: ObjectLeaves) -> dict[str, str]:
-    """The lists among the containers. One that has a gap, since what was in it is not saved, becomes a mapping."""
-    children: dict[str, set[int]] = {}
-    for name, keys in metadata.paths.items():
-        if paths[name] in objects.left_out:
-            continue
-        texts = paths[name].split("/")
-        for depth, key in enumerate(keys):
-            if isinstance(key, int):
-                children.setdefault("/".join(texts[:depth]) or ROOT, set()).add(key)
-    return {path: "list" for path, found in children.items() if found == set(range(len(found)))}

@@ -1,9 +1,7 @@
-"""Reads the pickle that PyTorch's metadata is, as data: no name in it stands for anything that runs.
+"""Reads the pickle in PyTorch's metadata as data, and turns plain objects into leaves. Nothing in a file runs.
 
-The only file here that may import `pickle`. A pickle names classes and functions, and has them called. Here each name
-that PyTorch's own metadata has stands for a record that keeps what it was given; any other name is refused.
-
-Objects of a checkpoint of PyTorch that are no tensors, as leaves: numbers, text, and containers of them.
+A pickle names classes and functions, and has them called. Here every name that PyTorch's metadata uses stands for a
+record that keeps its arguments, and any other name is refused. No other module of the package may import `pickle`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from jaxckpt_train.store.manifest import MAX_ARRAYS, shown
 
 _METADATA, _PATHS = "torch.distributed.checkpoint.metadata", ("pathlib", "pathlib._local")
 _DTYPE = re.compile(r"bool|(bfloat|float|complex|u?int|qu?int|bits)[0-9][0-9a-z_]{0,30}")
-# What protocols 2 to 5 have for data, names and records. Not the older forms, nor what reserves memory by a number.
+# The opcodes of protocols 2 to 5 for data, names and records, without older forms and those that allocate a given size.
 _OPCODES = (
     pickle.PROTO + pickle.FRAME + pickle.STOP + pickle.MARK + pickle.POP + pickle.POP_MARK
     + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT + pickle.BININT1 + pickle.BININT2 + pickle.LONG1
@@ -35,123 +33,38 @@ _OPCODES = (
 )  # fmt: skip
 
 
-class Refused:
-    """In place of an object that is more than plain data.
-
-    Attributes:
-        why: what it would take to make it.
-    """
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-
-class _NotPlainError(Exception):
-    """It holds what can be no leaf; the text says what."""
-
-
-class ObjectLeaves:
-    """The leaves of objects, gathered.
-
-    Args:
-        directory: of the checkpoint, for messages.
-        array: makes an array of a tensor; of anything else None.
-
-    Attributes:
-        leaves: their records by leaf path.
-        containers: the kinds of containers that are no dicts, by path.
-        arrays: the arrays among the leaves.
-        left_out: what can be no leaf, by the path of the object, and why.
-    """
-
-    def __init__(self, directory: str, array: Callable[[Any], np.ndarray | None]) -> None:
-        self._directory, self._array, self._seen = directory, array, 0
-        self.leaves: dict[str, LeafRecord] = {}
-        self.containers: dict[str, str] = {}
-        self.arrays: dict[str, np.ndarray] = {}
-        self.left_out: dict[str, str] = {}
-
-    def add(self, path: str, value: Any) -> None:
-        """Add an object at a path, whole or not at all.
-
-        Raises:
-            CorruptCheckpointError: it is deeper, or has more leaves, than any that a training has.
-        """
-        inner = ObjectLeaves(self._directory, self._array)
-        inner._seen = self._seen
-        try:
-            inner._walk(path, value, path.count("/"))
-        except (_NotPlainError, UnsupportedLeafError) as error:
-            self.left_out[path] = str(error)
-        else:
-            self.leaves |= inner.leaves
-            self.containers |= inner.containers
-            self.arrays |= inner.arrays
-        self._seen = inner._seen
-
-    def _walk(self, path: str, value: Any, depth: int) -> None:
-        self._seen += 1
-        if depth >= MAX_DEPTH or self._seen > MAX_ARRAYS:
-            raise CorruptCheckpointError(
-                f"{self._directory}: {path!r:.100}: objects of more than {MAX_DEPTH} levels or {MAX_ARRAYS:,} values"
-            )
-        if isinstance(value, Refused):
-            raise _NotPlainError(value.why)
-        if isinstance(value, dict | list | tuple):
-            self._walk_container(path, value, depth)
-            return
-        array = self._array(value)
-        record = record_value(path, value) if array is None else ArrayLeaf("numpy")
-        if record is None:
-            raise _NotPlainError(f"a {type(value).__name__} is no leaf")
-        self.leaves[path] = record
-        if array is not None:
-            self.arrays[path] = array
-
-    def _walk_container(self, path: str, value: Any, depth: int) -> None:
-        if not isinstance(value, dict):
-            self.containers[path] = "list" if isinstance(value, list) else "tuple"
-        if not value:
-            self.leaves[path] = EmptyLeaf()
-        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            name = join(path, key_text(key, path))
-            if name in self.leaves:
-                raise _NotPlainError(f"two keys of a mapping are {key!r}")
-            self._walk(name, child, depth + 1)
-
-
 class Record:
-    """An object of the pickle: what its class was called with, and its state. Nothing of the class itself is here."""
+    """An object of the pickle: the arguments of its class, and its state. The class itself is never imported."""
 
     __slots__ = ("arguments", "state")
     arguments: tuple[Any, ...]
     state: Any
 
     def __new__(cls, *arguments: Any) -> Self:
-        """What a pickle makes of a name, by a call or without one."""
+        """Create the record of a name, whether the pickle calls it or not."""
         record = super().__new__(cls)
         record.arguments, record.state = arguments, None
         return record
 
     def get(self, name: str) -> Any:
-        """A field of a dataclass; None where it has none of this name."""
+        """Return a field of a dataclass, or None if it has no such field."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 class Metadata(Record):
-    """All that the file says."""
+    """The content of the file."""
 
     __slots__ = ()
 
 
 class TensorEntry(Record):
-    """What it says of a tensor."""
+    """The metadata of a tensor."""
 
     __slots__ = ()
 
 
 class BytesEntry(Record):
-    """What it says of another object: nothing."""
+    """The metadata of another object, which is empty."""
 
     __slots__ = ()
 
@@ -163,40 +76,40 @@ class Chunk(Record):
 
 
 class Properties(Record):
-    """The dtype of a tensor and what else it has beside a shape."""
+    """The dtype and other properties of a tensor, without its shape."""
 
     __slots__ = ()
 
 
 class Stored(Record):
-    """Where something lies."""
+    """The position of a tensor or object in a file."""
 
     __slots__ = ()
 
 
 class Dtype(Record):
-    """A dtype by its name."""
+    """A dtype by name."""
 
     __slots__ = ()
 
 
 class Other(Record):
-    """What nobody asks for."""
+    """A record that is not used."""
 
     __slots__ = ()
 
 
 class Size(Record):
-    """A shape, or the begin of a chunk."""
+    """A shape, or the offset of a chunk."""
 
     __slots__ = ()
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Its numbers.
+        """The integers.
 
         Raises:
-            ValueError: it is no row of integers.
+            ValueError: the argument is not a sequence of integers.
         """
         found = self.arguments[0] if len(self.arguments) == 1 else None
         if not isinstance(found, tuple | list) or any(type(number) is not int for number in found):
@@ -205,21 +118,21 @@ class Size(Record):
 
 
 class Index(Record):
-    """The name of an object, or of the chunk of a tensor that begins somewhere: a key of a mapping."""
+    """A key of the mapping of stored items: the name of an object, or of a tensor with the offset of a chunk."""
 
     __slots__ = ()
 
     @property
     def key(self) -> tuple[str, tuple[int, ...] | None]:
-        """The name, and where the chunk begins.
+        """The name, and the offset of the chunk.
 
         Raises:
-            ValueError: it has none such.
+            ValueError: the record has no valid name or offset.
         """
-        name, begin = self.get("fqn"), self.get("offset")
-        if not isinstance(name, str) or not isinstance(begin, Size | None):
+        name, offset = self.get("fqn"), self.get("offset")
+        if not isinstance(name, str) or not isinstance(offset, Size | None):
             raise ValueError("expected the name of a tensor or object, found something else")
-        return name, None if begin is None else begin.numbers
+        return name, None if offset is None else offset.numbers
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Index) and self.key == other.key
@@ -240,17 +153,40 @@ _KNOWN: Mapping[tuple[str, str], type[Record] | type[dict[Any, Any]]] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stored,
     ("torch", "Size"): Size,
     ("torch.serialization", "_get_layout"): Other,
-    ("builtins", "getattr"): Other,  # Python 3.11 has it called for a member of an enumeration
+    ("builtins", "getattr"): Other,  # Python 3.11 pickles a member of an enumeration as a call of getattr
     ("collections", "OrderedDict"): dict,
-    **{(module, kind): Other for module in _PATHS for kind in ("PosixPath", "WindowsPath")},  # where it was saved
+    **{(module, kind): Other for module in _PATHS for kind in ("PosixPath", "WindowsPath")},  # the path of the save
 }
 
 
-class _Unpickler(pickle._Unpickler):
-    """Makes the records above of the names that they stand for, and calls nothing else.
+def read_metadata_pickle(data: bytes, path: str) -> Metadata:
+    """Read the records of `.metadata`, without checking their content.
 
-    It is the one of `pickle` that is written in Python. That in C would take 64 GiB for one wrong number in a file, and
-    cannot be told which operations there are.
+    Args:
+        data: the bytes of the file.
+        path: the path of the file, for messages.
+
+    Raises:
+        CorruptCheckpointError: it is not a pickle of PyTorch's metadata, or it uses other names.
+    """
+    try:
+        found = _Unpickler(data, path).load()
+    except CorruptCheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises many kinds of errors
+        raise CorruptCheckpointError(
+            f"{path}: expected PyTorch metadata, found something else: {type(error).__name__}: {shown(error)}"
+        ) from error
+    if not isinstance(found, Metadata):
+        raise CorruptCheckpointError(f"{path}: expected PyTorch metadata, found a {type(found).__name__}")
+    return found
+
+
+class _Unpickler(pickle._Unpickler):
+    """Creates the records above for the names that they stand for, and calls nothing else.
+
+    This is the implementation of `pickle` in Python. The one in C would allocate 64 GiB for a single wrong number in a
+    file, and its opcodes cannot be restricted.
     """
 
     stack: list[Any]
@@ -262,18 +198,18 @@ class _Unpickler(pickle._Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name stands for. It is imported from nowhere.
+        """Return the record class of a name, without importing anything.
 
         Raises:
-            CorruptCheckpointError: metadata of PyTorch does not have it.
+            CorruptCheckpointError: PyTorch's metadata does not use the name.
         """
         if module == "torch" and _DTYPE.fullmatch(name):
             return Dtype(name)
         known = _KNOWN.get((module, name))
         if known is None:
             raise CorruptCheckpointError(
-                f"{self._path}: names {shown(f'{module}.{name}')}, which metadata of PyTorch has no need of; nothing "
-                "of it was run. A pickle can run any code: load it with PyTorch only if you trust who made it"
+                f"{self._path}: names {shown(f'{module}.{name}')}, which PyTorch's metadata does not need; nothing "
+                "was run. A pickle can run any code: load it with PyTorch only if you trust its author"
             )
         return known
 
@@ -284,12 +220,12 @@ class _Unpickler(pickle._Unpickler):
         elif isinstance(made, type) and issubclass(made, Record):
             self.append(made(*arguments))
         else:
-            raise ValueError(f"something of type {type(made).__name__} is called")
+            raise ValueError(f"a value of type {type(made).__name__} is called")
 
     def _give_state(self) -> None:
         state = self.stack.pop()
         if not isinstance(self.stack[-1], Record):
-            raise ValueError(f"something of type {type(self.stack[-1]).__name__} is given attributes")
+            raise ValueError(f"a value of type {type(self.stack[-1]).__name__} gets attributes")
         self.stack[-1].state = state
 
     def _add_item(self) -> None:
@@ -319,24 +255,87 @@ class _Unpickler(pickle._Unpickler):
     )
 
 
-def read_metadata_pickle(data: bytes, path: str) -> Metadata:
-    """The records of `.metadata`. Nothing of what they hold is checked.
+class Refused:
+    """Replaces an object that is more than plain data.
+
+    Attributes:
+        why: what creating the object would do.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+class _NotPlainError(Exception):
+    """An object contains a value that cannot be a leaf. The message names the value."""
+
+
+class ObjectLeaves:
+    """Collects the leaves of objects.
 
     Args:
-        data: its bytes.
-        path: of it, for messages.
+        directory: the directory of the checkpoint, for messages.
+        array: converts a tensor to an array, and returns None for anything else.
 
-    Raises:
-        CorruptCheckpointError: it is no such pickle, or it names something else than such a pickle has.
+    Attributes:
+        leaves: the records by leaf path.
+        containers: the kinds of containers other than dicts, by path.
+        arrays: the arrays among the leaves.
+        left_out: the reasons why objects were left out, by their paths.
     """
-    try:
-        found = _Unpickler(data, path).load()
-    except CorruptCheckpointError:
-        raise
-    except Exception as error:  # a foreign parser: a damaged pickle fails in a dozen ways
-        raise CorruptCheckpointError(
-            f"{path}: expected metadata of PyTorch, but: {type(error).__name__}: {shown(error)}"
-        ) from error
-    if not isinstance(found, Metadata):
-        raise CorruptCheckpointError(f"{path}: expected metadata of PyTorch, found a {type(found).__name__}")
-    return found
+
+    def __init__(self, directory: str, array: Callable[[Any], np.ndarray | None]) -> None:
+        self._directory, self._array, self._seen = directory, array, 0
+        self.leaves: dict[str, LeafRecord] = {}
+        self.containers: dict[str, str] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+        self.left_out: dict[str, str] = {}
+
+    def add(self, path: str, value: Any) -> None:
+        """Add an object at a path, as a whole or not at all.
+
+        Raises:
+            CorruptCheckpointError: it is deeper, or has more leaves, than any training state.
+        """
+        inner = ObjectLeaves(self._directory, self._array)
+        inner._seen = self._seen
+        try:
+            inner._walk(path, value, path.count("/"))
+        except (_NotPlainError, UnsupportedLeafError) as error:
+            self.left_out[path] = str(error)
+        else:
+            self.leaves |= inner.leaves
+            self.containers |= inner.containers
+            self.arrays |= inner.arrays
+        self._seen = inner._seen
+
+    def _walk(self, path: str, value: Any, depth: int) -> None:
+        self._seen += 1
+        if depth >= MAX_DEPTH or self._seen > MAX_ARRAYS:
+            raise CorruptCheckpointError(
+                f"{self._directory}: {path!r:.100}: expected at most {MAX_DEPTH} levels and {MAX_ARRAYS:,} values of "
+                "objects, found more"
+            )
+        if isinstance(value, Refused):
+            raise _NotPlainError(value.why)
+        if isinstance(value, dict | list | tuple):
+            self._walk_container(path, value, depth)
+            return
+        array = self._array(value)
+        record = record_value(path, value) if array is None else ArrayLeaf("numpy")
+        if record is None:
+            raise _NotPlainError(f"a {type(value).__name__} cannot be a leaf")
+        self.leaves[path] = record
+        if array is not None:
+            self.arrays[path] = array
+
+    def _walk_container(self, path: str, value: Any, depth: int) -> None:
+        if not isinstance(value, dict):
+            self.containers[path] = "list" if isinstance(value, list) else "tuple"
+        if not value:
+            self.leaves[path] = EmptyLeaf()
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            name = join(path, key_text(key, path))
+            if name in self.leaves:
+                raise _NotPlainError(f"a mapping has the key {key!r} twice")
+            self._walk(name, child, depth + 1)

@@ -290,9 +290,7 @@ def test_metadata_that_would_run_code_does_so_in_pytorch_and_not_here(tmp_path: 
     metadata = pickle.loads(path.read_bytes())
     metadata.planner_data["w"] = ("w", Malicious(marker))
     path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(
-        jct.CorruptCheckpointError, match=r"names 'posix\.mkdir', which metadata of PyTorch has no need of"
-    ):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"names 'posix\.mkdir', .* nothing was run"):
         jct.load(tmp_path / "a")
     assert not marker.exists()
     dcp.FileSystemReader(tmp_path / "a").read_metadata()
@@ -314,7 +312,7 @@ def test_what_is_a_tree_without_end_is_told(tmp_path: Path) -> None:
     for _ in range(60):
         bomb = [bomb, bomb]
     save(tmp_path / "a", {"bomb": (bomb,)})
-    with pytest.raises(jct.CorruptCheckpointError, match="objects of more than 200 levels or 500,000 values"):
+    with pytest.raises(jct.CorruptCheckpointError, match="at most 200 levels and 500,000 values"):
         jct.load(tmp_path / "a")
 
 

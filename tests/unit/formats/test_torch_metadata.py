@@ -101,18 +101,16 @@ def test_what_would_run_code_is_refused_and_not_run(call: Any, protocol: int, go
     ],
 )
 def test_a_name_that_metadata_has_no_need_of_is_refused_before_it_is_called(name: bytes) -> None:
-    with pytest.raises(
-        jct.CorruptCheckpointError, match=r"^a/.metadata: names '.*', which metadata of PyTorch has no "
-    ):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"^a/.metadata: names '.*', .* nothing was run"):
         decode_torch_metadata(b"\x80\x04" + name + b".", "a/.metadata")
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"ctorch\nSize\n}\x8c\x01aK\x01sb.", "type type is given attributes"),  # of a class that all pickles share
-        (b"ctorch\nSize\nN}\x8c\x01aK\x01s\x86b.", "type type is given attributes"),
-        (b"ccollections\nOrderedDict\n}\x8c\x01aK\x01sb.", "type type is given attributes"),
+        (b"ctorch\nSize\n}\x8c\x01aK\x01sb.", "type type gets attributes"),  # of a class that all pickles share
+        (b"ctorch\nSize\nN}\x8c\x01aK\x01s\x86b.", "type type gets attributes"),
+        (b"ccollections\nOrderedDict\n}\x8c\x01aK\x01sb.", "type type gets attributes"),
         (b"ctorch\nfloat32\n)R.", "type Dtype is called"),
         (b"}K\x01K\x01s.", "a mapping has a key of type int"),
         (b"\x8c\x01a)R.", "type str is called"),
@@ -158,9 +156,9 @@ def test_every_cut_is_told() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b"__0_0.distcp", b"/etc/passwdx", "lies in '/etc/passwdx', expected a file of this directory"),
-        (b"__0_0.distcp", b"../../passwd", "lies in '../../passwd', expected a file"),
-        (b"\x8c\x08bfloat16", b"\x8c\x08qint8x32", "of dtype qint8x32, which is not known here"),
+        (b"__0_0.distcp", b"/etc/passwdx", "expected a file .* found '/etc/passwdx'"),
+        (b"__0_0.distcp", b"../../passwd", "expected a file .* found '../../passwd'"),
+        (b"\x8c\x08bfloat16", b"\x8c\x08qint8x32", "has the unsupported dtype qint8x32"),
         (b"_StorageInfo", b"_StorageInfx", "names 'torch.distributed.checkpoint.filesystem._StorageInfx'"),
     ],
 )
@@ -173,10 +171,10 @@ def test_what_contradicts_itself_is_told(old: bytes, new: bytes, message: str) -
 def test_a_file_that_lacks_bytes_or_is_gone_is_told(golden: Path) -> None:
     data = (golden / "__0_0.distcp").read_bytes()
     (golden / "__0_0.distcp").write_bytes(data[:-1])
-    with pytest.raises(jct.CorruptCheckpointError, match=f"{len(data) - 1} bytes, but .metadata says {len(data)}"):
+    with pytest.raises(jct.CorruptCheckpointError, match=f"the {len(data)} bytes .* found {len(data) - 1}"):
         jct.load(golden)
     (golden / "__0_0.distcp").rename(golden / "__1_0.distcp")
-    with pytest.raises(jct.CorruptCheckpointError, match=r"__0_0.distcp: is not there, but .metadata names it"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"__0_0.distcp: .* does not exist"):
         jct.load(golden)
 
 
@@ -190,7 +188,7 @@ def test_without_pytorch_it_is_told_what_to_install(golden: Path, monkeypatch: p
     for name in [each for each in sys.modules if each == "torch" or each.startswith("torch.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(jct.SettingsError, match=r"read through PyTorch, which cannot be imported .* pip install torch"):
+    with pytest.raises(jct.SettingsError, match=r"needs PyTorch, which cannot be imported .* pip install torch"):
         jct.load(golden)
     found = CliRunner().invoke(app, ["show", str(golden)])
     assert found.exit_code != 0
