@@ -69,7 +69,7 @@ from jaxckpt_train.store.transaction import (
 )
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
-from jaxckpt_train.transforms.apply import operate, operations_of
+from jaxckpt_train.transforms.apply import apply_operations, parse_operations
 from jaxckpt_train.transforms.base import Operation
 
 OURS, ORBAX, FLAX = "jaxckpt_train", "Orbax", "Flax"
@@ -220,7 +220,7 @@ def transformed(source: Opened, operations: Sequence[Operation]) -> Opened:
     """Apply operations to the main checkpointable of an opened checkpoint."""
     if not operations:
         return source
-    found = operate(source.files, source.committed, main_part(source), operations, source.settings)
+    found = apply_operations(source.files, source.committed, main_part(source), operations, source.settings)
     return dataclasses.replace(source, files=found.files, committed=found.committed)
 
 
@@ -499,7 +499,7 @@ def load(
             only=only, rename=rename, cast=cast, missing=missing, shardings=shardings, donatable=donatable
         )
         there = _to_read(path)
-        operations = operations_of("transforms", transforms)
+        operations = parse_operations("transforms", transforms)
 
         def load_main(source: Opened) -> Any:
             name, changed = main_part(source), transformed(source, operations)

@@ -281,7 +281,7 @@ def check_init_from(subject: str, value: Any) -> Any:
         return path_text(subject, value)
     # These modules import JAX, which a configuration without a mapping does not need.
     from jaxckpt_train.pytree.restore import LoadOptions
-    from jaxckpt_train.transforms.apply import operations_of
+    from jaxckpt_train.transforms.apply import parse_operations
 
     given = known_keys(subject, value, ("path", *_INIT_FROM_OPTIONS))
     if "path" not in given:
@@ -289,7 +289,7 @@ def check_init_from(subject: str, value: Any) -> Any:
             f"{subject}: expected the key path, the path of a checkpoint, found {', '.join(given) or 'nothing'}"
         )
     checked = {"path": path_text(f"{subject}.path", given.pop("path")), **given}
-    checked["transforms"] = operations_of(f"{subject}.transforms", given.get("transforms"))
+    checked["transforms"] = parse_operations(f"{subject}.transforms", given.get("transforms"))
     try:
         LoadOptions(**{name: option for name, option in given.items() if name != "transforms"})
     except SettingsError as error:

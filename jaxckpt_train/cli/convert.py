@@ -61,7 +61,7 @@ from jaxckpt_train.store.transaction import (
     refuse_temporary_name,
     remove_stale_temporaries,
 )
-from jaxckpt_train.transforms.apply import Average, Transformed, operate, operations_of, parse_operation
+from jaxckpt_train.transforms.apply import Average, Transformed, apply_operations, parse_operation, parse_operations
 from jaxckpt_train.transforms.base import Change, Leaves, Operation
 
 MOST_BYTES = 16 << 20
@@ -178,7 +178,7 @@ def chosen_operations(file: str | None, texts: list[str] | None) -> tuple[Operat
         folder, _, name = path.rpartition("/")
         data = bytes(memoryview(read_whole(BACKEND, folder or "/", name, MOST_BYTES)))
         given = _decoded(path, data)
-        found = operations_of(path, given, len(given) + len(texts) if isinstance(given, list) else None)
+        found = parse_operations(path, given, len(given) + len(texts) if isinstance(given, list) else None)
     first, in_all = len(found) + 1, len(found) + len(texts)
     return (*found, *(parse_operation(text, number, in_all) for number, text in enumerate(texts, first)))
 
@@ -200,7 +200,7 @@ def _decoded(path: str, data: bytes) -> Any:
 
 def changed(opened: Opened, part: str, operations: tuple[Operation, ...]) -> Transformed:
     """The opened checkpoint with operations applied to one of its trees; nothing is read yet."""
-    return operate(opened.files, opened.committed, part, operations, opened.settings)
+    return apply_operations(opened.files, opened.committed, part, operations, opened.settings)
 
 
 def plan_json(transformed: Transformed) -> list[dict[str, Any]]:

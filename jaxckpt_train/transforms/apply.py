@@ -1,8 +1,7 @@
-"""Reads operations from plain data, as YAML, JSON and the command line give them.
+"""Applies operations to an opened checkpoint, parses operations, and averages checkpoints.
 
-The operation that averages leaves over several checkpoints, such as the last steps of a run.
-
-Applies operations to an opened checkpoint: what comes out is one too, whose arrays are made when they are read.
+The result of `apply_operations` is an opened checkpoint, whose changed arrays are computed when they are read.
+Operations come as plain data, from YAML, JSON or the command line.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from jaxckpt_train.store.dtypes import DTYPES, dtype_name, is_inexact
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord, SegmentRecord
 from jaxckpt_train.store.reader import read_box
 from jaxckpt_train.store.segment import ALIGNMENT
-from jaxckpt_train.transforms.base import Change, Leaf, Leaves, Operation, check_leaves, matches, taken
+from jaxckpt_train.transforms.base import Change, Leaf, Leaves, Operation, check_leaves, match_pattern, matches
 from jaxckpt_train.transforms.operations import (
     Add,
     Cast,
@@ -57,22 +56,22 @@ from jaxckpt_train.transforms.operations import (
     Truncate,
     Unstack,
 )
-from jaxckpt_train.transforms.views import Piece, Stored, View, converted, cut
+from jaxckpt_train.transforms.views import Piece, Stored, View, convert_array, cut
 
 DEFAULT_PART = "state"
 _NAMING, _JOINING = (Rename, Nest, Drop, Copy), (Stack, Unstack, Split, Fuse)
-_SIZES = {"axes", "shape", "sizes"}  # of whole numbers, which may be none: () or []
+_SIZES = {"axes", "shape", "sizes"}  # lists of whole numbers, which may be empty: () or []
 _LISTS = _SIZES | {"into", "with"}
 _TEXTS = {"leaves", "from", "to", "leaf", "dtype", "separator"}
 
 
 class Transformed(NamedTuple):
-    """What came out.
+    """The result of operations.
 
     Attributes:
-        files: what is read from.
+        files: opens the stored and the computed segments.
         committed: the checkpoint, with one checkpointable changed.
-        plan: for each operation its name and what it has changed, as text.
+        plan: for each operation, its name and its changes as text.
     """
 
     files: Opener
@@ -80,41 +79,37 @@ class Transformed(NamedTuple):
     plan: tuple[tuple[str, tuple[Change, ...]], ...]
 
 
-def operate(
+def apply_operations(
     files: Opener, committed: Committed, name: str, operations: Sequence[Operation], settings: StoreSettings
 ) -> Transformed:
-    """Apply operations to the tree of one checkpointable, one after the other; nothing is read.
+    """Apply operations in order to the tree of one checkpointable, without reading data.
 
     Args:
-        files: where.
+        files: opens the files of the checkpoint.
         committed: the opened checkpoint.
-        name: of the checkpointable.
-        operations: in their order.
-        settings: how the old arrays are read.
+        name: the name of the checkpointable.
+        operations: the operations.
+        settings: how the stored arrays are read.
 
     Raises:
-        MismatchError: there is no such tree, or an operation does not fit it.
+        MismatchError: the checkpoint has no such tree, or an operation does not fit it.
     """
     part = committed.manifest.part(name)
     if part is None or not has_tree(part):
         there = ", ".join(repr(part.name) for part in committed.manifest.parts)
         raise MismatchError(f"{committed.directory}: expected a tree {name!r} to change, found {there or 'nothing'}")
-    leaves = leaves_of(files, committed, part, settings)
+    leaves = _tree_leaves(files, committed, part, settings)
     plan = []
     for number, operation in enumerate(operations):
         subject = f"{committed.directory}: operation {number + 1} of {len(operations)} ({operation.name})"
         before = dict(leaves)
         plan.append((operation.name, tuple(operation.apply(leaves, subject))))
         check_leaves(leaves, before, subject)
-    return _made(files, committed, part, leaves, tuple(plan))
+    return _transformed(files, committed, part, leaves, tuple(plan))
 
 
-def leaves_of(files: Opener, committed: Committed, part: PartRecord, settings: StoreSettings) -> Leaves:
-    """The leaves of a checkpointable that is a tree, with views of their arrays.
-
-    Raises:
-        CorruptCheckpointError: its record is damaged.
-    """
+def _tree_leaves(files: Opener, committed: Committed, part: PartRecord, settings: StoreSettings) -> Leaves:
+    """Return the leaves of a tree, with views of their arrays."""
     record = decode_tree(part, committed.directory)
     arrays = {array.name: array for array in part.arrays}
     found: Leaves = {}
@@ -139,7 +134,7 @@ def _read(
     target[...] = whole
 
 
-def _made(
+def _transformed(
     files: Opener,
     committed: Committed,
     part: PartRecord,
@@ -150,8 +145,8 @@ def _made(
     arrays = []
     for name, leaf in leaves.items():
         if leaf.view is not None:
-            arrays.append(_array(name, leaf.view, segments, opens, committed.directory))
-    containers = _kept_containers(decode_tree(part, committed.directory).containers, leaves)
+            arrays.append(_array_record(name, leaf.view, segments, opens, committed.directory))
+    containers = _remaining_containers(decode_tree(part, committed.directory).containers, leaves)
     record = TreeRecord(containers, {name: leaf.record for name, leaf in leaves.items()})
     changed = PartRecord(part.name, part.kind, tuple(arrays), part.files, encode_tree(record))
     parts = tuple(changed if each is part else each for each in committed.manifest.parts)
@@ -159,8 +154,8 @@ def _made(
     return Transformed(ForeignFiles(opens, files), dataclasses.replace(committed, manifest=manifest), plan)
 
 
-def _kept_containers(containers: Mapping[str, str], leaves: Leaves) -> dict[str, str]:
-    """The kinds of containers that are there still; a list that has got a gap is a mapping from now on."""
+def _remaining_containers(containers: Mapping[str, str], leaves: Leaves) -> dict[str, str]:
+    """Return the kinds of the containers that still exist. A list with a missing position becomes a mapping."""
     children: dict[str, set[str]] = {}
     for name in leaves:
         keys = split(name)
@@ -175,27 +170,29 @@ def _kept_containers(containers: Mapping[str, str], leaves: Leaves) -> dict[str,
     return kept
 
 
-def _array(name: str, view: View, segments: list[SegmentRecord], opens: dict[str, Open], directory: str) -> ArrayRecord:
-    """The record of an array: chunks that are stored as they are, and others that a segment of its own makes."""
-    chunks, made, at = list[ChunkRecord](), list[ChunkRecord](), 0
+def _array_record(
+    name: str, view: View, segments: list[SegmentRecord], opens: dict[str, Open], directory: str
+) -> ArrayRecord:
+    """Return the record of an array. Its unchanged chunks stay; a new segment computes the others."""
+    chunks, computed, at = list[ChunkRecord](), list[ChunkRecord](), 0
     own = len(segments)
     for piece in view.pieces() if math.prod(view.shape) else ():
         if piece.stored is not None:
-            chunks.append(ChunkRecord(piece.box, *_place(piece.stored)))
+            chunks.append(ChunkRecord(piece.box, *_location(piece.stored)))
             continue
         length = box_elements(piece.box) * view.dtype.itemsize
         chunk = ChunkRecord(piece.box, own, at, length, "")
         at += -(-length // ALIGNMENT) * ALIGNMENT
         chunks.append(chunk)
-        made.append(chunk)
-    if made:
+        computed.append(chunk)
+    if computed:
         file = f"made/{own:06d}"
-        segments.append(SegmentRecord(file, segment_size(made), 0, ""))
-        opens[file] = functools.partial(_source, f"{directory}: leaf {name!r}", view, made)
+        segments.append(SegmentRecord(file, segment_size(computed), 0, ""))
+        opens[file] = functools.partial(_source, f"{directory}: leaf {name!r}", view, computed)
     return ArrayRecord(name, view.shape, dtype_name(view.dtype), tuple(chunks))
 
 
-def _place(chunk: ChunkRecord) -> tuple[int, int, int, str]:
+def _location(chunk: ChunkRecord) -> tuple[int, int, int, str]:
     return chunk.segment, chunk.offset, chunk.length, chunk.digests
 
 
@@ -205,15 +202,15 @@ def _source(subject: str, view: View, chunks: Sequence[ChunkRecord], direct: obj
 
 @dataclasses.dataclass(frozen=True)
 class Average(Operation):
-    """Average floating-point leaves with those of other checkpoints of this package.
+    """Average floating-point leaves with those of other checkpoints of this library.
 
-    Sums are made in float64 (complex128 of complex numbers), and the mean is rounded once to the dtype of the leaf.
-    What is no floating-point number (integers, PRNG keys, text) has to be the same in all of them.
+    Sums are computed in float64 (complex128 for complex numbers), and the mean is rounded once to the dtype of the
+    leaf. Other leaves (integers, PRNG keys, text) must be equal in all checkpoints.
 
     Args:
-        leaves: a path or pattern; leaves that do not fit it stay those of the checkpoint that is changed.
-        with_: paths of the other checkpoints; written `with` in YAML, JSON and on the command line.
-        part: the name of the checkpointable in the others; None: `state`, or the only tree.
+        leaves: a path or pattern. Other leaves keep the values of the changed checkpoint.
+        with_: the paths of the other checkpoints. Its name is `with` in YAML, JSON and on the command line.
+        part: the name of the checkpointable in the others. None: `state`, or the only tree.
     """
 
     name = "average"
@@ -224,27 +221,31 @@ class Average(Operation):
     def __post_init__(self) -> None:
         self._check_patterns("leaves")
         if isinstance(self.with_, str) or not isinstance(self.with_, Sequence) or not self.with_:
-            raise SettingsError(f"average: with: expected a list of paths of checkpoints, found {self.with_!r}")
+            raise SettingsError(f"average: with: expected a list of checkpoint paths, found {self.with_!r}")
         paths = tuple(absolute_path("average: with", path) for path in self.with_)
         object.__setattr__(self, "with_", paths)
         if self.part is not None:
             text("average: part", self.part)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """As the base class says."""
+        """See `Operation.apply`."""
         names = list(matches(self.leaves, leaves, subject))
         others = [(path, self._leaves_at(path, subject)) for path in self.with_]
         for path, other in others:
-            differing = {name for name in other if taken(self.leaves, name) is not None}.symmetric_difference(names)
+            selected = {name for name in other if match_pattern(self.leaves, name) is not None}
+            differing = selected.symmetric_difference(names)
             if differing:
-                raise MismatchError(f"{subject}: leaf {min(differing)!r} is in one alone of this checkpoint and {path}")
+                raise MismatchError(
+                    f"{subject}: leaf {min(differing)!r}: expected it in this checkpoint and in {path}, found it in "
+                    "one of them"
+                )
         new = {name: _mean(name, leaves[name], [(path, other[name]) for path, other in others]) for name in names}
         averaged = [name for name in names if new[name].record != leaves[name].record or _is_float(new[name])]
         if not averaged:
             raise MismatchError(f"{subject}: {self.leaves!r} selects no floating-point leaves")
         leaves.update(new)
         count = len(others) + 1
-        return [(f"{name} {leaves[name].text()}", f"the mean of {count}") for name in averaged]
+        return [(f"{name} {leaves[name].describe()}", f"the mean of {count}") for name in averaged]
 
     def _leaves_at(self, path: str, subject: str) -> Leaves:
         backend = LocalBackend()
@@ -255,7 +256,7 @@ class Average(Operation):
         if part is None or not has_tree(part):
             there = ", ".join(map(repr, trees)) or "none"
             raise MismatchError(f"{subject}: {path}: expected a tree {name!r}, found {there}")
-        return leaves_of(backend, committed, part, StoreSettings())
+        return _tree_leaves(backend, committed, part, StoreSettings())
 
 
 def _is_float(leaf: Leaf) -> bool:
@@ -265,23 +266,23 @@ def _is_float(leaf: Leaf) -> bool:
 
 
 def _mean(name: str, leaf: Leaf, others: Sequence[tuple[str, Leaf]]) -> Leaf:
-    """A leaf averaged with others; where it is no floating-point number, the leaf itself, if all are the same.
+    """Return the mean of a leaf and others. If it is not a floating-point number, return it unchanged.
 
     Raises:
-        MismatchError: they differ in what they are, or in a value that has no mean.
+        MismatchError: the leaves differ in type, or in a value that has no mean.
     """
     for path, other in others:
-        same_sort = type(other.record) is type(leaf.record) and other.text() == leaf.text()
-        if not same_sort or (leaf.view is None and not _is_float(leaf) and other.record != leaf.record):
+        same_type = type(other.record) is type(leaf.record) and other.describe() == leaf.describe()
+        if not same_type or (leaf.view is None and not _is_float(leaf) and other.record != leaf.record):
             raise MismatchError(
-                f"average: leaf {name!r} is {leaf.text()}, and {other.text()} in {path}, or has another value there; "
-                "choose leaves without it"
+                f"average: leaf {name!r} is {leaf.describe()} here, and {other.describe()} or another value in {path}; "
+                "select leaves without it"
             )
     if leaf.view is not None:
         views = [other.view for _, other in others if other.view is not None]
         if _is_float(leaf):
             return leaf.with_view(Mean([*views, leaf.view], name))  # in the order of the steps
-        return leaf.with_view(Same([leaf.view, *views], name, [path for path, _ in others]))
+        return leaf.with_view(Equal([leaf.view, *views], name, [path for path, _ in others]))
     if not _is_float(leaf):
         return leaf
     values = [python_value(name, each.record, name) for each in (leaf, *(other for _, other in others))]
@@ -291,8 +292,11 @@ def _mean(name: str, leaf: Leaf, others: Sequence[tuple[str, Leaf]]) -> Leaf:
     return Leaf(record)
 
 
-class _OfSeveral:
-    """A view of several arrays of one shape and dtype, read in bands of the pieces of the first."""
+class _SeveralInputs:
+    """The base of views of several arrays of one shape and dtype.
+
+    Their pieces are bands of the first array's pieces.
+    """
 
     def __init__(self, inner: Sequence[View], name: str) -> None:
         self._inner, self._name = list(inner), name
@@ -300,7 +304,7 @@ class _OfSeveral:
         self._wide = np.dtype(np.complex128 if "complex" in self.dtype.name else np.float64)
 
     def pieces(self) -> Sequence[Piece]:
-        """Bands of the pieces of the first array."""
+        """Return bands of the pieces of the first array."""
         return [Piece(band) for piece in self._inner[0].pieces() for band in cut(piece.box, self._wide.itemsize)]
 
     def _read(self, view: View, box: Box) -> np.ndarray:
@@ -309,21 +313,21 @@ class _OfSeveral:
         return found
 
 
-class Mean(_OfSeveral):
+class Mean(_SeveralInputs):
     """The mean of floating-point arrays."""
 
     def read(self, box: Box, target: np.ndarray) -> None:
         """Fill `target` with the mean of a box."""
         total = np.zeros(box_shape(box), self._wide)
-        with np.errstate(all="ignore"):  # nan and inf of the arrays are those of the mean
+        with np.errstate(all="ignore"):  # nan and inf in the arrays make the mean nan or inf, without a warning
             for view in self._inner:
                 total += self._read(view, box).astype(self._wide)
             total /= len(self._inner)
-        target[...] = converted(total, self.dtype, f"average: leaf {self._name!r}", [start for start, _ in box])
+        target[...] = convert_array(total, self.dtype, f"average: leaf {self._name!r}", [start for start, _ in box])
 
 
-class Same(_OfSeveral):
-    """Arrays that have no mean, and have to be the same; `paths` are those of all but the first, for messages."""
+class Equal(_SeveralInputs):
+    """Arrays without a mean, which must be equal. `paths` are those of all but the first, for messages."""
 
     def __init__(self, inner: Sequence[View], name: str, paths: Sequence[str]) -> None:
         super().__init__(inner, name)
@@ -333,51 +337,49 @@ class Same(_OfSeveral):
         """Fill `target` with a box.
 
         Raises:
-            MismatchError: it is another one in one of the arrays.
+            MismatchError: the box differs in one of the arrays.
         """
         first = self._read(self._inner[0], box)
         for view, path in zip(self._inner[1:], self._paths, strict=True):
             if self._read(view, box).tobytes() != first.tobytes():
                 raise MismatchError(
-                    f"average: leaf {self._name!r} of {self.dtype.name} has no mean, and other values in {path}; "
-                    "choose leaves without it: it stays that of the newest"
+                    f"average: leaf {self._name!r} of {self.dtype.name} has no mean, and differs in {path}; select "
+                    "leaves without it, and it keeps the values of the newest checkpoint"
                 )
         target[...] = first
 
 
 _REFORMING, _MAKING = (Transpose, Reshape, Cast, Pad, Truncate), (Add, Average)
-
-
 OPERATIONS: dict[str, type[Any]] = {each.name: each for each in (*_NAMING, *_JOINING, *_REFORMING, *_MAKING)}
 
 
-def operations_of(subject: str, given: object, in_all: int | None = None) -> tuple[Operation, ...]:
-    """Operations, or mappings such as `{"op": "rename", "leaves": "a/**", "to": "b/**"}`, in their order.
+def parse_operations(subject: str, given: object, total: int | None = None) -> tuple[Operation, ...]:
+    """Return operations that are given as such, or as mappings: `{"op": "rename", "leaves": "a/**", "to": "b/**"}`.
 
     Args:
-        subject: what gives them.
-        given: they.
-        in_all: how many there are with those that come after them; None: no more.
+        subject: the source of the operations, for messages.
+        given: the list of operations.
+        total: the number of all operations, if more follow in another list.
 
     Raises:
-        SettingsError: one is no operation, or has other arguments than it takes; the message begins with `subject`.
+        SettingsError: an item is not an operation, or has other arguments. The message begins with `subject`.
     """
     if given is None:
         return ()
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
         raise SettingsError(f"{subject}: expected a list of operations, found {shown(given)}")
     return tuple(
-        _operation_of(f"{subject}: {place_of(number, in_all or len(given))}", each)
+        _parse_item(f"{subject}: {operation_label(number, total or len(given))}", each)
         for number, each in enumerate(given, 1)
     )
 
 
-def place_of(number: int, in_all: int) -> str:
-    """Which of several operations one is, in the same words everywhere."""
-    return f"operation {number} of {in_all}"
+def operation_label(number: int, total: int) -> str:
+    """Return the text for one of several operations in messages."""
+    return f"operation {number} of {total}"
 
 
-def _operation_of(subject: str, given: object) -> Operation:
+def _parse_item(subject: str, given: object) -> Operation:
     if isinstance(given, Operation):
         return given
     if not isinstance(given, Mapping) or "op" not in given:
@@ -390,9 +392,8 @@ def _operation_of(subject: str, given: object) -> Operation:
         raise SettingsError(
             f"{subject}: op: expected one of {', '.join(OPERATIONS)}, found {name!r}{nearest(name, OPERATIONS)}"
         )
-    fields = {
-        field.name.removesuffix("_"): field for field in dataclasses.fields(kind)
-    }  # from_ and with_, as from and with are keywords
+    # The fields from_ and with_ have their names without the underscore, since Python reserves these words.
+    fields = {field.name.removesuffix("_"): field for field in dataclasses.fields(kind)}
     arguments = known_keys(
         f"{subject} ({name})", {key: value for key, value in given.items() if key != "op"}, tuple(fields)
     )
@@ -410,26 +411,26 @@ def _operation_of(subject: str, given: object) -> Operation:
     return operation
 
 
-def parse_operation(text: str, number: int = 1, in_all: int = 1) -> Operation:
-    """One operation as the command line gives it: `rename a/** b/**`, `cast ** bfloat16`, `stack l/{} l axis=1`, JSON.
+def parse_operation(text: str, number: int = 1, total: int = 1) -> Operation:
+    """Parse an operation from the command line: `rename a/** b/**`, `cast ** bfloat16`, `stack l/{} l axis=1`, or JSON.
 
-    What follows the name are its arguments in order, or `name=value`; lists are written with commas, numbers also in
-    brackets, and none of them is `[]` or `()`.
+    The words after the name are its arguments, in order or as `name=value`. Lists use commas. A list of numbers may
+    have brackets, and is `[]` or `()` if it is empty.
 
     Args:
-        text: it.
-        number: which one it is, from 1.
-        in_all: of how many.
+        text: the operation.
+        number: its number, from 1.
+        total: the number of all operations.
 
     Raises:
-        SettingsError: it is none.
+        SettingsError: the text is not an operation.
     """
-    subject = f"{text!r}: {place_of(number, in_all)}"
+    subject = f"{text!r}: {operation_label(number, total)}"
     if text.lstrip().startswith("{"):
         try:
-            return _operation_of(subject, msgspec.json.decode(text))
+            return _parse_item(subject, msgspec.json.decode(text))
         except msgspec.DecodeError as error:
-            raise SettingsError(f"{subject}: not JSON: {error}") from error
+            raise SettingsError(f"{subject}: expected JSON, found something else: {error}") from error
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -440,39 +441,39 @@ def parse_operation(text: str, number: int = 1, in_all: int = 1) -> Operation:
         raise SettingsError(
             f"{subject}: expected one of {', '.join(OPERATIONS)}, found {name!r}{nearest(name, OPERATIONS)}"
         )
-    return _operation_of(subject, {"op": kind.name, **_arguments(f"{subject} ({kind.name})", kind, words[1:])})
+    return _parse_item(subject, {"op": kind.name, **_parse_arguments(f"{subject} ({kind.name})", kind, words[1:])})
 
 
-def _arguments(subject: str, kind: type[Any], words: Sequence[str]) -> dict[str, Any]:
+def _parse_arguments(subject: str, kind: type[Any], words: Sequence[str]) -> dict[str, Any]:
     fields = [field.name.removesuffix("_") for field in dataclasses.fields(kind)]
     given: dict[str, Any] = {}
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
         if equals and name not in fields and (hint := nearest(name, fields)):
-            raise SettingsError(f'{subject}: unknown argument "{name}"{hint} It takes {", ".join(fields)}')
+            raise SettingsError(f'{subject}: unknown argument "{name}"{hint} The arguments are {", ".join(fields)}')
         if not equals or name not in fields:
             if place >= len(fields):
-                raise SettingsError(f"{subject}: expected at most {len(fields)} arguments: {', '.join(fields)}")
+                raise SettingsError(f"{subject}: expected at most {len(fields)} arguments ({', '.join(fields)})")
             name, value = fields[place], word
         if name in given:
-            before, again = given[name], _value(name, value)
+            before, again = given[name], _parse_value(name, value)
             raise SettingsError(f"{subject}: {name}: expected it once, found {before!r} and then {again!r}")
-        given[name] = _value(name, value)
+        given[name] = _parse_value(name, value)
     return given
 
 
-def _value(name: str, text: str) -> Any:
-    """An argument: a list where it is one, a number where it looks like one, else text."""
+def _parse_value(name: str, text: str) -> Any:
+    """Parse an argument as a list if its name requires one, as a number if it looks like one, otherwise as text."""
     if name in _SIZES and text[:1] + text[-1:] in ("()", "[]"):
         text = text[1:-1].strip().removesuffix(",")
         if not text:
             return []
     if name in _LISTS or "," in text:
-        return [_single(each) for each in text.split(",")]
-    return text if name in _TEXTS else _single(text)
+        return [_parse_single(each) for each in text.split(",")]
+    return text if name in _TEXTS else _parse_single(text)
 
 
-def _single(text: str) -> Any:
+def _parse_single(text: str) -> Any:
     if text.lower() in ("none", "null", ""):
         return None
     for convert in (int, float):

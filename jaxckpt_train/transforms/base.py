@@ -1,11 +1,4 @@
-"""What an operation on a checkpoint's tree is.
-
-Patterns of leaf paths whose wildcards are taken over into new paths.
-
-What must hold of the leaves after each operation: that a checkpoint of them can be written, and opened again.
-
-The tree that operations work on: leaves by path, each a record and, if it has data, a view of that.
-"""
+"""The base of operations on a checkpoint's tree: the leaves that they change, patterns of leaf paths, and checks."""
 
 from __future__ import annotations
 
@@ -26,22 +19,22 @@ from jaxckpt_train.store.segment import array_bytes
 from jaxckpt_train.transforms.views import View
 
 MOST_BYTES = 1 << 44
-"""No operation makes a larger array: 16 TiB, a million pieces."""
+"""The limit of an array that an operation makes: 16 TiB, in a million pieces."""
 INDEX = "{}"
 _PIECES = re.compile(r"\*\*|\*|\{\}|[^*{]+|\{")
-_MEANING = {"**": "(.*)", "*": "([^/]*)", INDEX: "(?P<index>0|[1-9][0-9]*)"}
+_EXPRESSIONS = {"**": "(.*)", "*": "([^/]*)", INDEX: "(?P<index>0|[1-9][0-9]*)"}
 Change = tuple[str, str]
-"""What was, and what is instead of it, as text."""
+"""The old and the new state of a leaf, as text."""
 
 
 class Leaf(NamedTuple):
-    """A leaf: its record, and its data if it has some."""
+    """A leaf: its record, and its data if it is stored outside the record."""
 
     record: LeafRecord
     view: View | None = None
 
-    def text(self) -> str:
-        """What it is, in a few words."""
+    def describe(self) -> str:
+        """Return its type, or its dtype and shape."""
         if self.view is None:
             return type(self.record).__name__.removesuffix("Leaf").lower()
         shape = ",".join(map(str, self.view.shape))
@@ -49,59 +42,79 @@ class Leaf(NamedTuple):
         return f"{kind}{self.view.dtype.name}[{shape}]"
 
     def with_view(self, view: View) -> Leaf:
-        """The same with other data."""
+        """Return the leaf with other data."""
         return Leaf(self.record, view)
 
 
 Leaves = dict[str, Leaf]
 
 
-def array_of(leaf: Leaf, name: str, subject: str) -> View:
-    """The data of a leaf that is an array.
+def require_array(leaf: Leaf, name: str, subject: str) -> View:
+    """Return the data of a leaf that is an array.
 
     Raises:
-        MismatchError: it is none.
+        MismatchError: the leaf is not an array.
     """
     if leaf.view is None or not isinstance(leaf.record, ArrayLeaf):
-        raise MismatchError(f"{subject}: leaf {name!r} is {leaf.text()}, expected an array")
+        raise MismatchError(f"{subject}: leaf {name!r}: expected an array, found {leaf.describe()}")
     return leaf.view
 
 
-def put(leaves: Leaves, new: Leaves, removed: set[str], subject: str) -> None:
-    """Replace some leaves by others, which come where the first of those was.
+def replace_leaves(leaves: Leaves, new: Leaves, removed: set[str], subject: str) -> None:
+    """Replace some leaves by new ones, at the position of the first removed leaf.
 
     Raises:
-        MismatchError: a name is taken by one that stays.
+        MismatchError: a remaining leaf has the path of a new one.
     """
-    taken = [name for name in new if name in leaves and name not in removed]
-    if taken:
-        raise MismatchError(f"{subject}: leaf {taken[0]!r} is there already; rename or drop it first")
+    conflicts = [name for name in new if name in leaves and name not in removed]
+    if conflicts:
+        raise MismatchError(f"{subject}: leaf {conflicts[0]!r} already exists; rename or drop it first")
     old = dict(leaves)
     leaves.clear()
-    waiting: Leaves | None = new
+    pending: Leaves | None = new
     for name, leaf in old.items():
         if name in removed:
-            if waiting is not None:
-                leaves.update(waiting)
-                waiting = None
+            if pending is not None:
+                leaves.update(pending)
+                pending = None
             continue
         leaves[name] = leaf
-    leaves.update(waiting or {})
+    leaves.update(pending or {})
+
+
+class Operation(abc.ABC):
+    """A change of a tree."""
+
+    name: ClassVar[str]
+    """The name in YAML and on the command line."""
+
+    @abc.abstractmethod
+    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
+        """Change the leaves, without reading data, and return the changes as text.
+
+        Raises:
+            MismatchError: the operation does not fit the leaves. The message begins with `subject`.
+        """
+
+    def _check_patterns(self, *fields: str) -> None:
+        for field in fields:
+            check_pattern(f"{self.name}: {field}", getattr(self, field))
 
 
 def check_leaves(leaves: Leaves, before: Leaves, subject: str) -> None:
-    """Check what an operation has made.
+    """Check that the leaves after an operation can be written to a checkpoint and opened again.
 
     Args:
-        leaves: all that there are.
-        before: those that there were.
+        leaves: the leaves after the operation.
+        before: the leaves before the operation.
         subject: the operation, for messages.
 
     Raises:
-        MismatchError: a leaf lies below another one, its path is none, an array is too large, or there are too many.
+        MismatchError: a leaf is below another leaf, a path is invalid, an array is too large, or there are too many
+            leaves.
     """
     if len(leaves) > MAX_ARRAYS:
-        raise MismatchError(f"{subject}: makes {len(leaves):,} leaves, expected at most {MAX_ARRAYS:,}")
+        raise MismatchError(f"{subject}: expected at most {MAX_ARRAYS:,} leaves, found {len(leaves):,} as its result")
     if leaves.keys() != before.keys():
         _check_paths(leaves, before, subject)
     known = {id(leaf.view) for leaf in before.values()}
@@ -110,8 +123,8 @@ def check_leaves(leaves: Leaves, before: Leaves, subject: str) -> None:
             size = array_bytes(leaf.view.shape, leaf.view.dtype.itemsize)
             if size is None or size > MOST_BYTES:
                 raise MismatchError(
-                    f"{subject}: leaf {name!r} would be {leaf.text():.200}, expected a shape that arrays can have, of "
-                    f"at most {MOST_BYTES >> 40} TiB"
+                    f"{subject}: leaf {name!r}: expected a valid shape of at most {MOST_BYTES >> 40} TiB, found "
+                    f"{leaf.describe():.200}"
                 )
 
 
@@ -121,40 +134,55 @@ def _check_paths(leaves: Leaves, before: Leaves, subject: str) -> None:
             for key in split(name):
                 parse_key(key)
         except (ValueError, OverflowError) as error:
-            raise MismatchError(f"{subject}: {name!r:.200} is no path of a leaf: {error}") from error
+            raise MismatchError(f"{subject}: {name!r:.200} is not a leaf path: {error}") from error
         if name.count("/") >= MAX_DEPTH:
-            raise MismatchError(f"{subject}: leaf {name!r:.200} is deeper than {MAX_DEPTH} levels")
+            raise MismatchError(f"{subject}: leaf {name!r:.200}: expected at most {MAX_DEPTH} levels, found more")
     pair = one_below_another(leaves)
     if pair is not None:
         raise MismatchError(
-            f"{subject}: leaf {pair[0]!r} would lie below leaf {pair[1]!r}; drop one, or give it another path"
+            f"{subject}: leaf {pair[0]!r} would be below leaf {pair[1]!r}; drop one of them, or change its path"
         )
 
 
 @functools.cache
 def _expression(pattern: str) -> re.Pattern[str]:
-    return re.compile("".join(_MEANING.get(piece, re.escape(piece)) for piece in _PIECES.findall(pattern)), re.DOTALL)
+    pieces = _PIECES.findall(pattern)
+    return re.compile("".join(_EXPRESSIONS.get(piece, re.escape(piece)) for piece in pieces), re.DOTALL)
 
 
 def wildcards(pattern: str) -> list[str]:
-    """Its wildcards, `*`, `**` and `{}`, in order."""
-    return [piece for piece in _PIECES.findall(pattern) if piece in _MEANING]
+    """Return the wildcards of a pattern, `*`, `**` and `{}`, in order."""
+    return [piece for piece in _PIECES.findall(pattern) if piece in _EXPRESSIONS]
 
 
-def taken(pattern: str, name: str) -> tuple[str, ...] | None:
-    """What its wildcards stand for in a name, in order; None: it does not fit."""
+def match_pattern(pattern: str, name: str) -> tuple[str, ...] | None:
+    """Return the texts that the wildcards match in a name, in order, or None if the name does not match."""
     match = _expression(pattern).fullmatch(name)
     return None if match is None else match.groups()
 
 
-def filled(template: str, texts: Sequence[str]) -> str:
-    """A template with its wildcards replaced, in order."""
+def fill_template(template: str, texts: Sequence[str]) -> str:
+    """Replace the wildcards of a template by texts, in order."""
     left = iter(texts)
-    return "".join(next(left) if piece in _MEANING else piece for piece in _PIECES.findall(template))
+    return "".join(next(left) if piece in _EXPRESSIONS else piece for piece in _PIECES.findall(template))
+
+
+def matches(pattern: str, names: Collection[str], subject: str) -> dict[str, tuple[str, ...]]:
+    """Return the names that match a pattern, with the texts that its wildcards match.
+
+    Raises:
+        MismatchError: no name matches.
+    """
+    found = {name: groups for name in names if (groups := match_pattern(pattern, name)) is not None}
+    if not found:
+        hint = suggestion(pattern, names, lambda tried: lambda name: match_pattern(tried, name) is not None)
+        hint = hint or f"; there are {describe_keys(pattern, names)}"
+        raise MismatchError(f"{subject}: no leaf matches {pattern!r}{hint}")
+    return found
 
 
 def check_template(subject: str, pattern: str, template: str) -> None:
-    """Raise SettingsError unless a template has the wildcards of a pattern, in its order, but for the index."""
+    """Raise SettingsError unless a template has the wildcards of a pattern in the same order, apart from the index."""
     wanted = [each for each in wildcards(pattern) if each != INDEX]
     found = [each for each in wildcards(template) if each != INDEX]
     if wanted != found:
@@ -165,7 +193,7 @@ def check_template(subject: str, pattern: str, template: str) -> None:
 
 
 def check_pattern(subject: str, pattern: object) -> None:
-    """Raise SettingsError unless it is a pattern: text with at most one index."""
+    """Raise SettingsError unless a value is a pattern: text with at most one index."""
     if not isinstance(pattern, str) or not pattern:
         raise SettingsError(
             f'{subject}: expected a leaf path or a pattern such as "layers/*/kernel", found {pattern!r}'
@@ -174,41 +202,8 @@ def check_pattern(subject: str, pattern: object) -> None:
         raise SettingsError(f"{subject}: expected one {INDEX} at most, found {pattern!r}")
 
 
-def matches(pattern: str, names: Collection[str], subject: str) -> dict[str, tuple[str, ...]]:
-    """The names that fit a pattern, with what its wildcards stand for.
-
-    Raises:
-        MismatchError: none does.
-    """
-    found = {name: groups for name in names if (groups := taken(pattern, name)) is not None}
-    if not found:
-        hint = suggestion(pattern, names, lambda tried: lambda name: taken(tried, name) is not None)
-        known = f"; there are {describe_keys(pattern, names)}"
-        raise MismatchError(f"{subject}: no leaf fits {pattern!r}{hint or known}")
-    return found
-
-
-class Operation(abc.ABC):
-    """One change of a tree."""
-
-    name: ClassVar[str]
-    """In YAML and on the command line."""
-
-    @abc.abstractmethod
-    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """Change the leaves; nothing is read. What has changed, as text.
-
-        Raises:
-            MismatchError: it does not fit them; the message begins with `subject`.
-        """
-
-    def _check_patterns(self, *fields: str) -> None:
-        for field in fields:
-            check_pattern(f"{self.name}: {field}", getattr(self, field))
-
-
 def check_dtype(subject: str, name: object) -> None:
-    """Raise SettingsError, with the one that may be meant, unless it is the name of a dtype."""
+    """Raise SettingsError unless a value is the name of a dtype. The message suggests a similar name."""
     if name in DTYPES:
         return
     short = re.fullmatch("(bf|fp|f)([0-9]+)", str(name))
@@ -218,7 +213,7 @@ def check_dtype(subject: str, name: object) -> None:
 
 
 def whole_number(subject: str, value: object, *, least: int | None = None) -> int:
-    """The value, or SettingsError if it is no whole number from `least` on."""
+    """Return the value, or raise SettingsError unless it is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         raise SettingsError(
             f"{subject}: expected a whole number{'' if least is None else f' from {least}'}, found {value!r}"
@@ -226,8 +221,8 @@ def whole_number(subject: str, value: object, *, least: int | None = None) -> in
     return value
 
 
-def axis_of(axis: int, dimensions: int, name: str, subject: str) -> int:
-    """An axis counted from the first one, or MismatchError if a leaf with so many has none such."""
+def check_axis(axis: int, dimensions: int, name: str, subject: str) -> int:
+    """Return an axis as a number from 0, or raise MismatchError if a leaf lacks this axis."""
     if not -dimensions <= axis < dimensions:
-        raise MismatchError(f"{subject}: leaf {name!r} has {dimensions} axes, expected one with axis {axis}")
+        raise MismatchError(f"{subject}: leaf {name!r}: expected an array with axis {axis}, found {dimensions} axes")
     return axis % dimensions

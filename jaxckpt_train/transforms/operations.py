@@ -1,10 +1,7 @@
-"""The operation that adds a leaf: an array of zeros, of a value, or drawn at random.
+"""The operations on a checkpoint's tree.
 
-Operations that make one array of several, or several of one: of layers, and along an axis.
-
-Operations on names: leaves get other paths, or a second one, or are left out.
-
-Operations on each array by itself: its axes, shape, dtype and size.
+In order: names (rename, copy, nest, drop), single arrays (transpose, reshape, cast, pad, truncate), several arrays
+(stack, unstack, split, fuse), and new arrays (add). `apply` has the operation that averages checkpoints.
 """
 
 from __future__ import annotations
@@ -32,14 +29,14 @@ from jaxckpt_train.transforms.base import (
     Leaf,
     Leaves,
     Operation,
-    array_of,
-    axis_of,
+    check_axis,
     check_dtype,
     check_pattern,
     check_template,
-    filled,
+    fill_template,
     matches,
-    put,
+    replace_leaves,
+    require_array,
     whole_number,
     wildcards,
 )
@@ -55,41 +52,159 @@ from jaxckpt_train.transforms.views import (
     Sliced,
     Transposed,
     View,
-    held,
+    number_as,
 )
 
 _MAX_LISTED = 8
-Make = Callable[[tuple[int, ...]], np.ndarray]
-_NORMAL_BYTES = 8  # a number of these before it is converted
-_NAMED = ("zeros", "ones", "normal")
+_NORMAL_BYTES = 8  # the size of a random number before its conversion
+_INITIALIZERS = ("zeros", "ones", "normal")
+Initializer = Callable[[tuple[int, ...]], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rename(Operation):
+    """Change leaf paths: `Rename("model/**", "params/**")`.
+
+    Args:
+        leaves: a path or pattern.
+        to: the new path, with the same wildcards in the same order.
+    """
+
+    name = "rename"
+    leaves: str
+    to: str
+
+    def __post_init__(self) -> None:
+        self._check_patterns("leaves", "to")
+        check_template("rename", self.leaves, self.to)
+
+    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
+        """See `Operation.apply`."""
+        found = {name: fill_template(self.to, groups) for name, groups in matches(self.leaves, leaves, subject).items()}
+        for name, new in found.items():
+            if new in leaves and new not in found:
+                raise MismatchError(f"{subject}: leaf {name!r} would become {new!r}, which already exists")
+        if len(set(found.values())) != len(found):
+            raise MismatchError(f"{subject}: several leaves would get the same path; {self.to!r} lacks wildcards")
+        renamed = {found.get(name, name): leaf for name, leaf in leaves.items()}
+        leaves.clear()
+        leaves.update(renamed)
+        return list(found.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy(Operation):
+    """Copy leaves to a second path, such as an output layer that shares its weights with an embedding.
+
+    Args:
+        from_: a path or pattern. Its name is `from` in YAML, JSON and on the command line.
+        to: the second path, with the same wildcards in the same order.
+    """
+
+    name = "copy"
+    from_: str
+    to: str
+
+    def __post_init__(self) -> None:
+        check_pattern("copy: from", self.from_)
+        self._check_patterns("to")
+        check_template("copy", self.from_, self.to)
+
+    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
+        """See `Operation.apply`."""
+        found = {name: fill_template(self.to, groups) for name, groups in matches(self.from_, leaves, subject).items()}
+        for name, new in found.items():
+            if new in leaves:
+                raise MismatchError(
+                    f"{subject}: leaf {new!r} already exists, and cannot be a copy of {name!r}; drop it first"
+                )
+            leaves[new] = leaves[name]
+        return [(f"{name} {leaves[name].describe()}", f"{name}, {new}") for name, new in found.items()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Nest(Operation):
+    """Split keys that contain a separator: `Nest(".")` turns the key `a.b` into the path `a/b`.
+
+    Args:
+        separator: the separator in the keys.
+        leaves: a path or pattern of the leaves to change.
+    """
+
+    name = "nest"
+    separator: str = "."
+    leaves: str = "**"
+
+    def __post_init__(self) -> None:
+        self._check_patterns("leaves")
+        if not isinstance(self.separator, str) or not self.separator:
+            raise SettingsError(f'nest: separator: expected text such as ".", found {self.separator!r}')
+
+    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
+        """See `Operation.apply`."""
+        new = {name: self._nested(name) for name in matches(self.leaves, leaves, subject)}
+        found = {name: nested for name, nested in new.items() if nested != name}
+        renamed = {found.get(name, name): leaf for name, leaf in leaves.items()}
+        if len(renamed) != len(leaves):
+            raise MismatchError(f"{subject}: several leaves would get the same path; rename them first")
+        leaves.clear()
+        leaves.update(renamed)
+        return list(found.items())
+
+    def _nested(self, name: str) -> str:
+        keys = [part for key in split(name) for part in str(parse_key(key)).split(self.separator)]
+        path = ROOT
+        for key in keys:
+            path = join(path, key if key.isdigit() else key_text(key, path))
+        return path
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop(Operation):
+    """Leave out leaves.
+
+    Args:
+        leaves: a path or pattern.
+    """
+
+    name = "drop"
+    leaves: str
+
+    def __post_init__(self) -> None:
+        self._check_patterns("leaves")
+
+    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
+        """See `Operation.apply`."""
+        found = matches(self.leaves, leaves, subject)
+        return [(f"{name} {leaves.pop(name).describe()}", "nothing") for name in found]
 
 
 class _EachArray(Operation):
-    """A change of each array by itself."""
+    """The base of operations that change each array separately."""
 
     leaves: str
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """As the base class says."""
+        """See `Operation.apply`."""
         changes = []
         for name in matches(self.leaves, leaves, subject):
             leaf = leaves[name]
-            leaves[name] = leaf.with_view(self._changed(array_of(leaf, name, subject), name, subject))
-            changes.append((f"{name} {leaf.text()}", leaves[name].text()))
+            leaves[name] = leaf.with_view(self._changed(require_array(leaf, name, subject), name, subject))
+            changes.append((f"{name} {leaf.describe()}", leaves[name].describe()))
         return changes
 
     @abc.abstractmethod
     def _changed(self, view: View, name: str, subject: str) -> View:
-        """The array instead of one."""
+        """Return the changed array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Transpose(_EachArray):
-    """Put axes in another order.
+    """Reorder axes.
 
     Args:
         leaves: a path or pattern.
-        axes: the axis of the old array for each of the new one; None: the other way round.
+        axes: for each axis of the new array, the axis of the old one. None: reverse the axes.
     """
 
     name = "transpose"
@@ -108,7 +223,7 @@ class Transpose(_EachArray):
         axes = tuple(reversed(range(len(view.shape)))) if self.axes is None else self.axes
         if sorted(axes) != list(range(len(view.shape))):
             last = len(view.shape) - 1
-            wanted = f"each of 0 to {last} once" if last > 0 else "0 alone" if last == 0 else "none"
+            wanted = f"each of 0 to {last} once" if last > 0 else "only 0" if last == 0 else "none"
             raise MismatchError(
                 f"{subject}: leaf {name!r} has {last + 1} axes: axes: expected {wanted}, found {list(axes)}"
             )
@@ -117,11 +232,11 @@ class Transpose(_EachArray):
 
 @dataclasses.dataclass(frozen=True)
 class Reshape(_EachArray):
-    """Give arrays another shape, with the same elements in row-major order.
+    """Change the shape of arrays, and keep their elements in row-major order.
 
     Args:
         leaves: a path or pattern.
-        shape: -1 at most once, for what is left.
+        shape: the new shape. One size may be -1, which is then derived from the number of elements.
     """
 
     name = "reshape"
@@ -132,7 +247,7 @@ class Reshape(_EachArray):
         self._check_patterns("leaves")
         shape = tuple(whole_number("reshape: shape", size, least=-1) for size in self.shape)
         if shape.count(-1) > 1:
-            raise SettingsError(f"reshape: shape: expected -1 once at most, found {list(shape)}")
+            raise SettingsError(f"reshape: shape: expected -1 at most once, found {list(shape)}")
         object.__setattr__(self, "shape", shape)
 
     def _changed(self, view: View, name: str, subject: str) -> View:
@@ -140,19 +255,21 @@ class Reshape(_EachArray):
         left = count // known if known else 0
         shape = [left if size == -1 else size for size in self.shape]
         if math.prod(shape) != count:
-            raise MismatchError(f"{subject}: leaf {name!r} of shape {list(view.shape)} has no shape {list(self.shape)}")
+            raise MismatchError(
+                f"{subject}: leaf {name!r}: expected a shape that fits {list(self.shape)}, found {list(view.shape)}"
+            )
         return Reshaped(view, shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cast(_EachArray):
-    """Convert arrays to another dtype; floats are rounded, and may become infinite.
+    """Convert arrays to another dtype. Floats are rounded, and may become infinite.
 
-    Integers that do not fit are an error of what reads them.
+    Reading an integer that does not fit raises an error.
 
     Args:
         leaves: a path or pattern.
-        dtype: its name, such as "bfloat16".
+        dtype: the name of the dtype, such as "bfloat16".
     """
 
     name = "cast"
@@ -165,22 +282,22 @@ class Cast(_EachArray):
 
     def _changed(self, view: View, name: str, subject: str) -> View:
         new = DTYPES[self.dtype]
-        if _sort(view.dtype) > _sort(new):
+        if _dtype_class(view.dtype) > _dtype_class(new):
             raise MismatchError(
-                f"{subject}: leaf {name!r} of {view.dtype.name} does not become {new.name}: that loses data"
+                f"{subject}: leaf {name!r} cannot be cast from {view.dtype.name} to {new.name}, because that loses data"
             )
         return CastView(view, new, f"{subject}: leaf {name!r} of {view.dtype.name}")
 
 
-def _sort(dtype: np.dtype) -> int:
-    """Bool, integers, floats and complex numbers, in this order."""
+def _dtype_class(dtype: np.dtype) -> int:
+    """Return 0 for bool, 1 for integers, 2 for floats and 3 for complex numbers."""
     if "complex" in dtype.name:
         return 3
     return 2 if "float" in dtype.name else 0 if dtype.name == "bool" else 1
 
 
-class _ToShape(_EachArray):
-    """A change of sizes; None in a shape: that one stays."""
+class _Resize(_EachArray):
+    """The base of operations that change sizes. None in the shape keeps a size."""
 
     shape: Sequence[int | None]
 
@@ -193,24 +310,24 @@ class _ToShape(_EachArray):
 
     def _new_shape(self, view: View, name: str, subject: str, *, larger: bool) -> tuple[int, ...]:
         if len(self.shape) != len(view.shape):
-            raise MismatchError(f"{subject}: leaf {name!r} has {len(view.shape)} axes, expected {len(self.shape)}")
+            raise MismatchError(f"{subject}: leaf {name!r}: expected {len(self.shape)} axes, found {len(view.shape)}")
         shape = tuple(old if size is None else size for old, size in zip(view.shape, self.shape, strict=True))
         if any((new < old) if larger else (new > old) for old, new in zip(view.shape, shape, strict=True)):
             raise MismatchError(
-                f"{subject}: leaf {name!r} of shape {list(view.shape)}, expected one that is not "
-                f"{'larger' if larger else 'smaller'} than {list(shape)}"
+                f"{subject}: leaf {name!r}: expected a shape that is not {'larger' if larger else 'smaller'} than "
+                f"{list(shape)}, found {list(view.shape)}"
             )
         return shape
 
 
 @dataclasses.dataclass(frozen=True)
-class Pad(_ToShape):
-    """Make arrays larger at their ends, such as the vocabulary of an embedding.
+class Pad(_Resize):
+    """Enlarge arrays at their ends, such as the vocabulary of an embedding.
 
     Args:
         leaves: a path or pattern.
-        shape: of what comes out; None for a size that stays.
-        value: of the new elements.
+        shape: the new shape. None keeps a size.
+        value: the value of the new elements.
     """
 
     name = "pad"
@@ -224,7 +341,7 @@ class Pad(_ToShape):
             raise SettingsError(f"pad: value: expected a number, found {self.value!r}")
 
     def _changed(self, view: View, name: str, subject: str) -> View:
-        value = held(self.value, view.dtype)
+        value = number_as(self.value, view.dtype)
         if value is None:
             raise MismatchError(
                 f"{subject}: leaf {name!r} of {view.dtype.name} cannot hold the value {self.value!r:.99}"
@@ -233,12 +350,12 @@ class Pad(_ToShape):
 
 
 @dataclasses.dataclass(frozen=True)
-class Truncate(_ToShape):
+class Truncate(_Resize):
     """Cut arrays off at their ends.
 
     Args:
         leaves: a path or pattern.
-        shape: of what stays; None for a size that stays.
+        shape: the new shape. None keeps a size.
     """
 
     name = "truncate"
@@ -253,129 +370,13 @@ class Truncate(_ToShape):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rename(Operation):
-    """Give leaves other paths: `Rename("model/**", "params/**")`.
-
-    Args:
-        leaves: a path or pattern.
-        to: with the same wildcards, in the same order.
-    """
-
-    name = "rename"
-    leaves: str
-    to: str
-
-    def __post_init__(self) -> None:
-        self._check_patterns("leaves", "to")
-        check_template("rename", self.leaves, self.to)
-
-    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """As the base class says."""
-        found = {name: filled(self.to, groups) for name, groups in matches(self.leaves, leaves, subject).items()}
-        for name, new in found.items():
-            if new in leaves and new not in found:
-                raise MismatchError(f"{subject}: leaf {name!r} would become {new!r}, which is there already")
-        if len(set(found.values())) != len(found):
-            raise MismatchError(f"{subject}: several leaves would get one path; {self.to!r} lacks wildcards")
-        renamed = {found.get(name, name): leaf for name, leaf in leaves.items()}
-        leaves.clear()
-        leaves.update(renamed)
-        return list(found.items())
-
-
-@dataclasses.dataclass(frozen=True)
-class Copy(Operation):
-    """Give leaves a second path, such as the output layer that shares its weights with an embedding.
-
-    Args:
-        from_: a path or pattern; written `from` in YAML, JSON and on the command line.
-        to: with the same wildcards, in the same order.
-    """
-
-    name = "copy"
-    from_: str
-    to: str
-
-    def __post_init__(self) -> None:
-        check_pattern("copy: from", self.from_)
-        self._check_patterns("to")
-        check_template("copy", self.from_, self.to)
-
-    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """As the base class says."""
-        found = {name: filled(self.to, groups) for name, groups in matches(self.from_, leaves, subject).items()}
-        for name, new in found.items():
-            if new in leaves:
-                raise MismatchError(f"{subject}: leaf {new!r}, a copy of {name!r}, is there already; drop it first")
-            leaves[new] = leaves[name]
-        return [(f"{name} {leaves[name].text()}", f"{name}, {new}") for name, new in found.items()]
-
-
-@dataclasses.dataclass(frozen=True)
-class Nest(Operation):
-    """Make a tree of names that have a separator in them: `Nest(".")` makes `a/b` of the one key `a.b`.
-
-    Args:
-        separator: in the names.
-        leaves: a path or pattern of those that are looked at.
-    """
-
-    name = "nest"
-    separator: str = "."
-    leaves: str = "**"
-
-    def __post_init__(self) -> None:
-        self._check_patterns("leaves")
-        if not isinstance(self.separator, str) or not self.separator:
-            raise SettingsError(f'nest: separator: expected text such as ".", found {self.separator!r}')
-
-    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """As the base class says."""
-        new = {name: self._nested(name) for name in matches(self.leaves, leaves, subject)}
-        found = {name: nested for name, nested in new.items() if nested != name}
-        renamed = {found.get(name, name): leaf for name, leaf in leaves.items()}
-        if len(renamed) != len(leaves):
-            raise MismatchError(f"{subject}: several leaves would get one path; rename them first")
-        leaves.clear()
-        leaves.update(renamed)
-        return list(found.items())
-
-    def _nested(self, name: str) -> str:
-        keys = [part for key in split(name) for part in str(parse_key(key)).split(self.separator)]
-        path = ROOT
-        for key in keys:
-            path = join(path, key if key.isdigit() else key_text(key, path))
-        return path
-
-
-@dataclasses.dataclass(frozen=True)
-class Drop(Operation):
-    """Leave leaves out.
-
-    Args:
-        leaves: a path or pattern.
-    """
-
-    name = "drop"
-    leaves: str
-
-    def __post_init__(self) -> None:
-        self._check_patterns("leaves")
-
-    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """As the base class says."""
-        found = matches(self.leaves, leaves, subject)
-        return [(f"{name} {leaves.pop(name).text()}", "nothing") for name in found]
-
-
-@dataclasses.dataclass(frozen=True)
 class Stack(Operation):
-    """Make one array of those of all layers: `Stack("layers/{}/**", "layers/**")`.
+    """Stack the arrays of all layers: `Stack("layers/{}/**", "layers/**")`.
 
     Args:
-        leaves: a pattern in which `{}` stands for the number of the layer, from 0 without gaps.
-        to: the same without `{}`.
-        axis: the new one.
+        leaves: a pattern in which `{}` is the number of the layer. Numbers start at 0 and have no gaps.
+        to: the same pattern without `{}`.
+        axis: the new axis.
     """
 
     name = "stack"
@@ -388,19 +389,19 @@ class Stack(Operation):
         whole_number("stack: axis", self.axis)
         if INDEX not in wildcards(self.leaves):
             raise SettingsError(
-                f"stack: expected {INDEX} in leaves, where the number of the layer stands, found {self.leaves!r}; "
-                f"write it there, such as {_with_index(self.leaves)!r}"
+                f"stack: expected {INDEX} in leaves at the position of the layer's number, found {self.leaves!r}; "
+                f"write for example {_with_index(self.leaves)!r}"
             )
         if INDEX in wildcards(self.to):
-            raise SettingsError(f"stack: expected no {INDEX} in to, which is one array, found {self.to!r}")
+            raise SettingsError(f"stack: expected no {INDEX} in to, the path of a single array, found {self.to!r}")
         check_template("stack", self.leaves, self.to)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """As the base class says."""
+        """See `Operation.apply`."""
         place = wildcards(self.leaves).index(INDEX)
         groups: dict[str, dict[int, str]] = {}
         for name, texts in matches(self.leaves, leaves, subject).items():
-            new = filled(self.to, [text for number, text in enumerate(texts) if number != place])
+            new = fill_template(self.to, [text for number, text in enumerate(texts) if number != place])
             groups.setdefault(new, {})[int(texts[place])] = name
         changes: list[Change] = []
         for new, layers in groups.items():
@@ -412,7 +413,7 @@ class Stack(Operation):
 
 
 def _with_index(pattern: str) -> str:
-    """A pattern with the index in the place of what may have been meant by it, or an example of one."""
+    """Return a pattern with the index at its most likely position, or an example."""
     keys = pattern.split("/")
     for place, key in enumerate(keys):
         if key == "*" or key.isdigit():
@@ -420,37 +421,14 @@ def _with_index(pattern: str) -> str:
     return f"layers/{INDEX}/**"
 
 
-def _join(
-    leaves: Leaves, names: list[str], to: str, axis: int, subject: str, changes: list[Change], *, new: bool
-) -> None:
-    views = [array_of(leaves[name], name, subject) for name in names]
-    first = views[0]
-    place = axis_of(axis, len(first.shape) + new, names[0], subject)
-    for name, view in zip(names, views, strict=True):
-        sizes = [size for number, size in enumerate(view.shape) if new or number != place]
-        wanted = [size for number, size in enumerate(first.shape) if new or number != place]
-        if view.dtype != first.dtype or len(view.shape) != len(first.shape) or sizes != wanted:
-            alike = "of one shape and dtype" if new else f"of one dtype, and of one shape but for axis {place}"
-            told = _told(leaves, [*names[:1], name] if new else names)
-            raise MismatchError(f"{subject}: leaf {name!r} does not fit {names[0]!r}: expected {alike}, found {told}")
-    joined = leaves[names[0]].with_view(Joined(views, place, new=new))
-    if new:  # which are all alike
-        told = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
-        told = f"{told} {leaves[names[0]].text()}"
-    else:
-        told = _told(leaves, names)
-    changes.append((told, f"{to} {joined.text()}"))
-    put(leaves, {to: joined}, set(names), subject)
-
-
 @dataclasses.dataclass(frozen=True)
 class Unstack(Operation):
-    """Make an array for each layer of one for all: `Unstack("layers/**", "layers/{}/**")`.
+    """Make an array for each layer out of one array for all: `Unstack("layers/**", "layers/{}/**")`.
 
     Args:
         leaves: a path or pattern.
-        to: the same with `{}` for the number of the layer.
-        axis: which goes.
+        to: the same pattern with `{}` for the number of the layer.
+        axis: the axis of the layers, which is removed.
     """
 
     name = "unstack"
@@ -468,23 +446,24 @@ class Unstack(Operation):
             )
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """As the base class says."""
+        """See `Operation.apply`."""
         place, changes = wildcards(self.to).index(INDEX), list[Change]()
         for name, texts in matches(self.leaves, leaves, subject).items():
-            leaf, view = leaves[name], array_of(leaves[name], name, subject)
-            axis = axis_of(self.axis, len(view.shape), name, subject)
+            leaf, view = leaves[name], require_array(leaves[name], name, subject)
+            axis = check_axis(self.axis, len(view.shape), name, subject)
             if view.shape[axis] > MAX_ARRAYS:
-                raise MismatchError(f"{subject}: leaf {name!r} would become {view.shape[axis]:,}, expected fewer")
+                raise MismatchError(
+                    f"{subject}: leaf {name!r}: expected at most {MAX_ARRAYS:,} layers, found {view.shape[axis]:,}"
+                )
             new: Leaves = {}
             for number in range(view.shape[axis]):
                 box = list(full_box(view.shape))
                 box[axis] = (number, number + 1)
-                into = filled(self.to, [*texts[:place], str(number), *texts[place:]])
+                into = fill_template(self.to, [*texts[:place], str(number), *texts[place:]])
                 new[into] = leaf.with_view(Sliced(view, tuple(box), (axis,)))
-            changes.append(
-                (f"{name} {leaf.text()}", f"{len(new)} of {filled(self.to, [*texts[:place], INDEX, *texts[place:]])}")
-            )
-            put(leaves, new, {name}, subject)
+            pattern = fill_template(self.to, [*texts[:place], INDEX, *texts[place:]])
+            changes.append((f"{name} {leaf.describe()}", f"{len(new)} of {pattern}"))
+            replace_leaves(leaves, new, {name}, subject)
         return changes
 
 
@@ -494,9 +473,9 @@ class Split(Operation):
 
     Args:
         leaves: a path or pattern.
-        into: with the same wildcards each.
-        axis: which is cut.
-        sizes: of the parts along it; None: all alike.
+        into: the paths of the parts, each with the same wildcards.
+        axis: the axis to cut.
+        sizes: the sizes of the parts along it. None: equal parts.
     """
 
     name = "split"
@@ -511,7 +490,7 @@ class Split(Operation):
         for template in self.into:
             check_template("split", self.leaves, template)
             if self.into.count(template) > 1:
-                raise SettingsError(f"split: into: expected another name for each part, found {template!r} again")
+                raise SettingsError(f"split: into: expected a different path for each part, found {template!r} twice")
         whole_number("split: axis", self.axis)
         if self.sizes is not None:
             sizes = tuple(whole_number("split: sizes", size, least=0) for size in self.sizes)
@@ -520,44 +499,33 @@ class Split(Operation):
             object.__setattr__(self, "sizes", sizes)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """As the base class says."""
+        """See `Operation.apply`."""
         changes: list[Change] = []
         for name, texts in matches(self.leaves, leaves, subject).items():
-            leaf, view = leaves[name], array_of(leaves[name], name, subject)
-            axis = axis_of(self.axis, len(view.shape), name, subject)
+            leaf, view = leaves[name], require_array(leaves[name], name, subject)
+            axis = check_axis(self.axis, len(view.shape), name, subject)
             new, at = dict[str, Leaf](), 0
             for template, size in zip(self.into, self._sizes(view.shape[axis], name, subject), strict=True):
                 box = list(full_box(view.shape))
                 box[axis], at = (at, at + size), at + size
-                new[filled(template, texts)] = leaf.with_view(Sliced(view, tuple(box)))
-            told = ", ".join(f"{each} {part.text()}" for each, part in new.items())
-            changes.append((f"{name} {leaf.text()}", told))
-            put(leaves, new, {name}, subject)
+                new[fill_template(template, texts)] = leaf.with_view(Sliced(view, tuple(box)))
+            parts = ", ".join(f"{each} {part.describe()}" for each, part in new.items())
+            changes.append((f"{name} {leaf.describe()}", parts))
+            replace_leaves(leaves, new, {name}, subject)
         return changes
 
     def _sizes(self, width: int, name: str, subject: str) -> Sequence[int]:
         if self.sizes is None:
             if width % len(self.into):
                 raise MismatchError(
-                    f"{subject}: leaf {name!r}: {width} cannot be cut in {len(self.into)} alike; give sizes"
+                    f"{subject}: leaf {name!r}: {width} cannot be cut into {len(self.into)} equal parts; pass sizes"
                 )
             return [width // len(self.into)] * len(self.into)
         if sum(self.sizes) != width:
-            raise MismatchError(f"{subject}: leaf {name!r}: sizes are {sum(self.sizes)} in all, expected {width}")
+            raise MismatchError(
+                f"{subject}: leaf {name!r}: expected sizes that add up to {width}, found {sum(self.sizes)}"
+            )
         return self.sizes
-
-
-def _told(leaves: Leaves, names: Sequence[str]) -> str:
-    more = f", ... ({len(names)})" if len(names) > _MAX_LISTED else ""
-    return ", ".join(f"{name} {leaves[name].text()}" for name in names[:_MAX_LISTED]) + more
-
-
-def _patterns(subject: str, given: object) -> tuple[str, ...]:
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise SettingsError(f"{subject}: expected a list of leaf paths or patterns, found {given!r}")
-    for pattern in given:
-        check_pattern(subject, pattern)
-    return tuple(given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -565,9 +533,9 @@ class Fuse(Operation):
     """Join arrays along an axis: `Fuse(["*/q", "*/k", "*/v"], "*/qkv", axis=0)`.
 
     Args:
-        leaves: paths or patterns with the same wildcards, in their order.
-        to: with these wildcards.
-        axis: along which.
+        leaves: paths or patterns with the same wildcards, in order.
+        to: the path of the joined array, with the same wildcards.
+        axis: the axis along which the arrays are joined.
     """
 
     name = "fuse"
@@ -583,61 +551,98 @@ class Fuse(Operation):
         whole_number("fuse: axis", self.axis)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """As the base class says."""
+        """See `Operation.apply`."""
         changes: list[Change] = []
         for texts in dict.fromkeys(matches(self.leaves[0], leaves, subject).values()):
-            names = [filled(pattern, texts) for pattern in self.leaves]
+            names = [fill_template(pattern, texts) for pattern in self.leaves]
             missing = [name for name in names if name not in leaves]
             if missing:
-                raise MismatchError(f"{subject}: leaf {missing[0]!r} is not there, to be joined with {names[0]!r}")
-            _join(leaves, names, filled(self.to, texts), self.axis, subject, changes, new=False)
+                raise MismatchError(f"{subject}: leaf {missing[0]!r}, to be joined with {names[0]!r}, does not exist")
+            _join(leaves, names, fill_template(self.to, texts), self.axis, subject, changes, new=False)
         return changes
+
+
+def _join(
+    leaves: Leaves, names: list[str], to: str, axis: int, subject: str, changes: list[Change], *, new: bool
+) -> None:
+    views = [require_array(leaves[name], name, subject) for name in names]
+    first = views[0]
+    place = check_axis(axis, len(first.shape) + new, names[0], subject)
+    for name, view in zip(names, views, strict=True):
+        sizes = [size for number, size in enumerate(view.shape) if new or number != place]
+        wanted = [size for number, size in enumerate(first.shape) if new or number != place]
+        if view.dtype != first.dtype or len(view.shape) != len(first.shape) or sizes != wanted:
+            alike = "the same shape and dtype" if new else f"the same dtype, and the same shape except on axis {place}"
+            found = _describe(leaves, [*names[:1], name] if new else names)
+            raise MismatchError(f"{subject}: leaf {name!r} does not fit {names[0]!r}: expected {alike}, found {found}")
+    joined = leaves[names[0]].with_view(Joined(views, place, new=new))
+    if new:  # all layers have the same shape and dtype
+        old = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
+        old = f"{old} {leaves[names[0]].describe()}"
+    else:
+        old = _describe(leaves, names)
+    changes.append((old, f"{to} {joined.describe()}"))
+    replace_leaves(leaves, {to: joined}, set(names), subject)
+
+
+def _describe(leaves: Leaves, names: Sequence[str]) -> str:
+    more = f", ... ({len(names)})" if len(names) > _MAX_LISTED else ""
+    return ", ".join(f"{name} {leaves[name].describe()}" for name in names[:_MAX_LISTED]) + more
+
+
+def _patterns(subject: str, given: object) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise SettingsError(f"{subject}: expected a list of leaf paths or patterns, found {given!r}")
+    for pattern in given:
+        check_pattern(subject, pattern)
+    return tuple(given)
 
 
 @dataclasses.dataclass(frozen=True)
 class Add(Operation):
-    """Add an array, such as an adapter's that the checkpoint lacks.
+    """Add an array, such as an adapter that the checkpoint lacks.
 
     Args:
-        leaf: its path.
-        shape: of it.
-        dtype: the name of one.
-        init: "zeros", "ones", a number, "normal" (of `stddev`), or in Python a function of the shape.
-        stddev: of "normal".
-        seed: of "normal": the same values for the same leaf path and seed, on every machine.
+        leaf: the path of the array.
+        shape: its shape.
+        dtype: the name of its dtype.
+        init: "zeros", "ones", a number, "normal" (with `stddev`), or in Python a function of the shape.
+        stddev: the standard deviation of "normal".
+        seed: the seed of "normal". A leaf path and a seed give the same values on every machine.
     """
 
     name = "add"
     leaf: str
     shape: Sequence[int]
     dtype: str = "float32"
-    init: str | float | Make = "zeros"
+    init: str | float | Initializer = "zeros"
     stddev: float = 0.02
     seed: int = 0
 
     def __post_init__(self) -> None:
         self._check_patterns("leaf")
         if wildcards(self.leaf):
-            raise SettingsError(f"add: leaf: expected one path without wildcards, found {self.leaf!r}")
+            raise SettingsError(f"add: leaf: expected a path without wildcards, found {self.leaf!r}")
         object.__setattr__(self, "shape", tuple(whole_number("add: shape", size, least=0) for size in self.shape))
         check_dtype("add: dtype", self.dtype)
         is_number = isinstance(self.init, int | float) and not isinstance(self.init, bool)
-        if not (is_number or callable(self.init) or self.init in _NAMED):
-            raise SettingsError(f"add: init: expected {', '.join(_NAMED)}, a number or a function, found {self.init!r}")
+        if not (is_number or callable(self.init) or self.init in _INITIALIZERS):
+            expected = ", ".join(_INITIALIZERS)
+            raise SettingsError(f"add: init: expected {expected}, a number or a function, found {self.init!r}")
         whole_number("add: seed", self.seed, least=0)
         stddev: Any = self.stddev
         is_number = isinstance(stddev, numbers.Real) and not isinstance(stddev, bool)
         if not (is_number and 0 <= stddev < math.inf):
-            raise SettingsError(f"add: stddev: expected a number from 0, found {self.stddev!r}")
+            raise SettingsError(f"add: stddev: expected a finite number of at least 0, found {self.stddev!r}")
         if self.init == "normal" and not is_inexact(DTYPES[self.dtype]):
-            raise SettingsError(f"add: dtype: expected one of floats for normal, found {self.dtype!r}")
+            raise SettingsError(f"add: dtype: expected a float dtype for normal, found {self.dtype!r}")
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """As the base class says."""
+        """See `Operation.apply`."""
         if self.leaf in leaves:
-            raise MismatchError(f"{subject}: leaf {self.leaf!r} is there already; drop it first, or leave this out")
+            raise MismatchError(f"{subject}: leaf {self.leaf!r} already exists; drop it first, or omit this operation")
         leaves[self.leaf] = Leaf(ArrayLeaf(), self._view(subject))
-        return [("nothing", f"{self.leaf} {leaves[self.leaf].text()}")]
+        return [("nothing", f"{self.leaf} {leaves[self.leaf].describe()}")]
 
     def _view(self, subject: str) -> View:
         dtype, whole = DTYPES[self.dtype], f"{subject}: leaf {self.leaf!r}"
@@ -645,12 +650,12 @@ class Add(Operation):
             size = math.prod(self.shape) * (dtype.itemsize if callable(self.init) else _NORMAL_BYTES)
             if size > memory_bytes():
                 raise MismatchError(
-                    f"{whole}: {list(self.shape)} is made in memory as a whole, {size:,} bytes, of which this machine "
-                    f"has {memory_bytes():,}; add it with zeros, or in parts"
+                    f"{whole}: creating {list(self.shape)} needs {size:,} bytes at once, but this machine has "
+                    f"{memory_bytes():,} bytes of memory; add it with zeros, or in parts"
                 )
             return Filled(self.shape, dtype, self._make, whole)
         given = {"zeros": 0.0, "ones": 1.0}[self.init] if isinstance(self.init, str) else self.init
-        value = held(given, dtype)
+        value = number_as(given, dtype)
         if value is None:
             raise MismatchError(f"{whole} of {self.dtype} cannot hold the value {given!r:.99}")
         return Constant(self.shape, value)
@@ -666,5 +671,5 @@ class Add(Operation):
             if np.iscomplexobj(made) and not self._is_complex():
                 raise MismatchError(f"add {self.leaf!r}: init gave {made.dtype}, which {self.dtype} cannot hold")
             return made
-        of_leaf = int.from_bytes(hashlib.sha256(self.leaf.encode()).digest()[:8], "little")
-        return np.random.Generator(np.random.Philox([self.seed, of_leaf])).standard_normal(shape) * self.stddev
+        leaf_seed = int.from_bytes(hashlib.sha256(self.leaf.encode()).digest()[:8], "little")
+        return np.random.Generator(np.random.Philox([self.seed, leaf_seed])).standard_normal(shape) * self.stddev

@@ -1,6 +1,7 @@
-"""Arrays that are made of others when they are read: transposed, cut, joined, padded, converted.
+"""Lazy arrays: views that transpose, cut, join, pad, reshape or convert other arrays when they are read.
 
-Whether values fit a dtype: a number that is given, and arrays of integers that become narrower.
+A view lists its pieces, so that chunks which an operation leaves unchanged are copied as they are. It also checks that
+values fit their new dtype.
 """
 
 from __future__ import annotations
@@ -28,76 +29,15 @@ from jaxckpt_train.store.dtypes import is_inexact
 from jaxckpt_train.store.manifest import ChunkRecord
 
 PIECE_BYTES = 16 << 20
-"""At most so much of an array is made at a time, beside what it is made of."""
-
-
-def held(value: float, dtype: np.dtype) -> np.ndarray | None:
-    """A number in a dtype, rounded if that is a float; None: it has nothing near that."""
-    if not is_inexact(dtype):
-        low, high = _range_of(dtype)
-        if not math.isfinite(value) or value != int(value) or not low <= value <= high:
-            return None
-        return np.asarray(int(value)).astype(dtype)
-    try:
-        wanted = float(value)
-    except OverflowError:
-        return None
-    with np.errstate(all="ignore"):
-        found = np.asarray(wanted).astype(dtype)
-        near = complex(found.astype(np.complex128)).real
-    if not math.isfinite(wanted):
-        fits = math.isnan(near) if math.isnan(wanted) else near == wanted
-    else:  # some dtypes have neither infinity nor nan, and give their largest number instead
-        fits = math.isfinite(near) and (abs(wanted) < 1 or abs(wanted) <= 2 * abs(near))
-    return found if fits else None
-
-
-def converted(array: np.ndarray, dtype: np.dtype, subject: str, start: Sequence[int]) -> np.ndarray:
-    """An array in another dtype; floats are rounded, and may become infinite.
-
-    Args:
-        array: what is converted.
-        dtype: to what.
-        subject: it, for messages.
-        start: where its first element lies in the array that it is a box of.
-
-    Raises:
-        MismatchError: an integer does not fit.
-    """
-    if not is_inexact(array.dtype) and array.dtype.kind not in "biu":
-        array = array.astype(np.int8)  # ml_dtypes' integers are neither compared nor converted into each other
-    if array.size and not is_inexact(array.dtype) and not is_inexact(dtype):
-        (low, high), (least, most) = _range_of(dtype), _range_of(array.dtype)
-        if (low > least and array.min() < low) or (high < most and array.max() > high):
-            wrong = (array < max(low, least)) | (array > min(high, most))
-            place = [int(at) for at in np.unravel_index(int(np.argmax(wrong)), wrong.shape)]
-            where = [at + first for at, first in zip(place, start, strict=True)]
-            raise MismatchError(
-                f"{subject}: {int(array[tuple(place)])} at {where} does not fit {dtype.name}, which holds {low} to "
-                f"{high}; convert to a wider dtype, or leave this leaf as it is"
-            )
-    with np.errstate(all="ignore"):
-        try:
-            return array.astype(dtype)
-        except TypeError:
-            # Of small floats ml_dtypes does not know each pair; all of them are exact in double precision.
-            is_complex = "complex" in array.dtype.name or "complex" in dtype.name
-            return array.astype(np.complex128 if is_complex else np.float64).astype(dtype)
-
-
-def _range_of(dtype: np.dtype) -> tuple[int, int]:
-    if dtype.name == "bool":
-        return 0, 1
-    found: Any = np.iinfo(dtype) if dtype.kind in "iu" else ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
-    return int(found.min), int(found.max)
+"""The limit of what a view computes at a time, in addition to its input."""
 
 
 class Piece(NamedTuple):
     """A part of an array that is read at a time.
 
     Attributes:
-        box: which.
-        stored: the chunk whose bytes are just those of the piece; None: it has to be made.
+        box: the box of the part.
+        stored: the chunk with exactly the bytes of the part. None: the part must be computed.
     """
 
     box: Box
@@ -105,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class View(Protocol):
-    """An array that is made when it is read."""
+    """An array that is computed when it is read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -116,24 +56,24 @@ class View(Protocol):
         """Its dtype."""
 
     def pieces(self) -> Sequence[Piece]:
-        """Boxes that tile it, each of which is cheap to read by itself."""
+        """Return boxes that tile the array, each of which is cheap to read alone."""
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """Fill `target`, of the shape of the box; from any thread."""
+        """Fill `target`, which has the shape of the box. Any thread may call it."""
 
 
 def cut(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box in bands of at most `PIECE_BYTES`, along its first axes."""
+    """Cut a box along its first axes into bands of at most `PIECE_BYTES`."""
     return cut_box(box, itemsize, PIECE_BYTES)
 
 
-def _made(boxes: Iterator[Box]) -> list[Piece]:
+def _computed(boxes: Iterator[Box]) -> list[Piece]:
     return [Piece(box) for box in boxes]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An array of the checkpoint itself; `read_box` reads a box of it."""
+    """A stored array of the checkpoint. `read_box` reads a box of it."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -141,16 +81,16 @@ class Stored:
     read_box: Callable[[Box, np.ndarray], None]
 
     def pieces(self) -> Sequence[Piece]:
-        """Its chunks."""
+        """Return the chunks."""
         return [Piece(chunk.box, chunk) for chunk in self.chunks]
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """As the protocol says."""
+        """See `View.read`."""
         self.read_box(box, target)
 
 
-class _OfOne:
-    """A view of one other, whose pieces are those of it, each in bands, with its axes in another order or place."""
+class _SingleInput:
+    """The base of views of one array. Their pieces are bands of its pieces, with the axes moved."""
 
     def __init__(self, inner: View, shape: Sequence[int], dtype: np.dtype | None = None) -> None:
         self._inner, self.shape = inner, tuple(shape)
@@ -166,48 +106,48 @@ class _OfOne:
         return found
 
 
-class Transposed(_OfOne):
-    """The axes in another order: axis `n` of it is axis `axes[n]` of the other."""
+class Transposed(_SingleInput):
+    """An array with its axes in another order: axis `n` is axis `axes[n]` of the input."""
 
     def __init__(self, inner: View, axes: Sequence[int]) -> None:
         super().__init__(inner, [inner.shape[axis] for axis in axes])
         self._axes = tuple(axes)
 
     def pieces(self) -> Sequence[Piece]:
-        """As the protocol says."""
-        return _made(tuple(box[axis] for axis in self._axes) for box in self._bands())
+        """See `View.pieces`."""
+        return _computed(tuple(box[axis] for axis in self._axes) for box in self._bands())
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """As the protocol says."""
+        """See `View.read`."""
         inner = tuple(box[self._axes.index(axis)] for axis in range(len(self._axes)))
         target[...] = self._read_inner(inner).transpose(self._axes)
 
 
-class Cast(_OfOne):
-    """Another dtype; `subject` is what messages call it."""
+class Cast(_SingleInput):
+    """An array in another dtype. `subject` is its name in messages."""
 
     def __init__(self, inner: View, dtype: np.dtype, subject: str) -> None:
         super().__init__(inner, inner.shape, dtype)
         self._subject = subject
 
     def pieces(self) -> Sequence[Piece]:
-        """As the protocol says."""
-        return _made(self._bands())
+        """See `View.pieces`."""
+        return _computed(self._bands())
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """As the protocol says."""
-        target[...] = converted(self._read_inner(box), self.dtype, self._subject, [start for start, _ in box])
+        """See `View.read`."""
+        target[...] = convert_array(self._read_inner(box), self.dtype, self._subject, [start for start, _ in box])
 
 
-class Sliced(_OfOne):
-    """A box of another array, with the axes in `dropped`, one wide, left out."""
+class Sliced(_SingleInput):
+    """A box of an array, without the axes in `dropped`, whose size in the box is 1."""
 
     def __init__(self, inner: View, box: Box, dropped: Sequence[int] = ()) -> None:
         self._box, self._dropped = box, frozenset(dropped)
         super().__init__(inner, box_shape(self._without(box)))
 
     def pieces(self) -> Sequence[Piece]:
-        """As the protocol says; a chunk that lies in it whole stays one."""
+        """See `View.pieces`. A chunk inside the box stays a chunk."""
         found = []
         for piece in self._inner.pieces():
             common = intersect(piece.box, self._box)
@@ -220,10 +160,10 @@ class Sliced(_OfOne):
         return found
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """As the protocol says."""
+        """See `View.read`."""
         sides = iter(box)
         inner = tuple(
-            side if axis in self._dropped else _moved(next(sides), side[0]) for axis, side in enumerate(self._box)
+            side if axis in self._dropped else _shifted(next(sides), side[0]) for axis, side in enumerate(self._box)
         )
         self._inner.read(inner, target.reshape(box_shape(inner)))
 
@@ -236,12 +176,12 @@ class Sliced(_OfOne):
         return tuple(side for axis, side in enumerate(box) if axis not in self._dropped)
 
 
-def _moved(side: tuple[int, int], by: int) -> tuple[int, int]:
+def _shifted(side: tuple[int, int], by: int) -> tuple[int, int]:
     return side[0] + by, side[1] + by
 
 
 class Joined:
-    """Arrays one after the other along an axis; `new`: along one that they do not have, of which each takes one."""
+    """Arrays joined along an axis. With `new`, they are stacked along an axis that the inputs do not have."""
 
     def __init__(self, inner: Sequence[View], axis: int, *, new: bool) -> None:
         self._inner, self._axis, self._new = list(inner), axis, new
@@ -256,7 +196,7 @@ class Joined:
         self.shape = tuple(shape)
 
     def pieces(self) -> Sequence[Piece]:
-        """As the protocol says; all that were chunks stay such."""
+        """See `View.pieces`. All chunks stay chunks."""
         return [
             Piece(self._outer(piece.box, start), piece.stored)
             for each, start in zip(self._inner, self._starts, strict=True)
@@ -264,7 +204,7 @@ class Joined:
         ]
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """As the protocol says."""
+        """See `View.read`."""
         low, high = box[self._axis]
         for each, start, width in zip(self._inner, self._starts, self._widths, strict=True):
             first, last = max(low, start), min(high, start + width)
@@ -278,57 +218,57 @@ class Joined:
             else:
                 inner[self._axis] = (first - start, last - start)
             part = target[tuple(place)]
-            held = np.empty(box_shape(tuple(inner)), self.dtype)
-            each.read(tuple(inner), held)
-            part[...] = held.reshape(part.shape)
+            content = np.empty(box_shape(tuple(inner)), self.dtype)
+            each.read(tuple(inner), content)
+            part[...] = content.reshape(part.shape)
 
     def _outer(self, box: Box, start: int) -> Box:
         if self._new:
             return (*box[: self._axis], (start, start + 1), *box[self._axis :])
-        return (*box[: self._axis], _moved(box[self._axis], start), *box[self._axis + 1 :])
+        return (*box[: self._axis], _shifted(box[self._axis], start), *box[self._axis + 1 :])
 
 
-class Padded(_OfOne):
-    """A larger array, with a value in what the other one lacks at its ends."""
+class Padded(_SingleInput):
+    """An array that is enlarged at its ends with a value."""
 
     def __init__(self, inner: View, shape: Sequence[int], value: np.ndarray) -> None:
         super().__init__(inner, shape)
         self._value = value
 
     def pieces(self) -> Sequence[Piece]:
-        """As the protocol says."""
-        return _made(cut(full_box(self.shape), self.dtype.itemsize))
+        """See `View.pieces`."""
+        return _computed(cut(full_box(self.shape), self.dtype.itemsize))
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """As the protocol says."""
+        """See `View.read`."""
         target[...] = self._value
         common = intersect(box, full_box(self._inner.shape))
         if common is not None:
             target[slices_within(common, box)] = self._read_inner(common)
 
 
-class Reshaped(_OfOne):
-    """The same elements in row-major order, in another shape."""
+class Reshaped(_SingleInput):
+    """An array in another shape, with the same elements in row-major order."""
 
     def pieces(self) -> Sequence[Piece]:
-        """As the protocol says; one chunk stays one."""
+        """See `View.pieces`. A single chunk stays a chunk."""
         pieces = self._inner.pieces()
         if len(pieces) == 1 and pieces[0].stored is not None:
             return [Piece(full_box(self.shape), pieces[0].stored)]
-        return _made(cut(full_box(self.shape), self.dtype.itemsize))
+        return _computed(cut(full_box(self.shape), self.dtype.itemsize))
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """As the protocol says: whole rows of the first axes are read, and what of them is in the box is kept."""
+        """See `View.read`. This reads whole rows of the first axes, and keeps the part inside the box."""
         for band in _row_bands(box, self.shape, self.dtype.itemsize):
             first = _flat(tuple(start for start, _ in band), self.shape)
-            held, at = np.empty(box_elements(band), self.dtype), 0
-            for part in row_major_range(full_box(self._inner.shape), first, first + len(held)):
+            content, at = np.empty(box_elements(band), self.dtype), 0
+            for part in row_major_range(full_box(self._inner.shape), first, first + len(content)):
                 count = box_elements(part)
-                self._inner.read(part, held[at : at + count].reshape(box_shape(part)))
+                self._inner.read(part, content[at : at + count].reshape(box_shape(part)))
                 at += count
             common = intersect(band, box)
             assert common is not None
-            target[slices_within(common, box)] = held.reshape(box_shape(band))[slices_within(common, band)]
+            target[slices_within(common, box)] = content.reshape(box_shape(band))[slices_within(common, band)]
 
 
 def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
@@ -339,10 +279,10 @@ def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _row_bands(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Boxes of elements that follow each other in row-major order, which hold all of a box."""
+    """Yield boxes that cover a box. The elements of each are consecutive in row-major order."""
     axis = 0
     while axis < len(box) and box[axis][1] - box[axis][0] == 1:
-        axis += 1  # up to the first axis with more than one place
+        axis += 1  # find the first axis on which the box is wider than 1
     tail = full_box(shape[axis + 1 :])
     if axis == len(box):
         yield box
@@ -354,22 +294,22 @@ def _row_bands(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 
 class Constant:
-    """A new array of one value."""
+    """A new array of a single value."""
 
     def __init__(self, shape: Sequence[int], value: np.ndarray) -> None:
         self.shape, self.dtype, self._value = tuple(shape), value.dtype, value
 
     def pieces(self) -> Sequence[Piece]:
-        """As the protocol says."""
-        return _made(cut(full_box(self.shape), self.dtype.itemsize)) if math.prod(self.shape) else []
+        """See `View.pieces`."""
+        return _computed(cut(full_box(self.shape), self.dtype.itemsize)) if math.prod(self.shape) else []
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """As the protocol says."""
+        """See `View.read`."""
         target[...] = self._value
 
 
 class Filled:
-    """A new array; `make` gives all of it, once; `subject` is what messages call it."""
+    """A new array. `make` computes all of it, once. `subject` is its name in messages."""
 
     def __init__(
         self, shape: Sequence[int], dtype: np.dtype, make: Callable[[tuple[int, ...]], np.ndarray], subject: str
@@ -378,12 +318,73 @@ class Filled:
         self._made: np.ndarray | None = None
 
     def pieces(self) -> Sequence[Piece]:
-        """As the protocol says."""
-        return _made(cut(full_box(self.shape), self.dtype.itemsize)) if math.prod(self.shape) else []
+        """See `View.pieces`."""
+        return _computed(cut(full_box(self.shape), self.dtype.itemsize)) if math.prod(self.shape) else []
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """As the protocol says."""
+        """See `View.read`."""
         if self._made is None:
             found = np.asarray(self._make(self.shape))
-            self._made = converted(found, self.dtype, self._subject, [0] * found.ndim)
+            self._made = convert_array(found, self.dtype, self._subject, [0] * found.ndim)
         target[...] = self._made[slices_within(box, full_box(self.shape))]
+
+
+def number_as(value: float, dtype: np.dtype) -> np.ndarray | None:
+    """Return a number in a dtype, rounded if the dtype is a float, or None if it does not fit."""
+    if not is_inexact(dtype):
+        low, high = _range_of(dtype)
+        if not math.isfinite(value) or value != int(value) or not low <= value <= high:
+            return None
+        return np.asarray(int(value)).astype(dtype)
+    try:
+        wanted = float(value)
+    except OverflowError:
+        return None
+    with np.errstate(all="ignore"):
+        found = np.asarray(wanted).astype(dtype)
+        near = complex(found.astype(np.complex128)).real
+    if not math.isfinite(wanted):
+        fits = math.isnan(near) if math.isnan(wanted) else near == wanted
+    else:  # a dtype without infinity and nan converts a number that is too large to its largest one
+        fits = math.isfinite(near) and (abs(wanted) < 1 or abs(wanted) <= 2 * abs(near))
+    return found if fits else None
+
+
+def convert_array(array: np.ndarray, dtype: np.dtype, subject: str, start: Sequence[int]) -> np.ndarray:
+    """Convert an array to another dtype. Floats are rounded, and may become infinite.
+
+    Args:
+        array: the array, a box of a larger one.
+        dtype: the new dtype.
+        subject: the larger array, for messages.
+        start: the position of the box in the larger array.
+
+    Raises:
+        MismatchError: an integer does not fit.
+    """
+    if not is_inexact(array.dtype) and array.dtype.kind not in "biu":
+        array = array.astype(np.int8)  # ml_dtypes cannot compare its integers, or convert them into each other
+    if array.size and not is_inexact(array.dtype) and not is_inexact(dtype):
+        (low, high), (least, most) = _range_of(dtype), _range_of(array.dtype)
+        if (low > least and array.min() < low) or (high < most and array.max() > high):
+            wrong = (array < max(low, least)) | (array > min(high, most))
+            place = [int(at) for at in np.unravel_index(int(np.argmax(wrong)), wrong.shape)]
+            where = [at + first for at, first in zip(place, start, strict=True)]
+            raise MismatchError(
+                f"{subject}: {int(array[tuple(place)])} at {where} does not fit {dtype.name}, which is limited to "
+                f"{low} to {high}; convert to a wider dtype, or keep the dtype of this leaf"
+            )
+    with np.errstate(all="ignore"):
+        try:
+            return array.astype(dtype)
+        except TypeError:
+            # ml_dtypes lacks some pairs of small floats. Double precision represents all of them exactly.
+            is_complex = "complex" in array.dtype.name or "complex" in dtype.name
+            return array.astype(np.complex128 if is_complex else np.float64).astype(dtype)
+
+
+def _range_of(dtype: np.dtype) -> tuple[int, int]:
+    if dtype.name == "bool":
+        return 0, 1
+    found: Any = np.iinfo(dtype) if dtype.kind in "iu" else ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
+    return int(found.min), int(found.max)

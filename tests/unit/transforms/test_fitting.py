@@ -10,7 +10,7 @@ import pytest
 
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.transforms.views import converted, held
+from jaxckpt_train.transforms.views import convert_array, number_as
 
 INTEGERS = [name for name in DTYPES if "int" in name] + ["bool"]
 VALUES = [0, 1, -1, 2, -2, 7, -8, 8, 127, -128, 255, 2**15, 2**31 - 1, -(2**31), 2**32, 2**63 - 1, -(2**63), 2**64 - 1]
@@ -19,15 +19,15 @@ VALUES = [0, 1, -1, 2, -2, 7, -8, 8, 127, -128, 255, 2**15, 2**31 - 1, -(2**31),
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(INTEGERS, INTEGERS)))
 def test_each_integer_stays_what_it_is_or_is_refused(old: str, new: str) -> None:
     for value in VALUES:
-        given, fits = held(value, DTYPES[old]), held(value, DTYPES[new]) is not None
+        given, fits = number_as(value, DTYPES[old]), number_as(value, DTYPES[new]) is not None
         if given is None:
             continue
         array = np.stack([np.zeros((), given.dtype), given])
         if fits:
-            assert [int(each) for each in converted(array, DTYPES[new], "it", [0])] == [0, value]
+            assert [int(each) for each in convert_array(array, DTYPES[new], "it", [0])] == [0, value]
         else:
-            with pytest.raises(MismatchError, match=rf"it: {value} at \[5\] does not fit {new}, which holds"):
-                converted(array, DTYPES[new], "it", [4])
+            with pytest.raises(MismatchError, match=rf"it: {value} at \[5\] does not fit {new}, which is limited to"):
+                convert_array(array, DTYPES[new], "it", [4])
 
 
 FLOATS = sorted(name for name in DTYPES if "float" in name)
@@ -36,13 +36,13 @@ FLOATS = sorted(name for name in DTYPES if "float" in name)
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(FLOATS, FLOATS)))
 def test_each_float_becomes_each_other_with_what_both_have(old: str, new: str) -> None:
     array = np.array([1, 2, 4], np.float32).astype(DTYPES[old])
-    found = converted(array, DTYPES[new], "it", [0])
+    found = convert_array(array, DTYPES[new], "it", [0])
     assert found.dtype == DTYPES[new]
     assert found.astype(np.float64).tolist() == [1, 2, 4]
 
 
 def test_floats_go_on_to_be_rounded() -> None:
-    found = converted(np.array([1e30, 0.1, np.nan], np.float32), DTYPES["float16"], "it", [0])
+    found = convert_array(np.array([1e30, 0.1, np.nan], np.float32), DTYPES["float16"], "it", [0])
     assert (found[0], np.isnan(found[2])) == (np.inf, True)
     assert float(found[1]) == float(np.float16(0.1))
 
@@ -64,5 +64,5 @@ def test_floats_go_on_to_be_rounded() -> None:
 def test_a_number_is_held_or_not(dtype: str, fit: list[float], unfit: list[float]) -> None:
     if dtype not in DTYPES:
         pytest.skip("this ml_dtypes lacks it")
-    assert all(held(value, DTYPES[dtype]) is not None for value in fit)
-    assert [value for value in unfit if held(value, DTYPES[dtype]) is not None] == []
+    assert all(number_as(value, DTYPES[dtype]) is not None for value in fit)
+    assert [value for value in unfit if number_as(value, DTYPES[dtype]) is not None] == []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.transforms.apply import OPERATIONS, operations_of, parse_operation
+from jaxckpt_train.transforms.apply import OPERATIONS, parse_operation, parse_operations
 from jaxckpt_train.transforms.operations import (
     Add,
     Cast,
@@ -70,10 +70,10 @@ def test_a_line_is_an_operation(text: str, expected: Any) -> None:
     [
         ("", "expected one of rename, nest, "),
         ("renam a b", "found 'renam', did you mean \"rename\""),
-        ("drop a b", "expected at most 1 arguments: leaves"),
+        ("drop a b", "expected at most 1 arguments \\(leaves\\)"),
         ("rename a", r"\(rename\): expected to"),
         ("drop 'a", "No closing quotation"),
-        ("{", "not JSON"),
+        ("{", "expected JSON"),
         ("cast a float31", r"^'cast a float31': operation 1 of 1 \(cast\): dtype: expected the name of a dtype"),
         ("cast a bf16", "found 'bf16', did you mean \"bfloat16\"\\?$"),
         ("cast a f32", 'did you mean "float32"\\?$'),
@@ -82,12 +82,12 @@ def test_a_line_is_an_operation(text: str, expected: Any) -> None:
         ("add a 3 dtype=f64", 'did you mean "float64"\\?$'),
         (
             "transpose x axis=0,1",
-            r'\(transpose\): unknown argument "axis", did you mean "axes"\? It takes leaves, axes',
+            r'\(transpose\): unknown argument "axis", did you mean "axes"\? The arguments are leaves, axes',
         ),
-        ("split a p,p,q axis=1", r"\(split\): into: expected another name for each part, found 'p' again"),
+        ("split a p,p,q axis=1", r"\(split\): into: expected .* found 'p' twice"),
         ("add a 3 init=normal seed=-1", r"\(add\): seed: expected a whole number from 0, found -1"),
-        ("add a 3 init=normal stddev=nan", r"\(add\): stddev: expected a number from 0, found nan"),
-        ("add a 3 init=normal dtype=int32", r"\(add\): dtype: expected one of floats for normal, found 'int32'"),
+        ("add a 3 init=normal stddev=nan", r"\(add\): stddev: expected .* found nan"),
+        ("add a 3 init=normal dtype=int32", r"\(add\): dtype: expected a float dtype .* found 'int32'"),
         ("cast ids int32 dtype=int8", r"\(cast\): dtype: expected it once, found 'int32' and then 'int8'$"),
         ("cast ids dtype=int8 dtype=int8", r"\(cast\): dtype: expected it once"),
         ("cast dtype=int8 ids", r"\(cast\): dtype: expected it once, found 'int8' and then 'ids'$"),
@@ -103,8 +103,8 @@ def test_what_is_none_is_refused(text: str, message: str) -> None:
 
 def test_each_operation_is_known_by_the_name_that_it_says() -> None:
     assert all(kind.name == name for name, kind in OPERATIONS.items())
-    assert operations_of("transforms", None) == ()
-    assert operations_of("transforms", [Drop("a"), {"op": "nest"}]) == (Drop("a"), Nest())
+    assert parse_operations("transforms", None) == ()
+    assert parse_operations("transforms", [Drop("a"), {"op": "nest"}]) == (Drop("a"), Nest())
 
 
 @pytest.mark.parametrize(
@@ -118,4 +118,4 @@ def test_each_operation_is_known_by_the_name_that_it_says() -> None:
 )
 def test_copy_is_checked_by_the_names_that_are_written(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        operations_of("transforms", [given])
+        parse_operations("transforms", [given])
