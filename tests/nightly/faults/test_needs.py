@@ -25,7 +25,7 @@ def campaign(name: str, *arguments: str, before: list[str] | None = None, path: 
     """Run one, with `before` in front of it; its exit code, and what it says."""
     variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
     variables |= {} if path is None else {"PATH": path}
-    command = [*(before or []), sys.executable, "-m", f"tests.faults.{name}", *arguments]
+    command = [*(before or []), sys.executable, "-m", f"tests.nightly.faults.{name}", *arguments]
     done = subprocess.run(command, env=variables, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout
@@ -84,7 +84,7 @@ def test_other_limits_are_met_all_the_same() -> None:
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
 def test_a_loop_disk_without_rights_is_not_tried(kind: str) -> None:
-    script = f"from tests.faults import loop_disk; print(loop_disk.why_not({kind!r}))"
+    script = f"from tests.nightly.faults import loop_disk; print(loop_disk.why_not({kind!r}))"
     command = [*set_privileges(NO_RIGHTS), sys.executable, "-c", script]
     done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("needs ")
