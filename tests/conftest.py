@@ -23,7 +23,13 @@ from tests.support.paths import REPO_ROOT
 
 DEVICES = 8
 NIGHTLY = REPO_ROOT / "tests" / "nightly"
-pytest_plugins = ["tests.support.example_fixtures", "tests.support.jobs.fixtures", "tests.support.report_fixtures"]
+pytest_plugins = [
+    "tests.support.example_fixtures",
+    "tests.support.jobs.fixtures",
+    "tests.support.locks",
+    "tests.support.report_fixtures",
+    "tests.support.sinks",
+]
 
 # A shell starts its background jobs (`make test &` in a script) with interrupts ignored, and they hand that on to every
 # process they start. The tests that interrupt somebody are to pass there too.

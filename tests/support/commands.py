@@ -15,6 +15,32 @@ from typer.testing import CliRunner, Result
 from jaxckpt_train.cli.main import app
 from tests.conftest import REPO_ROOT
 
+# A program that owns the run that it gets as its argument, until its input ends.
+OWNER = """
+import sys
+import jaxckpt_train as jct
+with jct.StepManager(sys.argv[1]) as manager:
+    manager.own()
+    print("owned")
+    sys.stdin.readline()
+"""
+# One call of each command, in a folder with the run `run`.
+CALLS = {
+    "--help": ["--help"],
+    "ls": ["ls", "run"],
+    "show": ["show", "run"],
+    "stats": ["stats", "run"],
+    "diff": ["diff", "run", "run"],
+    "verify": ["verify", "run"],
+    "scrub": ["scrub", "run"],
+    "prune": ["prune", "run", "--keep-latest", "2"],
+    "prune --yes": ["prune", "run", "--keep-latest", "2", "--yes"],
+    "pin": ["pin", "run", "2"],
+    "cp": ["cp", "run", "copy", "--overwrite"],
+    "mv": ["mv", "copy", "moved", "--overwrite"],
+    "average": ["average", "run", "mean", "--leaves", "w"],
+    "doctor": ["doctor", "run", "--size-mib", "1"],
+}
 SECONDS = re.compile(r"\d+ s ago")  # some pass from one call to the next
 
 

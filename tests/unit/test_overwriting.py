@@ -19,7 +19,7 @@ from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.removal import remove_dead_attempts, untracked_files
 from jaxckpt_train.store.transaction import Transaction
 from tests.support.file_content import content
-from tests.support.killed_saves import OF_KILLED_SAVES, dead_attempt, killed_after_the_exchange, names, save_under
+from tests.support.killed_saves import OF_KILLED_SAVES, dead_attempt, names, save_under
 from tests.support.overwritten import RUN, OwnFiles, begin_run, damage
 
 pytestmark = OF_KILLED_SAVES
@@ -186,57 +186,6 @@ def test_of_a_link_that_is_replaced_the_link_goes_and_what_it_points_to_stays(
     assert np.array_equal(jct.load(tmp_path / link)["w"], NEW["w"])
     assert content(tmp_path / "run") == before
     assert names(tmp_path) == ["best", "best-of-all", "run"]
-
-
-def test_nor_does_it_go_with_a_link_that_a_killed_save_has_replaced(tmp_path: Path) -> None:
-    begin_run(tmp_path / "run")
-    (tmp_path / "best").symlink_to("run/step-0000000001")
-    before = content(tmp_path / "run")
-    killed_after_the_exchange(tmp_path / "best", NEW)
-    jct.save(tmp_path / "best", OLD, overwrite=True)
-    assert content(tmp_path / "run") == before
-    assert names(tmp_path) == ["best", "run"]
-
-
-@pytest.mark.parametrize("is_killed", [True, False])
-def test_a_file_that_took_the_name_while_the_save_was_writing_is_kept(
-    tmp_path: Path, is_killed: bool, while_it_is_written: Callable[[Callable[[], None]], None]
-) -> None:
-    def take_the_name() -> None:
-        (tmp_path / "c").rename(tmp_path / "elsewhere")
-        (tmp_path / "c").write_text("mine")
-
-    jct.save(tmp_path / "c", OLD)
-    if is_killed:
-        killed_after_the_exchange(tmp_path / "c", NEW, take_the_name)
-    else:
-        while_it_is_written(take_the_name)
-    jct.save(tmp_path / "c", NEW, overwrite=True)
-    assert (tmp_path / "c.replaced-1").read_text() == "mine"
-    assert names(tmp_path) == ["c", "c.replaced-1", "elsewhere"]
-
-
-@pytest.mark.parametrize("is_killed", [True, False])
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"COMMIT": "4f2a91c", "manifest.json": '{"name": "web app"}'},
-        {"COMMIT": "", "manifest.json": "{}"},
-        {"COMMIT": "x"},
-    ],
-    ids=lambda files: "-".join(map(str, files.values())),
-)
-def test_what_another_program_calls_so_is_kept(tmp_path: Path, files: dict[str, str], is_killed: bool) -> None:
-    (tmp_path / "c" / "assets").mkdir(parents=True)
-    for name, text in files.items():
-        (tmp_path / "c" / name).write_text(text)
-    before = content(tmp_path / "c")
-    if is_killed:
-        killed_after_the_exchange(tmp_path / "c", OLD)
-    jct.save(tmp_path / "c", NEW, overwrite=True)
-    assert content(tmp_path / "c.replaced-1") == before
-    assert names(tmp_path) == ["c", "c.replaced-1"]
-    assert np.array_equal(jct.load(tmp_path / "c")["w"], NEW["w"])
 
 
 @pytest.mark.parametrize(

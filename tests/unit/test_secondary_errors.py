@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -57,25 +56,6 @@ def test_another_failure_stays_and_says_what_failed_besides(
         run(tmp_path, error)
     assert told.value is error
     assert "hold" in error.__notes__[0]
-
-
-EXITS = """
-import sys
-import numpy as np
-import jaxckpt_train as jct
-with jct.StepManager(sys.argv[1], settings=jct.StoreSettings(nonfinite="reject")) as manager:
-    manager.save(1, {"state": np.full(4, np.nan)})
-    sys.exit(int(sys.argv[2]))
-"""
-
-
-@pytest.mark.parametrize(("given", "code"), [("0", 1), ("7", 7)])
-def test_a_process_whose_last_save_failed_does_not_end_with_0(
-    tmp_path: Path, given: str, code: int, run_python: Any
-) -> None:
-    done = run_python(EXITS, tmp_path, given)
-    assert done.returncode == code
-    assert "NonFiniteError" in done.stderr
 
 
 def test_who_closes_a_generator_is_told(tmp_path: Path) -> None:

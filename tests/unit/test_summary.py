@@ -13,7 +13,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.run.goodput import Goodput
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
-from tests.support.runs import Counter, made_run, state_of, talking_to
+from tests.support.runs import Counter, made_run, state_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
 
 
@@ -148,39 +148,6 @@ def test_a_reader_of_a_run_at_work_sees_that_it_is(tmp_path: Path, capsys: pytes
     assert told(jct.StepManager(tmp_path).goodput()) == [("finished", 0, 25, 25, 0, 3)]
     assert capsys.readouterr().out.startswith("1 process, useful time ")
     assert not (tmp_path / ".owner").exists()
-
-
-OWNER = """
-import os, signal, sys
-import jaxckpt_train as jct
-from jaxckpt_train.run import history, lock
-from tests.support.runs import Counter, state_of
-
-lock.HEARTBEAT_S, history.LEAST_S, history.MOST_S = 0.02, 0.0, 0.0
-with jct.CheckpointCallback(sys.argv[1], save_interval_steps=10) as ckpt:
-    ckpt.resume(state_of(0), Counter())
-    for step in ckpt.steps(100):
-        ckpt(state_of(step + 1))
-        if step == 16:
-            ckpt.wait_until_finished()
-            while not any(each["event"] == "progress" and each["step"] == 17 for each in ckpt.manager.history.events()):
-                pass
-            print("ready", flush=True)
-            sys.stdin.readline()
-"""
-
-
-def test_a_process_that_was_killed_is_told_and_what_has_to_be_done_again(tmp_path: Path) -> None:
-    with talking_to(OWNER, tmp_path) as owner:
-        assert owner.read() == "ready"
-        assert told(jct.StepManager(tmp_path).goodput()) == [("running", 0, 17, 17, 0, 1)]
-        owner.kill()
-    reader = jct.StepManager(tmp_path)
-    assert told(reader.goodput()) == [("killed", 0, 17, 17, 0, 1)]  # nobody has gone on yet
-    train(callback(tmp_path), 30)
-    found = reader.goodput()
-    assert told(found) == [("killed", 0, 17, 10, 7, 1), ("finished", 10, 30, 20, 0, 2)]
-    assert (found.useful_steps, found.redone_steps) == (30, 7)
 
 
 def test_several_callbacks_of_one_process_one_after_the_other(tmp_path: Path) -> None:

@@ -75,22 +75,3 @@ def test_what_is_wrong_with_the_path_is_told_by_the_call(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(jct.StorageError, match="is where a directory is expected"):
         jct.save_async(tmp_path / "file" / "c", STATE)
-
-
-AT_EXIT = """
-import sys
-import numpy as np
-import jaxckpt_train as jct
-from jaxckpt_train import checkpoint
-from jaxckpt_train.store import timeouts as answers
-from tests.unit.test_unresponsive_disk import Stuck
-checkpoint._BACKEND, answers.GIVE_UP_S = Stuck(), 1.0
-try:
-    jct.save_async(sys.argv[1] + "/c", {"w": np.ones(3)})
-except jct.CheckpointTimeoutError:
-    print("told")
-"""
-
-
-def test_nor_is_the_end_of_the_process(run_python: Any, tmp_path: Path) -> None:
-    assert run_python(AT_EXIT, tmp_path, check=True, timeout_s=45).stdout == "told\n"

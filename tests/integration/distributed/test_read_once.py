@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +80,6 @@ def test_every_byte_is_read_once_and_comes_where_it_belongs(
     assert most <= size_of(ARRAYS) / processes + 2 * 4 * MIB  # shares differ by blocks
 
 
-@pytest.mark.parametrize("load", WAYS)
-@pytest.mark.parametrize("budget", [1, 6])
-def test_a_small_budget_makes_more_and_smaller_steps(whole: Path, job_of: JobOf, budget: int, load: Any) -> None:
-    answers = job_of(4, 1).call(load, str(whole), [2, 2], SPECS, ARRAYS, True, budget * MIB)
-    check(answers, size_of(ARRAYS))
-
-
 def test_each_reads_for_itself_where_that_is_wanted(whole: Path, job_of: JobOf) -> None:
     specs = dict[str, list[Any]]({name: [] for name in ARRAYS})
     answers = job_of(4, 1).call(load_counted, str(whole), [4], specs, ARRAYS, False)
@@ -106,37 +98,6 @@ def load_alone(path: str, who: int) -> list[str]:
 
 def test_one_may_load_alone_where_each_reads_for_itself(whole: Path, job_of: JobOf) -> None:
     assert job_of(4, 1).call(load_alone, str(whole), 3) == [[]] * 4
-
-
-def save_cut(path: str, specs: dict[str, list[Any]]) -> None:
-    jct.save(path, {name: global_array(shape, [2, 2], specs[name], "int32") for name, (shape, _) in CUT.items()})
-
-
-CUT: Arrays = {"a": ([2048, 1024], "int32"), "b": ([64, 96, 128], "int32"), "c": ([640, 8], "int32")}
-CUTS: list[dict[str, list[Any]]] = [
-    {"a": [None, "x"], "b": ["y", None, "x"], "c": []},
-    {"a": ["x", "y"], "b": [None, ["x", "y"]], "c": ["y"]},
-    {"a": [], "b": [], "c": [["y", "x"]]},
-]
-
-
-def load_cut(path: str, mesh: list[int], specs: dict[str, list[Any]], is_apart: bool) -> dict[str, Any]:
-    count = Count()
-    settings = jct.StoreSettings(read_once=True, read_budget_bytes=8 * MIB)
-    with apart(is_apart=is_apart):
-        loaded = jct.load(path, target_of(CUT, specs, mesh), settings=settings, progress=count)
-    right = {name: np.arange(math.prod(shape), dtype=np.int32).reshape(shape) for name, (shape, _) in CUT.items()}
-    return {"wrong": [name for name in CUT if not holds(loaded[name], right[name])], "bytes": count.bytes}
-
-
-@pytest.mark.parametrize("saved", [0, 1, 2])
-@pytest.mark.parametrize("loaded", [0, 1, 2])
-def test_any_cut_to_any_other(tmp_path: Path, job_of: JobOf, saved: int, loaded: int) -> None:
-    job_of(4, 1).call(save_cut, str(tmp_path / "c"), CUTS[saved])
-    for processes, devices, is_apart in ((4, 1, False), (4, 1, True), (2, 4, True)):
-        mesh = [2, processes * devices // 2]
-        answers = job_of(processes, devices).call(load_cut, str(tmp_path / "c"), mesh, CUTS[loaded], is_apart)
-        check(answers, size_of(CUT))
 
 
 def load_scrambled(path: str, order: list[int], mesh: list[int], specs: dict[str, list[Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 from pathlib import Path
 from traceback import extract_stack
@@ -13,6 +14,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.distributed import shared_memory as near_memory
+from jaxckpt_train.distributed.shared_memory import SharedMemory
+from jaxckpt_train.store.segment import ALIGNMENT
 from tests.support.jobs.arrays import digest_of
 from tests.support.jobs.counted_loads import Arrays, save_alone, target_of
 from tests.support.jobs.fixtures import JobOf
@@ -98,3 +101,21 @@ def test_who_hears_nothing_more_ends_no_process_that_tells_it_something(tmp_path
     save_alone(str(tmp_path / "c"), ARRAYS)
     answers = job_of(4, 1).call(load_with_signals, str(tmp_path / "c"))
     assert len({each for answer in answers for each in answer}) == 1
+
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system")
+
+LOOK = """
+import sys
+from jaxckpt_train.distributed.shared_memory import open_memory
+data = open_memory(bytes.fromhex(sys.argv[1]))
+print(data.sum(), data.flags.writeable, data.ctypes.data % 4096)
+"""
+
+
+def test_another_process_sees_what_was_written(run_python: Any) -> None:
+    memory = SharedMemory(100_000)
+    assert memory.data.ctypes.data % ALIGNMENT == 0
+    memory.data[:] = 3
+    assert run_python(LOOK, memory.address.hex(), check=True).stdout == "300000 False 0\n"
+    memory.hide()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -96,15 +95,6 @@ def test_every_axis_gives_seconds_and_bytes(measure: object, size: int, tmp_path
     assert all(len(values) == 2 and min(values) >= 0 for values in answer["seconds"].values())
     assert answer["bytes"]["manifest"] > 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    json_file = tmp_path / "out.json"
-    sizes = ["--quick", "--axes", "leaves", "--largest", "100", "--repeats", "1"]
-    cost_model.main([*sizes, "--dir", str(tmp_path / "work"), "--json", str(json_file)])
-    assert "each leaf, us" in capsys.readouterr().out
-    results = json.loads(json_file.read_text(encoding="utf-8"))["results"]
-    assert results["leaves"]["summary"]["bytes"]["data"]["each"] == pytest.approx(16)
 
 
 def test_one_size_is_no_axis(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import memory, memory_trees
-from benchmarks.cost_process import run_fresh
+from benchmarks import memory_trees
 from benchmarks.memory_child import measure_save, run_series
 from benchmarks.memory_probe import Peak, rollup_bytes, usage
 from benchmarks.memory_verdict import MIB, Series, within
 from benchmarks.step_time_subjects import Nothing, Wait
-from tests.conftest import RunPython
 
 NOISE = 4 * MIB
 
@@ -87,20 +84,6 @@ def test_a_step_that_cannot_have_the_memory_of_what_is_saved_is_seen(tmp_path: P
     assert held.size == 8 * MIB
 
 
-def test_a_library_that_keeps_something_of_every_save_is_seen_to_leak(tmp_path: Path, run_python: RunPython) -> None:
-    """In a process of its own: this one may have freed memory that would be used first."""
-    script = """
-import json, sys
-from pathlib import Path
-from benchmarks.memory_child import run_series
-from tests.unit.benchmarks.test_memory import MIB, Greedy
-print(json.dumps(run_series(Greedy(MIB), 20, MIB, Path(sys.argv[1]))["rss_bytes"]))
-"""
-    leaky = Series.of(json.loads(run_python(script, tmp_path, check=True, fresh=True).stdout))
-    assert leaky.leaks
-    assert leaky.line.slope == pytest.approx(MIB, rel=0.25)
-
-
 def test_a_library_that_keeps_nothing_is_not(tmp_path: Path) -> None:
     assert not Series.of(run_series(Nothing(0.0), 20, MIB, tmp_path)["rss_bytes"]).leaks
 
@@ -112,17 +95,3 @@ def test_trees_are_random_and_what_a_load_wants_fits_them() -> None:
     moved = jax.tree.map(lambda leaf, want: jax.device_put(leaf, want.sharding), tree, like)
     assert memory_trees.byte_sum(moved) == memory_trees.byte_sum(tree)
     assert memory_trees.byte_sum(memory_trees.make(workload, seed=1)) != memory_trees.byte_sum(tree)
-
-
-def test_a_measurement_that_fails_says_why() -> None:
-    with pytest.raises(RuntimeError, match="no subject 'theirs'"):
-        run_fresh("benchmarks.step_time_subjects:make_subject", {"name": "theirs"})
-
-
-def test_the_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    json_file = tmp_path / "out.json"
-    parts = ["--parts", "series", "--subjects", "ours", "--saves", "5"]
-    memory.main(["--quick", *parts, "--dir", str(tmp_path / "work"), "--json", str(json_file)])
-    assert "series: resident memory after each of 5 saves" in capsys.readouterr().out
-    results = json.loads(json_file.read_text(encoding="utf-8"))["results"]
-    assert len(results["series"][1]["runs"][0]["rss_bytes"]) == 5

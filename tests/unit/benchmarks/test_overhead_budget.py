@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt_train as jct
-from benchmarks import overhead_report, overhead_training, write_limit
-from benchmarks.cost_process import run_fresh
-from benchmarks.lm_training import QUICK
+from benchmarks import overhead_report, overhead_training
 from benchmarks.overhead_summary import as_overhead, overhead_of
 from benchmarks.overhead_training import Block, OwnTime, SavingLoop
 from benchmarks.write_limit import CannotLimitError, WriteLimit, device_of
@@ -140,18 +138,6 @@ def test_what_is_told_to_the_kernel(tmp_path: Path, is_v2: bool, file: str, limi
     assert (tmp_path / file).read_text(encoding="ascii") == free
 
 
-def test_processes_of_the_group_write_no_faster(tmp_path: Path) -> None:
-    try:
-        with write_limit.write_limit(tmp_path) as limit:
-            limit.set(16 * MIB)
-            probe = {"directory": str(tmp_path), "nbytes": 8 * MIB}
-            found = run_fresh("benchmarks.write_limit:measured_bytes_per_s", probe, under=limit.command())
-    except CannotLimitError as error:
-        pytest.skip(str(error))
-    assert found < 1.5 * 16 * MIB
-    assert not Path(limit.group).exists()
-
-
 def test_a_page_has_the_figures_and_its_plot(tmp_path: Path) -> None:
     found = overhead_of([Block(10, 10.0, 0)] * 2, [Block(10, 10.3, 1)], stored(1.0, 12.0))
     disk = {"overhead": dataclasses.asdict(found), "bytes_per_s": 15 * MIB}
@@ -174,15 +160,3 @@ def test_a_disk_that_cannot_be_slowed_is_told(tmp_path: Path) -> None:
     results = {"fraction": 0.035, "disks": {"fast": {"overhead": dataclasses.asdict(found)}}, "phases": None}
     overhead_report.write(tmp_path, WITH_VERSIONS, {**results, "left_out": "needs the right to make a control group"})
     assert "left out: the slow disk: needs the right" in (tmp_path / "overhead-budget.md").read_text(encoding="utf-8")
-
-
-def test_blocks_with_and_without_saves_of_a_real_training(tmp_path: Path) -> None:
-    given = {"size": dict(QUICK), "directory": str(tmp_path), "block_s": 0.7, "pairs": 1}
-    answer = run_fresh("benchmarks.overhead_training:pairs_in_child", given)
-    assert [len(answer["bare"]), len(answer["saving"])] == [2, 1]
-    assert all(block["updates"] > 0 for block in answer["bare"] + answer["saving"])
-    assert sum(block["saves"] for block in answer["saving"]) == len(answer["saves"]) >= 1
-    assert all(save["lasted_s"] > 0 for save in answer["saves"]), "a block ends once its saves are committed"
-    assert answer["costs"]["spent_s"] != 0
-    trained_s = sum(block["wall_s"] for block in answer["saving"])
-    assert answer["costs"]["trained_s"] + answer["costs"]["spent_s"] <= trained_s + 0.1, "blocks between do not count"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -175,18 +173,6 @@ def test_ours_is_measured_and_leaves_nothing_behind(measured: Measure, tmp_path:
     ours = measured(make_subject("ours"))
     assert 0 < ours.blocking_s.minimum <= ours.save_s.maximum
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    json_file = tmp_path / "out.json"
-    size = ["--layers", "1", "--width", "64", "--rounds", "1", "--saves", "1"]
-    step_time.main(["--quick", *size, "--subjects", "ours", "--dir", str(tmp_path / "work"), "--json", str(json_file)])
-    assert "target 1.10x" in capsys.readouterr().out
-    document = json.loads(json_file.read_text(encoding="utf-8"))
-    (turn,) = document["results"]["turns"]["ours"]
-    assert summarise([[Cycle(**cycle) for cycle in turn]]).during_steps >= 1
-    assert document["machine"]["cores"] >= 1
-    shutil.rmtree(tmp_path / "work")
 
 
 def test_unknown_subjects_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

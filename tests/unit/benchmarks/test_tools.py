@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from benchmarks import tools, tools_report
+from benchmarks import tools_report
 
 SIZE = {"arrays": 4, "array_bytes": 512 << 20, "pair_arrays": 2, "steps": 7, "leaves": 9}
 
@@ -29,17 +25,3 @@ def test_ratios_are_of_the_same_round() -> None:
     assert imports.rows[1] == ("import", "2.00\n2.00 .. 2.00", "1.00\n0.50 .. 2.00", "3")
     assert diff.title == "two steps of 1 GiB, in which every value differs"
     assert commands.rows == [("ls, 7 steps", "250\n125 .. 500")]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_the_command_measures_and_writes_everything(tmp_path: Path) -> None:
-    file = tmp_path / "tools.json"
-    tools.main(["--quick", "--dir", str(tmp_path), "--json", str(file), "--page", str(tmp_path)])
-    results = json.loads(file.read_text())["results"]
-    assert set(results["imports"]) == {"v0", "v1"}
-    for turns in [*results["imports"].values(), results["diff"]]:
-        assert all(sample["seconds"] > 0 for each in turns.values() for sample in each)
-    assert set(results["diff"]) == {"read both, raw", "read both, verified", "load both", "diff"}
-    assert len(results["commands"]) == 4
-    assert "| import |" in (tmp_path / "tools.md").read_text()

@@ -114,8 +114,3 @@ def train(directory: Path) -> None:
         for _ in ckpt.steps(10):
             state = {"w": state["w"] * 0.9 + next(data)}
             ckpt(state)
-
-
-@pytest.mark.parametrize("how", ["kill", "preempt"])
-def test_training_is_proven_to_resume_exactly(how: Any) -> None:
-    jct.testing.assert_resume_exact(train, kill_at=5, how=how)

@@ -72,17 +72,6 @@ def parts(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"state": {"w": jnp.ones(3)}, "tokenizer": tokenizer}
 
 
-def test_orbax_itself_takes_the_object_for_one_of_its_kind(run_python: Any) -> None:
-    script = """
-from orbax.checkpoint import v1 as ocp
-from tests.unit.checkpointables.test_stateful import Tokenizer
-from jaxckpt_train.checkpointables.registry import handler_of
-assert isinstance(Tokenizer({}), ocp.StatefulCheckpointable)
-print(handler_of(Tokenizer({})).kind)
-"""
-    assert run_python(script, check=True).stdout == "stateful\n"
-
-
 def test_its_files_are_written_in_the_background_and_read_into_the_live_object(tmp_path: Path) -> None:
     saved = Tokenizer({"hello": 1})
     pending = jct.save_checkpointables_async(tmp_path / "c", parts(saved))

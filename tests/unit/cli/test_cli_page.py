@@ -10,9 +10,9 @@ import pytest
 
 from jaxckpt_train.cli.output import Code
 from tests.conftest import REPO_ROOT
-from tests.support.commands import run
+from tests.support.commands import CALLS, run
 from tests.support.runs import made_run
-from tests.unit.cli.test_every_command import CALLS, COMMANDS
+from tests.unit.cli.test_every_command import COMMANDS
 
 PAGE = (REPO_ROOT / "docs" / "reference" / "cli.md").read_text()
 SECTIONS = {

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,6 @@ from jaxckpt_train.store import copy as kept_chunks
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import open_committed
 from jaxckpt_train.store.copy import LazyBox
-from tests.conftest import REPO_ROOT
 from tests.support.commands import printed, refused, run, told
 from tests.support.runs import (
     Clock,
@@ -37,10 +32,8 @@ from tests.support.runs import (
     state_of,
     step_of,
     step_path,
-    talking_to,
     truncate_the_manifest,
 )
-from tests.unit.cli.test_prune import OWNER
 
 
 def manifest_of(path: Path) -> Any:
@@ -236,16 +229,6 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alias", "run"]
 
 
-def test_nothing_is_put_into_a_run_that_lives(tmp_path: Path) -> None:
-    directory, other = made_run(tmp_path / "run", 1), made_run(tmp_path / "other", 7)
-    with talking_to(OWNER, other) as owner:
-        assert owner.read() == "owned"
-        assert f"owned by process {owner.process.pid}" in refused("cp", directory, other, code=4)
-        told("cp", other, tmp_path / "copy")  # from it is fine
-    told("cp", directory, other)  # it is dead
-    assert jct.StepManager(other).steps == [1, 7]
-
-
 def test_a_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from memory that errs between a read and the write."""
     jct.save(tmp_path / "c", {"w": np.arange(500_000, dtype=np.float32)})
@@ -321,22 +304,6 @@ def test_what_is_no_checkpoint_of_ours_is_not_copied(tmp_path: Path) -> None:
     truncate_the_manifest(step_path(directory, 1))
     refused("cp", step_path(directory, 1), tmp_path / "copy", code=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "w.safetensors"]
-
-
-def test_on_a_terminal_a_line_tells_how_far_it_is(tmp_path: Path) -> None:
-    directory = made_run(tmp_path / "run", 1)
-    ours, theirs = os.openpty()
-    with open(ours, "rb", buffering=0) as terminal:
-        command = [sys.executable, "-m", "jaxckpt_train.cli", "cp", str(directory), str(tmp_path / "copy")]
-        environment = {"PYTHONPATH": str(REPO_ROOT), "TERM": "xterm"}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=theirs, check=True, timeout=60)
-        os.close(theirs)
-        shown = b""
-        with contextlib.suppress(OSError):  # that is how a terminal ends
-            while piece := terminal.read(4096):
-                shown += piece
-    assert b"copying" in shown
-    assert done.stdout.endswith(b" copied\n")
 
 
 @pytest.mark.parametrize("where", ["file/x", "file/", "link/", "link/x"])

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,26 +20,12 @@ from tests.support.runs import (
     files_below,
     made_run,
     remove_the_segment,
-    save_steps,
     step_path,
-    talking_to,
     truncate_the_manifest,
 )
 
 SMALL = ("--size-mib", 1)
 KEYS = {"path", "is_there", "versions", "file_system", "operations", "disk", "owner", "run", "at_risk", "warnings"}
-TRAINING = """
-import sys, datetime
-import jax.numpy as jnp
-import jaxckpt_train as jct
-manager = jct.StepManager(sys.argv[1])
-for step in (1, 2):
-    manager.save(step, {"state": {"n": jnp.int32(step)}})
-    manager.wait()
-manager.history.add("progress", datetime.datetime.now(datetime.UTC), step=7)
-print("at 7")
-sys.stdin.readline()
-"""
 
 
 def test_of_a_plain_directory_it_tells_versions_room_and_speed(tmp_path: Path) -> None:
@@ -99,29 +84,6 @@ def test_of_a_run_it_tells_the_newest_step_and_changes_nothing(tmp_path: Path) -
     assert "newest whole step: 2, " in text
 
 
-def test_a_live_owner_and_what_its_death_would_cost(tmp_path: Path) -> None:
-    with talking_to(TRAINING, tmp_path / "run") as training:
-        assert training.read() == "at 7"
-        found = told("doctor", tmp_path / "run", *SMALL)
-        assert set(found["owner"]) == {"name", "is_alive", "silent_s"}
-        assert found["owner"]["name"].startswith(f"process {training.process.pid} on ")
-        assert found["owner"]["is_alive"] is True
-        assert -1 < found["owner"]["silent_s"] < 60
-        risk = found["at_risk"]
-        assert set(risk) == {"is_live", "how", "completed", "since", "updates", "heard_s"}
-        assert (risk["is_live"], risk["completed"], risk["since"], risk["updates"]) == (True, 7, 2, 5)
-        assert found["warnings"] == []
-        assert "if the job died now: 5 updates since step 2 would be lost" in printed(
-            "doctor", tmp_path / "run", *SMALL
-        )
-    found = told("doctor", tmp_path / "run", *SMALL)
-    assert found["owner"]["is_alive"] is False
-    assert (found["at_risk"]["is_live"], found["at_risk"]["how"], found["at_risk"]["updates"]) == (False, "killed", 5)
-    text = printed("doctor", tmp_path / "run", *SMALL)
-    assert ", dead, last heard of" in text
-    assert "(killed), and 5 updates since step 2 were lost" in text
-
-
 def test_a_run_that_only_somebody_pinned_in_since_tells_of_its_last_training(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     printed("pin", directory, 1)
@@ -154,36 +116,6 @@ def test_a_run_without_a_whole_step_is_warned_of(tmp_path: Path) -> None:
     found = told("doctor", directory, *SMALL, code=1)
     assert found["run"]["newest_step"] is None
     assert "none of the steps can be restored" in found["warnings"]
-
-
-KILLED_IN_A_SAVE = """
-import os, sys
-import jax.numpy as jnp
-import jaxckpt_train as jct
-from jaxckpt_train.store import transaction
-manager = jct.StepManager(sys.argv[1])
-manager.save(1, {"state": {"n": jnp.int32(1)}})
-manager.wait()
-transaction.Transaction.commit = lambda *_, **__: os._exit(1)
-manager.save(2, {"state": {"n": jnp.int32(2)}})
-manager.wait()
-"""
-
-
-def test_what_a_dead_process_left_is_told_and_stays(tmp_path: Path, run_python: Any) -> None:
-    directory = tmp_path / "run"
-    assert run_python(KILLED_IN_A_SAVE, directory).returncode == 1
-    (directory / ".step-0000000007.deleting").mkdir()
-    left = sorted(path.name for path in directory.iterdir() if path.name.startswith(".step"))
-    assert len(left) == 2
-    found = told("doctor", directory, *SMALL, code=1)
-    assert sorted(found["run"]["stale_files"]) == left
-    (warning,) = found["warnings"]
-    assert all(name in warning for name in left)
-    assert sorted(path.name for path in directory.iterdir() if path.name.startswith(".step")) == left
-    with jct.StepManager(directory) as manager:
-        save_steps(manager, 3)
-    assert told("doctor", directory, *SMALL)["run"]["stale_files"] == []
 
 
 def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

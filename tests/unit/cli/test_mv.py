@@ -23,9 +23,7 @@ from tests.support.runs import (
     save_steps,
     step_of,
     step_path,
-    talking_to,
 )
-from tests.unit.cli.test_prune import OWNER
 
 
 def names(directory: Path) -> list[str]:
@@ -81,16 +79,6 @@ def test_what_a_roll_back_has_left_behind_may_go(tmp_path: Path) -> None:
     assert told("mv", directory, tmp_path / "left", "--step", 3)["removed"] is True  # nobody goes on from it
     refused("mv", directory, tmp_path / "new", "--step", 2, code=2)
     assert jct.StepManager(directory).steps == [1, 2]
-
-
-def test_a_step_of_a_run_that_lives_stays(tmp_path: Path) -> None:
-    directory = made_run(tmp_path / "run", 1, 2)
-    with talking_to(OWNER, directory) as owner:
-        assert owner.read() == "owned"
-        message = refused("mv", directory, tmp_path / "new", "--step", 1, code=4)
-        assert f"owned by process {owner.process.pid}" in message
-        assert not (tmp_path / "new").exists()
-    assert told("mv", directory, tmp_path / "new", "--step", 1)["removed"] is True
 
 
 def test_a_damaged_source_stays_and_nothing_is_made(tmp_path: Path) -> None:

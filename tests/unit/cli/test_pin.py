@@ -9,8 +9,7 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.support.commands import printed, refused, run, told
-from tests.support.runs import made_run, save_steps, step_path, talking_to, truncate_the_manifest
-from tests.unit.cli.test_prune import OWNER
+from tests.support.runs import made_run, save_steps, step_path, truncate_the_manifest
 
 
 def pinned(directory: Path) -> list[int]:
@@ -36,14 +35,6 @@ def test_a_policy_lets_a_pinned_step_be(tmp_path: Path) -> None:
     with jct.StepManager(directory, preservation_policy=jct.LatestN(1)) as manager:
         save_steps(manager, 3, 4)
     assert jct.StepManager(directory).steps == [1, 4]
-
-
-def test_a_live_owner_is_not_disturbed(tmp_path: Path) -> None:
-    directory = made_run(tmp_path / "run", 1)
-    with talking_to(OWNER, directory) as owner:
-        assert owner.read() == "owned"
-        assert f"owned by process {owner.process.pid}" in refused("pin", directory, 1, code=4)
-        assert pinned(directory) == []
 
 
 def test_a_step_that_there_is_not_ends_with_3(tmp_path: Path) -> None:

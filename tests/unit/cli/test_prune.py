@@ -21,19 +21,10 @@ from tests.support.runs import (
     remove_the_segment,
     save_steps,
     step_path,
-    talking_to,
     truncate_the_manifest,
 )
 
 KEYS = {"run", "kept_by", "deleted", "bytes", "failed", "owner", "steps"}
-OWNER = """
-import sys
-import jaxckpt_train as jct
-with jct.StepManager(sys.argv[1]) as manager:
-    manager.own()
-    print("owned")
-    sys.stdin.readline()
-"""
 
 
 def run_with_losses(directory: Path, *losses: float) -> Path:
@@ -170,19 +161,6 @@ def test_what_a_roll_back_left_behind_stays_until_it_is_saved_again(tmp_path: Pa
         "step-0000000004": (False, ["newest", "--keep-latest 1"]),
     }
     assert sorted(path.name for path in directory.glob("step-*")) == ["step-0000000003", "step-0000000004"]
-
-
-def test_a_live_owner_is_not_pruned(tmp_path: Path) -> None:
-    directory = made_run(tmp_path / "run", 1, 2)
-    with talking_to(OWNER, directory) as owner:
-        assert owner.read() == "owned"
-        found = told("prune", directory, "--keep-latest", 1)
-        assert found["owner"].startswith(f"process {owner.process.pid} on ")
-        assert "--yes is refused while it lives" in printed("prune", directory, "--keep-latest", 1)
-        message = refused("prune", directory, "--keep-latest", 1, "--yes", code=4)
-        assert f"owned by process {owner.process.pid}" in message
-        assert len(list(directory.glob("step-*"))) == 2
-    assert going(told("prune", directory, "--keep-latest", 1, "--yes")) == [1]
 
 
 def test_a_disk_that_keeps_nothing_keeps_what_would_be_replaced(

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 import jaxckpt_train as jct
 from jaxckpt_train.cli.main import app
 from jaxckpt_train.report.page import MARK
-from tests.conftest import RunPython
 from tests.support.commands import all_commands
 from tests.support.report_runs import write_history
 from tests.support.runs import Counter, made_run, state_of, step_path, truncate_the_manifest
@@ -147,37 +146,6 @@ def test_a_place_that_is_not_there_ends_with_4(tmp_path: Path) -> None:
     code, _, error = report(made_run(tmp_path / "run", 1), "-o", tmp_path / "none" / "page.html")
     assert code == 4
     assert "expected the directory of the page" in error
-
-
-def test_without_the_library_it_says_what_to_install_and_json_works(tmp_path: Path, run_python: RunPython) -> None:
-    run = made_run(tmp_path / "run", 1)
-    program = """
-import sys
-sys.modules["bokeh"] = None  # as where it is not installed
-from jaxckpt_train.cli.main import main
-main()
-"""
-    done = run_python(program, "report", run, "-o", tmp_path / "page.html", fresh=True)
-    assert done.returncode == 2
-    told = "jaxckpt: report: a page needs the package bokeh: pip install jaxckpt-train[report]"
-    assert done.stderr == f"{told}; --json needs nothing more\n"
-    done = run_python(program, "report", run, "--json", check=True, fresh=True)
-    assert json.loads(done.stdout)["run"] == str(run)
-
-
-def test_neither_jax_nor_for_json_the_library_is_imported(tmp_path: Path, run_python: RunPython) -> None:
-    run = made_run(tmp_path / "run", 1, 2)
-    program = """
-import sys
-from jaxckpt_train.cli.main import app
-try:
-    app(sys.argv[1:])
-except SystemExit as end:
-    assert end.code == 0, end.code
-print(sorted({"jax", "bokeh"} & {name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
-"""
-    assert run_python(program, "report", run, "--json", check=True, fresh=True).stderr == "[]\n"
-    assert run_python(program, "report", run, "-o", tmp_path / "a.html", check=True, fresh=True).stderr == "['bokeh']\n"
 
 
 def test_the_documentation_tells_all_options_and_all_keys(tmp_path: Path, repo_root: Path) -> None:

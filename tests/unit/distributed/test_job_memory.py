@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,35 +29,7 @@ pytestmark = [
     pytest.mark.timeout(120),
 ]
 
-SIZE, TURNS = 50_000, 200
-PROCESS = "import sys; from tests.unit.distributed.test_job_memory import be_process; be_process(int(sys.argv[1]))"
-
-
-def be_process(number: int) -> None:
-    memory = ColocatedMemory(SIZE)
-    print(memory.address.hex(), flush=True)
-    memory.join([bytes.fromhex(word) for word in sys.stdin.readline().split()], number)
-    print("joined", flush=True)
-    sys.stdin.readline()
-    memory.hide()
-    take_turns(memory)
-    memory.close()
-    print("right")
-
-
-def take_turns(memory: ColocatedMemory) -> None:
-    """All write at a time, and look at what all have written before they write again."""
-    for turn in range(TURNS):
-        while memory.all_have_taken() < turn:
-            memory.wait()
-        memory.data[memory.process][:] = (turn * 3 + memory.process) % 256
-        memory.announce(turn + 1, turn)
-        for process, data in enumerate(memory.data):
-            while memory.has_given(process) <= turn:
-                memory.wait()
-            assert memory.has_given(process) == turn + 1
-            assert np.all(data == (turn * 3 + process) % 256), (turn, process)
-        memory.announce(turn + 1, turn + 1)
+SIZE = 50_000
 
 
 def joined(count: int) -> list[ColocatedMemory]:
@@ -77,47 +47,6 @@ def three() -> Iterator[list[ColocatedMemory]]:
     yield made
     for each in made:
         each.close()
-
-
-def test_processes_see_all_that_the_others_have_given(repo_root: Path) -> None:
-    own = ColocatedMemory(SIZE)
-    others = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(number)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(repo_root)},
-        )
-        for number in (1, 2)
-    ]
-    try:
-        addresses = [own.address.hex(), *(line_of(process).strip() for process in others)]
-        for process in others:
-            tell(process, " ".join(addresses))
-        own.join([bytes.fromhex(address) for address in addresses], 0)
-        assert [line_of(process) for process in others] == ["joined\n"] * 2
-        for process in others:
-            tell(process, "all have joined")
-        take_turns(own)
-        assert [process.communicate(timeout=60)[0] for process in others] == ["right\n"] * 2
-    finally:
-        for process in others:
-            process.kill()
-            process.communicate()
-        own.hide()
-        own.close()
-
-
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
-
-
-def tell(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(line + "\n")
-    process.stdin.flush()
 
 
 def test_what_was_told_is_of_who_told_it(three: list[ColocatedMemory]) -> None:

@@ -4,66 +4,16 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import pytest
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.metrics.events import MOST_WAITING, Feed, Feeds, Owned, Sink, checked_sinks
-from tests.support.forking import Tell, forked
-
-LONGEST_S = 60  # to wait for what comes at once
-
-
-class Recorder:
-    """Keeps what it is told, and on which thread."""
-
-    def __init__(self) -> None:
-        self.events: list[Mapping[str, Any]] = []
-        self.threads: list[threading.Thread] = []
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        self.threads.append(threading.current_thread())
-        self.events.append(event)
-
-    @property
-    def steps(self) -> list[int]:
-        return [event["step"] for event in self.events]
-
-
-class Held(Recorder):
-    """Does not return before it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached, self.go = threading.Event(), threading.Event()
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        self.reached.set()
-        assert self.go.wait(LONGEST_S)
-        super().__call__(event)
-
-
-@pytest.fixture
-def held() -> Iterator[Held]:
-    """A sink that is let go at the end."""
-    sink = Held()
-    yield sink
-    sink.go.set()
-
-
-def line(step: int) -> bytes:
-    return msgspec.json.encode({"event": "save", "step": step})
-
-
-def put(feeds: Feeds, *steps: int) -> None:
-    for step in steps:
-        feeds.put(line(step))
+from tests.support.sinks import LONGEST_S, Closable, Held, Recorder, line, put
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -256,60 +206,12 @@ def test_a_log_that_fails_ends_no_feed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [1, 2]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_forked_child_leaves_its_parent_s_events_to_it_and_has_a_thread_for_its_own(held: Held) -> None:
-    child_s: list[int] = []
-
-    def sink(event: Mapping[str, Any]) -> None:
-        if os.getpid() == parent:
-            held(event)
-        else:
-            child_s.append(event["step"])
-
-    def work(tell: Tell) -> None:
-        feeds.finish()
-        tell("after nothing", child_s)
-        put(feeds, 7)
-        feeds.finish()
-        tell("after its own", child_s)
-
-    parent = os.getpid()
-    feeds = Feeds([sink])
-    put(feeds, 1, 2)
-    assert held.reached.wait(LONGEST_S)
-    assert forked(work, longest_s=20) == ([("after nothing", []), ("after its own", [7])], 0)
-    held.go.set()
-    feeds.finish()
-    assert held.steps == [1, 2]
-
-
-class Closable(Recorder):
-    """Says when it is closed."""
-
-    def close(self) -> None:
-        self({"step": -1})
-
-
 def test_only_a_sink_that_was_made_for_the_run_is_closed_with_it_and_last() -> None:
     mine, given, plain = Closable(), Closable(), Recorder()
     feeds = Feeds([Owned(mine), given, Owned(plain)])
     put(feeds, 1, 2)
     feeds.finish()
     assert (mine.steps, given.steps, plain.steps) == ([1, 2, -1], [1, 2], [1, 2])
-
-
-@pytest.mark.filterwarnings("ignore:.*fork")
-def test_nor_is_it_closed_by_a_forked_child() -> None:
-    mine = Closable()
-    feeds = Feeds([Owned(mine)])
-
-    def work(tell: Tell) -> None:
-        feeds.finish()
-        tell("steps", mine.steps)
-
-    assert forked(work, longest_s=20) == ([("steps", [])], 0)
-    feeds.finish()
-    assert mine.steps == [-1]
 
 
 def test_a_close_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,10 +24,10 @@ from jaxckpt_train.metrics import events as feed
 from jaxckpt_train.run.history import HISTORY_NAME, History
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.fake_backends import RefusingBackend
-from tests.support.killed_saves import die, killed
-from tests.support.runs import START, Counter, flip_a_payload_byte, save_steps, state_of, step_path
+from tests.support.runs import START, Counter, save_steps, state_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
-from tests.unit.metrics.test_events import LONGEST_S, Held, Recorder, warnings
+from tests.support.sinks import LONGEST_S, Held, Recorder
+from tests.unit.metrics.test_events import warnings
 
 
 @pytest.fixture(autouse=True)
@@ -82,27 +82,6 @@ def test_sinks_get_what_the_history_has_of_a_training_that_is_preempted_and_goes
     assert [event["step"] for event in second.events if event["event"] == "restore"] == [7]
     straight = train(tmp_path / "straight", 10)
     assert np.asarray(state["w"]).tobytes() == np.asarray(straight["w"]).tobytes()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_lock_that_is_taken_over_and_a_damaged_step_are_told_too(tmp_path: Path) -> None:
-    def own(patch: pytest.MonkeyPatch) -> None:
-        owner = jct.StepManager(tmp_path)
-        owner.own()
-        die()
-
-    with jct.StepManager(tmp_path) as manager:
-        save_steps(manager, 1, 2)
-    killed(own)
-    before = history(tmp_path)
-    flip_a_payload_byte(step_path(tmp_path, 2))
-    sink = Recorder()
-    with jct.StepManager(tmp_path, sinks=[sink]) as manager:
-        manager.own()
-        manager.restore()
-    told = [kind for kind in kinds(sink.events) if kind in ("take_over", "set_aside", "restore")]
-    assert told == ["take_over", "set_aside", "restore"]
-    assert sink.events == history(tmp_path)[len(before) :]
 
 
 def test_a_save_that_failed_is_told(tmp_path: Path) -> None:
@@ -248,19 +227,6 @@ def test_what_are_no_sinks_is_refused_by_name(tmp_path: Path) -> None:
         jct.StepManager(tmp_path, sinks=[{"_target_": "jaxckpt_train.PrometheusSink"}])  # type: ignore[list-item]
     with pytest.raises(jct.SettingsError, match=r"checkpoint.sinks: expected a list of sinks"):
         jct.CheckpointCallback(tmp_path, sinks=print)  # type: ignore[arg-type]
-
-
-def test_nothing_of_what_sinks_need_is_imported_until_one_is_made(run_python: Any) -> None:
-    program = """
-import sys, jaxckpt_train as jct
-jct.PrometheusSink, jct.OpenTelemetrySink, jct.WriterSink
-jct.StepManager("run", sinks=[print])
-print([name for name in ("prometheus_client", "opentelemetry", "tensorboardX", "clu") if name in sys.modules])
-jct.PrometheusSink(port=0), jct.OpenTelemetrySink()
-print([name for name in ("prometheus_client", "opentelemetry", "tensorboardX", "clu") if name in sys.modules])
-"""
-    lines = run_python(program, check=True, fresh=True).stdout.splitlines()
-    assert lines == ["[]", "['prometheus_client', 'opentelemetry']"]
 
 
 @pytest.mark.parametrize(

@@ -161,27 +161,6 @@ def test_where_there_is_no_deadline_a_state_is_waited_for(tmp_path: Path, grace_
     assert jct.StepManager(tmp_path).steps == [1]
 
 
-GIVEN_UP = """
-import atexit, os, signal, sys
-atexit.register(print, "registered before", flush=True)
-import numpy as np
-from tests.support.fake_backends import HoldingBackend, callback_on
-
-ckpt = callback_on(HoldingBackend("rename", "step-0000000001"), sys.argv[1], grace_period_s=1.0)
-with ckpt:
-    ckpt.resume({"w": np.zeros(3)})
-    os.kill(os.getpid(), signal.SIGTERM)
-    ckpt({"w": np.ones(3)})
-"""
-
-
-def test_what_others_do_at_exit_is_done_once_after_a_save_was_given_up(tmp_path: Path, run_python: Any) -> None:
-    done = run_python(GIVEN_UP, tmp_path, timeout_s=60)
-    assert done.returncode == 75
-    assert done.stdout == "registered before\n"
-    assert "RecursionError" not in done.stderr
-
-
 @pytest.mark.parametrize("mode", ["device", "stream"])
 def test_what_is_still_being_computed_is_no_stall(tmp_path: Path, mode: Any) -> None:
     settings = jct.StoreSettings(snapshot=mode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,6 @@ from tests.support.metadata_servers import (
     started,
     until,
 )
-from tests.support.runs import talking_to
 
 QUICK: dict[str, Any] = {"poll_s": 0.02, "timeout_s": 0.1}
 
@@ -180,52 +178,6 @@ def test_one_that_is_dropped_leaves_no_thread(kind: Kind) -> None:
         del source
         gc.collect()
         until(lambda: not notice_threads())
-
-
-FORK = """
-import os, sys, threading
-from jaxckpt_train.preemption.clouds import GceNotice
-from jaxckpt_train.preemption.sources import WatchedSources
-class Noting(GceNotice):
-    def left(self, step):
-        print("left", step, flush=True)
-source = Noting(url=sys.argv[1], poll_s=0.02, timeout_s=60.0)
-sources = WatchedSources([source])
-sources.start()
-print("ready", flush=True)
-sys.stdin.readline()
-child = os.fork()
-if child == 0:
-    assert sources.to_tell() == []
-    sources.stop()
-    assert threading.active_count() == 1 and source.notice() is None
-    os._exit(7)
-print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-while source.notice() is None:
-    threading.Event().wait(0.01)
-[(told, _)] = sources.to_tell()
-told.left(4)
-sources.stop()
-print("threads", threading.active_count(), "jax" in sys.modules)
-"""
-
-
-def test_a_fork_has_no_thread_tells_nothing_and_does_not_cut_its_parent_off() -> None:
-    go_on, gce = threading.Event(), Gce()
-    gce.values["preempted"] = "TRUE"
-
-    def respond(handler: Handler, server: Server) -> None:
-        go_on.wait()
-        gce(handler, server)
-
-    with Server(respond) as server, talking_to(FORK, server.url, fresh=True) as process:
-        assert process.read() == "ready"
-        assert server.wait_for(1) == ["GET /computeMetadata/v1/instance/preempted"]
-        process.tell("fork")
-        assert process.read() == "child 7"
-        go_on.set()
-        assert process.finish() == (0, "left 4\nthreads 1 False\n")
-        assert server.requests.empty(), "the request that was under way at the fork was answered"
 
 
 @both

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -16,36 +15,8 @@ import pytest
 import jaxckpt_train as jct
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.support.interrupts import once_waiting
-from tests.support.runs import Counter, state_of, step_of, talking_to
+from tests.support.runs import Counter, state_of, step_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
-
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-MANY_SIGNALS = """
-import sys, threading
-from tests.support.fake_backends import HoldingBackend, callback_on
-from tests.support.runs import Counter, state_of
-
-backend = HoldingBackend("rename", "step-0000000003")
-ckpt = callback_on(backend, sys.argv[1])
-
-def talk():
-    print("ready", flush=True)
-    backend.reached.wait()
-    print("saving", flush=True)
-    sys.stdin.readline()
-    backend.go.set()
-
-with ckpt:
-    state, data = ckpt.resume(state_of(0), Counter())
-    for step in ckpt.steps(10**9):
-        next(data)
-        state = state_of(step + 1)
-        if step == 2:
-            threading.Thread(target=talk, daemon=True).start()
-            while ckpt._watch._signals.received is None:
-                pass
-        ckpt(state)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -64,19 +35,6 @@ def check_saved(directory: Path, step: int) -> None:
     assert manager.steps == [step]
     restored = manager.restore({"state": state_of(0), "data": Counter()})
     assert (step_of(restored), restored["data"].position) == (step, step)
-
-
-def test_many_signals_while_saving_do_not_kill_the_save(tmp_path: Path) -> None:
-    with talking_to(MANY_SIGNALS, tmp_path) as job:
-        assert job.read() == "ready"
-        job.process.send_signal(signal.SIGTERM)
-        assert job.read() == "saving"
-        for number in range(60):
-            job.process.send_signal(getattr(signal, SIGNALS[number % 3]))
-        job.tell("go on")
-        code, _ = job.finish()
-    assert code == 75
-    check_saved(tmp_path, 3)
 
 
 def test_a_save_that_takes_longer_than_the_grace_period_is_given_up_and_costs_no_step(
@@ -235,63 +193,3 @@ def test_what_was_given_up_is_no_success_whatever_the_exit_code(tmp_path: Path) 
     backend.go.set()
     assert ckpt.manager._save_slot.given_up is not None
     ckpt.manager._save_slot.given_up.wait(60)
-
-
-AGAIN = """
-import atexit, os, signal, sys
-import numpy as np, jaxckpt_train as jct
-atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))  # as launchers do
-with jct.CheckpointCallback(sys.argv[1] + "/a") as outer:
-    state = outer.resume({"w": np.zeros(4)})
-"""
-NESTED = """
-    with jct.CheckpointCallback(sys.argv[1] + "/b") as inner:
-        other = inner.resume({"w": np.ones(4)})
-        for step in outer.steps(10):
-            if step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            outer(state)
-            inner(other, step=step + 1)
-"""
-OWN = """
-    for step in outer.steps(10):
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        outer(state)
-    if outer.preempted:
-        sys.exit(75)
-"""
-
-
-@pytest.mark.parametrize("loop", [NESTED, OWN])
-def test_a_signal_that_comes_again_at_the_end_changes_no_exit_code(tmp_path: Path, loop: str, run_python: Any) -> None:
-    assert run_python(AGAIN + loop, tmp_path).returncode == 75
-    assert jct.StepManager(tmp_path / "a").steps == [3]
-
-
-FORKS = """
-import os, sys
-from tests.support.fake_backends import HoldingBackend, callback_on
-from tests.support.runs import state_of
-backend = HoldingBackend("rename", "step-0000000001")
-child = None
-with callback_on(backend, sys.argv[1], save_interval_steps=1) as ckpt:
-    ckpt.resume(state_of(0))
-    ckpt(state_of(1))
-    child = os.fork()
-    if child == 0:
-        {ending}
-    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    backend.go.set()
-if child == 0:
-    print("of the child", flush=True)
-"""
-
-
-@pytest.mark.parametrize(("ending", "code"), [("sys.exit(0)", 0), ("sys.exit(7)", 7), ("1 / 0", 1)])
-def test_a_forked_child_leaves_the_save_to_its_parent(tmp_path: Path, ending: str, code: int, run_python: Any) -> None:
-    done = run_python(FORKS.format(ending=ending), tmp_path, check=True)
-    assert done.stdout == f"child {code}\n"
-    assert "CheckpointTimeoutError" not in done.stderr
-    assert ("Traceback" in done.stderr) == (ending == "1 / 0")
-    assert jct.StepManager(tmp_path).steps == [1]

@@ -259,19 +259,3 @@ def test_before_the_start_no_handler_is_installed() -> None:
     assert signal.getsignal(signal.SIGTERM) != before
     watch.stop()
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-POOL = """
-import multiprocessing, time
-from jaxckpt_train.preemption.watch import SignalNotice
-notice = SignalNotice(["SIGTERM"])
-notice.install()
-with multiprocessing.get_context("fork").Pool(2) as pool:
-    pool.map(abs, range(4))
-    pool.map_async(time.sleep, [600] * 4)
-assert notice.received is None
-"""
-
-
-def test_forked_children_die_of_signals_as_they_would_elsewhere(run_python: Any) -> None:
-    run_python(POOL, check=True, timeout_s=60)

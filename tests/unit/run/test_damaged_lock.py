@@ -15,9 +15,7 @@ from jaxckpt_train.run import lock as lock_module
 from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.process_identity import this_process
-from tests.unit.run.test_lock import Beats, Between, new_lock, quick_looks
-
-__all__ = ["quick_looks"]
+from tests.support.locks import Beats, Between, new_lock
 
 
 def lock_of(pid: int) -> bytes:

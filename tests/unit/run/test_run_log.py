@@ -220,35 +220,6 @@ def test_an_owner_that_was_superseded_says_nothing_of_its_end(tmp_path: Path) ->
         assert (lost.how, running.how, running.last_step) == ("killed", "running", 5)
 
 
-FORKS = """
-import os, sys
-import jaxckpt_train as jct
-from tests.support.runs import state_of
-
-with jct.CheckpointCallback(sys.argv[1], save_interval_steps=2) as ckpt:
-    ckpt.resume(state_of(0))
-    for step in ckpt.steps(4):
-        ckpt(state_of(step + 1))
-        if step == 2:
-            child = os.fork()
-            if child == 0:
-                ckpt.summary()
-                sys.exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-if os.getpid() == ckpt.manager._run._lock._record.process.pid:
-    print(os.getpid())
-"""
-
-
-def test_a_forked_child_says_nothing_of_an_end(tmp_path: Path, run_python: Any) -> None:
-    done = run_python(FORKS, tmp_path, check=True)
-    events = jct.StepManager(tmp_path).history.events()
-    assert [event["event"] for event in events] == ["start", "resumed", "save", "save", "end"]
-    assert done.stdout.splitlines()[-1] == str(events[0]["pid"])
-    assert (events[-1]["how"], events[-1]["step"]) == ("finished", 4)
-    assert events[0]["pid"] != os.getpid()
-
-
 def test_a_request_to_leave_ends_the_wait_for_a_note(tmp_path: Path) -> None:
     backend = SilentHistory(1)
     ckpt = callback_on(backend, tmp_path, grace_period_s=2.0, on_preemption="raise")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import resource
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,18 +13,13 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.store.backends import local, local_names
+from jaxckpt_train.store.backends import local
 from jaxckpt_train.store.backends.local import LocalBackend
-from jaxckpt_train.store.removal import remove_dead_attempts
 from tests.support.file_content import content
-from tests.support.forking import Tell, forked
 from tests.support.killed_saves import (
     OF_KILLED_SAVES,
     assert_holds,
     dead_attempt,
-    die,
-    killed,
-    killed_after_the_exchange,
     names,
     of_another_boot,
     save_under,
@@ -35,8 +28,6 @@ from tests.support.overwritten import RUN, OwnFiles, begin_run, damage
 
 pytestmark = OF_KILLED_SAVES
 OLD, NEW, NEXT = ({"w": np.arange(length)} for length in (4, 5, 6))
-MEMORY_BYTES = 600 << 20
-GROWN_BYTES = 1 << 30
 
 
 def without_manifest(checkpoint: Path) -> None:
@@ -45,41 +36,6 @@ def without_manifest(checkpoint: Path) -> None:
     (checkpoint / "configs").mkdir()
     (checkpoint / "configs" / "a.yaml").write_text("mine")
     (checkpoint / "manifest.json").unlink()
-
-
-@pytest.mark.parametrize("is_empty", [False, True])
-def test_a_kill_before_the_look_at_a_checkpoint_without_manifest_costs_nothing_that_was_in_it(
-    tmp_path: Path, is_empty: bool
-) -> None:
-    without_manifest(tmp_path / "c")
-    if is_empty:
-        (tmp_path / "c" / "manifest.json").touch()
-    before = content(tmp_path / "c")
-    killed_after_the_exchange(tmp_path / "c", NEW)
-    for _ in range(2):
-        jct.save(tmp_path / "c", NEXT, overwrite=True)
-        assert_holds(tmp_path / "c", NEXT)
-        assert content(tmp_path / "c.replaced-1") == before
-        assert names(tmp_path) == ["c", "c.replaced-1"]
-
-
-@pytest.mark.parametrize("is_run", [False, True])
-def test_a_kill_before_the_look_costs_no_steps_that_took_the_name_meanwhile(tmp_path: Path, is_run: bool) -> None:
-    checkpoint = tmp_path / "c"
-
-    def take_the_name() -> None:
-        checkpoint.rename(tmp_path / "elsewhere")
-        begin_run(checkpoint)
-        for path in [] if is_run else [*checkpoint.glob(".*"), *checkpoint.glob("*.jsonl")]:
-            path.unlink()
-
-    jct.save(checkpoint, OLD)
-    killed_after_the_exchange(checkpoint, NEW, take_the_name)
-    for _ in range(2):
-        jct.save(checkpoint, NEXT, overwrite=True)
-        assert_holds(checkpoint, NEXT)
-        assert_holds(tmp_path / "c.replaced-1" / "step-0000000001", RUN)
-        assert names(tmp_path) == ["c", "c.replaced-1", "elsewhere"]
 
 
 def test_where_it_is_kept_is_on_the_disk_before_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,55 +115,6 @@ def test_what_lies_aside_and_cannot_be_looked_at_makes_the_save_fail(
     assert names(tmp_path) == ["c", "c.replaced-1"]
 
 
-@pytest.mark.parametrize("where", [lambda checkpoint: checkpoint, dead_attempt], ids=["replaced", "left"])
-def test_a_manifest_that_has_grown_needs_no_memory(tmp_path: Path, where: Callable[[Path], Path]) -> None:
-    checkpoint = tmp_path / "c"
-    jct.save(checkpoint, OLD)
-    if (grown := where(checkpoint)) != checkpoint:
-        save_under(grown, {"state": OLD})
-    os.truncate(grown / "manifest.json", GROWN_BYTES)  # with a hole: it takes no room on the disk
-
-    def save(tell: Tell) -> None:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
-        with pytest.raises(MemoryError):
-            bytearray(GROWN_BYTES)
-        jct.save(checkpoint, NEW, overwrite=True)
-
-    assert forked(save) == ([], 0)
-    assert_holds(checkpoint, NEW)
-    assert names(tmp_path) == ["c"]
-
-
-@pytest.mark.parametrize("empty", [["manifest.json"], ["COMMIT"], ["COMMIT", "manifest.json"]], ids="-".join)
-def test_an_attempt_whose_names_alone_had_reached_the_disk_is_removed(
-    tmp_path: Path, empty: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    parts = {"state": NEW, "own": OwnFiles()}
-    sync = LocalBackend.sync
-
-    def sync_or_die(self: LocalBackend, path: str) -> None:
-        if list(tmp_path.glob(".c.tmp-*/COMMIT")):  # all of it is written, and not yet synced
-            die()
-        sync(self, path)
-
-    def work(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(LocalBackend, "sync", sync_or_die)
-        jct.save_checkpointables(tmp_path / "c", parts, overwrite=True)
-
-    jct.save(tmp_path / "c", OLD)
-    killed(work)
-    assert_holds(tmp_path / "c", OLD)
-    (left,) = tmp_path.glob(".c.tmp-*")
-    assert names(left) == ["COMMIT", "manifest.json", "own", "state"]
-    for name in empty:
-        os.truncate(left / name, 0)
-    of_another_boot(left)
-    jct.save_checkpointables(tmp_path / "c", parts, overwrite=True)
-    assert names(tmp_path) == ["c"]
-    assert caplog.messages == []
-
-
 def test_an_object_with_folders_of_its_own_in_a_damaged_checkpoint_stops_no_save_and_is_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,91 +159,6 @@ def test_each_folder_of_what_is_no_checkpoint_is_looked_at_once_or_twice(
     with pytest.raises(jct.NotACheckpointError, match=r"found experiment-0, .*, \.\.\."):
         read(tmp_path)
     assert all(1 <= looks[str(folder)] <= 2 for folder in folders), looks
-
-
-def test_two_that_clean_up_after_the_same_dead_one_tell_of_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    checkpoint = tmp_path / "c"
-    left = dead_attempt(checkpoint)
-    real = LocalBackend.list
-
-    def list_after_the_other(self: LocalBackend, path: str) -> Any:
-        if path == str(left) and left.exists():
-            monkeypatch.setattr(LocalBackend, "list", real)
-            assert forked(lambda tell: remove_dead_attempts(LocalBackend(), str(checkpoint))) == ([], 0)
-            assert not left.exists()
-        return real(self, path)
-
-    jct.save(checkpoint, OLD)
-    (left / "state").mkdir(parents=True)
-    monkeypatch.setattr(LocalBackend, "list", list_after_the_other)
-    jct.save(checkpoint, NEW, overwrite=True)
-    assert LocalBackend.list is real, "the other was not there"
-    assert caplog.messages == []
-    assert names(tmp_path) == ["c"]
-    assert_holds(checkpoint, NEW)
-
-
-def die_at(name: str, where: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """Has this process die right after the first call of `os` of that name that ends with a path like this."""
-
-    def arrange(patch: pytest.MonkeyPatch) -> None:
-        real = getattr(os, name)
-
-        def call(path: str, *args: Any, **options: Any) -> Any:
-            result = real(path, *args, **options)
-            if path.endswith(where):
-                die()
-            return result
-
-        patch.setattr(os, name, call)
-
-    return arrange
-
-
-def refuse_to_sync_directories(patch: pytest.MonkeyPatch) -> None:
-    sync = LocalBackend.sync
-
-    def refuse(self: LocalBackend, path: str) -> None:
-        if ".tmp-" in path and os.path.isdir(path):
-            raise jct.StorageError(errno.EIO, "cannot sync", path)
-        sync(self, path)
-
-    patch.setattr(LocalBackend, "sync", refuse)
-
-
-@pytest.mark.parametrize("durability", ["full", "none"])
-@pytest.mark.parametrize("name", ["c", "two\nlines"])
-@pytest.mark.parametrize(
-    "faults",
-    [[die_at("open", "/COMMIT")], [refuse_to_sync_directories, die_at("unlink", "manifest.json")]],
-    ids=["before the first byte of COMMIT", "in the abort"],
-)
-def test_an_attempt_of_an_object_with_own_files_is_removed_whenever_it_was_killed(
-    tmp_path: Path, faults: list[Any], name: str, durability: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    parts, settings = {"state": OLD, "own": OwnFiles()}, jct.StoreSettings(durability=durability)
-    if refuse_to_sync_directories in faults:
-        settings = jct.StoreSettings()  # else none is synced
-
-    def work(patch: pytest.MonkeyPatch) -> None:
-        scan_entries = local_names.scan_entries  # in any order: here the manifest comes first
-        patch.setattr(
-            local_names,
-            "scan_entries",
-            lambda path: sorted(scan_entries(path), key=lambda each: each.name != "manifest.json"),
-        )
-        for arrange in faults:
-            arrange(patch)
-        jct.save_checkpointables(tmp_path / name, parts, overwrite=True, settings=settings)
-
-    jct.save_checkpointables(tmp_path / name, parts, settings=settings)
-    killed(work)
-    assert len(names(tmp_path)) == 2
-    jct.save_checkpointables(tmp_path / name, parts, overwrite=True, settings=settings)
-    assert names(tmp_path) == [name]
-    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("gone", [["COMMIT"], ["COMMIT", "manifest.json"]], ids="-".join)

@@ -9,7 +9,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -139,49 +138,6 @@ def test_many_threads_leave_it_on() -> None:
         thread.join()
     assert is_on()
     assert quiet_gc._current() is None
-
-
-FORKED = """
-import gc, os, sys, warnings
-from jaxckpt_train.store.threads import paused_collection
-warnings.simplefilter("ignore")
-
-def is_on():
-    return gc.isenabled() and gc.get_threshold()[0] > 0
-
-def child():
-    assert is_on() is (sys.argv[1] != "off"), is_on()
-    with paused_collection():
-        assert not is_on()
-    assert is_on() is (sys.argv[1] != "off"), is_on()
-
-def forked():
-    number = os.fork()
-    if number == 0:
-        status = 1
-        try:
-            child()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
-
-if sys.argv[1] == "paused":
-    with paused_collection():
-        status = forked()
-        assert not is_on()
-else:
-    if sys.argv[1] == "off":
-        gc.disable()
-    status = forked()
-assert is_on() is (sys.argv[1] != "off")
-sys.exit(status)
-"""
-
-
-@pytest.mark.parametrize("parent", ["paused", "on", "off"])
-def test_a_forked_child_has_it_as_the_user_wants_it(run_python: Any, parent: str) -> None:
-    run_python(FORKED, parent, check=True, timeout_s=60)
 
 
 PAUSE = inspect.unwrap(paused_collection)

@@ -163,30 +163,6 @@ def test_loads_from_a_disk_that_answers_go_on(tmp_path: Path) -> None:
     assert all(np.array_equal(found[name][0], array) for name, array in ARRAYS.items())
 
 
-AT_EXIT = """
-import sys, threading
-import numpy as np
-import jaxckpt_train as jct
-from jaxckpt_train import checkpoint
-from jaxckpt_train.store import threads as workers
-from tests.unit.store.test_lost_threads import HalfDeadBackend
-checkpoint._BACKEND = HalfDeadBackend()
-path = sys.argv[1] + "/dead/c"
-jct.save(path, {f"x{n}": np.arange(300_000) + n for n in range(8)})
-workers.GIVE_UP_S = 1.0
-try:
-    jct.load(path)
-except jct.CheckpointTimeoutError:
-    print("given up")
-print("stuck", sum("read" in each.name for each in threading.enumerate()) > 0)
-"""
-
-
-def test_the_end_of_the_process_does_not_wait_for_them(run_python: Any, tmp_path: Path) -> None:
-    done = run_python(AT_EXIT, tmp_path, check=True, timeout_s=ANSWER_S)
-    assert done.stdout.split("\n")[:2] == ["given up", "stuck True"]
-
-
 def test_a_second_interrupt_while_the_first_is_obeyed_takes_no_threads_from_others(
     disk: DeadDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,16 +11,11 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.store.backends import local
-from jaxckpt_train.store.backends.local import LocalBackend, side_name
-from jaxckpt_train.store.removal import remove_dead_attempts
 from tests.support.file_content import content
-from tests.support.forking import Tell, forked
-from tests.support.killed_saves import OF_KILLED_SAVES, assert_holds, dead_attempt, die, names, save_under
-from tests.support.overwritten import OwnFiles
+from tests.support.killed_saves import OF_KILLED_SAVES, assert_holds, dead_attempt, names
 
 pytestmark = OF_KILLED_SAVES
 OLD, NEW, NEXT = ({"w": np.arange(length)} for length in (4, 5, 6))
-PARTS = {"state": OLD, "own": OwnFiles()}
 
 
 def file(aside: Path) -> None:
@@ -75,46 +69,6 @@ def test_what_is_no_checkpoint_stays_as_it_is(tmp_path: Path, make: Callable[[Pa
             jct.save(tmp_path / "c", NEW, overwrite=True)
         assert_holds(tmp_path / "c", OLD)
     assert others(tmp_path) == before
-
-
-def killed_at(call: int, checkpoint: Path) -> bool:
-    """Clean up beside it in a process that dies right before a removal, rename or sync; whether there was one."""
-    calls = list[tuple[str, ...]]()
-
-    def work(tell: Tell) -> None:
-        for name in ("remove", "rename", "sync"):
-            pytest.MonkeyPatch().setattr(LocalBackend, name, counted(getattr(LocalBackend, name)))
-        remove_dead_attempts(LocalBackend(), str(checkpoint))
-
-    def counted(real: Callable[..., None]) -> Callable[..., None]:
-        def do(self: LocalBackend, *paths: str) -> None:
-            calls.append(paths)
-            if len(calls) > call:
-                die()
-            real(self, *paths)
-
-        return do
-
-    told, status = forked(work)
-    assert told == []
-    return status == -signal.SIGKILL
-
-
-def test_what_an_exchange_left_goes_and_a_kill_in_between_does_not_keep_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for call in range(20):
-        checkpoint = tmp_path / str(call) / "c"
-        jct.save(checkpoint, NEW)
-        save_under(Path(side_name(str(checkpoint))), PARTS)
-        was_killed = killed_at(call, checkpoint)
-        jct.save(checkpoint, NEXT, overwrite=True)
-        assert_holds(checkpoint, NEXT)
-        assert names(checkpoint.parent) == ["c"]
-        if not was_killed:
-            break
-    assert 4 < call < 19
-    assert caplog.messages == []
 
 
 def test_a_link_that_an_exchange_left_goes_and_what_it_points_to_stays(tmp_path: Path) -> None:

@@ -4,57 +4,17 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 from flax import nnx
 
 import jaxckpt_train as jct
-from jaxckpt_train.testing import ResumeNotExactError, assert_resume_exact
-from jaxckpt_train.testing.processes import How
+from jaxckpt_train.testing import ResumeNotExactError
+from tests.support.evaluations import CHANGES, EVERY, UPDATES, Place, counts, is_due
 from tests.support.in_one_process import prove_here
 from tests.support.training_loops import Batches
-
-EVERY, UPDATES = 4, 8
-Place = Literal["after", "before", "top"]
-CHANGES = "the state changes between ckpt(...) and the next update (an evaluation?)"
-
-
-class Meter:
-    """Counts the updates since the last evaluation, as metrics of an epoch do."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def get_state(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self.count = int(state["count"])
-
-
-def is_due(updates: int) -> bool:
-    return updates > 0 and updates % EVERY == 0
-
-
-def counts(directory: Path, place: Place = "after", polls: bool = False, updates: int = UPDATES) -> None:
-    """The evaluation resets an object that is saved."""
-    meter, state, data = Meter(), {"w": np.zeros(3)}, Batches()
-    with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
-        state, data, meter = ckpt.resume(state, data, meter=meter)
-        for step in ckpt.steps(updates):
-            if place == "top" and is_due(step):
-                meter.count = 0
-            state = {"w": state["w"] + next(data)["x"].sum(axis=0)}
-            meter.count += 1
-            if place == "before" and is_due(step + 1):
-                meter.count = 0
-            ckpt(state)
-            if place == "after" and is_due(step + 1):
-                meter.count = 0
-            if polls and is_due(step + 1):
-                ckpt.poll()
 
 
 def replaces(directory: Path, polls: bool = True, place: Place = "after") -> None:
@@ -140,12 +100,3 @@ def test_a_change_that_nothing_shows_is_named_where_other_resumes_are_exact(tmp_
     error = failure(silent, tmp_path, 2, 5)
     assert str(error).startswith("update 5: state/draws differs")
     assert error.causes[0] == CHANGES
-
-
-@pytest.mark.parametrize("how", ["kill", "preempt"])
-def test_a_process_that_is_really_ended_resumes_right_before_the_evaluation(how: How, tmp_path: Path) -> None:
-    proof = assert_resume_exact(functools.partial(counts, place="top"), kill_at=2, how=how)
-    assert (proof.interrupted_in, proof.resumed_at) == ((2, 4), (1 if how == "kill" else 2, 4))
-    with pytest.raises(ResumeNotExactError, match=r"update 5: meter/count differs") as caught:
-        assert_resume_exact(counts, kill_at=2, how=how, directory=tmp_path / "proof")
-    assert caught.value.causes[0] == CHANGES

@@ -32,7 +32,6 @@ from jaxckpt_train.pytree.colocated.transfer import HostLeaf, HostReads
 from jaxckpt_train.pytree.target import device_placement
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import open_committed
-from tests.conftest import RunPython
 from tests.support.colocated_states import HOSTS, MIB, PLAIN, abstract, spread, written_by
 from tests.support.same_trees import assert_same, raw
 
@@ -267,41 +266,6 @@ def test_an_error_that_is_too_long_is_told_without_its_end(tmp_path: Path) -> No
     assert b"SettingsError: StoreSettings.digest: expected one of" in answer.error
     with pytest.raises(CheckpointError, match="bytes, but only"):
         answer_array(Answer("h", 1, error=b"x" * room), room)
-
-
-def test_colocated_python_without_its_pickler_is_told(run_python: RunPython, tmp_path: Path) -> None:
-    script = (
-        "import sys; sys.modules['cloudpickle'] = None\n"
-        "import jax.numpy as jnp, jaxckpt_train as jct\n"
-        "jct.save_async(sys.argv[1], {'a': jnp.zeros(3)}, settings=jct.StoreSettings(colocated=True))\n"
-        "print('began')"
-    )
-    done = run_python(script, tmp_path / "c")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "SettingsError: StoreSettings.colocated: JAX's Colocated Python needs the package cloudpickle" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_script_that_ends_without_waiting_still_finishes_the_save(run_python: RunPython, tmp_path: Path) -> None:
-    script = (
-        "import sys, jax, jax.numpy as jnp, jaxckpt_train as jct\n"
-        "tree = {str(i): jax.device_put(jnp.full((1 << 20,), i), d) for i, d in enumerate(jax.devices())}\n"
-        "jct.save_async(sys.argv[1], tree, settings=jct.StoreSettings(colocated=True))"
-    )
-    run_python(script, tmp_path / "c", devices=4, check=True)
-    loaded = jct.load(tmp_path / "c")
-    assert {name: int(leaf[-1]) for name, leaf in loaded.items()} == {"0": 0, "1": 1, "2": 2, "3": 3}
-    assert jct.verify(tmp_path / "c").ok
-
-
-def test_importing_the_package_imports_no_colocated_python(run_python: RunPython, tmp_path: Path) -> None:
-    script = (
-        "import sys, jax.numpy as jnp, jaxckpt_train as jct\n"
-        "jct.save(sys.argv[1], {'a': jnp.zeros(3)}); jct.load(sys.argv[1], like={'a': jnp.ones(3)})\n"
-        "print([name for name in sys.modules if 'colocated_python' in name])"
-    )
-    assert run_python(script, tmp_path / "c", check=True, fresh=True).stdout.strip() == "[]"
 
 
 def test_which_runtimes_have_their_devices_on_other_hosts() -> None:

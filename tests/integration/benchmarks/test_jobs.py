@@ -1,0 +1,54 @@
+"""Jobs of workers: one sample of several, that whoever returns something else is caught, and what is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import jobs
+from benchmarks.job_process import WorkerJob
+from benchmarks.job_workloads import FEW, ROWS
+from benchmarks.leaf import Leaf
+from benchmarks.rounds import Plan, run_rounds, worker
+from benchmarks.workloads import WHOLE, Workload
+from tests.support.fake_subjects import DYING_IN_ONE, HONEST_IN_JOB, OURS_COUNTED, WRONG_IN_ONE
+
+TINY_JOB = Workload(
+    "tiny_job", (Leaf(("params", "a"), (8, 16), spec=("x",)), Leaf(("params", "b"), (6,))), (2, 1), processes=2
+)
+SHARED = Workload("shared", (Leaf(("a",), (2048, 1024), "int32"), Leaf(("b",), (600,))), (2, 1), processes=2)
+SEED = (1, 2, 3)
+COUNTED_APART_BYTES = 1 << 18  # manifests, headers, directories and whole pages
+
+
+def test_an_honest_library_passes_and_who_errs_or_dies_in_one_process_is_caught(tmp_path: Path) -> None:
+    plan = Plan(counted_rounds=1, seed=1, fresh_loads=False, report=lambda line: None)
+    outcome = run_rounds(TINY_JOB, [HONEST_IN_JOB, WRONG_IN_ONE, DYING_IN_ONE], tmp_path, plan)
+    assert [(turn.round, turn.subject) for turn in outcome.turns] == [(0, HONEST_IN_JOB), (1, HONEST_IN_JOB)]
+    assert "leaf params/a: 1 of 256 bytes differ" in outcome.failed[WRONG_IN_ONE]
+    assert "the worker died" in outcome.failed[DYING_IN_ONE]
+
+
+def test_what_ours_writes_and_reads_is_counted_as_it_tells_itself(tmp_path: Path) -> None:
+    with worker(OURS_COUNTED, SHARED, tmp_path / "log") as running:
+        assert isinstance(running, WorkerJob)
+        save = running.save(tmp_path / "one", SEED)
+        (load,) = running.load(tmp_path / "one", SEED, WHOLE)
+    assert len(save.written_bytes) == 2
+    assert max(save.written_bytes) < 0.55 * sum(save.written_bytes)
+    assert SHARED.nbytes <= sum(save.written_bytes) <= SHARED.nbytes + COUNTED_APART_BYTES
+    told = sum(int((tmp_path / f"count-{number}").read_text()) for number in range(2))
+    assert load.read_bytes is not None
+    assert told <= load.read_bytes <= told + COUNTED_APART_BYTES
+
+
+def test_the_command_measures_and_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--dir", str(tmp_path / "work"), "--json", str(tmp_path / "jobs.json"), "--page", str(tmp_path / "page")]
+    jobs.main(["--quick", "--rounds", "1", "--only", ROWS[FEW], "--subjects", "raw,orbax_v0,ours", *where])
+    page = (tmp_path / "page" / "jobs.md").read_text()
+    assert page.startswith("# Multi-process jobs")
+    for subject in ("raw", "orbax_v0", "ours"):
+        assert f"\n| {subject} |" in page
+    assert "rows_2: load" in capsys.readouterr().out
+    assert not (tmp_path / "page" / "results.md").exists()

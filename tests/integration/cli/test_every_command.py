@@ -1,0 +1,262 @@
+"""What holds for every command of `jaxckpt`: its help, its start, wrong calls, and who reads what it prints."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.cli import __main__ as start
+from jaxckpt_train.store.process_identity import huge_malloc_environment
+from tests.conftest import REPO_ROOT, RunPython
+from tests.support.commands import CALLS
+from tests.support.runs import made_run
+from tests.support.same_trees import raw
+
+GOLDEN = REPO_ROOT / "tests" / "golden"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, and a checkpoint with so many leaves that their names fill a pipe."""
+    folder = tmp_path_factory.mktemp("some")
+    made_run(folder / "run", 1, 2, 3)
+    jct.save(folder / "many", {f"leaf-{number:05d}": np.zeros(1) for number in range(3000)})
+    return folder
+
+
+PROGRAM = """
+import json, sys
+from jaxckpt_train.cli.main import main
+try:
+    main()
+except SystemExit as ended:
+    print("\\n" + json.dumps([ended.code, sorted({name.partition(".")[0] for name in sys.modules})]))
+"""
+
+
+def test_each_is_imported_when_it_is_asked_for(directory: Path, run_python: RunPython) -> None:
+    program = PROGRAM.replace('{name.partition(".")[0] for name in sys.modules}', "sys.modules")
+    done = run_python(program, "ls", "run", cwd=directory, check=True, fresh=True)
+    modules = set(json.loads(done.stdout.splitlines()[-1])[1])
+    assert "jaxckpt_train.cli.inspect" in modules
+    assert (
+        not {"jaxckpt_train.cli.maintain", "jaxckpt_train.transforms", "jaxckpt_train.formats.detect", "pydantic"}
+        & modules
+    )
+    done = run_python(program, "--help", cwd=directory, check=True, fresh=True)
+    modules = set(json.loads(done.stdout.splitlines()[-1])[1])
+    assert "jaxckpt_train.cli.main" in modules
+    assert not {"jaxckpt_train.cli.inspect", "numpy"} & modules
+
+
+def test_none_of_them_imports_jax(directory: Path, run_python: RunPython) -> None:
+    for name, arguments in CALLS.items():
+        done = run_python(PROGRAM, *arguments, cwd=directory, check=True, fresh=True)
+        code, modules = json.loads(done.stdout.splitlines()[-1])
+        assert code in (0, None), f"{name}: {done.stdout}{done.stderr}"
+        assert not {"jax", "jaxlib", "flax", "tensorstore", "orbax", "grain", "pydantic"} & set(modules), name
+
+
+WITHOUT_JAX = """
+import json, sys
+for name in ("jax", "jaxlib", "flax", "orbax"):
+    sys.modules[name] = None  # as where it is not installed
+from jaxckpt_train.cli.main import main
+codes = []
+for sys.argv[1:] in json.loads(sys.argv[1]):
+    try:
+        main()
+    except SystemExit as ended:
+        codes.append(ended.code or 0)
+print("\\n" + json.dumps(codes))
+"""
+
+
+def test_what_moves_between_formats_and_looks_at_them_needs_no_jax(directory: Path, run_python: RunPython) -> None:
+    """Those of Orbax are read and written by TensorStore alone."""
+    golden = str(GOLDEN / "orbax" / "0.11.40" / "default" / "saved")
+    calls = [
+        ["export", "run", "hf", "--to", "safetensors", "--step", "3"],
+        ["export", "run", "orbax/3", "--to", "orbax", "--step", "3"],
+        ["import", "hf", "from-hf", "--op", "nest"],
+        ["import", "orbax", "from-orbax", "--step", "3"],
+        ["import", golden, "from-golden"],
+        *([command, path] for command in ("show", "stats") for path in ("hf", "orbax/3", golden)),
+        ["diff", "run", "orbax", "--step-a", "3", "--step-b", "3"],
+        ["diff", "hf", "hf"],
+        ["report", "run"],
+    ]
+    done = run_python(WITHOUT_JAX, json.dumps(calls), cwd=directory, check=True, fresh=True)
+    codes = json.loads(done.stdout.splitlines()[-1])
+    assert [(code, call) for code, call in zip(codes, calls, strict=True) if code] == [], done.stderr
+    states = [jct.load(directory / name)["w"] for name in ("orbax/3", "from-orbax", "from-hf")]
+    assert [raw(each) for each in states] == [raw(jct.load(directory / "run" / "step-0000000003")["w"])] * 3
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ls", "run"], ["show", "many"], ["show", "many", "--json"], ["--help"]], ids=" ".join
+)
+def test_whoever_reads_no_further_gets_no_traceback(directory: Path, arguments: list[str]) -> None:
+    """As `head` does; also where it ends before anything is printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxckpt_train.cli", *arguments],
+        cwd=directory,
+        env={"PYTHONPATH": str(REPO_ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=60), errors) == (0, b"")
+
+
+def test_names_of_any_bytes_and_a_terminal_of_ascii_are_printed(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path / "run-") + b"\xff"
+    made_run(Path(os.fsdecode(folder)), 1)
+    for arguments in (["show", folder], ["stats", folder], ["ls", folder], ["verify", folder], ["ls", folder + b"-"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxckpt_train.cli", *arguments],
+            env={"PYTHONPATH": str(REPO_ROOT), "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert b"Traceback" not in done.stderr, done.stderr.decode()
+        assert done.returncode == (3 if arguments[1] != folder else 0)
+        assert b"\\udcff" in done.stdout + done.stderr or arguments[0] in ("stats", "ls")
+
+
+TUNED = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4194304"
+SAYS_HOW_IT_BEGINS = """
+import os, sys
+with open(os.environ["BEGINS"], "a") as file:
+    file.write(os.environ.get("GLIBC_TUNABLES", "") + "\\n")
+"""
+
+
+@pytest.mark.parametrize("words", [["-m", "jaxckpt_train.cli"], ["jaxckpt"]], ids=["module", "script"])
+def test_an_import_begins_again_with_huge_pages_and_others_do_not(words: list[str], tmp_path: Path) -> None:
+    """What decodes large chunks, and nothing else."""
+    if huge_malloc_environment({}) is None:
+        pytest.skip("this system has no malloc that takes huge pages")
+    (tmp_path / "sitecustomize.py").write_text(SAYS_HOW_IT_BEGINS)
+    script = [sys.executable, str(Path(sys.executable).parent / "jaxckpt")]
+    command = script if words == ["jaxckpt"] else [sys.executable, *words]
+    for name, expected in (("ls", [""]), ("import", ["", TUNED])):
+        told = tmp_path / name
+        environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "BEGINS": str(told)}
+        done = subprocess.run([*command, name, "--help"], env=environment, capture_output=True, text=True, check=True)
+        assert f"jaxckpt {name}" in done.stdout or f"cli {name}" in done.stdout
+        assert told.read_text().splitlines() == expected
+
+
+LAUNCHERS = {
+    "pip": """#!{python}
+# -*- coding: utf-8 -*-
+import re
+import sys
+from jaxckpt_train.cli.__main__ import main
+if __name__ == '__main__':
+    sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])
+    sys.exit(main())
+""",
+    "pip, in a folder with a long name": """#!/bin/sh
+'''exec' {python} "$0" "$@"
+' '''
+# -*- coding: utf-8 -*-
+import re
+import sys
+from jaxckpt_train.cli.__main__ import main
+if __name__ == '__main__':
+    sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])
+    sys.exit(main())
+""",
+    "uv": """#!{python}
+# -*- coding: utf-8 -*-
+import sys
+from jaxckpt_train.cli.__main__ import main
+if __name__ == "__main__":
+    if sys.argv[0].endswith("-script.pyw"):
+        sys.argv[0] = sys.argv[0][:-11]
+    elif sys.argv[0].endswith(".exe"):
+        sys.argv[0] = sys.argv[0][:-4]
+    sys.exit(main())
+""",
+    "somebody": """#!{python}
+import os
+import sys
+print("begins")
+os.chdir("/")
+from jaxckpt_train.cli.__main__ import main
+if __name__ == "__main__":
+    sys.exit(main())
+""",
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_script_that_does_more_than_to_call_the_command_is_not_begun_again(name: str, tmp_path: Path) -> None:
+    if huge_malloc_environment({}) is None:
+        pytest.skip("this system has no malloc that takes huge pages")
+    (tmp_path / "sitecustomize.py").write_text(SAYS_HOW_IT_BEGINS)
+    script = tmp_path / "jaxckpt"
+    script.write_text(LAUNCHERS[name].format(python=sys.executable))
+    script.chmod(0o755)
+    told = tmp_path / "told"
+    environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "BEGINS": str(told), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["./jaxckpt", "import", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "jaxckpt import" in done.stdout
+    assert done.stdout.count("begins") - done.stdout.count("begins itself") == (name == "somebody")
+    assert told.read_text().splitlines() == ([""] if name == "somebody" else ["", TUNED])
+
+
+INTERRUPTS_ITSELF = """
+import os, signal
+if os.environ.get("GLIBC_TUNABLES"):
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_an_interrupt_while_python_starts_again_ends_it_with_130(tmp_path: Path) -> None:
+    if huge_malloc_environment({}) is None:
+        pytest.skip("this system has no malloc that takes huge pages")
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS_ITSELF)
+    command = [sys.executable, "-m", "jaxckpt_train.cli", "import", "--help"]
+    environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_program_that_calls_the_command_is_not_begun_again(run_python: RunPython) -> None:
+    program = "import sys\nprint('once')\nfrom jaxckpt_train.cli import start\nstart.main()"
+    done = run_python(program, "import", "--help", check=True, fresh=True)
+    assert done.stdout.splitlines().count("once") == 1
+
+
+def test_the_script_is_installed_and_is_the_same_as_the_module(directory: Path, run_python: RunPython) -> None:
+    project = tomllib.loads((REPO_ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["jaxckpt"].partition(":")
+    assert getattr(importlib.import_module(module), name) is start.main
+    done = run_python(
+        "import runpy; runpy.run_module('jaxckpt_train.cli', run_name='__main__')",
+        "ls",
+        "run",
+        cwd=directory,
+        fresh=True,
+    )
+    assert (done.returncode, done.stdout.splitlines()[0].split()) == (0, ["step", "size", "age", "state"])

@@ -1,0 +1,21 @@
+"""`jaxckpt mv`: the source goes once the copy is whole, and only what its run can do without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.commands import OWNER, refused, told
+from tests.support.runs import (
+    made_run,
+    talking_to,
+)
+
+
+def test_a_step_of_a_run_that_lives_stays(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2)
+    with talking_to(OWNER, directory) as owner:
+        assert owner.read() == "owned"
+        message = refused("mv", directory, tmp_path / "new", "--step", 1, code=4)
+        assert f"owned by process {owner.process.pid}" in message
+        assert not (tmp_path / "new").exists()
+    assert told("mv", directory, tmp_path / "new", "--step", 1)["removed"] is True

@@ -1,0 +1,197 @@
+"""What becomes of a command whose output nobody reads, or the system refuses; and that nothing in it is raw."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from tests.conftest import REPO_ROOT
+from tests.support.commands import ended, run
+from tests.support.runs import made_run, remove_the_manifest, step_path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, a copy of it whose newest step is damaged, and two checkpoints that differ in many leaves."""
+    made = tmp_path_factory.mktemp("streams")
+    made_run(made / "run", 1, 2)
+    remove_the_manifest(step_path(made_run(made / "damaged", 1, 2), 2))
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        jct.save(made / name, {f"leaf-{number:05d}": np.full(1, value) for number in range(1500)})
+    return made
+
+
+def shell(folder: Path, arguments: str, around: str) -> tuple[int, str, str]:
+    """How a command ends in a shell: `around` has a %s where it is."""
+    return ended(["bash", "-c", around % f"{shlex.quote(sys.executable)} -m jaxckpt_train.cli {arguments}"], folder)
+
+
+@pytest.mark.parametrize("reader", ["true", "head -1"])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [("diff a b", 1), ("diff a b --json", 1), ("show a", 0), ("ls damaged", 1), ("--help", 0), ("diff -h", 0)],
+)
+def test_who_reads_no_further_changes_no_exit_code(folder: Path, arguments: str, code: int, reader: str) -> None:
+    found = shell(folder, arguments, f"set -o pipefail; %s | {reader}")
+    assert (found[0], found[2]) == (code, "")
+
+
+@pytest.mark.parametrize("arguments", ["ls run", "show a", "verify run", "verify run --json", "--help", "--version"])
+def test_a_closed_output_does_no_harm(folder: Path, arguments: str) -> None:
+    assert shell(folder, arguments, "%s >&-") == (0, "", "")
+    assert shell(folder, arguments, "%s >&- 2>&- <&-") == (0, "", "")
+
+
+@pytest.mark.parametrize("streams", ["2>&-", ">&- 2>&-", "2>/dev/full", "2> >(true)"])
+def test_a_closed_error_output_does_no_harm(folder: Path, streams: str) -> None:
+    code, told, _ = shell(folder, "verify run", f"%s {streams}")
+    assert (code, ": ok, " in told) == (0, ">&- 2" not in streams)
+    assert shell(folder, "verify none", f"%s {streams}")[:2] == (3, "")
+    assert shell(folder, "ls --none", f"%s {streams}")[:2] == (2, "")
+
+
+def test_a_file_of_the_work_does_not_get_the_number_of_a_closed_stream(folder: Path, tmp_path: Path) -> None:
+    assert shell(folder, f"cp a {tmp_path}/copy", "%s >&- 2>&- <&-")[0] == 0
+    assert jct.verify(tmp_path / "copy").ok
+
+
+@pytest.mark.parametrize("arguments", ["ls run", "show a", "verify run", "diff a b", "--help", "ls run --json"])
+def test_output_that_is_refused_is_one_line_and_4(folder: Path, arguments: str) -> None:
+    code, _, error = shell(folder, arguments, "%s >/dev/full")
+    assert code == 4
+    assert error.startswith("jaxckpt: standard output: No space left on device; ")
+    assert error.endswith(f"with {int(arguments == 'diff a b')}\n")
+    assert error.count("\n") == 1
+
+
+def test_the_work_is_done_all_the_same(folder: Path, tmp_path: Path) -> None:
+    assert shell(folder, f"cp a {tmp_path}/copy", "%s >/dev/full")[0] == 4
+    assert jct.verify(tmp_path / "copy").ok
+
+
+def test_a_warning_is_one_line(folder: Path) -> None:
+    code, told, error = shell(folder, "verify damaged", "%s")
+    assert code == 1
+    assert f"{step_path(folder / 'damaged', 1)}: ok" in told
+    assert error.startswith(f"jaxckpt: {step_path(folder / 'damaged', 2)} is passed over: ")
+    assert error.count("\n") == 1
+
+
+def test_a_wrong_call_is_a_document_for_who_wants_one(folder: Path) -> None:
+    for arguments in (["ls"], ["ls", "run", "--none"], ["none"], ["show", "a", "--step", "x"], ["--none", "ls"]):
+        done = run(*arguments, "--json")
+        found = json.loads(done.stdout)
+        assert (done.exit_code, found["exit_code"], found["error"], done.stderr) == (2, 2, "UsageError", "")
+        assert found["message"]
+        assert found["notes"] == []
+    assert json.loads(shell(folder, "ls --json", "%s")[1])["exit_code"] == 2
+    done = run("ls", "run", "--none", "--", "--json")
+    assert done.stdout == ""
+    assert "Usage:" in done.stderr
+
+
+INTERRUPTED = """
+import signal, sys
+from jaxckpt_train.cli import start
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jaxckpt_train.cli.main":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+start.main()
+"""
+
+
+def test_an_interrupt_while_it_is_imported_ends_it_with_130(folder: Path, run_python) -> None:
+    done = run_python(INTERRUPTED, "ls", "run", cwd=folder, fresh=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+SAYS_WHEN_IT_WAITS = """
+from jaxckpt_train.cli import start, verify
+
+wait = verify.Latch.wait
+
+def told(latch, timeout_s=None):
+    print("waits", flush=True)
+    return wait(latch, timeout_s)
+
+verify.Latch.wait = told
+start.main()
+"""
+
+
+def test_later_an_interrupt_is_told_as_ever(folder: Path) -> None:
+    command = [sys.executable, "-c", SAYS_WHEN_IT_WAITS, "scrub", str(folder / "run"), "--mib-per-second", "0.00001"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"waits\n"  # between two reads, to keep its rate
+        process.send_signal(2)
+        _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, b"")
+
+
+IN_A_PROGRAM = """
+import contextlib, io, logging, os, sys, threading
+from jaxckpt_train.cli import start
+before, handlers = (sys.stdout, sys.stderr), list(logging.getLogger("jaxckpt_train").handlers)
+codes = []
+
+def call():
+    try:
+        start.main()
+    except SystemExit as ended:
+        codes.append(ended.code)
+
+call()
+kept = io.StringIO()
+with contextlib.redirect_stdout(kept):
+    call()
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+assert (sys.stdout, sys.stderr) == before
+assert logging.getLogger("jaxckpt_train").handlers == handlers
+print(codes, kept.getvalue().count("step-0000000001"))
+"""
+
+
+def test_a_program_that_calls_it_has_its_streams_back(folder: Path, run_python) -> None:
+    done = run_python(IN_A_PROGRAM, "verify", "damaged", cwd=folder)
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert [("ok" in line) for line in lines] == [True, True, False]
+    assert lines[-1] == "[1, 1, 1] 1"
+    assert done.stderr.count("is passed over") == 3
+
+
+def test_a_pipe_that_does_not_wait_is_written_to_all_the_same(folder: Path) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    command = [sys.executable, "-m", "jaxckpt_train.cli", "diff", "a", "b", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=writing, stderr=subprocess.PIPE) as process:
+        os.close(writing)
+        with open(reading, "rb") as pipe:
+            found = json.loads(pipe.read())
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert (process.returncode, len(found["differences"])) == (1, 1500)
+
+
+def test_what_the_page_tells_of_is_not_told_twice(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1)
+    with (directory / "history.jsonl").open("ab") as file:
+        file.write(b"\xff\n" * 3)
+    code, told, error = shell(tmp_path, "report run --json", "%s")
+    assert (code, error) == (0, "")
+    assert len(json.loads(told)["warnings"]) == 3

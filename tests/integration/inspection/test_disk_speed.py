@@ -1,0 +1,32 @@
+"""The trial of a disk: it measures what was really done, and leaves nothing, however it ends."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import talking_to
+
+TRIAL = """
+import sys
+from jaxckpt_train.inspection.disk_speed import try_disk
+from jaxckpt_train.store.backends.local import LocalBackend
+
+def progress(done):
+    print(done)
+    sys.stdin.readline()
+
+try_disk(LocalBackend(), sys.argv[1], 4 << 20, progress)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    with talking_to(TRIAL, tmp_path) as trial:
+        assert trial.read() == str(4 << 20)
+        trial.process.send_signal(number)
+        trial.tell("go on")  # a thread reads: an interrupt is told to the main one once that has ended
+        trial.process.wait(timeout=60)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,63 @@
+"""Sinks of real runs: they get what the history has, and nothing that they do changes what is trained and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.killed_saves import die, killed
+from tests.support.runs import flip_a_payload_byte, save_steps, step_path
+from tests.support.signal_handlers import WATCHED, handlers_put_back
+from tests.support.sinks import Recorder
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    with handlers_put_back(*WATCHED, may_end=True):
+        yield
+
+
+def history(directory: Path) -> list[dict[str, Any]]:
+    return jct.StepManager(directory).history.events()
+
+
+def kinds(events: list[Any]) -> list[str]:
+    return [event["event"] for event in events]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_lock_that_is_taken_over_and_a_damaged_step_are_told_too(tmp_path: Path) -> None:
+    def own(patch: pytest.MonkeyPatch) -> None:
+        owner = jct.StepManager(tmp_path)
+        owner.own()
+        die()
+
+    with jct.StepManager(tmp_path) as manager:
+        save_steps(manager, 1, 2)
+    killed(own)
+    before = history(tmp_path)
+    flip_a_payload_byte(step_path(tmp_path, 2))
+    sink = Recorder()
+    with jct.StepManager(tmp_path, sinks=[sink]) as manager:
+        manager.own()
+        manager.restore()
+    told = [kind for kind in kinds(sink.events) if kind in ("take_over", "set_aside", "restore")]
+    assert told == ["take_over", "set_aside", "restore"]
+    assert sink.events == history(tmp_path)[len(before) :]
+
+
+def test_nothing_of_what_sinks_need_is_imported_until_one_is_made(run_python: Any) -> None:
+    program = """
+import sys, jaxckpt_train as jct
+jct.PrometheusSink, jct.OpenTelemetrySink, jct.WriterSink
+jct.StepManager("run", sinks=[print])
+print([name for name in ("prometheus_client", "opentelemetry", "tensorboardX", "clu") if name in sys.modules])
+jct.PrometheusSink(port=0), jct.OpenTelemetrySink()
+print([name for name in ("prometheus_client", "opentelemetry", "tensorboardX", "clu") if name in sys.modules])
+"""
+    lines = run_python(program, check=True, fresh=True).stdout.splitlines()
+    assert lines == ["[]", "['prometheus_client', 'opentelemetry']"]

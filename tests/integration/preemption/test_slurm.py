@@ -1,0 +1,137 @@
+"""Slurm requeues a job that has left: by a stand-in for `scontrol`, which works, refuses, hangs or is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from tests.support.cluster_programs import in_slurm_job, put_on_path
+from tests.support.metadata_servers import until
+from tests.support.runs import state_of
+
+NOTES_ITS_ARGUMENTS = 'echo "$@" >> $LOG'
+STARTS_ANOTHER_AND_HANGS = "sleep 600 & echo $! $$ >> $LOG; wait"
+ARRAY = {"SLURM_JOB_ID": "1200", "SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"}
+
+
+def is_alive(process: int) -> bool:
+    """Whether it runs; one that has ended, and that nobody has waited for, does not."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.parametrize(("variables", "job"), [({}, "1234"), (ARRAY, "1200_7")])
+def test_a_job_that_has_left_is_requeued_and_of_an_array_only_this_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variables: Any, job: str
+) -> None:
+    log = put_on_path(tmp_path / "bin", "scontrol", NOTES_ITS_ARGUMENTS, monkeypatch)
+    in_slurm_job(monkeypatch, **variables)
+    source = jct.SlurmNotice()
+    source.start()
+    assert source.notice() is None
+    assert caplog.records == []
+    assert not log.exists()
+    source.left(40)
+    source.stop()
+    assert log.read_text() == f"requeue Incomplete {job}\n"
+    assert f"Slurm was asked to requeue job {job}, which goes on from step 40" in caplog.text
+
+
+def test_a_job_without_a_step_is_requeued_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = put_on_path(tmp_path / "bin", "scontrol", NOTES_ITS_ARGUMENTS, monkeypatch)
+    in_slurm_job(monkeypatch)
+    jct.SlurmNotice().left(None)
+    assert log.read_text() == "requeue Incomplete 1234\n"
+    assert "which begins anew, as no step is saved" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (
+            "echo 'Requested operation is presently disabled for job 1234' >&2; exit 1",
+            "scontrol requeue Incomplete 1234 left with 1: 'Requested operation is presently disabled for job 1234'",
+        ),
+        ("printf '\\377'; exit 3", "left with 3: '\ufffd'"),
+        ("printf '\\033[2J\\0'; exit 1", r"left with 1: '\x1b[2J\x00'"),
+        ("head -c 1000000 /dev/zero | tr '\\0' x; exit 1", "left with 1: 'xxx"),
+        (None, "No such file or directory: 'scontrol'"),
+    ],
+)
+def test_what_hinders_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: Any, said: str
+) -> None:
+    put_on_path(tmp_path / "bin", "scontrol" if script else "other", script or "", monkeypatch)
+    in_slurm_job(monkeypatch)
+    jct.SlurmNotice(timeout_s=60).left(40)
+    assert len(caplog.records) == 1
+    assert "Slurm job 1234 is not requeued: scontrol requeue Incomplete 1234" in caplog.text
+    assert "submit it again" in caplog.text
+    assert said in caplog.text
+    assert len(caplog.text) < 1000
+
+
+def test_one_that_hangs_is_ended_with_all_that_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = put_on_path(tmp_path / "bin", "scontrol", STARTS_ANOTHER_AND_HANGS, monkeypatch)
+    in_slurm_job(monkeypatch)
+    jct.SlurmNotice(timeout_s=1.0).left(40)
+    until(lambda: not any(is_alive(int(each)) for each in log.read_text().split()))
+    assert caplog.messages == [
+        "Slurm job 1234 may not be requeued: scontrol requeue Incomplete 1234 timed out after 1 seconds and was ended; "
+        "look for it with squeue, and submit it again if it is not there"
+    ]
+
+
+def test_one_that_is_under_way_when_the_source_is_stopped_is_ended_and_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = put_on_path(tmp_path / "bin", "scontrol", STARTS_ANOTHER_AND_HANGS, monkeypatch)
+    in_slurm_job(monkeypatch)
+    source = jct.SlurmNotice(timeout_s=600.0)
+    thread = threading.Thread(target=source.left, args=(40,))
+    thread.start()
+    until(lambda: log.exists() and len(log.read_text().split()) == 2)
+    source.stop()
+    assert "Slurm job 1234 may not be requeued: scontrol requeue Incomplete 1234 was ended, as there" in caplog.text
+    thread.join()
+    until(lambda: not any(is_alive(int(each)) for each in log.read_text().split()))
+
+
+@pytest.mark.parametrize(("timeout_s", "grace_period_s"), [(11.0, None), (600.0, 4.0)])
+def test_a_run_whose_scontrol_hangs_warns_and_leaves(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    timeout_s: Any,
+    grace_period_s: Any,
+) -> None:
+    """As long as the source allows, also beyond ten seconds; but no longer than the grace period."""
+    log = put_on_path(tmp_path / "bin", "scontrol", STARTS_ANOTHER_AND_HANGS, monkeypatch)
+    in_slurm_job(monkeypatch)
+    asked = tmp_path / "leave"
+    ckpt = jct.CheckpointCallback(
+        tmp_path / "run",
+        notice_file=asked,
+        notices=[jct.SlurmNotice(timeout_s=timeout_s)],
+        grace_period_s=grace_period_s,
+        signals=[],
+    )
+    with pytest.raises(SystemExit), ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(10**9):
+            asked.touch()
+            ckpt(state_of(step + 1))
+    assert caplog.text.count("Slurm job 1234 may not be requeued: scontrol requeue Incomplete 1234") == 1
+    assert ("timed out after 11 seconds" in caplog.text) == (grace_period_s is None)
+    assert ("SlurmNotice: told that the job has left, it is not done after" in caplog.text) != (grace_period_s is None)
+    until(lambda: not any(is_alive(int(each)) for each in log.read_text().split()))

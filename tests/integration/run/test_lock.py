@@ -1,0 +1,246 @@
+"""The owner's lock: who gets a directory, who is refused, and how a dead owner is told from a live one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from jaxckpt_train.errors import DirectoryLockedError, StorageError
+from jaxckpt_train.run import lock as lock_module
+from jaxckpt_train.run.lock import LOCK_NAME, SILENCE_S
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.locks import Beats, Between, edit_owner, new_lock
+from tests.support.runs import Talker, talking_to
+
+OWN = """
+import sys
+from jaxckpt_train.run.lock import OwnerLock
+from jaxckpt_train.store.backends.local import LocalBackend
+lock = OwnerLock(LocalBackend(), sys.argv[1])
+lock.acquire()
+print("owned", flush=True)
+if sys.stdin.readline().strip() == "release":
+    lock.release()
+"""
+RACE = """
+import sys
+from jaxckpt_train.errors import DirectoryLockedError
+from jaxckpt_train.run.lock import OwnerLock
+from jaxckpt_train.store.backends.local import LocalBackend
+lock = OwnerLock(LocalBackend(), sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    lock.acquire()
+    print("won", flush=True)
+except DirectoryLockedError:
+    print("refused", flush=True)
+sys.stdin.readline()
+"""
+
+
+def dead_owner(directory: Path) -> Talker:
+    """A process that owned the directory and was killed."""
+    with talking_to(OWN, directory) as owner:
+        assert owner.read() == "owned"
+    return owner
+
+
+def test_the_directory_of_a_live_process_is_refused_by_host_and_pid(tmp_path: Path) -> None:
+    with talking_to(OWN, tmp_path) as owner:
+        assert owner.read() == "owned"
+        who = f"owned by process {owner.process.pid} on {socket.gethostname()}, which is alive"
+        with pytest.raises(DirectoryLockedError, match=who):
+            new_lock(tmp_path).acquire()
+
+
+@pytest.mark.parametrize("off_s", [-10_000, 10_000])
+def test_a_live_process_of_this_machine_keeps_its_lock_however_old_that_seems(tmp_path: Path, off_s: float) -> None:
+    with talking_to(OWN, tmp_path) as owner:
+        assert owner.read() == "owned"
+        then = (tmp_path / LOCK_NAME).stat().st_mtime + off_s
+        os.utime(tmp_path / LOCK_NAME, (then, then))
+        with pytest.raises(DirectoryLockedError, match=f"process {owner.process.pid}"):
+            new_lock(tmp_path).acquire()
+        owner.tell("release")
+        assert owner.finish()[0] == 0
+    assert new_lock(tmp_path).acquire() is None
+
+
+def test_a_killed_owner_is_replaced_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    owner = dead_owner(tmp_path)
+    assert (tmp_path / LOCK_NAME).exists()
+    dead = new_lock(tmp_path).acquire()
+    assert dead is not None
+    assert (dead.pid, dead.host) == (owner.process.pid, socket.gethostname())
+    assert f"took over from process {owner.process.pid}" in caplog.text
+
+
+def test_an_owner_that_is_dead_but_not_yet_buried_is_replaced(tmp_path: Path) -> None:
+    with talking_to(OWN, tmp_path) as owner:
+        assert owner.read() == "owned"
+        owner.process.kill()
+        owner.process.wait_until_zombie()
+        dead = new_lock(tmp_path).acquire()
+        assert dead is not None
+        assert dead.pid == owner.process.pid
+
+
+def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path: Path) -> None:
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, pid=os.getppid())  # alive, and began at another time
+    dead = new_lock(tmp_path).acquire()
+    assert dead is not None
+    assert dead.pid == os.getppid()
+
+
+ELSEWHERE = [
+    {"host": "another-machine"},
+    {"boot": "another-boot-id"},
+    {"namespace": "pid:[1]"},
+    {"boot": "", "namespace": "", "start": ""},
+    {"start": ""},
+]
+elsewhere = pytest.mark.parametrize("process", ELSEWHERE, ids=lambda process: "-".join(process))
+
+
+@elsewhere
+@pytest.mark.parametrize("off_s", [-10_000, 0, 10_000])
+def test_an_owner_that_cannot_be_seen_is_dead_after_its_silence_whatever_clocks_say(
+    tmp_path: Path, quick_looks: None, process: dict[str, str], off_s: float
+) -> None:
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, **process)
+    then = time.time() + off_s
+    os.utime(tmp_path / LOCK_NAME, (then, then))
+    began_s = time.monotonic()
+    dead = new_lock(tmp_path).acquire()
+    assert time.monotonic() - began_s >= lock_module.SILENCE_S
+    assert dead is not None
+    assert {name: getattr(dead, name) for name in process} == process
+
+
+@elsewhere
+@pytest.mark.parametrize("beats", [(1, 1, 1, 2), (-9, -8), (5, 5, 4), (10**20, 0)], ids=str)
+def test_an_owner_that_cannot_be_seen_lives_if_its_lock_changes_whatever_clocks_say(
+    tmp_path: Path, quick_looks: None, process: dict[str, str], beats: tuple[int, ...]
+) -> None:
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, **process)
+    before = (tmp_path / LOCK_NAME).read_bytes()
+    with pytest.raises(DirectoryLockedError, match="which is alive"):
+        new_lock(tmp_path, Beats(*beats)).acquire()
+    assert (tmp_path / LOCK_NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize("hung_s", [3 * SILENCE_S, 100 * SILENCE_S])
+def test_a_look_that_takes_long_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung_s: float) -> None:
+    """The storage does not answer, or this machine sleeps: the owner cannot beat meanwhile either."""
+    now_s = [0.0]
+    monkeypatch.setattr(lock_module, "time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    class Hanging(LocalBackend):
+        looks = 0
+
+        def modified_ns(self, path: str) -> int:
+            self.looks += 1
+            now_s[0] += hung_s if self.looks == 3 else 1.0
+            return 1 if self.looks < 10 else 2
+
+    monkeypatch.setattr(lock_module, "LOOK_S", 0.001)
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, host="another-machine")
+    with pytest.raises(DirectoryLockedError, match="which is alive"):
+        new_lock(tmp_path, Hanging()).acquire()
+
+
+def test_a_disk_that_refuses_a_look_takes_nothing_over(tmp_path: Path, quick_looks: None) -> None:
+    class Refusing(LocalBackend):
+        def modified_ns(self, path: str) -> int:
+            raise StorageError(errno.EIO, "refused to look", path)
+
+    dead_owner(tmp_path)
+    edit_owner(tmp_path, host="another-machine")
+    before = (tmp_path / LOCK_NAME).read_bytes()
+    with pytest.raises(StorageError) as refused:
+        new_lock(tmp_path, Refusing()).acquire()
+    assert refused.value.errno == errno.EIO
+    assert (tmp_path / LOCK_NAME).read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b'{"process":{"ho'], ids=["empty", "torn"])
+def test_a_lock_that_is_whole_a_moment_later_is_judged_by_what_it_says_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.setattr(lock_module, "LOOK_S", 0.001)
+    with talking_to(OWN, tmp_path) as owner:
+        assert owner.read() == "owned"
+        whole = (tmp_path / LOCK_NAME).read_bytes()
+        (tmp_path / LOCK_NAME).write_bytes(content)
+
+        class Written(LocalBackend):
+            looks = 0
+
+            def modified_ns(self, path: str) -> int:
+                self.looks += 1
+                if self.looks == 3:
+                    Path(path).write_bytes(whole)
+                return super().modified_ns(path)
+
+        with pytest.raises(DirectoryLockedError, match=f"owned by process {owner.process.pid}"):
+            new_lock(tmp_path, Written()).acquire()
+
+
+def test_of_six_processes_that_want_a_dead_owners_lock_one_gets_it(tmp_path: Path) -> None:
+    racers = [Talker(RACE, tmp_path) for _ in range(6)]
+    try:
+        assert [racer.read() for racer in racers] == ["ready"] * 6
+        dead_owner(tmp_path)
+        for racer in racers:
+            racer.tell("go")
+        assert sorted(racer.read() for racer in racers) == ["refused"] * 5 + ["won"]
+    finally:
+        for racer in racers:
+            racer.tell("end")
+            racer.finish()
+
+
+def test_whoever_is_late_to_take_over_does_not_unseat_who_was_quicker(tmp_path: Path) -> None:
+    dead_owner(tmp_path)
+    quick, third = new_lock(tmp_path), new_lock(tmp_path)
+    refused = []
+
+    def try_as_third() -> None:
+        try:
+            third.acquire()
+        except DirectoryLockedError:
+            refused.append("third")
+
+    late = new_lock(tmp_path, Between(quick.acquire, try_as_third))
+    with pytest.raises(DirectoryLockedError, match="this process"):
+        late.acquire()
+    assert refused == ["third"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_takeovers_leave_no_heap_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """An owner that lives long enough removes them, at a heartbeat or at its end."""
+    for _ in range(3):
+        dead_owner(tmp_path)
+    monkeypatch.setattr(lock_module, "SILENCE_S", 0.0)
+    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 1000.0 if ends else 0.01)
+    lock = new_lock(tmp_path)
+    lock.acquire()
+    if ends:
+        lock.release()
+        assert len(os.listdir(tmp_path)) <= 1
+        return
+    while len(os.listdir(tmp_path)) > 2:
+        pass  # ends with the next beat
+    lock.release()

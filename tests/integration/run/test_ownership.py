@@ -1,0 +1,69 @@
+"""Taking a directory and letting go of it: an interrupt on any line of that locks nobody out and hangs nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunPython
+
+pytestmark = pytest.mark.timeout(120)
+
+
+FORKED = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import numpy as np
+import jaxckpt_train as jct
+
+manager = jct.StepManager(sys.argv[1], preservation_policy=jct.LatestN(2))
+for step in (1, 2, 3):
+    manager.save(step, {"state": {"w": np.full(10, step)}})
+    manager.wait()
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    told = []
+    for call in (lambda: manager.save(100, {"state": {"w": np.zeros(3)}}), lambda: manager.pin(3)):
+        try:
+            call()
+        except jct.DirectoryLockedError as error:
+            told.append(str(error))
+    manager.close()
+    os.write(write, "\\n".join(told).encode())
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(os.read(read, 10000).decode().count("a forked child"))
+manager.save(4, {"state": {"w": np.full(10, 4)}})
+manager.close()
+print(jct.StepManager(sys.argv[1]).steps)
+"""
+
+
+def test_a_forked_child_neither_saves_nor_hangs_with_its_parents_manager(tmp_path: Path, run_python: RunPython) -> None:
+    assert run_python(FORKED, tmp_path / "run", check=True, timeout_s=60).stdout.split("\n")[:3] == ["7", "2", "[3, 4]"]
+
+
+DAEMON = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import numpy as np
+import jaxckpt_train as jct
+
+manager = jct.StepManager(sys.argv[1])
+child = os.fork()
+if child == 0:
+    for step in (1, 2):
+        manager.save(step, {"state": {"w": np.full(10, step)}})
+        manager.wait()
+    held = os.path.exists(sys.argv[1] + "/.owner")
+    manager.close()
+    os._exit(10 * held + os.path.exists(sys.argv[1] + "/.owner"))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), jct.StepManager(sys.argv[1]).steps)
+"""
+
+
+def test_a_manager_that_was_made_before_the_fork_saves_in_the_child(tmp_path: Path, run_python: RunPython) -> None:
+    """As in a daemon: the parent never saved."""
+    assert run_python(DAEMON, tmp_path / "run", check=True, timeout_s=60).stdout == "10 [1, 2]\n"

@@ -1,0 +1,140 @@
+"""Directories in directories, deeper than calls can be or paths are long: no save fails for them with their depth."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.forking import Tell, forked
+from tests.support.killed_saves import OF_KILLED_SAVES, assert_holds, dead_attempt, names
+from tests.support.overwritten import damage
+
+pytestmark = OF_KILLED_SAVES
+OLD, NEW = {"w": np.arange(4)}, {"w": np.arange(5)}
+DEPTHS = [700, 5000]  # the first is one that paths can name
+TOO_DEEP_FOR_A_PATH = 2500
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory that is removed by what can remove such trees."""
+    yield tmp_path / "place"
+    subprocess.run(["rm", "-rf", str(tmp_path / "place")], check=True)
+
+
+def make_deep(directory: Path, depth: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    here = os.open(directory, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("a", dir_fd=here)
+        above, here = here, os.open("a", os.O_RDONLY, dir_fd=here)
+        os.close(above)
+    os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=here))
+    os.close(here)
+
+
+@pytest.mark.parametrize("depth", [1, 49, 50, 51, 101, 1500, 5000])
+def test_a_tree_is_removed_however_deep(place: Path, depth: int) -> None:
+    make_deep(place / "tree", depth)
+    make_deep(place / "tree" / "a" / "b", depth)
+    (place / "tree" / "a" / "link").symlink_to(place)
+    before = len(os.listdir("/proc/self/fd"))
+    LocalBackend().remove(str(place / "tree"))
+    assert names(place) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_another_process_removes_meanwhile_is_no_reason_to_stop(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(9):
+        make_deep(place / "tree" / str(number), 2)
+    real = os.unlink
+
+    def unlink_after_the_other(name: str, *, dir_fd: int) -> None:
+        real(name, dir_fd=dir_fd)
+        real(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink_after_the_other)
+    LocalBackend().remove(str(place / "tree"))
+    assert names(place) == []
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("where", [dead_attempt, lambda checkpoint: checkpoint.with_name(".c.aside")])
+def test_one_beside_a_checkpoint_stops_no_save(place: Path, where: Callable[[Path], Path], depth: int) -> None:
+    jct.save(place / "c", OLD)
+    make_deep(where(place / "c"), depth)
+    for tree in (NEW, OLD):
+        jct.save(place / "c", tree, overwrite=True)
+        assert_holds(place / "c", tree)
+    left = {700: [], 5000: ["c.replaced-1"]}[depth] if where is dead_attempt else [".c.aside"]  # it goes, or is kept
+    assert names(place) == sorted(["c", *left])
+
+
+@pytest.mark.parametrize("depth", [700, TOO_DEEP_FOR_A_PATH])
+@pytest.mark.parametrize("is_damaged", [True, False])
+@pytest.mark.parametrize("folder", [".", "state"])
+def test_one_in_a_checkpoint_is_refused_or_kept(place: Path, folder: str, is_damaged: bool, depth: int) -> None:
+    jct.save(place / "c", OLD)
+    make_deep(place / "c" / folder, depth)
+    if is_damaged:
+        damage(place / "c")
+    if is_damaged and depth == 700:  # an object may have written it
+        jct.save(place / "c", NEW, overwrite=True)
+        assert_holds(place / "c", NEW)
+        assert (place / "c.replaced-1" / folder / "a").is_dir()
+    else:
+        with pytest.raises(jct.CheckpointExistsError, match=r"other files: .*move them away"):
+            jct.save(place / "c", NEW, overwrite=True)
+        assert (place / "c" / folder / "a").is_dir()
+
+
+def removed_by_nobody(tmp_path: Path) -> tuple[str | None, list[str]]:
+    """Have a user remove a tree who may not do all; the error's name, and what is left beside it."""
+    tmp_path.chmod(0o777)
+
+    def remove(tell: Tell) -> None:
+        if os.getuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        try:
+            LocalBackend().remove(str(tmp_path / "tree"))
+        except StorageError as error:
+            tell("refused", errno.errorcode[error.errno or 0])
+        tell("left", names(tmp_path))
+
+    if os.getuid() == 0:
+        subprocess.run(["chown", "-R", "65534:65534", str(tmp_path / "tree")], check=True)
+        for parent in [*tmp_path.parents][:3]:
+            parent.chmod(0o755)
+    told, status = forked(remove)
+    assert status == 0
+    return dict(told).get("refused"), dict(told)["left"]
+
+
+@pytest.mark.parametrize("depth", range(48, 52))
+def test_an_empty_directory_that_may_not_be_written_to_is_removed_at_any_depth(tmp_path: Path, depth: int) -> None:
+    refused = tmp_path / "tree" / "/".join("d" * depth) / "refused"
+    refused.mkdir(parents=True)
+    refused.chmod(0o555)
+    assert removed_by_nobody(tmp_path) == (None, [])
+
+
+@pytest.mark.parametrize("depth", range(48, 52))
+def test_one_that_is_not_empty_is_refused_as_the_one_who_may_not_is(tmp_path: Path, depth: int) -> None:
+    refused = tmp_path / "tree" / "/".join("d" * depth) / "refused"
+    refused.mkdir(parents=True)
+    (refused / "file").touch()
+    refused.chmod(0o555)
+    assert removed_by_nobody(tmp_path) == ("EACCES", ["tree"])
+    subprocess.run(["chmod", "-R", "u+w", str(tmp_path / "tree")], check=True)

@@ -1,0 +1,75 @@
+"""Metadata: what a checkpoint holds, told on any machine without touching a device or reading the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxckpt_train as jct
+from tests.support.same_trees import assert_same
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+def spread(array: jax.Array, *spec: Any) -> jax.Array:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def state() -> dict[str, Any]:
+    return {
+        "w": spread(jnp.arange(256.0).reshape(16, 16), "data", "model"),
+        "rows": spread(jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8), ("data", "model")),
+        "keys": jax.random.split(jax.random.key(0, impl="rbg"), 3),
+        "host": np.arange(3),
+        "point": Point(1.5, [None, {}, "text"]),
+    }
+
+
+NO_DEVICE = """
+import sys
+import jaxckpt_train as jct
+import jax._src.xla_bridge as bridge
+described = jct.metadata(sys.argv[1])
+part = described.checkpointables["state"]
+print(part.leaves["w"].description, part.tree["keys"].shape, jct.verify(sys.argv[1]).ok)
+assert not bridge._backends, bridge._backends
+"""
+
+
+def test_no_device_is_touched(tmp_path: Path, run_python: Any) -> None:
+    jct.save(tmp_path / "c", state())
+    # a platform that is not there: touching any device would fail
+    done = run_python(NO_DEVICE, tmp_path / "c", env={"JAX_PLATFORMS": "tpu"}, check=True)
+    assert done.stdout == "float32[16,16] (3,) True\n"
+
+
+ONE_DEVICE = """
+import sys, jax, numpy as np
+import jaxckpt_train as jct
+assert jax.device_count() == 1
+found = jct.load(sys.argv[1])
+np.testing.assert_array_equal(found["w"], np.arange(256.0, dtype=np.float32).reshape(16, 16))
+np.testing.assert_array_equal(found["rows"].astype(np.float32), np.arange(64).reshape(8, 8))
+assert type(found["w"]) is np.ndarray
+like = {"w": jax.ShapeDtypeStruct((16, 16), "float32"), "rows": ..., "keys": ..., "host": ..., "point": ...}
+placed = jct.load(sys.argv[1], like)["w"]
+np.testing.assert_array_equal(placed, found["w"])
+jct.save(sys.argv[2], {"w": placed})
+"""
+
+
+def test_what_eight_devices_saved_loads_where_there_is_one_and_back(tmp_path: Path, run_python: Any) -> None:
+    tree = state()
+    jct.save(tmp_path / "eight", tree)
+    run_python(ONE_DEVICE, tmp_path / "eight", tmp_path / "one", check=True)
+    back = jct.load(tmp_path / "one", {"w": tree["w"]})
+    assert_same(back, {"w": tree["w"]})

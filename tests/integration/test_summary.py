@@ -1,0 +1,75 @@
+"""`ckpt.summary()`: what became of a run's time, while it trains, afterwards, for readers, and over many processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.run.goodput import Goodput
+from tests.support.runs import Counter, state_of, talking_to
+from tests.support.signal_handlers import WATCHED, handlers_put_back
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back() -> Iterator[None]:
+    with handlers_put_back(*WATCHED, may_end=True):
+        yield
+
+
+def callback(directory: Path, **options: Any) -> jct.CheckpointCallback:
+    return jct.CheckpointCallback(str(directory), **{"save_interval_steps": 10, **options})
+
+
+def train(ckpt: jct.CheckpointCallback, updates: int, asked_at: int | None = None) -> None:
+    with ckpt:
+        _, data = ckpt.resume(state_of(0), Counter())
+        for step in ckpt.steps(updates):
+            next(data)
+            if step + 1 == asked_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            ckpt(state_of(step + 1))
+
+
+def told(found: Goodput) -> list[tuple[Any, ...]]:
+    """What is told of each process."""
+    names = ("how", "first_step", "last_step", "useful_steps", "redone_steps", "saves")
+    return [tuple(getattr(each, name) for name in names) for each in found.attempts]
+
+
+OWNER = """
+import os, signal, sys
+import jaxckpt_train as jct
+from jaxckpt_train.run import history, lock
+from tests.support.runs import Counter, state_of
+
+lock.HEARTBEAT_S, history.LEAST_S, history.MOST_S = 0.02, 0.0, 0.0
+with jct.CheckpointCallback(sys.argv[1], save_interval_steps=10) as ckpt:
+    ckpt.resume(state_of(0), Counter())
+    for step in ckpt.steps(100):
+        ckpt(state_of(step + 1))
+        if step == 16:
+            ckpt.wait_until_finished()
+            while not any(each["event"] == "progress" and each["step"] == 17 for each in ckpt.manager.history.events()):
+                pass
+            print("ready", flush=True)
+            sys.stdin.readline()
+"""
+
+
+def test_a_process_that_was_killed_is_told_and_what_has_to_be_done_again(tmp_path: Path) -> None:
+    with talking_to(OWNER, tmp_path) as owner:
+        assert owner.read() == "ready"
+        assert told(jct.StepManager(tmp_path).goodput()) == [("running", 0, 17, 17, 0, 1)]
+        owner.kill()
+    reader = jct.StepManager(tmp_path)
+    assert told(reader.goodput()) == [("killed", 0, 17, 17, 0, 1)]  # nobody has gone on yet
+    train(callback(tmp_path), 30)
+    found = reader.goodput()
+    assert told(found) == [("killed", 0, 17, 10, 7, 1), ("finished", 10, 30, 20, 0, 2)]
+    assert (found.useful_steps, found.redone_steps) == (30, 7)

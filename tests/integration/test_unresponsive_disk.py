@@ -1,0 +1,29 @@
+"""A disk that still tells what is there and takes nothing: who saves a single checkpoint there is not held for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+
+AT_EXIT = """
+import sys
+import numpy as np
+import jaxckpt_train as jct
+from jaxckpt_train import checkpoint
+from jaxckpt_train.store import timeouts as answers
+from tests.unit.test_unresponsive_disk import Stuck
+checkpoint._BACKEND, answers.GIVE_UP_S = Stuck(), 1.0
+try:
+    jct.save_async(sys.argv[1] + "/c", {"w": np.ones(3)})
+except jct.CheckpointTimeoutError:
+    print("told")
+"""
+
+
+def test_nor_is_the_end_of_the_process(run_python: Any, tmp_path: Path) -> None:
+    assert run_python(AT_EXIT, tmp_path, check=True, timeout_s=45).stdout == "told\n"

@@ -1,0 +1,45 @@
+"""Runs that cannot be compared: each is told for what it is, with what the process printed last."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jaxckpt_train.testing import ResumeNotProvenError, assert_resume_exact
+from tests.support.faulty_runs import train
+
+
+def failure(fault: str, tmp_path: Path, **more: Any) -> str:
+    with pytest.raises(ResumeNotProvenError) as caught:
+        assert_resume_exact(functools.partial(train, fault=fault), directory=tmp_path, **{"kill_at": 3, **more})
+    return str(caught.value)
+
+
+def test_a_run_that_crashes_by_itself_is_told_with_its_error(tmp_path: Path) -> None:
+    text = failure("crash", tmp_path)
+    assert text.startswith("the interrupted run, process 1 ended by itself with exit code 1 after update 1\n")
+    assert text.splitlines()[-1].strip() == "| ValueError: the loss went to the dogs"
+
+
+def test_a_run_that_crashes_once_it_has_resumed_is_told(tmp_path: Path) -> None:
+    text = failure("crash after the resume", tmp_path)
+    assert text.startswith("the interrupted run, process 2 (resumed at 2) ended by itself with exit code 1 before its ")
+    assert "ValueError: no such file: it was in /tmp" in text
+
+
+def test_a_run_that_hangs_is_ended_with_what_it_started_and_shown(tmp_path: Path) -> None:
+    text = failure("hang", tmp_path, timeout_s=15)
+    assert text.startswith("the interrupted run, process 1 did not end in 15 s (timeout_s); update 1 was the last one")
+    assert "faulty_runs.py" in text
+    assert "in hang" in text
+    worker = int((tmp_path / "interrupted" / "run" / "worker.txt").read_text())
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_run_that_does_not_watch_for_sigterm_is_told(tmp_path: Path) -> None:
+    text = failure("no signals", tmp_path, how="preempt")
+    assert "process 1 was ended by SIGTERM in update 3 instead of saving and leaving" in text
