@@ -1,8 +1,7 @@
-"""What runs on a host of a single-controller runtime, called with arrays of a CPU device there: writing, reading.
+"""The part that runs on the hosts of a single-controller runtime: it writes and reads what their devices hold.
 
-JAX sends a function to the hosts by its name, so that they run their own copy of this module.
-
-What the controller and the hosts tell each other: plans and answers, as bytes in arrays of a size that returns.
+The controller calls a function with arrays of a CPU device of the host. JAX sends functions by name, so that each host
+runs its own copy of this module. Plans and answers are bytes in arrays of a few recurring sizes.
 """
 
 from __future__ import annotations
@@ -54,15 +53,15 @@ from jaxckpt_train.store.segment import (
 from jaxckpt_train.store.writer import write_arrays
 
 VERSION = 1
-"""Of all that is told here. A host whose package tells otherwise refuses."""
-_HEAD = struct.Struct("<QQQ")  # version, bytes that follow, bytes that the answer may have: never anything else
+"""Version of the plans. A host with a package of another version refuses them."""
+_HEAD = struct.Struct("<QQQ")  # version, number of bytes that follow, room for the answer: fixed for all versions
 _LEAST_BYTES = 16 << 10  # room for the text of an error
 _BACKEND: Backend = LocalBackend()
 _SHOWN = 2000
 
 
 class WrittenArray(msgspec.Struct, array_like=True, frozen=True):
-    """An array of which a host writes something: its number in the checkpointable, and what it is."""
+    """An array of which a host writes a part: its number in the checkpointable, and its description."""
 
     number: int
     name: str
@@ -71,9 +70,9 @@ class WrittenArray(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WritePlan(msgspec.Struct, array_like=True, frozen=True):
-    """What one host writes: of `arrays[which[i]]` the box `boxes[i]`, which it is given as its i-th array.
+    """What one host writes: box `boxes[i]` of `arrays[which[i]]`, which it gets as its i-th array.
 
-    `writer` is the number that its files are named by; `directory` is that of the attempt.
+    `writer` is a number in the names of its files; `directory` is that of the attempt.
     """
 
     directory: bytes
@@ -86,7 +85,7 @@ class WritePlan(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ReadArray(msgspec.Struct, array_like=True, frozen=True):
-    """Boxes of an array that one host reads, and the dtype that they are to have."""
+    """Boxes of an array that one host reads, and the dtype that they must have."""
 
     record: ArrayRecord
     boxes: tuple[Box, ...]
@@ -106,13 +105,13 @@ class ReadPlan(msgspec.Struct, array_like=True, frozen=True):
 
 
 class UnseenError(CheckpointError):
-    """What the controller has opened is not there on a host."""
+    """A host does not find what the controller has opened."""
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """What a host has done, and how many bytes (`done_bytes`) that was; or the error that it met.
+    """What a host has done, with the number of bytes (`done_bytes`), or the error that it met.
 
-    `is_unseen`: what it was to read is not there on this host.
+    `is_unseen`: the host does not find what it should read.
     """
 
     host: str
@@ -124,51 +123,51 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
 
 def plan_array(plan: WritePlan | ReadPlan, answer_bytes: int) -> np.ndarray:
-    """A plan as the host is given it. Its size is a power of two, so that JAX knows it again at the next save."""
+    """Encode a plan for a host. Its size is a power of two, so that the next save can use the same compiled call."""
     return _framed(msgspec.msgpack.encode(plan), answer_bytes, _room(0))
 
 
 def decode_plan(array: np.ndarray, kind: type[Any]) -> Any:
-    """The plan.
+    """Decode a plan.
 
     Raises:
-        CheckpointError: it is of another version of this package.
+        CheckpointError: another version of this package made it.
     """
     version, length, _ = _HEAD.unpack_from(array.data)
     if version != VERSION:
         raise CheckpointError(
-            f"told in version {version}, but the jaxckpt_train there knows version {VERSION}; install the same release "
-            "of it on all hosts and on the controller"
+            f"the plan has version {version}, but jaxckpt_train on this host expects version {VERSION}; install the "
+            "same release on all hosts and on the controller"
         )
     return msgspec.msgpack.decode(array[_HEAD.size : _HEAD.size + length].data, type=kind)
 
 
 def wanted_bytes(array: np.ndarray) -> int:
-    """How many bytes the answer to a plan of any version has."""
+    """Return the room for the answer to a plan of any version, in bytes."""
     room: int = _HEAD.unpack_from(array.data)[2]
     return room
 
 
 def answer_array(answer: Answer, room: int) -> np.ndarray:
-    """An answer as the controller gets it.
+    """Encode an answer for the controller.
 
     Raises:
         CheckpointError: it takes more than `room` bytes.
     """
     data = msgspec.msgpack.encode(answer)
     if len(data) + _HEAD.size > room:
-        raise CheckpointError(f"an answer of {len(data):,} bytes, but only {room - _HEAD.size:,} were expected")
+        raise CheckpointError(f"the answer has {len(data):,} bytes, expected at most {room - _HEAD.size:,}")
     return _framed(data, 0, room)
 
 
 def decode_answer(array: np.ndarray) -> Answer:
-    """The answer."""
+    """Decode an answer."""
     _, length, _ = _HEAD.unpack_from(array.data)
     return msgspec.msgpack.decode(array[_HEAD.size : _HEAD.size + length].data, type=Answer)
 
 
 def room_for_index(plan: WritePlan, nbytes: Sequence[int]) -> int:
-    """At least as many bytes as the answer to a plan takes; `nbytes`: of each of its boxes."""
+    """Return an upper bound of the size of the answer to a plan; `nbytes`: of each of its boxes."""
     width = HEX_DIGITS[plan.settings["digest"]]
     digests = sum(block_count(size, BLOCK_BYTES) for size in nbytes) * width
     chunks = sum(64 + 20 * len(box) for box in plan.boxes) + 20 * len(plan.arrays)
@@ -181,12 +180,12 @@ def room_for_index(plan: WritePlan, nbytes: Sequence[int]) -> int:
 
 
 def settings_there(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as a host takes them, which looks for no further hosts."""
+    """Return the settings for a host, which must not delegate to further hosts."""
     return {**settings, "colocated": False}
 
 
 def error_room() -> int:
-    """How many bytes an answer has that tells of nothing but an error."""
+    """Return the size of an answer that reports only an error."""
     return _room(0)
 
 
@@ -201,8 +200,8 @@ def _framed(data: bytes, wanted: int, least: int) -> np.ndarray:
     return array
 
 
-class _Moved:
-    """How many bytes this process has written and read for its controller."""
+class _ByteCounter:
+    """Counts the bytes that this process has written and read for its controller."""
 
     def __init__(self) -> None:
         self.bytes, self._lock = 0, threading.Lock()
@@ -212,24 +211,24 @@ class _Moved:
             self.bytes += done
 
 
-_moved = _Moved()
+_moved = _ByteCounter()
 
 
 def moved_here(there: jax.Array) -> tuple[jax.Array]:
-    """How far all that this process does for its controller has got: another number when it got further."""
+    """Return the progress of all work for the controller: a number that changes with progress."""
     return (jax.device_put(np.frombuffer(_moved.bytes.to_bytes(8, "little"), np.uint8), there.sharding),)
 
 
 def write_here(plan: jax.Array, *arrays: jax.Array) -> tuple[jax.Array]:
-    """Write what a `WritePlan` says of these arrays, all of the CPU device of the plan; returns an `Answer`."""
+    """Write these arrays as a `WritePlan` says, all on the CPU device of the plan; return an `Answer`."""
     message = np.asarray(plan)
-    return (jax.device_put(_answer(message, lambda: _written(message, arrays)), plan.sharding),)
+    return (jax.device_put(_answer(message, lambda: _write(message, arrays)), plan.sharding),)
 
 
 def read_here(plan: jax.Array, shapes: Sequence[tuple[tuple[int, ...], str]]) -> tuple[jax.Array, ...]:
-    """Read what a `ReadPlan` says; returns an `Answer`, and the boxes in their order, on the CPU device of the plan.
+    """Read as a `ReadPlan` says; return an `Answer`, and the boxes in order, on the CPU device of the plan.
 
-    `shapes`: of all boxes, and their dtypes, which JAX wants back whatever happens.
+    `shapes`: shapes and dtypes of all boxes, which JAX expects even after an error.
     """
     message, boxes = np.asarray(plan), list[jax.Array]()
     answer = _answer(message, lambda: _read(message, plan.sharding, boxes))
@@ -247,7 +246,7 @@ def _answer(message: np.ndarray, work: Callable[[], tuple[int, PartIndex | None]
         return answer_array(Answer(here.host, here.pid, done, index), room)
     except UnseenError:
         return answer_array(Answer(here.host, here.pid, is_unseen=True), room)
-    except Exception as error:  # noqa: BLE001  # a process's edge: told to the controller
+    except Exception as error:  # noqa: BLE001  # end of a process: the error goes to the controller
         try:
             return answer_array(Answer(here.host, here.pid, error=encode_error(error, 0)), room)
         except CheckpointError:
@@ -255,11 +254,11 @@ def _answer(message: np.ndarray, work: Callable[[], tuple[int, PartIndex | None]
             return answer_array(Answer(here.host, here.pid, error=encode_error(short, 0)), room)
 
 
-def _written(message: np.ndarray, arrays: Sequence[jax.Array]) -> tuple[int, PartIndex]:
+def _write(message: np.ndarray, arrays: Sequence[jax.Array]) -> tuple[int, PartIndex]:
     plan: WritePlan = decode_plan(message, WritePlan)
     chunks: list[list[ChunkSource]] = [[] for _ in plan.arrays]
     for which, box, array in zip(plan.which, plan.boxes, arrays, strict=True):
-        chunks[which].append(StableChunkSource(box, np.asarray(array)))  # a copy, which only this save has
+        chunks[which].append(StableChunkSource(box, np.asarray(array)))  # a copy that only this save uses
     sources = [
         ArraySource(array.name, array.shape, DTYPES[array.dtype], tuple(own))
         for array, own in zip(plan.arrays, chunks, strict=True)
@@ -274,8 +273,8 @@ def _written(message: np.ndarray, arrays: Sequence[jax.Array]) -> tuple[int, Par
         if error.errno != errno.ENOENT:
             raise
         raise CheckpointError(
-            f"{directory}: the controller has made this directory, but it is not there on this host: the controller "
-            "and all hosts save to one directory, on storage that all of them share"
+            f"{directory}: the controller has created this directory, but it does not exist on this host; save to "
+            "storage that the controller and all hosts share"
         ) from error
     numbers = tuple(array.number for array in plan.arrays)
     return written.data_bytes, PartIndex(written.segments, numbers, tuple(each.chunks for each in written.arrays))
@@ -293,7 +292,7 @@ def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.
     found: list[Any] = [None] * firsts[-1]
     done = 0
     with (
-        enable_x64(True),  # else the load was refused before
+        enable_x64(True),  # without x64, the controller has refused such a load before
         contextlib.closing(iter_boxes(_BACKEND, committed, wanted, settings, _moved)) as reading,
     ):
         for number, box, data in reading:
@@ -303,6 +302,6 @@ def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.
             assert data.shape == box_shape(each.boxes[box])
             found[firsts[number] + box] = jax.device_put(data, sharding)
             done += data.nbytes
-            del data  # on the CPU it is the array's memory now
+            del data  # on the CPU, it may be the array's memory now
     boxes[:] = found
     return done, None

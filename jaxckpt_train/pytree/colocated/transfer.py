@@ -1,8 +1,7 @@
-"""Has the hosts of a single-controller runtime write what they hold of a checkpointable, and joins what they wrote.
+"""Lets the hosts of a single-controller runtime write and read what their devices hold.
 
-Takes arrays for the hosts that hold them: each gets copies of its share in its own memory.
-
-Has the hosts of a single-controller runtime read what their devices need, and makes arrays of it where it lies.
+For a save, `HostTaker` copies arrays to the memory of the hosts, and `write_on_hosts` lets each host write its part and
+merges the results. For a load, `HostReads` lets the hosts read, and makes arrays from the boxes where they are.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ from jaxckpt_train.store.segment import ArraySource
 from jaxckpt_train.store.writer import Progress, WrittenArrays
 
 LEAST_CUT_BYTES = 64 * MIB
-"""What is smaller is not cut: JAX compiles each cut for each shape and device, on the thread that calls for a save."""
+"""Smaller parts are not cut: JAX compiles each cut for each shape and device, in the thread that starts a save."""
 
 
 class HostLeaf(NamedTuple):
-    """An array to load: its record, where it goes, and the dtype that it becomes."""
+    """An array to load: its record, its placement, and its dtype after the load."""
 
     record: ArrayRecord
     placement: Placement
@@ -68,7 +67,7 @@ class HostLeaf(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """Box number `box` of leaf number `leaf`, read beside `device`."""
+    """Box number `box` of leaf number `leaf`, which is read on the host of `device`."""
 
     leaf: int
     box: int
@@ -76,15 +75,16 @@ class _Read(NamedTuple):
 
 
 class HostReads:
-    """Loads leaves: each box is read once, on the host of one device that needs it, and copied to the others.
+    """Loads leaves: each box is read once, on the host of one device that needs it, and copied to the other devices.
 
-    A call to a host reads at most `read_budget_bytes` (or one box), which leave its memory before much more comes.
+    A call to a host reads at most `read_budget_bytes` (or one box), which leave the memory of the host before much more
+    arrives.
 
     Args:
-        files: where this process has opened the checkpoint.
-        committed: the opened checkpoint.
+        files: with which this process has opened the checkpoint.
+        committed: the open checkpoint.
         settings: how the hosts read.
-        leaves: what; all of their devices are of hosts of one single-controller runtime.
+        leaves: to load; all of their devices belong to hosts of one single-controller runtime.
     """
 
     def __init__(
@@ -94,39 +94,41 @@ class HostReads:
         self._shards: list[dict[jax.Device, jax.Array]] = [{} for _ in leaves]
 
     def load(self, progress: ReadProgress | None) -> list[jax.Array]:
-        """The arrays, in the order of the leaves, none of whose bytes came through this process.
+        """Return the arrays in the order of the leaves; none of their bytes passes through this process.
 
         Raises:
-            What a host met, of the same class, named by the host.
-            CheckpointError: a host does not see this checkpoint.
+            What a host raised, of the same class; names the host.
+            CheckpointError: a host does not find this checkpoint.
         """
         batches = self._batches()
-        calls = [self._call(device, reads) for device, reads in batches]
+        calls = [self._make_call(device, reads) for device, reads in batches]
 
-        def looked(moved: bool) -> None:
+        def report_progress(moved: bool) -> None:
             if progress is not None:
                 progress(0)
 
         try:
-            with contextlib.closing(call_hosts(calls, f"loading {self._committed.directory}", looked)) as results:
+            with contextlib.closing(
+                call_hosts(calls, f"loading {self._committed.directory}", report_progress)
+            ) as results:
                 for result in results:
-                    self._spread(batches[result.number][1], result)
+                    self._place(batches[result.number][1], result)
                     if progress is not None:
                         progress(result.answer.done_bytes)
-                    del result  # the host may let go of what it has read
+                    del result  # the host can release what it has read
         except UnseenError as error:
             check_unchanged(self._files, self._committed, may_be_gone=False)
             raise CheckpointError(
-                f"{error}: this process sees the checkpoint there, but that host sees none, or another one; it is "
-                "loaded from storage that the controller and all hosts share"
+                f"{error}: this process has opened the checkpoint, but that host finds none, or another one; load it "
+                "from storage that the controller and all hosts share"
             ) from error
         return [self._assembled(leaf, shards) for leaf, shards in zip(self._leaves, self._shards, strict=True)]
 
     def _batches(self) -> list[tuple[jax.Device, list[_Read]]]:
-        """What each call reads, and of which CPU device it is: the first calls of all devices, then their second."""
+        """Return what each call reads, and its CPU device: first calls of all devices, then second calls, and so on."""
         batches: dict[jax.Device, list[list[_Read]]] = {}
         sizes: dict[jax.Device, int] = {}
-        for read in self._shared_out():
+        for read in self._assigned_reads():
             cpu, size = cpu_device_of(read.device), self._bytes(read)
             if cpu not in batches or sizes[cpu] + size > self._settings.read_budget_bytes:
                 batches.setdefault(cpu, []).append([])
@@ -136,8 +138,8 @@ class HostReads:
         turns = itertools.zip_longest(*([(cpu, reads) for reads in several] for cpu, several in batches.items()))
         return [call for turn in turns for call in turn if call is not None]
 
-    def _shared_out(self) -> Iterator[_Read]:
-        """Each box, and the device that it is read beside: of those that need it the one with the fewest bytes yet."""
+    def _assigned_reads(self) -> Iterator[_Read]:
+        """Assign each box to a device that needs it: the one with the fewest bytes so far."""
         loads: Counter[jax.Device] = Counter()
         for number, leaf in enumerate(self._leaves):
             holders: list[list[jax.Device]] = [[] for _ in leaf.placement.boxes]
@@ -152,8 +154,8 @@ class HostReads:
         leaf = self._leaves[read.leaf]
         return box_elements(leaf.placement.boxes[read.box]) * leaf.dtype.itemsize
 
-    def _call(self, cpu: jax.Device, reads: Sequence[_Read]) -> HostCall:
-        by_leaf: dict[int, list[Box]] = {}  # in the order of the reads, which is that of the leaves
+    def _make_call(self, cpu: jax.Device, reads: Sequence[_Read]) -> HostCall:
+        by_leaf: dict[int, list[Box]] = {}  # in the order of the reads, which is the order of the leaves
         for read in reads:
             by_leaf.setdefault(read.leaf, []).append(self._leaves[read.leaf].placement.boxes[read.box])
         manifest = self._committed.manifest
@@ -180,17 +182,17 @@ class HostReads:
     def _kind(self, leaf: HostLeaf, box: Box) -> Kind:
         return box_shape(box), dtype_name(leaf.dtype)
 
-    def _spread(self, reads: Sequence[_Read], result: HostResult) -> None:
-        """Put what a host has read onto the device that it was read beside, and from there onto the others."""
+    def _place(self, reads: Sequence[_Read], result: HostResult) -> None:
+        """Put what a host has read onto the device of each read, and from there onto the other devices."""
         owners = self._put(reads, result.arrays, [read.device for read in reads])
-        further = [
+        remaining = [
             (read, data, device)
             for read, data in zip(reads, owners, strict=True)
             for device, box in self._leaves[read.leaf].placement.devices
             if box == read.box and device != read.device
         ]
-        if further:
-            others, data, devices = zip(*further, strict=True)
+        if remaining:
+            others, data, devices = zip(*remaining, strict=True)
             self._put(others, data, devices)
 
     def _put(
@@ -218,12 +220,12 @@ class HostReads:
 
 
 def dtype_of(record: ArrayRecord, wanted: np.dtype | None) -> np.dtype:
-    """The dtype that a stored array becomes."""
+    """Return the dtype of a stored array after the load."""
     return DTYPES[record.dtype] if wanted is None else wanted
 
 
 class HostPart(NamedTuple):
-    """A part of array number `array` of a tree, held by a CPU device."""
+    """A part of array number `array` of a tree, which a CPU device holds."""
 
     array: int
     box: Box
@@ -231,14 +233,14 @@ class HostPart(NamedTuple):
 
 
 class HostParts:
-    """What the hosts have of one tree.
+    """The parts of one tree that hosts write.
 
     Args:
-        whole: copies of arrays each of whose shards is a part, with their numbers in the tree.
-        apart: further parts, by the CPU device that holds them.
+        whole: copies of arrays, each of whose shards is a part, with their numbers in the tree.
+        apart: other parts, with the CPU devices that hold them.
 
     Attributes:
-        is_waiting: whether somebody waits until they are there, which the devices may compute for long.
+        is_waiting: whether a thread waits for the copies, which the devices may compute for long.
     """
 
     def __init__(self, whole: Sequence[tuple[int, jax.Array]], apart: Sequence[tuple[jax.Device, HostPart]]) -> None:
@@ -246,7 +248,7 @@ class HostParts:
         self.is_waiting = False
 
     def by_device(self) -> dict[jax.Device, list[HostPart]]:
-        """The parts that each CPU device holds, by its number; waits until all are there."""
+        """Return the parts that each CPU device holds, ordered by device number; waits until all are computed."""
         found: dict[jax.Device, list[HostPart]] = {}
         for number, array in self._whole:
             for shard in array.addressable_shards:
@@ -264,7 +266,7 @@ class HostParts:
         return dict(sorted(found.items(), key=lambda item: item[0].id))
 
     def wait_for_devices(self) -> float:
-        """Wait until the first copy is there; the seconds that it took."""
+        """Wait until the first copy is computed; return the seconds."""
         first = [array for _, array in self._whole[:1]] or [part.data for _, part in self._apart[:1]]
         self.is_waiting = True
         try:
@@ -273,15 +275,15 @@ class HostParts:
             self.is_waiting = False
 
     def close(self) -> None:
-        """Let go of them."""
+        """Release the parts."""
         self._whole = self._apart = ()
 
 
 class HostTaker:
-    """Of one tree: collects the leaves that hosts write, and shares them out.
+    """Collects the leaves of one tree that hosts write, and distributes them.
 
     Args:
-        setting: which leaves those are.
+        setting: selects the leaves.
     """
 
     def __init__(self, setting: Colocated) -> None:
@@ -291,22 +293,22 @@ class HostTaker:
         self._devices: list[jax.Device] = []
         self._shares = WriteAssignment(0, LEAST_CUT_BYTES)
         self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], Sequence[HeldBox]] = {}
-        self._beside: dict[jax.sharding.Sharding, jax.sharding.Sharding | None] = {}
+        self._host_shardings: dict[jax.sharding.Sharding, jax.sharding.Sharding | None] = {}
 
     def takes(self, sharding: jax.sharding.Sharding) -> bool:
-        """Whether arrays of this sharding are for it."""
+        """Return whether hosts write arrays of this sharding."""
         return runs_on_hosts(sharding, self._setting)
 
     def add(self, number: int, leaf: jax.Array) -> None:
-        """Take one: every part of it once, of the device with the fewest bytes so far of those that hold it.
+        """Add a leaf: every part once, from the holder with the fewest bytes so far.
 
-        Parts are cut out on their device, so that no more than them travels.
+        Parts are sliced on their device, so that only they are transferred.
         """
         layout = self._layout(leaf.sharding, leaf.shape)
         if all(len(held.holders) == 1 for held in layout):
-            beside = self._sharding_beside(leaf.sharding)
-            if beside is not None:
-                self._whole.append((number, leaf, beside))
+            host_sharding = self._host_sharding(leaf.sharding)
+            if host_sharding is not None:
+                self._whole.append((number, leaf, host_sharding))
                 return
         here = {shard.device.id: shard for shard in leaf.addressable_shards}
         for holder, (held, box) in self._shares.of_all(layout, np.dtype(leaf.dtype).itemsize):
@@ -315,16 +317,16 @@ class HostTaker:
             self._devices.append(cpu_device_of(here[holder].device))
 
     def taken(self) -> HostParts | None:
-        """Order the copies of all that was added; None: nothing was.
+        """Start the copies of all added leaves; None: there are none.
 
-        Whole arrays are copied as such: JAX takes as long for one as for one part.
+        Whole arrays are copied in one call: JAX takes as long for an array as for one part.
         """
         if not (self._whole or self._found):
             return None
         places = {device: jax.sharding.SingleDeviceSharding(device) for device in set(self._devices)}
         copies = jax.device_put(
             [leaf for _, leaf, _ in self._whole] + [data for *_, data in self._found],
-            [beside for *_, beside in self._whole] + [places[device] for device in self._devices],
+            [host_sharding for *_, host_sharding in self._whole] + [places[device] for device in self._devices],
             may_alias=False,
         )
         whole = [(number, copy) for (number, *_), copy in zip(self._whole, copies, strict=False)]
@@ -336,18 +338,18 @@ class HostTaker:
         self._found.clear()
         return HostParts(whole, apart)
 
-    def _sharding_beside(self, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding | None:
-        """The same over the CPU devices beside its devices; None: two of these share one, or it has no mesh."""
-        if sharding not in self._beside:
-            self._beside[sharding] = None
+    def _host_sharding(self, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding | None:
+        """Return the sharding over the hosts' CPU devices; None: two devices share one, or there is no mesh."""
+        if sharding not in self._host_shardings:
+            self._host_shardings[sharding] = None
             if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh):
                 mesh = sharding.mesh
-                beside = [cpu_device_of(device) for device in mesh.devices.flat]
-                if len(set(beside)) == len(beside):
-                    devices = np.array(beside).reshape(mesh.devices.shape)
+                host_sharding = [cpu_device_of(device) for device in mesh.devices.flat]
+                if len(set(host_sharding)) == len(host_sharding):
+                    devices = np.array(host_sharding).reshape(mesh.devices.shape)
                     there = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-                    self._beside[sharding] = jax.sharding.NamedSharding(there, sharding.spec)
-        return self._beside[sharding]
+                    self._host_shardings[sharding] = jax.sharding.NamedSharding(there, sharding.spec)
+        return self._host_shardings[sharding]
 
     def _layout(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Sequence[HeldBox]:
         found = self._layouts.get((sharding, shape))
@@ -363,19 +365,19 @@ class HostTaker:
 
 
 def host_taker(leaves: Sequence[Any], setting: Colocated) -> HostTaker | None:
-    """For the leaves of one tree; None: no hosts are asked about any.
+    """Create the taker for the leaves of a tree; None: no hosts take part.
 
-    Some may be of another runtime of this process, such as on its own CPU.
+    Some leaves may belong to another runtime of this process, for example on its own CPU.
 
     Raises:
-        SettingsError: hosts were asked for in a job of several processes, or Colocated Python cannot be used here.
+        SettingsError: `colocated` is True in a multi-process job, or Colocated Python cannot be used here.
     """
     if setting is False or (setting == "auto" and not has_single_controller()):
         return None
     shardings = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and not _is_traced(leaf)}
     if not any(runs_on_hosts(sharding, setting) for sharding in shardings):
         return None
-    refuse_without_pickler()  # now, and not in the background
+    refuse_without_pickler()  # here, because the background thread could raise it only later
     return HostTaker(setting)
 
 
@@ -393,44 +395,44 @@ def write_on_hosts(
     settings: StoreSettings,
     progress: Progress,
 ) -> WrittenArrays:
-    """Write the arrays of one checkpointable that lie on other hosts there; the files are those of any save.
+    """Write the arrays of one checkpointable on the hosts that hold them; the files are the same as of any save.
 
     Args:
         directory: the attempt; the folder `name` exists in it.
         name: of the checkpointable.
-        arrays: all of it.
+        arrays: all of its arrays.
         parts: what the hosts write.
         own: what this process has written, with numbers of segments that follow `before`.
-        before: the segments that the manifest has already.
+        before: the segments that the manifest already has.
         settings: how.
-        progress: told when a host has got further.
+        progress: called when a host has made progress.
 
     Raises:
-        What a host met, of the same class, named by the host.
-        CheckpointError: the controller's directory is not there on a host.
+        What a host raised, of the same class; names the host.
+        CheckpointError: a host does not find the controller's directory.
     """
     by_device = parts.by_device()
     progress(0)
     calls = [
-        _call(directory, name, arrays, writer, held, settings, device)
+        _make_call(directory, name, arrays, writer, held, settings, device)
         for writer, (device, held) in enumerate(by_device.items(), 1)
     ]
     del by_device
     indexes: list[PartIndex] = [PartIndex((), (), ())] * len(calls)
 
-    def looked(moved: bool) -> None:
+    def report_progress(moved: bool) -> None:
         if moved:
             progress(0)
 
-    with contextlib.closing(call_hosts(calls, f"saving {name} to {directory}", looked)) as results:
+    with contextlib.closing(call_hosts(calls, f"saving {name} to {directory}", report_progress)) as results:
         for number, answer, _ in results:
             assert answer.index is not None
             indexes[number] = answer.index
             progress(answer.done_bytes)
-    return _joined(name, own, before, indexes)
+    return _merge(name, own, before, indexes)
 
 
-def _call(
+def _make_call(
     directory: str,
     name: str,
     arrays: Sequence[ArraySource],
@@ -458,13 +460,13 @@ def _call(
     return HostCall(device, plan_array(plan, room), held, room)
 
 
-def _joined(
+def _merge(
     name: str,
     own: WrittenArrays,
     before: Sequence[SegmentRecord],
     indexes: Sequence[PartIndex],
 ) -> WrittenArrays:
-    """All as one; that it is whole is checked."""
+    """Merge everything, and check that it is complete."""
     bare = tuple(msgspec.structs.replace(array, chunks=()) for array in own.arrays)
     written = tuple(number for number, array in enumerate(own.arrays) if array.chunks)
     mine = PartIndex(tuple(before), written, tuple(own.arrays[number].chunks for number in written))

@@ -148,7 +148,7 @@ def test_a_host_that_dies_fails_the_save_and_is_named(tmp_path: Path, hosts: dic
             assert not pending.committed.done()
             lost.process.kill()
             with pytest.raises(
-                jct.OtherProcessError, match=r"the host of cpu:1, saving .*UNAVAILABLE.*see to it that all hosts live"
+                jct.OtherProcessError, match=r"the host of cpu:1, saving .*UNAVAILABLE.*check that all hosts"
             ):
                 pending.wait()
     finally:
@@ -176,10 +176,10 @@ def test_a_host_that_has_stopped_is_not_waited_for_for_ever(
 
 def test_hosts_tell_how_far_they_have_got(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
     """A slow host moves the save on, so that it is not taken for one whose disk does not answer."""
-    from jaxckpt_train.pytree.colocated.calls import Asking
+    from jaxckpt_train.pytree.colocated.calls import ProgressPoller
 
     with controlled(hosts):
-        asking = Asking({0: jax.devices()[0], 1: jax.devices()[1]})
+        asking = ProgressPoller({0: jax.devices()[0], 1: jax.devices()[1]})
         first = asking.ask()
         assert asking.ask() == first
         jct.save(tmp_path / "c", state(), settings=HOSTS)

@@ -12,36 +12,36 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.pytree.colocated import host as colocated_host
-from jaxckpt_train.pytree.colocated.calls import Turns
+from jaxckpt_train.pytree.colocated.calls import HostQueue
 from tests.support.colocated_states import HOSTS, MIB
 from tests.support.same_trees import assert_same
 
 
 def test_the_next_call_is_of_a_host_that_has_nothing_to_do() -> None:
-    turns = Turns(["a", "a", "b", "a", "b"])
+    turns = HostQueue(["a", "a", "b", "a", "b"])
     assert [turns.take(), turns.take()] == [0, 2]
-    turns.let_go(2)
+    turns.release(2)
     assert turns.take() == 4
-    turns.let_go(0)
+    turns.release(0)
     assert turns.take() == 1
 
 
 @pytest.mark.parametrize("is_ended", [False, True], ids=["let go", "ended"])
 def test_who_waits_for_a_host_goes_on_when_it_is_let_go_or_all_is_over(is_ended: bool) -> None:
-    turns, taken = Turns(["a", "a"]), list[int | None]()
+    turns, taken = HostQueue(["a", "a"]), list[int | None]()
     assert turns.take() == 0
     waiting = threading.Thread(target=lambda: taken.append(turns.take()))
     waiting.start()
     if is_ended:
         turns.end()
     else:
-        turns.let_go(0)
+        turns.release(0)
     waiting.join()
     assert taken == [None if is_ended else 1]
 
 
 def test_after_the_end_nothing_is_begun() -> None:
-    turns = Turns(["a", "b"])
+    turns = HostQueue(["a", "b"])
     turns.end()
     assert [turns.take(), turns.take()] == [None, None]
 

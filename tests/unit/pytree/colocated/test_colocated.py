@@ -219,9 +219,7 @@ def test_a_host_that_does_not_see_the_checkpoint_is_not_taken_for_damage(tmp_pat
     committed = open_committed(files, str(tmp_path / "mounted"))
     record = committed.manifest.parts[0].arrays[0]
     leaf = HostLeaf(record, device_placement("a", array.shape, array.sharding), np.dtype(np.float32))
-    with pytest.raises(
-        CheckpointError, match=r"host \S+ .*sees the checkpoint there, but that host sees none, or another one"
-    ) as raised:
+    with pytest.raises(CheckpointError, match=r"host \S+ .*that host finds none, or another one") as raised:
         HostReads(files, committed, HOSTS, [leaf]).load(None)
     assert type(raised.value) is CheckpointError
 
@@ -244,7 +242,7 @@ def test_a_host_that_does_not_see_the_attempt_says_so(tmp_path: Path) -> None:
     answer = decode_answer(np.asarray(answered))
     assert answer.index is None
     assert answer.error is not None
-    assert b"storage that all of them share" in answer.error
+    assert b"not there: " in answer.error
 
 
 def test_a_host_of_another_release_says_so(tmp_path: Path) -> None:
@@ -253,7 +251,7 @@ def test_a_host_of_another_release_says_so(tmp_path: Path) -> None:
     (answered,) = write_here(jax.device_put(message))
     answer = decode_answer(np.asarray(answered))
     assert answer.error is not None
-    assert b"told in version 2, but the jaxckpt_train there knows version 1" in answer.error
+    assert b"the plan has version 2" in answer.error
 
 
 def test_an_error_that_is_too_long_is_told_without_its_end(tmp_path: Path) -> None:
@@ -264,7 +262,7 @@ def test_an_error_that_is_too_long_is_told_without_its_end(tmp_path: Path) -> No
     answer = decode_answer(np.asarray(answered))
     assert answer.error is not None
     assert b"SettingsError: StoreSettings.digest: expected one of" in answer.error
-    with pytest.raises(CheckpointError, match="bytes, but only"):
+    with pytest.raises(CheckpointError, match="bytes, expected at most"):
         answer_array(Answer("h", 1, error=b"x" * room), room)
 
 
