@@ -287,7 +287,7 @@ class _Decoding:
         # Cheap to forge, so check it before decoding: each segment and each chunk ends with these bytes, and each
         # segment has at least one chunk.
         if 2 * length(outline.segments, _BETWEEN_FILES) > data.count(b'"]'):
-            raise CorruptCheckpointError(f"{self._subject}: a segment without chunks")
+            raise CorruptCheckpointError(f"{self._subject}: a segment has no chunks")
         if sum(length(part.arrays, _BETWEEN_ARRAYS) for part in self._parts) > MAX_ARRAYS:
             raise self._too_many_arrays()
         self._segments = tuple(self._all_segments(outline.segments))
@@ -311,7 +311,7 @@ class _Decoding:
                 raise CorruptCheckpointError(f"{self._subject}: segment {shown(segment.file)} has impossible sizes")
             if len(segment.header_digest) != self._width:
                 raise CorruptCheckpointError(
-                    f"{self._subject}: segment {shown(segment.file)}: digest of the header is too short"
+                    f"{self._subject}: segment {shown(segment.file)} has an invalid header digest"
                 )
             self._check_file_name(segment.file)
             yield segment
@@ -319,9 +319,7 @@ class _Decoding:
     def _all_files(self, raw: msgspec.Raw) -> Iterator[FileRecord]:
         for file in elements(raw, _BETWEEN_FILES, _files, _file):
             if not 0 <= file.bytes < LIMIT or len(file.digests) != self._digits(file.bytes):
-                raise CorruptCheckpointError(
-                    f"{self._subject}: file {shown(file.file)} has an impossible size or digest"
-                )
+                raise CorruptCheckpointError(f"{self._subject}: file {shown(file.file)} has an impossible size or digest")
             self._check_file_name(file.file)
             yield file
 
@@ -363,20 +361,20 @@ class _Decoding:
         found = _large_array(text)
         subject = f"{part}: array {shown(found.name)}"
         if memoryview(found.shape).nbytes > _MAX_BOX_BYTES:
-            raise CorruptCheckpointError(f"{subject}: impossible shape of many dimensions")
+            raise CorruptCheckpointError(f"{subject}: shape of more than {MAX_DIMENSIONS} dimensions")
         shape = _shape(found.shape)
 
         def large(text: memoryview) -> ChunkRecord:
             chunk = _large_chunk(text)
             if memoryview(chunk.box).nbytes > _MAX_BOX_BYTES:
-                raise CorruptCheckpointError(f"{subject}: a box of many dimensions")
+                raise CorruptCheckpointError(f"{subject}: box of more than {MAX_DIMENSIONS} dimensions")
             return ChunkRecord(_box(chunk.box), chunk.segment, chunk.offset, chunk.length, chunk.digests)
 
         chunks, dimensions, width, block_bytes = [], len(shape), self._width, self._block_bytes
         for chunk in elements(found.chunks, _BETWEEN_CHUNKS, _chunks, large):
             size = chunk.length  # inlined, because there may be millions of chunks
             if len(chunk.box) != dimensions or size < 1 or len(chunk.digests) != width * -(-size // block_bytes):
-                raise CorruptCheckpointError(f"{subject}: impossible chunk of {size} bytes, or box of it")
+                raise CorruptCheckpointError(f"{subject}: invalid size, box or digests of a chunk of {size} bytes")
             chunks.append(chunk)
         return ArrayRecord(found.name, shape, found.dtype, tuple(chunks), decode_sharding(found.sharding))
 
@@ -392,7 +390,7 @@ class _Decoding:
             raise _impossible_shape(array, part)
         if total == 0:
             if array.chunks:
-                raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: chunks of an array without elements")
+                raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: has chunks, but no elements")
             return
         if len(array.chunks) > MANY and self._surely_fine(array, known.itemsize, part):
             return
@@ -413,14 +411,14 @@ class _Decoding:
 
     def _chunk_problem(self, chunk: ChunkRecord, expected_bytes: int) -> str | None:
         if chunk.length != expected_bytes:
-            return f"box {chunk.box} of {expected_bytes} bytes is not {chunk.length} bytes"
+            return f"box {chunk.box} has {chunk.length} bytes, expected {expected_bytes}"
         if not 0 <= chunk.segment < len(self._segments):
-            return f"no segment number {chunk.segment}"
+            return f"segment number {chunk.segment} does not exist"
         segment = self._segments[chunk.segment]
         if chunk.offset < segment.header_bytes or chunk.offset + chunk.length > segment.bytes:
             return f"box {chunk.box} is outside {segment.file!r}"
         if len(chunk.digests) != self._digits(chunk.length):
-            return f"box {chunk.box} has {len(chunk.digests)} digits of digests"
+            return f"box {chunk.box} has {len(chunk.digests)} digest digits, expected {self._digits(chunk.length)}"
         return None
 
 
@@ -445,4 +443,4 @@ def _check_overlaps(manifest: Manifest, subject: str) -> None:
         if end != segment.bytes:
             raise CorruptCheckpointError(f"{subject}: {segment.file!r}: chunks end at byte {end} of {segment.bytes}")
         if not found:
-            raise CorruptCheckpointError(f"{subject}: {segment.file!r}: no chunk is in it")
+            raise CorruptCheckpointError(f"{subject}: {segment.file!r}: has no chunks")

@@ -212,7 +212,9 @@ class Transaction(Attempt):
             raise UnsupportedLeafError(f"{self.final}: {arrays:,} arrays, expected at most {MAX_ARRAYS:,}: stack them")
         data = encode_manifest(manifest)
         if len(data) > MAX_MANIFEST_BYTES:
-            raise StorageError(errno.EFBIG, f"manifest of {len(data)} bytes, limit {MAX_MANIFEST_BYTES}", self.final)
+            raise StorageError(
+                errno.EFBIG, f"manifest of {len(data)} bytes, expected at most {MAX_MANIFEST_BYTES}", self.final
+            )
         self.write_file(MANIFEST_NAME, data)
         sha256 = hashlib.sha256(data).hexdigest()
         self._commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, len(data), sha256))

@@ -244,7 +244,7 @@ def _head_problems(
         yield f"{path}: its header is not what was saved ({manifest.digest} differs)"
         return
     if not is_head_of(memoryview(head), _tensors(chunks, record.header_bytes)):
-        yield f"{path}: its header is not that of the tensors in the manifest"
+        yield f"{path}: its header does not match the tensors in the manifest"
 
 
 def _tensors(chunks: _Chunks, data_start: int) -> Iterator[Tensor]:

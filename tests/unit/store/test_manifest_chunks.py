@@ -50,22 +50,22 @@ HUGE = (1 << 63) - 1
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (LENGTH, 159999, "of 160000 bytes is not 159999 bytes"),
-        (LENGTH, 0, "is not 0 bytes"),
-        (LENGTH, -160000, "is not -160000 bytes"),
-        (LENGTH, 1 << 70, "not valid|is not"),
-        (SEGMENT, -1, "no segment number -1"),
-        (SEGMENT, 99, "no segment number 99"),
-        (SEGMENT, HUGE, "no segment number"),
-        (SEGMENT, 1 << 64, "no segment number|not valid"),
+        (LENGTH, 159999, "has 159999 bytes, expected 160000"),
+        (LENGTH, 0, "has 0 bytes, expected"),
+        (LENGTH, -160000, "has -160000 bytes, expected"),
+        (LENGTH, 1 << 70, "not valid|bytes, expected"),
+        (SEGMENT, -1, "segment number -1 does not exist"),
+        (SEGMENT, 99, "segment number 99 does not exist"),
+        (SEGMENT, HUGE, "segment number .* does not exist"),
+        (SEGMENT, 1 << 64, "does not exist|not valid"),
         (OFFSET, 0, "outside"),
         (OFFSET, -4096, "outside"),
         (OFFSET, HUGE, "outside"),
         (OFFSET, HUGE - 2400, "outside"),
         (OFFSET, 1 << 66, "outside|not valid"),
         (OFFSET, 4096 + 8, "chunk at byte|chunks end at byte"),
-        (DIGESTS, "", "0 digits of digests"),
-        (DIGESTS, "0" * 64, "64 digits of digests"),
+        (DIGESTS, "", "has 0 digest digits"),
+        (DIGESTS, "0" * 64, "has 64 digest digits"),
         (BOX, [[0, 2], [0, 20000]], "overlap"),
         (BOX, [[0, 1 << 64], [0, 20000]], "outside shape|not valid"),
         (BOX, [[7, 8]], "outside shape"),
@@ -91,7 +91,7 @@ def test_a_segment_too_many_is_refused() -> None:
     content = msgspec.json.decode(GOOD)
     first = content["segments"][0]
     content["segments"].append([first[0].replace("s000", "s999"), 8192, 8192, first[3]])
-    with pytest.raises(CorruptCheckpointError, match="no chunk is in it"):
+    with pytest.raises(CorruptCheckpointError, match="has no chunks"):
         decode_manifest(msgspec.json.encode(content), "m")
 
 
