@@ -68,7 +68,7 @@ def copy_checkpoint(
     replace: bool = False,
     keep_chunks: bool = False,
     decoding: int = 0,
-    check: Callable[[str], object] = lambda directory: None,
+    check: Callable[[str], object] | None = None,
     progress: ReadProgress | None = None,
 ) -> Committed:
     """Write and commit a copy of an opened checkpoint in this library's format.
@@ -98,7 +98,7 @@ def copy_checkpoint(
     checked: list[str] = []
 
     def check_once() -> None:  # the transaction calls it again before it undoes a rename
-        if not checked:
+        if check is not None and not checked:
             check(transaction.directory)
             checked.append(transaction.directory)
 

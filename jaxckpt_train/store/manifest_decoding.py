@@ -308,7 +308,7 @@ class _Decoding:
     def _all_segments(self, raw: msgspec.Raw) -> Iterator[SegmentRecord]:
         for segment in elements(raw, _BETWEEN_FILES, _segments, _segment):
             if not 0 < segment.header_bytes <= segment.bytes < LIMIT or segment.header_bytes > MAX_HEADER_BYTES + 8:
-                raise CorruptCheckpointError(f"{self._subject}: segment {shown(segment.file)} has impossible sizes")
+                raise CorruptCheckpointError(f"{self._subject}: segment {shown(segment.file)}: impossible sizes")
             if len(segment.header_digest) != self._width:
                 raise CorruptCheckpointError(
                     f"{self._subject}: segment {shown(segment.file)} has an invalid header digest"
@@ -319,7 +319,9 @@ class _Decoding:
     def _all_files(self, raw: msgspec.Raw) -> Iterator[FileRecord]:
         for file in elements(raw, _BETWEEN_FILES, _files, _file):
             if not 0 <= file.bytes < LIMIT or len(file.digests) != self._digits(file.bytes):
-                raise CorruptCheckpointError(f"{self._subject}: file {shown(file.file)} has an impossible size or digest")
+                raise CorruptCheckpointError(
+                    f"{self._subject}: file {shown(file.file)} has an impossible size or digest"
+                )
             self._check_file_name(file.file)
             yield file
 

@@ -475,7 +475,7 @@ class Sources:
         self._is_closed = False
         self._lock = threading.Lock()  # never held during a storage call, which may not return
 
-    def open(self, report: Callable[[], None] = lambda: None) -> None:
+    def open(self, report: Callable[[], None] | None = None) -> None:
         """Open the segments, or the first of them; `report` is called after each.
 
         Raises:
@@ -484,7 +484,8 @@ class Sources:
         """
         for number in sorted(self._left)[:OPEN_AT_ONCE]:
             self._share(number, self._open_segment(number))
-            report()
+            if report is not None:
+                report()
         if self._left:
             self._check_unchanged()
 
@@ -582,7 +583,7 @@ class PreopenedFiles:
         self._is_closed = False
         self._lock = threading.Lock()  # never held during a storage call, which may not return
 
-    def hold(self, parts: Sequence[PartRecord], report: Callable[[], None] = lambda: None) -> None:
+    def hold(self, parts: Sequence[PartRecord], report: Callable[[], None] | None = None) -> None:
         """Open the segments and single-file values of these parts, in this order; `report` is called after each.
 
         If there are more than `OPEN_AT_ONCE`, the others are opened when they are needed. A file that cannot be opened
@@ -609,7 +610,8 @@ class PreopenedFiles:
             if not is_wanted:
                 source.close()
                 return
-            report()
+            if report is not None:
+                report()
 
     def open(self, directory: str, name: str, *, direct: Direct) -> Source:
         """As `Opener.open`; hands over the file if it is open already."""

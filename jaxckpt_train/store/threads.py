@@ -211,7 +211,7 @@ class Workers:
             self._started, self._lost = self._started - 1, self._lost - 1
 
     def run_all(
-        self, work: Callable[[T], None], items: Sequence[T], *, give_up: Callable[[], None] = lambda: None
+        self, work: Callable[[T], None], items: Sequence[T], *, give_up: Callable[[], None] | None = None
     ) -> None:
         """Run `work` on every item and wait.
 
@@ -234,7 +234,8 @@ class Workers:
                 if time.monotonic() - batch.moved_at >= WARN_S:
                     self._warn()
         except BaseException as error:  # an interrupt: wait, because the running items use the caller's resources
-            give_up()
+            if give_up is not None:
+                give_up()
             batch.give_up(error)
             batch.done.wait()
             batch.take_error()
@@ -246,8 +247,8 @@ class Workers:
         work: Callable[[T], R],
         items: Sequence[T],
         *,
-        give_up: Callable[[], None] = lambda: None,
-        moved: Callable[[], object] = lambda: None,
+        give_up: Callable[[], None] | None = None,
+        moved: Callable[[], object] | None = None,
     ) -> Generator[R]:
         """Run `work` on every item and yield the results on the calling thread, as the items finish.
 
@@ -269,13 +270,15 @@ class Workers:
             while (result := self._next(results, moved)) is not None:
                 yield result.pop()  # so that only the consumer refers to it, which may wait for its memory
         except CheckpointTimeoutError as error:  # the running items keep their resources until they end, if ever
-            give_up()
+            if give_up is not None:
+                give_up()
             batch.give_up(error)
             self._replace(batch)
             batch.take_error()
             raise
         except BaseException as error:  # an interrupt, or an error of the consumer: as in run_all()
-            give_up()
+            if give_up is not None:
+                give_up()
             batch.give_up(error)
             try:
                 _drain(batch, results)
@@ -300,13 +303,17 @@ class Workers:
 
         self._jobs.put(run_first)
 
-    def _next(self, results: Mailbox[T], moved: Callable[[], object]) -> T:
-        seen, still_s, warn_s = moved(), 0.0, WARN_S  # count only time in which this process was awake
+    def _next(self, results: Mailbox[T], moved: Callable[[], object] | None) -> T:
+        seen, still_s, warn_s = (
+            moved() if moved else None,
+            0.0,
+            WARN_S,
+        )  # count only time in which this process was awake
         while True:
             with contextlib.suppress(queue.Empty):
                 return results.get(LOOK_S)
             still_s += LOOK_S
-            if (latest := moved()) != seen:
+            if moved and (latest := moved()) != seen:
                 seen, still_s, warn_s = latest, 0.0, WARN_S
             if still_s >= GIVE_UP_S:
                 raise CheckpointTimeoutError(
@@ -323,9 +330,7 @@ class Workers:
 class _Batch(Generic[T]):
     """Items that several threads work on. Once `done` is open, no thread refers to an item or to the work any more."""
 
-    def __init__(
-        self, work: Callable[[T], None], items: Sequence[T], at_end: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, work: Callable[[T], None], items: Sequence[T], at_end: Callable[[], None] | None = None) -> None:
         self._work, self._items = work, deque(items)
         self._left, self._at_end, self._lost = len(items), at_end, 0
         self.moved_at = time.monotonic()
@@ -337,7 +342,8 @@ class _Batch(Generic[T]):
 
     def _end(self) -> None:
         self.done.open()
-        self._at_end()
+        if self._at_end is not None:
+            self._at_end()
 
     def run_next(self) -> bool:
         """Work on one more item, if any; returns whether the calling thread was replaced meanwhile."""

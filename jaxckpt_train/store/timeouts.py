@@ -33,8 +33,8 @@ class BackgroundCall(Generic[T]):
     def __init__(
         self,
         call: Callable[[Callable[[], None]], T],
-        undo: Callable[[T], object] = lambda result: None,
-        then: Callable[[], object] = lambda: None,
+        undo: Callable[[T], object] | None = None,
+        then: Callable[[], object] | None = None,
     ) -> None:
         self._call, self._undo, self._then = call, undo, then
         self._result: list[T] = []
@@ -60,7 +60,8 @@ class BackgroundCall(Generic[T]):
     def finish(self) -> None:
         """Wake the waiting thread."""
         self.is_done.open()
-        self._then()
+        if self._then is not None:
+            self._then()
 
     def abandon(self) -> bool:
         """Abandon the call; returns whether there is a result already, which has to be undone."""
@@ -72,7 +73,9 @@ class BackgroundCall(Generic[T]):
         """Undo the result, unless another thread does."""
         self._error = None
         with contextlib.suppress(IndexError):
-            self._undo(self._result.pop())
+            result = self._result.pop()
+            if self._undo is not None:
+                self._undo(result)
 
     def take(self) -> T:
         """The result; or raise the error, which is removed because its traceback refers to the call's resources."""
@@ -139,7 +142,7 @@ def call_with_timeout(
     call: Callable[[Callable[[], None]], T],
     progress: Callable[[int], object] | None = None,
     *,
-    undo: Callable[[T], object] = lambda result: None,
+    undo: Callable[[T], object] | None = None,
 ) -> T:
     """Run a blocking call on a helper thread and return its result or raise its error.
 

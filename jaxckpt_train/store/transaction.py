@@ -182,7 +182,7 @@ class Transaction(Attempt):
         backend: Backend,
         final: str,
         settings: StoreSettings,
-        before_publishing: Callable[[], None] = lambda: None,
+        before_publishing: Callable[[], None] | None = None,
     ) -> None:
         self._before_publishing = before_publishing
         self.final, self._parent = final, os.path.dirname(final)
@@ -220,7 +220,8 @@ class Transaction(Attempt):
         self._commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, len(data), sha256))
         self.write_file(COMMIT_NAME, self._commit)
         self.sync()
-        self._before_publishing()
+        if self._before_publishing is not None:
+            self._before_publishing()
         self._is_publishing = self.stays = True
         self._if_taken = if_taken or self._if_taken
         self._publish(replace)
@@ -288,7 +289,8 @@ class Transaction(Attempt):
     def _withdraw(self, exchanged: bool, error: BaseException) -> None:
         """Undo a rename that could not be made durable, unless another save or owner has taken the name since."""
         try:
-            self._before_publishing()
+            if self._before_publishing is not None:
+                self._before_publishing()
             if not self._is_own(self.final):
                 return
             if exchanged:

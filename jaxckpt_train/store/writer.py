@@ -72,7 +72,7 @@ def write_arrays(
     first_segment: int,
     progress: Progress | None = None,
     process: int = 0,
-    give_up: Callable[[], None] = lambda: None,
+    give_up: Callable[[], None] | None = None,
 ) -> WrittenArrays:
     """Write all arrays of one checkpointable below `directory/part/`.
 
@@ -138,7 +138,7 @@ def write_segments(
     writers: Sequence[SegmentWriter],
     settings: StoreSettings,
     progress: Progress | None = None,
-    give_up: Callable[[], None] = lambda: None,
+    give_up: Callable[[], None] | None = None,
 ) -> None:
     """Write files whose layout is known; after an error, close them as they are.
 
@@ -173,7 +173,7 @@ class _Run:
         writers: Sequence[SegmentWriter],
         staging_bytes: int,
         progress: Progress | None,
-        give_up: Callable[[], None],
+        give_up: Callable[[], None] | None,
     ) -> None:
         self._writers, self._staging_bytes, self._progress = writers, staging_bytes, progress
         self._give_up = give_up
