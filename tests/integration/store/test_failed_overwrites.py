@@ -1,4 +1,4 @@
-"""What a save that died, or a disk that failed, leaves beside a checkpoint: nothing of another's is removed with it."""
+"""What a save that died, or a disk that failed, leaves next to a checkpoint: nothing of another's is removed with it."""
 
 from __future__ import annotations
 

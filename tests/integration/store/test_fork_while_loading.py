@@ -36,11 +36,11 @@ def test_it_loads_and_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mod
         tell("read", read())
 
     monkeypatch.setattr(module, step, held)
-    beside = threading.Thread(target=read)
-    beside.start()
+    reader = threading.Thread(target=read)
+    reader.start()
     try:
         assert inside.wait(60)
         assert forked(work, longest_s=10) == ([("read", [[0, 1, 2], 24])], 0)
     finally:
         go.set()
-        beside.join()
+        reader.join()

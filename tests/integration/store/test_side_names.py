@@ -22,7 +22,7 @@ PARTS = {"state": OLD, "own": OwnFiles()}
 
 
 def killed_at(call: int, checkpoint: Path) -> bool:
-    """Clean up beside it in a process that dies right before a removal, rename or sync; whether there was one."""
+    """Clean up in a process that dies right before a removal, rename or sync; whether there was one."""
     calls = list[tuple[str, ...]]()
 
     def work(tell: Tell) -> None:
@@ -39,8 +39,8 @@ def killed_at(call: int, checkpoint: Path) -> bool:
 
         return do
 
-    told, status = forked(work)
-    assert told == []
+    reported, status = forked(work)
+    assert reported == []
     return status == -signal.SIGKILL
 
 

@@ -94,7 +94,7 @@ def test_of_a_disk_that_stays_away_no_more_is_asked_after_a_while(disk: Disk, mo
     assert call_with_timeout("c", disk.ask) == 4
 
 
-def test_one_that_cannot_be_undone_is_told_and_does_not_count_as_lost(
+def test_failed_undo_is_logged_and_frees_its_slot(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(answers, "GIVE_UP_S", 0.05)

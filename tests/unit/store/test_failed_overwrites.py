@@ -1,4 +1,4 @@
-"""What a save that died, or a disk that failed, leaves beside a checkpoint: nothing of another's is removed with it."""
+"""Leftovers of a dead save or a failed disk next to a checkpoint: nothing of another program is removed with them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def without_manifest(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
 
 
-def test_where_it_is_kept_is_on_the_disk_before_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_of_kept_directory_is_synced_before_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
     sync, rename = LocalBackend.sync, LocalBackend.rename
 
@@ -50,19 +50,19 @@ def test_where_it_is_kept_is_on_the_disk_before_it_is_told(tmp_path: Path, monke
         rename(self, source, target)
         happened.append(f"renamed to {target}")
 
-    class Told(logging.Handler):
+    class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            happened.append(f"told {record.getMessage()}")
+            happened.append(f"logged {record.getMessage()}")
 
     without_manifest(tmp_path / "c")
     monkeypatch.setattr(LocalBackend, "sync", noted_sync)
     monkeypatch.setattr(LocalBackend, "rename", noted_rename)
-    logger, told = logging.getLogger("jaxckpt_train"), Told(logging.WARNING)
-    logger.addHandler(told)
+    logger, recorder = logging.getLogger("jaxckpt_train"), Recorder(logging.WARNING)
+    logger.addHandler(recorder)
     try:
         jct.save(tmp_path / "c", NEW, overwrite=True)
     finally:
-        logger.removeHandler(told)
+        logger.removeHandler(recorder)
     kept = tmp_path / "c.replaced-1"
     renamed = happened.index(f"renamed to {kept}")
     assert happened[renamed + 1] == f"synced {tmp_path}"
@@ -126,8 +126,8 @@ def test_an_object_with_folders_of_its_own_in_a_damaged_checkpoint_stops_no_save
         jct.save_checkpointables(tmp_path / "c", parts, overwrite=True)
         assert content(tmp_path / "c.replaced-1") == before
         assert names(tmp_path) == ["c", "c.replaced-1"]
-    (told,) = caplog.messages
-    assert "not part of a checkpoint: own. " in told
+    (message,) = caplog.messages
+    assert "not part of a checkpoint: own. " in message
     begin_run(tmp_path / "c" / "own" / "inner" / "run")
     damage(tmp_path / "c")
     with pytest.raises(jct.CheckpointExistsError, match=r"other files: own; move them"):

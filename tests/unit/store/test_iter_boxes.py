@@ -231,7 +231,7 @@ def test_copies_for_the_consumer_count_too(what: str, monkeypatch: pytest.Monkey
     assert watch.most <= chosen.read_budget_bytes + begun
 
 
-def test_what_stays_beside_what_passes_may_be_more_than_the_budget() -> None:
+def test_kept_results_may_exceed_the_read_budget() -> None:
     backend = StrictBackend()
     committed, wanted = saved(backend, 40)
     mixed = [want._replace(passing=number % 2 == 0) for number, want in enumerate(wanted)]

@@ -1,4 +1,4 @@
-"""The latch: opened once, for everyone, whatever a signal handler does to one who waits."""
+"""The latch: opened once for all threads, even if a signal handler interrupts a waiting thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_closed_latch_is_waited_for_no_longer_than_asked() -> None:
     assert latch.wait()
 
 
-def test_everyone_who_waits_is_let_through() -> None:
+def test_open_wakes_all_waiting_threads() -> None:
     latch, together = Latch(), threading.Barrier(6)
     seen: list[bool] = []
 

@@ -103,7 +103,7 @@ def test_a_disk_that_stays_away_takes_one_thread_more_at_each_try_and_not_for_ev
 
 def test_who_leaves_such_a_disk_lets_others_go_on(disk: DeadDisk) -> None:
     """Also those who wait for the same threads at that moment."""
-    pool, found, reached = Workers(1, "test-beside"), list[int](), threading.Event()
+    pool, found, reached = Workers(1, "test-parallel"), list[int](), threading.Event()
 
     def work(item: int) -> int:
         if item == 0:
@@ -111,14 +111,14 @@ def test_who_leaves_such_a_disk_lets_others_go_on(disk: DeadDisk) -> None:
         reached.set()
         return disk(item)
 
-    beside = threading.Thread(target=lambda: found.extend(pool.run_each(abs, range(20))), daemon=True)
+    parallel = threading.Thread(target=lambda: found.extend(pool.run_each(abs, range(20))), daemon=True)
     each = pool.run_each(work, range(3))
     with impatience(ANSWER_S), pytest.raises(KeyboardInterrupt), contextlib.closing(each) as results:
         next(results)
         assert reached.wait(30)
-        beside.start()
+        parallel.start()
         raise KeyboardInterrupt
-    beside.join(30)
+    parallel.join(30)
     assert sorted(found) == list(range(20))
 
 

@@ -1,4 +1,4 @@
-"""Who runs here: told from /proc, whatever the process is called."""
+"""The identity of a process from /proc, for any process name."""
 
 from __future__ import annotations
 

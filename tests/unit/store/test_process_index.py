@@ -69,9 +69,9 @@ def plainly_merged(parts: list[PartRecord], indexes: list[ProcessIndex]) -> obje
 @given(written())
 def test_merged_indexes_are_what_all_have_written(case: tuple[list[PartRecord], list[ProcessIndex]]) -> None:
     parts, indexes = case
-    told = [decode_index(encode_index(index)) for index in indexes]
-    assert [index.alike for index in told] == ["alike"] * len(indexes)
-    segments, merged = merge_indexes(parts, told)
+    summaries = [decode_index(encode_index(index)) for index in indexes]
+    assert [index.alike for index in summaries] == ["alike"] * len(indexes)
+    segments, merged = merge_indexes(parts, summaries)
     found = [[list(array.chunks) for array in part.arrays] for part in merged]
     assert (segments, found) == plainly_merged(parts, indexes)
     assert msgspec.json.encode(found) == msgspec.json.encode(plainly_merged(parts, indexes)[1])  # type: ignore[index]

@@ -178,7 +178,7 @@ def test_small_ones_are_read_when_they_are_wanted_with_those_that_come_next() ->
             assert np.array_equal(coming[number].fetch(), np.full(MIB - 1, number, np.uint8))
 
 
-def test_no_more_than_so_many_small_ones_are_read_together() -> None:
+def test_group_of_small_boxes_is_limited() -> None:
     boxes = free(TOGETHER + 2, nbytes=8)
     ahead, coming = ahead_of(boxes)
     with ahead:
@@ -258,7 +258,7 @@ def test_an_error_is_raised_where_its_box_is_wanted() -> None:
 
 @pytest.mark.parametrize("nbytes", [8, 4 * MIB], ids=["small", "large"])
 @pytest.mark.parametrize("number", [0, 1], ids=["wanted at once", "read ahead"])
-def test_who_waits_for_a_read_is_set_free(nbytes: int, number: int) -> None:
+def test_give_up_ends_waiting_fetches(nbytes: int, number: int) -> None:
     boxes = free(4, nbytes=nbytes)
     boxes[number].may_end.clear()
     ahead, coming = ahead_of(boxes)

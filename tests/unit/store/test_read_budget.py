@@ -30,7 +30,7 @@ def _small() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("who", ["disk", "consumer"])
-def test_whoever_is_slow_does_not_lift_the_limit(
+def test_slow_thread_does_not_lift_the_limit(
     who: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another thread waits for memory meanwhile, many times longer than it would if nobody were at work."""
@@ -74,7 +74,7 @@ def test_leaves_with_much_between_them_keep_only_themselves() -> None:
     assert sum(kept.values()) <= 2 * len(found) * PAGE
 
 
-def test_a_large_leaf_beside_a_gap_keeps_no_more_than_itself() -> None:
+def test_large_leaf_next_to_gap_keeps_only_its_memory() -> None:
     backend = StrictBackend()
     arrays = {"a": np.full(8 * PAGE, 1, np.uint8), "b": np.zeros(3 * PAGE, np.uint8), "c": np.full(PAGE, 2, np.uint8)}
     committed = commit(backend, "/runs/a", arrays, StoreSettings())
@@ -132,7 +132,7 @@ def test_a_leaf_that_passes_and_lies_badly_is_not_held_twice(
     assert budget // 3 < watch.most <= budget + ((pages + 1) * PAGE if is_large else 0)
 
 
-def test_a_small_leaf_beside_one_that_is_cut_keeps_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_leaf_next_to_cut_leaf_keeps_only_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are read in one run, whose memory is a passing thing; a view would keep all of it."""
     backend = StrictBackend()
     arrays_there = {"a": np.full(PAGE, 7, np.uint8), "b": np.arange(8 * PAGE, dtype=np.uint8).reshape(8, PAGE)}

@@ -154,7 +154,7 @@ def test_a_large_leaf_that_no_view_can_be_made_of_comes_in_bands() -> None:
     assert all(run.needed <= 5 * PAGE for run in runs)  # from the page on in which it begins
 
 
-def test_boxes_that_pass_are_read_one_after_the_other_if_together_they_are_too_large() -> None:
+def test_large_passing_boxes_are_read_separately() -> None:
     manifest = saved((64, 512), [((0, 64), (0, 512))])
     (array,) = manifest.parts[0].arrays
     quarters = [((row, row + 16), (0, 512)) for row in range(0, 64, 16)]

@@ -1,4 +1,4 @@
-"""Boxes that are read into memory of whoever asks: the same bytes there as elsewhere, and no others."""
+"""Boxes that are read into the caller's memory: the same bytes as elsewhere, and no other memory changes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_boxes_with_a_target_come_there_and_the_others_as_ever(load: Any, how: l
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("odd", [0, 1, 64])
 def test_damage_is_found_and_none_of_it_comes_there(cut: bool, odd: int) -> None:
-    """Beside whole pages, to which it is read straight."""
+    """Next to whole pages, which are read directly."""
     backend, size = StrictBackend(), 16 * PAGE
     saved = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     cuts = [((0, 5 * PAGE),), ((5 * PAGE, size),)] if cut else [((0, size),)]

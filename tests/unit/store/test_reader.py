@@ -229,9 +229,9 @@ def test_progress_tells_every_byte_of_the_data() -> None:
     saved = {f"x{number}": np.zeros(number * 5000, np.uint8) for number in range(1, 9)}
     committed = commit(backend, "/runs/a", saved, StoreSettings())
     wanted = [Wanted(array, [full_box(array.shape)]) for array in committed.manifest.parts[0].arrays]
-    told: list[int] = []
-    read_boxes(backend, committed, wanted, StoreSettings(), told.append)
-    assert sum(told) == sum(array.nbytes for array in saved.values())
+    counts: list[int] = []
+    read_boxes(backend, committed, wanted, StoreSettings(), counts.append)
+    assert sum(counts) == sum(array.nbytes for array in saved.values())
 
 
 def test_nothing_wanted_reads_nothing() -> None:

@@ -21,7 +21,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 @st.composite
 def tensor_lists(draw: st.DrawFn) -> list[Tensor]:
-    """Tensors that fill a data section one after the other."""
+    """Consecutive tensors that fill a data section."""
     found, end = [], 0
     for name in draw(st.lists(texts, unique=True, max_size=8)):
         dtype = draw(st.sampled_from(sorted(SAFETENSORS_ITEM_BYTES)))

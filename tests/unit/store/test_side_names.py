@@ -51,7 +51,7 @@ def swaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 def others(directory: Path) -> dict[str, bytes | str]:
-    """What is beside the checkpoint `c`: all files, and where links point."""
+    """All files next to the checkpoint `c`, and the targets of links."""
     links = {path.name: str(path.readlink()) for path in directory.iterdir() if path.is_symlink()}
     return links | {name: data for name, data in content(directory).items() if not name.startswith("c/")}
 

@@ -233,7 +233,7 @@ def test_arrays_stay_when_their_arena_is_dropped() -> None:
     assert other.tobytes() == b"\2" * 2 * PAGE
 
 
-def told_kib(path: Path, name: str) -> int:
+def reported_kib(path: Path, name: str) -> int:
     (line,) = [line for line in path.read_text().splitlines() if line.startswith(f"{name}:")]
     return int(line.split()[1])
 
@@ -242,12 +242,12 @@ def told_kib(path: Path, name: str) -> int:
 def test_the_system_gets_the_memory_of_an_array_back() -> None:
     arena = Arena(96 * MIB)
     small, large = arena.take(32 * MIB), arena.take(64 * MIB)
-    untouched = told_kib(ROLLUP, "Anonymous")
+    untouched = reported_kib(ROLLUP, "Anonymous")
     small[:], large[:] = 1, 2
-    full = told_kib(ROLLUP, "Anonymous")
+    full = reported_kib(ROLLUP, "Anonymous")
     assert full - untouched > 90 << 10
     del large
-    assert 60 << 10 < full - told_kib(ROLLUP, "Anonymous") < 68 << 10
+    assert 60 << 10 < full - reported_kib(ROLLUP, "Anonymous") < 68 << 10
     assert (small == 1).all()
 
 
@@ -256,10 +256,10 @@ def test_the_system_gets_the_memory_of_an_array_back() -> None:
 def test_memory_is_private_to_the_process(take: Any) -> None:
     """Shared memory gets no huge pages, and counts against the limit of /dev/shm in a container."""
     status = Path("/proc/self/status")
-    before = {name: told_kib(status, name) for name in ("RssAnon", "RssShmem")}
+    before = {name: reported_kib(status, name) for name in ("RssAnon", "RssShmem")}
     buffer = take(32 * MIB)
     buffer[:] = 1
-    grown = {name: told_kib(status, name) - kib for name, kib in before.items()}
+    grown = {name: reported_kib(status, name) - kib for name, kib in before.items()}
     assert grown["RssAnon"] > 30 << 10
     assert grown["RssShmem"] < 1 << 10
 
@@ -291,6 +291,6 @@ def test_a_touched_pool_is_there() -> None:
     pool = StagingPool(64 * MIB)
     with pool.buffer(PAGE) as piece:
         piece[:] = 1
-    before = told_kib(ROLLUP, "Anonymous")
+    before = reported_kib(ROLLUP, "Anonymous")
     pool.touch()
-    assert told_kib(ROLLUP, "Anonymous") - before > 58 << 10
+    assert reported_kib(ROLLUP, "Anonymous") - before > 58 << 10

@@ -1,4 +1,4 @@
-"""What dead processes left beside a checkpoint: one that cannot be removed does not keep the others."""
+"""Leftovers of dead processes next to a checkpoint: one that cannot be removed does not protect the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Refusing(MemoryBackend):
 
 
 @pytest.mark.parametrize("refused", [0, 1, 2])
-def test_one_that_cannot_be_removed_is_told_and_the_others_go(refused: int) -> None:
+def test_failed_removal_is_raised_after_the_others(refused: int) -> None:
     tag = re.sub(r"-[0-9]+-[0-9]+$", "-1-1", machine.process_tag())  # process 1 lives, and began at another time
     assert machine.is_dead_tag(tag)
     attempts = [f"/run/.c.tmp-{tag}-{number}" for number in range(3)]

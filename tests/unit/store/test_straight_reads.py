@@ -83,7 +83,7 @@ def test_whole_blocks_are_read_where_they_are_wanted_without_other_memory(saved:
 
 
 @given(st.data())
-def test_whatever_is_read_nothing_beside_it_is_written(saved: Path, data: st.DataObject) -> None:
+def test_direct_reads_write_nothing_else(saved: Path, data: st.DataObject) -> None:
     edges = st.sampled_from([0, 1, 4, 1000, 1024, 2048, 4000, 4096, 8192, 12 * 1024 - 4, 12 * 1024 - 1, 12 * 1024])
     start, stop = sorted(data.draw(st.tuples(edges, edges).filter(lambda both: both[0] != both[1])))
     columns = data.draw(st.sampled_from([slice(0, 1024), slice(0, 512), slice(1, 1024)]))

@@ -143,7 +143,7 @@ def test_what_is_there_is_not_replaced_unless_asked(tmp_path: Path) -> None:
     assert len(attempts(LocalBackend(), str(tmp_path))) == 1  # of the refused one, which nobody aborted
 
 
-def test_a_missing_or_changed_manifest_is_told_apart_from_nothing(tmp_path: Path) -> None:
+def test_missing_or_changed_manifest_is_not_reported_as_nothing(tmp_path: Path) -> None:
     final = tmp_path / "a"
     commit(LocalBackend(), str(final), OLD, StoreSettings())
     (final / "COMMIT").rename(final / "elsewhere")

@@ -294,7 +294,7 @@ class Result:
 
 
 def test_a_result_is_the_consumer_s_alone() -> None:
-    """Who lets go of it frees its memory, for which other items may wait."""
+    """Dropping it frees memory that other items may wait for."""
     seen = 0
     for result in Workers(2, "test").run_each(lambda _: Result(), range(50)):
         reference = weakref.ref(result)

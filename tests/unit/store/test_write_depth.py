@@ -36,7 +36,7 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Disk:
-    """A disk with a clock: moves so many bytes a second at each depth, and begins with turns of whole buffers."""
+    """A disk with a clock: it has a speed for each depth, and its turns consist of whole buffers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, speeds: dict[int, float], total: int = LARGE) -> None:
         self.now, self.left, self.speeds = 0.0, total, speeds
@@ -109,7 +109,7 @@ def test_a_small_save_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_saves_measure_together_what_one_is_too_small_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the checkpointables of one step do, which are written one after the other."""
+    """As the checkpointables of one step, which are written in sequence."""
     depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 3e9, 8: 2e9}, 4 * TURN_BYTES)
     seen = [disk.save(depth) for _ in range(4)]
     assert [turn for one in seen for turn in one[:-1]] == [2, 4, 8, 8, 4, 2]

@@ -98,11 +98,11 @@ def test_segments_are_numbered_within_their_part_and_counted_over_all() -> None:
 
 
 def test_progress_tells_every_byte_of_the_files() -> None:
-    backend, told = StrictBackend(), list[int]()
+    backend, counts = StrictBackend(), list[int]()
     sources = [source(f"x{n}", np.zeros(n * 5000, np.uint8)) for n in range(6)]
-    written = write(backend, sources, StoreSettings(staging_bytes=2 * PAGE), told.append)
-    assert sum(told) == sum(segment.bytes for segment in written.segments)
-    assert len(told) > 3
+    written = write(backend, sources, StoreSettings(staging_bytes=2 * PAGE), counts.append)
+    assert sum(counts) == sum(segment.bytes for segment in written.segments)
+    assert len(counts) > 3
 
 
 class FullBackend(StrictBackend):
@@ -250,14 +250,14 @@ class LazyArray:
 
 
 class Gone(LazyArray):
-    """Of a device that is lost; only the first who fetches it is told why."""
+    """An array of a lost device; only the first fetch raises the cause."""
 
     def fetch(self) -> np.ndarray:
         self.fetches += 1
         raise RuntimeError("the device is lost" if self.fetches == 1 else "fetched already")
 
 
-def test_whoever_wants_an_array_whose_fetch_has_failed_is_told_why() -> None:
+def test_every_use_of_a_failed_fetch_raises_its_cause() -> None:
     gone = Gone(Come(), np.zeros(20 * PAGE, np.uint8))
     (layout,) = plan_segments([ArraySource("x", gone.shape, gone.dtype, [ChunkSource(full_box(gone.shape), gone)])], 1)
     backend = StrictBackend()

@@ -97,7 +97,7 @@ def lies_in(data: np.ndarray, array: np.ndarray) -> bool:
 
 
 def paged(size: int, shift: int, seed: int) -> np.ndarray:
-    """So many bytes that begin so far after the begin of a page."""
+    """A number of bytes at an offset from the start of a page."""
     memory = np.empty(size + 2 * PAGE, np.uint8)
     start = -memory.ctypes.data % PAGE + shift
     memory[start : start + size] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
@@ -143,7 +143,7 @@ def test_what_lies_on_pages_needs_no_staging(block: int, in_blocks: bool) -> Non
 def test_what_is_digested_is_what_is_written_also_if_the_source_changes(
     block: int, sizes: list[int], staging: int, threads: int
 ) -> None:
-    """Whoever owns the memory that is saved writes to it at every write to the disk, and before every digest."""
+    """The owner of the saved memory writes to it at every write to the disk, and before every digest."""
     owned = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
 
     def change() -> None:

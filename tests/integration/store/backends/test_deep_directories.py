@@ -71,7 +71,9 @@ def test_what_another_process_removes_meanwhile_is_no_reason_to_stop(
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("where", [dead_attempt, lambda checkpoint: checkpoint.with_name(".c.aside")])
-def test_one_beside_a_checkpoint_stops_no_save(place: Path, where: Callable[[Path], Path], depth: int) -> None:
+def test_deep_leftover_next_to_checkpoint_does_not_stop_saves(
+    place: Path, where: Callable[[Path], Path], depth: int
+) -> None:
     jct.save(place / "c", OLD)
     make_deep(where(place / "c"), depth)
     for tree in (NEW, OLD):
@@ -100,7 +102,7 @@ def test_one_in_a_checkpoint_is_refused_or_kept(place: Path, folder: str, is_dam
 
 
 def removed_by_nobody(tmp_path: Path) -> tuple[str | None, list[str]]:
-    """Have a user remove a tree who may not do all; the error's name, and what is left beside it."""
+    """Remove a tree as a user without all permissions; returns the error's name and the remaining entries."""
     tmp_path.chmod(0o777)
 
     def remove(tell: Tell) -> None:
@@ -117,9 +119,9 @@ def removed_by_nobody(tmp_path: Path) -> tuple[str | None, list[str]]:
         subprocess.run(["chown", "-R", "65534:65534", str(tmp_path / "tree")], check=True)
         for parent in [*tmp_path.parents][:3]:
             parent.chmod(0o755)
-    told, status = forked(remove)
+    reported, status = forked(remove)
     assert status == 0
-    return dict(told).get("refused"), dict(told)["left"]
+    return dict(reported).get("refused"), dict(reported)["left"]
 
 
 @pytest.mark.parametrize("depth", range(48, 52))

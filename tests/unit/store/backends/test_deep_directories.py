@@ -39,9 +39,7 @@ def test_a_listing_that_a_signal_interrupts_is_made_again(tmp_path: Path, monkey
     assert names(tmp_path) == []
 
 
-def test_what_is_deep_is_removed_though_its_move_is_told_as_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deep_directory_is_removed_after_interrupted_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_deep(tmp_path / "tree", 120)
     rename, moves = os.rename, list[str]()
 

@@ -297,7 +297,7 @@ def test_an_exchange_without_the_kernel_goes_by_way_of_the_side_name(
     stale = Path(side_name(str(tmp_path / "two")))
     (stale / "left by a crash").mkdir(parents=True)
     before = content(tmp_path)
-    with refused(errno.EBUSY):  # it may hold anything: whoever cleans up has looked at it, and could not take it away
+    with refused(errno.EBUSY):  # it may hold anything, and the cleanup could not remove it
         LocalBackend().exchange(str(tmp_path / "one"), str(tmp_path / "two"), sync=True)
     assert content(tmp_path) == before
     shutil.rmtree(stale)
@@ -372,7 +372,7 @@ def test_somebody_elses_work_is_not_taken_for_it(
     assert source.exists() is not has_gone
 
 
-def test_the_side_name_is_hidden_and_beside() -> None:
+def test_side_name_is_hidden_sibling() -> None:
     assert side_name("/runs/a") == "/runs/.a.aside"
 
 
@@ -416,9 +416,7 @@ def test_a_source_that_is_lost_closes_its_file(tmp_path: Path) -> None:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_system_without_direct_io_is_told_to_who_asks_for_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_required_direct_io_fails_on_systems_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_O_DIRECT", 0)
     (tmp_path / "a").write_bytes(b"x")
     with pytest.raises(StorageError, match="requires direct I/O"):
