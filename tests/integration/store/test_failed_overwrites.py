@@ -1,4 +1,4 @@
-"""What a save that died, or a disk that failed, leaves next to a checkpoint: nothing of another's is removed with it."""
+"""Leftovers of a dead save or a failed disk next to a checkpoint: files of other programs are never removed."""
 
 from __future__ import annotations
 
