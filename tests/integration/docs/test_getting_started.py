@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.conftest import REPO_ROOT
-from tests.support.pages import pages
+from tests.support.pages import Page, pages
 
-# The same with fewer updates, and a line for each save, by which the test knows how far it is.
+# Fewer updates, and a line for each save, which tells the test how far the training is.
 SHORTER = {
     "20_000": "1_000",
     "save_interval_steps=500": "save_interval_steps=100",
@@ -26,8 +26,13 @@ SHORTER = {
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (page,) = (page for page in pages() if page.name == "docs/tutorial/getting-started.md")
+def page() -> Page:
+    (found,) = (page for page in pages() if page.name == "docs/tutorial/getting-started.md")
+    return found
+
+
+@pytest.fixture(scope="module")
+def script(page: Page, tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = page.blocks("python")[0].text
     for old, new in SHORTER.items():
         assert text.count(old) == 1
@@ -50,7 +55,7 @@ def start(script: Path, cwd: Path) -> subprocess.Popen[str]:
 
 
 def end_at(training: subprocess.Popen[str], step: int, number: signal.Signals) -> str:
-    """Send it a signal when it saves a step; what it has printed by its end."""
+    """Send the training a signal when it saves a step, and return its output."""
     seen = ""
     with training:
         assert training.stdout is not None
@@ -62,7 +67,7 @@ def end_at(training: subprocess.Popen[str], step: int, number: signal.Signals) -
 
 
 def run_here(script: Path, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """Run it in this process, which knows JAX already; the bytes of what it has trained."""
+    """Run the training in this process, which has imported JAX already, and return the bytes of its result."""
     cwd.mkdir(exist_ok=True)
     monkeypatch.chdir(cwd)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -70,21 +75,22 @@ def run_here(script: Path, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     return np.asarray(names["state"]["w"]).tobytes()
 
 
-def test_it_goes_on_after_a_kill_and_after_a_request_to_leave(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_resumes_after_kill_and_after_request(
+    page: Page, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed = start(script, tmp_path)
     assert "starting after 0 updates" in end_at(killed, 300, signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL
 
     asked = start(script, tmp_path)
-    told = end_at(asked, 600, signal.SIGTERM)
-    (first,) = re.findall(r"^starting after (\d+) updates$", told, re.MULTILINE)
-    assert int(first) in (200, 300)  # the save under way when it was killed may be committed or not
-    assert re.search(r"took over from process \d+ on .*, which is dead", told)
+    output = end_at(asked, 600, signal.SIGTERM)
+    (first,) = re.findall(r"^starting after (\d+) updates$", output, re.MULTILINE)
+    assert int(first) in (200, 300)  # the save that was running at the kill may be committed or not
+    assert re.search(r"took over from process \d+ on .*, which is dead", output)
     assert asked.returncode == 75
 
     resumed = run_here(script, tmp_path, monkeypatch)
-    (went_on,) = re.findall(r"^starting after (\d+) updates$", capsys.readouterr().out, re.MULTILINE)
-    assert int(went_on) >= 600
+    (later,) = re.findall(r"^starting after (\d+) updates$", capsys.readouterr().out, re.MULTILINE)
+    assert int(later) >= 600
+    exec(page.blocks("python")[1].text.replace("step-0000020000", "step-0000001000"), {})
     assert resumed == run_here(script, tmp_path / "alone", monkeypatch)
