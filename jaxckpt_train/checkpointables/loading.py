@@ -20,7 +20,7 @@ from jaxckpt_train.pytree.leaves import has_tree
 from jaxckpt_train.pytree.patterns import Only
 from jaxckpt_train.pytree.restore import LoadOptions, TreeRestore
 from jaxckpt_train.pytree.shared_reads import JobLoads
-from jaxckpt_train.pytree.target import wanted_shardings
+from jaxckpt_train.pytree.target import requested_shardings
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.committed import Committed, check_unchanged
@@ -149,7 +149,7 @@ def expect_parts(loads: JobLoads, targets: Mapping[str, Any], only: Only = None,
     for target in targets.values() if loads.processes > 1 else ():
         tree_of = getattr(handler_of(target), "tree_of", None)  # others say it when they load
         if tree_of is not None:
-            loads.expect(wanted_shardings(tree_of(target), only, shardings))
+            loads.expect(requested_shardings(tree_of(target), only, shardings))
 
 
 def compare_parts(backend: Opener, committed: Committed, targets: Mapping[str, Any], settings: StoreSettings) -> None:

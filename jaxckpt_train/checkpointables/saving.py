@@ -31,7 +31,7 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker, start_save
 from jaxckpt_train.pytree.colocated.transfer import write_on_hosts
-from jaxckpt_train.pytree.copies import Ahead
+from jaxckpt_train.pytree.copies import TransferBudget
 from jaxckpt_train.pytree.flatten import refuse_too_deep, refused_if_too_deep
 from jaxckpt_train.pytree.leaves import encode_tree
 from jaxckpt_train.pytree.partition import JobPartition
@@ -138,7 +138,7 @@ def stage_all(
     digest_function(settings.digest)  # told now, and not in the background
     if not named("checkpointables", checkpointables):
         raise SettingsError('checkpointables: expected what to save by name, as {"state": state}, found nothing')
-    parts, ahead = [], Ahead(settings.staging_bytes)
+    parts, ahead = [], TransferBudget(settings.staging_bytes)
     for name, value in checkpointables.items():
         if not isinstance(name, str) or not is_plain_name(name):
             raise SettingsError(f"checkpointable name {name!r}: expected {plain_name_rule()}")
@@ -151,7 +151,7 @@ def stage_all(
 
 
 def _stage(
-    name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahead: Ahead, shares: JobPartition | None
+    name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahead: TransferBudget, shares: JobPartition | None
 ) -> StagedPart:
     started = time.perf_counter()
     taken_before = value if isinstance(value, Taken) else take(value)

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.pytree.flatten import one_below_another
+from jaxckpt_train.pytree.flatten import find_nested_leaves
 from jaxckpt_train.pytree.leaves import TreeRecord, encode_tree
 from jaxckpt_train.store.backends.base import Backend, Opener, Source
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, row_major_range
@@ -223,7 +223,7 @@ def _check_tree(tree: ForeignTree, directory: str) -> None:
     """Refuse a tree that could be copied into a checkpoint of this library but not be opened there."""
     for array in tree.arrays:
         check_shape(array.shape, DTYPES[array.dtype].itemsize, f"{directory}: leaf {shown(array.name)}")
-    pair = one_below_another(tree.record.leaves)
+    pair = find_nested_leaves(tree.record.leaves)
     if pair is not None:
         raise CorruptCheckpointError(f"{directory}: leaf {shown(pair[0])} is below leaf {shown(pair[1])}")
 

@@ -55,7 +55,7 @@ GIVEN_UP = "given up: the state was not fetched from its devices in time"
 
 
 def take_from_devices(
-    leaves: Sequence[jax.Array], mode: SnapshotMode, ahead: Ahead
+    leaves: Sequence[jax.Array], mode: SnapshotMode, ahead: TransferBudget
 ) -> tuple[list[tuple[ChunkSource, ...]], Transfers]:
     """Take arrays on any devices as they are now; `snapshot` explains the modes.
 
@@ -85,11 +85,11 @@ def copies_if_wanted(leaves: Sequence[jax.Array], mode: SnapshotMode) -> list[ja
 
 
 def take_handles(
-    handles: Sequence[jax.Array], mode: SnapshotMode, ahead: Ahead, *, is_copied: bool
+    handles: Sequence[jax.Array], mode: SnapshotMode, ahead: TransferBudget, *, is_copied: bool
 ) -> tuple[list[np.ndarray | LazyArray], Transfers]:
     """Return the data of single-device arrays in their order, and the transfers that fetch it."""
     is_bounded = is_copied or mode == "stream"
-    transfers = Transfers(ahead if is_bounded else Ahead(sys.maxsize))
+    transfers = Transfers(ahead if is_bounded else TransferBudget(sys.maxsize))
     turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
     ordered = [handles[number] for number in turns]
     if is_bounded:
@@ -321,7 +321,7 @@ def _free_bytes(statistics: dict[str, int] | None) -> float:
     return statistics["bytes_limit"] * (1 - SPARE_FRACTION) - statistics["peak_bytes_in_use"]
 
 
-class Ahead:
+class TransferBudget:
     """Limits how many bytes of one save are in transit from the devices, or fetched and not yet dropped.
 
     A single request is always granted when nothing else is counted. Callers of `take` hold `lock`; `give_back` needs
@@ -369,7 +369,7 @@ class Transfers:
     """
 
     def __init__(
-        self, ahead: Ahead, start: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = start_transfers
+        self, ahead: TransferBudget, start: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = start_transfers
     ) -> None:
         self.done = Latch()
         self._ahead, self._start = ahead, start

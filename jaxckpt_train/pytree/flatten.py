@@ -369,7 +369,7 @@ def split(path: str) -> list[str]:
     return [] if path == ROOT else path.split("/")
 
 
-def one_below_another(leaves: Collection[str]) -> tuple[str, str] | None:
+def find_nested_leaves(leaves: Collection[str]) -> tuple[str, str] | None:
     """Find a leaf path and another leaf path above it, a pair that no tree can have; None: there is no such pair.
 
     The function visits each container once, however many leaves there are.
@@ -416,7 +416,7 @@ def static_difference(saved: str, found: str, children: int) -> Literal["moved",
         return None
 
 
-def other_static(
+def nodes_with_other_static(
     saved: Mapping[str, str], found: Mapping[str, str], names: Sequence[str], loaded: Mapping[str, str]
 ) -> Iterator[tuple[str, Literal["moved", "other"]]]:
     """Find the nodes whose static data differs between a checkpoint and a target, and say how.

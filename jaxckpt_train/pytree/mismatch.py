@@ -23,7 +23,7 @@ from jaxckpt_train.pytree.leaves import (
     shape_text,
 )
 from jaxckpt_train.pytree.patterns import describe_keys, similar_names, suggestion
-from jaxckpt_train.pytree.target import Want, is_held, settled
+from jaxckpt_train.pytree.target import LeafRequest, is_supported, resolve_request
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 
@@ -32,70 +32,74 @@ SHOWN_DIFFERENCES = 50
 _Category = Literal["missing", "without value", "unexpected", "shape", "moved", "other"]
 
 
-def leaf_difference(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want, *, cast: bool) -> str | None:
+def leaf_difference(
+    name: str, saved: LeafRecord, array: ArrayRecord | None, request: LeafRequest, *, cast: bool
+) -> str | None:
     """Describe in one line how a saved leaf differs from the target; None if the load can go ahead."""
-    if want.form == "skip":
+    if request.form == "skip":
         return None
-    same_kind = {"none": NoneLeaf, "empty": EmptyLeaf, "key": KeyLeaf}.get(want.form)
+    same_kind = {"none": NoneLeaf, "empty": EmptyLeaf, "key": KeyLeaf}.get(request.form)
     if same_kind is not None or isinstance(saved, (NoneLeaf, EmptyLeaf, KeyLeaf)):
         if same_kind is None or not isinstance(saved, same_kind):
-            return _difference_line(name, saved, array, want, "")
-        return _key_difference(name, saved, array, want) if isinstance(saved, KeyLeaf) else None
+            return _describe(name, saved, array, request, "")
+        return _key_difference(name, saved, array, request) if isinstance(saved, KeyLeaf) else None
     if isinstance(saved, ArrayLeaf):
         assert array is not None
-        return _array_difference(name, saved, array, want, cast)
-    if want.form == "python":
-        return None if PYTHON_TYPES[type(saved)] is want.python else _difference_line(name, saved, array, want, "")
-    return _number_difference(name, saved, want, cast)
+        return _array_difference(name, saved, array, request, cast)
+    if request.form == "python":
+        return None if PYTHON_TYPES[type(saved)] is request.python else _describe(name, saved, array, request, "")
+    return _number_difference(name, saved, request, cast)
 
 
-def _key_difference(name: str, saved: KeyLeaf, array: ArrayRecord | None, want: Want) -> str | None:
+def _key_difference(name: str, saved: KeyLeaf, array: ArrayRecord | None, request: LeafRequest) -> str | None:
     assert array is not None
-    same = saved.impl == want.impl and array.shape[: len(want.shape)] == want.shape
-    return None if same and len(array.shape) == len(want.shape) + 1 else _difference_line(name, saved, array, want, "")
+    same = saved.impl == request.impl and array.shape[: len(request.shape)] == request.shape
+    return None if same and len(array.shape) == len(request.shape) + 1 else _describe(name, saved, array, request, "")
 
 
-def _array_difference(name: str, saved: ArrayLeaf, array: ArrayRecord, want: Want, cast: bool) -> str | None:
+def _array_difference(name: str, saved: ArrayLeaf, array: ArrayRecord, request: LeafRequest, cast: bool) -> str | None:
     stored = DTYPES[array.dtype]
-    if want.form == "python":
+    if request.form == "python":
         fits = (
             array.shape == ()
-            and want.python in (bool, int, float, complex)
-            and _number_kind(stored) == _python_kind(want)
+            and request.python in (bool, int, float, complex)
+            and _number_kind(stored) == _python_kind(request)
         )
-        return None if fits else _difference_line(name, saved, array, want, "")
-    assert want.dtype is not None
-    if array.shape != want.shape:
-        return _difference_line(name, saved, array, want, "")
-    if stored != want.dtype.newbyteorder("=") and not (cast and can_cast(stored, want.dtype)):
+        return None if fits else _describe(name, saved, array, request, "")
+    assert request.dtype is not None
+    if array.shape != request.shape:
+        return _describe(name, saved, array, request, "")
+    if stored != request.dtype.newbyteorder("=") and not (cast and can_cast(stored, request.dtype)):
         hint = (
             "load(..., cast=True) converts it"
-            if can_cast(stored, want.dtype) and not cast
+            if can_cast(stored, request.dtype) and not cast
             else "the conversion would lose data"
         )
-        return _difference_line(name, saved, array, want, hint)
-    return _x64_difference(name, saved, array, want)
+        return _describe(name, saved, array, request, hint)
+    return _x64_difference(name, saved, array, request)
 
 
-def _x64_difference(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want) -> str | None:
-    assert want.dtype is not None
-    if want.form == "jax" and not is_held(want.dtype):
-        return _difference_line(
-            name, saved, array, want, 'JAX holds 64-bit types only with jax.config.update("jax_enable_x64", True)'
+def _x64_difference(name: str, saved: LeafRecord, array: ArrayRecord | None, request: LeafRequest) -> str | None:
+    assert request.dtype is not None
+    if request.form == "jax" and not is_supported(request.dtype):
+        return _describe(
+            name, saved, array, request, 'JAX holds 64-bit types only with jax.config.update("jax_enable_x64", True)'
         )
     return None
 
 
-def _number_difference(name: str, saved: LeafRecord, want: Want, cast: bool) -> str | None:
+def _number_difference(name: str, saved: LeafRecord, request: LeafRequest, cast: bool) -> str | None:
     """Compare a saved Python number with a 0-d array, whose dtype must hold it exactly."""
-    assert want.dtype is not None
+    assert request.dtype is not None
     python = PYTHON_TYPES[type(saved)]
-    if want.shape != () or python in (str, bytes):
-        return _difference_line(name, saved, None, want, "")
+    if request.shape != () or python in (str, bytes):
+        return _describe(name, saved, None, request, "")
     kind = {bool: "b", int: "i", float: "f", complex: "c"}[python]
-    if kind != _number_kind(want.dtype) and not (cast and _ORDER[kind] <= _ORDER.get(_number_kind(want.dtype), -1)):
-        return _difference_line(name, saved, None, want, "")
-    return _x64_difference(name, saved, None, want)
+    if kind != _number_kind(request.dtype) and not (
+        cast and _ORDER[kind] <= _ORDER.get(_number_kind(request.dtype), -1)
+    ):
+        return _describe(name, saved, None, request, "")
+    return _x64_difference(name, saved, None, request)
 
 
 def exact_array(value: complex, dtype: np.dtype) -> np.ndarray | None:
@@ -118,11 +122,11 @@ def _is_finite(value: complex) -> bool:
     return isinstance(value, int) or cmath.isfinite(value)
 
 
-def inexact_line(name: str, value: complex, want: Want) -> str:
+def inexact_line(name: str, value: complex, request: LeafRequest) -> str:
     """Describe a saved Python number that the wanted dtype cannot hold."""
     found = f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 128 else repr(value)
     return (
-        f"leaf {name!r}: saved Python {type(value).__name__} {found}, wanted {describe_want(want)}, "
+        f"leaf {name!r}: saved Python {type(value).__name__} {found}, wanted {describe_request(request)}, "
         "which does not hold it exactly"
     )
 
@@ -135,19 +139,19 @@ def _number_kind(dtype: np.dtype) -> str:
     return "?"
 
 
-def _python_kind(want: Want) -> str:
-    return {bool: "b", int: "i", float: "f", complex: "c"}.get(want.python or str, "?")
+def _python_kind(request: LeafRequest) -> str:
+    return {bool: "b", int: "i", float: "f", complex: "c"}.get(request.python or str, "?")
 
 
-def can_cast(saved: np.dtype, want: np.dtype) -> bool:
+def can_cast(saved: np.dtype, request: np.dtype) -> bool:
     """Return whether `cast=True` converts one dtype to the other: within a kind, or up from bool to int to float."""
-    low, high = _ORDER.get(_number_kind(saved), 9), _ORDER.get(_number_kind(want.newbyteorder("=")), -1)
+    low, high = _ORDER.get(_number_kind(saved), 9), _ORDER.get(_number_kind(request.newbyteorder("=")), -1)
     return low <= high
 
 
-def missing_line(name: str, want: Want) -> str:
+def missing_line(name: str, request: LeafRequest) -> str:
     """Describe a leaf that is in the target but not in the checkpoint."""
-    return f"leaf {name!r}: not in the checkpoint, wanted {describe_want(want)}"
+    return f"leaf {name!r}: not in the checkpoint, wanted {describe_request(request)}"
 
 
 def unexpected_line(name: str, saved: LeafRecord, array: ArrayRecord | None, near: Sequence[str]) -> str:
@@ -156,25 +160,25 @@ def unexpected_line(name: str, saved: LeafRecord, array: ArrayRecord | None, nea
     return f"leaf {name!r}: saved {describe_saved(saved, array)}, not in the target{there}"
 
 
-def _difference_line(name: str, saved: LeafRecord, array: ArrayRecord | None, want: Want, hint: str) -> str:
+def _describe(name: str, saved: LeafRecord, array: ArrayRecord | None, request: LeafRequest, hint: str) -> str:
     advice = f"; {hint}" if hint else ""
-    return f"leaf {name!r}: saved {describe_saved(saved, array)}, wanted {describe_want(want)}{advice}"
+    return f"leaf {name!r}: saved {describe_saved(saved, array)}, wanted {describe_request(request)}{advice}"
 
 
-def describe_want(want: Want) -> str:
+def describe_request(request: LeafRequest) -> str:
     """Describe what a target leaf asks for, in the words of `describe_saved`."""
-    match want.form:
+    match request.form:
         case "key":
-            return f"key<{want.impl}>{shape_text(want.shape)}"
+            return f"key<{request.impl}>{shape_text(request.shape)}"
         case "none":
             return "None"
         case "empty":
             return "an empty container"
         case "python":
-            assert want.python is not None
-            return f"Python {want.python.__name__}"
+            assert request.python is not None
+            return f"Python {request.python.__name__}"
         case _:
-            return f"{want.dtype}{shape_text(want.shape)}"
+            return f"{request.dtype}{shape_text(request.shape)}"
 
 
 def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
@@ -224,9 +228,9 @@ class Differences:
     def __bool__(self) -> bool:
         return bool(self._lines)
 
-    def missing(self, name: str, want: Want) -> None:
+    def missing(self, name: str, request: LeafRequest) -> None:
         """Add a leaf that is in the target but not in the checkpoint."""
-        self._lines.append(missing_line(name, want))
+        self._lines.append(missing_line(name, request))
         self._categories.add("without value" if self._keeps else "missing")
 
     def unexpected(self, name: str, saved: LeafRecord, array: ArrayRecord | None, free: Collection[str]) -> None:
@@ -235,10 +239,10 @@ class Differences:
         self._lines.append(unexpected_line(name, saved, array, near))
         self._categories.add("unexpected")
 
-    def unlike(self, line: str, array: ArrayRecord | None, want: Want) -> None:
+    def unlike(self, line: str, array: ArrayRecord | None, request: LeafRequest) -> None:
         """Add a leaf that both have, with a line that says how it differs."""
         self._lines.append(line)
-        other_shape = array is not None and want.form in ("jax", "numpy") and array.shape != want.shape
+        other_shape = array is not None and request.form in ("jax", "numpy") and array.shape != request.shape
         self._categories.add("shape" if other_shape else "other")
 
     def moved(self, path: str, saved: str, found: str) -> None:
@@ -276,7 +280,7 @@ class Differences:
 
 
 def tree_differences(
-    subject: str, record: TreeRecord, arrays: Mapping[str, ArrayRecord], wants: Mapping[str, Want]
+    subject: str, record: TreeRecord, arrays: Mapping[str, ArrayRecord], requests: Mapping[str, LeafRequest]
 ) -> Differences:
     """Compare a stored tree with a target, leaf by leaf under the same paths.
 
@@ -284,21 +288,21 @@ def tree_differences(
         subject: what is compared.
         record: the stored tree.
         arrays: its arrays, by leaf path.
-        wants: what the leaves of the target ask for, by leaf path.
+        requests: what the leaves of the target ask for, by leaf path.
     """
     found = Differences(subject, keeps=False)
-    skipped = tuple("" if name == ROOT else f"{name}/" for name, want in wants.items() if want.form == "skip")
-    for name, wanted in wants.items():
+    skipped = tuple("" if name == ROOT else f"{name}/" for name, request in requests.items() if request.form == "skip")
+    for name, asked in requests.items():
         saved, array = record.leaves.get(name), arrays.get(name)
-        want = wanted if saved is None else settled(wanted, saved, array, has_types=True)
-        line = None if saved is None else leaf_difference(name, saved, array, want, cast=False)
-        if saved is None and want.form != "skip":
-            found.missing(name, want)
+        request = asked if saved is None else resolve_request(asked, saved, array, has_types=True)
+        line = None if saved is None else leaf_difference(name, saved, array, request, cast=False)
+        if saved is None and request.form != "skip":
+            found.missing(name, request)
         elif line is not None:
-            found.unlike(line, array, want)
-    free = [name for name in wants if name not in record.leaves]
+            found.unlike(line, array, request)
+    free = [name for name in requests if name not in record.leaves]
     for name, saved in record.leaves.items():
-        if name not in wants and not name.startswith(skipped):
+        if name not in requests and not name.startswith(skipped):
             found.unexpected(name, saved, arrays.get(name), free)
     return found
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxckpt_train.pytree._jax import without_caller_settings
-from jaxckpt_train.pytree.copies import Ahead, Transfers, copies_if_wanted, own_handle, take_handles
+from jaxckpt_train.pytree.copies import TransferBudget, Transfers, copies_if_wanted, own_handle, take_handles
 from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, box_shape, full_box, slices_within
 from jaxckpt_train.store.segment import ChunkSource, LazyArray
@@ -351,7 +351,7 @@ def _plain_cuts(sharding: jax.sharding.Sharding, dimensions: int) -> Cuts | None
 
 
 def take_local_shards(
-    leaves: Sequence[Sequence[LocalShard]], mode: SnapshotMode, ahead: Ahead
+    leaves: Sequence[Sequence[LocalShard]], mode: SnapshotMode, ahead: TransferBudget
 ) -> tuple[list[tuple[ChunkSource, ...]], Transfers]:
     """Take parts of arrays, as `take_from_devices` takes arrays.
 

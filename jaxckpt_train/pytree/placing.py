@@ -19,7 +19,7 @@ import numpy as np
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.pytree._jax import without_caller_settings
 from jaxckpt_train.pytree.flatten import PLACEHOLDER
-from jaxckpt_train.pytree.target import Placement, Want
+from jaxckpt_train.pytree.target import LeafRequest, Placement
 from jaxckpt_train.store.buffers import ReadBudget, empty_array
 from jaxckpt_train.store.reader import ReadBox
 
@@ -36,7 +36,7 @@ class Destination(NamedTuple):
     Attributes:
         number: of its value in the load.
         name: for messages.
-        want: what it becomes.
+        request: what it becomes.
         placement: its boxes and devices.
         dtype: as stored.
         leaves_host: whether it goes to an accelerator.
@@ -45,7 +45,7 @@ class Destination(NamedTuple):
 
     number: int
     name: str
-    want: Want
+    request: LeafRequest
     placement: Placement
     dtype: np.dtype
     leaves_host: bool
@@ -67,34 +67,34 @@ class Placer:
         self._late = dict[int, tuple[Destination, np.ndarray]]()
         for each in destinations:
             if not each.placement.boxes:  # the whole array lies on devices of other processes
-                dtype = each.dtype if each.want.dtype is None else each.want.dtype
+                dtype = each.dtype if each.request.dtype is None else each.request.dtype
                 values[each.number] = _typed(each, self._puts.none_here(each.placement, dtype))
 
     def take(self, read: ReadBox) -> None:
         """Take one box; the caller must release its memory."""
         wanted, box, data = read
         each = self._destinations[wanted]
-        if each.want.dtype is not None and each.want.dtype != data.dtype:
-            data = converted(each.name, data, each.want.dtype)
+        if each.request.dtype is not None and each.request.dtype != data.dtype:
+            data = converted(each.name, data, each.request.dtype)
             if each.leaves_host:
                 self._budget.charge(data)  # until the transfer to the device ends
-        if each.want.form == "jax":
+        if each.request.form == "jax":
             array = self._puts.put(wanted, each.placement, box, data, donatable=each.donatable)
             self._values[each.number] = PLACEHOLDER if array is None else _typed(each, array)
-        elif spans_processes(each.want.sharding):
+        elif spans_processes(each.request.sharding):
             self._late[each.number] = each, data
         else:
-            self._values[each.number] = value_of(each.name, each.want, data)
+            self._values[each.number] = value_of(each.name, each.request, data)
 
     def finish(self) -> None:
         """Make the values that all processes make together, in the same order in all of them."""
         for number in sorted(self._late):
             each, data = self._late.pop(number)
-            self._values[number] = value_of(each.name, each.want, data)
+            self._values[number] = value_of(each.name, each.request, data)
 
 
 def _typed(each: Destination, array: jax.Array) -> jax.Array:
-    return weakly_typed(each.name, array) if each.want.weak else array
+    return weakly_typed(each.name, array) if each.request.weak else array
 
 
 def _find_fast_put() -> Callable[..., jax.Array] | None:
@@ -257,47 +257,47 @@ def is_elsewhere(sharding: jax.sharding.Sharding | None) -> bool:
     return sharding is not None and not sharding.is_fully_addressable and not sharding.addressable_devices
 
 
-def value_of(name: str, want: Want, array: np.ndarray) -> Any:
+def value_of(name: str, request: LeafRequest, array: np.ndarray) -> Any:
     """Make a leaf from all of its data on the host."""
-    match want.form:
+    match request.form:
         case "numpy":
             return array
         case "scalar":
             return array[()]
         case "python":
             value = array.item()
-            return value if want.python is None else want.python(value)
+            return value if request.python is None else request.python(value)
         case "key":
-            return _key(name, array, want)
+            return _key(name, array, request)
         case _:
-            return _put(name, want, array)
+            return _put(name, request, array)
 
 
-def _key(name: str, data: np.ndarray, want: Want) -> jax.Array:
+def _key(name: str, data: np.ndarray, request: LeafRequest) -> jax.Array:
     try:
-        if want.sharding is not None and is_elsewhere(want.sharding):
-            dtype = jax.eval_shape(functools.partial(jax.random.wrap_key_data, impl=want.impl), data).dtype
-            return jax.make_array_from_single_device_arrays(want.shape, want.sharding, [], dtype=dtype)
-        if want.sharding is not None and spans_processes(want.sharding):
-            return _make_on_all(data, want.sharding, want.impl)
-        key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=want.impl)
+        if request.sharding is not None and is_elsewhere(request.sharding):
+            dtype = jax.eval_shape(functools.partial(jax.random.wrap_key_data, impl=request.impl), data).dtype
+            return jax.make_array_from_single_device_arrays(request.shape, request.sharding, [], dtype=dtype)
+        if request.sharding is not None and spans_processes(request.sharding):
+            return _make_on_all(data, request.sharding, request.impl)
+        key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=request.impl)
     except (TypeError, ValueError) as error:
         raise MismatchError(
-            f"leaf {name!r}: saved as a key of implementation {want.impl!r}, but this JAX cannot make such a key from "
-            f"{data.dtype}{list(data.shape)}: {error}"
+            f"leaf {name!r}: saved as a key of implementation {request.impl!r}, but this JAX cannot make such a key "
+            f"from {data.dtype}{list(data.shape)}: {error}"
         ) from error
-    return key if want.sharding is None else jax.device_put(key, want.sharding)
+    return key if request.sharding is None else jax.device_put(key, request.sharding)
 
 
-def _put(name: str, want: Want, array: np.ndarray) -> jax.Array:
+def _put(name: str, request: LeafRequest, array: np.ndarray) -> jax.Array:
     made: jax.Array
-    if want.sharding is not None and is_elsewhere(want.sharding):
-        made = jax.make_array_from_single_device_arrays(array.shape, want.sharding, [], dtype=array.dtype)
-    elif want.sharding is not None and spans_processes(want.sharding):
-        made = _make_on_all(array, want.sharding)
+    if request.sharding is not None and is_elsewhere(request.sharding):
+        made = jax.make_array_from_single_device_arrays(array.shape, request.sharding, [], dtype=array.dtype)
+    elif request.sharding is not None and spans_processes(request.sharding):
+        made = _make_on_all(array, request.sharding)
     else:
-        made = jax.device_put(array, want.sharding)
-    return weakly_typed(name, made) if want.weak else made
+        made = jax.device_put(array, request.sharding)
+    return weakly_typed(name, made) if request.weak else made
 
 
 def _make_on_all(value: Any, sharding: jax.sharding.Sharding, impl: str | None = None) -> jax.Array:

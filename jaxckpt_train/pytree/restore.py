@@ -21,10 +21,10 @@ from jaxckpt_train.pytree.flatten import (
     ROOT,
     Flat,
     Key,
+    find_nested_leaves,
     flatten,
     join,
-    one_below_another,
-    other_static,
+    nodes_with_other_static,
     parse_key,
     refuse_too_deep,
     shortened,
@@ -54,18 +54,18 @@ from jaxckpt_train.pytree.patterns import Only, leaf_filter, refuse_idle_pattern
 from jaxckpt_train.pytree.placing import Destination, Placer, value_of, weakly_typed
 from jaxckpt_train.pytree.shared_reads import JobLoads, JointRead, ReadTogether, read_together
 from jaxckpt_train.pytree.target import (
+    LeafRequest,
     Placement,
-    Want,
     concrete_sharding,
     default_platform,
     device_placement,
     host_placement,
     in_format_of,
+    leaf_request,
     lost_type,
     own_dtype,
-    settled,
+    resolve_request,
     shardings_by_name,
-    wanted,
 )
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
@@ -116,7 +116,7 @@ class _LeafLoad(NamedTuple):
     name: str
     record: LeafRecord
     array: ArrayRecord | None
-    want: Want
+    request: LeafRequest
     donatable: bool
 
 
@@ -168,7 +168,7 @@ class TreeRestore:
         lost = [
             (names[leaf_load.name], text)
             for leaf_load in leaf_loads
-            if (text := lost_type(leaf_load.record, leaf_load.want)) is not None
+            if (text := lost_type(leaf_load.record, leaf_load.request)) is not None
         ]
         if lost:
             (name, text), others = lost[0], f" ({len(lost) - 1} other leaves have such differences)" if lost[1:] else ""
@@ -177,7 +177,7 @@ class TreeRestore:
             )
 
     def _report_other_static(self, flat: Flat, loaded: Mapping[str, str]) -> None:
-        for path, _ in other_static(self.record.static, flat.static, flat.names, loaded):
+        for path, _ in nodes_with_other_static(self.record.static, flat.static, flat.names, loaded):
             _log.warning(
                 "%s: node %r: its static data is %s in the checkpoint, but %s in the target; its values were loaded by "
                 "position, because the type is registered without keys",
@@ -203,13 +203,13 @@ class TreeRestore:
             self.record, names = options.forms(flat, self.record, names)
         given = shardings_by_name(options.shardings)
         leaves = dict(zip(flat.names, flat.leaves, strict=True))
-        wants = {name: wanted(name, leaf, given(name)) for name, leaf in leaves.items() if selected(name)}
-        loads.expect(want.sharding for want in wants.values())
+        requests = {name: leaf_request(name, leaf, given(name)) for name, leaf in leaves.items() if selected(name)}
+        loads.expect(request.sharding for request in requests.values())
         saved_names = {new: old for old, new in names.items()}
-        found = self._compare(wants, saved_names, selected, options, flat)
+        found = self._compare(requests, saved_names, selected, options, flat)
         leaf_loads = [
-            self._leaf_load(saved_names[name], want, donatable=_is_donatable(options, leaves[name]))
-            for name, want in found.items()
+            self._leaf_load(saved_names[name], request, donatable=_is_donatable(options, leaves[name]))
+            for name, request in found.items()
         ]
         return flat, names, leaf_loads, self._places(leaf_loads)
 
@@ -231,16 +231,16 @@ class TreeRestore:
 
     def _compare(
         self,
-        wants: Mapping[str, Want],
+        requests: Mapping[str, LeafRequest],
         saved_names: Mapping[str, str],
         selected: Callable[[str], bool],
         options: LoadOptions,
         flat: Flat,
-    ) -> dict[str, Want]:
+    ) -> dict[str, LeafRequest]:
         """Raise all differences at once; return what each leaf that is loaded must become."""
-        differences, found = Differences(self._subject, keeps=options.missing == "keep"), dict[str, Want]()
+        differences, found = Differences(self._subject, keeps=options.missing == "keep"), dict[str, LeafRequest]()
         leaves = dict(zip(flat.names, flat.leaves, strict=True))
-        for name, asked in wants.items():
+        for name, asked in requests.items():
             if asked.form == "skip":
                 continue
             if name not in saved_names:
@@ -249,18 +249,18 @@ class TreeRestore:
                 continue
             saved = saved_names[name]
             record, array = self.record.leaves[saved], self._arrays.get(saved)
-            found[name] = want = settled(asked, record, array, has_types=options.has_types)
-            line = leaf_difference(name, record, array, want, cast=options.cast)
-            line = line or self._inexact_number(name, saved, want, is_rounded=asked.weak)
+            found[name] = request = resolve_request(asked, record, array, has_types=options.has_types)
+            line = leaf_difference(name, record, array, request, cast=options.cast)
+            line = line or self._inexact_number(name, saved, request, is_rounded=asked.weak)
             if line is not None:
-                differences.unlike(line, array, want)
+                differences.unlike(line, array, request)
         skipped = tuple("" if name == ROOT else f"{name}/" for name, leaf in leaves.items() if leaf is PLACEHOLDER)
         free = [name for name in leaves if name not in saved_names]
         for name, saved in saved_names.items():
-            if name not in wants and selected(name) and not name.startswith(skipped):
+            if name not in requests and selected(name) and not name.startswith(skipped):
                 differences.unexpected(name, self.record.leaves[saved], self._arrays.get(saved), free)
         loaded = {name: saved_names[name] for name in found} if self.record.static else {}
-        for path, kind in other_static(self.record.static, flat.static, flat.names, loaded):
+        for path, kind in nodes_with_other_static(self.record.static, flat.static, flat.names, loaded):
             if kind == "moved":
                 differences.moved(path, self.record.static[path], flat.static[path])
         if not differences:
@@ -270,15 +270,15 @@ class TreeRestore:
         differences.raise_all()
         return found
 
-    def _inexact_number(self, name: str, saved: str, want: Want, *, is_rounded: bool) -> str | None:
+    def _inexact_number(self, name: str, saved: str, request: LeafRequest, *, is_rounded: bool) -> str | None:
         """Describe a Python number that the wanted dtype does not hold; weakly typed ones are rounded, as JAX does."""
         record = self.record.leaves[saved]
-        if want.dtype is None or isinstance(record, STORED):
+        if request.dtype is None or isinstance(record, STORED):
             return None
         value = python_value(saved, record, self._subject)
-        if is_rounded and isinstance(value, (float, complex)) and rounded_array(value, want.dtype) is not None:
+        if is_rounded and isinstance(value, (float, complex)) and rounded_array(value, request.dtype) is not None:
             return None
-        return inexact_line(name, value, want) if exact_array(value, want.dtype) is None else None
+        return inexact_line(name, value, request) if exact_array(value, request.dtype) is None else None
 
     def _load_all(
         self,
@@ -291,15 +291,16 @@ class TreeRestore:
         given = shardings_by_name(options.shardings)
         chosen = [old for old, new in names.items() if selected(new)]
         refuse_idle_pattern(self._subject, options.only, names.values())
-        if options.rename and (pair := one_below_another(set(names.values()))):
+        if options.rename and (pair := find_nested_leaves(set(names.values()))):
             raise MismatchError(f"{self._subject}: rename: leaf {pair[0]!r} would be below leaf {pair[1]!r}")
         donatable = _is_donatable(options, None)
         leaf_loads = [
-            self._leaf_load(old, self._own_want(old, given(names[old])), donatable=donatable) for old in chosen
+            self._leaf_load(old, self._request_without_target(old, given(names[old])), donatable=donatable)
+            for old in chosen
         ]
-        loads.expect(leaf_load.want.sharding for leaf_load in leaf_loads)
+        loads.expect(leaf_load.request.sharding for leaf_load in leaf_loads)
         lines = [
-            leaf_difference(names[leaf_load.name], leaf_load.record, leaf_load.array, leaf_load.want, cast=False)
+            leaf_difference(names[leaf_load.name], leaf_load.record, leaf_load.array, leaf_load.request, cast=False)
             for leaf_load in leaf_loads
             if leaf_load.array
         ]
@@ -311,7 +312,7 @@ class TreeRestore:
             return rebuild(record, values, self._subject)
         return rebuild(self.record, values, self._subject)
 
-    def _own_want(self, name: str, sharding: jax.sharding.Sharding | None) -> Want:
+    def _request_without_target(self, name: str, sharding: jax.sharding.Sharding | None) -> LeafRequest:
         """Return what a leaf becomes without a target: itself, on the host, or on devices if a sharding is given."""
         record, array = self.record.leaves[name], self._arrays.get(name)
         place = concrete_sharding(name, sharding)
@@ -321,17 +322,19 @@ class TreeRestore:
                 dtype = own_dtype(record, array)
                 on_device = place is not None and host == "jax"
                 form: Any = "jax" if on_device else "scalar" if host == "scalar" else "numpy"
-                return Want(form, array.shape, dtype, place, weak=record.weak and on_device)
+                return LeafRequest(form, array.shape, dtype, place, weak=record.weak and on_device)
             case KeyLeaf(impl):
                 assert array is not None
-                return Want("key", array.shape[:-1], sharding=place, impl=impl)
+                return LeafRequest("key", array.shape[:-1], sharding=place, impl=impl)
             case EmptyLeaf():
-                return Want("empty")
+                return LeafRequest("empty")
             case _:
-                return Want("python")
+                return LeafRequest("python")
 
-    def _leaf_load(self, name: str, want: Want, *, donatable: bool) -> _LeafLoad:
-        return _LeafLoad(name, self.record.leaves[name], self._arrays.get(name), want, donatable and want.form == "jax")
+    def _leaf_load(self, name: str, request: LeafRequest, *, donatable: bool) -> _LeafLoad:
+        return _LeafLoad(
+            name, self.record.leaves[name], self._arrays.get(name), request, donatable and request.form == "jax"
+        )
 
     def _load_leaves(
         self,
@@ -362,7 +365,9 @@ class TreeRestore:
         leaf_loads = self._read_on_hosts(leaf_loads, values, progress)
         if not leaf_loads:
             return
-        unplaced = any(leaf_load.want.form == "jax" and not placement.devices for _, leaf_load, placement in leaf_loads)
+        unplaced = any(
+            leaf_load.request.form == "jax" and not placement.devices for _, leaf_load, placement in leaf_loads
+        )
         default = default_platform() if unplaced else "cpu"
         requests = [
             Wanted(
@@ -377,7 +382,7 @@ class TreeRestore:
             Destination(
                 number,
                 leaf_load.name,
-                leaf_load.want,
+                leaf_load.request,
                 placement,
                 DTYPES[leaf_load.array.dtype],
                 _leaves_host(leaf_load, placement, default),
@@ -437,31 +442,31 @@ class TreeRestore:
             (there if is_there else rest).append(each)
         if there:
             leaves = [
-                HostLeaf(leaf_load.array, place, dtype_of(leaf_load.array, leaf_load.want.dtype))
+                HostLeaf(leaf_load.array, place, dtype_of(leaf_load.array, leaf_load.request.dtype))
                 for _, leaf_load, place in there
                 if leaf_load.array
             ]
             found = HostReads(self._files, self._committed, self._settings, leaves).load(progress)
             for (number, leaf_load, _), array in zip(there, found, strict=True):
-                values[number] = weakly_typed(leaf_load.name, array) if leaf_load.want.weak else array
+                values[number] = weakly_typed(leaf_load.name, array) if leaf_load.request.weak else array
         return rest
 
     def _inline(self, leaf_load: _LeafLoad) -> Any:
         if isinstance(leaf_load.record, EmptyLeaf):
             return EMPTY
         value = python_value(leaf_load.name, leaf_load.record, self._subject)
-        if leaf_load.want.form in ("python", "none"):
+        if leaf_load.request.form in ("python", "none"):
             return value
-        assert leaf_load.want.dtype is not None
-        array = rounded_array(value, leaf_load.want.dtype)
+        assert leaf_load.request.dtype is not None
+        array = rounded_array(value, leaf_load.request.dtype)
         assert array is not None, "the comparison has checked it"
-        return value_of(leaf_load.name, leaf_load.want, array)
+        return value_of(leaf_load.name, leaf_load.request, array)
 
 
 def _placement(leaf_load: _LeafLoad, known: dict[object, Placement]) -> Placement:
     assert leaf_load.array is not None
-    shape, sharding = leaf_load.array.shape, leaf_load.want.sharding
-    if leaf_load.want.form != "jax":
+    shape, sharding = leaf_load.array.shape, leaf_load.request.sharding
+    if leaf_load.request.form != "jax":
         sharding = None
     found = known.get((shape, sharding))
     if found is None:
@@ -479,8 +484,8 @@ def _passes_through_host(leaf_load: _LeafLoad, placement: Placement, default: st
     """Return whether its bytes only pass through host memory: to an accelerator, or to another dtype or byte order."""
     if (
         leaf_load.array is not None
-        and leaf_load.want.dtype is not None
-        and leaf_load.want.dtype != DTYPES[leaf_load.array.dtype]
+        and leaf_load.request.dtype is not None
+        and leaf_load.request.dtype != DTYPES[leaf_load.array.dtype]
     ):
         return True
     return _leaves_host(leaf_load, placement, default)
@@ -490,7 +495,7 @@ def _leaves_host(leaf_load: _LeafLoad, placement: Placement, default: str) -> bo
     """Return whether it goes to an accelerator."""
     if placement.devices:
         return all(device.platform != "cpu" for device, _ in placement.devices)
-    return leaf_load.want.form == "jax" and default != "cpu"
+    return leaf_load.request.form == "jax" and default != "cpu"
 
 
 def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:

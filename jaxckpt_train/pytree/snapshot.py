@@ -27,7 +27,7 @@ from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.pytree._jax import without_caller_settings
 from jaxckpt_train.pytree.colocated.transfer import HostParts, HostTaker, host_taker
 from jaxckpt_train.pytree.copies import (
-    Ahead,
+    TransferBudget,
     Transfers,
     copy_all,
     device_wait_s,
@@ -122,7 +122,7 @@ class Snapshot:
 def snapshot(
     tree: Any,
     mode: SnapshotMode = "auto",
-    ahead: Ahead | None = None,
+    ahead: TransferBudget | None = None,
     *,
     is_guarded: bool = False,
     shares: JobPartition | None = None,
@@ -178,7 +178,7 @@ def snapshot(
     if taker.elsewhere:
         numbers, elsewhere = zip(*taker.elsewhere, strict=True)
         take: Any = take_from_devices if shares is None else take_local_shards
-        chunks, transfers = take(elsewhere, mode, ahead or Ahead(64 * MIB))
+        chunks, transfers = take(elsewhere, mode, ahead or TransferBudget(64 * MIB))
         for number, found in zip(numbers, chunks, strict=True):
             taker.arrays[number] = taker.arrays[number]._replace(chunks=found)
         waited_s += transfers.waited_s

@@ -60,10 +60,10 @@ def in_format_of(target: Any, value: Any) -> Any:
         return value
     if not value.sharding.addressable_devices:  # the array lies on another process, where JAX knows no layout
         return value
-    wanted = _layout_of(target)
-    if wanted is None or _order(wanted) == _order(_layout_of(value)):
+    wanted_layout = _layout_of(target)
+    if wanted_layout is None or _order(wanted_layout) == _order(_layout_of(value)):
         return value
-    return jax.device_put(value, layout.Format(wanted, value.sharding))
+    return jax.device_put(value, layout.Format(wanted_layout, value.sharding))
 
 
 def _layout_of(leaf: Any) -> Any:
@@ -75,7 +75,7 @@ def _order(found: Any) -> Any:
     return found and (found.major_to_minor, found.tiling or ())
 
 
-class Want(NamedTuple):
+class LeafRequest(NamedTuple):
     """What a leaf must become.
 
     Attributes:
@@ -97,7 +97,7 @@ class Want(NamedTuple):
     weak: bool = False
 
 
-def wanted(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -> Want:
+def leaf_request(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -> LeafRequest:
     """Return what a leaf of a target must become; `sharding` is used if the leaf has none of its own.
 
     Raises:
@@ -105,17 +105,17 @@ def wanted(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -> Want
         MismatchError: its sharding names an abstract mesh, and no concrete mesh in effect fits.
     """
     if leaf is PLACEHOLDER:
-        return Want("skip")
+        return LeafRequest("skip")
     if leaf is None:
-        return Want("none")
+        return LeafRequest("none")
     if leaf is EMPTY:
-        return Want("empty")
+        return LeafRequest("empty")
     if type(leaf) in _PYTHON:
-        return Want("python", sharding=_replicated(sharding), python=type(leaf))
+        return LeafRequest("python", sharding=_replicated(sharding), python=type(leaf))
     if isinstance(leaf, np.generic):
-        return Want("scalar", dtype=leaf.dtype)
+        return LeafRequest("scalar", dtype=leaf.dtype)
     if isinstance(leaf, np.ndarray):
-        return Want("numpy", leaf.shape, leaf.dtype)
+        return LeafRequest("numpy", leaf.shape, leaf.dtype)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         if is_function(leaf):
             raise UnsupportedLeafError(
@@ -128,52 +128,54 @@ def wanted(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -> Want
         )
     place = _place(name, leaf, sharding)
     if is_key_array(leaf):
-        return Want("key", tuple(leaf.shape), None, place, _implementation(name, leaf))
+        return LeafRequest("key", tuple(leaf.shape), None, place, _implementation(name, leaf))
     weak = bool(getattr(leaf, "weak_type", False))
-    return Want("jax", tuple(leaf.shape), np.dtype(leaf.dtype), place, "", None, weak)
+    return LeafRequest("jax", tuple(leaf.shape), np.dtype(leaf.dtype), place, "", None, weak)
 
 
-def settled(want: Want, saved: LeafRecord, array: ArrayRecord | None, *, has_types: bool) -> Want:
+def resolve_request(
+    request: LeafRequest, saved: LeafRecord, array: ArrayRecord | None, *, has_types: bool
+) -> LeafRequest:
     """Combine target and checkpoint: form, shape and placement of the target, dtype and weak type of the checkpoint.
 
     A weakly typed array and a Python number in a target accept any dtype. An explicit dtype of the target is kept: the
     comparison then refuses the leaf, or `cast=True` converts it.
 
     Args:
-        want: what the target asks for.
+        request: what the target asks for.
         saved: the leaf in the checkpoint.
         array: its array, if it has one.
         has_types: whether the checkpoint records weak types and Python numbers; those of other tools do not.
     """
     if isinstance(saved, ArrayLeaf):
-        if want.form == "jax" and not want.weak and not saved.weak:
-            return want  # the most frequent case
+        if request.form == "jax" and not request.weak and not saved.weak:
+            return request  # the most frequent case
         assert array is not None
-        if want.form == "python" and has_types:
-            return _of_number(want, saved, array)
-        if want.form != "jax":
-            return want
+        if request.form == "python" and has_types:
+            return _of_number(request, saved, array)
+        if request.form != "jax":
+            return request
         stored = DTYPES[array.dtype]
-        dtype = stored if want.weak and is_held(stored) else want.dtype
-        is_weak = saved.weak if has_types else want.weak
-        return want._replace(dtype=dtype, weak=is_weak and (want.weak or stored == dtype))
-    if want.form != "jax" or type(saved) not in _DEFAULT_DTYPES:
-        return want
-    assert want.dtype is not None
-    dtype = np.dtype(jax.dtypes.canonicalize_dtype(_DEFAULT_DTYPES[type(saved)])) if want.weak else want.dtype
+        dtype = stored if request.weak and is_supported(stored) else request.dtype
+        is_weak = saved.weak if has_types else request.weak
+        return request._replace(dtype=dtype, weak=is_weak and (request.weak or stored == dtype))
+    if request.form != "jax" or type(saved) not in _DEFAULT_DTYPES:
+        return request
+    assert request.dtype is not None
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(_DEFAULT_DTYPES[type(saved)])) if request.weak else request.dtype
     kind = _KINDS.get(type(saved))
-    return want._replace(dtype=dtype, weak=kind is not None and bool(jax.numpy.issubdtype(dtype, kind)))
+    return request._replace(dtype=dtype, weak=kind is not None and bool(jax.numpy.issubdtype(dtype, kind)))
 
 
-def _of_number(want: Want, saved: ArrayLeaf, array: ArrayRecord) -> Want:
+def _of_number(request: LeafRequest, saved: ArrayLeaf, array: ArrayRecord) -> LeafRequest:
     """Combine a saved array with a Python number in the target: the array, if JAX supports its dtype."""
     stored = DTYPES[array.dtype]
-    is_number = want.python in (int, float, complex) or (want.python is bool and stored == np.bool_)
+    is_number = request.python in (int, float, complex) or (request.python is bool and stored == np.bool_)
     if array.shape != () or not is_number:
-        return want
+        return request
     if saved.host != "jax":
-        return Want("scalar" if saved.host == "scalar" else "numpy", (), own_dtype(saved, array))
-    return Want("jax", (), stored, want.sharding, weak=saved.weak) if is_held(stored) else want
+        return LeafRequest("scalar" if saved.host == "scalar" else "numpy", (), own_dtype(saved, array))
+    return LeafRequest("jax", (), stored, request.sharding, weak=saved.weak) if is_supported(stored) else request
 
 
 def own_dtype(saved: ArrayLeaf, array: ArrayRecord) -> np.dtype:
@@ -182,24 +184,24 @@ def own_dtype(saved: ArrayLeaf, array: ArrayRecord) -> np.dtype:
     return dtype.newbyteorder(">") if saved.big_endian else dtype
 
 
-def is_held(dtype: np.dtype) -> bool:
+def is_supported(dtype: np.dtype) -> bool:
     """Return whether JAX supports this dtype now: 64-bit types need `jax_enable_x64`."""
     return dtype.itemsize < 8 or bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
 
 
-def lost_type(saved: LeafRecord, want: Want) -> str | None:
+def lost_type(saved: LeafRecord, request: LeafRequest) -> str | None:
     """Say which part of a leaf's type the load loses, and how to keep it; None: nothing is lost."""
-    if want.form == "jax":
+    if request.form == "jax":
         return None
-    if want.form in ("numpy", "scalar"):
+    if request.form in ("numpy", "scalar"):
         if isinstance(saved, ArrayLeaf) and saved.weak:
             return "saved weakly typed, but loaded as a NumPy array, which has no weak type; use a JAX array as target"
         if type(saved) in _KINDS:
             number = f"Python {PYTHON_TYPES[type(saved)].__name__}"
-            return f"saved as a {number}, but loaded as NumPy {want.dtype}; use a {number} as the target"
-    if want.form == "python" and isinstance(saved, ArrayLeaf):
-        assert want.python is not None
-        return f"saved as a 64-bit JAX array, but loaded as a Python {want.python.__name__}; enable jax_enable_x64"
+            return f"saved as a {number}, but loaded as NumPy {request.dtype}; use a {number} as the target"
+    if request.form == "python" and isinstance(saved, ArrayLeaf):
+        assert request.python is not None
+        return f"saved as a 64-bit JAX array, but loaded as a Python {request.python.__name__}; enable jax_enable_x64"
     return None
 
 
@@ -269,7 +271,7 @@ def shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding |
     return find
 
 
-def wanted_shardings(like: Any, only: Only, shardings: Any) -> Iterator[jax.sharding.Sharding]:
+def requested_shardings(like: Any, only: Only, shardings: Any) -> Iterator[jax.sharding.Sharding]:
     """Find the shardings that a load with these arguments asks for, as far as known before the checkpoint is opened.
 
     A leaf that is in error is skipped; the load itself reports it.
@@ -287,7 +289,7 @@ def wanted_shardings(like: Any, only: Only, shardings: Any) -> Iterator[jax.shar
     for name, leaf in zip(flat.names, flat.leaves, strict=True):
         if selected(name):
             with contextlib.suppress(CheckpointError):
-                yield from _shardings_in([wanted(name, leaf, given(name)).sharding])
+                yield from _shardings_in([leaf_request(name, leaf, given(name)).sharding])
 
 
 def _shardings_in(found: Iterable[Any]) -> Iterator[jax.sharding.Sharding]:

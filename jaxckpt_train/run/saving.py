@@ -40,7 +40,7 @@ from jaxckpt_train.pytree.copies import device_wait_s, some_arrays
 from jaxckpt_train.pytree.flatten import flatten
 from jaxckpt_train.pytree.mismatch import tree_differences
 from jaxckpt_train.pytree.snapshot import Snapshot
-from jaxckpt_train.pytree.target import Want, wanted
+from jaxckpt_train.pytree.target import LeafRequest, leaf_request
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import entry_from_manifest, parse_step_name
 from jaxckpt_train.run.history import Clock, metrics_to_json, plain_metrics
@@ -72,7 +72,9 @@ class Drift:
     """
 
     def __init__(self, targets: Mapping[str, Any]) -> None:
-        self._wants = {name: wants for name, value in targets.items() if (wants := _wants_of(value)) is not None}
+        self._requests = {
+            name: requests for name, value in targets.items() if (requests := _requests_of(value)) is not None
+        }
         self._forms: dict[str, Any] = {}
         self._position: tuple[int, Any] | None = None
         self.warns_of_position = True
@@ -82,7 +84,7 @@ class Drift:
         for part in parts:
             if part.name == DATA_NAME and self.warns_of_position:
                 self._look_at_position(step, part)
-            if part.snapshot is not None and part.name in self._wants:
+            if part.snapshot is not None and part.name in self._requests:
                 form = _form_of(part.snapshot)
                 if form != self._forms.get(part.name):
                     self._forms[part.name] = form
@@ -91,9 +93,9 @@ class Drift:
     def _compare(self, step: int, name: str, snapshot: Snapshot) -> None:
         arrays = {each.name: ArrayRecord(each.name, each.shape, dtype_name(each.dtype), ()) for each in snapshot.arrays}
         try:
-            tree_differences(f"step {step}: {name}", snapshot.record, arrays, self._wants[name]).raise_all()
+            tree_differences(f"step {step}: {name}", snapshot.record, arrays, self._requests[name]).raise_all()
         except MismatchError as error:
-            del self._wants[name]  # warn once
+            del self._requests[name]  # warn once
             _log.warning(
                 "step %d: %r does not have the structure that resume(...) was given: the next start of this program "
                 "would fail with the error below. Keep leaves, shapes and dtypes the same in each update (cast changed "
@@ -122,17 +124,17 @@ class Drift:
             )
 
 
-def _wants_of(value: Any) -> dict[str, Want] | None:
+def _requests_of(value: Any) -> dict[str, LeafRequest] | None:
     """What each leaf of a target requires; None: the value is not a pytree, or not a valid target."""
     tree_of = getattr(handler_of(value), "tree_of", None)
     if tree_of is None:
         return None
     try:
         flat = flatten(tree_of(value))
-        wants = {name: wanted(name, leaf, None) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
+        requests = {name: leaf_request(name, leaf, None) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
     except CheckpointError:
         return None
-    return {name: want._replace(sharding=None) for name, want in wants.items()}
+    return {name: want._replace(sharding=None) for name, want in requests.items()}
 
 
 def _form_of(snapshot: Snapshot) -> Any:

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from jaxckpt_train._validation import nearest
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.pytree.flatten import MAX_DEPTH, one_below_another, parse_key, split
+from jaxckpt_train.pytree.flatten import MAX_DEPTH, find_nested_leaves, parse_key, split
 from jaxckpt_train.pytree.leaves import ArrayLeaf, KeyLeaf, LeafRecord
 from jaxckpt_train.pytree.patterns import describe_keys, suggestion
 from jaxckpt_train.store.dtypes import DTYPES
@@ -137,7 +137,7 @@ def _check_paths(leaves: Leaves, before: Leaves, subject: str) -> None:
             raise MismatchError(f"{subject}: {name!r:.200} is not a leaf path: {error}") from error
         if name.count("/") >= MAX_DEPTH:
             raise MismatchError(f"{subject}: leaf {name!r:.200}: expected at most {MAX_DEPTH} levels, found more")
-    pair = one_below_another(leaves)
+    pair = find_nested_leaves(leaves)
     if pair is not None:
         raise MismatchError(
             f"{subject}: leaf {pair[0]!r} would be below leaf {pair[1]!r}; drop one of them, or change its path"

@@ -221,7 +221,7 @@ def test_all_saves_together_cost_what_the_loop_lost(saves: list[tuple[float, flo
 
 
 @dataclasses.dataclass
-class Ahead:
+class TransferBudget:
     """A loop that does not wait for its device, which takes `step_s` for an update; at most `most` are queued."""
 
     step_s: float
@@ -263,7 +263,7 @@ class Ahead:
 @pytest.mark.parametrize("step_s", [0.01, 0.1, 2.0])
 @pytest.mark.parametrize("reads_every", [0, 10])
 def test_a_save_that_empties_the_queue_of_a_loop_costs_what_the_device_lost(step_s: float, reads_every: int) -> None:
-    loop = Ahead(step_s, reads_every=reads_every)
+    loop = TransferBudget(step_s, reads_every=reads_every)
     blocked_s, lasts_s, slower = 0.5 * step_s, 10 * step_s, 1.1
     for number in range(1, 2101):  # saves by time come where time passes: after a read
         loop.update((blocked_s, lasts_s, slower, True) if number % 200 == 0 else None)
@@ -278,7 +278,7 @@ def test_a_save_that_empties_the_queue_of_a_loop_costs_what_the_device_lost(step
 
 @pytest.mark.parametrize("drains", [True, False])
 def test_the_first_save_corrects_what_calls_that_were_only_queued_seemed_to_take(drains: bool) -> None:
-    loop = Ahead(1.0)
+    loop = TransferBudget(1.0)
     for _ in range(34):
         loop.update()
     early_s = loop.clock.costs().step_s
@@ -293,7 +293,7 @@ def test_the_first_save_corrects_what_calls_that_were_only_queued_seemed_to_take
 
 
 def test_two_saves_that_empty_the_queue_are_measured_from_one_to_the_other() -> None:
-    loop = Ahead(0.1)
+    loop = TransferBudget(0.1)
     for number in range(1, 1001):  # the queue is not full again between these
         loop.update((0.05, 0.2, 1.0, True) if number % 20 == 0 else None)
     costs = loop.clock.costs()
@@ -305,7 +305,7 @@ def test_two_saves_that_empty_the_queue_are_measured_from_one_to_the_other() -> 
 @pytest.mark.parametrize("first", [1, 2, 3, 10, 33])
 @pytest.mark.parametrize("drains", [True, False])
 def test_a_loop_ahead_of_its_device_is_measured_whenever_its_first_save_comes(first: int, drains: bool) -> None:
-    loop = Ahead(0.1)
+    loop = TransferBudget(0.1)
     for number in range(1, 401):
         loop.update((0.05, 0.2, 1.0, drains) if number in (first, 200) else None)
     costs = loop.clock.costs()
@@ -316,7 +316,7 @@ def test_a_loop_ahead_of_its_device_is_measured_whenever_its_first_save_comes(fi
 
 @pytest.mark.parametrize("drains", [True, False])
 def test_loop_that_saves_whenever_it_reads_is_measured_between_saves(drains: bool) -> None:
-    loop, saves = Ahead(1.0, reads_every=10), list[int]()
+    loop, saves = TransferBudget(1.0, reads_every=10), list[int]()
     for number in range(1, 1501):
         is_due = number % 10 == 0 and not loop.clock.costs().is_unseen
         if is_due:
@@ -330,7 +330,7 @@ def test_loop_that_saves_whenever_it_reads_is_measured_between_saves(drains: boo
 
 
 def test_a_loop_ahead_of_its_device_can_save_each_time_its_queue_is_full() -> None:
-    loop, saves = Ahead(0.1), list[int]()
+    loop, saves = TransferBudget(0.1), list[int]()
     for number in range(1, 601):
         costs = loop.clock.costs()
         is_due = costs.step_s is not None and not costs.is_measuring

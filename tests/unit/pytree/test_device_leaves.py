@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.pytree import copies as device_leaves
-from jaxckpt_train.pytree.copies import Ahead, take_from_devices
+from jaxckpt_train.pytree.copies import TransferBudget, take_from_devices
 
 MIB = 1 << 20
 
@@ -35,7 +35,7 @@ def test_auto_copies_on_the_devices_only_where_there_is_room(room: str, monkeypa
     monkeypatch.setattr(device_leaves, "start_transfers", start)
     content = np.random.default_rng(0).random((256, 1024), np.float32)
     array = jnp.array(content)
-    chunks, transfers = take_from_devices([array], "auto", Ahead(MIB))
+    chunks, transfers = take_from_devices([array], "auto", TransferBudget(MIB))
     assert (len(copied), len(ordered)) == {"there is": (1, 0), "there is none": (0, 1)}.get(room, (1, 1))
     jax.block_until_ready(jax.jit(lambda old: old * 0 - 1, donate_argnums=0)(array))
     ((chunk,),) = chunks

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree.flatten import ROOT, join, key_text, one_below_another, parse_key, split
+from jaxckpt_train.pytree.flatten import ROOT, find_nested_leaves, join, key_text, parse_key, split
 from jaxckpt_train.store.manifest import is_plain_name
 
 TRICKY = [
@@ -206,10 +206,10 @@ def test_no_leaf_path_becomes_a_file_name(tmp_path: Path) -> None:
 @given(st.lists(st.lists(st.sampled_from(["a", "b", "a.b", ""]), min_size=1, max_size=4).map("/".join), unique=True))
 def test_a_leaf_below_another_one_is_found(leaves: list[str]) -> None:
     pairs = {(name, above) for name in leaves for above in leaves if name.startswith(f"{above}/")}
-    found = one_below_another(leaves)
+    found = find_nested_leaves(leaves)
     assert found in pairs if pairs else found is None
 
 
 def test_below_the_root_lies_whatever_else_there_is() -> None:
-    assert one_below_another([ROOT]) is None
-    assert one_below_another([ROOT, "a"]) == ("a", ROOT)
+    assert find_nested_leaves([ROOT]) is None
+    assert find_nested_leaves([ROOT, "a"]) == ("a", ROOT)

@@ -27,7 +27,7 @@ def _small() -> Iterator[None]:
     yield from small_sizes()
 
 
-class Ahead:
+class TransferBudget:
     """Reads the only array of a checkpoint ahead, on two threads."""
 
     def __init__(self, backend: StrictBackend) -> None:
@@ -45,7 +45,7 @@ class Ahead:
 def test_windows_become_complete_in_their_order(size: int, has_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_threads:
         monkeypatch.setattr(answers, "_is_started", lambda call: False)
-    ahead, target = Ahead(StrictBackend()), np.zeros(len(SAVED) + size, np.uint8)
+    ahead, target = TransferBudget(StrictBackend()), np.zeros(len(SAVED) + size, np.uint8)
     starts = range(0, ahead.stream.end, size)
     with contextlib.closing(ahead.windows) as windows:
         for start in starts:
@@ -60,7 +60,7 @@ def test_windows_become_complete_in_their_order(size: int, has_threads: bool, mo
 
 def test_a_read_without_an_answer_is_counted_also_where_another_one_has_failed() -> None:
     backend, goes_on, answers_again = StrictBackend(), threading.Event(), threading.Event()
-    ahead, turns = Ahead(backend), iter(range(2))
+    ahead, turns = TransferBudget(backend), iter(range(2))
 
     def before_read() -> None:
         if next(turns) == 0:

@@ -12,7 +12,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.checkpointables import saving
 from jaxckpt_train.pytree import copies as device_leaves
-from jaxckpt_train.pytree.copies import Ahead
+from jaxckpt_train.pytree.copies import TransferBudget
 
 KIB = 1 << 10
 STAGING_BYTES = 1 << 20
@@ -26,11 +26,11 @@ class Total:
     def __init__(self) -> None:
         self.now = self.most = 0
 
-    def made(self, limit_bytes: int) -> Ahead:
+    def made(self, limit_bytes: int) -> TransferBudget:
         return _Counted(limit_bytes, self)
 
 
-class _Counted(Ahead):
+class _Counted(TransferBudget):
     def __init__(self, limit_bytes: int, total: Total) -> None:
         super().__init__(limit_bytes)
         self._total = total
@@ -63,8 +63,8 @@ def parts(leaves: int) -> dict[str, Any]:
 def saved(monkeypatch: pytest.MonkeyPatch, path: Path, mode: Any) -> int:
     """The most that was on its way at a time."""
     total = Total()
-    monkeypatch.setattr(saving, "Ahead", total.made)
-    monkeypatch.setattr(device_leaves, "Ahead", total.made)
+    monkeypatch.setattr(saving, "TransferBudget", total.made)
+    monkeypatch.setattr(device_leaves, "TransferBudget", total.made)
     state = parts(8)
     settings = jct.StoreSettings(snapshot=mode, staging_bytes=STAGING_BYTES, io_threads=1)
     jct.save_checkpointables(path, state, settings=settings)
@@ -85,5 +85,5 @@ def test_all_checkpointables_together_have_no_more_on_their_way(
 
 def test_the_count_would_see_what_is_not_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stage = saving._stage
-    monkeypatch.setattr(saving, "_stage", lambda *given: stage(*given[:-2], saving.Ahead(1 << 40), None))
+    monkeypatch.setattr(saving, "_stage", lambda *given: stage(*given[:-2], saving.TransferBudget(1 << 40), None))
     assert saved(monkeypatch, tmp_path / "c", "stream") > BOUND_BYTES

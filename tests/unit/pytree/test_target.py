@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, S
 from jaxckpt_train.errors import MismatchError, UnsupportedLeafError
 from jaxckpt_train.pytree._jax import set_mesh
 from jaxckpt_train.pytree.flatten import EMPTY, PLACEHOLDER
-from jaxckpt_train.pytree.target import Want, concrete_sharding, wanted
+from jaxckpt_train.pytree.target import LeafRequest, concrete_sharding, leaf_request
 
 PLACE = SingleDeviceSharding(jax.devices("cpu")[1])
 
@@ -21,53 +21,53 @@ PLACE = SingleDeviceSharding(jax.devices("cpu")[1])
 @pytest.mark.parametrize(
     ("leaf", "want"),
     [
-        (PLACEHOLDER, Want("skip")),
-        (None, Want("none")),
-        (EMPTY, Want("empty")),
-        (True, Want("python", python=bool)),
-        (3, Want("python", python=int)),
-        (1.5, Want("python", python=float)),
-        (1j, Want("python", python=complex)),
-        ("x", Want("python", python=str)),
-        (b"x", Want("python", python=bytes)),
-        (np.float64(1), Want("scalar", dtype=np.dtype("float64"))),
-        (np.bool_(1), Want("scalar", dtype=np.dtype("bool"))),
-        (np.zeros((2, 3), ">i4"), Want("numpy", (2, 3), np.dtype(">i4"))),
-        (jax.ShapeDtypeStruct((2,), jnp.int4), Want("jax", (2,), np.dtype(jnp.int4))),
-        (jax.ShapeDtypeStruct((2,), "float32", sharding=PLACE), Want("jax", (2,), np.dtype("float32"), PLACE)),
+        (PLACEHOLDER, LeafRequest("skip")),
+        (None, LeafRequest("none")),
+        (EMPTY, LeafRequest("empty")),
+        (True, LeafRequest("python", python=bool)),
+        (3, LeafRequest("python", python=int)),
+        (1.5, LeafRequest("python", python=float)),
+        (1j, LeafRequest("python", python=complex)),
+        ("x", LeafRequest("python", python=str)),
+        (b"x", LeafRequest("python", python=bytes)),
+        (np.float64(1), LeafRequest("scalar", dtype=np.dtype("float64"))),
+        (np.bool_(1), LeafRequest("scalar", dtype=np.dtype("bool"))),
+        (np.zeros((2, 3), ">i4"), LeafRequest("numpy", (2, 3), np.dtype(">i4"))),
+        (jax.ShapeDtypeStruct((2,), jnp.int4), LeafRequest("jax", (2,), np.dtype(jnp.int4))),
+        (jax.ShapeDtypeStruct((2,), "float32", sharding=PLACE), LeafRequest("jax", (2,), np.dtype("float32"), PLACE)),
     ],
 )
-def test_a_leaf_says_what_it_wants(leaf: Any, want: Want) -> None:
-    assert wanted("x", leaf, None) == want
+def test_a_leaf_says_what_it_wants(leaf: Any, want: LeafRequest) -> None:
+    assert leaf_request("x", leaf, None) == want
 
 
 def test_a_committed_array_keeps_its_place_and_an_uncommitted_one_takes_the_default() -> None:
     loose, fixed = jnp.ones(2), jax.device_put(jnp.ones(2), PLACE)
-    assert wanted("x", loose, None).sharding is None
-    assert wanted("x", loose, PLACE).sharding == PLACE
+    assert leaf_request("x", loose, None).sharding is None
+    assert leaf_request("x", loose, PLACE).sharding == PLACE
     other = SingleDeviceSharding(jax.devices("cpu")[2])
-    assert wanted("x", fixed, other).sharding == PLACE
-    assert wanted("x", jax.ShapeDtypeStruct((2,), "float32"), other).sharding == other
+    assert leaf_request("x", fixed, other).sharding == PLACE
+    assert leaf_request("x", jax.ShapeDtypeStruct((2,), "float32"), other).sharding == other
 
 
 def test_weak_types_are_wanted_too() -> None:
-    assert wanted("x", jnp.asarray(1.0), None).weak
-    assert not wanted("x", jnp.float32(1.0), None).weak
-    assert wanted("x", jax.eval_shape(lambda: 1.0), None).weak
+    assert leaf_request("x", jnp.asarray(1.0), None).weak
+    assert not leaf_request("x", jnp.float32(1.0), None).weak
+    assert leaf_request("x", jax.eval_shape(lambda: 1.0), None).weak
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_keys_are_wanted_by_implementation_abstract_ones_too(impl: str) -> None:
     keys = jax.random.split(jax.random.key(0, impl=impl), 3)
-    assert wanted("x", keys, None) == Want("key", (3,), impl=impl)
+    assert leaf_request("x", keys, None) == LeafRequest("key", (3,), impl=impl)
     abstract = jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl=impl), 3))
-    assert wanted("x", abstract, None) == Want("key", (3,), impl=impl)
+    assert leaf_request("x", abstract, None) == LeafRequest("key", (3,), impl=impl)
 
 
 @pytest.mark.parametrize(("leaf", "name"), [(object(), "object"), ({1}, "set"), (np.dtype("f4"), "DType")])
 def test_a_leaf_that_says_nothing_is_refused(leaf: Any, name: str) -> None:
     with pytest.raises(UnsupportedLeafError, match=f"leaf 'x' of the target: a .*{name}.* does not say what to load"):
-        wanted("x", leaf, None)
+        leaf_request("x", leaf, None)
 
 
 def test_an_abstract_mesh_becomes_the_mesh_in_effect() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree.copies import Ahead, LazyArray, Transfers, start_transfers
+from jaxckpt_train.pytree.copies import LazyArray, TransferBudget, Transfers, start_transfers
 from jaxckpt_train.store.threads import Workers
 from tests.support.same_trees import raw
 
@@ -85,7 +85,7 @@ class FakePlace:
 
 
 def filled(device: Device, sizes: list[int]) -> tuple[Transfers, list[FakePlace]]:
-    transfers = Transfers(Ahead(device.ahead), device.start)  # type: ignore[arg-type]
+    transfers = Transfers(TransferBudget(device.ahead), device.start)  # type: ignore[arg-type]
     places = [FakePlace(device, n, transfers.add(FakeArray(device, n, size))) for n, size in enumerate(sizes)]  # type: ignore[arg-type]
     transfers.begin()
     return transfers, places
@@ -148,7 +148,7 @@ def test_an_array_that_was_fetched_before_its_turn_is_not_started_again() -> Non
 
 
 def test_an_array_without_elements_is_here_at_once() -> None:
-    transfers = Transfers(Ahead(10))
+    transfers = Transfers(TransferBudget(10))
     place = transfers.add(jnp.zeros((0, 8), jnp.bfloat16))
     assert isinstance(place, np.ndarray)
     assert (place.shape, place.dtype) == ((0, 8), jnp.bfloat16)
@@ -158,7 +158,7 @@ def test_an_array_without_elements_is_here_at_once() -> None:
 
 def test_what_is_to_come_tells_its_form() -> None:
     array = jnp.ones((3, 5), jnp.bfloat16)
-    place = Transfers(Ahead(1)).add(array)
+    place = Transfers(TransferBudget(1)).add(array)
     assert isinstance(place, LazyArray)
     assert (place.shape, place.dtype, place.size, place.nbytes) == ((3, 5), np.dtype(jnp.bfloat16), 15, 30)
     assert isinstance(place.dtype, np.dtype)
@@ -174,7 +174,7 @@ def test_arrays_of_real_devices_come_and_are_let_go(ahead: int) -> None:
         assert {array.sharding.memory_kind for array in moved} == {"pinned_host"}
         return moved
 
-    transfers = Transfers(Ahead(ahead), start)
+    transfers = Transfers(TransferBudget(ahead), start)
     arrays = [jax.device_put(np.arange(100 * n + 1, dtype=np.float32), jax.devices()[n]) for n in range(8)]
     expected, references = [raw(array) for array in arrays], [weakref.ref(array) for array in arrays]
     places: list[Any] = [transfers.add(array) for array in arrays]
@@ -193,7 +193,7 @@ def test_a_view_is_only_taken_of_what_is_ours(is_ours: bool) -> None:
     """A step on a GPU that is given the memory of a view fails."""
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     array = jax.device_put(jnp.arange(5000.0), there)
-    transfers = Transfers(Ahead(1 << 20))
+    transfers = Transfers(TransferBudget(1 << 20))
     place: Any = transfers.add(array, is_ours=is_ours)
     transfers.begin()
     data = place.fetch()
@@ -216,7 +216,7 @@ def test_several_threads_fetch_each_once() -> None:
 
 
 def test_nothing_to_bring_is_done_when_it_begins() -> None:
-    transfers = Transfers(Ahead(10))
+    transfers = Transfers(TransferBudget(10))
     assert not transfers.done.is_open()
     transfers.begin()
     assert transfers.done.is_open()
@@ -224,13 +224,13 @@ def test_nothing_to_bring_is_done_when_it_begins() -> None:
 
 def test_nothing_is_started_before_all_are_added() -> None:
     device = Device(1000)
-    transfers = Transfers(Ahead(1000), device.start)  # type: ignore[arg-type]
+    transfers = Transfers(TransferBudget(1000), device.start)  # type: ignore[arg-type]
     transfers.add(FakeArray(device, 0, 10))  # type: ignore[arg-type]
     assert device.started == []
 
 
 def test_closing_lets_go_of_all_and_of_who_waits() -> None:
-    transfers = Transfers(Ahead(1))
+    transfers = Transfers(TransferBudget(1))
     arrays = [jnp.arange(10.0) + n for n in range(5)]
     references = [weakref.ref(array) for array in arrays]
     places: list[Any] = [transfers.add(array) for array in arrays]
