@@ -121,7 +121,7 @@ def test_the_main_checkpointable_is_state_or_the_only_one(tmp_path: Path) -> Non
     assert jct.load(tmp_path / "two")["n"] == 2
     jct.save_checkpointables(tmp_path / "three", {"params": state(1), "ema": state(2)})
     with pytest.raises(
-        jct.MismatchError, match="expected a checkpointable 'state'.*'params', 'ema'; choose with load_ch"
+        jct.MismatchError, match=r"expected a checkpointable 'state'.*'params', 'ema'; choose with load_ch"
     ):
         jct.load(tmp_path / "three")
     with pytest.raises(jct.MismatchError, match="has no checkpointable 'opt'; it has 'params', 'ema'"):

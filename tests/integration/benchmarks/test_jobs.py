@@ -10,24 +10,13 @@ from benchmarks import jobs
 from benchmarks.job_process import WorkerJob
 from benchmarks.job_workloads import FEW, ROWS
 from benchmarks.leaf import Leaf
-from benchmarks.rounds import Plan, run_rounds, worker
+from benchmarks.rounds import worker
 from benchmarks.workloads import WHOLE, Workload
-from tests.support.fake_subjects import DYING_IN_ONE, HONEST_IN_JOB, OURS_COUNTED, WRONG_IN_ONE
+from tests.support.fake_subjects import OURS_COUNTED
 
-TINY_JOB = Workload(
-    "tiny_job", (Leaf(("params", "a"), (8, 16), spec=("x",)), Leaf(("params", "b"), (6,))), (2, 1), processes=2
-)
 SHARED = Workload("shared", (Leaf(("a",), (2048, 1024), "int32"), Leaf(("b",), (600,))), (2, 1), processes=2)
 SEED = (1, 2, 3)
 COUNTED_APART_BYTES = 1 << 18  # manifests, headers, directories and whole pages
-
-
-def test_an_honest_library_passes_and_who_errs_or_dies_in_one_process_is_caught(tmp_path: Path) -> None:
-    plan = Plan(counted_rounds=1, seed=1, fresh_loads=False, report=lambda line: None)
-    outcome = run_rounds(TINY_JOB, [HONEST_IN_JOB, WRONG_IN_ONE, DYING_IN_ONE], tmp_path, plan)
-    assert [(turn.round, turn.subject) for turn in outcome.turns] == [(0, HONEST_IN_JOB), (1, HONEST_IN_JOB)]
-    assert "leaf params/a: 1 of 256 bytes differ" in outcome.failed[WRONG_IN_ONE]
-    assert "the worker died" in outcome.failed[DYING_IN_ONE]
 
 
 def test_what_ours_writes_and_reads_is_counted_as_it_tells_itself(tmp_path: Path) -> None:

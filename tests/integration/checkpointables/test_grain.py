@@ -27,6 +27,7 @@ from tests.support.grain_pipelines import (
     take,
     x,
 )
+from tests.support.tiers import nightly_after
 
 TAKEN = list(EXACT.values())
 
@@ -203,7 +204,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(660)  # a pipeline starts processes that import all of it: 10 in all, 100 s on a busy machine
-@pytest.mark.parametrize("pipeline", ["DataLoader", "mp_prefetch", *["mp_prefetch, window shuffle"] * IS_NEW])
+@pytest.mark.parametrize(
+    "pipeline", nightly_after(1, ["mp_prefetch", "DataLoader", *["mp_prefetch, window shuffle"] * IS_NEW])
+)
 def test_pipelines_with_worker_processes_resume_in_a_program_that_never_parsed_absl_flags(
     pipeline: str, tmp_path: Path, run_python: Any
 ) -> None:

@@ -264,7 +264,7 @@ def wrong_set_up(directory: str, what: str) -> str:
         ("other directory", "OtherProcessError: .*process 1 saves to .*run-of-1"),
         ("other step", "OtherProcessError: .*process 2 saves step 5 .*process 0 saves step 4"),
         ("cannot be saved", "UnsupportedLeafError"),
-        ("owned by .*jax.distributed.initialize"),
+        ("owned by another job", "DirectoryLockedError: .*owned by .*jax.distributed.initialize"),
         ("other interval", r"OtherProcessError: .*process 1 decides .*\(interval=2\).*process 0 by .*\(interval=4\)"),
     ],
 )

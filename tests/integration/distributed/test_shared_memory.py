@@ -20,6 +20,7 @@ from tests.support.jobs.arrays import digest_of
 from tests.support.jobs.counted_loads import Arrays, save_alone, target_of
 from tests.support.jobs.fixtures import JobOf
 from tests.support.open_memory import left_open
+from tests.support.tiers import nightly_after
 
 ARRAYS: Arrays = {"a": ([3072, 1024], "float32"), "b": ([1024, 3072], "float32")}
 TIMES = 5
@@ -68,14 +69,17 @@ def load_and_count(path: str, kind: str, who: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "here", "elsewhere"),
-    [
-        ("", None, None),
-        ("sharding", "OtherProcessError", "OtherProcessError"),
-        ("progress", "SettingsError", "SettingsError"),
-        ("interrupt", "KeyboardInterrupt", "OtherProcessError"),
-        ("Channel", None, None),
-        ("SharedMemory", None, None),
-    ],
+    nightly_after(
+        2,
+        [
+            ("", None, None),
+            ("sharding", "OtherProcessError", "OtherProcessError"),
+            ("progress", "SettingsError", "SettingsError"),
+            ("interrupt", "KeyboardInterrupt", "OtherProcessError"),
+            ("Channel", None, None),
+            ("SharedMemory", None, None),
+        ],
+    ),
 )
 def test_nothing_of_it_stays(tmp_path: Path, job_of: JobOf, kind: str, here: str | None, elsewhere: str | None) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)

@@ -10,11 +10,12 @@ import pytest
 
 from tests.support.orbax_trees import LIBRARIES, TARGETS, TREES, described, save
 from tests.support.paths import REPO_ROOT
+from tests.support.tiers import nightly_after
 
 SCRIPT = REPO_ROOT / "tests" / "support" / "orbax_trees.py"
 
 
-@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("kind", nightly_after(1, TREES))
 def test_fresh_process_restores_flax_trees_as_orbax(kind: str, tmp_path: Path, run_python: Any) -> None:
     for name, library in LIBRARIES.items():
         save(library, tmp_path / name, kind)

@@ -14,6 +14,7 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.conftest import REPO_ROOT
+from tests.support.tiers import nightly_after
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -103,12 +104,15 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("make", "method", "update", "name"),
-    [
-        ("grain_dataset", "", "", "SIGTERM"),
-        ("grain_loader", "", "", "SIGUSR1"),
-        ("in_process", "fork", "wait_for_pool", "SIGUSR2"),
-        ("in_process", "spawn", "wait_for_worker", "SIGINT"),
-    ],
+    nightly_after(
+        1,
+        [
+            ("grain_dataset", "", "", "SIGTERM"),
+            ("grain_loader", "", "", "SIGUSR1"),
+            ("in_process", "fork", "wait_for_pool", "SIGUSR2"),
+            ("in_process", "spawn", "wait_for_worker", "SIGINT"),
+        ],
+    ),
 )
 def test_death_of_helpers_does_not_win_over_the_request(
     tmp_path: Path, make: str, method: str, update: str, name: str

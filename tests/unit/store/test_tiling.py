@@ -15,6 +15,7 @@ from jaxckpt_train.store import boxes as tiling
 from jaxckpt_train.store.boxes import Box, check_tiling
 from tests.support.in_time import in_time
 from tests.support.strategies import boxes_in, shapes, tilings
+from tests.support.tiers import nightly_after
 
 
 @pytest.fixture(params=["few", "many"], autouse=True, scope="module")
@@ -153,7 +154,7 @@ def in_many_dimensions(side: int) -> list[Box]:
     return [(*box, *((0, 1) for _ in range(48))) for box in spiral(side)]
 
 
-@pytest.mark.parametrize("make", [spiral, pinwheels, in_many_dimensions])
+@pytest.mark.parametrize("make", nightly_after(1, [spiral, pinwheels, in_many_dimensions]))
 @pytest.mark.parametrize("spoilt", ["sound", "one too few", "one too many", "all the same"])
 def test_layouts_made_to_take_long_take_no_longer_than_others(make: Callable[[int], list[Box]], spoilt: str) -> None:
     side = 12_000
