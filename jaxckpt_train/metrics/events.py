@@ -1,4 +1,4 @@
-"""Hands the events of a run to its sinks, each on a thread of its own: none holds a training up, or breaks it."""
+"""Sends the events of a run to its sinks. Each sink has its own thread, so that it cannot delay or break a training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxckpt_train.store.threads import Latch
 
 _log = logging.getLogger("jaxckpt_train")
 Sink = Callable[[Mapping[str, Any]], object]
-"""Is called with each event, a dict as the history has it: "event", "time", and fields with units in their names."""
+"""Called with each event, a dict as in the history: "event", "time", and fields with units in their names."""
 MOST_WAITING = 1000
 """A sink that is further behind misses the oldest events."""
 DRAIN_S = 5.0
@@ -27,42 +27,42 @@ _feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
 def checked_sinks(subject: str, sinks: Sequence[Sink]) -> tuple[Sink, ...]:
-    """The sinks, if they are some.
+    """Check that `sinks` is a sequence of sinks.
 
     Raises:
-        SettingsError: no sequence, or something in it cannot be called with an event.
+        SettingsError: it is not a sequence, or an item cannot be called with an event.
     """
     if isinstance(sinks, str | Mapping) or not isinstance(sinks, Sequence):
-        refuse(subject, "a list of sinks, each of which is called with every event", sinks)
+        refuse(subject, "a list of sinks, which are called with every event", sinks)
     for number, sink in enumerate(sinks):
         if isinstance(sink, type) or not callable(sink):
-            refuse(f"{subject}[{number}]", "an object that is called with every event", sink)
+            refuse(f"{subject}[{number}]", "an object that can be called with an event", sink)
     return tuple(sinks)
 
 
 class Owned:
-    """A sink that was made for one run only, and is closed with it if it can be."""
+    """A sink that was made for one run, and is closed with it if it has a `close` method."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Hand it an event."""
+        """Forward an event."""
         self.sink(event)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the sink."""
         close = getattr(self.sink, "close", None)
         if callable(close):
             close()
 
 
 class Feed:
-    """What is on its way to one sink, in order. There is a thread only while there is something to hand over.
+    """The queue of events for one sink. A thread exists only while the queue is not empty.
 
     Args:
-        sink: is called on that thread alone.
-        name: of the sink, for messages.
+        sink: called on that thread only.
+        name: the name of the sink, for messages.
     """
 
     def __init__(self, sink: Sink, name: str) -> None:
@@ -71,15 +71,15 @@ class Feed:
         _feeds.add(self)
 
     def begin(self) -> None:
-        """Have nothing on its way, and no thread: as at first, and in a forked child, whose parent hands it over."""
+        """Reset the queue and the thread; also used in a forked child, whose parent delivers the events."""
         self._guard = threading.RLock()
         self._events: deque[bytes] = deque()
-        self._last: deque[Callable[[], object]] = deque()  # what is done once no event is left
+        self._last: deque[Callable[[], object]] = deque()  # calls to make when no event is left
         self._worker: threading.Thread | None = None
         self._dropped = 0
 
     def put(self, line: bytes) -> None:
-        """Have an event handed over, given as a line of the history. Never waits."""
+        """Queue an event, given as a line of the history. Never waits."""
         with self._guard:
             if len(self._events) >= MOST_WAITING:
                 self._events.popleft()
@@ -88,7 +88,7 @@ class Feed:
         self._ensure_worker()
 
     def finish(self) -> Latch:
-        """Have a sink closed that is the run's own, once all is handed over; what is returned opens then."""
+        """Close a sink of the run when the queue is empty; the returned latch opens then."""
         done, closes = Latch(), isinstance(self._sink, Owned) and self._process == os.getpid()
         with self._guard:
             if not closes and self._worker is None and not self._events:
@@ -96,18 +96,18 @@ class Feed:
                 return done
             self._last.extend([self._close, done.open] if closes else [done.open])
         if not self._ensure_worker():
-            self.tell_left("as the system gives no thread for it")
+            self.log_undelivered("because no thread could be started")
             done.open()
         return done
 
-    def tell_left(self, why: str) -> None:
-        """Say what it has not got."""
+    def log_undelivered(self, why: str) -> None:
+        """Log the number of events that were not delivered."""
         with self._guard:
             left, self._dropped = len(self._events) + self._dropped + (self._worker is not None), 0
-        _log.warning("%s: %d events were not handed over %s, and are lost if the process ends", self._name, left, why)
+        _log.warning("%s: %d events were not delivered %s, and are lost if the process ends", self._name, left, why)
 
     def _ensure_worker(self) -> bool:
-        """Have a thread that hands over what there is; False: the system has none, and the next event asks again."""
+        """Start a thread if there is none; False: that failed, and the next event tries again."""
         if self._worker is None:
             try:
                 threading.Thread(target=self._work, name="jaxckpt-sink", daemon=True).start()
@@ -129,16 +129,16 @@ class Feed:
                 self._worker = None if self._worker is here else self._worker
 
     def _next(self, here: threading.Thread) -> Callable[[], object] | None:
-        """What is done next; None: nothing is left, and whoever puts something from now on starts another thread."""
+        """The next call to make; None: the queue is empty, and the next event starts another thread."""
         with self._guard:
-            if self._worker is not here:  # this process is a child that the sink has forked
+            if self._worker is not here:  # the sink has forked, and this is the child
                 return None
             if self._events:
                 line = self._events.popleft()
                 return lambda: self._call(lambda: self._sink(msgspec.json.decode(line)))
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
-                return lambda: self._tell_dropped(dropped)
+                return lambda: self._log_dropped(dropped)
             if self._last:
                 return self._last.popleft()
             self._worker = None
@@ -151,43 +151,44 @@ class Feed:
     def _call(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except BaseException as error:  # noqa: BLE001  # a thread's edge: told here, and nothing waits for it
+        except BaseException as error:  # noqa: BLE001  # nothing else would report an error of this thread
             if not self._has_failed:
                 self._has_failed = True
-                _log.error("%s failed; it is told of further events, and this is said once", self._name, exc_info=error)
+                text = "%s failed; it still receives events, and further failures are not logged"
+                _log.error(text, self._name, exc_info=error)
 
-    def _tell_dropped(self, dropped: int) -> None:
+    def _log_dropped(self, dropped: int) -> None:
         _log.warning("%s is slower than events come: the oldest %d were dropped", self._name, dropped)
 
 
 class Feeds:
-    """Those of one run.
+    """The queues of all sinks of one run.
 
     Args:
-        sinks: each gets every event, whatever becomes of the others.
+        sinks: the sinks; each one gets every event, whether others fail or not.
     """
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._feeds = [Feed(sink, f"sink {number} ({_name_of(sink)})") for number, sink in enumerate(sinks)]
 
     def put(self, line: bytes) -> None:
-        """Have an event handed to all, given as a line of the history. Never waits."""
+        """Queue an event for all sinks, given as a line of the history. Never waits."""
         for feed in self._feeds:
             feed.put(line)
 
     def finish(self, timeout_s: float = DRAIN_S, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until all have got what there is, and those that are the run's own are closed.
+        """Wait until all queues are empty and the sinks of the run are closed.
 
         Args:
-            timeout_s: seconds, of which no more than `DRAIN_S` count; what is late goes on while the process lives.
-            until: ends the wait once it is true.
+            timeout_s: in seconds, at most `DRAIN_S`. What is late continues while the process lives.
+            until: ends the wait when it returns true.
         """
         limit_s = max(0.0, min(timeout_s, DRAIN_S))
         end_s = time.monotonic() + limit_s
         for feed, done in [(feed, feed.finish()) for feed in self._feeds]:
             while not done.wait(max(0.0, min(_SLICE_S, end_s - time.monotonic()))):
                 if (is_asked := until()) or time.monotonic() >= end_s:
-                    feed.tell_left("before the process was to leave" if is_asked else f"within {limit_s:.3g} s")
+                    feed.log_undelivered("before the shutdown" if is_asked else f"within {limit_s:.3g} s")
                     break
 
 

@@ -1,10 +1,7 @@
-"""PrometheusSink: counts the events of a run for Prometheus, in a file for node_exporter or on a page of its own.
+"""Sinks that export the events of a run as metrics.
 
-OpenTelemetrySink: the events of a run as metrics, and a span for each save and restore, through OpenTelemetry.
-
-WriterSink: the figures of a run's events next to the losses, through the writer of scalars that a training has.
-
-What the events of a run measure: counters, gauges and histograms, by the names that all systems of metrics share.
+`WriterSink` writes scalars to TensorBoard, clu or Weights & Biases, `OpenTelemetrySink` records metrics and spans, and
+`PrometheusSink` writes a file or serves a page. `samples` defines the metrics that the last two have in common.
 """
 
 from __future__ import annotations
@@ -31,9 +28,9 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-SECONDS, BYTES, BYTES_PER_S, PLAIN = "s", "By", "By/s", ""  # as UCUM writes them
+SECONDS, BYTES, BYTES_PER_S, PLAIN = "s", "By", "By/s", ""  # in the notation of UCUM
 BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-"""Upper ends of the histograms: from a call that only takes views to a save that is about to be given up."""
+"""The upper bounds of the histograms: from a call that only takes views to a save that is about to be given up."""
 _WITHOUT_FIGURES = ("delete", "preempted", "set_aside", "take_over")
 _UNITS = (("_bytes_per_s", BYTES_PER_S), ("_bytes", BYTES), ("_s", SECONDS))
 _NAME = "jaxckpt_train"
@@ -46,14 +43,14 @@ _pages: weakref.WeakSet[_Page] = weakref.WeakSet()
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """One thing that is measured.
+    """A metric.
 
     Attributes:
-        name: words with dots between them, without the unit: "save.blocked".
+        name: words separated by dots, without the unit: "save.blocked".
         kind: a counter only grows; a gauge is the last value; a histogram counts values by their size.
         unit: one of `SECONDS`, `BYTES`, `BYTES_PER_S`, `PLAIN`.
-        about: what it says, for people.
-        label: what tells its series apart; None: there is one.
+        about: a description for users.
+        label: the label that distinguishes its series; None: there is one series.
         series: the values of the label that are known beforehand.
     """
 
@@ -66,7 +63,7 @@ class Measure:
 
 
 class Sample(NamedTuple):
-    """A value that an event has, and of which series."""
+    """A value of a metric in an event, and its series."""
 
     measure: Measure
     value: float
@@ -81,7 +78,7 @@ EVENTS = Measure(
     "events",
     "counter",
     PLAIN,
-    "Events of the run, as its history has them",
+    "Events of the run, as in its history",
     "event",
     ("restore", "save", *_WITHOUT_FIGURES),
 )
@@ -93,7 +90,7 @@ SAVES = Measure("saves", "counter", PLAIN, "Saves that have ended", "outcome", (
 RESTORES = Measure("restores", "counter", PLAIN, "Restores")
 
 
-SKIPPED = Measure("restore.skipped_steps", "counter", PLAIN, "Steps that restores had to fall back past")
+SKIPPED = Measure("restore.skipped_steps", "counter", PLAIN, "Steps that could not be restored and were skipped")
 
 
 SAVE_TIME = Measure("last_save.timestamp", "gauge", SECONDS, "When the last save was committed, since 1970")
@@ -103,17 +100,17 @@ RESTORE_TIME = Measure("last_restore.timestamp", "gauge", SECONDS, "When the las
 
 
 _OF_ALL_SAVES = {
-    "blocked_s": _histogram("save.blocked", "How long a save held up the loop"),
-    "wait_s": _histogram("save.wait", "Of that, how long it waited for the save before"),
-    "snapshot_s": _histogram("save.snapshot", "Of that, how long the state was being taken"),
+    "blocked_s": _histogram("save.blocked", "How long a save blocked the loop"),
+    "wait_s": _histogram("save.wait", "Of that, how long it waited for the previous save"),
+    "snapshot_s": _histogram("save.snapshot", "Of that, how long it took to copy the state"),
     "device_wait_s": _histogram("save.device_wait", "How long it waited for queued updates; not blocked"),
 }
 
 
 _OF_COMMITTED = {
-    "save_s": _histogram("save.duration", "From the call that saves to the commit, with its wait for devices"),
-    "write_s": _histogram("save.write", "Of that, how long data was written"),
-    "commit_s": _histogram("save.commit", "Of that, how long it took to sync and publish it"),
+    "save_s": _histogram("save.duration", "From the call that saves to the commit, including waits for devices"),
+    "write_s": _histogram("save.write", "Of that, how long it took to write the data"),
+    "commit_s": _histogram("save.commit", "Of that, how long it took to sync and publish the data"),
     "bytes": Measure("saved", "counter", BYTES, "Data of committed saves"),
 }
 
@@ -137,19 +134,19 @@ _LAST_RESTORE = {
 }
 
 
-# A counter of which nothing is known yet is 0; of a gauge nothing is known before its first value.
+# Counters with known labels start at 0; a gauge does not exist before its first value.
 KNOWN = (EVENTS, SAVES, RESTORES, SKIPPED, *_OF_ALL_SAVES.values(), *_OF_COMMITTED.values(), *_OF_RESTORES.values())
 
 
 def figures(event: Mapping[str, Any]) -> dict[str, float]:
-    """The fields of an event that are finite numbers and measure something; true and false count as 1 and 0."""
+    """The numeric fields of an event that are finite and measure something; true and false count as 1 and 0."""
     fields = {name: value for name, value in event.items() if name != "pid" and not name.endswith("_id")}
     numbers = {name: float(value) for name, value in fields.items() if isinstance(value, bool | int | float)}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def samples(event: Mapping[str, Any]) -> Iterator[Sample]:
-    """What an event measures."""
+    """The values of all metrics in an event."""
     kind, numbers = str(event["event"]), figures(event)
     yield Sample(EVENTS, 1, kind)
     if kind == "save":
@@ -175,42 +172,42 @@ def _named(measures: Mapping[str, Measure], numbers: Mapping[str, float]) -> Ite
 
 
 def _gauge_of(kind: str, field: str) -> Measure:
-    """Of a field that nothing else is known of; its unit is at the end of its name."""
+    """Make a gauge for a field of an unknown event; the suffix of its name is the unit."""
     stem, unit = next(((field.removesuffix(end), unit) for end, unit in _UNITS if field.endswith(end)), (field, PLAIN))
     name = ".".join(re.sub(r"\W", "_", part, flags=re.ASCII) for part in (kind, stem))
     return Measure(name, "gauge", unit, f"{field} of the last event {kind!r}")
 
 
 def moment_s(event: Mapping[str, Any]) -> float:
-    """When an event was noted, in seconds since 1970."""
+    """The time of an event, in seconds since 1970."""
     return datetime.datetime.fromisoformat(event["time"]).timestamp()
 
 
 class WriterSink:
-    """Scalars such as `checkpoint/save/blocked_s`, `checkpoint/restore/bytes_per_s`, and `checkpoint/preempted/count`.
+    """Writes scalars such as `checkpoint/save/blocked_s`, `checkpoint/restore/bytes_per_s`, `checkpoint/save/count`.
 
-    Each event has its fields that are numbers, and how many of its kind there were in this process. They are of the
-    event's step, or of the last one that was told where it has none. TensorBoard's writer is flushed after each event,
-    as a job that is preempted may not get to that; clu's is not, as while one of its `AsyncWriter` flushes, the loop
-    cannot write.
+    For each event, it writes the numeric fields and the count of events of this kind in this process. The step is that
+    of the event, or the last known step. TensorBoard's writer is flushed after each event, because a preempted job may
+    not get to that; clu's is not, because the loop cannot write while an `AsyncWriter` flushes.
 
-    Weights & Biases drops rows whose step is lower than the last one, and events arrive late. So each kind of event
-    has an axis of its own there, such as `checkpoint/save/step`, and its figures join the row that the loop logs next:
-    the sink never moves the step of the run. Of several events of one kind within one row the last one is kept.
+    Weights & Biases drops rows with a step lower than the last one, and events arrive late. Therefore each kind of
+    event has its own axis there, such as `checkpoint/save/step`, and its values are added to the row that the loop
+    logs next. The sink never changes the step of the run. If several events of one kind fall into one row, the last
+    one is kept.
 
     Args:
-        writer: with `write_scalars(step, scalars)`, as clu's `MetricWriter`, or
-            `add_scalar(tag, value, global_step)`, as TensorBoard's `SummaryWriter` of PyTorch and of tensorboardX, or
-            `log(data, commit=...)` and `define_metric(name, step_metric=...)`, as a `wandb.Run`. It is called on a
-            thread that is not the loop's. Close it when the run has ended.
+        writer: an object with `write_scalars(step, scalars)`, such as clu's `MetricWriter`, or with
+            `add_scalar(tag, value, global_step)`, such as the `SummaryWriter` of PyTorch and tensorboardX, or with
+            `log(data, commit=...)` and `define_metric(name, step_metric=...)`, such as a `wandb.Run`. It is called on a
+            background thread. Close it after the end of the run.
 
     Raises:
-        SettingsError: the writer has none of these.
+        SettingsError: the writer has none of these methods.
     """
 
     def __init__(self, writer: Any) -> None:
         self._writer, self._step, self._counts, self._flushes = writer, 0, collections.Counter[str](), False
-        self._axes = set[str]()  # of W&B, that are defined
+        self._axes = set[str]()  # the axes defined in Weights & Biases
         if callable(getattr(writer, "write_scalars", None)):
             self._write: Callable[[int, Mapping[str, float]], object] = writer.write_scalars
         elif callable(getattr(writer, "add_scalar", None)):
@@ -219,8 +216,8 @@ class WriterSink:
             self._write = self._log_row
         else:
             known = (
-                "write_scalars(step, scalars), as clu's, or add_scalar(tag, value, global_step), as TensorBoard's, or "
-                "log(data, commit) and define_metric(name, step_metric), as a wandb.Run"
+                "write_scalars(step, scalars), such as clu's, or add_scalar(tag, value, global_step), such as "
+                "TensorBoard's, or log(data, commit) and define_metric(name, step_metric), such as a wandb.Run"
             )
             refuse("WriterSink.writer", f"an object with {known}", writer)
 
@@ -249,7 +246,7 @@ class WriterSink:
             self._done("flush")
 
     def close(self) -> None:
-        """Close the writer. A run of W&B is left open for what the program logs after the training."""
+        """Close the writer. A run of Weights & Biases stays open for what the program logs after the training."""
         self._done("close")
 
     def _done(self, method: str) -> None:
@@ -259,10 +256,10 @@ class WriterSink:
 
 
 class OpenTelemetrySink:
-    """Metrics of checkpointing (`jaxckpt.saves`, `jaxckpt.save.blocked`) and spans (`checkpoint.save`).
+    """Records metrics (`jaxckpt.saves`, `jaxckpt.save.blocked`) and spans (`checkpoint.save`) through OpenTelemetry.
 
-    Needs `pip install jaxckpt-train[opentelemetry]`, and a program that has set OpenTelemetry up: what is recorded goes
-    wherever its providers send it, and nowhere if there are none.
+    It needs `pip install jaxckpt-train[opentelemetry]`, and a program that has configured OpenTelemetry: its providers
+    decide where the data goes. Without them, nothing is recorded.
 
     Args:
         meter: for the metrics; None: that of the global provider.
@@ -291,7 +288,7 @@ class OpenTelemetrySink:
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Record an event."""
-        with self._guard:  # two runs may share it
+        with self._guard:  # two runs may share the sink
             for sample in samples(event):
                 self._record(sample)
         if event["event"] in _TOOK:
@@ -322,7 +319,7 @@ class OpenTelemetrySink:
                 return self._meter.create_histogram(name, unit, about, explicit_bucket_boundaries_advisory=BUCKETS_S)
 
     def _add_span(self, event: Mapping[str, Any]) -> None:
-        """It ends when the event was noted, and began as much earlier as it took."""
+        """Add a span that ends at the time of the event."""
         from opentelemetry.context import Context
         from opentelemetry.trace import StatusCode
 
@@ -330,7 +327,7 @@ class OpenTelemetrySink:
         start_ns = end_ns - round(figures(event).get(_TOOK[kind], 0.0) * _NS)
         fields = {name: value for name, value in event.items() if name not in ("event", "time")}
         attributes = {f"checkpoint.{name}": value for name, value in _flat(fields) if value is not None}
-        # With a context of its own: what else this thread does is no part of the training.
+        # An empty context: other spans of this thread do not belong to the training.
         span = self._tracer.start_span(f"checkpoint.{kind}", Context(), attributes=attributes, start_time=start_ns)
         if event.get("ok") is False:
             span.set_status(StatusCode.ERROR, str(event.get("error", "")))
@@ -338,7 +335,7 @@ class OpenTelemetrySink:
 
 
 def _flat(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is within a field, such as the metrics of a step, by both names: an attribute has one value."""
+    """Flatten nested fields, such as the metrics of a step: an attribute has a single value."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}.{inner}", each) for inner, each in value.items())
@@ -347,25 +344,25 @@ def _flat(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class PrometheusSink:
-    """Metrics of checkpointing for Prometheus, as `jaxckpt_saves_total` and `jaxckpt_save_blocked_seconds`.
+    """Exports metrics for Prometheus, such as `jaxckpt_saves_total` and `jaxckpt_save_blocked_seconds`.
 
-    Needs `pip install jaxckpt-train[prometheus]`. The file is written, and the page is there, from the first event on:
-    in a job of many processes only process 0 has events, so all of them may have the same arguments.
+    It needs `pip install jaxckpt-train[prometheus]`. The file and the page exist from the first event on. In a
+    multi-process job only the primary has events, so all processes may use the same arguments.
 
     Args:
-        path: of a file that is replaced atomically at each event, for the textfile collector of node_exporter; it ends
-            in ".prom", in a directory that exists. None: no file.
-        port: of the page, at /metrics; 0: any that is free. None: no page.
-        address: where the page is served; "0.0.0.0": to all who reach this machine.
-        registry: to which the metrics are added; None: one of its own.
-        labels: by name, of all metrics. Two runs whose files one node_exporter reads need different ones.
+        path: a file that is replaced atomically at each event, for the textfile collector of node_exporter. It must end
+            in ".prom", and its directory must exist. None: no file.
+        port: the port of the page, at /metrics; 0: any free port. None: no page.
+        address: the address of the page; "0.0.0.0": all interfaces of this machine.
+        registry: the registry of the metrics; None: a new one.
+        labels: labels of all metrics, by name. Two runs whose files one node_exporter reads need different ones.
 
     Attributes:
-        registry: that has the metrics.
+        registry: the registry of the metrics.
 
     Raises:
-        SettingsError: an argument is wrong, nobody could read the metrics, the registry has them already, or
-            prometheus_client is not installed.
+        SettingsError: an argument is wrong, path, port and registry are all None, the registry has these metrics
+            already, or prometheus_client is not installed.
     """
 
     def __init__(
@@ -383,11 +380,11 @@ class PrometheusSink:
                 "PrometheusSink: needs the package prometheus_client: pip install jaxckpt-train[prometheus]"
             ) from error
         if path is None and port is None and registry is None:
-            raise SettingsError("PrometheusSink: expected a path, a port or a registry to be read from, found none")
+            raise SettingsError("PrometheusSink: expected a path, a port or a registry, found none")
         self._library: Any = prometheus_client
         self._path = None if path is None else absolute_path("PrometheusSink.path", path)
         if self._path is not None and not self._path.endswith(".prom"):
-            refuse("PrometheusSink.path", "a path that ends in .prom, as node_exporter reads no other file", path)
+            refuse("PrometheusSink.path", "a path that ends in .prom, as node_exporter requires", path)
         self.registry: CollectorRegistry = prometheus_client.CollectorRegistry() if registry is None else registry
         found_port = optional(whole(0, 65535))("PrometheusSink.port", port)
         self._page = (
@@ -410,16 +407,16 @@ class PrometheusSink:
 
     @property
     def port(self) -> int | None:
-        """Where the page is; None: there is none, or none yet."""
+        """The port of the page; None: there is no page, or it is not open yet."""
         return None if self._page is None else self._page.open_port
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Count an event, and have it seen.
+        """Count an event, and update the file and the page.
 
         Raises:
-            OSError: the file cannot be written, or the port is taken; the event is counted.
+            OSError: the file cannot be written, or the port is in use; the event is counted nevertheless.
         """
-        with self._guard:  # of two runs that share it, neither may put an older file in place of a newer one
+        with self._guard:  # two runs that share the sink must not replace a newer file by an older one
             for sample in samples(event):
                 self._count(sample)
             try:
@@ -430,7 +427,7 @@ class PrometheusSink:
                     self._library.write_to_textfile(self._path, self.registry)
 
     def close(self) -> None:
-        """Let go of the port. What is told later is counted, and written to the file."""
+        """Close the page. Later events are counted, and written to the file."""
         with self._guard:
             if self._page is not None:
                 self._page.close()
@@ -451,7 +448,7 @@ class PrometheusSink:
         return metric.labels(**labels) if labels else metric
 
     def _metric(self, measure: Measure) -> Counter | Gauge | Histogram:
-        """The metric for a measure, made when it is first needed."""
+        """The metric for a measure, created when it is first needed."""
         found = self._metrics.get(measure.name)
         if found is None:
             made: Any = {"counter": "Counter", "gauge": "Gauge", "histogram": "Histogram"}[measure.kind]
@@ -466,16 +463,16 @@ class PrometheusSink:
 def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
     subject, taken = "PrometheusSink.labels", {"le", *(measure.label for measure in KNOWN)}
     if not isinstance(labels, Mapping | None):
-        refuse(subject, "a mapping of names to texts", labels)
+        refuse(subject, "a mapping of names to text", labels)
     for name, value in (labels or {}).items():
         if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in taken:
-            refuse(subject, "names such as run: letters, digits and _, and none that its metrics have already", name)
+            refuse(subject, "names such as run: letters, digits and _, and not a label that the metrics have", name)
         unicode_text(f"{subject}.{name}", value)
     return dict(labels or {})
 
 
 class _Page:
-    """A page with the metrics, served by a thread of its own while it is open."""
+    """A page with the metrics, served by its own thread while it is open."""
 
     def __init__(self, port: int, address: str, registry: CollectorRegistry) -> None:
         self._port, self._address, self._registry = port, address, registry
@@ -484,16 +481,16 @@ class _Page:
 
     @property
     def open_port(self) -> int | None:
-        """Where it is; None: it is not open."""
+        """The port; None: the page is not open."""
         return None if self._served is None else self._served[0].server_port
 
     def open(self, library: Any) -> None:
-        """Serve it, unless it is served already."""
+        """Open the page, unless it is open already."""
         if self._served is None:
             self._served = library.start_http_server(self._port, self._address, self._registry)
 
     def close(self) -> None:
-        """Serve it no more."""
+        """Close the page."""
         served, self._served = self._served, None
         if served is not None:
             served[0].shutdown()
@@ -501,7 +498,7 @@ class _Page:
             served[1].join()
 
     def leave_to_parent(self) -> None:
-        """Let go of it in a forked child, which would keep the port from whoever wants it once the parent has ended."""
+        """Close the socket in a forked child, which would otherwise keep the port in use after the parent has ended."""
         served, self._served = self._served, None
         if served is not None:
             served[0].socket.close()

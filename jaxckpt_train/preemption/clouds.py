@@ -1,10 +1,7 @@
-"""Notices of Google Compute Engine: a Spot VM that is preempted, maintenance of the host; TPU VMs included.
+"""Notice sources for clouds: `GceNotice` and `AwsNotice` ask the metadata server of the machine.
 
-Notices of Amazon EC2: a spot instance that is interrupted, told by its metadata service (IMDSv2).
-
-Asks a metadata server for a notice every so many seconds, on a thread of its own.
-
-Requests to the metadata server of a machine: limited in time and size, past all proxies, redirected nowhere.
+A `Poller` asks at a fixed interval on its own thread. `MetadataServer` sends the requests: they are limited in time and
+size, use no proxy and follow no redirection.
 """
 
 from __future__ import annotations
@@ -38,41 +35,41 @@ from jaxckpt_train.store.threads import Latch
 MOST_BYTES = 16 * 1024
 _SHOWN = 60
 TELL_AGAIN_S = 600.0
-JOIN_S = 1.0  # a request that is hung up on ends at once; only the look-up of a name does not
+JOIN_S = 1.0  # an interrupted request ends at once; only a name lookup cannot be interrupted
 _log = logging.getLogger("jaxckpt_train")
 AWS_URL = "http://169.254.169.254"
-TOKEN_TTL_S = 21600  # the longest that there is
+TOKEN_TTL_S = 21600  # the maximum
 _TOKEN_PATH = "/latest/api/token"
 _ACTION_PATH = "/latest/meta-data/spot/instance-action"
 _REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
 _TOKEN, _TOKEN_TTL = "X-aws-ec2-metadata-token", "X-aws-ec2-metadata-token-ttl-seconds"
 _ACTION, _PLAIN = re.compile("[a-z-]{1,32}"), re.compile(rb"[\x21-\x7e]{1,1024}")
 _AWS_HINT = (
-    "does this run on Amazon EC2? Else leave this source out of `notices`; in a container the instance needs "
+    "is this Amazon EC2? If not, remove this source from `notices`; in a container, the instance needs "
     "HttpPutResponseHopLimit=2"
 )
 GCE_URL = "http://metadata.google.internal"
 _FOLDER = "/computeMetadata/v1/instance/"
 _FLAVOR = {"Metadata-Flavor": "Google"}
 _NO_EVENT, _MIGRATION = "NONE", "MIGRATE_ON_HOST_MAINTENANCE"
-_EVENT = re.compile("[A-Z]{1,20}(_[A-Z]{1,20}){1,9}")  # not what is left of NONE when a connection breaks
-_GCE_HINT = "does this run on Google Compute Engine? Else leave this source out of `notices`"
+_EVENT = re.compile("[A-Z]{1,20}(_[A-Z]{1,20}){1,9}")  # does not match the beginning of NONE from a broken connection
+_GCE_HINT = "is this Google Compute Engine? If not, remove this source from `notices`"
 OnMaintenance = Literal["terminate", "any", "ignore"]
 
 
 class NoAnswerError(Exception):
-    """A metadata server gave no answer, or none that can be used. Says what was asked, and what came."""
+    """A metadata server gave no usable answer. The message has the request and the problem."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a metadata server said.
+    """The answer of a metadata server.
 
     Attributes:
         asked: the request, for messages.
-        status: of HTTP.
-        headers: found by names in any case.
-        body: all of it.
+        status: the HTTP status.
+        headers: the headers; names are case-insensitive.
+        body: the complete body.
     """
 
     asked: str
@@ -81,41 +78,41 @@ class Answer:
     body: bytes
 
     def text(self) -> str:
-        """The body without white space around it; what is no ASCII is shown as that."""
+        """The body without surrounding whitespace; bytes that are not ASCII are escaped."""
         return self.body.decode("ascii", "backslashreplace").strip()
 
     def unusable(self, expected: str) -> NoAnswerError:
-        """What to raise if it is not what was expected."""
+        """The error to raise if the answer is not what was expected."""
         found = shown(self.text(), _SHOWN)
         return NoAnswerError(f"{self.asked}: expected {expected}, found status {self.status} and {found}")
 
 
 class MetadataServer:
-    """One server, asked by one thread.
+    """Sends requests to one server, from one thread.
 
-    No answer is longer than `MOST_BYTES`. Redirections are answers as others: a metadata server sends none, and who
-    follows one may hand a token to somebody else.
+    An answer has at most `MOST_BYTES`. Redirections are not followed: a metadata server sends none, and a token must
+    not reach another server.
 
     Args:
         subject: the name of the argument, for messages.
-        url: of the server, as "http://169.254.169.254".
-        timeout_s: seconds that a request may take, from the connection to the last byte.
+        url: the address of the server, such as "http://169.254.169.254".
+        timeout_s: the seconds that a request may take, from the connection to the last byte.
 
     Raises:
-        SettingsError: the address is none of a server that speaks plain HTTP.
+        SettingsError: the address is not that of a plain HTTP server.
     """
 
     def __init__(self, subject: str, url: str, timeout_s: float) -> None:
         self.url, self._timeout_s = _checked(subject, url), timeout_s
         self._line = _Line()
-        self._opener = urllib.request.OpenerDirector()  # with no handler of proxies, redirections or errors
+        self._opener = urllib.request.OpenerDirector()  # without handlers for proxies, redirections and errors
         self._opener.add_handler(_Handler(self._line))
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
-        """Ask for a path, which begins with a slash.
+        """Request a path, which starts with a slash.
 
         Raises:
-            NoAnswerError: none came in time, it is too long, or no HTTP.
+            NoAnswerError: no answer came in time, or it is too long or not HTTP.
         """
         asked = f"{method} {self.url}{path}"
         self._line.ends_at = time.monotonic() + self._timeout_s
@@ -128,35 +125,35 @@ class MetadataServer:
         if len(body) > MOST_BYTES:
             raise NoAnswerError(f"{asked}: the answer is longer than {MOST_BYTES} bytes")
         if missing:
-            raise NoAnswerError(f"{asked}: the answer broke off")
+            raise NoAnswerError(f"{asked}: the answer is incomplete")
         return Answer(asked, response.status, response.headers, body)
 
     def hang_up(self) -> None:
-        """End the request under way, from another thread; those after it fail."""
+        """End the current request from another thread; later requests fail."""
         self._line.hang_up()
 
 
 def _why(error: Exception) -> str:
-    """What went wrong, for messages. What is no error of the system may have in it all that the server has sent."""
+    """Describe an error. Only messages of the operating system are shown in full: others may quote the server."""
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
-    kind, told = type(reason).__name__, str(reason)
+    kind, message = type(reason).__name__, str(reason)
     if isinstance(reason, OSError) and not isinstance(reason, http.client.HTTPException):
-        return told or kind
-    return f"{kind} {shown(told, _SHOWN)}" if told else kind
+        return message or kind
+    return f"{kind} {shown(message, _SHOWN)}" if message else kind
 
 
 class _Line:
-    """The connection under way, when it must have ended, and how another thread ends it."""
+    """The current connection and its deadline. Another thread can end it."""
 
     def __init__(self) -> None:
         self.ends_at, self._is_over = 0.0, False
         self._socket: _TimedSocket | None = None
 
     def left_s(self) -> float:
-        """Seconds left.
+        """The seconds left.
 
         Raises:
-            TimeoutError: none.
+            TimeoutError: no time is left.
         """
         left_s = self.ends_at - time.monotonic()
         if self._is_over or left_s <= 0:
@@ -164,7 +161,7 @@ class _Line:
         return left_s
 
     def connect(self, host: str, port: int) -> socket.socket:
-        """Connect to the first address that takes it."""
+        """Connect to the first address that accepts the connection."""
         problem: OSError = OSError(f"{host} has no address")
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             self._socket = found = _TimedSocket(self, family, kind, protocol)
@@ -180,12 +177,12 @@ class _Line:
     def hang_up(self) -> None:
         self._is_over = True
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # it is not connected, or closed
+            with contextlib.suppress(OSError):  # not connected, or already closed
                 self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class _TimedSocket(socket.socket):
-    """Gives each call no more time than there is: a timeout of sockets begins anew with every byte that comes."""
+    """Limits each call to the time left. An ordinary socket timeout restarts with every received byte."""
 
     def __init__(self, line: _Line, family: int, kind: int, protocol: int) -> None:
         super().__init__(family, kind, protocol)
@@ -212,21 +209,21 @@ class _Handler(urllib.request.HTTPHandler):
             def connect(self) -> None:
                 self.sock = line.connect(self.host, self.port)
 
-        self._connection = Connection  # made once: a class for each request would be garbage for the collector
+        self._connection = Connection  # one class for all requests: classes are only freed by garbage collection
 
     def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
         return self.do_open(self._connection, request)
 
 
 def _checked(subject: str, url: object) -> str:
-    """The address without a slash at its end."""
-    wanted = 'the address of a metadata server, as "http://169.254.169.254"'
+    """Return the address without a trailing slash."""
+    wanted = 'the address of a metadata server, such as "http://169.254.169.254"'
     if not isinstance(url, str):
         refuse(subject, wanted, url)
     try:
         parts = urllib.parse.urlsplit(url)
         is_server = parts.scheme == "http" and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # of a port that is none
+    except ValueError:  # an invalid port
         refuse(subject, wanted, url)
     if not is_server or not url.isascii() or not url.isprintable() or " " in url or parts.query or parts.fragment:
         refuse(subject, wanted, url)
@@ -237,17 +234,17 @@ Look = Callable[[MetadataServer], Notice | None]
 
 
 class Poller:
-    """Looks until it has found a notice or is stopped. Who drops it without a stop leaves no thread, either.
+    """Asks a server repeatedly until it finds a notice or is stopped. Its thread ends when the poller is dropped.
 
-    A server that cannot be used is told of by a warning, and so is its next answer; both not again for ten minutes.
+    A server that cannot be used is logged as a warning, and so is its next answer; not again within ten minutes.
 
     Args:
-        name: of the source, for messages.
-        url: of the server.
-        poll_s: seconds between two looks.
-        timeout_s: seconds for one request.
-        new_look: makes what asks the server once; a new one for each start. It must not hold the source.
-        hint: what to say where the server cannot be used.
+        name: the name of the source, for messages.
+        url: the address of the server.
+        poll_s: the seconds between two requests.
+        timeout_s: the seconds that one request may take.
+        new_look: makes the function that asks the server once; called for each start. It must not reference the source.
+        hint: advice for a server that cannot be used.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -266,48 +263,48 @@ class Poller:
         return MetadataServer(f"{self._name}: url", self._url, self._timeout_s)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start polling."""
         self.stop()
         self._run = run = _Run(self._name, self._server(), self._poll_s, self._new_look(), self._hint)
         weakref.finalize(self, run.end).atexit = False
         run.begin()
 
     def stop(self) -> None:
-        """End that."""
+        """Stop polling."""
         if self._run is not None:
             self._run.end()
             self._run.join()
 
     def notice(self) -> Notice | None:
-        """What was found since the last start."""
+        """The notice found since the last start; None: there is none."""
         return None if self._run is None else self._run.found
 
 
 class PolledSource:
-    """A source of notices that a poller looks for.
+    """A notice source that uses a poller.
 
     Args:
-        poller: of its metadata server.
+        poller: the poller of its metadata server.
     """
 
     def __init__(self, poller: Poller) -> None:
         self._poller = poller
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start polling."""
         self._poller.start()
 
     def stop(self) -> None:
-        """End that."""
+        """Stop polling."""
         self._poller.stop()
 
     def notice(self) -> Notice | None:
-        """What was found."""
+        """The notice; None: there is none."""
         return self._poller.notice()
 
 
 class _Run:
-    """From one start to its stop."""
+    """The polling between one start and its stop."""
 
     def __init__(self, name: str, server: MetadataServer, poll_s: float, look: Look, hint: str) -> None:
         self._name, self._server, self._poll_s, self._look, self._hint = name, server, poll_s, look, hint
@@ -321,14 +318,14 @@ class _Run:
         try:
             thread.start()
         except RuntimeError as error:
-            _log.warning("%s: preemption notices are not seen: the system gave no thread: %s", self._name, error)
+            _log.warning("%s: preemption notices are not seen: no thread could be started: %s", self._name, error)
         else:
             self._thread = thread
 
     def end(self) -> None:
-        """Ask it to end; does not wait."""
+        """Ask the thread to end, without waiting."""
         self._stop.open()
-        if os.getpid() == self._process:  # a fork shares the connection with its parent, who goes on
+        if os.getpid() == self._process:  # a forked child shares the connection with its parent
             self._server.hang_up()
 
     def join(self) -> None:
@@ -336,7 +333,7 @@ class _Run:
             self._thread.join(JOIN_S)
 
     def _work(self) -> None:
-        before: float | None = None  # when the look began that was answered last, or else the first one
+        before: float | None = None  # the start of the last answered request, or else of the first request
         while self.found is None and not self._stop.is_open():
             began = time.monotonic()
             if self._look_once(began if before is None else before) or before is None:
@@ -345,10 +342,10 @@ class _Run:
                 self._stop.wait(self._poll_s)
 
     def _look_once(self, asked_at: float) -> bool:
-        """Whether the server has answered; `asked_at`: when a notice that is there now may have come."""
+        """Ask once; return whether the server answered. `asked_at`: when a notice found now may have come."""
         try:
             found = self._look(self._server)
-        except Exception as error:  # noqa: BLE001  # a thread's edge
+        except Exception as error:  # noqa: BLE001  # nothing else would report an error of this thread
             if not self._stop.is_open():
                 self._tell(error)
             return False
@@ -365,7 +362,7 @@ class _Run:
             return
         self._is_told, self._silent_until = True, now + TELL_AGAIN_S
         trace = None if isinstance(error, NoAnswerError) else error
-        text = "%s: preemption notices are not seen, and are asked for again every %g s: %s; %s"
+        text = "%s: preemption notices are not seen; the next attempt is in %g s: %s; %s"
         _log.warning(text, self._name, self._poll_s, error, self._hint, exc_info=trace)
 
 
@@ -375,23 +372,23 @@ class _Action(msgspec.Struct):
 
 
 class _Rebalance(msgspec.Struct):
-    noticeTime: str  # noqa: N815  # as Amazon names it
+    noticeTime: str  # noqa: N815  # Amazon's name
 
 
 _Told = TypeVar("_Told", _Action, _Rebalance)
 
 
 class AwsNotice(PolledSource):
-    """Asks the metadata service of Amazon EC2 whether this spot instance is to be terminated, stopped or hibernated.
+    """Asks the metadata service of Amazon EC2 whether this spot instance will be terminated, stopped or hibernated.
 
-    The notice comes two minutes before, and says when (`leave_by`); of a hibernation it comes when that begins.
+    The notice comes two minutes before, and has the time (`leave_by`). For a hibernation, it comes when that starts.
 
     Args:
-        poll_s: seconds between two looks; Amazon advises 5.
-        timeout_s: seconds that one request may take.
-        rebalance: leave also when Amazon recommends to rebalance, as an interruption has become likely; it may not
-            come, and if it does, this is earlier by minutes.
-        url: of the metadata service.
+        poll_s: the seconds between two requests; Amazon recommends 5.
+        timeout_s: the seconds that one request may take.
+        rebalance: whether to shut down also on a rebalance recommendation, which means that an interruption has become
+            likely; it may not come, and if it does, it comes minutes earlier.
+        url: the address of the metadata service.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -412,7 +409,7 @@ class AwsNotice(PolledSource):
 
 
 class _Imds:
-    """A session with the metadata service: its token."""
+    """A session with the metadata service, with its token (IMDSv2)."""
 
     def __init__(self, rebalance: bool) -> None:
         self._rebalance = rebalance
@@ -422,11 +419,11 @@ class _Imds:
         answer = self._found(server, _ACTION_PATH)
         if answer is not None:
             example = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
-            told = _decoded(answer, _Action, example)
-            if not _ACTION.fullmatch(told.action):
+            found = _decoded(answer, _Action, example)
+            if not _ACTION.fullmatch(found.action):
                 raise answer.unusable(f"JSON such as {example}")
-            reason = f"Amazon EC2, which is to {told.action} this spot instance"
-            return Notice(reason, leave_by=_monotonic(told.time, answer.headers))
+            reason = f"Amazon EC2, which is to {found.action} this spot instance"
+            return Notice(reason, leave_by=_monotonic(found.time, answer.headers))
         answer = self._found(server, _REBALANCE_PATH) if self._rebalance else None
         if answer is not None:
             _decoded(answer, _Rebalance, '{"noticeTime": "2020-10-27T08:22:00Z"}')
@@ -434,12 +431,12 @@ class _Imds:
         return None
 
     def _found(self, server: MetadataServer, path: str) -> Answer | None:
-        """The answer; None: there is nothing at this path."""
+        """The answer; None: the path does not exist."""
         for _ in range(2):
             answer = self._with_token(server, path)
             if answer.status != 401:
                 break
-            self._token = None  # it has expired
+            self._token = None  # expired
         if answer.status not in (200, 404):
             raise answer.unusable("status 200 or 404")
         return None if answer.status == 404 else answer
@@ -460,10 +457,10 @@ def _decoded(answer: Answer, kind: type[_Told], example: str) -> _Told:
         raise answer.unusable(f"JSON such as {example}") from error
 
 
-def _monotonic(told: object, headers: Message) -> float | None:
-    """A time as one of `time.monotonic()`, by the clock of who told it if the answer has one; None: it is none."""
+def _monotonic(stated: object, headers: Message) -> float | None:
+    """Convert a time to `time.monotonic()`, by the server's clock if the answer has its date; None: not a time."""
     try:
-        at = datetime.datetime.fromisoformat(str(told))
+        at = datetime.datetime.fromisoformat(str(stated))
         left_s = _utc(at).timestamp() - _now(headers)
     except (ValueError, OverflowError):
         return None
@@ -482,17 +479,17 @@ def _utc(at: datetime.datetime) -> datetime.datetime:
 
 
 class GceNotice(PolledSource):
-    """Asks the metadata server of Google Compute Engine whether this VM is being preempted, or its host maintained.
+    """Asks the metadata server of Google Compute Engine whether this VM is being preempted or its host maintained.
 
-    A Spot VM is gone some 30 s after its notice. `maintenance-event` tells of maintenance 60 s before, and of a VM with
-    GPUs, which cannot be migrated, an hour before.
+    A Spot VM ends about 30 s after its notice. `maintenance-event` announces maintenance 60 s before; for a VM with
+    GPUs, which cannot be migrated, an hour before. TPU VMs are included.
 
     Args:
-        poll_s: seconds between two looks; of a notice of 30 s this is lost.
-        timeout_s: seconds that one request may take.
-        on_maintenance: what maintenance of the host asks the job to leave: "terminate": all but a live migration, which
-            only pauses the machine for a moment; "any": that too; "ignore": none.
-        url: of the metadata server.
+        poll_s: the seconds between two requests; they reduce the 30 s of a notice.
+        timeout_s: the seconds that one request may take.
+        on_maintenance: which maintenance of the host shuts the job down: "terminate": any except a live migration,
+            which only pauses the machine for a moment; "any": all; "ignore": none.
+        url: the address of the metadata server.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -513,7 +510,7 @@ class GceNotice(PolledSource):
 
 
 def _look(on_maintenance: OnMaintenance, server: MetadataServer) -> Notice | None:
-    """Ask for both, since either may be hidden, as by the metadata server of GKE."""
+    """Ask for both events, since the server may hide either, as that of GKE does."""
     problem: NoAnswerError | None = None
     for look in (_preempted, functools.partial(_maintained, on_maintenance)):
         try:
@@ -548,10 +545,10 @@ def _maintained(on_maintenance: OnMaintenance, server: MetadataServer) -> Notice
 
 
 def _asked(server: MetadataServer, key: str) -> Answer:
-    """Raises NoAnswerError also for what others answer: only the metadata server sends the header back."""
+    """Ask for a key. Raises NoAnswerError also if another server answers: only the metadata server has the header."""
     answer = server.ask(_FOLDER + key, _FLAVOR)
     if answer.headers.get("Metadata-Flavor") != "Google":
-        raise answer.unusable("the header Metadata-Flavor: Google, without which this is no metadata server")
+        raise answer.unusable("the header Metadata-Flavor: Google, which only the metadata server sends")
     if answer.status != 200:
         raise answer.unusable("status 200")
     return answer

@@ -1,7 +1,4 @@
-"""Slurm: a job that has left on request is put into the queue again.
-
-Kubernetes: what would keep its request to leave, a SIGTERM, from this process is told when the job begins.
-"""
+"""Notice sources for schedulers: `SlurmNotice` requeues a job after its shutdown, `KubernetesNotice` checks signals."""
 
 from __future__ import annotations
 
@@ -19,53 +16,53 @@ from jaxckpt_train.store.threads import Latch
 SHELLS = ("ash", "bash", "busybox", "dash", "ksh", "sh", "zsh")
 _log = logging.getLogger("jaxckpt_train")
 _SHOWN = 300
-ENDING_S = 1.0  # what it may take until a `scontrol` that was ended is gone, and that was told
+ENDING_S = 1.0  # the time to end a running `scontrol` and to log that
 
 
 class KubernetesNotice:
-    """Looks whether the SIGTERM of Kubernetes can reach this process. The signal itself is noticed as any other.
+    """Checks whether the SIGTERM of Kubernetes can reach this process. The signal itself is watched like any other.
 
-    It is sent to process 1 of the container alone. A shell there hands nothing on: the pod would be killed at the end
-    of its grace period with nothing saved.
+    Kubernetes sends it only to process 1 of the container. A shell does not forward it: the pod would be killed at the
+    end of its grace period without a save.
     """
 
     def start(self) -> None:
-        """Warn of what is wrong."""
+        """Log a warning for each problem."""
         if not is_in_pod():
             _log.warning(
-                "KubernetesNotice: expected a pod of Kubernetes, found no KUBERNETES_SERVICE_HOST: leave this source "
-                "out of `notices` elsewhere"
+                "KubernetesNotice: expected a Kubernetes pod, found no KUBERNETES_SERVICE_HOST: remove this source "
+                "from `notices` outside of Kubernetes"
             )
         first = command_name(1)
         if first in SHELLS:
             _log.warning(
-                "KubernetesNotice: process 1 of this container is a shell (%s), which hands no SIGTERM on to this "
-                "process unless a trap of its does: start Python by `exec python ...`, or without a shell",
+                "KubernetesNotice: process 1 of this container is a shell (%s), which does not forward SIGTERM to this "
+                "process without a trap: start Python by `exec python ...`, or without a shell",
                 first,
             )
 
     def stop(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
     def notice(self) -> Notice | None:
-        """None: signals are noticed as such."""
+        """Return None: the signal is watched separately."""
         return None
 
 
 class SlurmNotice:
-    """Requeues the Slurm job once it has left on request. The request itself is the signal of `sbatch --signal`.
+    """Requeues the Slurm job after it has shut down on request. The request itself is the signal of `sbatch --signal`.
 
-    `scontrol requeue Incomplete <job>` is called by process 0 when the last step is committed and the run directory is
-    let go of. "Incomplete": what Slurm is ending already it does not bring back, as after `scancel`; a job that Slurm
-    preempts with PreemptMode=REQUEUE it requeues by itself. The job must be one of `sbatch` that may be requeued
-    (`--requeue`). Slurm ends what is left of the job then.
+    The primary calls `scontrol requeue Incomplete <job>` when the last step is committed and the run directory is
+    released. "Incomplete" excludes a job that Slurm is already ending, for example after `scancel`. A job preempted
+    with PreemptMode=REQUEUE is requeued by Slurm itself. The job must be started by `sbatch` and allow requeueing
+    (`--requeue`). After the call, Slurm ends the rest of the job.
 
     Args:
-        requeue: False: only the facts are told.
-        timeout_s: seconds that `scontrol` may take; less if less is left of the grace period. It is ended then.
+        requeue: whether to requeue; False: only log the facts of the job.
+        timeout_s: the seconds that `scontrol` may take, limited by the rest of the grace period; it is killed then.
 
     Attributes:
-        left_timeout_s: seconds that `left` may take.
+        left_timeout_s: the seconds that `left` may take.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -80,27 +77,27 @@ class SlurmNotice:
         self._command: _Command | None = None
 
     def start(self) -> None:
-        """Say which job this is."""
+        """Log which job this is."""
         job = slurm_job()
         if job is None:
             _log.warning(
-                "SlurmNotice: expected a job of Slurm, found no SLURM_JOB_ID: nothing will be requeued; start it by "
-                "sbatch, or leave this source out of `notices`"
+                "SlurmNotice: expected a Slurm job, found no SLURM_JOB_ID: nothing will be requeued; start it by "
+                "sbatch, or remove this source from `notices`"
             )
         else:
             _log.info("Slurm job %s, requeued %d times", job.id, job.restarts)
 
     def stop(self) -> None:
-        """End what is under way of a requeue, which is told."""
+        """Kill a running `scontrol`, which `left` then logs."""
         if self._command is not None:
             self._command.end()
 
     def notice(self) -> Notice | None:
-        """None: signals are noticed as such."""
+        """Return None: signals are watched separately."""
         return None
 
     def left(self, step: int | None) -> None:
-        """Requeue the job; what hinders that is told."""
+        """Requeue the job; log a warning if that fails."""
         job = slurm_job()
         if job is None or not self._requeue:
             return
@@ -108,10 +105,10 @@ class SlurmNotice:
         try:
             problem = command.problem(self._timeout_s)
             if problem is None:
-                begins = "begins anew, as no step is saved" if step is None else f"goes on from step {step}"
+                begins = "starts from scratch, as no step is saved" if step is None else f"continues from step {step}"
                 _log.warning("Slurm was asked to requeue job %s, which %s", job.id, begins)
-            elif command.was_ended:  # it may have been heard all the same
-                advice = "look for it with squeue, and submit it again if it is not there"
+            elif command.was_ended:  # Slurm may have received the request nevertheless
+                advice = "look for it with squeue, and submit it again if it is not listed"
                 _log.warning("Slurm job %s may not be requeued: %s; %s", job.id, problem, advice)
             else:
                 _log.warning("Slurm job %s is not requeued: %s; submit it again", job.id, problem)
@@ -120,11 +117,11 @@ class SlurmNotice:
 
 
 class _Command:
-    """A program that is run once, and ended with all that it has started if that takes too long.
+    """A program that runs once; if it takes too long, it is killed together with all processes that it has started.
 
     Attributes:
-        was_ended: whether it was.
-        is_told: opened by who has told what became of it.
+        was_ended: whether it was killed.
+        is_told: opened by the caller after it has logged the result.
     """
 
     def __init__(self, *command: str) -> None:
@@ -133,14 +130,14 @@ class _Command:
         self._owner, self.was_ended, self.is_told = os.getpid(), False, Latch()
 
     def problem(self, timeout_s: float) -> str | None:
-        """Run it; why it did not work."""
+        """Run the program; return why it failed, None if it succeeded."""
         try:
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that all that it starts can be ended, and no signal of this job ends it
+                start_new_session=True,  # allows to kill all its processes, and shields it from signals to this job
             )
         except OSError as error:
             return f"{self._text}: {error}"
@@ -153,13 +150,13 @@ class _Command:
             except subprocess.TimeoutExpired:
                 self.was_ended = True
                 self._kill(process)
-                return f"{self._text} timed out after {timeout_s:g} seconds and was ended"
+                return f"{self._text} timed out after {timeout_s:g} seconds and was killed"
         if self.was_ended:
-            return f"{self._text} was ended, as there was no time left for it"
-        return None if process.returncode == 0 else f"{self._text} left with {process.returncode}: {_said(said)}"
+            return f"{self._text} was killed, because no time was left for it"
+        return None if process.returncode == 0 else f"{self._text} exited with {process.returncode}: {_said(said)}"
 
     def end(self) -> None:
-        """End it, and wait a moment until that is told; a fork of the process that runs it does not."""
+        """Kill the program and wait briefly until that is logged; no-op in a forked child."""
         if os.getpid() == self._owner and not self.is_told.is_open():
             self.was_ended = True
             if self._process is not None:
@@ -168,7 +165,7 @@ class _Command:
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None:
-            with contextlib.suppress(OSError):  # it has ended by itself
+            with contextlib.suppress(OSError):  # it has just ended
                 os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Leaving on request: the wait for the last save, what is told, and how the process ends."""
+"""Graceful shutdown: finish the last save in the time left, record the outcome, and end the process."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from jaxckpt_train.run.saving import SaveResult
 from jaxckpt_train.store.reader import ReadProgress
 
 _log = logging.getLogger("jaxckpt_train")
-# Of the grace period: what it takes to end a process in which JAX has been at work.
+# The part of the grace period that is reserved to end a process that has used JAX.
 ENDING_SHARE, MOST_ENDING_S = 0.4, 2.0
 NOTHING_NEW = SaveResult(False, "nothing new to save")
 
 
 class GracefulShutdown:
-    """How one run leaves.
+    """Shuts one run down on request.
 
     Args:
-        watch: for requests to leave.
-        grace_period_s: seconds from the request until something else ends the process; None: not known.
-        exit_code: of a process that left on request.
-        raises: whether `Preempted` is raised instead of SystemExit.
+        watch: watches for requests.
+        grace_period_s: the seconds from the request until something else ends the process; None: unknown.
+        exit_code: the exit code of the process after a shutdown on request.
+        raises: returns whether to raise `Preempted` instead of SystemExit.
 
     Attributes:
         is_late: whether a save was given up.
-        loses: whether one was, or was not begun, for want of time.
-        preempted: what says that it has left.
-        ends_process: whether it leaves by SystemExit.
+        loses: whether a save was given up, or not started, because the time was too short.
+        preempted: the error that describes the shutdown, after it was decided.
+        ends_process: whether the run ends by SystemExit.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class GracefulShutdown:
         self.preempted: Preempted | None = None
         self._ends_at: float | None = None
         self.is_late = self.loses = False
-        self._plans: dict[str, None] = {}  # in their order
+        self._plans: dict[str, None] = {}  # ordered
         self.ends_process = False
 
     def is_time_up(self) -> bool:
-        """For who waits in the loop: whether the job was asked to leave meanwhile, and what is not done is given up."""
+        """For waits in the loop: whether a shutdown was requested in the meantime and its time is up."""
         if self._ends_at is None:
             if not (self._watch.is_asked() and self._watch.reached()):
                 return False
@@ -70,26 +70,26 @@ class GracefulShutdown:
         save: Callable[[float | None], SaveResult] = lambda left_s: NOTHING_NEW,
         unsaved: int | None = None,
     ) -> SaveResult:
-        """Finish the save under way, then the last one, if there is one and it can be committed in time.
+        """Finish the running save, then make the last one, if it is needed and can be committed in time.
 
-        What is not committed shortly before the grace period is over is given up. If nobody said how long that is, or
-        it was over before the loop could notice, all is waited for.
+        A save that is not committed shortly before the end of the grace period is given up. If the grace period is
+        unknown, or had ended before the loop noticed the request, there is no time limit.
 
         Args:
-            manager: of the run.
-            save: begins the last one within so many seconds.
-            unsaved: the last completed update, if no save of it is committed or under way.
+            manager: the manager of the run.
+            save: starts the last save, within the given number of seconds.
+            unsaved: the last completed update, if no save of it is committed or running.
 
         Raises:
-            Exception: the original error of the last save, if it failed: of the one under way, if `save` begins none.
+            Exception: the original error of the last save if it failed; that of the running one if `save` starts none.
         """
         plan = self._choose(manager, unsaved)
         try:
             before = manager.settle(self.left_s())
             if before is not None:
-                _log.error("the save before failed", exc_info=before)
+                _log.error("the previous save failed", exc_info=before)
             if unsaved is not None and plan.waits and manager.agreed(plan.saves or before is not None):
-                plan = self._choose(manager, unsaved)  # more is known now: how long that took, and how it has ended
+                plan = self._choose(manager, unsaved)  # the duration and the outcome of the running save are known now
             result = save(self.left_s()) if plan.saves or unsaved is None else SaveResult(False, plan.why)
             failure = manager.settle(self.left_s()) or (None if result.saved else before)
         except CheckpointTimeoutError as error:
@@ -103,20 +103,20 @@ class GracefulShutdown:
     def _choose(self, manager: StepManager, unsaved: int | None) -> ShutdownPlan:
         plan = manager.plan_to_leave(self.left_s(), unsaved)
         self._plans[plan.why] = None
-        _log.warning("leaving: %s", plan.why)
+        _log.warning("shutting down: %s", plan.why)
         return plan
 
     def _give_up(self, manager: StepManager, error: CheckpointTimeoutError) -> None:
         self.is_late = self.loses = True
         manager.give_up(self._exit_code or 1)
-        _log.error("asked to leave by %s, and given up: %s", self._watch.reason, error)
+        _log.error("shutdown requested by %s; a save was given up: %s", self._watch.reason, error)
 
     def wait(self, manager: StepManager) -> None:
-        """Wait for the save under way; one that is not committed when the time is up is given up, and ends the run.
+        """Wait for the running save. If a requested shutdown leaves no time for it, give it up and end the run.
 
         Raises:
             SystemExit, Preempted: it was given up.
-            CheckpointTimeoutError: it does not get any further.
+            CheckpointTimeoutError: it makes no progress.
             Exception: the original error of the save, if it failed.
         """
         try:
@@ -130,10 +130,10 @@ class GracefulShutdown:
             raise failure
 
     def close(self, manager: StepManager) -> None:
-        """Close it: wait for the save and the deletions under way, and in time if the job is asked to leave only now.
+        """Close the manager: wait for the running save and the deletions; a shutdown requested meanwhile limits this.
 
         Raises:
-            CheckpointTimeoutError: the save does not get any further.
+            CheckpointTimeoutError: the save makes no progress.
             Exception: the original error of a save that failed.
         """
         failure = None
@@ -143,7 +143,7 @@ class GracefulShutdown:
                 failure = self._last_failure(manager)
             if failure is not None:
                 manager.ends_as(type(failure).__name__)
-        finally:  # whatever ended the wait: who saves lets go then
+        finally:  # whatever ended the wait, release the directory
             manager.close(self.left_s(), self.is_time_up, waits=False)
         if failure is not None:
             raise failure
@@ -159,13 +159,13 @@ class GracefulShutdown:
         return None
 
     def interruptible(self, progress: ReadProgress | None) -> ReadProgress | None:
-        """`progress` of a load within `leaving_a_load`, which it ends once the job is asked to leave."""
+        """Wrap the `progress` of a load within `leaving_a_load`, so that a requested shutdown ends the load."""
         if self._grace_period_s is None:
             return progress
 
         def advance(done: int) -> None:
             if self._watch.is_asked():
-                raise CheckpointTimeoutError("asked to leave meanwhile")
+                raise CheckpointTimeoutError("a shutdown was requested during the load")
             if progress is not None and done:
                 progress(done)
 
@@ -173,10 +173,10 @@ class GracefulShutdown:
 
     @contextlib.contextmanager
     def leaving_a_load(self, manager: StepManager) -> Iterator[None]:
-        """Within: a load that is ended by a request to leave ends the run, at once, as there is nothing to save yet.
+        """Within the context, a requested shutdown ends a load and the run at once: there is nothing to save yet.
 
         Raises:
-            SystemExit, Preempted: it was ended so.
+            SystemExit, Preempted: the load was ended by a request.
         """
         try:
             yield
@@ -186,7 +186,7 @@ class GracefulShutdown:
             raise self._left(manager) from None
 
     def _left(self, manager: StepManager) -> BaseException:
-        """Leave at once; what says so."""
+        """Shut down at once; return the error to raise."""
         self.decide(manager)
         self.close(manager)
         error = self.error()
@@ -194,34 +194,34 @@ class GracefulShutdown:
         return error
 
     def left_s(self) -> float | None:
-        """Seconds in which all must be done, some of the grace period being left to end the process; None: no limit."""
+        """The seconds left for everything except the end of the process itself; None: no limit."""
         if self._watch.noticed_at is None:
             return None
         grace_period_s = math.inf if self._grace_period_s is None else self._grace_period_s
-        left_s = self._watch.left_of(grace_period_s)  # a source may know when the machine is gone
+        left_s = self._watch.left_of(grace_period_s)  # a source may know when the machine ends
         if left_s is None:
             return None
-        if self._ends_at is not None:  # a wait has begun to keep to it
+        if self._ends_at is not None:  # keep the limit that an earlier wait has set
             return max(0.0, self._ends_at - time.monotonic())
         ending_s = min(MOST_ENDING_S, ENDING_SHARE * grace_period_s)
-        return max(left_s - ending_s, left_s / 2)  # a last save that begins late may still be a short one
+        return max(left_s - ending_s, left_s / 2)  # even a save that starts late may be short enough
 
     def decide(self, manager: StepManager) -> None:
-        """From now on the run is over; says so, with the step that is committed."""
+        """Record that the run ends here, with the committed step."""
         step, reason = manager.latest, self._watch.reason
         saved = "no step is saved" if step is None else f"step {step} is saved"
-        code = self._exit_code or int(self.loses)  # what was given up, or not even begun, is no success
+        code = self._exit_code or int(self.loses)  # a lost save is not a success
         manager.ends_as(LATE if self.loses else PREEMPTED)
-        self.preempted = Preempted(f"asked to leave by {reason}; {saved}", step, code)
+        self.preempted = Preempted(f"shutdown requested by {reason}; {saved}", step, code)
         _log.warning("%s", self.preempted)
         self._watch.leaves(step, self.left_s())
-        if not self.is_late:  # else its disk may not answer; nor may it now
+        if not self.is_late:  # after a save was given up, the disk may not answer now either
             left_s = self.left_s()
             note = functools.partial(manager.note_preemption, step, str(reason), "; ".join(self._plans) or None)
             call_within(note, NOTE_S if left_s is None else min(left_s, NOTE_S))
 
     def error(self) -> BaseException:
-        """What ends the process, or `Preempted`, which somebody is to catch."""
+        """The error that ends the process, or `Preempted`, which the caller is expected to catch."""
         assert self.preempted is not None
         self.ends_process = not self._raises()
         return SystemExit(self.preempted.exit_code) if self.ends_process else self.preempted

@@ -1,8 +1,8 @@
-"""Preemption: signals, a notice file, a wall-clock limit and other sources, noticed between steps.
+"""Watches for requests to shut down: signals, a notice file, a time limit, and other sources.
 
-How the processes of a job leave at one place, though a request to leave reaches only some of them at first.
-
-The handler that a notice installs for a signal; once the notice is stopped or gone, it acts as what it replaced.
+`PreemptionWatch` combines the notices of one run. In a multi-process job, a request may reach only some processes. They
+agree on one step at which all of them shut down: `ByService` uses JAX's preemption service, `ByExchange` an own
+exchange.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from jaxckpt_train.run.job import leave_order
 from jaxckpt_train.store.backends.local import file_exists
 
 IGNORED_S = 30.0
-_ACTION_BYTES = 512  # more than any system's `struct sigaction` has
+_ACTION_BYTES = 512  # larger than `struct sigaction` on any system
 NOTICED_WITHIN_S = 1.0
-"""The service looks for signals so often."""
+"""How often JAX's service looks for signals."""
 FILE_POLL_S = LOOK_S = 1.0
 _log = logging.getLogger("jaxckpt_train")
 _notices: weakref.WeakSet[SignalNotice] = weakref.WeakSet()
@@ -43,14 +43,15 @@ _forking = threading.local()  # the signals that were blocked before
 
 
 class SignalHandler:
-    """Tells a notice of a signal, and calls the handler that was there before if the user had set one.
+    """Reports a signal to a notice, and calls the handler that the user had installed before.
 
-    It may outlast its notice: another handler may be above it by then, which calls it or will put it back, and nobody
-    may have stopped the notice at all. It must not swallow signals then, such as a SIGTERM that is to end the process.
+    A handler can outlive its notice: another handler may be installed above it and call or restore it, or the notice
+    was never stopped. It then behaves as if it were not installed, so that it does not swallow signals, such as a
+    SIGTERM that has to end the process.
 
     Args:
-        number: of the signal.
-        received: a method of the notice, called with the number; it keeps no notice alive.
+        number: the signal.
+        received: a method of the notice, called with the number; only a weak reference to the notice is kept.
     """
 
     def __init__(self, number: int, received: Callable[[int], object]) -> None:
@@ -61,33 +62,33 @@ class SignalHandler:
         self._address = b""
 
     def install(self) -> None:
-        """Install it; only the main thread can."""
+        """Install the handler. Only the main thread can do that."""
         signal.signal(self._number, self)
         self._address = self._installed_address()
 
     def replaced_by(self) -> str | None:
-        """What was installed in its place since, as text; None: nothing that keeps this one from being called."""
+        """A description of what has replaced this handler, so that it may not be called; None: nothing has."""
         found: object = signal.getsignal(self._number)
-        if found is not self and not isinstance(found, SignalHandler):  # those call the one below
+        if found is not self and not isinstance(found, SignalHandler):  # a SignalHandler calls the one below it
             return repr(found)
         return None if self._installed_address() == self._address else "a handler written in C"
 
     def _installed_address(self) -> bytes:
-        """Of the C function that the system calls: the first member of `struct sigaction`. One for all of Python's."""
+        """The address of the C function that the system calls, the first member of `struct sigaction`."""
         return _exchange_action(self._number).raw[: ctypes.sizeof(ctypes.c_void_p)]
 
     def stop(self) -> None:
-        """Tell of nothing any more, and put back what was there before unless another handler is above."""
+        """Report no more signals, and restore the previous handler unless another one is installed above."""
         self._is_stopped = True
         installed: object = signal.getsignal(self._number)
-        if installed is self and threading.current_thread() is threading.main_thread():  # others can install nothing
+        if installed is self and threading.current_thread() is threading.main_thread():  # other threads cannot install
             self._lowest()._put_back()
 
     def hush(self) -> None:
-        """As `stop`, for a process that ends on request, with an exit code of its own: launchers send more signals.
+        """Like `stop`, for a process that shuts down on request: launchers may send more signals.
 
-        For half a minute, and while the interpreter ends, the signal is ignored; a process that lives on gets it then.
-        A handler of the user's own knows better what to do: it is put back.
+        For half a minute, and while the interpreter ends, the signal is ignored, so that it does not change the exit
+        code. A process that lives longer gets it again. A handler of the user is restored instead.
         """
         if self._lowest()._before not in (signal.SIG_DFL, signal.default_int_handler):
             self.stop()
@@ -98,14 +99,14 @@ class SignalHandler:
     def _ignore(self) -> None:
         installed: object = signal.getsignal(self._number)
         if installed is self and time.monotonic() < self._ignores_until:
-            signal.signal(self._number, signal.SIG_IGN)  # the interpreter puts the default in place of its handlers
+            signal.signal(self._number, signal.SIG_IGN)  # the interpreter would restore the default action
 
     def is_live(self) -> bool:
-        """Whether somebody still wants to be told."""
+        """Whether the notice still exists and is not stopped."""
         return not self._is_stopped and self._received() is not None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Called by Python, between two byte codes of the main thread, or by a handler that is above."""
+        """Called by Python on the main thread, or by a handler installed above."""
         lowest = self._lowest()
         if time.monotonic() < self._ignores_until:
             return
@@ -119,7 +120,7 @@ class SignalHandler:
             before(number, frame)
 
     def _lowest(self) -> SignalHandler:
-        """The one below which is what would be there had this one never come, nor the dead ones below it."""
+        """The handler below which is what would be installed without this handler and the dead ones below it."""
         lowest = self
         while isinstance(lowest._before, SignalHandler) and not lowest._before.is_live():
             lowest = lowest._before
@@ -136,16 +137,16 @@ class SignalHandler:
             return
         here = _exchange_action(self._number, self._action)
         try:
-            signal.raise_signal(self._number)  # the default, which may end the process, or a handler written in C
+            signal.raise_signal(self._number)  # the default action, which may end the process, or a C handler
         finally:
             _exchange_action(self._number, here)
 
 
 def _exchange_action(number: int, new: ctypes.Array[ctypes.c_char] | None = None) -> ctypes.Array[ctypes.c_char]:
-    """What the process does on a signal, as the system knows it, and set it to `new` if that is given.
+    """Return the action for a signal as the system knows it, and replace it by `new` if that is given.
 
-    Python knows only of handlers that were set through it: one that is written in C, such as that of
-    `faulthandler.register`, it takes for the default, and would put the default in its place.
+    Python only knows handlers that were installed through it. It takes a handler written in C, such as that of
+    `faulthandler.register`, for the default action, and would restore the default instead of it.
     """
     action = ctypes.create_string_buffer(_ACTION_BYTES)
     _sigaction()(number, new, action)
@@ -154,50 +155,51 @@ def _exchange_action(number: int, new: ctypes.Array[ctypes.c_char] | None = None
 
 @functools.cache
 def _sigaction() -> Any:
-    """The C library's function; found once, as ctypes makes classes for each look, which only the collector frees."""
+    """The function of the C library. Cached, because each lookup creates classes that only garbage collection frees."""
     return ctypes.CDLL(None).sigaction
 
 
 class Agreement(Protocol):
-    """What the processes of a job agree on at the calls that all of them make.
+    """How the processes of a job agree to shut down, by calls that all of them make.
 
     Attributes:
-        reason: why they leave, where this process has noticed nothing.
+        reason: why this process shuts down if it has noticed nothing itself.
     """
 
     reason: str
 
     def is_agreed(self, noticed: bool) -> bool:
-        """Whether all leave at this call; `noticed`: this process has noticed a request."""
+        """Whether all processes shut down at this call; `noticed`: whether this process has noticed a request."""
 
     def noticed_before_s(self) -> float:
         """How many seconds before that the request may have come."""
 
     def leave(self) -> None:
-        """This process asks no more; whoever waits for it is told."""
+        """Take no further part; processes that wait for this one are notified."""
 
 
 class Alone:
-    """There is no other process."""
+    """The agreement of a single process."""
 
     reason = "itself"
 
     def is_agreed(self, noticed: bool) -> bool:
-        """Whether it was noticed."""
+        """Whether a request was noticed."""
         return noticed
 
     def noticed_before_s(self) -> float:
-        """Its own notices tell."""
+        """Zero: the notices of this process have the time."""
         return 0.0
 
     def leave(self) -> None:
-        """Nobody waits."""
+        """Do nothing."""
 
 
 class ByService:
-    """By JAX's preemption service, which has a SIGTERM handler of its own, in C++, that no handler may replace.
+    """The agreement by JAX's preemption service.
 
-    What is noticed otherwise is told to it by that signal, which this process sends to itself.
+    The service has its own SIGTERM handler in C++, which must not be replaced. To report a request that was noticed
+    otherwise, this process sends SIGTERM to itself.
     """
 
     reason = "SIGTERM to a process of this job"
@@ -207,18 +209,18 @@ class ByService:
         self._is_sent = False
 
     def is_agreed(self, noticed: bool) -> bool:
-        """As the service says, from the call on at which it does."""
+        """Whether the service has reached the step that it has chosen."""
         if noticed and not self._is_sent:
             self._is_sent = True
             signal.raise_signal(signal.SIGTERM)
         return self._service.is_reached()
 
     def noticed_before_s(self) -> float:
-        """As the service tells, which looks for signals now and then."""
+        """The time by the service, plus its polling interval."""
         return self._service.noticed_before_s() + NOTICED_WITHIN_S
 
     def leave(self) -> None:
-        """Nobody waits: the service finds out by itself."""
+        """Do nothing: the service detects a process that ends."""
 
 
 class _Said(msgspec.Struct, array_like=True):
@@ -227,11 +229,11 @@ class _Said(msgspec.Struct, array_like=True):
 
 
 class ByExchange:
-    """By an exchange about once a second, where JAX's service is switched off.
+    """The agreement by an exchange about once a second, for jobs in which JAX's service is disabled.
 
     Args:
         everyone: the processes.
-        timeout_s: seconds without a sign of life after which a process is not waited for.
+        timeout_s: seconds without a sign of life after which a process is considered lost.
         monotonic: the time in seconds.
     """
 
@@ -240,11 +242,11 @@ class ByExchange:
     def __init__(self, everyone: Coordinator, timeout_s: float, monotonic: Callable[[], float]) -> None:
         self._everyone, self._timeout_s = everyone, timeout_s
         self._poll_schedule = PollSchedule(everyone.processes, monotonic)
-        self._order: Coordinator | None = None  # begun by the first look, which all make
+        self._order: Coordinator | None = None  # opened by the first call, which all processes make
         self._is_agreed = False
 
     def is_agreed(self, noticed: bool) -> bool:
-        """Whether one has noticed, as of the last tick."""
+        """Whether any process has noticed a request, as of the last exchange."""
         if not self._is_agreed and self._poll_schedule.is_due():
             self._order = self._order or self._everyone.within("preemption", self._timeout_s)
             said = msgspec.msgpack.decode(
@@ -260,18 +262,18 @@ class ByExchange:
         return self._is_agreed
 
     def noticed_before_s(self) -> float:
-        """Its own notices tell; of others it is not known, and not long ago."""
+        """Zero: the own notices have the time; a request to another process came a moment ago."""
         return 0.0
 
     def leave(self) -> None:
-        """As the protocol says."""
+        """Leave the exchange."""
         order, self._order = self._order, None
         if order is not None:
             leave_order(order)
 
 
 def _hold_signals() -> None:
-    """One that came to a child before it has its own handlers would be lost: it waits for them."""
+    """Block the watched signals during a fork: the child has no handler yet, and would lose them."""
     numbers = {number for notice in list(_notices) for number in notice.watched()}
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers) if numbers else None
 
@@ -282,7 +284,7 @@ def _let_signals_come() -> None:
 
 
 def _restore_in_child() -> None:
-    """A forked child, such as a worker of a pool, has no save to wait for: a signal ends it as it would elsewhere."""
+    """Restore the handlers in a forked child, such as a pool worker: it has no save, so signals end it as usual."""
     for notice in list(_notices):
         notice.restore()
     _let_signals_come()
@@ -292,23 +294,22 @@ os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_come, aft
 
 
 class SignalNotice:
-    """Handlers that set a flag, and call the handler that was there before if the user had set one.
+    """Notices signals by handlers that set a flag, and call the handlers that the user had installed before.
 
-    Python runs them between two byte codes of the main thread; all they do is safe there. A second signal changes
-    nothing, so it cannot kill a save that the first one asked for.
+    A second signal changes nothing, so it cannot kill the save that the first one has caused.
     """
 
     def __init__(self, names: Sequence[str], monotonic: Callable[[], float] = time.monotonic) -> None:
         self.received: str | None = None
         self.received_at: float | None = None
         self._monotonic = monotonic
-        self._numbers = list(dict.fromkeys(map(_signal_number, names)))  # SIGIOT is another name of SIGABRT
+        self._numbers = list(dict.fromkeys(map(_signal_number, names)))  # SIGIOT and SIGABRT have one number
         self._handlers: dict[int, SignalHandler] = {}
         self._next_look, self._replaced = -math.inf, set[int]()
         _notices.add(self)
 
     def install(self) -> None:
-        """Install the handlers; only the main thread can, elsewhere this warns and does nothing."""
+        """Install the handlers. Only the main thread can do that; on another thread, log a warning."""
         if threading.current_thread() is not threading.main_thread():
             _log.warning("signals are not watched: only the main thread can install handlers; use notice_file instead")
             return
@@ -322,13 +323,15 @@ class SignalNotice:
         self.received = self.received or signal.Signals(number).name
 
     def watched(self) -> list[int]:
-        """The numbers of the signals for which it has handlers now."""
+        """The signals that have a handler now."""
         return list(self._handlers)
 
     def restore(self, *, leaving: bool = False) -> None:
-        """Put the handlers back that were there before; where others are above its own, those pass signals on.
+        """Restore the previous handlers; a handler that has another one above it passes its signals on.
 
-        `leaving`: the process ends on request. More signals of any kind may come: Slurm sends SIGUSR1, then SIGTERM.
+        Args:
+            leaving: whether the process shuts down on request. More signals of any kind may follow: Slurm sends
+                SIGUSR1, then SIGTERM.
         """
         for handler in self._handlers.values():
             if leaving:
@@ -338,32 +341,32 @@ class SignalNotice:
         self._handlers.clear()
 
     def notice(self) -> str | None:
-        """The signal that came, as text."""
+        """The received signal as text; None: no signal was received."""
         if self.received is None and self._monotonic() >= self._next_look:
             self._warn_if_replaced()
         return None if self.received is None else f"signal {self.received}"
 
     def _warn_if_replaced(self) -> None:
-        """Warn once for each signal for which somebody has installed another handler since."""
+        """Warn once for each signal whose handler was replaced."""
         self._next_look = self._monotonic() + LOOK_S
         for number, handler in self._handlers.items():
             other = None if number in self._replaced else handler.replaced_by()
             if other is not None:
                 self._replaced.add(number)
                 _log.warning(
-                    "%s: its handler was replaced by %s, so this signal is not seen as a request to leave, unless that "
-                    "handler calls the one that it replaced. Install your handler before the CheckpointCallback is "
-                    "entered, which then calls it, or use notice_file",
+                    "%s: its handler was replaced by %s, so this signal does not request a shutdown any more, unless "
+                    "the new handler calls the one that it replaced. Install your handler before the "
+                    "CheckpointCallback is entered, which then calls it, or use notice_file",
                     signal.Signals(number).name,
                     other,
                 )
 
 
 class FileNotice:
-    """A file whose appearance asks the job to leave; looked for at most once a second.
+    """A file that requests a shutdown by its existence; checked at most once a second.
 
-    Its disk may not answer: who looks is a thread of its own, which is waited for a second and not looked for again
-    until it has found out.
+    The disk may not answer: a helper thread checks, and the loop waits for it for a second. No other check starts
+    before it has finished.
     """
 
     def __init__(self, path: PathLike, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -373,7 +376,7 @@ class FileNotice:
         self._looks, self._hint = 0, ""
 
     def notice(self) -> str | None:
-        """That the file is there, as text."""
+        """The request as text, if the file exists."""
         now = self._monotonic()
         if not self._found and now >= self._next and not self._is_looking:
             self._next, self._is_looking = now + FILE_POLL_S, True
@@ -383,23 +386,23 @@ class FileNotice:
     def _look(self) -> None:
         try:
             found, self._looks = file_exists(self._path), self._looks + 1
-            if found and self._looks == 1:  # or each start would end at once, for ever
-                self._hint = ", which was there when this job began: remove it before the job is started again"
+            if found and self._looks == 1:  # without this hint, each start would end at once
+                self._hint = ", which existed when this job started: remove it before the job is started again"
             self._found = found
         finally:
             self._is_looking = False
 
 
 class TimeNotice:
-    """A limit of the run's wall-clock time; told so much before that the last save ends within it.
+    """A limit of the run's wall-clock time, reached early enough for the last save to end within it.
 
     Args:
         max_run_time_s: seconds from now.
         monotonic: the time in seconds.
-        leave_early_s: how many seconds before the limit; asked now and then, as it may be measured.
+        leave_early_s: returns how many seconds before the limit to shut down; called repeatedly, as it is measured.
 
     Attributes:
-        end: the time at which it is told.
+        end: the time at which the job has to shut down.
     """
 
     def __init__(
@@ -414,7 +417,7 @@ class TimeNotice:
         self._look()
 
     def notice(self) -> str | None:
-        """That the time is up, as text."""
+        """The request as text, if the time is up."""
         now = self._monotonic()
         if not self._is_up and now >= self._next:
             self._look()
@@ -427,17 +430,17 @@ class TimeNotice:
 
 
 class PreemptionWatch:
-    """All notices of one run. What one process of a job notices, all of them act on at the same place.
+    """All notices of one run. In a job, all processes act on a notice at the same step.
 
     Args:
         job: the processes.
-        service: of JAX, which agrees for them, and watches for SIGTERM; None: there is none.
-        signals: names of the signals that are watched for.
-        notice_file: a file whose appearance asks the job to leave.
+        service: JAX's preemption service, which watches for SIGTERM; None: it is disabled.
+        signals: the names of the signals to watch.
+        notice_file: a file that requests a shutdown by its existence.
         max_run_time_s: a limit of the run's time.
-        leave_early_s: how many seconds before that.
+        leave_early_s: returns how many seconds before the limit to shut down.
         sources: further sources of notices.
-        timeout_s: seconds without a sign of life after which another process of the job is not waited for.
+        timeout_s: seconds without a sign of life after which another process is considered lost.
         monotonic: the time in seconds.
     """
 
@@ -480,14 +483,15 @@ class PreemptionWatch:
         self._asked_at = 0.0
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._sources.start()
         self._signals.install()
 
     def stop(self, *, leaving: bool = False) -> None:
-        """End that, and put the signal handlers back.
+        """Stop watching, and restore the signal handlers.
 
-        `leaving`: the process ends now. If it was asked to, all signals that were watched are ignored meanwhile.
+        Args:
+            leaving: whether the process ends now. If a shutdown was requested, all watched signals are ignored.
         """
         self._tell_sources()
         self._agreement.leave()
@@ -496,22 +500,22 @@ class PreemptionWatch:
         self._signals.restore(leaving=leaving and is_asked)
 
     def leaves(self, step: int | None, left_s: float | None) -> None:
-        """The run is over: the sources are told so when the watch is stopped.
+        """Record that the run has ended on request; the sources are notified when the watch stops.
 
         Args:
-            step: that is committed; None: there is none.
-            left_s: seconds left for all; None: no limit.
+            step: the committed step; None: there is none.
+            left_s: the seconds left for all sources; None: no limit.
         """
         self._left = step, None if left_s is None else self._monotonic() + left_s
 
     def _tell_sources(self) -> None:
-        left, self._left = self._left, None  # once
+        left, self._left = self._left, None  # notify only once
         if left is not None and self._sources and self._is_first:
             step, ends_at = left
             notify_sources(self._sources, step, math.inf if ends_at is None else ends_at - self._monotonic())
 
     def reached(self) -> bool:
-        """Whether the job was asked to leave; the same answer on all processes. Costs a microsecond."""
+        """Whether the job has to shut down; the same answer in all processes. Takes a microsecond."""
         if self.reason is None:
             for notice in self._notices:
                 self.reason = notice()
@@ -524,7 +528,7 @@ class PreemptionWatch:
             before = now - self._agreement.noticed_before_s()
             self._asked_at = min(before, received_at, self._time_is_up_at(), self._sources.asked_at())
             self.reason = self.reason or self._agreement.reason
-            _log.warning("asked to leave: %s", self.reason)
+            _log.warning("shutdown requested: %s", self.reason)
         return agreed
 
     def _source_notice(self) -> str | None:
@@ -532,9 +536,10 @@ class PreemptionWatch:
         return None if found is None else found.reason
 
     def is_asked(self) -> bool:
-        """Whether a signal or a source's notice came, or the time is up, here; looks at no file, asks no other process.
+        """Whether a signal or a source's notice came, or the time is up. Accesses no file and no other process.
 
-        In a job it is only known by what all have agreed on: what one does by itself would leave the others waiting.
+        In a multi-process job, only what all processes have agreed on counts: a process that acts alone would leave the
+        others waiting.
         """
         if self._is_shared:
             return self.noticed_at is not None
@@ -543,17 +548,17 @@ class PreemptionWatch:
         return self._sources.notice() is not None
 
     def reached_alone(self) -> bool:
-        """As `reached`, at any place of the loop; False in a job, in which all have to ask at the same place."""
+        """Like `reached`, callable anywhere in the loop. Always False in a multi-process job, which has to agree."""
         return not self._is_shared and self.reached()
 
     def _time_is_up_at(self) -> float:
         return math.inf if self._limit is None else self._limit.end
 
     def left_of(self, grace_period_s: float) -> float | None:
-        """Seconds left of the grace period, at least 0; None: it was over before the loop could notice.
+        """The seconds left of the grace period, at least 0; None: it had ended before the loop noticed the request.
 
-        Where a source knows when the machine is gone, no more than until then. One that should have been gone when the
-        loop noticed, and was not, is not believed.
+        If a source knows when the machine ends, that limits the time, unless this moment had already passed when the
+        loop noticed the request.
         """
         if self.noticed_at is None:
             return grace_period_s

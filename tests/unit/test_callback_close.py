@@ -113,7 +113,7 @@ def leaves_once_its_disk_stops(ckpt: jct.CheckpointCallback, disk: HoldingBacken
     sent_soon()
     started = time.monotonic()
     try:
-        with pytest.raises(jct.Preempted, match="asked to leave by signal SIGTERM"):
+        with pytest.raises(jct.Preempted, match="shutdown requested by signal SIGTERM"):
             use(ckpt)
         assert time.monotonic() - started < LATEST_S
     finally:

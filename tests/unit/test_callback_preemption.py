@@ -76,7 +76,7 @@ def test_the_exit_code_is_the_configured_one(tmp_path: Path) -> None:
 
 
 def test_it_raises_an_ordinary_error_if_that_is_wanted(tmp_path: Path) -> None:
-    with pytest.raises(jct.Preempted, match="asked to leave by signal SIGTERM; step 2 is saved") as caught:
+    with pytest.raises(jct.Preempted, match="shutdown requested by signal SIGTERM; step 2 is saved") as caught:
         train(tmp_path, 1, on_preemption="raise")
     assert (caught.value.step, caught.value.exit_code) == (2, 75)
     check_saved(tmp_path, 2)
@@ -242,7 +242,7 @@ def test_a_notice_file_asks_too(tmp_path: Path) -> None:
 
 def test_the_time_limit_asks_early_enough_for_the_last_save(tmp_path: Path) -> None:
     with (
-        pytest.raises(jct.Preempted, match="asked to leave by the time limit"),
+        pytest.raises(jct.Preempted, match="shutdown requested by the time limit"),
         callback(tmp_path, max_run_time_s=20.00001, grace_period_s=20.0, on_preemption="raise") as ckpt,
     ):
         ckpt.resume(state_of(0))

@@ -196,7 +196,7 @@ def test_the_script_of_slurm_leaves_requeues_and_goes_on(tmp_path: Path, monkeyp
         step, log = left_with(process, directory)
         assert time.monotonic() - asked_at < 90
     assert scontrol.read_text() == f"requeue Incomplete 1234\nstep-{step:010d}\n0\n"
-    assert f"Slurm was asked to requeue job 1234, which goes on from step {step}" in log
+    assert f"Slurm was asked to requeue job 1234, which continues from step {step}" in log
     with started(tmp_path, command, SLURM_RESTART_COUNT="1", **variables) as process:
         assert line(process) == f"resumed {step}"
         process.communicate(timeout=60)

@@ -204,7 +204,7 @@ def test_two_sinks_cannot_have_one_registry() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({}, "expected a path, a port or a registry to be read from, found none"),
+        ({}, "expected a path, a port or a registry, found none"),
         ({"path": "a.txt"}, r"PrometheusSink.path: expected a path that ends in .prom"),
         ({"path": 3}, "PrometheusSink.path: expected a path"),
         ({"port": 70000}, "PrometheusSink.port: expected a whole number from 0 to 65535"),

@@ -33,7 +33,7 @@ def test_a_shell_that_is_process_1_is_warned_of() -> None:
     shell = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, START]  # `; true`: or the shell would become Python
     found = said(in_a_container(*shell), KUBERNETES_SERVICE_HOST="10.0.0.1")
     assert found.count("\n") == 1
-    assert "process 1 of this container is a shell (sh), which hands no SIGTERM on" in found
+    assert "process 1 of this container is a shell (sh), which does not forward SIGTERM" in found
 
 
 @needs_root
@@ -46,4 +46,4 @@ def test_python_as_process_1_is_fine(command: list[str]) -> None:
 
 def test_outside_of_a_pod_that_is_said() -> None:
     found = said([sys.executable, "-c", START])
-    assert "KubernetesNotice: expected a pod of Kubernetes, found no KUBERNETES_SERVICE_HOST" in found
+    assert "KubernetesNotice: expected a Kubernetes pod, found no KUBERNETES_SERVICE_HOST" in found

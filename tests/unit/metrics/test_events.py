@@ -76,7 +76,7 @@ def test_a_sink_that_hangs_keeps_neither_the_others_nor_who_closes(
     feeds.finish(0.05)
     assert (held.steps, other.steps) == ([], [1, 2, 3])
     assert warnings(caplog) == [
-        "sink 0 (Held): 3 events were not handed over within 0.05 s, and are lost if the process ends"
+        "sink 0 (Held): 3 events were not delivered within 0.05 s, and are lost if the process ends"
     ]
     held.go.set()
     feeds.finish()
@@ -95,9 +95,7 @@ def test_who_closes_stops_waiting_when_its_time_is_up(held: Held, caplog: pytest
 
     feeds.finish(until=is_time_up)
     assert len(asked) == 2
-    assert [": 1 events were not handed over before the process was to leave" in each for each in warnings(caplog)] == [
-        True
-    ]
+    assert [": 1 events were not delivered before the shutdown" in each for each in warnings(caplog)] == [True]
 
 
 def test_of_a_sink_that_is_too_slow_the_oldest_are_dropped_with_one_warning_that_says_how_many(
@@ -120,7 +118,7 @@ def test_those_that_were_dropped_count_where_it_never_catches_up(held: Held, cap
     assert held.reached.wait(LONGEST_S)
     put(feeds, *range(1, MOST_WAITING + 8))
     feeds.finish(0.0)
-    assert f": {MOST_WAITING + 8} events were not handed over within 0 s" in warnings(caplog)[0]
+    assert f": {MOST_WAITING + 8} events were not delivered within 0 s" in warnings(caplog)[0]
 
 
 def test_a_thread_is_there_only_while_there_is_something_to_tell() -> None:
@@ -157,7 +155,7 @@ def test_where_the_system_has_no_thread_the_next_event_asks_again(
         put(feeds, 1)
         feeds.finish()
     assert sink.steps == []
-    assert warnings(caplog)[0].startswith("sink 0 (Recorder): 1 events were not handed over as the system gives no")
+    assert warnings(caplog)[0].startswith("sink 0 (Recorder): 1 events were not delivered because no")
     put(feeds, 2)
     feeds.finish()
     assert sink.steps == [1, 2]
@@ -229,7 +227,7 @@ def test_a_close_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
         (print, r"^here: expected a list of sinks"),
         ("print", r"^here: expected a list of sinks"),
         ({"a": print}, r"^here: expected a list of sinks"),
-        ([print, 3], r"^here\[1\]: expected an object that is called with every event, found 3"),
+        ([print, 3], r"^here\[1\]: expected an object that can be called with an event, found 3"),
         ([Recorder], r"^here\[0\]: expected an object"),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_sink_that_raises_breaks_nothing(tmp_path: Path, caplog: pytest.LogCap
     train(tmp_path / "run", 5, broken, after)
     assert jct.StepManager(tmp_path / "run").steps == [4, 5]
     assert after.events == history(tmp_path / "run")
-    assert warnings(caplog) == ["sink 0 (broken) failed; it is told of further events, and this is said once"]
+    assert warnings(caplog) == ["sink 0 (broken) failed; it still receives events, and further failures are not logged"]
 
 
 def test_a_sink_that_is_slow_does_not_hold_the_loop_up(tmp_path: Path, held: Held) -> None:
@@ -183,7 +183,7 @@ def test_a_sink_that_hangs_at_the_end_keeps_neither_the_end_nor_the_lock(
     monkeypatch.setattr(feed, "DRAIN_S", 0.05)
     train(tmp_path / "run", 2, held)
     (warning,) = warnings(caplog)
-    assert re.fullmatch(r"sink 0 \(Held\): \d+ events were not handed over within .* s, and are lost if .*", warning)
+    assert re.fullmatch(r"sink 0 \(Held\): \d+ events were not delivered within .* s, and are lost if .*", warning)
     with jct.StepManager(tmp_path / "run") as manager:
         manager.own()
         assert manager.latest == 2
@@ -196,7 +196,7 @@ def test_a_run_that_has_no_time_left_waits_for_no_sink(
     save_steps(manager, 1)
     manager.close(0.0)
     (warning,) = warnings(caplog)
-    assert "events were not handed over within 0 s" in warning
+    assert "events were not delivered within 0 s" in warning
 
 
 def test_sinks_are_shared_by_runs_and_closed_by_who_made_them(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_run_without_sinks_begins_no_thread_for_them(tmp_path: Path, monkeypat
 
 
 def test_what_are_no_sinks_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(jct.SettingsError, match=r"StepManager.sinks\[0\]: expected an object that is called"):
+    with pytest.raises(jct.SettingsError, match=r"StepManager.sinks\[0\]: expected an object that can be called"):
         jct.StepManager(tmp_path, sinks=[{"_target_": "jaxckpt_train.PrometheusSink"}])  # type: ignore[list-item]
     with pytest.raises(jct.SettingsError, match=r"checkpoint.sinks: expected a list of sinks"):
         jct.CheckpointCallback(tmp_path, sinks=print)  # type: ignore[arg-type]

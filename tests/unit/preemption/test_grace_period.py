@@ -283,7 +283,7 @@ def test_a_load_that_is_asked_to_leave_ends(tmp_path: Path, reads: HeldReads, ho
     ckpt = callback_on(backend, directory, grace_period_s=20.0, on_preemption="raise", **options)
     ckpt._start()  # with its handlers
     asked_soon()
-    with pytest.raises(jct.Preempted, match="asked to leave by signal SIGTERM") as left:
+    with pytest.raises(jct.Preempted, match="shutdown requested by signal SIGTERM") as left:
         ckpt.resume(state_of(0))
     assert time.monotonic() - started < LATEST_S
     assert left.value.step == (5 if how == "resume" else None)

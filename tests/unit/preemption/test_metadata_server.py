@@ -30,7 +30,7 @@ from tests.support.metadata_servers import (
         (drip, "no answer in time|timed out"),
         (drip_the_body, "no answer in time|timed out"),
         (endless, "the answer is longer than 16384 bytes"),
-        (break_off, "the answer broke off"),
+        (break_off, "the answer is incomplete"),
         (close, "closed|reset"),
         (no_http, "SSH-2.0"),
     ],

@@ -95,7 +95,7 @@ def test_nobody_is_there(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
     with started(kind.source(url=url, **QUICK)) as source:
         until(lambda: caplog.records)
         assert "Connection refused" in caplog.text
-        assert "leave this source out of `notices`" in caplog.text
+        assert "remove this source from `notices`" in caplog.text
         assert source.notice() is None
 
 

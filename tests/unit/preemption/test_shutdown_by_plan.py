@@ -96,8 +96,8 @@ def test_a_save_that_cannot_end_is_not_begun(tmp_path: Path, caplog: pytest.LogC
     assert not any("step-0000000009" in name for name in loop.disk.written)
     loop.check_saved(6)
     assert loop.plan().startswith("keeping step 6: no time to save step 9, ")
-    assert f"leaving: {loop.plan()}" in caplog.messages
-    assert "asked to leave by signal SIGTERM; step 6 is saved" in caplog.messages
+    assert f"shutting down: {loop.plan()}" in caplog.messages
+    assert "shutdown requested by signal SIGTERM; step 6 is saved" in caplog.messages
     (event,), (end,) = loop.history("preempted"), loop.history("end")
     assert (event["step"], end["how"], end["step"]) == (6, "late", 9)
     assert loop.ckpt.manager._save_slot.given_up is None

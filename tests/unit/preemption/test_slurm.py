@@ -38,7 +38,7 @@ def test_outside_of_a_job_it_warns_and_does_nothing(
     source.left(40)
     assert not log.exists()
     assert len(caplog.records) == 1
-    assert "expected a job of Slurm, found no SLURM_JOB_ID: nothing will be requeued" in caplog.text
+    assert "expected a Slurm job, found no SLURM_JOB_ID" in caplog.text
 
 
 @pytest.mark.parametrize(

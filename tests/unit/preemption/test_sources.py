@@ -102,7 +102,7 @@ def test_what_a_source_says_asks_the_job_to_leave(found: Any, caplog: pytest.Log
     source.found = found
     assert (watch.is_asked(), watch.reached(), watch.reason) == (True, True, "the cluster")
     assert watch.left_of(30) == 30
-    assert caplog.text.count("asked to leave: the cluster") == 1
+    assert caplog.text.count("shutdown requested: the cluster") == 1
     watch.stop()
     assert source.calls == ["start", "stop"], "nobody has said that the job has left"
 
@@ -204,7 +204,7 @@ def test_one_that_is_not_done_in_time_is_told_of_and_keeps_no_other_from_being_t
     watch.stop()
     assert other.calls == ["start", ("left", 7), "stop"]
     assert hanging.calls == ["start", "stop"]
-    assert f"Hanging: told that the job has left, it is not done after {told_s} s and not waited for" in caplog.text
+    assert f"Hanging: its left() method has not finished after {told_s} s" in caplog.text
     assert len(caplog.messages) == 1
     hanging.go.set()
     until(lambda: hanging.calls == ["start", "stop", ("left", 7)])
@@ -228,7 +228,7 @@ def test_a_source_that_fails_at_the_end_costs_nothing(caplog: pytest.LogCaptureF
     watch.leaves(3, None)
     watch.stop()
     assert good.calls == ["start", ("left", 3), "stop"]
-    assert "Broken: telling it that the job has left failed" in caplog.text
+    assert "Broken: its left() method failed" in caplog.text
     assert "Broken: stopping it failed" in caplog.text
     assert "ValueError: left" in caplog.text
     assert len(caplog.messages) == 2
@@ -305,7 +305,7 @@ def test_a_save_that_is_not_done_when_the_machine_goes_is_given_up(
     with pytest.raises(SystemExit) as left:
         run_until_told(ckpt, source, jct.Notice("the cloud", leave_by=time.monotonic() + 1.0))
     assert left.value.code == 75
-    assert "asked to leave by the cloud, and given up: saving step 4" in caplog.text
+    assert "shutdown requested by the cloud; a save was given up: saving step 4" in caplog.text
     assert source.calls == ["start", ("left", None), "stop"]
     backend.go.set()
     given_up = ckpt.manager._save_slot.given_up

@@ -225,7 +225,7 @@ def test_the_watch_tells_the_reason_once_and_how_much_is_left(tmp_path: Path, ca
     assert (watch.reason, watch.left_of(30)) == ("the time limit of 10 s", 18)
     time.now += 100
     assert watch.left_of(30) == 0
-    assert caplog.text.count("asked to leave: the time limit of 10 s") == 1
+    assert caplog.text.count("shutdown requested: the time limit of 10 s") == 1
     watch.stop()
 
 
@@ -240,7 +240,7 @@ def test_the_first_reason_stays_the_reason(tmp_path: Path) -> None:
     time.now += 100
     send("SIGUSR1")
     assert watch.reached()
-    hint = "which was there when this job began: remove it before the job is started again"
+    hint = "which existed when this job started: remove it before the job is started again"
     assert watch.reason == f"notice file {path}, {hint}"
     watch.stop()
 
