@@ -209,7 +209,7 @@ def test_two_sinks_cannot_have_one_registry() -> None:
         ({"path": 3}, "PrometheusSink.path: expected a path"),
         ({"port": 70000}, "PrometheusSink.port: expected a whole number from 0 to 65535"),
         ({"port": 0, "address": ""}, "PrometheusSink.address: expected text"),
-        ({"port": 0, "labels": ["run"]}, "PrometheusSink.labels: expected a mapping of names to texts"),
+        ({"port": 0, "labels": ["run"]}, "PrometheusSink.labels: expected a mapping of names to text"),
         ({"port": 0, "labels": {"le": "a"}}, "PrometheusSink.labels: expected names such as run"),
         ({"port": 0, "labels": {"event": "a"}}, "PrometheusSink.labels: expected names such as run"),
         ({"port": 0, "labels": {"a-b": "a"}}, "found 'a-b'"),

@@ -25,14 +25,14 @@ print("ready", flush=True)
 sys.stdin.readline()
 child = os.fork()
 if child == 0:
-    assert sources.to_tell() == []
+    assert sources.notification() == []
     sources.stop()
     assert threading.active_count() == 1 and source.notice() is None
     os._exit(7)
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 while source.notice() is None:
     threading.Event().wait(0.01)
-[(told, _)] = sources.to_tell()
+[(told, _)] = sources.notification()
 told.left(4)
 sources.stop()
 print("threads", threading.active_count(), "jax" in sys.modules)

@@ -129,7 +129,7 @@ def test_a_state_that_is_not_taken_in_time_is_given_up(
     given_up = ckpt.manager._save_slot.given_up
     assert given_up is not None
     backend.go.set()
-    with pytest.raises(jct.CheckpointTimeoutError, match="the state was not taken"):
+    with pytest.raises(jct.CheckpointTimeoutError, match="the state was not fetched"):
         given_up.wait(60)
     assert jct.StepManager(tmp_path).steps == [1]
 
