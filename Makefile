@@ -71,7 +71,7 @@ lint: $(STAMP)  ## style, imports, formatting, and words to avoid
 	@$(MAKE) --no-print-directory language
 
 # Files and folders without banned words; the list grows as more of them are cleaned.
-LANGUAGE_PATHS := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md .ci .github .pre-commit-config.yaml pyproject.toml configs tools \
+LANGUAGE_PATHS := README.md CHANGELOG.md examples CITATION.cff CONTRIBUTING.md SECURITY.md .ci .github .pre-commit-config.yaml pyproject.toml configs tools \
 	docs mkdocs.yml benchmarks/README.md \
 	jaxckpt_train/callback.py jaxckpt_train/config.py jaxckpt_train/distributed jaxckpt_train/loop.py \
 	tests/unit/test_check_language.py tests/integration/docs/test_api_reference.py tests/integration/docs/test_repository_files.py \

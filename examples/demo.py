@@ -1,7 +1,7 @@
-"""The demo: a training that is preempted by real SIGTERMs ends byte for byte as one that never was.
+"""The demo: a training that is preempted by real SIGTERMs has the same result, byte for byte, as an uninterrupted one.
 
-`train_digits.py` runs in two directories. In one it is left alone. In the other it is asked to leave in the middle,
-twice, and the same command is given again each time. What both leave behind is then compared.
+`train_digits.py` runs in two directories. In one it runs without interruption. In the other it is asked to leave
+in the middle, twice, and the same command is given again each time. The results are then compared.
 
     python examples/demo.py [--steps 2000] [--preemptions 2] [--directory DIRECTORY]
 """
@@ -35,7 +35,7 @@ Leaves = Mapping[str, bytes]
 
 @dataclasses.dataclass
 class Training:
-    """The training in a directory of its own, always started by the same command."""
+    """The training in its own directory, always started by the same command."""
 
     directory: Path
     steps: int
@@ -43,11 +43,11 @@ class Training:
 
     @property
     def checkpoints(self) -> Path:
-        """Where it saves."""
+        """The directory of its checkpoints."""
         return self.directory / "checkpoints"
 
     def start(self) -> None:
-        """Start it; what it prints goes to log.txt."""
+        """Start it, with its output in log.txt."""
         self.directory.mkdir(parents=True, exist_ok=True)
         command = [
             sys.executable, str(TRAIN), f"steps={self.steps}", "losses=losses.txt", "checkpoint.directory=checkpoints"
@@ -56,19 +56,19 @@ class Training:
             self.process = subprocess.Popen(command, cwd=self.directory, stdout=log, stderr=subprocess.STDOUT)
 
     def wait(self, expected: int) -> None:
-        """Wait for its end, and stop the demo unless it left with the expected exit code."""
+        """Wait for its end, and stop the demo unless it has the expected exit code."""
         assert self.process is not None
         code = self.process.wait(LIMIT_S)
         self.require(code == expected, f"it left with exit code {code}, expected {expected}")
 
     def stop(self) -> None:
-        """End it if it still runs: the demo failed."""
+        """Kill it if it still runs, because the demo failed."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
     def wait_for_update(self, number: int) -> None:
-        """Watch its losses until that many updates are done."""
+        """Wait until its losses show this many updates."""
         assert self.process is not None
         end = time.monotonic() + LIMIT_S
         while len(self.losses()) < number and self.process.poll() is None:
@@ -77,7 +77,7 @@ class Training:
 
     @property
     def log(self) -> Path:
-        """What it printed, in all its runs."""
+        """The output of all its runs."""
         return self.directory / "log.txt"
 
     def losses(self) -> list[str]:
@@ -86,14 +86,14 @@ class Training:
         return file.read_text().splitlines() if file.exists() else []
 
     def require(self, holds: bool, otherwise: str) -> None:
-        """Stop the demo unless it holds; shows the end of the log."""
+        """Stop the demo and show the end of the log unless the condition holds."""
         if not holds:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
             raise SystemExit(f"{self.directory}: {otherwise}. The end of its log:\n{tail}")
 
 
 def preempt(training: Training, after_update: int) -> int:
-    """Start it, ask it to leave in the middle, and check that it did.
+    """Start it, ask it to leave in the middle, and check that it does.
 
     Returns:
         The step that it saved before it left.
@@ -110,7 +110,7 @@ def preempt(training: Training, after_update: int) -> int:
 
 
 def what_is_left(training: Training) -> dict[str, Leaves]:
-    """Everything that must be equal, as bytes: the last checkpoint by its parts, and every loss."""
+    """Return everything that must be equal, as bytes: the parts of the last checkpoint, and every loss."""
     step = training.checkpoints / f"step-{training.steps:010d}"
     state = jct.load(step)
     return {
@@ -124,7 +124,7 @@ def what_is_left(training: Training) -> dict[str, Leaves]:
 
 
 def leaves_of(tree: object) -> Leaves:
-    """The bytes of each leaf of a tree, by its path, dtype and shape."""
+    """Return the bytes of each leaf of a tree, by its path, dtype and shape."""
     leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
@@ -146,12 +146,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether there is something, and all of it is the same in both."""
+        """Whether both have leaves, and all of them are equal."""
         return self.leaves > 0 and not self.different
 
 
 def compare(first: Mapping[str, Leaves], second: Mapping[str, Leaves]) -> list[Comparison]:
-    """Compare byte for byte, part by part; a leaf that only one side has is different."""
+    """Compare byte for byte, part by part; a leaf of only one side is a difference."""
     found = []
     for part in sorted(first.keys() | second.keys(), key=[*first, *second].index):
         a, b = first.get(part, {}), second.get(part, {})
@@ -179,10 +179,10 @@ def show(console: Console, comparisons: list[Comparison]) -> None:
 
 
 def check_pieces(training: Training, starts: list[int]) -> None:
-    """Stop the demo unless each run began where the one before had ended, and each update was done exactly once."""
+    """Stop the demo unless each run starts where the previous one ended, and each update was done exactly once."""
     log = training.log.read_text().splitlines()
-    told = [int(line.split()[2]) for line in log if line.startswith("starting after ")]
-    training.require(told == starts, f"its runs started after {told}, expected {starts}")
+    found = [int(line.split()[2]) for line in log if line.startswith("starting after ")]
+    training.require(found == starts, f"its runs started after {found}, expected {starts}")
     updates = [line.split()[0] for line in training.losses()]
     every = [str(number) for number in range(1, training.steps + 1)]
     training.require(updates == every, "an update is missing or was done twice")

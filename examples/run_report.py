@@ -1,7 +1,7 @@
 """A training that is asked to leave, killed, and finished, and a page about all of it.
 
-`train_digits.py` runs in a directory of its own, always by the same command: it gets a SIGTERM, later a SIGKILL, and is
-left alone then. A step is pinned on the way. `jaxckpt report` makes the page.
+`train_digits.py` runs in its own directory, always by the same command: it gets a SIGTERM, later a SIGKILL, and then
+finishes. A step is pinned in between. `jaxckpt report` makes the page.
 
     python examples/run_report.py [--steps 9000] [--directory DIRECTORY] [--output report.html]
 """
@@ -31,14 +31,14 @@ OPTIONS = (
 
 
 def start(directory: Path, steps: int) -> subprocess.Popen[bytes]:
-    """Start it; what it prints goes to log.txt."""
+    """Start it, with its output in log.txt."""
     with open(directory / "log.txt", "ab") as log:
         command = [sys.executable, str(TRAIN), f"steps={steps}", *OPTIONS]
         return subprocess.Popen(command, cwd=directory, stdout=log, stderr=subprocess.STDOUT)
 
 
 def wait_for_update(process: subprocess.Popen[bytes], directory: Path, number: int) -> None:
-    """Watch its losses until that many updates are written down."""
+    """Wait until its losses show this many updates."""
     losses, end = directory / "losses.txt", time.monotonic() + LIMIT_S
     while not losses.exists() or losses.read_bytes().count(b"\n") < number:
         if process.poll() is not None or time.monotonic() > end:
@@ -47,7 +47,7 @@ def wait_for_update(process: subprocess.Popen[bytes], directory: Path, number: i
 
 
 def end_after(directory: Path, steps: int, number: int, how: signal.Signals) -> None:
-    """Start it, and end it after so many updates."""
+    """Start it, and send it a signal after a number of updates."""
     process = start(directory, steps)
     try:
         wait_for_update(process, directory, number)
@@ -59,7 +59,7 @@ def end_after(directory: Path, steps: int, number: int, how: signal.Signals) -> 
 
 
 def make_run(directory: Path, steps: int) -> Path:
-    """Train in a directory; returns that of the checkpoints."""
+    """Train in a directory, and return the directory of the checkpoints."""
     checkpoints = directory / "checkpoints"
     end_after(directory, steps, steps // 3, signal.SIGTERM)
     with jct.StepManager(checkpoints) as manager:

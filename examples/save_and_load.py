@@ -1,6 +1,6 @@
-"""One checkpoint: saved from a mesh of 4x2 devices, looked at, and loaded in four ways.
+"""One checkpoint: saved from a mesh of 4x2 devices, inspected, and loaded in four ways.
 
-`python examples/save_and_load.py [DIRECTORY]`; without one in a temporary directory. The devices are made of the CPU.
+`python examples/save_and_load.py [DIRECTORY]`; by default in a temporary directory. The devices are CPU devices.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def split_over(*mesh_shape: int) -> NamedSharding:
 
 
 def layout(array: jax.Array) -> str:
-    """Where an array lies, in words."""
+    """Describe the placement of an array."""
     shard = array.sharding.shard_shape(array.shape)
     return f"{array.dtype}{list(array.shape)} in shards of {list(shard)} on {len(array.sharding.device_set)} devices"
 
 
 def look_and_load(path: Path, kernel: jax.Array) -> None:
-    """Show what the checkpoint at `path` says of itself, and load it in four ways."""
+    """Show the metadata of the checkpoint at `path`, and load it in four ways."""
     print("\nWhat is in it. Reads no array and touches no device:")
     for name, leaf in jct.metadata(path).checkpointables["state"].leaves.items():
         print(f"  {name:14} {leaf.description:24} {leaf.bytes:5} bytes  {leaf.sharding or ''}")
@@ -65,11 +65,11 @@ def same(array: jax.Array | np.ndarray, expected: jax.Array) -> bool:
 
 
 def main(directory: str) -> None:
-    """Save a small state below `directory`, then look at it."""
+    """Save a small state below `directory`, then inspect it."""
     path = Path(directory, "checkpoint")
     kernel = jax.device_put(jax.random.normal(jax.random.key(0), (64, 32)), split_over(4, 2))
     state = {"params": {"kernel": kernel, "bias": jnp.zeros(32, jnp.bfloat16)}, "key": jax.random.key(7), "step": 12}
-    jct.save(path, state, overwrite=True)  # durable when it returns; save_async returns as soon as `state` may change
+    jct.save(path, state, overwrite=True)  # durable when it returns; save_async returns after the snapshot
     print(f"saved {path}: kernel {layout(kernel)}")
     look_and_load(path, kernel)
 

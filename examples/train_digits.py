@@ -1,6 +1,6 @@
 """Handwritten digits with Flax Linen, Optax, Grain and Hydra, in a loop that resumes bit for bit.
 
-Run it, stop it (`kill`, which it survives with exit code 75, or `kill -9`), run the same command again:
+Run it, stop it (`kill`, on which it exits with code 75, or `kill -9`), and run the same command again:
 
     python examples/train_digits.py
     python examples/train_digits.py checkpoint=preemptible checkpoint.directory=/data/digits steps=5000
@@ -46,7 +46,7 @@ class TrainState(train_state.TrainState):
 
 
 def dataset(images: np.ndarray, labels: np.ndarray, cfg: DictConfig) -> grain.IterDataset:
-    """Endless shuffled batches, each image with noise; where Grain stands in it is saved with the state."""
+    """Endless shuffled batches, each image with noise; Grain's position is saved with the state."""
 
     def noisy(index: int, rng: np.random.Generator) -> Batch:
         noise = rng.normal(scale=0.1, size=images.shape[1:])
@@ -58,7 +58,7 @@ def dataset(images: np.ndarray, labels: np.ndarray, cfg: DictConfig) -> grain.It
 
 @jax.jit(donate_argnames="state")
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update. The old state is donated: a checkpoint of it that is still being written does not mind."""
+    """One update. The old state is donated, also while a save of it is running."""
     key, dropout_key = jax.random.split(state.key)
 
     def loss_of(params: Any) -> jax.Array:
@@ -71,7 +71,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, j
 
 @hydra.main(version_base=None, config_path="conf", config_name="train_digits")
 def main(cfg: DictConfig) -> None:
-    """Train, or go on training."""
+    """Start the training, or resume it."""
     images, labels = load_digits(return_X_y=True)
     images = images / 16.0
     held_out = len(labels) // 5
@@ -86,7 +86,7 @@ def main(cfg: DictConfig) -> None:
         state, data = ckpt.resume(state, data)
         print(f"starting after {ckpt.completed_steps} of {cfg.steps} updates")
         for step in ckpt.steps(cfg.steps):
-            # The device gets its work and this line returns at once.
+            # This line only queues the work for the device.
             state, metrics = train_step(state, next(data))
             # Here the loop waits for the device: float() needs the value. A log of every 100th update would cost less.
             # Written before the update is saved: after a preemption each update is in the log once; after a crash those
@@ -95,7 +95,7 @@ def main(cfg: DictConfig) -> None:
             # Nothing is due: returns in microseconds. A save is: returns as soon as the state is safe from the next
             # update, and writes in the background.
             ckpt(state, metrics=metrics)
-    # Nobody gets here who was asked to leave: the last update was saved, and the process ended with exit code 75.
+    # Only reached at the end of the training: after a request to leave the process has exited with code 75.
 
     logits = model.apply({"params": state.params}, images[:held_out], train=False)
     accuracy = np.mean(np.argmax(logits, axis=-1) == labels[:held_out])

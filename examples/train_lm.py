@@ -5,8 +5,8 @@ By default it learns the source text of Python's standard library, on eight CPU 
     python examples/train_lm.py
     python examples/train_lm.py steps=20 checkpoint.directory=/data/lm 'files=[README.md]'
 
-The same by a job of four processes with two devices each, all started with their own number. Another number of
-processes goes on from where they are, as long as the global batch stays the same:
+The same as a job of four processes with two devices each, each started with its own number. Another number of
+processes can resume it, as long as the global batch stays the same:
 
     python examples/train_lm.py job.processes=4 job.process=0 job.coordinator=127.0.0.1:5123 devices=2 &
     python examples/train_lm.py job.processes=4 job.process=1 job.coordinator=127.0.0.1:5123 devices=2 & ...
@@ -32,21 +32,21 @@ import jaxckpt_train as jct
 
 
 def begin(cfg: DictConfig) -> None:
-    """Say how many devices the CPU is to be, and join the other processes of the job if there are any."""
-    jax.config.update("jax_num_cpu_devices", cfg.devices)  # before JAX looks for devices; other platforms do not mind
+    """Set the number of CPU devices, and join the other processes of the job if there are any."""
+    jax.config.update("jax_num_cpu_devices", cfg.devices)  # before JAX looks for devices; no effect on other platforms
     if cfg.job.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(cfg.job.coordinator, cfg.job.processes, cfg.job.process)
 
 
 def dense(n_in: int, n_out: int, split: tuple[str, str], rngs: nnx.Rngs) -> nnx.Linear:
-    """A dense layer whose kernel lies split over the mesh: one dimension for FSDP, one for tensor parallelism."""
+    """A dense layer whose kernel is sharded over the mesh: one dimension for FSDP, one for tensor parallelism."""
     kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), split)
     return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=kernel_init, rngs=rngs)
 
 
 class Block(nnx.Module):
-    """Attention to what came before, then two dense layers."""
+    """Causal attention, then two dense layers."""
 
     def __init__(self, width: int, heads: int, dropout: float, rngs: nnx.Rngs) -> None:
         self.heads = heads
@@ -86,7 +86,7 @@ class Model(nnx.Module):
 
 
 def lay_out(*objects: nnx.Pytree) -> None:
-    """Split all variables over the mesh as their metadata says; those without lie on every device."""
+    """Shard all variables over the mesh by their metadata; variables without metadata are on every device."""
     state = nnx.state(objects)
     nnx.update(objects, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
 
@@ -102,7 +102,7 @@ def create(cfg: DictConfig) -> tuple[Model, nnx.Optimizer]:
 
 @nnx.jit
 def train_step(model: Model, optimizer: nnx.Optimizer, text: jax.Array) -> jax.Array:
-    """One update, in place; returns the loss. The counters of dropout's Rngs are part of the model and go up."""
+    """Do one update in place and return the loss. The counters of dropout's Rngs are part of the model."""
 
     def loss_of(model: Model) -> jax.Array:
         logits = model(text[:, :-1])
@@ -110,12 +110,12 @@ def train_step(model: Model, optimizer: nnx.Optimizer, text: jax.Array) -> jax.A
 
     loss, gradients = nnx.value_and_grad(loss_of)(model)
     optimizer.update(model, gradients)
-    lay_out(model, optimizer)  # as before the update: XLA would choose anew, and compile the next update again
+    lay_out(model, optimizer)  # as before the update; otherwise XLA would choose again, and recompile the next update
     return loss
 
 
 def read_text(files: Sequence[str]) -> np.ndarray:
-    """The bytes of all files one after the other, as int32 [bytes]."""
+    """Concatenate the bytes of all files, as int32 [bytes]."""
     paths = [Path(file) for file in files] or sorted(Path(os.__file__).parent.glob("*.py"))
     return np.frombuffer(b"\n".join(path.read_bytes() for path in paths), np.uint8).astype(np.int32)
 
@@ -138,11 +138,11 @@ def dataset(text: np.ndarray, cfg: DictConfig) -> grain.IterDataset:
 
 @hydra.main(version_base=None, config_path="conf", config_name="train_lm")
 def main(cfg: DictConfig) -> None:
-    """Train, or go on training."""
+    """Start the training, or resume it."""
     begin(cfg)
     text = read_text(cfg.files)
     data = iter(dataset(text, cfg))
-    # A resume with other text is refused: the position in it would mean something else.
+    # A resume with another text is refused, because the position would mean something else.
     cfg.checkpoint.fingerprint = hashlib.sha256(text.tobytes()).hexdigest()[:16]
 
     mesh = jax.make_mesh(tuple(cfg.mesh), ("fsdp", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -155,7 +155,7 @@ def main(cfg: DictConfig) -> None:
         for step in ckpt.steps(cfg.steps):
             batch = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("fsdp")), next(data))
             loss = train_step(model, optimizer, batch)
-            # Here the loop waits for the device: the text of the loss needs its value.
+            # Printing the loss waits for the device.
             print(f"update {step + 1}: loss {float(loss):.4f} {float(loss).hex()}", flush=True)
             # The objects were changed in place: those that `resume` was given are saved, if it is time for that.
             ckpt(metrics={"loss": loss})

@@ -2,8 +2,8 @@
 
     python examples/loops/clu_hooks.py WORKDIR
 
-Stop it by `kill` and run the same command again: it goes on after the last update. With clu itself (whose
-`periodic_actions` need TensorFlow) the first hook here is its `ReportProgress`; ours stands beside it unchanged.
+Stop it with `kill` and run the same command again: it resumes after the last update. With clu itself (whose
+`periodic_actions` need TensorFlow) the first hook is its `ReportProgress`, and the second stays as it is.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OPTIMIZER = optax.adam(1e-2)
 
 
 class ReportProgress:
-    """As clu's periodic actions: called as `action(step, t)` after every update, it acts at some of them."""
+    """Like clu's periodic actions: called as `action(step, t)` after every update, it acts at some of them."""
 
     def __init__(self, every_steps: int) -> None:
         self._every_steps, self._before = every_steps, (0, time.monotonic())
 
     def __call__(self, step: int, t: float | None = None) -> bool:
-        """Print how fast the training is, if it is time for that."""
+        """Print the speed of the training if it is due."""
         now = time.monotonic() if t is None else t
         if step % self._every_steps:
             return False
@@ -64,7 +64,7 @@ def batches(batch_size: int) -> grain.DatasetIterator:
 
 
 def train(workdir: str, num_steps: int, more_hooks: Sequence[Hook] = ()) -> dict[str, Any]:
-    """Train, or go on training; the state after `num_steps` updates."""
+    """Start or resume the training, and return the state after `num_steps` updates."""
     params = {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
     state: dict[str, Any] = {"params": params, "opt_state": OPTIMIZER.init(params)}
     with jct.CheckpointCallback(workdir, save_interval_steps=50, keep_latest=2) as ckpt:

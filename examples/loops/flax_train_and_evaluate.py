@@ -1,8 +1,8 @@
-"""The shape of Flax's own examples, `train_and_evaluate(config, workdir)`: what is to be changed, and what stays.
+"""The structure of Flax's own examples, `train_and_evaluate(config, workdir)`: what has to change, and what stays.
 
     python examples/loops/flax_train_and_evaluate.py WORKDIR
 
-The lines that Flax's examples have for their checkpoints stand here as comments that begin with `was:`.
+Comments that start with `was:` show the lines for checkpoints in Flax's examples.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def train_step(state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, di
 
 @jax.jit
 def eval_step(state: TrainState, batch: dict[str, Any]) -> jax.Array:
-    """The share of right answers."""
+    """The fraction of right answers."""
     logits = state.apply_fn({"params": state.params}, batch["image"], train=False)
     return (logits.argmax(-1) == batch["label"]).mean()
 
 
 def train_and_evaluate(config: Config, workdir: str) -> TrainState:
-    """Train, or go on training; the state at the end."""
+    """Start or resume the training, and return the state at the end."""
     train_iter, eval_batch = get_datasets(config)
     init_key, key = jax.random.split(jax.random.key(0))
     model = Classifier()
@@ -90,7 +90,7 @@ def train_and_evaluate(config: Config, workdir: str) -> TrainState:
     with jct.CheckpointCallback(workdir, save_interval_steps=config.checkpoint_every_steps, keep_latest=3) as ckpt:
         # was: state = checkpoints.restore_checkpoint(workdir, state)
         # was: start_step = int(state.step)
-        state, train_iter = ckpt.resume(state, train_iter)  # and the data goes on where it was
+        state, train_iter = ckpt.resume(state, train_iter)  # and the data continues at its position
         # was: for step in range(start_step, config.num_train_steps):
         for step in ckpt.steps(config.num_train_steps):
             state, metrics = train_step(state, next(train_iter))

@@ -2,7 +2,7 @@
 
     KERAS_BACKEND=jax python examples/loops/keras_digits.py WORKDIR
 
-Stop it (`kill`, which it survives with exit code 75, or `kill -9`) and run the same command again.
+Stop it (`kill`, on which it exits with code 75, or `kill -9`) and run the same command again.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def build_model() -> keras.Model:
 
 
 def main(workdir: str, epochs: int = 5, more_callbacks: tuple[Any, ...] = ()) -> keras.Model:
-    """Train, or go on training."""
+    """Start the training, or resume it."""
     keras.utils.set_random_seed(0)
     images, labels = load_digits(return_X_y=True)
-    images, labels = images / 16, labels.astype("int32")  # JAX has no int64 unless it is told so
+    images, labels = images / 16, labels.astype("int32")  # JAX has no int64 by default
     with KerasCheckpoint(workdir, save_interval_steps=25, keep_latest=2) as ckpt:
         model = build_model()
         model.fit(
@@ -59,7 +59,7 @@ def main(workdir: str, epochs: int = 5, more_callbacks: tuple[Any, ...] = ()) ->
             callbacks=[*more_callbacks, ckpt],
             verbose=2,
         )
-    # Nobody gets here who was asked to leave: the last update was saved, and the process ended with exit code 75.
+    # Only reached at the end of the training: after a request to leave the process has exited with code 75.
     return model
 
 

@@ -2,8 +2,8 @@
 
     python examples/loops/levanter_hooks.py WORKDIR
 
-The trainer here has the parts of Levanter's that hooks see. With Levanter's own, `resume` and `add_hook` stay as
-they are in `main`, without Levanter's own checkpointer: `ckpt.on_step` takes its place among the hooks.
+The trainer here has the parts of Levanter's trainer that hooks see. With Levanter itself, `resume` and `add_hook` are
+used as in `main`, and `ckpt.on_step` replaces Levanter's own checkpointer among the hooks.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class TrainerState:
 
     @property
     def saveable_state(self) -> TrainerState:
-        """What is to be saved. Levanter's leaves out what is not trained; here everything is."""
+        """The saved part of the state: Levanter leaves out what is not trained; here everything is trained."""
         return self
 
 
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """What hooks get: `step` is the number of the update just done, counted from 0."""
+    """The argument of hooks: `step` is the number of the last update, counted from 0."""
 
     state: TrainerState
     loss: float
 
     @property
     def step(self) -> int:
-        """Number of the update just done: one less than there are completed ones."""
+        """Number of the last update: one less than the number of completed updates."""
         return int(self.state.step) - 1
 
 
@@ -63,17 +63,17 @@ class Trainer:
         self._hooks: list[tuple[Callable[[StepInfo], Any], int]] = []
 
     def add_hook(self, hook: Callable[[StepInfo], Any], *, every: int = 1) -> None:
-        """Have a hook called after each update whose number, counted from 0, is a multiple of `every`."""
+        """Call a hook after each update whose number, counted from 0, is a multiple of `every`."""
         self._hooks.append((hook, every))
 
     def run_hooks(self, info: StepInfo, force: bool = False) -> None:
-        """Call those whose turn it is; at the end all. A plain function is not told that it is forced."""
+        """Call the hooks that are due; at the end all of them, plain functions without `force`."""
         for hook, every in self._hooks:
             if force or info.step % every == 0:
                 hook(info)
 
     def train(self, state: TrainerState, batches: Iterator[dict[str, Any]]) -> TrainerState:
-        """Train until there are as many updates as wanted."""
+        """Train until the number of updates is reached."""
         info = None
         while int(state.step) < self._num_train_steps:
             state, loss = train_step(state, next(batches))
@@ -100,7 +100,7 @@ def train_step(state: TrainerState, batch: dict[str, Any]) -> tuple[TrainerState
 
 
 def batches_from(step: int, batch_size: int = 32) -> Iterator[dict[str, Any]]:
-    """The batches from that of update `step` on: as with Levanter's loader, the step alone says where the data is."""
+    """The batches from update `step` on: as with Levanter's loader, the step determines the position in the data."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype("float32")
     while True:
@@ -110,7 +110,7 @@ def batches_from(step: int, batch_size: int = 32) -> Iterator[dict[str, Any]]:
 
 
 def main(workdir: str, num_train_steps: int, *more_hooks: Callable[[StepInfo], Any]) -> TrainerState:
-    """Train, or go on training; the state at the end."""
+    """Start or resume the training, and return the state at the end."""
     model = {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
     state = TrainerState(jnp.int32(0), model, OPTIMIZER.init(model), jax.random.key(0))
     trainer = Trainer(num_train_steps)

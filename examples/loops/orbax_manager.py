@@ -2,8 +2,8 @@
 
     python examples/loops/orbax_manager.py WORKDIR
 
-It saves the state, the position in the data and some notes, and ends early after SIGTERM, as Orbax's documentation has
-it. The same command again goes on.
+It saves the state, the position in the data and some notes, and ends early after SIGTERM, as in Orbax's documentation.
+The same command resumes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from sklearn.datasets import load_digits
 
-from jaxckpt_train.integrations import orbax_manager as ocp  # was: import orbax.checkpoint as ocp
+from jaxckpt_train.integrations import orbax_manager as ocp  # instead of: import orbax.checkpoint as ocp
 
 OPTIMIZER = optax.adam(1e-2)
 
@@ -44,7 +44,7 @@ def batches(batch_size: int) -> grain.DatasetIterator:
 
 
 def train(workdir: str, num_steps: int) -> dict[str, Any]:
-    """Train, or go on training; the state at the end, or when the job was asked to leave."""
+    """Start or resume the training, and return the state at the end, or after a request to leave."""
     params = {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
     state: dict[str, Any] = {"params": params, "opt_state": OPTIMIZER.init(params)}
     data, start = batches(batch_size=32), 0
