@@ -289,11 +289,11 @@ def begin_save(
     transaction: Transaction | None,
     parts: Sequence[StagedPart],
     movement: ProgressTracker,
-    begun: Callable[[PendingSave[T] | None], None] = lambda pending: None,
+    on_start: Callable[[PendingSave[T] | None], None] = lambda pending: None,
 ) -> PendingSave[T]:
     """Start the save of an attempt (None: `work` begins it); if it does not begin, the attempt is removed."""
     undo = functools.partial(_undo, transaction, parts)
-    return start_save(subject, work, movement=movement, begun=begun, undo=undo)
+    return start_save(subject, work, movement=movement, on_start=on_start, undo=undo)
 
 
 @contextlib.contextmanager

@@ -284,7 +284,7 @@ class SaveSlot:
         if self._if_busy == "skip" and not force:
             self._look_at(pending)
             if pending.movement.waited_s >= self._stall_timeout_s:
-                return self._skipped(step, force, pending.no_further())
+                return self._skipped(step, force, pending.stall_error())
             why = f"skipped: {pending.subject} is still in progress, and if_busy is 'skip'"
             _log.info("step %d: %s", step, why)
             return why

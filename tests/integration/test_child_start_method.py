@@ -15,13 +15,13 @@ from pathlib import Path
 never = threading.Event()
 
 def saves(path):
-    from jaxckpt_train import unfinished
+    from jaxckpt_train import pending
     from jaxckpt_train.pending import start_save
     def work():
         never.wait(0.3)  # as a disk would take
         {work}
         Path(path).touch()
-    while {is_late} and sys.version_info < (3, 13) and not unfinished.is_over():
+    while {is_late} and sys.version_info < (3, 13) and not pending.is_over():
         never.wait(0.01)  # the function of the child has returned by then; later, Python waits for threads before that
     start_save("x", work)
 

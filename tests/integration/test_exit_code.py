@@ -38,7 +38,7 @@ def test_all_exit_functions_run_once_and_the_code_says_that_it_failed(imports: s
         pytest.importorskip(module)
     done = ended(imports=imports)
     assert (done.returncode, done.stdout) == (1, "second\nfirst\n")
-    assert "saving x failed, and nobody asked for it" in done.stderr
+    assert "saving x failed, and the program did not wait for it" in done.stderr
     assert done.stderr.count("OSError: a disk") == 1
 
 

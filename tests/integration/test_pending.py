@@ -54,7 +54,7 @@ FAILURE = "jct.save_checkpointables_async(path, {'t': Failing('background')})\n"
 def test_a_failure_that_nobody_asked_for_is_told_at_the_end_and_is_no_success(tmp_path: Path, run_python: Any) -> None:
     done = run(run_python, tmp_path / "c", FAILURE + "print('the loop went well')")
     assert done.returncode == 1
-    assert f"jaxckpt_train: saving {tmp_path / 'c'} failed, and nobody asked for it:" in done.stderr
+    assert f"jaxckpt_train: saving {tmp_path / 'c'} failed, and the program did not wait for it:" in done.stderr
     assert "ConnectionError: the vocabulary server is gone" in done.stderr
     assert done.stdout.splitlines() == [
         "the loop went well",
@@ -129,7 +129,7 @@ if child == 0:
     try:
         save.wait()
     except jct.CheckpointTimeoutError as error:
-        assert "wait for it there" in str(error)
+        assert "is a fork of it" in str(error)
     else:
         os._exit(1)
     jct.save(path + "child", {"w": np.ones(3)})

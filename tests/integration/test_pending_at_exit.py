@@ -37,7 +37,7 @@ pending.call_after(save, send)
 save.committed.result()
 atexit.register(at_end.set)
 """
-GIVEN_UP = "jaxckpt_train: saving x was given up at the end (KeyboardInterrupt)"
+GIVEN_UP = "jaxckpt_train: saving x was abandoned at the end of the process (KeyboardInterrupt)"
 
 
 def interrupted(
@@ -63,7 +63,7 @@ def test_an_interrupt_does_not_hide_the_failure_of_another_save(run_python: Any)
     failing = "other = pending.start_save('other', lambda: 1 / 0)\nother._thread.join()\n"
     code, _, stderr = interrupted(run_python, failing + STUCK)
     assert code == 130
-    assert stderr.count("jaxckpt_train: saving other failed, and nobody asked for it:") == 1
+    assert stderr.count("jaxckpt_train: saving other failed, and the program did not wait for it:") == 1
     assert stderr.count("ZeroDivisionError: division by zero") == 1
     assert stderr.count(GIVEN_UP) == 1
 
@@ -94,7 +94,7 @@ def test_what_a_handler_raises_ends_the_wait_and_is_no_success(ending: str, code
     handler = f"def leave(*_): {ending}\nsignal.signal(signal.SIGTERM, leave)"
     done = interrupted(run_python, after_ours=handler, number="signal.SIGTERM")
     assert done[:2] == (code, "last\n")
-    assert "saving x was given up at the end (" in done[2]
+    assert "saving x was abandoned at the end of the process (" in done[2]
 
 
 def test_an_interrupt_that_c_code_holds_up_loses_no_save(run_python: Any) -> None:
@@ -164,7 +164,7 @@ def test_a_child_of_multiprocessing_whose_save_failed_is_no_success(
 ) -> None:
     stdout, stderr = in_child(run_python, tmp_path, how, ending, work="raise OSError('a disk')")
     assert stdout == "finalizer\nexit code 1\n"
-    assert stderr.count("jaxckpt_train: saving x failed, and nobody asked for it:") == 1
+    assert stderr.count("jaxckpt_train: saving x failed, and the program did not wait for it:") == 1
     assert stderr.count("OSError: a disk") == 1
     assert stderr.count("ValueError: of the child") == ending.startswith("raise")
 
@@ -361,7 +361,7 @@ def test_a_save_that_was_given_up_is_no_success_unless_it_commits(
 ) -> None:
     done = run_python(GIVES_UP.format(work=work, then=then), fresh=True)
     assert done.returncode == code
-    assert done.stderr.count("saving x failed, and nobody asked for it") == told
+    assert done.stderr.count("saving x failed, and the program did not wait for it") == told
 
 
 CHAINED = """

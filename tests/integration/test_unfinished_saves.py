@@ -39,7 +39,7 @@ def test_who_ends_the_wait_of_an_exit_function_for_its_save_gives_it_up(
 ) -> None:
     done = run_python(LEFT_LATE.format(raises=raises, work="None", then="pass"), timeout_s=60, fresh=True)
     assert (done.returncode, done.stdout) == (code, "last\n"), done.stderr
-    assert done.stderr.count("jaxckpt_train: saving x was given up at the end (") == 1
+    assert done.stderr.count("jaxckpt_train: saving x was abandoned at the end of the process (") == 1
 
 
 @pytest.mark.parametrize(("work", "code"), [("None", 0), ("1 / 0", 130)])

@@ -329,7 +329,7 @@ def test_a_manager_that_was_dropped_lets_go(tmp_path: Path) -> None:
 def test_a_wait_that_is_too_short_is_told_and_the_save_goes_on(tmp_path: Path) -> None:
     manager, backend = held(tmp_path, 1)
     manager.save(1, {"state": state_of(1)})
-    with pytest.raises(jct.CheckpointTimeoutError, match=r"step 1 to .*after 0.01 s; it goes on"):
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"step 1 to .*after 0.01 s; the save continues"):
         manager.wait(0.01)
     backend.go.set()
     manager.wait(60)

@@ -40,9 +40,9 @@ def test_it_hands_out_the_result_of_its_work() -> None:
     assert not save.done()
     assert save.staged.done()
     assert save in under_way()
-    with pytest.raises(jct.CheckpointTimeoutError, match=r"saving x: not committed after 0.01 s; it goes on"):
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"saving x: not committed after 0.01 s; the save continues"):
         save.wait(timeout_s=0.01)
-    with pytest.raises(jct.CheckpointTimeoutError, match=r"saving x: not committed after 0.01 s; it goes on"):
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"saving x: not committed after 0.01 s; the save continues"):
         save.outcome(timeout_s=0.01)
     assert save in under_way()
     release.set()
@@ -76,7 +76,7 @@ def test_wait_raises_the_original_error_and_says_what_was_being_saved(error: Bas
 )
 def test_what_would_end_its_caller_as_if_all_were_well_is_raised_as_an_error(ending: BaseException) -> None:
     save = failing(ending)
-    with pytest.raises(jct.CheckpointError, match=r"saving x: what it called in the background raised") as caught:
+    with pytest.raises(jct.CheckpointError, match=r"saving x: a call in the background raised") as caught:
         save.wait(timeout_s=60)
     assert caught.value.__cause__ is ending
     assert save.committed.exception() is caught.value
@@ -107,7 +107,7 @@ class UnnotedError(Exception):
 def test_an_error_that_cannot_be_shown_is_told_all_the_same() -> None:
     error = UnshownError()
     told = failing(error).outcome(timeout_s=60)
-    assert str(told) == "saving x: what it called in the background raised UnshownError"
+    assert str(told) == "saving x: a call in the background raised UnshownError"
     assert told is not None
     assert told.__cause__ is error
     unnoted = UnnotedError()

@@ -37,7 +37,7 @@ class Told:
         return 3
 
     def start(self) -> PendingSave[int]:
-        return start_save("x", self.work, begun=self.saves.append, undo=self.undone.append)
+        return start_save("x", self.work, on_start=self.saves.append, undo=self.undone.append)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_no_threads")
 def test_save_without_a_thread_runs_on_its_caller(caplog: pytest.LogCaptureFixture) -> None:
     before, told, ran_on = set(under_way()), Told(), list[threading.Thread]()
-    save = start_save("x", lambda: ran_on.append(threading.current_thread()), begun=told.saves.append)
+    save = start_save("x", lambda: ran_on.append(threading.current_thread()), on_start=told.saves.append)
     assert (save.done(), ran_on, told.saves) == (True, [threading.current_thread()], [save])
     assert under_way() == before
     assert "ulimit -u" in caplog.text

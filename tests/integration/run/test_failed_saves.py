@@ -83,7 +83,7 @@ def test_a_full_disk_is_told_at_the_next_call_and_costs_no_step(small_disk: Path
 def test_a_script_that_ends_without_asking_leaves_with_an_error(tmp_path: Path, run_python: RunPython) -> None:
     done = run_python(LOST, tmp_path, "end")
     assert done.returncode == 1
-    assert f"saving step 2 to {tmp_path} failed, and nobody asked for it" in done.stderr
+    assert f"saving step 2 to {tmp_path} failed, and the program did not wait for it" in done.stderr
     assert "refused to create" in done.stderr
     assert step_of(jct.StepManager(tmp_path).restore()) == 1
 

@@ -116,7 +116,7 @@ def test_or_it_is_an_error_if_that_is_wanted(disk: FuseDisk) -> None:
         try:
             manager.save(2, state_of(2))
             with pytest.raises(
-                CheckpointTimeoutError, match=r"step 2 to .*: no further for .* does its disk still answer"
+                CheckpointTimeoutError, match=r"step 2 to .*: no progress for .* does its disk still answer"
             ):
                 manager.save(3, state_of(3))
         finally:

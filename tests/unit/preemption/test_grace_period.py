@@ -251,7 +251,7 @@ def test_a_wait_ends_once_it_is_told_to() -> None:
     save: PendingSave[int] = PendingSave("x", lambda: 1)
     latch = Latch()
     threading.Timer(0.2, lambda: asked.append(True)).start()
-    assert save.wait_for(latch, 60, None, lambda: bool(asked)) == "asked to leave meanwhile"
+    assert save.wait_for(latch, 60, None, lambda: bool(asked)) == "not committed when the job was asked to stop"
 
 
 class HeldReads:

@@ -255,7 +255,7 @@ def test_a_wait_for_a_save_ends_when_it_gets_no_further(tmp_path: Path, monkeypa
     monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", Stuck())
     pending = jct.save_async(tmp_path / "c", state_of(1))
     try:
-        with pytest.raises(jct.CheckpointTimeoutError, match=r"does its disk still answer\?; it goes on"):
+        with pytest.raises(jct.CheckpointTimeoutError, match=r"does its disk still answer\?; the save continues"):
             pending.wait()
     finally:
         go.set()
