@@ -193,7 +193,7 @@ def _load_parts(
     jobs.sort(key=lambda job: not job[0].early)
     if len(jobs) > 1:  # retention may remove the checkpoint while the first of them is read
         parts = [_part_of(committed, opened.name) for *_, opened in jobs]
-        call_with_timeout(committed.directory, lambda moved: files.hold(parts, moved), progress)
+        call_with_timeout(committed.directory, lambda report: files.open_ahead(parts, report), progress)
     if len(jobs) > 1:  # else nothing changes before the one is compared
         for handler, target, opened in jobs:
             compare = getattr(handler, "compare", None)

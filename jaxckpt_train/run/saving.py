@@ -578,8 +578,8 @@ class StepSave:
         if not self._is_owner or self._is_committed:
             return
         attempt = self._attempt
-        stays = attempt is not None and attempt.stays
-        left = attempt.directory if attempt is not None and attempt.is_left else None
+        stays = attempt is not None and attempt.may_be_published
+        left = attempt.directory if attempt is not None and attempt.was_not_removed else None
         self._run.failed(self._info, self._record["name"] if stays else None, left)
         self._note(ok=False, error=str(error))
 

@@ -195,8 +195,8 @@ class BufferPool:
         self._free: list[np.ndarray] = []
 
     @contextlib.contextmanager
-    def lent(self, size: int) -> Iterator[np.ndarray]:
-        """Lend `size` bytes at a page boundary, with arbitrary content. No view of them may remain afterwards."""
+    def borrow(self, size: int) -> Iterator[np.ndarray]:
+        """Borrow `size` bytes at a page boundary, with arbitrary content. No view of them may remain afterwards."""
         try:
             buffer = self._free.pop()
         except IndexError:
@@ -221,17 +221,17 @@ class ReadBudget:
         self._total, self._used, self._lock = total, 0, threading.Lock()
         self._returned = Mailbox[int]()
         self._is_lifted = False
-        self._at_work: set[int] = set()  # thread identifiers
+        self._working: set[int] = set()  # thread identifiers
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
+    def working(self) -> Iterator[None]:
         """Mark this thread as working inside the block: it may return memory when it is done."""
         me = threading.get_ident()
-        self._at_work.add(me)
+        self._working.add(me)
         try:
             yield
         finally:
-            self._at_work.discard(me)
+            self._working.discard(me)
 
     def take(self, size: int) -> None:
         """Wait until `size` bytes may be used; call it on reading threads only."""
@@ -243,7 +243,7 @@ class ReadBudget:
                     stalls = 0.0
                 except queue.Empty:
                     gc.collect(0)
-                    stalls += 1 / PATIENCE if self._at_work else 1
+                    stalls += 1 / PATIENCE if self._working else 1
                     if stalls >= STALLS:
                         _log.warning(
                             "%d bytes of host memory are not released; the load continues without a memory limit",

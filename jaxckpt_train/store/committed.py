@@ -191,10 +191,12 @@ def diagnose_uncommitted(backend: Backend, directory: str) -> NotACheckpointErro
     except StorageError as error:
         found = "a file" if error.errno == errno.ENOTDIR else "nothing"
         return NotACheckpointError(f"{directory}: expected a checkpoint directory, found {found}")
-    inside = {} if MANIFEST_NAME in names else {name: _list_or_empty(backend, f"{directory}/{name}") for name in names}
-    if MANIFEST_NAME in names or any(map(_holds_data, inside.values())):
+    contents = (
+        {} if MANIFEST_NAME in names else {name: _list_or_empty(backend, f"{directory}/{name}") for name in names}
+    )
+    if MANIFEST_NAME in names or any(map(_holds_data, contents.values())):
         return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied only in part")
-    committed = [name for name in names if not name.startswith(".") and _holds_commit(inside[name])]
+    committed = [name for name in names if not name.startswith(".") and _holds_commit(contents[name])]
     if committed:
         is_run = any(_STEP.fullmatch(name) for name in committed)
         of_run = f"; jaxckpt_train.StepManager({directory!r}).load() reads the latest valid step"

@@ -149,16 +149,16 @@ def is_dead(other: ProcessIdentity) -> bool | None:
     It is known of this very process, and of a process whose machine, boot, PID namespace and start time are known: a
     process number alone may belong to another process, in another container or after a reboot.
     """
-    here = this_process()
-    if other.nonce and other.nonce == here.nonce:
+    me = this_process()
+    if other.nonce and other.nonce == me.nonce:
         return False
-    if other.host != here.host or not 0 < other.pid < PID_LIMIT:
+    if other.host != me.host or not 0 < other.pid < PID_LIMIT:
         return None
     if not (other.boot and other.namespace and other.start):
         return None
-    if other.boot != here.boot:
+    if other.boot != me.boot:
         return None  # this machine before a reboot, or another machine of the same name
-    if other.namespace != here.namespace:
+    if other.namespace != me.namespace:
         return None
     try:
         os.kill(other.pid, 0)

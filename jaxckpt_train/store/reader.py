@@ -242,7 +242,7 @@ class Reading:
             place = straight_target(run, self._wanted)
             if place is not None:
                 return self._read_straight(run, place)
-            with self._counted(size), self._warm.lent(size) as memory:
+            with self._counted(size), self._warm.borrow(size) as memory:
                 return self._read_into(run, memory)
         if not run.passing:
             with self._counted(size):
@@ -251,7 +251,7 @@ class Reading:
         try:
             memory = aligned_buffer(size)
             weakref.finalize(memory, self._budget.give, size).atexit = False
-            with self._budget.at_work():
+            with self._budget.working():
                 return self._read_into(run, memory)
         except BaseException:
             self._budget.lift()  # the error's traceback keeps the memory that other threads wait for
@@ -267,7 +267,7 @@ class Reading:
     def _counted(self, size: int) -> Iterator[None]:
         self._budget.take(size)
         try:
-            with self._budget.at_work():
+            with self._budget.working():
                 yield
         finally:
             self._budget.give(size)
@@ -355,7 +355,7 @@ class Reading:
 
     def hand_over(self, completed: list[ReadBox]) -> Generator[ReadBox]:
         """Yield the boxes without keeping a reference to them."""
-        with self._budget.at_work():
+        with self._budget.working():
             while completed:
                 yield completed.pop()
 
@@ -583,7 +583,7 @@ class PreopenedFiles:
         self._is_closed = False
         self._lock = threading.Lock()  # never held during a storage call, which may not return
 
-    def hold(self, parts: Sequence[PartRecord], report: Callable[[], None] | None = None) -> None:
+    def open_ahead(self, parts: Sequence[PartRecord], report: Callable[[], None] | None = None) -> None:
         """Open the segments and single-file values of these parts, in this order; `report` is called after each.
 
         If there are more than `OPEN_AT_ONCE`, the others are opened when they are needed. A file that cannot be opened

@@ -121,14 +121,14 @@ def walk_directories(backend: Backend, directory: str) -> Iterator[tuple[str, li
     """
     waiting = [directory]
     while waiting:
-        here, entries = waiting.pop(), None
+        path, entries = waiting.pop(), None
         try:
-            entries = list_entries(backend, here)
+            entries = list_entries(backend, path)
         except StorageError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
-        yield here, entries
-        waiting += [f"{here}/{entry.name}" for entry in entries or () if entry.kind == "directory"]
+        yield path, entries
+        waiting += [f"{path}/{entry.name}" for entry in entries or () if entry.kind == "directory"]
 
 
 def _holds_only_data_files(entries: Sequence[Entry]) -> bool:
@@ -180,8 +180,8 @@ def is_of_other_program(backend: Backend, directory: str) -> bool:
 
 def _untracked_below(backend: Backend, directory: str, part: str, files: set[str]) -> Iterator[str]:
     """Yield the files in the folder of a checkpointable, at any depth, that are not among `files`."""
-    for here, entries in walk_directories(backend, f"{directory}/{part}"):
-        folder = here.removeprefix(f"{directory}/")
+    for path, entries in walk_directories(backend, f"{directory}/{part}"):
+        folder = path.removeprefix(f"{directory}/")
         if entries is None:
             yield folder
             continue

@@ -170,8 +170,8 @@ class Transaction(Attempt):
         before_publishing: called when everything is written, right before the rename; its error aborts the commit.
 
     Attributes:
-        stays: whether the final name may hold this attempt even though the save failed.
-        is_left: whether the file system refused to remove the attempt after the save failed.
+        may_be_published: whether the final name may hold this attempt even though the save failed.
+        was_not_removed: whether the file system refused to remove the attempt after the save failed.
 
     Raises:
         StorageError: the attempt's directory cannot be created.
@@ -190,7 +190,7 @@ class Transaction(Attempt):
         super().__init__(backend, begin_attempt(backend, final), settings)
         self._commit = b""
         self._is_publishing = False  # once set, the attempt's directory may hold the older checkpoint
-        self.stays = self.is_left = False
+        self.may_be_published = self.was_not_removed = False
         self._if_taken = "pass overwrite=True to replace it"
 
     def commit(self, manifest: Manifest, *, replace: bool = False, if_taken: str | None = None) -> Committed:
@@ -222,7 +222,7 @@ class Transaction(Attempt):
         self.sync()
         if self._before_publishing is not None:
             self._before_publishing()
-        self._is_publishing = self.stays = True
+        self._is_publishing = self.may_be_published = True
         self._if_taken = if_taken or self._if_taken
         self._publish(replace)
         return Committed(self.final, manifest, sha256)
@@ -251,7 +251,7 @@ class Transaction(Attempt):
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             if not replace:
-                self.stays = False
+                self.may_be_published = False
                 raise CheckpointExistsError(f"{self.final}: already exists; {self._if_taken}") from error
             try:
                 self._backend.exchange(self.directory, self.final, sync=self._sync_directories)
@@ -318,7 +318,7 @@ class Transaction(Attempt):
         if self._is_publishing:
             if not self._is_own(self.directory):
                 return
-            self.stays = False
+            self.may_be_published = False
             if self._sync_directories:  # the undone rename may not be on the disk yet
                 sync_directory(self._backend, self._parent)
         if self._commit:  # first, so that a partly removed attempt is recognised as an attempt
@@ -330,7 +330,7 @@ class Transaction(Attempt):
         try:
             self.abort()
         except OSError as second:
-            self.is_left = True
+            self.was_not_removed = True
             error.add_note(f"the unfinished save {self.directory} could not be removed: {second}")
 
 

@@ -91,10 +91,10 @@ def verify_opened(
         compared = _Meter()  # counts this file only
         if isinstance(subject, FileRecord):
             problems = file_problems(backend, committed, subject, pace=read, compared=compared)
-            return subject.file, _all(problems, refused), compared.bytes
+            return subject.file, _collect(problems, refused), compared.bytes
         segment = committed.manifest.segments[subject]
         problems = _segment_problems(backend, committed, segment, chunks[subject], read, compared=compared)
-        return segment.file, _all(problems, refused), compared.bytes
+        return segment.file, _collect(problems, refused), compared.bytes
 
     def moved() -> int:
         if progress is not None:
@@ -162,7 +162,7 @@ def _unpaced(nbytes: int) -> None:
     """Do not limit the speed."""
 
 
-def _all(problems: Iterator[str], refused: set[str]) -> list[str]:
+def _collect(problems: Iterator[str], refused: set[str]) -> list[str]:
     """Collect the problems, and a refusal of the storage as one more; add that to `refused` if it is not damage."""
     found: list[str] = []
     try:

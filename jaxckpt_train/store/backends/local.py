@@ -364,16 +364,16 @@ class _LocalSource(_LocalFile):
 
 
 def _open_below(directory: str, name: str, direct: bool | Literal["auto"]) -> _LocalSource:
-    here = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
+    descriptors = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     try:
         *folders, last = name.split("/")
         for folder in folders:
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            here.append(os.open(folder, flags, dir_fd=here[-1]))
-        return _open_regular(last, here[-1], direct, os.path.join(directory, name))
+            descriptors.append(os.open(folder, flags, dir_fd=descriptors[-1]))
+        return _open_regular(last, descriptors[-1], direct, os.path.join(directory, name))
     finally:
-        while here:
-            close_read(here.pop())
+        while descriptors:
+            close_read(descriptors.pop())
 
 
 def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: str) -> _LocalSource:

@@ -8,22 +8,22 @@ from jaxckpt_train.store.segment import ALIGNMENT
 
 def test_what_was_used_last_is_lent_first() -> None:
     memory = BufferPool()
-    with memory.lent(5000) as first, memory.lent(5000) as second:
+    with memory.borrow(5000) as first, memory.borrow(5000) as second:
         places = [first.ctypes.data, second.ctypes.data]
         first[:], second[:] = 1, 2
         assert set(first.tolist()) == {1}
-    with memory.lent(4000) as again:  # the second came back before the first
+    with memory.borrow(4000) as again:  # the second came back before the first
         assert again.ctypes.data == places[0]
         assert set(again.tolist()) == {1}
-        with memory.lent(10) as other:
+        with memory.borrow(10) as other:
             assert other.ctypes.data == places[1]
 
 
 def test_more_than_there_was_is_fresh_and_lies_at_a_page() -> None:
     memory = BufferPool()
-    with memory.lent(100) as small:
+    with memory.borrow(100) as small:
         small[:] = 7
-    with memory.lent(3 * ALIGNMENT + 1) as large:
+    with memory.borrow(3 * ALIGNMENT + 1) as large:
         assert len(large) == 3 * ALIGNMENT + 1
         assert large.ctypes.data % ALIGNMENT == 0
         assert not large.any()
@@ -33,11 +33,11 @@ def test_memory_in_which_an_error_was_met_is_not_lent_again() -> None:
     memory = BufferPool()
     kept = []
     try:
-        with memory.lent(100) as lost:
+        with memory.borrow(100) as lost:
             kept.append(lost)
             raise ValueError
     except ValueError:
         pass
-    with memory.lent(100) as other:
+    with memory.borrow(100) as other:
         other[:] = 9
     assert not kept[0].any()
