@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train import metadata as checkpoint_metadata
+from jaxckpt_train import checkpoint_metadata
 from jaxckpt_train.checkpointables import loading
 from tests.support.forking import Tell, forked
 

@@ -140,7 +140,7 @@ def test_whichever_call_of_a_reader_gets_no_answer(
     assert len(ended) > 2
     late = {number: text for number, text in ended.items() if text is not None}
     assert len(late) >= len(ended) - 2, "closing a file is not waited for"
-    assert all("answer" in text for text in late.values()), late
+    assert all("responded" in text or "no progress" in text for text in late.values()), late
     for module in ("timeouts", "threads"):  # the disk is well again, and the machine may be busy
         monkeypatch.setattr(f"jaxckpt_train.store.{module}.GIVE_UP_S", LONGEST_S)
     assert_same(restore(jct.StepManager(run)), jct.load(run / "step-0000000002"))
