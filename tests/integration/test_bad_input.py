@@ -36,7 +36,7 @@ for read in reads:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make what others may not enter, and be somebody else")
-def test_a_directory_of_checkpoints_beside_one_that_may_not_be_entered(run_python: Any) -> None:
+def test_directory_next_to_unreadable_one_is_read(run_python: Any) -> None:
     with tempfile.TemporaryDirectory() as made:
         os.chmod(made, 0o755)
         jct.save(f"{made}/c", {"w": 1})
@@ -104,9 +104,7 @@ def test_a_full_disk(overwrite: bool, mounted: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("leaves", [1, 100])
-def test_a_full_disk_is_told_as_that_by_an_export_to_orbax(
-    leaves: int, mounted: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_full_disk_is_named_by_orbax_export(leaves: int, mounted: Callable[[str], Path], tmp_path: Path) -> None:
     disk = mounted("size=3m")
     values = np.random.default_rng(0).normal(size=(leaves, (20 << 20) // 8 // leaves))  # in one piece, or many small
     jct.save(tmp_path / "c", {f"v{number}": value for number, value in enumerate(values)})

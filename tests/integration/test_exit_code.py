@@ -42,7 +42,7 @@ def test_all_exit_functions_run_once_and_the_code_says_that_it_failed(imports: s
     assert done.stderr.count("OSError: a disk") == 1
 
 
-def test_without_a_failure_the_code_is_that_of_the_script() -> None:
+def test_without_failure_code_is_that_of_script() -> None:
     done = ended(work="lambda: None", ending="sys.exit(7)")
     assert (done.returncode, done.stdout, done.stderr) == (7, "second\nfirst\n", "")
 

@@ -162,14 +162,14 @@ def test_a_mistake_is_refused_by_name(app: App, override: str, said: str) -> Non
 
 
 @pytest.mark.parametrize("chdir", ["true", "false"])
-def test_a_relative_directory_starts_where_the_command_was_given(app: App, chdir: str) -> None:
+def test_relative_directory_starts_where_command_was_given(app: App, chdir: str) -> None:
     first, second = (app.arguments(f"hydra.job.chdir={chdir}", "hydra.run.dir=out/${now:%f}") for _ in range(2))
     assert first["resolved"] == second["resolved"] == str(app.cwd / "checkpoints" / "train")
     if chdir == "true":
         assert first["cwd"] != second["cwd"]
 
 
-def test_a_directory_in_the_run_folder_is_warned_of(app: App) -> None:
+def test_directory_in_run_folder_is_warned_of(app: App) -> None:
     inside = "checkpoint.directory=${hydra:runtime.output_dir}/ckpt"
     assert "the same command will not find these checkpoints" in app.arguments(inside)["problem"]
     assert app.arguments(inside, "hydra.run.dir=runs/a")["problem"] is None
@@ -228,7 +228,7 @@ def test_a_policy_that_cannot_be_built_is_refused(node: Any, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_a_policy_of_somebody_else_is_built_by_hydra() -> None:
+def test_policy_of_somebody_else_is_built_by_hydra() -> None:
     node = {"_target_": f"{OwnPolicy.__module__}.{OwnPolicy.__qualname__}", "every": 3}
     assert callback_arguments({"save_policy": {"_target_": "jaxckpt_train.AnySavePolicy", "policies": [node]}})
     assert callback_arguments({"save_policy": OwnPolicy(3)})["save_policy"] == OwnPolicy(3)
@@ -255,7 +255,7 @@ def test_the_configuration_has_the_arguments_of_the_callback() -> None:
             assert defaults[name] == value, name
 
 
-def test_the_store_has_the_fields_and_defaults_of_its_settings() -> None:
+def test_store_has_fields_and_defaults_of_its_settings() -> None:
     assert StoreConfig().settings() == StoreSettings()
     assert [field.name for field in dataclasses.fields(StoreConfig)] == [
         field.name for field in dataclasses.fields(StoreSettings)
@@ -296,7 +296,7 @@ def test_a_plain_mapping_is_checked_as_well(config: Any, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_a_field_that_was_set_later_is_checked_too() -> None:
+def test_field_that_was_set_later_is_checked_too() -> None:
     config = CheckpointConfig()
     config.if_busy = "hurry"
     with pytest.raises(SettingsError, match="hurry"):
@@ -320,7 +320,7 @@ def test_without_hydra_a_relative_directory_starts_here(tmp_path: Path, monkeypa
     assert resolve_directory("/a/b") == Path("/a/b")
 
 
-def test_neither_hydra_nor_jax_is_imported_by_the_configuration(run_python: Any) -> None:
+def test_neither_hydra_nor_jax_is_imported_by_configuration(run_python: Any) -> None:
     program = """
 import sys
 from jaxckpt_train.config import callback_arguments

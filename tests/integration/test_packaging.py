@@ -48,7 +48,7 @@ def test_no_module_has_a_public_name_but_one_that_is_public_itself(repo_root: Pa
     assert jaxckpt_train.testing is importlib.import_module("jaxckpt_train.testing")
 
 
-def test_the_errors_are_there_without_an_import_of_their_own(run_python) -> None:
+def test_errors_are_there_without_import_of_their_own(run_python) -> None:
     program = "import jaxckpt_train as jct; assert jct.errors.SettingsError is jct.SettingsError"
     run_python(program, check=True, fresh=True)
 
@@ -73,7 +73,7 @@ print(xla_bridge.backends_are_initialized())
     assert run_python(program, check=True, fresh=True).stdout.split() == ["False"]
 
 
-def test_import_costs_little_beside_jax(run_python) -> None:
+def test_import_costs_little_compared_with_jax(run_python) -> None:
     program = """
 import time, jax
 begin = time.perf_counter()
@@ -107,7 +107,7 @@ def _pip(*arguments: str | Path) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
-def test_the_wheel_holds_the_package_its_presets_and_its_plugin(wheel: Path, repo_root: Path) -> None:
+def test_wheel_holds_package_its_presets_and_its_plugin(wheel: Path, repo_root: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = [*(repo_root / "jaxckpt_train").rglob("*.py"), *(repo_root / "jaxckpt_train").rglob("*.pyi")]
     sources += [file for kind in ("*.css", "*.js") for file in (repo_root / "jaxckpt_train" / "report").glob(kind)]

@@ -38,9 +38,7 @@ def test_a_script_that_ends_without_waiting_still_saves(tmp_path: Path, run_pyth
 @pytest.mark.parametrize(
     ("ending", "code"), [("raise ValueError('of the loop')", 1), ("sys.exit(75)", 75), ("sys.exit('message')", 1)]
 )
-def test_however_the_script_ends_the_save_is_finished_first(
-    ending: str, code: int, tmp_path: Path, run_python: Any
-) -> None:
+def test_however_script_ends_save_is_finished_first(ending: str, code: int, tmp_path: Path, run_python: Any) -> None:
     done = run(run_python, tmp_path / "c", f"jct.save_async(path, large)\n{ending}")
     assert done.returncode == code
     assert "jaxckpt" not in done.stderr
@@ -51,7 +49,7 @@ def test_however_the_script_ends_the_save_is_finished_first(
 FAILURE = "jct.save_checkpointables_async(path, {'t': Failing('background')})\n"
 
 
-def test_a_failure_that_nobody_asked_for_is_told_at_the_end_and_is_no_success(tmp_path: Path, run_python: Any) -> None:
+def test_unseen_failure_is_reported_at_exit(tmp_path: Path, run_python: Any) -> None:
     done = run(run_python, tmp_path / "c", FAILURE + "print('the loop went well')")
     assert done.returncode == 1
     assert f"jaxckpt_train: saving {tmp_path / 'c'} failed, and the program did not wait for it:" in done.stderr
@@ -64,7 +62,7 @@ def test_a_failure_that_nobody_asked_for_is_told_at_the_end_and_is_no_success(tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_hides_neither_a_save_beside_it_nor_the_error_of_the_loop(tmp_path: Path, run_python: Any) -> None:
+def test_failure_hides_no_other_save_or_error(tmp_path: Path, run_python: Any) -> None:
     script = (
         "jct.save_async(path + '1', large)\n" + FAILURE + "jct.save_async(path + '2', large)\nraise ValueError('mine')"
     )
@@ -79,7 +77,7 @@ def test_a_failure_hides_neither_a_save_beside_it_nor_the_error_of_the_loop(tmp_
 @pytest.mark.parametrize(
     "seen", ["try: save.wait()\nexcept ConnectionError: print('seen')", "print(save.outcome() and 'seen')"]
 )
-def test_a_failure_that_was_seen_is_not_told_again(seen: str, tmp_path: Path, run_python: Any) -> None:
+def test_seen_failure_is_not_reported_again(seen: str, tmp_path: Path, run_python: Any) -> None:
     done = run(run_python, tmp_path / "c", f"save = {FAILURE}{seen}")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("seen\n")
@@ -106,7 +104,7 @@ atexit.register(release.set)  # runs before the save is waited for
 """
 
 
-def test_interrupting_a_wait_does_not_give_up_the_save(tmp_path: Path, run_python: Any) -> None:
+def test_interrupting_wait_does_not_give_up_save(tmp_path: Path, run_python: Any) -> None:
     done = run(run_python, tmp_path / "c", INTERRUPTED)
     assert done.stdout.startswith("interrupted 1 under way\n"), done.stderr
     assert done.returncode == 0
@@ -146,7 +144,7 @@ def test_a_forked_child_neither_waits_for_its_parent_s_saves_nor_loses_its_own(t
     assert jct.verify(tmp_path / "cchild").ok
 
 
-def test_sigterm_without_a_handler_leaves_only_what_was_committed(tmp_path: Path, run_python: Any) -> None:
+def test_sigterm_without_handler_leaves_only_what_was_committed(tmp_path: Path, run_python: Any) -> None:
     script = "jct.save(path, large)\njct.save_async(path + '2', large)\nos.kill(os.getpid(), signal.SIGTERM)"
     done = run(run_python, tmp_path / "c", script)
     assert done.returncode == -signal.SIGTERM

@@ -59,7 +59,7 @@ def test_an_interrupt_while_a_save_that_was_seen_is_still_freed_ends_the_process
     assert "given up" not in stderr
 
 
-def test_an_interrupt_does_not_hide_the_failure_of_another_save(run_python: Any) -> None:
+def test_interrupt_does_not_hide_failure_of_another_save(run_python: Any) -> None:
     failing = "other = pending.start_save('other', lambda: 1 / 0)\nother._thread.join()\n"
     code, _, stderr = interrupted(run_python, failing + STUCK)
     assert code == 130
@@ -184,7 +184,7 @@ if __name__ == "__main__":
 
 
 @METHODS
-def test_what_a_child_of_multiprocessing_saves_last_is_there(how: str, tmp_path: Path, run_python: Any) -> None:
+def test_what_child_of_multiprocessing_saves_last_is_there(how: str, tmp_path: Path, run_python: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(SAVES_IN_CHILD)
     run_python(script, how, tmp_path / "c", check=True)
@@ -268,7 +268,7 @@ def test_what_an_exit_function_could_not_save_is_no_success(first: str, tmp_path
 
 
 @FIRST
-def test_a_run_may_be_saved_in_an_exit_function(first: str, tmp_path: Path, run_python: Any) -> None:
+def test_run_may_be_saved_in_exit_function(first: str, tmp_path: Path, run_python: Any) -> None:
     saves = "manager = jct.StepManager(sys.argv[1] + '/run'); manager.save(1, {'state': np.ones(3)})"
     timed = f"import time; begun = time.monotonic(); {saves}; print(time.monotonic() - begun)"
     done = run_python(AFTER_THE_WAIT.format(last=timed, first=first), tmp_path, check=True, fresh=True)

@@ -45,7 +45,7 @@ def resume_at_a_terminal(run: Path) -> tuple[int, str]:
     return code, shown.decode()
 
 
-def test_a_restore_at_a_terminal_shows_a_line_that_goes_again(tmp_path: Path) -> None:
+def test_restore_at_terminal_shows_line_that_goes_again(tmp_path: Path) -> None:
     code, shown = resume_at_a_terminal(made_run(tmp_path, 1))
     assert code == 0
     assert "restoring" in shown

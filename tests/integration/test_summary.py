@@ -62,7 +62,7 @@ with jct.CheckpointCallback(sys.argv[1], save_interval_steps=10) as ckpt:
 """
 
 
-def test_a_process_that_was_killed_is_told_and_what_has_to_be_done_again(tmp_path: Path) -> None:
+def test_killed_process_and_lost_work_are_counted(tmp_path: Path) -> None:
     with talking_to(OWNER, tmp_path) as owner:
         assert owner.read() == "ready"
         assert told(jct.StepManager(tmp_path).goodput()) == [("running", 0, 17, 17, 0, 1)]

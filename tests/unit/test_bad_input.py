@@ -74,7 +74,7 @@ def test_a_file(read: Callable[[Path], Any], tmp_path: Path) -> None:
 
 
 @everyone
-def test_a_checkpoint_without_its_commit_was_copied_in_part(read: Callable[[Path], Any], saved: Path) -> None:
+def test_checkpoint_without_its_commit_was_copied_in_part(read: Callable[[Path], Any], saved: Path) -> None:
     (saved / "COMMIT").unlink()
     before = content(saved)
     with pytest.raises(jct.IncompleteCheckpointError, match="has no COMMIT: never committed, or copied only in part"):

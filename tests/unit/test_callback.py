@@ -90,7 +90,7 @@ def position_of(directory: Path, step: int) -> int:
     return int(jct.StepManager(directory).restore({"data": Counter()}, step=step)["data"].position)
 
 
-def test_the_same_loop_twice_starts_and_then_goes_on(tmp_path: Path) -> None:
+def test_same_loop_twice_starts_and_then_goes_on(tmp_path: Path) -> None:
     assert train(tmp_path, 4) == [0, 1, 2, 3]
     assert train(tmp_path, 7) == [4, 5, 6]
     assert train(tmp_path, 7) == []
@@ -173,7 +173,7 @@ def test_the_loops_own_error_is_what_the_user_sees_and_nothing_new_is_saved(tmp_
     assert train(tmp_path, 9) == [3, 4, 5, 6, 7, 8]
 
 
-def test_a_failing_save_does_not_hide_the_loops_own_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_save_does_not_hide_loops_own_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     backend = RefusingBackend("create", "step-0000000001", errno.EIO, 1)
     ckpt = callback_on(backend, tmp_path, save_interval_steps=1)
     with pytest.raises(ValueError, match="own") as caught, ckpt:
@@ -196,7 +196,7 @@ def test_a_failing_save_ends_the_loop_loudly(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == [1, 3], "that of the call which told it had begun"
 
 
-def test_a_break_after_the_update_was_told_saves_it(tmp_path: Path) -> None:
+def test_break_after_reported_update_saves_it(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
         for step in ckpt.steps(10):
@@ -208,9 +208,7 @@ def test_a_break_after_the_update_was_told_saves_it(tmp_path: Path) -> None:
     assert position_of(tmp_path, 4) == 4
 
 
-def test_a_break_before_the_update_was_told_saves_no_wrong_position(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_break_before_report_saves_no_wrong_position(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with callback(tmp_path, interval=2) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
         for step in ckpt.steps(10):
@@ -272,7 +270,7 @@ def test_a_loop_of_ones_own_counts_calls(tmp_path: Path) -> None:
     assert step_of(jct.StepManager(tmp_path).restore()) == 4
 
 
-def test_a_loop_of_ones_own_may_tell_the_step(tmp_path: Path) -> None:
+def test_loop_of_ones_own_may_tell_step(tmp_path: Path) -> None:
     with callback(tmp_path, interval=10) as ckpt:
         ckpt.resume(state_of(0))
         told = {step: ckpt(state_of(step), step=step).saved for step in (5, 10, 15, 20)}
@@ -330,7 +328,7 @@ def test_policies_that_decide_by_metrics_read_them(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == [6]
 
 
-def test_a_disabled_callback_does_nothing_and_the_loop_is_the_same(tmp_path: Path) -> None:
+def test_disabled_callback_does_nothing_and_loop_is_same(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train(run, 3, enabled=False) == [0, 1, 2]
     assert not run.exists()
@@ -448,7 +446,7 @@ def test_the_state_that_is_handed_over_may_be_donated_at_once(tmp_path: Path) ->
     assert [step_of(manager.restore(step=step)) for step in manager.steps] == list(range(1, 21))
 
 
-def test_a_quiet_run_logs_only_to_its_own_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quiet_run_logs_only_to_its_own_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     train(tmp_path, 3, interval=1)
     ours = [record for record in caplog.records if record.name.startswith("jaxckpt")]
@@ -456,7 +454,7 @@ def test_a_quiet_run_logs_only_to_its_own_logger(tmp_path: Path, caplog: pytest.
     assert {record.levelname for record in ours} <= {"DEBUG", "INFO"}
 
 
-def test_each_committed_save_is_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_committed_save_is_one_line_of_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     train(tmp_path, 3, interval=1)
     train(tmp_path, 5, interval=2)

@@ -59,7 +59,7 @@ def test_deletions_are_not_waited_for_any_longer_than_a_save(tmp_path: Path) -> 
     check_next_owner(tmp_path, 2)
 
 
-def test_who_waits_for_a_save_leaves_when_the_time_is_up(tmp_path: Path) -> None:
+def test_wait_for_save_ends_at_deadline(tmp_path: Path) -> None:
     backend = HoldingBackend("rename", "step-0000000002")
     ckpt = callback_on(backend, tmp_path, grace_period_s=GRACE_S, save_interval_steps=1)
     with pytest.raises(SystemExit) as left, ckpt:
@@ -120,7 +120,7 @@ def leaves_once_its_disk_stops(ckpt: jct.CheckpointCallback, disk: HoldingBacken
         disk.go.set()
 
 
-def test_a_restore_that_shows_its_progress_leaves_as_soon(tmp_path: Path) -> None:
+def test_restore_that_shows_its_progress_leaves_as_soon(tmp_path: Path) -> None:
     disk = HoldingBackend("open", "step-0000000005")
     options: dict[str, Any] = {"grace_period_s": 20.0, "on_preemption": "raise", "progress": True}
     leaves_once_its_disk_stops(callback_on(disk, made_run(tmp_path, 5), **options), disk, resume)
@@ -153,9 +153,7 @@ def test_who_is_interrupted_while_it_closes_lets_go_of_the_run(tmp_path: Path, g
     check_next_owner(tmp_path, 1, 2)
 
 
-def test_a_run_is_let_go_of_though_its_save_does_not_get_any_further(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_is_released_despite_stuck_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = HoldingBackend("rename", "step-0000000001")
     ckpt = callback_on(backend, tmp_path, grace_period_s=30.0)
     with pytest.raises(jct.CheckpointTimeoutError, match="no further"), ckpt:

@@ -249,7 +249,7 @@ def as_a_generator(directory: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("loop", [in_steps, without_steps, lambda directory: list(as_a_generator(directory))])
-def test_data_that_ends_in_the_loop_is_a_clear_error(tmp_path: Path, loop: Callable[[Path], Any]) -> None:
+def test_data_that_ends_in_loop_is_clear_error(tmp_path: Path, loop: Callable[[Path], Any]) -> None:
     with pytest.raises(jct.IteratorStateError, match=r"ended at step 3.*repeat") as ended:
         loop(tmp_path)
     assert ("of 7" in str(ended.value)) == (loop is not without_steps)

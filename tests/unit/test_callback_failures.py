@@ -46,7 +46,7 @@ def test_a_failure_costs_the_step_that_met_it(tmp_path: Path, interval: int, ful
     assert told == len(failed)
 
 
-def test_who_saves_by_hand_is_told_instead_and_may_try_again(tmp_path: Path) -> None:
+def test_manual_save_raises_and_may_retry(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, backend=FullAtTimes(1)) as manager:
         manager.save(1, {"state": state_of(1)})
         with pytest.raises(jct.StorageError):
@@ -56,9 +56,7 @@ def test_who_saves_by_hand_is_told_instead_and_may_try_again(tmp_path: Path) -> 
         assert manager.steps == [2]
 
 
-def test_the_loops_own_error_is_not_hidden_by_one_that_is_told_later(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loop_error_is_not_masked_by_save_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with jct.StepManager(tmp_path, backend=FullAtTimes(1)) as manager:
         manager.save(1, {"state": state_of(1)})
         with pytest.raises(KeyError), manager.deferring_errors():

@@ -15,7 +15,7 @@ def callback(directory: Path) -> jct.CheckpointCallback:
     return jct.CheckpointCallback(str(directory), save_interval_steps=2)
 
 
-def test_a_hook_is_called_with_the_number_of_completed_updates(tmp_path: Path) -> None:
+def test_hook_is_called_with_number_of_completed_updates(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0))
         current = [0]
@@ -152,7 +152,7 @@ def test_a_step_back_is_refused_with_what_a_loop_can_do(tmp_path: Path, step: in
     assert jct.StepManager(tmp_path).steps == [1, 2, 3, 4]
 
 
-def test_a_hook_that_goes_back_is_told_so_at_once_and_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_backward_hook_step_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with jct.CheckpointCallback(str(tmp_path), save_interval_steps=100) as ckpt:
         ckpt.resume(state_of(0))
         hook = ckpt.as_hook(lambda: state_of(1))
@@ -166,7 +166,7 @@ def test_a_hook_that_goes_back_is_told_so_at_once_and_once(tmp_path: Path, caplo
         assert len(caplog.messages) == 1
 
 
-def test_what_is_no_step_no_function_and_no_info_is_told_so(tmp_path: Path) -> None:
+def test_invalid_hook_arguments_are_refused(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0))
         with pytest.raises(jct.SettingsError, match="step: expected a whole number of completed updates, found 'x'"):

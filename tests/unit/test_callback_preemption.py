@@ -53,7 +53,7 @@ def check_saved(directory: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", SIGNALS)
-def test_a_signal_ends_the_loop_with_the_last_update_saved(tmp_path: Path, name: str) -> None:
+def test_signal_ends_loop_with_last_update_saved(tmp_path: Path, name: str) -> None:
     with pytest.raises(SystemExit) as caught, callback(tmp_path) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
         for step in ckpt.steps(50):
@@ -75,7 +75,7 @@ def test_the_exit_code_is_the_configured_one(tmp_path: Path) -> None:
     assert caught.value.code == 13
 
 
-def test_it_raises_an_ordinary_error_if_that_is_wanted(tmp_path: Path) -> None:
+def test_it_raises_ordinary_error_if_that_is_wanted(tmp_path: Path) -> None:
     with pytest.raises(jct.Preempted, match="shutdown requested by signal SIGTERM; step 2 is saved") as caught:
         train(tmp_path, 1, on_preemption="raise")
     assert (caught.value.step, caught.value.exit_code) == (2, 75)
@@ -90,14 +90,14 @@ def test_in_a_multirun_it_raises_an_ordinary_error(tmp_path: Path, monkeypatch: 
         train(tmp_path / "exit", 1, on_preemption="exit")
 
 
-def test_the_next_run_goes_on_where_the_preempted_one_left(tmp_path: Path) -> None:
+def test_next_run_goes_on_where_preempted_one_left(tmp_path: Path) -> None:
     for asked_at in (2, 5, 9):
         with pytest.raises(SystemExit):
             train(tmp_path, asked_at, keep_latest=1)
         check_saved(tmp_path, asked_at + 1)
 
 
-def test_a_loop_of_ones_own_is_left_by_the_call(tmp_path: Path) -> None:
+def test_loop_of_ones_own_is_left_by_call(tmp_path: Path) -> None:
     data = Counter()
     with pytest.raises(SystemExit) as caught, callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0), data)
@@ -110,7 +110,7 @@ def test_a_loop_of_ones_own_is_left_by_the_call(tmp_path: Path) -> None:
     check_saved(tmp_path, 3)
 
 
-def test_without_a_with_statement_the_loop_ends_and_tells(tmp_path: Path) -> None:
+def test_without_with_statement_loop_ends_and_tells(tmp_path: Path) -> None:
     ckpt = callback(tmp_path)
     _, data = ckpt.resume(state_of(0), Counter())
     for step in ckpt.steps(50):
@@ -123,14 +123,14 @@ def test_without_a_with_statement_the_loop_ends_and_tells(tmp_path: Path) -> Non
     check_saved(tmp_path, 2)
 
 
-def test_a_step_that_is_due_anyway_is_saved_once(tmp_path: Path) -> None:
+def test_step_that_is_due_anyway_is_saved_once(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         train(tmp_path, 3, save_interval_steps=4)
     events = [event for event in jct.StepManager(tmp_path).history.events() if event["event"] == "save"]
     assert [(event["step"], event["reason"]) for event in events] == [(4, "preemption: signal SIGTERM")]
 
 
-def test_inside_an_evaluation_the_completed_update_is_saved_at_once(tmp_path: Path) -> None:
+def test_inside_evaluation_completed_update_is_saved_at_once(tmp_path: Path) -> None:
     with pytest.raises(SystemExit), callback(tmp_path) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
         for step in ckpt.steps(50):
@@ -240,7 +240,7 @@ def test_a_notice_file_asks_too(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path / "run").steps == []
 
 
-def test_the_time_limit_asks_early_enough_for_the_last_save(tmp_path: Path) -> None:
+def test_time_limit_asks_early_enough_for_last_save(tmp_path: Path) -> None:
     with (
         pytest.raises(jct.Preempted, match="shutdown requested by the time limit"),
         callback(tmp_path, max_run_time_s=20.00001, grace_period_s=20.0, on_preemption="raise") as ckpt,
@@ -340,7 +340,7 @@ def test_error_after_a_request_raises_preempted_where_that_is_wanted(tmp_path: P
     assert (caught.value.step, type(caught.value.__cause__)) == (3, LoopError)
 
 
-def test_exit_after_a_request_keeps_its_code_and_saves(tmp_path: Path) -> None:
+def test_exit_after_request_keeps_its_code_and_saves(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         fail_when_asked(tmp_path, SystemExit(3), True, range_iterator())
     assert caught.value.code == 3
@@ -359,7 +359,7 @@ def test_interrupt_or_error_without_a_request_saves_nothing(tmp_path: Path, erro
     assert jct.StepManager(tmp_path).steps == []
 
 
-def test_error_after_a_request_before_any_update_leaves_too(tmp_path: Path) -> None:
+def test_error_after_request_before_any_update_leaves_too(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught, callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0), range_iterator())
         send()
@@ -410,7 +410,7 @@ def test_objects_that_change_in_place_are_saved_while_no_batch_was_taken(tmp_pat
         assert jct.StepManager(directory).steps == steps
 
 
-def test_error_after_the_loop_was_left_keeps_the_exit_code(tmp_path: Path) -> None:
+def test_error_after_loop_was_left_keeps_exit_code(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught, callback(tmp_path) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
         for step in ckpt.steps(50):

@@ -17,9 +17,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if UNTOLD in record.getMessage()]
 
 
-def test_an_update_that_was_left_out_is_told_once_and_while_the_loop_runs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missed_update_warns_once_during_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As people do who decide themselves what to save: at 1, 11, 21, ..., of which none is due."""
     with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=10) as ckpt:
         ckpt.resume(state_of(0))
@@ -31,16 +29,14 @@ def test_an_update_that_was_left_out_is_told_once_and_while_the_loop_runs(
     assert warnings(caplog)[0].startswith("update 2 ended")
 
 
-def test_a_loop_that_never_tells_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loop_without_reports_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=2) as ckpt:
         ckpt.resume(state_of(0))
         assert list(ckpt.steps(1)) == [0]
     assert len(warnings(caplog)) == 1
 
 
-def test_a_loop_that_tells_of_all_updates_or_is_disabled_hears_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_complete_or_disabled_loop_does_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=2) as ckpt:
         ckpt.resume(state_of(0))
@@ -66,7 +62,7 @@ def test_a_loop_of_ones_own_counts_its_updates_whether_enabled_or_not(tmp_path: 
                 ckpt(state_of(1), step=9)
 
 
-def test_an_update_that_was_left_by_a_break_is_told_of_once(tmp_path: Path) -> None:
+def test_update_missed_by_break_warns_once(tmp_path: Path) -> None:
     with jct.CheckpointCallback(tmp_path, save_interval_steps=1) as ckpt:
         ckpt.resume(state_of(0))
         for step in ckpt.steps(10):

@@ -29,7 +29,7 @@ def state(number: int) -> dict[str, Any]:
     return {"w": jnp.arange(12.0).reshape(3, 4) + number, "n": number, "key": jax.random.key(number)}
 
 
-def test_save_and_load_and_nothing_left_beside(tmp_path: Path) -> None:
+def test_save_and_load_leave_nothing_else(tmp_path: Path) -> None:
     described = jct.save(tmp_path / "c", state(1))
     assert described.path == str(tmp_path / "c")
     assert_same(jct.load(tmp_path / "c", state(0)), state(1))
@@ -114,7 +114,7 @@ def test_the_futures_of_a_save_in_the_background(tmp_path: Path) -> None:
     assert jct.load(tmp_path / "c")["n"] == 1
 
 
-def test_the_main_checkpointable_is_state_or_the_only_one(tmp_path: Path) -> None:
+def test_main_checkpointable_is_state_or_only_one(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "one", {"params": state(1)})
     assert jct.load(tmp_path / "one")["n"] == 1
     jct.save_checkpointables(tmp_path / "two", {"params": state(1), "state": state(2)})
@@ -143,7 +143,7 @@ def test_several_checkpointables_each_into_its_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["a/b", "", ".hidden", "-x", "a b", "COMMIT", "manifest.json", "é", "x" * 201, 3, None]
 )
-def test_a_name_that_cannot_name_a_directory_is_refused(name: Any, tmp_path: Path) -> None:
+def test_name_that_cannot_name_directory_is_refused(name: Any, tmp_path: Path) -> None:
     with pytest.raises(
         jct.SettingsError, match=r"checkpointable name .*: expected letters, .* at most 200 .* none of COMMIT"
     ):
@@ -300,7 +300,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_verified_again(
     assert jct.verify(tmp_path / "c").ok
 
 
-def test_a_digest_whose_package_is_missing_is_told_by_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_digest_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "blake3", None)
     with pytest.raises(jct.SettingsError, match=r'pip install "jaxckpt-train\[blake3\]"'):
         jct.save_async(tmp_path / "a", {"w": np.arange(3)}, settings=jct.StoreSettings(digest="blake3"))

@@ -32,7 +32,7 @@ def train(config: Any) -> None:
             ckpt(state_of(step + 1))
 
 
-def test_a_page_of_a_configuration_is_closed_with_its_run(tmp_path: Path) -> None:
+def test_page_of_configuration_is_closed_with_its_run(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     node = {"_target_": "jaxckpt_train.PrometheusSink", "port": port, "address": "127.0.0.1"}
@@ -119,6 +119,6 @@ def test_a_policy_is_no_place_for_a_sink() -> None:
         ),
     ],
 )
-def test_a_policy_that_cannot_be_built_is_told_with_its_place(node: Any, said: str) -> None:
+def test_unbuildable_policy_error_names_its_place(node: Any, said: str) -> None:
     with pytest.raises(jct.SettingsError, match=said):
         callback_arguments({"save_policy": node})

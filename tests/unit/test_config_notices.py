@@ -26,7 +26,7 @@ class Own:
         return None
 
 
-def test_each_name_stands_for_a_source() -> None:
+def test_each_name_means_one_source() -> None:
     assert [type(source) for source in build_notices("notices", list(NAMES))] == [
         jct.GceNotice,
         jct.AwsNotice,
@@ -92,7 +92,7 @@ def test_a_node_that_cannot_be_built_is_refused(tmp_path: Path, node: Any, said:
         assert "notices[0]" in str(caught.value) or "GceNotice" in str(caught.value)
 
 
-def test_a_callback_has_the_sources_that_its_configuration_names(tmp_path: Path) -> None:
+def test_callback_has_sources_that_its_configuration_names(tmp_path: Path) -> None:
     own = Own()
     ckpt = jct.CheckpointCallback.from_config({"directory": str(tmp_path), "notices": ["slurm", own]})
     slurm, other = ckpt._watch._sources._sources

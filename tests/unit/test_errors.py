@@ -87,7 +87,7 @@ class Refusing(MemoryBackend):
 
 
 @pytest.mark.timeout(20)
-def test_a_save_that_fails_by_such_an_error_ends(tmp_path: Path) -> None:
+def test_save_that_fails_by_such_error_ends(tmp_path: Path) -> None:
     with jct.StepManager("/run", backend=Refusing()) as steps:
         steps.save(1, {"state": {"w": np.ones(3)}})
         with pytest.raises(OSError, match="refused"):
@@ -104,7 +104,7 @@ CLASSES = [each for _, each in inspect.getmembers(errors, inspect.isclass) if ea
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_an_error_of_a_worker_is_the_same_in_its_parent(kind: type[Exception]) -> None:
+def test_error_of_worker_is_same_in_its_parent(kind: type[Exception]) -> None:
     error = kind(*ARGUMENTS.get(kind, ("what happened",)))
     error.add_note("and a note")
     again = pickle.loads(pickle.dumps(error))

@@ -271,7 +271,7 @@ def against_the_house(file: Path) -> Iterator[str]:
         yield f"folders are at most {DEEPEST_FOLDER} deep"
 
 
-def test_a_file_says_its_one_job_and_stays_small() -> None:
+def test_file_says_its_one_job_and_stays_small() -> None:
     files = source_files()
     assert len(files) > 500
     assert {str(file): problems for file in files if (problems := list(against_the_house(file)))} == {}

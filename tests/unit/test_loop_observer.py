@@ -50,9 +50,7 @@ def train(directory: Path, updates: int, data: Any) -> Any:
     return given
 
 
-def test_it_is_told_what_a_loop_goes_on_from_and_of_each_update_before_that_is_saved(
-    watching: Watching, tmp_path: Path
-) -> None:
+def test_observer_sees_resume_and_updates(watching: Watching, tmp_path: Path) -> None:
     train(tmp_path, 1, jct.JsonValue(1))
     train(tmp_path, 2, jct.JsonValue(2))
     told = (["data", "state"], {"loss": 0.5}, False)
@@ -91,7 +89,7 @@ def test_nobody_watches_unless_asked_to(tmp_path: Path) -> None:
     assert train(tmp_path, 1, data) is data
 
 
-def test_a_loop_that_is_switched_off_is_not_watched(watching: Watching, tmp_path: Path) -> None:
+def test_loop_that_is_switched_off_is_not_watched(watching: Watching, tmp_path: Path) -> None:
     with jct.CheckpointCallback(tmp_path, enabled=False) as ckpt:
         ckpt.resume({"w": np.zeros(2)})
         ckpt({"w": np.ones(2)})

@@ -50,7 +50,7 @@ def test_the_steps_are_listed_as_policies_see_them(tmp_path: Path) -> None:
         assert manager.infos[0].time < manager.infos[1].time <= clock.now
 
 
-def test_a_save_tells_that_and_why_it_was_made(tmp_path: Path) -> None:
+def test_save_tells_that_and_why_it_was_made(tmp_path: Path) -> None:
     policy = jct.FixedIntervalPolicy(10)
     with jct.StepManager(tmp_path, save_decision_policy=policy) as manager:
         not_due = manager.save(9, {"state": state_of(9)})
@@ -74,7 +74,7 @@ def test_without_a_policy_every_call_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [True, 1.0, "1", None])
-def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: Any) -> None:
+def test_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(jct.SettingsError, match="expected a whole number of completed updates"):
         jct.StepManager(tmp_path).save(step, {"state": state_of(1)})
     assert list(tmp_path.iterdir()) == []
@@ -110,7 +110,7 @@ def test_an_overwritten_step_stays_pinned(tmp_path: Path) -> None:
         assert manager.steps == [1, 3]
 
 
-def test_a_second_save_waits_for_the_first_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_second_save_waits_for_first_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "jaxckpt_train")
     manager, backend = held(tmp_path, 1)
     assert manager.save(1, {"state": state_of(1)}).saved
@@ -168,7 +168,7 @@ def test_a_policy_knows_of_the_save_under_way(tmp_path: Path) -> None:
     manager.close()
 
 
-def test_a_policy_knows_the_metrics_of_the_save_under_way(tmp_path: Path) -> None:
+def test_policy_knows_metrics_of_save_under_way(tmp_path: Path) -> None:
     manager, backend = held(tmp_path, 1, save_decision_policy=jct.ImprovementPolicy("loss", "min"))
     assert manager.save(1, {"state": state_of(1)}, metrics={"loss": 1.0}).saved
     assert not manager.should_save(2, {"loss": 2.0})
@@ -196,7 +196,7 @@ def test_metrics_that_are_no_numbers_are_refused_before_anything_is_written(tmp_
     assert [path.name for path in tmp_path.iterdir() if "step" in path.name] == []
 
 
-def test_best_is_never_nan_and_of_equals_the_latest(tmp_path: Path) -> None:
+def test_best_is_never_nan_and_of_equals_latest(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         for step, loss in ((1, 0.5), (2, math.nan), (3, 0.2), (4, 0.2), (5, 0.9), (6, -math.inf), (7, None)):
             save_steps(manager, step, metrics=None if loss is None else {"loss": loss})
@@ -238,7 +238,7 @@ def test_pins_are_kept_across_processes(tmp_path: Path) -> None:
         assert manager.steps == [1, 3]
 
 
-def test_the_path_of_a_step_can_be_loaded_and_verified(tmp_path: Path) -> None:
+def test_path_of_step_can_be_loaded_and_verified(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1, 2)
         manager.save(1, {"state": state_of(7)}, overwrite=True)
@@ -326,7 +326,7 @@ def test_a_manager_that_was_dropped_lets_go(tmp_path: Path) -> None:
         save_steps(other, 2)
 
 
-def test_a_wait_that_is_too_short_is_told_and_the_save_goes_on(tmp_path: Path) -> None:
+def test_short_wait_times_out_save_continues(tmp_path: Path) -> None:
     manager, backend = held(tmp_path, 1)
     manager.save(1, {"state": state_of(1)})
     with pytest.raises(jct.CheckpointTimeoutError, match=r"step 1 to .*after 0.01 s; the save continues"):
@@ -388,7 +388,7 @@ def test_a_clock_that_is_passed_in_is_the_one_that_is_used(tmp_path: Path) -> No
     assert START < created < START + datetime.timedelta(hours=1)
 
 
-def test_paths_may_be_relative_or_start_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_may_be_relative_or_start_with_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     made_run(Path("runs/a"), 1)

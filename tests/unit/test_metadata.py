@@ -73,7 +73,7 @@ def test_the_tree_is_a_target_for_a_load(tmp_path: Path) -> None:
     assert found["point"] == tree["point"]
 
 
-def test_the_checkpoint_tells_of_itself(tmp_path: Path) -> None:
+def test_checkpoint_describes_itself(tmp_path: Path) -> None:
     before = datetime.datetime.now(datetime.UTC)
     notes = {"git": "abc", "losses": [0.5, 1], "nested": {"a": None}}
     returned = jct.save(tmp_path / "c", state(), custom_metadata=notes)

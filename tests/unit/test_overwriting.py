@@ -55,7 +55,7 @@ def test_a_run_in_a_checkpoint_that_cannot_be_read_is_not_removed_with_it(
     assert np.array_equal(jct.load(tmp_path / "c")["w"], NEW["w"])
 
 
-def test_a_disk_that_refuses_to_tell_what_is_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlistable_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jct.save(tmp_path / "c", OLD)
     begin_run(tmp_path / "c" / "run")
     before, real = content(tmp_path), LocalBackend.open

@@ -87,7 +87,7 @@ class FrozenError(Exception):
     code: int
 
 
-def test_an_error_that_takes_no_note_is_raised_all_the_same() -> None:
+def test_error_that_takes_no_note_is_raised_anyway() -> None:
     error = FrozenError(3)
     assert failing(error).outcome(timeout_s=60) is error
 
@@ -104,7 +104,7 @@ class UnnotedError(Exception):
         raise RuntimeError(note)
 
 
-def test_an_error_that_cannot_be_shown_is_told_all_the_same() -> None:
+def test_unprintable_error_is_reported() -> None:
     error = UnshownError()
     told = failing(error).outcome(timeout_s=60)
     assert str(told) == "saving x: a call in the background raised UnshownError"
@@ -199,7 +199,7 @@ class Held:
 
 @pytest.mark.parametrize("reads", ["load", "load_checkpointables", "metadata", "verify"])
 @pytest.mark.parametrize("before", [False, True])
-def test_reads_wait_for_the_save_of_the_same_path(tmp_path: Path, reads: str, before: bool) -> None:
+def test_reads_wait_for_save_of_same_path(tmp_path: Path, reads: str, before: bool) -> None:
     held, path = Held(), tmp_path / "c"
     if before:
         jct.save(path, {"w": np.zeros(2)})

@@ -68,7 +68,7 @@ def test_error_of_a_save_without_a_thread_is_raised_by_wait() -> None:
 
 @pytest.mark.usefixtures("_no_threads")
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(3), SystemExit(0), SystemExit()])
-def test_interrupt_of_a_save_without_a_thread_reaches_the_caller(stop: BaseException) -> None:
+def test_interrupt_of_save_without_thread_reaches_caller(stop: BaseException) -> None:
     def interrupted() -> None:
         raise stop
 
@@ -119,7 +119,7 @@ def test_an_interrupt_anywhere_in_the_start_leaves_a_save_that_ends_or_none() ->
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_an_interrupt_anywhere_in_the_start_loses_no_manager(tmp_path: Path) -> None:
+def test_interrupt_anywhere_in_start_loses_no_manager(tmp_path: Path) -> None:
     manager = jct.StepManager(tmp_path / "run")
     saved = 0
     for number in itertools.count(1):

@@ -57,7 +57,7 @@ OTHER_NAMES = ["ndcg@10", "R2", "win_rate", "exact_match", "ep_rew_mean", "log_l
 
 
 @pytest.mark.parametrize("metric", [*HIGHER, *OTHER_SPELLINGS, *OTHER_NAMES])
-def test_metric_that_is_better_if_higher_needs_a_mode(metric: str, tmp_path: Path) -> None:
+def test_metric_that_is_better_if_higher_needs_mode(metric: str, tmp_path: Path) -> None:
     for kept in ({"keep_best": 2}, {"best_link": True}):
         with pytest.raises(jct.SettingsError, match=rf"checkpoint\.best_mode: .*{metric}"):
             jct.CheckpointCallback(tmp_path, best_metric=metric, **kept)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_line_is_wanted_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_is_wanted_where_there_is_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert not wants_progress("auto")
     assert wants_progress(True)

@@ -79,9 +79,7 @@ def test_an_interrupt_of_who_asks_does_not_keep_the_save_from_ending(ask: Ask) -
 @pytest.mark.parametrize(
     "ask", [lambda future: futures.wait([future], 0.001), lambda future: list(futures.as_completed([future], 0.001))]
 )
-def test_an_interrupt_of_who_waits_for_several_does_not_either(
-    ask: Ask, function: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_wait_for_several_ends_no_save(ask: Ask, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outcome, "LOOK_S", 0.01)  # how long it waits for what is never given back
     go = threading.Event()
     save = start_save("x", go.wait)
@@ -106,7 +104,7 @@ WAITING = pytest.mark.parametrize("return_when", ["FIRST_COMPLETED", "FIRST_EXCE
 
 
 @WAITING
-def test_who_waits_for_several_is_told(return_when: str) -> None:
+def test_wait_for_several_returns(return_when: str) -> None:
     gos = [threading.Event() for _ in range(3)]
     saves = [start_save("x", go.wait) for go in gos]
     once_waited_for(saves[2], lambda: [go.set() for go in gos[: 1 if return_when == "FIRST_COMPLETED" else 3]])
@@ -117,7 +115,7 @@ def test_who_waits_for_several_is_told(return_when: str) -> None:
     assert {each.result(30) for each in futures.as_completed([save.committed for save in saves], 30)} == {True}
 
 
-def test_who_waits_for_the_first_error_is_told() -> None:
+def test_wait_for_first_error_returns() -> None:
     go, never = threading.Event(), threading.Event()
     failing, other = start_save("x", lambda: 1 / (0 if go.wait() else 1)), start_save("y", never.wait)
     once_waited_for(failing, go.set)
@@ -127,7 +125,7 @@ def test_who_waits_for_the_first_error_is_told() -> None:
     assert_ends(other, never)
 
 
-def test_who_waits_is_told_also_where_the_system_has_no_thread_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_returns_without_a_free_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:

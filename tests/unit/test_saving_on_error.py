@@ -162,7 +162,7 @@ def test_donated_state_is_not_saved_and_the_exception_says_so(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("is_in_update", "steps"), [(True, []), (False, [2])])
-def test_nnx_objects_are_saved_only_until_the_next_update(
+def test_nnx_objects_are_saved_only_until_next_update(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_in_update: bool, steps: list[int]
 ) -> None:
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -287,7 +287,7 @@ def test_save_now_that_cannot_save_does_not_hide_the_exception(
     assert any(record.levelno == logging.WARNING and "save_now" in record.getMessage() for record in caplog.records)
 
 
-def test_save_now_that_fails_keeps_the_exception_in_sight(tmp_path: Path) -> None:
+def test_save_now_that_fails_keeps_exception_in_sight(tmp_path: Path) -> None:
     with (
         pytest.raises(jct.StorageError) as raised,
         callback_on(RefusingBackend("rename", "step-", errno.ENOSPC, 9), tmp_path, save_interval_steps=1) as ckpt,
@@ -329,7 +329,7 @@ def model() -> Any:
     ],
     ids=["nnx", "nnx, object", "nnx, grain", "object", "counted"],
 )
-def test_save_now_after_an_update_of_a_loop_without_steps(
+def test_save_now_after_update_of_loop_without_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_state: Callable[[], Any], make_data: Callable[[], Any] | None
 ) -> None:
     """Also where taking positions would cost more than its share of the time."""

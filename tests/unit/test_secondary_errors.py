@@ -39,7 +39,7 @@ BOTH = pytest.mark.parametrize("run", [by_a_manager, by_a_callback])
 
 @BOTH
 @pytest.mark.parametrize("well", [SystemExit(), SystemExit(0), SystemExit(False), SystemExit(256)], ids=repr)
-def test_who_leaves_as_if_all_were_well_is_told(tmp_path: Path, run: Callable[..., None], well: SystemExit) -> None:
+def test_clean_exit_with_failed_save_raises(tmp_path: Path, run: Callable[..., None], well: SystemExit) -> None:
     with pytest.raises(jct.NonFiniteError) as told:
         run(tmp_path, well)
     assert told.value.__context__ is well
@@ -49,16 +49,14 @@ def test_who_leaves_as_if_all_were_well_is_told(tmp_path: Path, run: Callable[..
 @pytest.mark.parametrize(
     "error", [SystemExit(7), SystemExit("text"), KeyboardInterrupt(), ValueError("of the loop")], ids=repr
 )
-def test_another_failure_stays_and_says_what_failed_besides(
-    tmp_path: Path, run: Callable[..., None], error: BaseException
-) -> None:
+def test_original_error_notes_the_second_one(tmp_path: Path, run: Callable[..., None], error: BaseException) -> None:
     with pytest.raises(type(error)) as told:
         run(tmp_path, error)
     assert told.value is error
     assert "hold" in error.__notes__[0]
 
 
-def test_who_closes_a_generator_is_told(tmp_path: Path) -> None:
+def test_closing_a_generator_raises_failed_save(tmp_path: Path) -> None:
     def training() -> Iterator[int]:
         with jct.StepManager(tmp_path, settings=SETTINGS) as manager:
             manager.save(1, {"state": FAILING})
@@ -70,7 +68,7 @@ def test_who_closes_a_generator_is_told(tmp_path: Path) -> None:
         steps.close()  # type: ignore[attr-defined]
 
 
-def test_who_cancels_a_task_is_told(tmp_path: Path) -> None:
+def test_cancelling_a_task_reports_failed_save(tmp_path: Path) -> None:
     async def training() -> None:
         with jct.StepManager(tmp_path, settings=SETTINGS) as manager:
             manager.save(1, {"state": FAILING})

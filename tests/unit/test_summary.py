@@ -43,7 +43,7 @@ def told(found: Goodput) -> list[tuple[Any, ...]]:
     return [tuple(getattr(each, name) for name in names) for each in found.attempts]
 
 
-def test_it_is_told_while_the_run_goes_on_and_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_works_during_and_after_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train(callback(tmp_path), 100, asked_at=15)
     with callback(tmp_path) as ckpt:
@@ -117,7 +117,7 @@ def test_a_loop_that_breaks_off_is_closed_and_one_without_a_with_statement_is_fi
 
 
 @pytest.mark.parametrize("failing", [10, 12])
-def test_a_process_whose_last_save_failed_has_not_finished(tmp_path: Path, failing: int) -> None:
+def test_process_whose_last_save_failed_has_not_finished(tmp_path: Path, failing: int) -> None:
     backend = RefusingBackend("create", f"step-{failing:010d}", 28, 10)
     ckpt = callback_on(backend, tmp_path, save_interval_steps=10)
     with pytest.raises(jct.StorageError):
@@ -150,7 +150,7 @@ def test_a_reader_of_a_run_at_work_sees_that_it_is(tmp_path: Path, capsys: pytes
     assert not (tmp_path / ".owner").exists()
 
 
-def test_several_callbacks_of_one_process_one_after_the_other(tmp_path: Path) -> None:
+def test_callbacks_of_one_process_in_sequence(tmp_path: Path) -> None:
     for number in range(1, 6):
         train(callback(tmp_path), 10 * number)
     found = jct.StepManager(tmp_path).goodput()
@@ -169,7 +169,7 @@ def test_a_callback_that_resumes_again_goes_back(tmp_path: Path) -> None:
     assert told(ckpt.summary(show=False)) == [("closed", 0, 11, 11, 5, 2)]
 
 
-def test_a_manager_of_ones_own_is_told_of_too(tmp_path: Path) -> None:
+def test_own_manager_is_in_summary(tmp_path: Path) -> None:
     made_run(tmp_path, 10, 20, 30)
     with jct.StepManager(tmp_path) as manager:
         manager.restore(step=20)  # as a reader: it has no lock yet
@@ -200,7 +200,7 @@ def test_of_no_run_there_is_nothing_to_tell(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "run").exists()
 
 
-def test_a_history_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+def test_history_that_cannot_be_read_is_error(tmp_path: Path) -> None:
     made_run(tmp_path, 10)
     with pytest.raises(jct.StorageError):
         callback_on(RefusingBackend("open", "history.jsonl", 5, 1), tmp_path).summary()

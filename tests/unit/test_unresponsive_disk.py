@@ -48,7 +48,7 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.mark.parametrize("save", [jct.save, jct.save_async], ids=["save", "save_async"])
-def test_who_saves_there_is_told(disk: Stuck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any) -> None:
+def test_save_to_stuck_disk_raises(disk: Stuck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any) -> None:
     monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.1)
     monkeypatch.setattr("jaxckpt_train.store.timeouts.LOOK_S", 0.05)
     with pytest.raises(jct.CheckpointTimeoutError, match=r"runs/c: the storage has not responded for 0 s"):
@@ -71,7 +71,7 @@ def test_who_interrupts_it_gets_through_and_nothing_is_left(disk: Stuck, tmp_pat
     assert os.listdir(tmp_path / "runs") == []
 
 
-def test_what_is_wrong_with_the_path_is_told_by_the_call(tmp_path: Path) -> None:
+def test_wrong_path_is_refused_by_the_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(jct.StorageError, match="is where a directory is expected"):
         jct.save_async(tmp_path / "file" / "c", STATE)

@@ -173,7 +173,7 @@ def test_a_number_of_steps_is_whole(count: Any, tmp_path: Path) -> None:
         assert list(ckpt.steps(0)) == []
 
 
-def test_a_short_job_is_told_how_long_its_grace_period_is(tmp_path: Path) -> None:
+def test_short_grace_period_is_named(tmp_path: Path) -> None:
     said = r"more than checkpoint.grace_period_s, which is 25 seconds"
     with pytest.raises(jct.SettingsError, match=said):
         jct.CheckpointCallback(tmp_path / "run", max_run_time_s=20, grace_period_s=25)
@@ -194,7 +194,7 @@ def test_an_endless_limit_is_no_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("use", [*READERS, lambda path: jct.save(path, STATE)])
-def test_a_path_that_begins_nowhere_is_told(
+def test_path_without_root_is_refused(
     use: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()

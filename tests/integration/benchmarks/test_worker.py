@@ -64,7 +64,7 @@ def test_an_honest_library_passes_and_others_are_caught(tmp_path: Path) -> None:
     assert "the worker died: last words" in outcome.failed[DYING]
 
 
-def test_a_library_that_is_not_there_is_left_behind(tmp_path: Path) -> None:
+def test_library_that_is_not_there_is_left_behind(tmp_path: Path) -> None:
     outcome = rounds(["tests.benchmarks.no_such_module:Subject"], tmp_path)
     assert "ModuleNotFoundError" in next(iter(outcome.failed.values()))
 

@@ -34,7 +34,7 @@ TAKEN = list(EXACT.values())
 
 @pytest.mark.parametrize("pipeline", TAKEN, ids=list(EXACT))
 @pytest.mark.parametrize("consumed", [0, 1, 10])
-def test_a_fresh_iterator_goes_on_where_the_saved_one_was(pipeline: Pipeline, consumed: int) -> None:
+def test_fresh_iterator_goes_on_where_saved_one_was(pipeline: Pipeline, consumed: int) -> None:
     straight = take(pipeline(), consumed + 10)
     first = pipeline()
     before = take(first, consumed)
@@ -58,7 +58,7 @@ def test_later_elements_do_not_change_what_was_staged_and_a_used_iterator_goes_b
 
 
 @pytest.mark.parametrize("pipeline", [PIPELINES[name] for name in ("interleave", "a user's", "concat then split")])
-def test_no_position_of_a_pipeline_is_refused_by_itself(pipeline: Pipeline) -> None:
+def test_no_position_of_pipeline_is_refused_by_itself(pipeline: Pipeline) -> None:
     iterator, target = pipeline(), pipeline()
     for _ in range(25):
         saved = saved_from(iterator)
@@ -113,7 +113,7 @@ def test_every_grain_iterator_is_taken(pipeline: Pipeline) -> None:
     assert GrainHandler().handles(pipeline())
 
 
-def test_a_checkpoint_of_one_s_own_holds_the_position(tmp_path: Path) -> None:
+def test_checkpoint_of_one_s_own_holds_position(tmp_path: Path) -> None:
     iterator = PIPELINES["iter, random map"]()
     take(iterator, 10)
     jaxckpt_train.save_checkpointables(tmp_path / "a", {"data": iterator, "state": {"w": np.zeros(2)}})

@@ -94,7 +94,7 @@ def test_a_pipeline_with_other_parts_is_refused(saved: Any, target: Any, match: 
     assert_refused(target, saved_from(saved), match)
 
 
-def test_a_state_that_a_newer_grain_extends_is_not_refused() -> None:
+def test_state_that_newer_grain_extends_is_not_refused() -> None:
     saved = saved_from(PIPELINES["interleave"]())
     saved.content["state"].pop("future_states", None)
     fresh = GrainHandler().restore(PIPELINES["interleave"](), saved)
@@ -112,7 +112,7 @@ def test_a_state_that_a_newer_grain_extends_is_not_refused() -> None:
         ("map", "DataLoader", r"saved from a Dataset's iterator \(\w+\), found a DataLoader's iterator; give"),
     ],
 )
-def test_a_data_loader_and_a_dataset_are_not_exchanged(saved: str, target: str, match: str) -> None:
+def test_data_loader_and_dataset_are_not_exchanged(saved: str, target: str, match: str) -> None:
     assert_refused(PIPELINES[target](), saved_from(PIPELINES[saved]()), match)
 
 
@@ -268,7 +268,7 @@ class Nameless:
         return SOURCE[index]
 
 
-def test_a_source_that_a_restart_will_refuse_is_told_at_the_first_save(caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_source_is_reported_at_first_save(caplog: pytest.LogCaptureFixture) -> None:
     handler, iterator = GrainHandler(), iter(loader(Nameless()))
     saved = saved_from(iterator, handler)
     saved_from(iterator, handler)

@@ -157,7 +157,7 @@ def test_a_mismatch_leaves_the_objects_as_they_were(tmp_path: Path) -> None:
     assert raw(other.layers[0].kernel[...]) == raw(model.layers[0].kernel[...])
 
 
-def test_a_part_of_a_model_is_loaded_by_pattern(tmp_path: Path) -> None:
+def test_part_of_model_is_loaded_by_pattern(tmp_path: Path) -> None:
     model, _ = new(0)
     jct.save(tmp_path / "c", model)
     other, _ = new(5)
@@ -177,7 +177,7 @@ def test_an_abstract_model_becomes_a_concrete_one(tmp_path: Path) -> None:
     assert_same(states(found), states(model))
 
 
-def test_a_model_is_restored_onto_the_mesh_of_the_live_one(tmp_path: Path) -> None:
+def test_model_is_restored_onto_mesh_of_live_one(tmp_path: Path) -> None:
     model, _ = new(0)
     jct.save(tmp_path / "c", model)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -192,7 +192,7 @@ def test_a_model_is_restored_onto_the_mesh_of_the_live_one(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "make", [lambda m: nnx.state(m), lambda m: nnx.to_pure_dict(nnx.state(m))], ids=["State", "dict"]
 )
-def test_a_state_and_the_object_itself_are_the_same_on_disk(make: Any, tmp_path: Path) -> None:
+def test_state_and_object_itself_are_same_on_disk(make: Any, tmp_path: Path) -> None:
     model, _ = new(0)
     other, _ = new(5)
     jct.save(tmp_path / "state", make(model))

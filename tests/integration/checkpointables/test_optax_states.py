@@ -43,7 +43,7 @@ def steps(optimizer: Any, params: Any, state: Any, count: int) -> tuple[Any, Any
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
+def test_optimizer_goes_on_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
     optimizer = OPTIMIZERS[name]()
     params, state = steps(optimizer, PARAMS, optimizer.init(PARAMS), 4)
     jct.save(tmp_path / "c", (params, state))
@@ -61,7 +61,7 @@ def test_an_abstract_state_is_a_target_too(name: str, tmp_path: Path) -> None:
     assert_same(jct.load(tmp_path / "c", jax.eval_shape(optimizer.init, PARAMS)), state)
 
 
-def test_leaves_are_named_by_the_fields_of_the_state(tmp_path: Path) -> None:
+def test_leaves_are_named_by_fields_of_state(tmp_path: Path) -> None:
     optimizer = optax.chain(optax.clip(1.0), optax.masked(optax.adam(1e-2), {"dense": True, "head": False}))
     jct.save(tmp_path / "c", optimizer.init(PARAMS))
     leaves = jct.metadata(tmp_path / "c").checkpointables["state"].leaves

@@ -42,7 +42,7 @@ def told(*arguments: object, code: int = 0) -> Any:
     return json.loads(run(*arguments, "--json", code=code))
 
 
-def test_a_step_of_orbax_becomes_one_of_ours_byte_for_byte(tmp_path: Path) -> None:
+def test_orbax_step_is_imported_byte_for_byte(tmp_path: Path) -> None:
     state = llama()
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:
         manager.save(12, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state)))
@@ -53,7 +53,7 @@ def test_a_step_of_orbax_becomes_one_of_ours_byte_for_byte(tmp_path: Path) -> No
     assert jct.metadata(tmp_path / "ours").step == 12
 
 
-def test_an_import_fits_the_target_that_its_source_fits(tmp_path: Path) -> None:
+def test_import_fits_target_that_its_source_fits(tmp_path: Path) -> None:
     """Orbax has no form of its own for empty NamedTuples, variables of NNX and keys that are digits."""
     params = {"a": np.arange(3.0, dtype=np.float32), "layers": {"0": np.ones(2, np.float32), "-1": np.zeros(1)}}
     adam = optax.adam(1e-3)
@@ -185,7 +185,7 @@ def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
         (["import", "{a}", "{out}", "--part", "data"], 2, "expected one of its checkpointables, found 'data'"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+def test_error_is_reported_in_one_line(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(3)})
     places = {"a": tmp_path / "a", "out": tmp_path / "out", "none": tmp_path / "none"}
     given = [each.format(**places) if each.startswith("{") else each for each in arguments]
@@ -269,7 +269,7 @@ def test_only_chooses_of_what_the_operations_leave(tmp_path: Path) -> None:
     assert list(jct.load(tmp_path / "b")) == ["params"]
 
 
-def test_a_plan_has_the_shape_of_all_that_is_fused(tmp_path: Path) -> None:
+def test_plan_has_shape_of_all_that_is_fused(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"k": np.ones((2, 3)), "q": np.ones((5, 3))})
     output = run("import", tmp_path / "a", tmp_path / "b", "--op", "fuse q,k qk", "--dry-run")
     assert " ".join(output.split()).startswith("1. fuse: 1 change q float64[5,3], k float64[2,3] -> qk float64[7,3] ")
@@ -290,7 +290,7 @@ def test_operations_of_a_file_and_of_the_command_line_are_counted_together(tmp_p
     assert "operation 3 of 3 (pad): leaf 'x': expected 2 axes" in failed([nest], "nest", "pad x 5,None")
 
 
-def test_damage_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+def test_damage_is_reported_and_nothing_is_left(tmp_path: Path) -> None:
     made_run(tmp_path / "run", 1)
     flip_a_payload_byte(step_path(tmp_path / "run", 1))
     assert "are not what was saved" in run("import", tmp_path / "run", tmp_path / "out", code=1)
@@ -323,7 +323,7 @@ def test_what_could_not_be_opened_or_is_other_values_is_not_written(
 
 
 @pytest.mark.parametrize("axes", [32, 33])
-def test_orbax_has_arrays_of_so_many_axes(tmp_path: Path, axes: int) -> None:
+def test_arrays_of_many_axes_are_exported(tmp_path: Path, axes: int) -> None:
     jct.save(tmp_path / "a", {"w": np.arange(2.0).reshape((1,) * (axes - 1) + (2,))})
     output = run("export", tmp_path / "a", tmp_path / "5", "--to", "orbax", code=0 if axes == 32 else 2)
     assert (tmp_path / "5").exists() == (axes == 32)
@@ -332,14 +332,14 @@ def test_orbax_has_arrays_of_so_many_axes(tmp_path: Path, axes: int) -> None:
         assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
 
 
-def test_a_dtype_that_orbax_lacks_is_told_by_the_checkpoint_s_name(tmp_path: Path) -> None:
+def test_dtype_that_orbax_lacks_is_named(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.zeros(2, ml_dtypes.uint4)})
     output = run("export", tmp_path / "a", tmp_path / "5", "--to", "orbax", code=2)
     assert f"{tmp_path / 'a'}: leaf 'w' of uint4" in output
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
 
 
-def test_what_gets_the_name_while_an_import_goes_on_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gets_name_while_import_goes_on_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"w": np.zeros(3)}, tmp_path / "m.safetensors")
     monkeypatch.setattr(importing, "remove_stale_temporaries", lambda _, final: jct.save(final, {"w": np.ones(3)}))
     found = told("import", tmp_path / "m.safetensors", tmp_path / "out", code=4)

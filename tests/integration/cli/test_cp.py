@@ -27,7 +27,7 @@ def test_nothing_is_put_into_a_run_that_lives(tmp_path: Path) -> None:
     assert jct.StepManager(other).steps == [1, 7]
 
 
-def test_on_a_terminal_a_line_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_on_terminal_line_tells_how_far_it_is(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     ours, theirs = os.openpty()
     with open(ours, "rb", buffering=0) as terminal:

@@ -27,7 +27,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_live_owner_and_what_its_death_would_cost(tmp_path: Path) -> None:
+def test_live_owner_and_what_its_death_would_cost(tmp_path: Path) -> None:
     with talking_to(TRAINING, tmp_path / "run") as training:
         assert training.read() == "at 7"
         found = told("doctor", tmp_path / "run", *SMALL)
@@ -64,7 +64,7 @@ manager.wait()
 """
 
 
-def test_what_a_dead_process_left_is_told_and_stays(tmp_path: Path, run_python: Any) -> None:
+def test_what_dead_process_left_is_reported_and_stays(tmp_path: Path, run_python: Any) -> None:
     directory = tmp_path / "run"
     assert run_python(KILLED_IN_A_SAVE, directory).returncode == 1
     (directory / ".step-0000000007.deleting").mkdir()

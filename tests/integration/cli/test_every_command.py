@@ -106,7 +106,7 @@ def test_what_moves_between_formats_and_looks_at_them_needs_no_jax(directory: Pa
 @pytest.mark.parametrize(
     "arguments", [["ls", "run"], ["show", "many"], ["show", "many", "--json"], ["--help"]], ids=" ".join
 )
-def test_whoever_reads_no_further_gets_no_traceback(directory: Path, arguments: list[str]) -> None:
+def test_closed_pipe_gives_no_traceback(directory: Path, arguments: list[str]) -> None:
     """As `head` does; also where it ends before anything is printed."""
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxckpt_train.cli", *arguments],
@@ -242,13 +242,13 @@ def test_an_interrupt_while_python_starts_again_ends_it_with_130(tmp_path: Path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_program_that_calls_the_command_is_not_begun_again(run_python: RunPython) -> None:
+def test_program_that_calls_command_is_not_begun_again(run_python: RunPython) -> None:
     program = "import sys\nprint('once')\nfrom jaxckpt_train.cli import start\nstart.main()"
     done = run_python(program, "import", "--help", check=True, fresh=True)
     assert done.stdout.splitlines().count("once") == 1
 
 
-def test_the_script_is_installed_and_is_the_same_as_the_module(directory: Path, run_python: RunPython) -> None:
+def test_script_is_installed_and_is_same_as_module(directory: Path, run_python: RunPython) -> None:
     project = tomllib.loads((REPO_ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["jaxckpt"].partition(":")
     assert getattr(importlib.import_module(module), name) is start.main

@@ -25,7 +25,7 @@ class Model(nnx.Module):
         self.layer, self.drop = nnx.Linear(2, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
 
 
-def test_prng_keys_are_told_and_what_loads_the_rest_works(tmp_path: Path) -> None:
+def test_prng_keys_are_reported_and_what_loads_rest_works(tmp_path: Path) -> None:
     saved = Model(0)
     jct.save(tmp_path / "a", (saved,))
     done = run("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")

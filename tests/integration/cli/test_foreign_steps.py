@@ -56,7 +56,7 @@ def test_of_flax_s_the_newest_is_taken_or_the_step_that_is_named(tmp_path: Path)
     assert raw(jct.load(tmp_path / "hf")["params.w"]) == raw(state_of(9)["params"]["w"])
 
 
-def test_of_flax_s_a_step_may_have_a_fraction(tmp_path: Path) -> None:
+def test_of_flax_s_step_may_have_fraction(tmp_path: Path) -> None:
     save(tmp_path / "flax", 8, 9.5, 10)
     for command in ("show", "stats"):
         assert told(command, tmp_path / "flax", "--step", "9.5")["path"] == f"{tmp_path}/flax/checkpoint_9.5"
@@ -93,7 +93,7 @@ def test_of_others_a_step_is_a_whole_number(tmp_path: Path) -> None:
         assert told("show", run, f"--step={text}", code=2)["error"] == "UsageError"
 
 
-def test_of_orbax_s_a_step_has_to_be_named(tmp_path: Path) -> None:
+def test_of_orbax_s_step_has_to_be_named(tmp_path: Path) -> None:
     run = orbax_run(tmp_path / "orbax", 9, 10)
     assert "found an Orbax run with 2 steps, the last ones are 9, 10;" in refused("show", run, code=3)
     found = told("show", run, "--step", 9)
@@ -105,7 +105,7 @@ def test_of_orbax_s_a_step_has_to_be_named(tmp_path: Path) -> None:
     assert f"{run}: has no step 11; the last ones are 9, 10" in refused("show", run, "--step", 11, code=3)
 
 
-def test_what_cannot_be_chosen_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_chosen_is_reported(tmp_path: Path) -> None:
     save(tmp_path / "flax", 9, 10, 11)
     jct.save(tmp_path / "single", {"w": np.ones(3)})
     for command in ("show", "stats"):

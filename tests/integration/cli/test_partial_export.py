@@ -16,7 +16,7 @@ from tests.support.same_trees import assert_same, raw
 
 
 @pytest.mark.parametrize("to", ["orbax", "safetensors"])
-def test_a_position_in_the_data_is_named_as_left_out(tmp_path: Path, to: str) -> None:
+def test_position_in_data_is_named_as_left_out(tmp_path: Path, to: str) -> None:
     data = iter(grain.MapDataset.range(10).to_iter_dataset())
     next(data)
     jct.save_checkpointables(tmp_path / "a", {"state": {"w": np.ones(3)}, "data": data})
@@ -44,7 +44,7 @@ def test_what_is_taken_without_part_is_what_the_help_says(tmp_path: Path, monkey
     assert_same(jct.load_checkpointables(tmp_path / "ours"), {"a": trees["a"], "state": {"v": trees["state"]["w"]}})
 
 
-def test_a_part_that_is_no_tree_is_told_so(tmp_path: Path) -> None:
+def test_part_that_is_no_tree_is_refused(tmp_path: Path) -> None:
     data = iter(grain.MapDataset.range(10).to_iter_dataset())
     jct.save_checkpointables(tmp_path / "a", {"state": {"w": np.ones(3)}, "data": data})
     for command in (["export", "--to", "orbax"], ["import"]):

@@ -40,7 +40,7 @@ main()
     assert json.loads(done.stdout)["run"] == str(run)
 
 
-def test_neither_jax_nor_for_json_the_library_is_imported(tmp_path: Path, run_python: RunPython) -> None:
+def test_neither_jax_nor_for_json_library_is_imported(tmp_path: Path, run_python: RunPython) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     program = """
 import sys

@@ -85,7 +85,7 @@ def test_a_warning_is_one_line(folder: Path) -> None:
     assert error.count("\n") == 1
 
 
-def test_a_wrong_call_is_a_document_for_who_wants_one(folder: Path) -> None:
+def test_wrong_call_is_document_for_who_wants_one(folder: Path) -> None:
     for arguments in (["ls"], ["ls", "run", "--none"], ["none"], ["show", "a", "--step", "x"], ["--none", "ls"]):
         done = run(*arguments, "--json")
         found = json.loads(done.stdout)
@@ -129,7 +129,7 @@ start.main()
 """
 
 
-def test_later_an_interrupt_is_told_as_ever(folder: Path) -> None:
+def test_later_interrupt_is_reported_as_usual(folder: Path) -> None:
     command = [sys.executable, "-c", SAYS_WHEN_IT_WAITS, "scrub", str(folder / "run"), "--mib-per-second", "0.00001"]
     environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -165,7 +165,7 @@ print(codes, kept.getvalue().count("step-0000000001"))
 """
 
 
-def test_a_program_that_calls_it_has_its_streams_back(folder: Path, run_python) -> None:
+def test_program_that_calls_it_has_its_streams_back(folder: Path, run_python) -> None:
     done = run_python(IN_A_PROGRAM, "verify", "damaged", cwd=folder)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
@@ -188,7 +188,7 @@ def test_a_pipe_that_does_not_wait_is_written_to_all_the_same(folder: Path) -> N
     assert (process.returncode, len(found["differences"])) == (1, 1500)
 
 
-def test_what_the_page_tells_of_is_not_told_twice(tmp_path: Path) -> None:
+def test_what_page_describes_is_not_repeated(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     with (directory / "history.jsonl").open("ab") as file:
         file.write(b"\xff\n" * 3)

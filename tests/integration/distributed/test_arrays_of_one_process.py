@@ -120,7 +120,7 @@ def run_pipeline(path: str) -> list[str]:
     return [*wrong_in(state, state_of(more=True)), *([] if first in (0, 2) else [str(first)])]
 
 
-def test_a_run_goes_on_with_arrays_of_single_processes(tmp_path: Path, job_of: JobOf) -> None:
+def test_run_goes_on_with_arrays_of_single_processes(tmp_path: Path, job_of: JobOf) -> None:
     for _ in range(2):
         assert job_of(3, 2).call(run_pipeline, str(tmp_path / "run")) == [[]] * 3
 

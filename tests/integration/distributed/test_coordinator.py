@@ -60,7 +60,7 @@ def test_an_error_of_one_is_raised_in_all_at_once_and_is_of_the_same_class(job_o
         )  # fmt: skip
 
 
-def test_an_error_of_the_users_own_code_is_told_by_its_name(job_of: JobOf) -> None:
+def test_error_of_user_code_is_reported_by_name(job_of: JobOf) -> None:
     answers = job_of(4, 1).call(fail_in, "user", 1, "user")
     assert answers[1][0] == "KeyError"
     for number in (0, 2, 3):
@@ -108,7 +108,7 @@ def work_for(name: str, who: int, work_s: float, moves_s: float) -> list[Any]:
 
 
 @pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_who_gets_further_is_waited_for_beyond_the_limit(job_of: JobOf, who: int) -> None:
+def test_who_gets_further_is_waited_for_beyond_limit(job_of: JobOf, who: int) -> None:
     answers = job_of(2, 1).call(work_for, f"long-{who}", who, 3 * LIMIT_S, 60.0)
     assert [message for message, _ in answers] == ["", ""]
     assert min(took_s for _, took_s in answers) >= 3 * LIMIT_S - 0.5

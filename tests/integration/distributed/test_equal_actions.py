@@ -114,7 +114,7 @@ def fail_in_one_then_go_on(directory: str, who: int) -> list[str]:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_what_one_cannot_take_is_told_to_all_and_later_steps_are_saved(tmp_path: Path, who: int) -> None:
+def test_failure_of_one_reaches_all_later_steps_save(tmp_path: Path, who: int) -> None:
     with running(2) as job:
         answers = job.call(fail_in_one_then_go_on, str(tmp_path / "run"), who)
     assert [answer[2:] for answer in answers] == [[SAVED, SAVED, "None"]] * 2
@@ -230,7 +230,7 @@ def restore_with_another_target(directory: str) -> list[Any]:
     return [found, is_soon, outcome(lambda: manager.restore({"state": target}) and "restored")]
 
 
-def test_another_target_in_one_is_told_at_once_and_the_next_restore_goes_well(tmp_path: Path) -> None:
+def test_different_target_in_one_fails_at_once(tmp_path: Path) -> None:
     with running(2) as job:
         job.call(save_steps, str(tmp_path / "run"), [1])
         answers = job.call(restore_with_another_target, str(tmp_path / "run"))

@@ -113,7 +113,7 @@ def note_in_one(directory: str) -> list[str]:
     return [*found, save(manager, 2), outcome(lambda: manager.is_saved(2)), outcome(lambda: manager.restore(step=9))]
 
 
-def test_a_call_that_one_alone_makes_is_told_and_does_not_answer_another_question(tmp_path: Path) -> None:
+def test_call_of_one_process_answers_no_other(tmp_path: Path) -> None:
     with running(2) as job:
         answers = job.call(note_in_one, str(tmp_path / "run"))
     assert answers[0][2] == answers[1][2] or "OtherProcessError" in str(answers)
@@ -129,7 +129,7 @@ def attach_what_each_has(directory: str) -> list[str]:
     return [*found, outcome(manager.close)]
 
 
-def test_metrics_that_one_cannot_attach_are_told_to_all(tmp_path: Path) -> None:
+def test_failed_attach_of_one_reaches_all(tmp_path: Path) -> None:
     with running(2) as job:
         answers = job.call(attach_what_each_has, str(tmp_path / "run"))
     assert answers == [[SAVED, "SettingsError", SAVED, "None"]] * 2

@@ -30,7 +30,7 @@ def test_a_save_that_failed_counts_in_no_process(tmp_path: Path, job_of: JobOf) 
 
 
 @pytest.mark.parametrize("saves_first", [True, False])
-def test_a_request_to_leave_that_reaches_one_is_heeded_by_all(tmp_path: Path, saves_first: bool) -> None:
+def test_request_to_one_process_stops_all(tmp_path: Path, saves_first: bool) -> None:
     with running(2, 2) as job:  # its own: JAX does not forget that a job is to end
         told = job.call(is_asked, str(tmp_path), 1, saves_first)
     assert told[0] == told[1]

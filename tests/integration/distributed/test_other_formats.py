@@ -85,7 +85,7 @@ def saves_with_flax(directory: str) -> bool:
     return True
 
 
-def test_arrays_that_flax_has_laid_elsewhere_are_told(tmp_path: Path, job_of: JobOf) -> None:
+def test_arrays_that_flax_stored_elsewhere_are_reported(tmp_path: Path, job_of: JobOf) -> None:
     assert job_of(2, 1).call(saves_with_flax, str(tmp_path)) == [True, True]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint_3", "checkpoint_3_gda"]
     with pytest.raises(jct.UnsupportedLeafError, match=r"cannot read 'params/w': .*_3_gda;"):

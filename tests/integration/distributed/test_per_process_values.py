@@ -143,7 +143,7 @@ def test_another_number_of_processes_gets_only_what_all_had_alike(
             assert re.match(expected, outcome["error"]), outcome
 
 
-def test_a_process_alone_sees_what_one_of_them_saved(tmp_path: Path, job_of: JobOf) -> None:
+def test_process_alone_sees_what_one_of_them_saved(tmp_path: Path, job_of: JobOf) -> None:
     job_of(4, 1).call(save_own, str(tmp_path / "run"))
     loaded = jct.load_checkpointables(
         tmp_path / "run" / "step-0000000001", {"random": None, "data": None, "state": None}

@@ -76,7 +76,7 @@ def is_waiting() -> bool:
         pytest.param([], "reading", signal.SIGKILL, marks=pytest.mark.nightly),
     ],
 )
-def test_a_process_that_is_gone_is_named_in_time(tmp_path: Path, spec: list[Any], when: str, number: int) -> None:
+def test_process_that_is_gone_is_named_in_time(tmp_path: Path, spec: list[Any], when: str, number: int) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
     with running(4) as job:
         others = [0, 1, 3]
@@ -112,7 +112,7 @@ def test_a_process_whose_disk_does_not_answer_is_named_in_time(tmp_path: Path, j
 
 @pytest.mark.parametrize("spec", [[], [None, "x"]])
 @pytest.mark.parametrize("place", [0.02, 0.6])
-def test_damage_in_one_share_is_told_to_all(tmp_path: Path, job_of: JobOf, spec: list[Any], place: float) -> None:
+def test_damage_in_one_shard_reaches_all(tmp_path: Path, job_of: JobOf, spec: list[Any], place: float) -> None:
     save_alone(str(tmp_path / "good"), ARRAYS)
     save_alone(str(tmp_path / "bad"), ARRAYS)
     (segment,) = (tmp_path / "bad").rglob("*.safetensors")
@@ -250,7 +250,7 @@ def load_before_it_fails(path: str, who: int, kind: str, read_once: Any, spec: l
         ("named", "MismatchError"),
     ],
 )
-def test_what_fails_in_one_before_they_meet_is_told_to_all(
+def test_failure_of_one_before_rendezvous_reaches_all(
     tmp_path: Path, job_of: JobOf, who: int, kind: str, error: str
 ) -> None:
     path = tmp_path / "c"
@@ -266,7 +266,7 @@ def test_what_fails_in_one_before_they_meet_is_told_to_all(
 
 
 @pytest.mark.parametrize("read_once", [True, "auto"])
-def test_a_checkpoint_that_nobody_finds_is_missing_for_all(tmp_path: Path, job_of: JobOf, read_once: Any) -> None:
+def test_checkpoint_that_nobody_finds_is_missing_for_all(tmp_path: Path, job_of: JobOf, read_once: Any) -> None:
     job = job_of(4, 1)
     answers = job.call(load_before_it_fails, str(tmp_path / "c"), -1, "", read_once, [])
     assert [answer.get("error") for answer in answers] == ["NotACheckpointError"] * 4
@@ -289,7 +289,7 @@ def load_here(directory: str, who: int) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs a name that each process has for itself")
-def test_another_checkpoint_by_the_same_name_is_told_as_such(tmp_path: Path, job_of: JobOf) -> None:
+def test_other_checkpoint_of_same_name_is_detected(tmp_path: Path, job_of: JobOf) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
     save_alone(str(tmp_path / "own" / "c"), ARRAYS)
     job = job_of(4, 1)

@@ -161,9 +161,7 @@ def restore_with_own(directory: str, who: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_what_fails_before_the_arrays_are_read_together_is_told_at_once(
-    tmp_path: Path, job_of: JobOf, who: int
-) -> None:
+def test_failure_before_joint_read_is_reported_at_once(tmp_path: Path, job_of: JobOf, who: int) -> None:
     job_of(4, 1).call(save_with_own, str(tmp_path / "run"))
     answers = job_of(4, 1).call(restore_with_own, str(tmp_path / "run"), who)
     for number, answer in enumerate(answers):
@@ -268,9 +266,7 @@ def wrong_set_up(directory: str, what: str) -> str:
         ("other interval", r"OtherProcessError: .*process 1 decides .*\(interval=2\).*process 0 by .*\(interval=4\)"),
     ],
 )
-def test_a_wrong_set_up_is_told_in_all_and_damages_nothing(
-    tmp_path: Path, job_of: JobOf, what: str, expected: str
-) -> None:
+def test_wrong_setup_fails_in_all_without_damage(tmp_path: Path, job_of: JobOf, what: str, expected: str) -> None:
     run = tmp_path / "run"
     with jct.StepManager(run) as manager:
         manager.save(1, {"state": np.arange(5)}).pending.wait()  # type: ignore[union-attr]

@@ -137,7 +137,7 @@ def test_a_host_that_cannot_write_fails_the_save_and_is_named(
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_host_that_dies_fails_the_save_and_is_named(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
+def test_host_that_dies_fails_save_and_is_named(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
     lost = HostProcess(str(tmp_path / "socket"))
     lost.process.send_signal(signal.SIGSTOP)  # it takes the call, and never answers
     second = jax.devices()[1]

@@ -30,7 +30,7 @@ def test_what_there_is_not_is_found(command: str, problem: str) -> None:
     assert problems(command) == [problem]
 
 
-def test_commands_are_found_in_blocks_and_in_the_text() -> None:
+def test_commands_are_found_in_blocks_and_in_text() -> None:
     shell, python = "```\nmake c  # and make d\nno command\n```\n", "```python\nmake = e\n```\n"
     text = "Run `make a`, or set `checkpoint.b=1`.\n" + shell + python
     assert list(commands(Page("page.md", text))) == ["make c  # and make d", "make a", "checkpoint.b=1"]

@@ -94,7 +94,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     return found
 
 
-def test_every_event_is_told_with_its_fields_and_no_others(page: Page, written: dict[str, set[str]]) -> None:
+def test_every_event_is_reported_with_its_fields_and_no_others(page: Page, written: dict[str, set[str]]) -> None:
     assert events_of(page) == written
 
 

@@ -58,7 +58,7 @@ def test_the_python_of_the_page_runs(used: dict[str, Any], tmp_path: Path) -> No
     assert prometheus_client.REGISTRY.get_sample_value("jaxckpt_last_saved_step") == 100
 
 
-def test_what_is_told_there_is_what_its_function_says(used: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_values_match_the_function(used: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
     used["print_failed_saves"]({"event": "save", "ok": False, "step": 3, "error": "full"})
     assert capsys.readouterr().out == "step 3 was not saved: full\n"

@@ -43,7 +43,7 @@ def test_every_fence_of_every_page_is_part_of_a_block() -> None:
         assert len(fences) == 2 * len(blocks), page.name
 
 
-def test_a_page_that_is_run_elsewhere_is_named_there() -> None:
+def test_page_that_is_run_elsewhere_is_named_there() -> None:
     for page in pages():
         if page.run_by is not None:
             assert page.name.rpartition("/")[2] in (ROOT / page.run_by).read_text(), page.name

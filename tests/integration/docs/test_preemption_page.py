@@ -115,7 +115,7 @@ def test_the_table_has_what_the_presets_say() -> None:
         assert preset(name)["exit_code"] == 75, name
 
 
-def test_the_yaml_with_arguments_is_one_that_is_taken() -> None:
+def test_yaml_with_arguments_is_one_that_is_taken() -> None:
     config = yaml.safe_load(block("yaml", "poll_s"))["checkpoint"]
     assert [type(source) for source in callback_arguments(config)["notices"]] == [jct.SlurmNotice, jct.GceNotice]
 
@@ -182,7 +182,7 @@ echo "$@" >> $LOG; ls checkpoints/train | grep step- >> $LOG; ls -a checkpoints/
 """
 
 
-def test_the_script_of_slurm_leaves_requeues_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_of_slurm_leaves_requeues_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     srun = put_on_path(tmp_path / "bin", "srun", SRUN, monkeypatch)
     scontrol = put_on_path(tmp_path / "bin", "scontrol", SCONTROL, monkeypatch)
     in_slurm_job(monkeypatch)

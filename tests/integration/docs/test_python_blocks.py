@@ -18,7 +18,7 @@ WITH_PYTHON = [page for page in pages() if page.name != README and page.run_by i
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
-def test_python_runs_as_it_stands(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run_unchanged(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(page)
     gc.collect()  # a callback that a block has not closed lets go of its directory here
@@ -34,7 +34,7 @@ def run(page: Page) -> dict[str, object]:
     return used
 
 
-def test_a_block_that_fails_is_told_with_its_page_and_line() -> None:
+def test_failing_block_names_page_and_line() -> None:
     page = Page("docs/broken.md", "One\n```python\nstate\nnothing_of_this_name\n```\n")
     with pytest.raises(NameError, match="nothing_of_this_name") as caught:
         run(page)

@@ -86,7 +86,7 @@ def test_names_are_in_the_order_of_flax(found: list[str]) -> None:
     assert sort_like_flax(found) == checkpoints.natural_sort(sorted(found))
 
 
-def test_what_is_temporary_and_what_jobs_lay_beside_is_no_checkpoint(tmp_path: Path) -> None:
+def test_temporary_files_and_sidecars_are_no_checkpoints(tmp_path: Path) -> None:
     save(tmp_path, 5, 10)
     data = (tmp_path / "checkpoint_5").read_bytes()
     for name in ("checkpoint_tmp", "events.out.tfevents.17.host.1.0"):
@@ -105,7 +105,7 @@ def test_as_for_flax_all_that_begins_as_its_checkpoints_do_is_one(tmp_path: Path
     assert jct.metadata(tmp_path).path == f"{tmp_path}/checkpoint_best"
 
 
-def test_several_prefixes_are_told_unless_one_is_that_of_flax(tmp_path: Path) -> None:
+def test_several_prefixes_are_refused_unless_flax_default(tmp_path: Path) -> None:
     save(tmp_path, 5, 10, prefix="ckpt_")
     save(tmp_path, 3, prefix="best_")
     with pytest.raises(jct.NotACheckpointError, match=r"with 2 prefixes, .* are .*/best_3, .*/ckpt_10"):
@@ -144,7 +144,7 @@ def test_steps_of_orbax_s_manager_are_named_and_none_is_taken(tmp_path: Path) ->
         (lambda data: b"\xff" + data[1:], r"expected a Flax msgpack file, found"),
     ],
 )
-def test_a_damaged_newest_one_is_told_and_no_older_one_is_taken(tmp_path: Path, damage: Any, message: str) -> None:
+def test_damaged_newest_checkpoint_is_not_skipped(tmp_path: Path, damage: Any, message: str) -> None:
     save(tmp_path, 5, 10)
     newest = tmp_path / "checkpoint_10"
     newest.write_bytes(damage(newest.read_bytes()))
@@ -156,7 +156,7 @@ def test_a_damaged_newest_one_is_told_and_no_older_one_is_taken(tmp_path: Path, 
         jct.load(tmp_path)
 
 
-def test_a_newest_one_that_is_a_link_or_a_directory_is_told(tmp_path: Path) -> None:
+def test_newest_link_or_directory_is_reported(tmp_path: Path) -> None:
     save(tmp_path, 5)
     (tmp_path / "checkpoint_6").mkdir()
     with pytest.raises(jct.NotACheckpointError, match=r"checkpoint_6: .* expected a file .*, found a directory"):
@@ -167,7 +167,7 @@ def test_a_newest_one_that_is_a_link_or_a_directory_is_told(tmp_path: Path) -> N
         jct.load(tmp_path)
 
 
-def test_an_empty_file_by_itself_is_told(tmp_path: Path) -> None:
+def test_empty_file_by_itself_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
     with pytest.raises(jct.NotACheckpointError, match=r"found .* \(it is empty"):
         jct.load(tmp_path / "a")
@@ -181,7 +181,7 @@ def test_other_directories_are_what_they_were(tmp_path: Path, names: list[str]) 
         jct.load(tmp_path)
 
 
-def test_a_run_of_ours_in_the_same_directory_is_not_passed_over(tmp_path: Path) -> None:
+def test_own_run_in_same_directory_is_used(tmp_path: Path) -> None:
     save(tmp_path, 10)
     made_run(tmp_path, 11, 12)
     with pytest.raises(
@@ -203,7 +203,7 @@ class RemovesTheNewest(LocalBackend):
         return super().open(directory, name, direct=direct)
 
 
-def test_one_that_flax_removes_meanwhile_has_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_flax_removes_meanwhile_has_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
     monkeypatch.setattr(checkpoint, "_BACKEND", RemovesTheNewest())
     assert jct.metadata(tmp_path).step == 11
@@ -212,7 +212,7 @@ def test_one_that_flax_removes_meanwhile_has_a_newer_one(tmp_path: Path, monkeyp
         jct.load(tmp_path / "checkpoint_10")
 
 
-def test_arrays_that_lie_elsewhere_are_told(tmp_path: Path) -> None:
+def test_arrays_stored_elsewhere_are_reported(tmp_path: Path) -> None:
     """The file as a job writes it; tests/distributed has one of a real job."""
     tree = {"params": {"w": "//GDAPlaceholder:params/w", "b": np.ones(3)}, "step": 3}
     (tmp_path / "checkpoint_3").write_bytes(serialization.msgpack_serialize(tree))
@@ -223,7 +223,7 @@ def test_arrays_that_lie_elsewhere_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("directory", ["run", "old"])
-def test_a_run_begins_with_the_newest_also_in_the_same_directory(tmp_path: Path, directory: str) -> None:
+def test_run_begins_with_newest_also_in_same_directory(tmp_path: Path, directory: str) -> None:
     save(tmp_path / "old", 9, 10)
     for step in (10, 11):
         with jct.CheckpointCallback(tmp_path / directory, init_from=tmp_path / "old", progress=False) as ckpt:
@@ -236,7 +236,7 @@ def test_a_run_begins_with_the_newest_also_in_the_same_directory(tmp_path: Path,
 
 @pytest.mark.parametrize("prefix", ["checkpoint_", "actor_"])
 @pytest.mark.parametrize("orbax", [False, True])
-def test_a_run_is_not_begun_anew_beside_checkpoints_of_flax(tmp_path: Path, prefix: str, orbax: bool) -> None:
+def test_fresh_run_next_to_flax_checkpoints_is_refused(tmp_path: Path, prefix: str, orbax: bool) -> None:
     save(tmp_path, 9, 10, orbax=orbax, prefix=prefix)
     found = (
         "steps of Orbax, the last ones 9, 10" if orbax else f"checkpoints of Flax, the last ones {prefix}9, {prefix}10"
@@ -255,7 +255,7 @@ def test_a_run_is_not_begun_anew_beside_checkpoints_of_flax(tmp_path: Path, pref
         assert_is(jct.load(tmp_path), 10)
 
 
-def test_a_run_is_not_begun_anew_beside_flaxs_of_several_prefixes(tmp_path: Path) -> None:
+def test_fresh_run_next_to_flax_prefixes_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 10, prefix="actor_")
     save(tmp_path, 10, prefix="critic_")
     found = "checkpoints of Flax, the last ones actor_10, critic_10"
@@ -263,7 +263,7 @@ def test_a_run_is_not_begun_anew_beside_flaxs_of_several_prefixes(tmp_path: Path
         ckpt.resume({"w": np.zeros(3)})
 
 
-def test_a_run_that_has_begun_goes_on_beside_what_flax_writes(tmp_path: Path) -> None:
+def test_existing_run_continues_next_to_flax_files(tmp_path: Path) -> None:
     """A program may do both; and one that was killed before its first save has begun all the same."""
     with jct.CheckpointCallback(tmp_path) as ckpt:
         ckpt.resume({"w": np.zeros(3)})

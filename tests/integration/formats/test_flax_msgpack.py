@@ -86,7 +86,7 @@ def nested(levels: int, begin: bytes) -> bytes:
     return b"\x81\xa1a" + begin * levels + b"\x01"
 
 
-def test_a_file_that_does_not_fit_into_memory_is_told_with_its_size(tmp_path: Path) -> None:
+def test_file_larger_than_memory_is_refused_with_size(tmp_path: Path) -> None:
     path = tmp_path / "file.msgpack"
     path.write_bytes(serialization.to_bytes({"w": np.ones(3)}))
     os.truncate(path, 1 << 42)

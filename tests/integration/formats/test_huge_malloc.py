@@ -27,7 +27,7 @@ def _faults(variables: dict[str, str]) -> int:
     return int(subprocess.run([sys.executable, "-c", FAULTS], env=variables, capture_output=True, check=True).stdout)
 
 
-def test_the_first_touch_of_a_large_block_is_cheap_then() -> None:
+def test_first_touch_of_large_block_is_cheap_then() -> None:
     variables = huge_malloc_environment({})
     if variables is None:
         pytest.skip("this system has no malloc that takes huge pages")

@@ -89,7 +89,7 @@ def test_a_missing_chunk_is_damage_and_not_zeros(how: str, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_chunk_of_a_number_is_told_when_it_is_opened(tmp_path: Path) -> None:
+def test_missing_chunk_of_number_is_reported_when_it_is_opened(tmp_path: Path) -> None:
     path = plain(tmp_path / "a")
     (path / "n" / "0").unlink()
     with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'n' cannot be read: .*/n/0\" is missing"):
@@ -106,7 +106,7 @@ def test_chunks_of_zeros_are_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [[41, 30], [80, 30], [40, 31], [4_000, 30_000]])
-def test_a_shape_that_grew_is_told(shape: list[int], tmp_path: Path) -> None:
+def test_shape_that_grew_is_reported(shape: list[int], tmp_path: Path) -> None:
     path = plain(tmp_path / "a")
     altered = json.loads((path / "w" / ".zarray").read_text()) | {"shape": shape}
     (path / "w" / ".zarray").write_text(json.dumps(altered))
@@ -130,7 +130,7 @@ def test_what_does_not_say_that_all_chunks_were_written_may_lack_some(tmp_path: 
 
 
 @pytest.mark.parametrize("options", [{}, {"use_zarr3": True}], ids=["zarr", "zarr3"])
-def test_an_array_without_a_name_lies_in_the_item_itself(options: dict[str, Any], tmp_path: Path) -> None:
+def test_array_without_name_is_in_item_itself(options: dict[str, Any], tmp_path: Path) -> None:
     trees: list[Any] = [np.arange(5), {"": np.arange(5), "b": np.ones(2)}, {"": {"c": np.arange(3)}, "a": {"": 7}}]
     for number, tree in enumerate(trees):
         path = tmp_path / str(number)
@@ -160,7 +160,7 @@ def test_any_name_is_a_key_of_a_database(tmp_path: Path) -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, jct.load(tmp_path / "out"), tree))
 
 
-def test_negative_integer_keys_fit_a_target_as_others_do(tmp_path: Path) -> None:
+def test_negative_integer_keys_fit_target_as_others_do(tmp_path: Path) -> None:
     tree = {"a": {-1: np.arange(2), 5: np.arange(3), -12: np.ones(1)}, "b": {"-1": np.ones(2), "-x": np.ones(1)}}
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "a", tree)
@@ -177,7 +177,7 @@ def test_negative_integer_keys_fit_a_target_as_others_do(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("whole", [True, False], ids=["folder", "content"])
 @pytest.mark.parametrize("name", ["config", "metrics", "state"])
-def test_an_item_that_is_gone_is_told_to_who_reads_it(name: str, whole: bool, tmp_path: Path) -> None:
+def test_missing_item_is_reported_when_read(name: str, whole: bool, tmp_path: Path) -> None:
     path = with_step_of(tmp_path / "run", other=ocp.args.StandardSave({"v": np.ones(2)}))
     kept = {"state", "config", "other"} - {name}
     for file in [path / name] if whole else (path / name).iterdir():
@@ -199,7 +199,7 @@ def test_an_item_that_is_gone_is_told_to_who_reads_it(name: str, whole: bool, tm
         assert raw(jct.load(path)["w"]) == raw(np.arange(4))
 
 
-def test_a_tree_without_its_metadata_is_told(tmp_path: Path) -> None:
+def test_tree_without_its_metadata_is_reported(tmp_path: Path) -> None:
     path = with_step_of(tmp_path / "run")
     (path / "state" / "_METADATA").unlink()
     (path / "state" / "manifest.ocdbt").unlink()
@@ -233,7 +233,7 @@ def test_json_by_another_name_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_second", [False, True], ids=["v0", "v1"])
-def test_a_position_in_the_data_that_is_gone_is_told(is_second: bool, tmp_path: Path) -> None:
+def test_missing_data_position_is_reported(is_second: bool, tmp_path: Path) -> None:
     iterator = iter(grain.MapDataset.range(20).to_iter_dataset())
     next(iterator)
     if is_second:
@@ -267,7 +267,7 @@ def test_several_trees_are_chosen_from_by_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["zarr", "zarr3"])
 @pytest.mark.parametrize("leaf", ["w", "n"])
 @pytest.mark.parametrize("what", ["metadata", "chunk"])
-def test_a_file_that_is_far_too_large_is_told(how: str, leaf: str, what: str, tmp_path: Path) -> None:
+def test_file_that_is_far_too_large_is_reported(how: str, leaf: str, what: str, tmp_path: Path) -> None:
     path = PLAIN[how](tmp_path / "a")
     if what == "metadata":
         file = path / leaf / (".zarray" if how == "zarr" else "zarr.json")
@@ -284,7 +284,7 @@ def test_a_file_that_is_far_too_large_is_told(how: str, leaf: str, what: str, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_a_database_that_is_far_too_large_is_told(tmp_path: Path) -> None:
+def test_database_that_is_far_too_large_is_reported(tmp_path: Path) -> None:
     path = by_handler(tmp_path / "a")
     os.truncate(path / "manifest.ocdbt", 1 << 40)
     with pytest.raises(
@@ -293,7 +293,7 @@ def test_a_database_that_is_far_too_large_is_told(tmp_path: Path) -> None:
         jct.load(path)
 
 
-def test_chunks_far_larger_than_their_array_are_told(tmp_path: Path) -> None:
+def test_chunks_far_larger_than_their_array_are_reported(tmp_path: Path) -> None:
     path = plain(tmp_path / "a")
     altered = json.loads((path / "w" / ".zarray").read_text()) | {"chunks": [100_000, 100_000]}
     (path / "w" / ".zarray").write_text(json.dumps(altered))
@@ -302,7 +302,7 @@ def test_chunks_far_larger_than_their_array_are_told(tmp_path: Path) -> None:
     refused("import", path, tmp_path / "out", code=1)
 
 
-def test_chunks_that_do_not_fit_into_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_do_not_fit_into_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = plain(tmp_path / "a")
     monkeypatch.setattr(orbax_bounds, "memory_bytes", lambda: 1199)
     with pytest.raises(jct.StorageError, match=r"leaf 'w': reading a chunk of 600 bytes .* has 1,199 bytes") as caught:

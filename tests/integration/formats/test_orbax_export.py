@@ -146,7 +146,7 @@ def assert_same_content(found: Any, expected: Any) -> None:
             assert leaf == wanted
 
 
-def test_the_structure_for_first_versions_is_that_of_the_metadata(tmp_path: Path) -> None:
+def test_structure_for_first_versions_is_that_of_metadata(tmp_path: Path) -> None:
     state = gemma()
     jct.save(tmp_path / "a", state)
     export(tmp_path / "a", tmp_path / "5")
@@ -179,9 +179,7 @@ def test_several_items_have_names_of_their_own(tmp_path: Path) -> None:
         ({"a": {"b": 1}, "a.b": 2}, "leaves 'a/b' and 'a.b' would both be called 'a.b' by Orbax"),
     ],
 )
-def test_what_orbax_has_nothing_for_is_told_before_anything_is_written(
-    tmp_path: Path, state: Any, message: str
-) -> None:
+def test_inexpressible_values_are_refused_before_writing(tmp_path: Path, state: Any, message: str) -> None:
     jct.save(tmp_path / "a", state)
     with pytest.raises(jct.MismatchError, match=message):
         export(tmp_path / "a", tmp_path / "5")

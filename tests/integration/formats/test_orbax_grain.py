@@ -158,7 +158,7 @@ def test_an_iterator_stays_where_it_was_if_the_state_does_not_fit(tmp_path: Path
     assert take(target, 3) == take(PIPELINES["prefetch"](), 3)
 
 
-def test_another_number_of_processes_and_files_that_are_wrong_are_told(tmp_path: Path) -> None:
+def test_other_process_count_and_wrong_files_are_reported(tmp_path: Path) -> None:
     step = by_manager(tmp_path, PIPELINES["map"]())
     file = step / "data" / "process_0-of-1.json"
     for damage in (b'{"next_index": 3', b'{"next_\xff": 3}', b""):

@@ -83,7 +83,7 @@ def test_those_of_the_second_interface_are_loaded(tmp_path: Path) -> None:
     [b"", b'{"a":', b"[" * 100_000, b'{"a": "\xff"}', b'{"a": Infinite}', b'{"a": "\\ud800", "b": NaN}', b"1" * 5000],
     ids=["nothing", "cut off", "deep", "no text", "a word", "half a letter", "long"],
 )
-def test_damage_of_an_item_is_told_to_who_reads_it(content: bytes, step: Path, tmp_path: Path) -> None:
+def test_damaged_item_is_reported_when_read(content: bytes, step: Path, tmp_path: Path) -> None:
     for name, file in (("config", "config/metadata"), ("metrics", "metrics/metrics")):
         whole = (step / file).read_bytes()
         (step / file).write_bytes(content)

@@ -86,7 +86,7 @@ def blank(leaf: Any) -> Any:
 
 @pytest.mark.parametrize("how", list(SAVES))
 @pytest.mark.parametrize("name", list(STATES))
-def test_a_state_loads_equal_into_a_target_and_its_shardings(name: str, how: str, tmp_path: Path) -> None:
+def test_state_loads_equal_into_target_and_its_shardings(name: str, how: str, tmp_path: Path) -> None:
     state = STATES[name]()
     path = SAVES[how](tmp_path / "saved", state)
     target = jax.tree.map(blank, state)
@@ -146,7 +146,7 @@ def test_items_of_other_kinds_are_there(tmp_path: Path) -> None:
     assert jct.metadata(tmp_path / "5").step == 5
 
 
-def test_metrics_and_metadata_are_told(tmp_path: Path) -> None:
+def test_metrics_and_metadata_are_reported(tmp_path: Path) -> None:
     with ocp1.training.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save_pytree(7, {"w": np.ones(3)}, metrics={"loss": 0.25}, custom_metadata={"run": "a"})
     found = jct.metadata(tmp_path / "7")
@@ -181,7 +181,7 @@ def test_what_is_no_finished_step_is_refused_by_name(tmp_path: Path) -> None:
         jct.load(half)
 
 
-def test_damage_is_told_by_the_leaf(tmp_path: Path) -> None:
+def test_damage_is_reported_by_leaf(tmp_path: Path) -> None:
     path = by_handler(use_ocdbt=False)(tmp_path / "a", {"w": np.arange(1000.0), "v": np.ones(3)})
     (chunk,) = [file for file in (path / "w").iterdir() if file.name != ".zarray"]
     data = bytearray(chunk.read_bytes())
@@ -202,7 +202,7 @@ def test_damage_is_told_by_the_leaf(tmp_path: Path) -> None:
         jct.load(path)
 
 
-def test_a_run_is_not_begun_anew_beside_steps_of_orbax(tmp_path: Path) -> None:
+def test_fresh_run_next_to_orbax_steps_is_refused(tmp_path: Path) -> None:
     by_manager(tmp_path / "run", {"w": np.ones(3)})
     before = sorted(each.name for each in (tmp_path / "run").rglob("*"))
     message = r"found steps of Orbax, the last ones 12, .*init_from=.*/run/12"
@@ -253,7 +253,7 @@ def test_a_chunk_of_which_parts_are_asked_for_is_decoded_once(tmp_path: Path, mo
         ([1 << 58], "expected at most 1,048,576 pieces"),
     ],
 )
-def test_an_array_that_says_it_is_huge_is_told_at_once(tmp_path: Path, shape: list[int], message: str) -> None:
+def test_array_of_claimed_huge_size_is_refused(tmp_path: Path, shape: list[int], message: str) -> None:
     path = by_handler(use_ocdbt=False)(tmp_path / "a", {"w": np.arange(4.0)})
     found = json.loads((path / "w" / ".zarray").read_text())
     changed = found | {"shape": shape, "chunks": [4] * len(shape)}
@@ -262,7 +262,7 @@ def test_an_array_that_says_it_is_huge_is_told_at_once(tmp_path: Path, shape: li
         jct.load(path)
 
 
-def test_a_leaf_below_another_one_is_told(tmp_path: Path) -> None:
+def test_leaf_below_another_one_is_reported(tmp_path: Path) -> None:
     path = by_handler(use_ocdbt=False)(tmp_path / "a", {"w": np.arange(4.0), "w.x": np.arange(3.0)})
     found = json.loads((path / "_METADATA").read_text())
     keys = found["tree_metadata"]["('w.x',)"]["key_metadata"]
@@ -274,9 +274,7 @@ def test_a_leaf_below_another_one_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", list(SAVES))
-def test_large_chunks_are_read_beside_the_page_cache_and_are_the_same(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_chunks_bypass_page_cache_unchanged(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     state = {f"w{n}": rng.standard_normal((1000 + n, 1049), np.float32) for n in range(3)} | {"b": np.arange(7.0)}
     path = SAVES[how](tmp_path / "saved", state)

@@ -91,7 +91,7 @@ def test_a_train_state_of_flax_is_restored(form: str) -> None:
     assert found.opt_state[0].count == moments.count
 
 
-def test_steps_of_first_versions_are_told_and_not_gone_over(tmp_path: Path) -> None:
+def test_steps_of_first_versions_are_not_skipped(tmp_path: Path) -> None:
     for form, name in (("0.1.8/manager", "7"), ("0.2.7/flax", "checkpoint_7")):
         run = tmp_path / name
         shutil.copytree(GOLDEN / form / "saved", run)
@@ -144,7 +144,7 @@ def test_other_files_of_that_name_are_left_alone(content: bytes, tmp_path: Path)
     assert "Orbax" not in str(caught.value)
 
 
-def test_safetensors_beside_such_a_file_are_loaded(tmp_path: Path) -> None:
+def test_safetensors_next_to_such_file_are_loaded(tmp_path: Path) -> None:
     jct.save(tmp_path / "ours", {"w": np.arange(3.0)})
     (segment,) = (tmp_path / "ours" / "state").glob("*.safetensors")
     shutil.copytree(path_of(GOLDEN / "0.2.7/flax"), tmp_path / "both")
@@ -168,7 +168,7 @@ def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (path / "checkpoint").write_bytes(msgspec.msgpack.encode(tree))
 
 
-def test_a_structure_that_is_cut_off_is_told_wherever_that_is(tmp_path: Path) -> None:
+def test_truncated_structure_is_reported(tmp_path: Path) -> None:
     source = path_of(GOLDEN / "0.1.8/aggregate")
     whole = (source / "checkpoint").read_bytes()
     for end in range(3, len(whole), 7):
@@ -192,7 +192,7 @@ def test_no_flipped_bit_of_a_structure_raises_what_is_not_ours(tmp_path: Path) -
     assert told_of > len(whole) // 10
 
 
-def test_an_array_that_is_not_there_is_told_by_the_leaf(old: Path) -> None:
+def test_array_missing_is_reported_by_leaf(old: Path) -> None:
     shutil.rmtree(old / "params.kernel")
     with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'params/kernel': the array 'params\.kernel' can"):
         jct.load(old)
@@ -219,7 +219,7 @@ def test_nothing_outside_is_read_by_the_metadata_of_later_versions_either(tmp_pa
         jct.load(path)
 
 
-def test_an_array_of_another_shape_is_told(old: Path) -> None:
+def test_array_of_another_shape_is_reported(old: Path) -> None:
     expected = expected_items(GOLDEN / "0.2.7" / "zarr")["state"]
     shutil.rmtree(old / "params.kernel")
     shutil.copytree(old / "params.half", old / "params.kernel")
@@ -231,7 +231,7 @@ def test_an_array_of_another_shape_is_told(old: Path) -> None:
         jct.load(old)
 
 
-def test_metadata_of_leaves_that_the_structure_lacks_is_told(tmp_path: Path) -> None:
+def test_metadata_of_unknown_leaves_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "item"
     shutil.copytree(path_of(GOLDEN / "0.4.8/flax"), path)
     changed(path, lambda tree: tree.pop("step"))
@@ -260,13 +260,13 @@ def test_metadata_of_leaves_that_the_structure_lacks_is_told(tmp_path: Path) -> 
         ({"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": 5}, "expected the pieces of an array"),
     ],
 )
-def test_what_orbax_does_not_write_is_told(node: Any, message: str) -> None:
+def test_what_orbax_does_not_write_is_reported(node: Any, message: str) -> None:
     tree = node if node == {1: 2} else {"a": node}
     with pytest.raises(jct.CorruptCheckpointError, match=message):
         decode_aggregate(msgspec.msgpack.encode(tree), "file")
 
 
-def test_a_tree_that_is_too_deep_is_told() -> None:
+def test_tree_that_is_too_deep_is_reported() -> None:
     for depth in (300, 100_000):
         with pytest.raises(jct.CorruptCheckpointError, match=r"at most 200 levels|recursion"):
             decode_aggregate(b"\x81\xa1a" * depth + b"\x01", "file")

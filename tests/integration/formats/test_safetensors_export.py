@@ -90,7 +90,7 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
         ({"a": "text"}, "'state' has no arrays to export"),
     ],
 )
-def test_what_cannot_be_exported_is_told_before_anything_is_written(tmp_path: Path, state: Any, message: str) -> None:
+def test_unexportable_values_are_refused_before_writing(tmp_path: Path, state: Any, message: str) -> None:
     jct.save(tmp_path / "a", state)
     with pytest.raises(jct.MismatchError, match=message):
         export(tmp_path / "a", tmp_path / "out")

@@ -64,13 +64,13 @@ def test_a_file_loads_as_the_library_loads_it(tmp_path: Path) -> None:
     assert jct.metadata(tmp_path / "a.safetensors").custom_metadata == {"format": "pt"}
 
 
-def test_a_folder_loads_by_its_index_or_without_one(tmp_path: Path) -> None:
+def test_folder_loads_by_its_index_or_without_one(tmp_path: Path) -> None:
     assert_all(jct.load(model(tmp_path)))
     (tmp_path / "model.safetensors.index.json").unlink()
     assert_all(jct.load(tmp_path))
 
 
-def test_links_are_followed_as_in_a_cache_of_models(tmp_path: Path) -> None:
+def test_links_are_followed_as_in_cache_of_models(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     model(tmp_path / "blobs")
     snapshot = tmp_path / "snapshots" / "abc"
@@ -126,7 +126,7 @@ def write_index(path: Path, files: list[Path], halves: list[dict[str, Any]]) -> 
 
 @pytest.mark.parametrize("names", SERIES)
 @pytest.mark.parametrize("has_index", [True, False])
-def test_numbered_files_load_whole_or_name_the_missing_one(tmp_path: Path, names: str, has_index: bool) -> None:
+def test_numbered_files_load_whole_or_name_missing_one(tmp_path: Path, names: str, has_index: bool) -> None:
     paths = series(tmp_path, names)
     if has_index:
         write_index(tmp_path / SERIES[names], paths, HALVES)
@@ -342,7 +342,7 @@ def test_pointers_in_place_of_flax_files_are_named(tmp_path: Path, name: str) ->
         jct.load(tmp_path / name)
 
 
-def test_tensors_go_straight_into_a_tree_and_its_shardings(tmp_path: Path) -> None:
+def test_tensors_go_straight_into_tree_and_its_shardings(tmp_path: Path) -> None:
     sharding = NamedSharding(mesh(), PartitionSpec("tensor", None, "fsdp"))
     like = {"layers": {"q": jax.ShapeDtypeStruct((2, 16, 24), jnp.float32, sharding=sharding)}}
     operations = [
@@ -387,7 +387,7 @@ def test_tensors_go_straight_into_a_tree_and_its_shardings(tmp_path: Path) -> No
          "tensor 'a' has the unsupported dtype 'F4'"),
     ],
 )  # fmt: skip
-def test_what_is_no_such_file_or_damaged_is_told(
+def test_foreign_or_damaged_file_is_reported(
     tmp_path: Path, content: bytes, error: type[Exception], message: str
 ) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
@@ -409,13 +409,13 @@ def test_what_is_no_such_file_or_damaged_is_told(
         ({"weights": {}}, "expected an index of tensors, found"),
     ],
 )
-def test_an_index_that_is_wrong_is_told(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_index_that_is_wrong_is_reported(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     (model(tmp_path) / "model.safetensors.index.json").write_text(json.dumps(change))
     with pytest.raises(jct.CorruptCheckpointError, match=message):
         jct.load(tmp_path)
 
 
-def test_a_file_that_an_index_names_may_be_missing(tmp_path: Path) -> None:
+def test_file_that_index_names_may_be_missing(tmp_path: Path) -> None:
     (model(tmp_path) / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(jct.CorruptCheckpointError, match=r"00002-of-00002\.safetensors: the index names this file"):
         jct.load(tmp_path)

@@ -51,7 +51,7 @@ def test_an_interrupt_while_it_is_imported_is_one(run_python: Any, handler: str,
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
-def test_one_that_is_not_there_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     with pytest.raises(SettingsError, match=r"^x is read through TensorStore: pip install 'jaxckpt-train\[orbax\]'$"):
         tensorstore("x is read")

@@ -177,7 +177,7 @@ def test_a_list_with_a_gap_becomes_a_mapping(tmp_path: Path) -> None:
     assert found["m"][1] == {"x": 1}
 
 
-def test_a_model_goes_into_a_target_its_shardings_and_dtypes(tmp_path: Path) -> None:
+def test_model_goes_into_target_its_shardings_and_dtypes(tmp_path: Path) -> None:
     state = {
         "model": {"a.weight": torch.randn(24, 16), "a.bias": torch.randn(24)},
         "optim": {"state": {0: torch.ones(3)}},
@@ -244,7 +244,7 @@ class Malicious:
         return os.mkdir, (str(self._marker),)
 
 
-def test_an_object_that_would_run_code_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_object_that_runs_code_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     marker = tmp_path / "was_run"
     save(tmp_path / "a", {"w": torch.ones(2), "bad": Malicious(marker), "args": argparse.Namespace(lr=0.1), "step": 1})
     with caplog.at_level(logging.WARNING, "jaxckpt_train"):
@@ -297,7 +297,7 @@ def test_metadata_that_would_run_code_does_so_in_pytorch_and_not_here(tmp_path: 
     assert marker.exists()
 
 
-def test_a_damaged_object_is_told(tmp_path: Path) -> None:
+def test_damaged_object_is_reported(tmp_path: Path) -> None:
     save(tmp_path / "a", {"rate": 0.5})
     file = tmp_path / "a" / "__0_0.distcp"
     data = file.read_bytes()
@@ -307,7 +307,7 @@ def test_a_damaged_object_is_told(tmp_path: Path) -> None:
         jct.load(tmp_path / "a")
 
 
-def test_what_is_a_tree_without_end_is_told(tmp_path: Path) -> None:
+def test_endless_tree_is_reported(tmp_path: Path) -> None:
     bomb: Any = [0]
     for _ in range(60):
         bomb = [bomb, bomb]

@@ -51,7 +51,7 @@ def weights(folder: Path) -> Path:
     return folder
 
 
-def test_a_run_begins_with_foreign_weights_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_run_begins_with_foreign_weights_and_keeps_rest(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
     given = {"path": str(weights(folder)), "transforms": SURGERY, "only": "params/layers"}
@@ -103,6 +103,6 @@ init_from:
         (7, "checkpoint.init_from: expected"),
     ],
 )
-def test_what_is_wrong_is_told_when_the_callback_is_made(tmp_path: Path, given: Any, message: str) -> None:
+def test_wrong_source_is_refused_by_the_constructor(tmp_path: Path, given: Any, message: str) -> None:
     with pytest.raises(jct.SettingsError, match=message):
         jct.CheckpointCallback(tmp_path, init_from=given)

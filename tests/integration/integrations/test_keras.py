@@ -119,7 +119,7 @@ def test_steps_are_saved_within_epochs_and_the_last_one_once(tmp_path: Path) -> 
     assert [event["event"] for event in events].count("save") == 3
 
 
-def test_a_checkpoint_is_a_plain_tree_in_the_order_of_the_model(tmp_path: Path) -> None:
+def test_checkpoint_is_plain_tree_in_order_of_model(tmp_path: Path) -> None:
     model = short_fit(KerasCheckpoint(tmp_path))
     state = jct.load(jct.StepManager(tmp_path).path())
     assert set(state) == {"trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"}
@@ -161,7 +161,7 @@ class Breaks(keras.callbacks.Callback):
             raise OSError("a disk of the data")
 
 
-def test_a_training_that_broke_goes_on_from_the_last_save(tmp_path: Path) -> None:
+def test_training_that_broke_goes_on_from_last_save(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="a disk of the data"), KerasCheckpoint(tmp_path, save_interval_steps=2) as ckpt:
         short_fit(ckpt, None, Breaks(1, 3))
     assert jct.StepManager(tmp_path).latest == 8
@@ -204,7 +204,7 @@ def test_a_training_that_stops_early_is_saved_where_it_stopped(
     assert jct.StepManager(tmp_path / "b").steps == []
 
 
-def test_data_whose_position_is_not_known_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_data_of_unknown_position_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SystemExit):
         short_fit(KerasCheckpoint(tmp_path), None, AskToLeave(1, 2))
     with caplog.at_level(logging.WARNING):
@@ -318,7 +318,7 @@ def test_another_model_is_refused_with_the_names_of_its_variables(tmp_path: Path
         ({}, {"steps_per_execution": 2}, "batch 3 .*expected steps_per_execution to divide that, found 2"),
     ],
 )
-def test_an_epoch_goes_on_only_as_it_was_begun(
+def test_epoch_goes_on_only_as_it_was_begun(
     arguments: dict[str, Any], compiled: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit):
@@ -340,7 +340,7 @@ def test_batches_that_were_only_looked_at_are_trained_on(tmp_path: Path) -> None
     assert data[0][0].tobytes() == second
 
 
-def test_data_without_a_position_or_an_end_is_refused(tmp_path: Path) -> None:
+def test_data_without_position_or_end_is_refused(tmp_path: Path) -> None:
     ckpt = KerasCheckpoint(tmp_path)
     with pytest.raises(jct.SettingsError, match="expected a Grain data set or loader, or an iterator with get_state"):
         ckpt.data([1, 2, 3])

@@ -105,7 +105,7 @@ def test_deleted_steps_are_moved_into_the_subdirectory_that_is_named(tmp_path: P
     assert step_in(jct.load(sorted((tmp_path / "ttl=1h").iterdir())[-1])) == 3
 
 
-def test_a_step_that_is_moved_twice_is_kept_twice(tmp_path: Path) -> None:
+def test_step_that_is_moved_twice_is_kept_twice(tmp_path: Path) -> None:
     options = CheckpointManagerOptions(todelete_subdir="old")
     for value in (10, 20):
         with CheckpointManager(tmp_path, options=options) as manager:
@@ -119,7 +119,7 @@ def test_a_step_that_is_moved_twice_is_kept_twice(tmp_path: Path) -> None:
     assert sorted(step_in(jct.load(each)) for each in (tmp_path / "old").iterdir() if "1" in each.name) == [10, 20]
 
 
-def test_a_second_manager_of_the_process_takes_the_directory_over(tmp_path: Path) -> None:
+def test_second_manager_of_process_takes_directory_over(tmp_path: Path) -> None:
     first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
     assert first.save(0, args=args.StandardSave(state_of(0)))
     first.wait_until_finished()
@@ -274,7 +274,7 @@ def test_a_run_that_has_saved_only_looks_at_an_older_step(tmp_path: Path) -> Non
     assert jct.StepManager(tmp_path).steps == [2, 3, 4], "none of them was left behind"
 
 
-def test_a_save_that_failed_is_told_and_does_not_count(tmp_path: Path) -> None:
+def test_save_that_failed_is_reported_and_does_not_count(tmp_path: Path) -> None:
     settings = jct.StoreSettings(nonfinite="reject")
     manager = CheckpointManager(tmp_path, settings=settings)
     manager.save(1, args=args.StandardSave(state_of(1)))
@@ -299,7 +299,7 @@ def test_what_is_saved_is_one_checkpoint_of_this_package(tmp_path: Path) -> None
         assert manager.all_steps() == []
 
 
-def test_sigterm_asks_to_leave_from_the_first_question_on(tmp_path: Path) -> None:
+def test_sigterm_asks_to_leave_from_first_question_on(tmp_path: Path) -> None:
     with handlers_put_back(signal.SIGTERM):
         before = signal.getsignal(signal.SIGTERM)
         with CheckpointManager(tmp_path, options=CheckpointManagerOptions(save_interval_steps=100)) as manager:
@@ -366,7 +366,7 @@ manager.save(1, args=args.StandardSave({"w": np.array([np.nan])}))
     assert "called" not in found.stdout
 
 
-def test_somebody_is_called_once_a_step_is_on_the_disk(tmp_path: Path) -> None:
+def test_somebody_is_called_once_step_is_on_disk(tmp_path: Path) -> None:
     committed, manager = threading.Event(), jct.StepManager(tmp_path)
 
     def finalized() -> None:
@@ -532,7 +532,7 @@ def test_items_without_a_handler_are_refused(tmp_path: Path) -> None:
             manager.save(1, state_of(1), args=args.StandardSave(state_of(1)))
 
 
-def test_leaves_without_a_place_go_where_the_fallback_says(tmp_path: Path) -> None:
+def test_leaves_without_place_go_where_fallback_says(tmp_path: Path) -> None:
     device = jax.devices()[3]
     fallback = jax.sharding.SingleDeviceSharding(device)
     with CheckpointManager(saved(tmp_path, 5)) as manager:

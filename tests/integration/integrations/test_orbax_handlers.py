@@ -152,7 +152,7 @@ def test_handlers_of_checkpointers_take_items(library: Any, tmp_path: Path) -> N
         assert (restored["old"], restored["text"]) == ("a!?", "B")
 
 
-def test_a_logger_is_told_how_long_a_save_has_waited_for_the_one_before(tmp_path: Path) -> None:
+def test_logger_gets_wait_for_previous_save(tmp_path: Path) -> None:
     handler, entries = SlowHandler(), list[dict[str, Any]]()
     logger = SimpleNamespace(log_entry=entries.append)
     with CheckpointManager(tmp_path, item_handlers=handler, logger=logger) as manager:
@@ -163,7 +163,7 @@ def test_a_logger_is_told_how_long_a_save_has_waited_for_the_one_before(tmp_path
     assert first == 0 < 0.05 < second <= entries[1]["checkpoint_manager_blocking_duration_secs"]
 
 
-def test_an_error_in_the_background_stays_for_the_thread_that_saves(tmp_path: Path) -> None:
+def test_error_in_background_stays_for_thread_that_saves(tmp_path: Path) -> None:
     handler = SlowHandler()
     handler.error = OSError("the disk of the handler")
     with CheckpointManager(tmp_path, item_handlers=handler) as manager, ThreadPoolExecutor(2) as pool:
@@ -182,7 +182,7 @@ def test_an_error_in_the_background_stays_for_the_thread_that_saves(tmp_path: Pa
         assert manager.all_steps() == [1]
 
 
-def test_an_error_before_anything_is_written_is_that_of_the_save(tmp_path: Path) -> None:
+def test_error_before_writing_is_that_of_save(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, item_handlers=TextHandler()) as manager:
         manager.save(0, args=TextSave([1]))
         with pytest.raises(TypeError, match="expected str"):
@@ -190,7 +190,7 @@ def test_an_error_before_anything_is_written_is_that_of_the_save(tmp_path: Path)
         assert manager.all_steps() == []
 
 
-def test_files_of_a_handler_are_part_of_the_checkpoint(tmp_path: Path) -> None:
+def test_files_of_handler_are_part_of_checkpoint(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(0, args=args.Composite(text=TextSave("abc"), n=args.JsonSave(1)))
         manager.wait_until_finished()

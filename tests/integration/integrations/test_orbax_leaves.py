@@ -204,7 +204,7 @@ def test_save_arguments_convert_as_in_orbax(tmp_path: Path) -> None:
     assert state["w"].dtype == jnp.float32
 
 
-def test_item_metadata_of_a_single_item_has_a_tree(saved: dict[str, Path]) -> None:
+def test_item_metadata_of_single_item_has_tree(saved: dict[str, Path]) -> None:
     with ocp.CheckpointManager(saved["orbax"], item_handlers=ocp.PyTreeCheckpointHandler()) as manager:
         theirs = manager.item_metadata(1)
     with orbax_manager.CheckpointManager(saved["ours"]) as manager:

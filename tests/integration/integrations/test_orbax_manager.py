@@ -33,7 +33,7 @@ def test_the_same_options_save_and_keep_the_same_steps_with_the_same_bytes(name:
 
 
 @pytest.mark.parametrize("program", [several_items, leaf_by_leaf, reading, deleting, iterating])
-def test_the_same_program_is_told_the_same(program: Callable[[Any, Path], list[Any]], tmp_path: Path) -> None:
+def test_same_program_gets_same_answers(program: Callable[[Any, Path], list[Any]], tmp_path: Path) -> None:
     expected = program(ocp, tmp_path / "orbax")
     assert program(OURS, tmp_path / "ours") == expected
     assert program(OURS_FOR_ORBAX, tmp_path / "for orbax") == expected

@@ -36,7 +36,7 @@ def test_a_placeholder_does_not_stand_for_a_subtree(library: Any, kind: str, ite
 
 
 @BOTH
-def test_a_handler_without_args_of_its_own_takes_items(library: Any, tmp_path: Path) -> None:
+def test_handler_without_args_of_its_own_takes_items(library: Any, tmp_path: Path) -> None:
     state = {"w": np.arange(4.0), "n": 2}
     with library.CheckpointManager(tmp_path / "one", ocp.Checkpointer(RenamedHandler())) as manager:
         assert manager.save(0, state)

@@ -76,7 +76,7 @@ def test_counters_and_gauges_have_their_values_and_units(collected: Collected) -
     assert all(metric.description for metric in collected.metrics().values())
 
 
-def test_how_long_it_took_is_a_histogram_of_seconds(collected: Collected) -> None:
+def test_how_long_it_took_is_histogram_of_seconds(collected: Collected) -> None:
     collected.sink(SAVED)
     collected.sink(FAILED)
     (point,) = collected.metrics()["jaxckpt.save.blocked"].data.data_points
@@ -96,7 +96,7 @@ def test_a_save_is_a_span_from_its_call_to_its_commit(collected: Collected) -> N
     assert dict(span.attributes) == wanted
 
 
-def test_metrics_of_a_save_are_attributes_of_its_span(collected: Collected) -> None:
+def test_metrics_of_save_are_attributes_of_its_span(collected: Collected) -> None:
     collected.sink({**SAVED, "metrics": {"loss": 0.5, "accuracy": "nan"}})
     (span,) = collected.spans()
     assert span.attributes is not None
@@ -104,7 +104,7 @@ def test_metrics_of_a_save_are_attributes_of_its_span(collected: Collected) -> N
     assert found == {"checkpoint.metrics.loss": 0.5, "checkpoint.metrics.accuracy": "nan"}
 
 
-def test_a_save_that_failed_is_a_span_that_says_why(collected: Collected) -> None:
+def test_save_that_failed_is_span_that_says_why(collected: Collected) -> None:
     collected.sink(FAILED)
     (span,) = collected.spans()
     assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "no space left")
@@ -119,7 +119,7 @@ def test_a_restore_is_a_span_too_and_all_else_is_none(collected: Collected) -> N
     assert span.attributes["checkpoint.skipped"] == ("step_100", "step_95")
 
 
-def test_a_span_is_a_root_whatever_its_thread_is_in(collected: Collected) -> None:
+def test_span_is_root_whatever_its_thread_is_in(collected: Collected) -> None:
     with collected.tracer.start_as_current_span("the program's own"):
         collected.sink(SAVED)
     span = collected.spans()[0]

@@ -72,7 +72,7 @@ def tell(sink: jct.PrometheusSink) -> None:
         sink(event)
 
 
-def test_the_file_holds_all_metrics_and_is_replaced_whole(tmp_path: Path) -> None:
+def test_file_holds_all_metrics_and_is_replaced_whole(tmp_path: Path) -> None:
     sink = jct.PrometheusSink(tmp_path / "a.prom")
     assert list(tmp_path.iterdir()) == []
     sink(SAVED)
@@ -101,7 +101,7 @@ def served() -> Iterator[jct.PrometheusSink]:
         yield sink
 
 
-def test_the_page_is_there_from_the_first_event_on(served: jct.PrometheusSink) -> None:
+def test_page_is_there_from_first_event_on(served: jct.PrometheusSink) -> None:
     assert served.port is None
     tell(served)
     check(page(served.port))
@@ -168,7 +168,7 @@ def test_figures_of_other_events_become_gauges() -> None:
     assert sink.registry.get_sample_value("jaxckpt_events_total", {"event": "end"}) == 2
 
 
-def test_its_own_registry_is_not_the_one_of_the_program() -> None:
+def test_its_own_registry_is_not_one_of_program() -> None:
     sink = jct.PrometheusSink(port=0)
     assert sink.registry is not prometheus_client.REGISTRY
     assert prometheus_client.REGISTRY.get_sample_value("jaxckpt_restores_total") is None
@@ -222,7 +222,7 @@ def test_wrong_arguments_are_refused_by_name(arguments: Any, said: str) -> None:
         jct.PrometheusSink(**arguments)
 
 
-def test_a_relative_path_is_where_the_sink_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_path_is_where_sink_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sink = jct.PrometheusSink("a.prom")
     (tmp_path / "elsewhere").mkdir()

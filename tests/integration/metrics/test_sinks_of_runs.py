@@ -30,7 +30,7 @@ def kinds(events: list[Any]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_lock_that_is_taken_over_and_a_damaged_step_are_told_too(tmp_path: Path) -> None:
+def test_takeover_and_damaged_step_reach_sinks(tmp_path: Path) -> None:
     def own(patch: pytest.MonkeyPatch) -> None:
         owner = jct.StepManager(tmp_path)
         owner.own()

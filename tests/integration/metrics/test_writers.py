@@ -36,7 +36,7 @@ def scalars_in(directory: Path) -> Scalars:
     return found
 
 
-def test_tensorboard_s_files_have_the_figures_at_their_steps(tmp_path: Path) -> None:
+def test_tensorboard_s_files_have_figures_at_their_steps(tmp_path: Path) -> None:
     writer = tensorboardX.SummaryWriter(str(tmp_path))
     sink = jct.WriterSink(writer)
     for event in (SAVED, RESTORED, DELETED, PREEMPTED, FAILED):

@@ -114,7 +114,7 @@ if __name__ == "__main__":
         ],
     ),
 )
-def test_death_of_helpers_does_not_win_over_the_request(
+def test_death_of_helpers_does_not_win_over_request(
     tmp_path: Path, make: str, method: str, update: str, name: str
 ) -> None:
     pytest.importorskip("grain")

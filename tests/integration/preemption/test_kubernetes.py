@@ -29,7 +29,7 @@ def said(command: list[str], **variables: str) -> str:
 
 
 @needs_root
-def test_a_shell_that_is_process_1_is_warned_of() -> None:
+def test_shell_that_is_process_1_is_warned_of() -> None:
     shell = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, START]  # `; true`: or the shell would become Python
     found = said(in_a_container(*shell), KUBERNETES_SERVICE_HOST="10.0.0.1")
     assert found.count("\n") == 1

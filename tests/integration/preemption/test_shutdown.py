@@ -56,7 +56,7 @@ def check_saved(directory: Path, step: int) -> None:
     assert (step_of(restored), restored["data"].position) == (step, step)
 
 
-def test_many_signals_while_saving_do_not_kill_the_save(tmp_path: Path) -> None:
+def test_many_signals_while_saving_do_not_kill_save(tmp_path: Path) -> None:
     with talking_to(MANY_SIGNALS, tmp_path) as job:
         assert job.read() == "ready"
         job.process.send_signal(signal.SIGTERM)
@@ -121,7 +121,7 @@ if child == 0:
 
 
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(0)", 0), ("sys.exit(7)", 7), ("1 / 0", 1)])
-def test_a_forked_child_leaves_the_save_to_its_parent(tmp_path: Path, ending: str, code: int, run_python: Any) -> None:
+def test_forked_child_leaves_save_to_its_parent(tmp_path: Path, ending: str, code: int, run_python: Any) -> None:
     done = run_python(FORKS.format(ending=ending), tmp_path, check=True)
     assert done.stdout == f"child {code}\n"
     assert "CheckpointTimeoutError" not in done.stderr

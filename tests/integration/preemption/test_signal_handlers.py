@@ -161,6 +161,6 @@ send()
 """
 
 
-def test_a_process_that_lives_on_gets_the_signal_after_a_while(tmp_path: Path, run_python: Any) -> None:
+def test_process_that_lives_on_gets_signal_after_while(tmp_path: Path, run_python: Any) -> None:
     done = run_python(HEAD + LIVES_ON, tmp_path, timeout_s=60)
     assert (done.returncode, done.stdout) == (-TERM, "lives on\nlives on\n"), done.stderr

@@ -66,7 +66,7 @@ def test_a_job_without_a_step_is_requeued_too(
         (None, "No such file or directory: 'scontrol'"),
     ],
 )
-def test_what_hinders_it_is_told(
+def test_failed_requeue_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: Any, said: str
 ) -> None:
     put_on_path(tmp_path / "bin", "scontrol" if script else "other", script or "", monkeypatch)
@@ -93,7 +93,7 @@ def test_one_that_hangs_is_ended_with_all_that_it_has_started(
     assert "squeue" in message
 
 
-def test_one_that_is_under_way_when_the_source_is_stopped_is_ended_and_told_of(
+def test_running_requeue_is_killed_on_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = put_on_path(tmp_path / "bin", "scontrol", STARTS_ANOTHER_AND_HANGS, monkeypatch)

@@ -30,7 +30,7 @@ def test_goodput_is_that_of_the_library(preempted_run: Path) -> None:
     assert (totals.useful_steps, totals.redone_steps, totals.saves) == (LAST_STEP, found.redone_steps, found.saves)
 
 
-def test_saves_restores_and_the_preemption_are_told(preempted_run: Path) -> None:
+def test_saves_restores_and_preemption_are_reported(preempted_run: Path) -> None:
     gathered = gathered_of(preempted_run)
     events = [json.loads(line) for line in (preempted_run / "history.jsonl").read_text().splitlines()]
     saves = [event for event in events if event["event"] == "save"]
@@ -63,7 +63,7 @@ def test_metrics_are_those_of_all_steps_also_of_deleted_ones(preempted_run: Path
     ]
 
 
-def test_tree_and_changes_are_those_of_the_newest_steps(preempted_run: Path) -> None:
+def test_tree_and_changes_are_those_of_newest_steps(preempted_run: Path) -> None:
     gathered = gathered_of(preempted_run)
     assert gathered.tree is not None
     assert gathered.tree.step == LAST_STEP

@@ -56,7 +56,7 @@ def test_each_chart_has_a_name_and_its_data_in_a_table(preempted_page: Path) -> 
         assert re.search(r"<table>.*<tbody><tr><td", figure, re.DOTALL)
 
 
-def test_what_happened_is_told_in_words(preempted_run: Path, preempted_page: Path) -> None:
+def test_page_describes_what_happened(preempted_run: Path, preempted_page: Path) -> None:
     gathered = gathered_of(preempted_run)
     words = words_of(preempted_page.read_text())
     for told in ("signal SIGTERM", "preempted", "killed", "finished", "24-", "step-0000000060", "0.2"):

@@ -111,7 +111,7 @@ def test_a_forked_child_reads_whatever_a_thread_of_its_parent_was_at(tmp_path: P
 
 @pytest.mark.parametrize("part", ["manager", "lock"])
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_forked_child_is_told_whatever_a_thread_of_its_parent_was_at(tmp_path: Path, part: str) -> None:
+def test_forked_child_is_refused_in_any_state(tmp_path: Path, part: str) -> None:
     """As one that begins a save, or takes the directory."""
     manager = jct.StepManager(made_run(tmp_path, 1))
     manager.own()

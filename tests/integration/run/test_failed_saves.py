@@ -55,7 +55,7 @@ def big_state(step: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("when", ["wait", "save", "close"])
-def test_a_full_disk_is_told_at_the_next_call_and_costs_no_step(small_disk: Path, when: str) -> None:
+def test_full_disk_raises_at_next_call(small_disk: Path, when: str) -> None:
     run = small_disk / "run"
     manager = jct.StepManager(run)
     manager.save(1, {"state": big_state(1)})
@@ -80,7 +80,7 @@ def test_a_full_disk_is_told_at_the_next_call_and_costs_no_step(small_disk: Path
         assert float(jct.StepManager(run).restore()["state"]["w"][-1]) == 3
 
 
-def test_a_script_that_ends_without_asking_leaves_with_an_error(tmp_path: Path, run_python: RunPython) -> None:
+def test_script_that_ends_without_asking_leaves_with_error(tmp_path: Path, run_python: RunPython) -> None:
     done = run_python(LOST, tmp_path, "end")
     assert done.returncode == 1
     assert f"saving step 2 to {tmp_path} failed, and the program did not wait for it" in done.stderr
@@ -88,7 +88,7 @@ def test_a_script_that_ends_without_asking_leaves_with_an_error(tmp_path: Path, 
     assert step_of(jct.StepManager(tmp_path).restore()) == 1
 
 
-def test_a_script_that_raises_shows_its_own_error_too(tmp_path: Path, run_python: RunPython) -> None:
+def test_script_that_raises_shows_its_own_error_too(tmp_path: Path, run_python: RunPython) -> None:
     done = run_python(LOST, tmp_path, "raise")
     assert done.returncode == 1
     assert "ValueError: the loop's own error" in done.stderr

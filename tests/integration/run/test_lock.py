@@ -92,7 +92,7 @@ def test_an_owner_that_is_dead_but_not_yet_buried_is_replaced(tmp_path: Path) ->
         assert dead.pid == owner.process.pid
 
 
-def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path: Path) -> None:
+def test_pid_that_is_used_again_is_not_owner(tmp_path: Path) -> None:
     dead_owner(tmp_path)
     edit_owner(tmp_path, pid=os.getppid())  # alive, and began at another time
     dead = new_lock(tmp_path).acquire()
@@ -160,7 +160,7 @@ def test_a_look_that_takes_long_is_no_silence(tmp_path: Path, monkeypatch: pytes
         new_lock(tmp_path, Hanging()).acquire()
 
 
-def test_a_disk_that_refuses_a_look_takes_nothing_over(tmp_path: Path, quick_looks: None) -> None:
+def test_disk_that_refuses_look_takes_nothing_over(tmp_path: Path, quick_looks: None) -> None:
     class Refusing(LocalBackend):
         def modified_ns(self, path: str) -> int:
             raise StorageError(errno.EIO, "refused to look", path)
@@ -211,7 +211,7 @@ def test_of_six_processes_that_want_a_dead_owners_lock_one_gets_it(tmp_path: Pat
             racer.finish()
 
 
-def test_whoever_is_late_to_take_over_does_not_unseat_who_was_quicker(tmp_path: Path) -> None:
+def test_late_takeover_does_not_unseat_new_owner(tmp_path: Path) -> None:
     dead_owner(tmp_path)
     quick, third = new_lock(tmp_path), new_lock(tmp_path)
     refused = []

@@ -60,5 +60,5 @@ sys.exit(status)
 
 
 @pytest.mark.parametrize("parent", ["paused", "on", "off"])
-def test_a_forked_child_has_it_as_the_user_wants_it(run_python: Any, parent: str) -> None:
+def test_forked_child_has_it_as_user_wants_it(run_python: Any, parent: str) -> None:
     run_python(FORKED, parent, check=True, timeout_s=60)

@@ -30,6 +30,6 @@ print("stuck", sum("read" in each.name for each in threading.enumerate()) > 0)
 """
 
 
-def test_the_end_of_the_process_does_not_wait_for_them(run_python: Any, tmp_path: Path) -> None:
+def test_end_of_process_does_not_wait_for_them(run_python: Any, tmp_path: Path) -> None:
     done = run_python(AT_EXIT, tmp_path, check=True, timeout_s=ANSWER_S)
     assert done.stdout.split("\n")[:2] == ["given up", "stuck True"]

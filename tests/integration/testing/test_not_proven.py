@@ -19,13 +19,13 @@ def failure(fault: str, tmp_path: Path, **more: Any) -> str:
     return str(caught.value)
 
 
-def test_a_run_that_crashes_by_itself_is_told_with_its_error(tmp_path: Path) -> None:
+def test_crashing_run_is_reported_with_its_error(tmp_path: Path) -> None:
     text = failure("crash", tmp_path)
     assert text.startswith("the interrupted run, process 1 ended by itself with exit code 1 after update 1\n")
     assert text.splitlines()[-1].strip() == "| ValueError: the loss went to the dogs"
 
 
-def test_a_run_that_crashes_once_it_has_resumed_is_told(tmp_path: Path) -> None:
+def test_run_that_crashes_after_resume_is_reported(tmp_path: Path) -> None:
     text = failure("crash after the resume", tmp_path)
     assert text.startswith("the interrupted run, process 2 (resumed at 2) ended by itself with exit code 1 before its ")
     assert "ValueError: no such file: it was in /tmp" in text
@@ -40,6 +40,6 @@ def test_a_run_that_hangs_is_ended_with_what_it_started_and_shown(tmp_path: Path
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_run_that_does_not_watch_for_sigterm_is_told(tmp_path: Path) -> None:
+def test_run_without_sigterm_handler_is_reported(tmp_path: Path) -> None:
     text = failure("no signals", tmp_path, how="preempt")
     assert "process 1 was ended by SIGTERM in update 3 instead of saving and leaving" in text

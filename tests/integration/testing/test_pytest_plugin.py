@@ -27,7 +27,7 @@ def test_it_is_long_enough(resume_proof):
 """
 
 
-def test_the_fixture_proves_the_loop_of_a_test_file(run_python: Any, tmp_path: Path) -> None:
+def test_fixture_proves_loop_of_test_file(run_python: Any, tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "deeper"
     folder.mkdir(parents=True)
     (folder / "test_loop.py").write_text(TEST_FILE)

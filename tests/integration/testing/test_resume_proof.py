@@ -25,7 +25,7 @@ def test_a_loop_that_resumes_exactly_is_proven(how: How, resumed_at: tuple[int, 
 
 
 @pytest.mark.parametrize("ignored", [5, ["a", 5], [""], "", None, lambda name: True])
-def test_what_is_no_name_of_a_metric_is_refused(ignored: Any) -> None:
+def test_what_is_no_name_of_metric_is_refused(ignored: Any) -> None:
     with pytest.raises(SettingsError, match="resume proof: ignore_metrics: expected a name or pattern of metrics"):
         assert_resume_exact(train, kill_at=5, ignore_metrics=ignored)
 

@@ -70,7 +70,7 @@ def test_a_module_that_its_name_does_not_lead_to_is_found_by_its_file(
     assert done.stdout.split() == ["__mp_main__" if name == "__main__" else name, tmp_path.name]
 
 
-def test_a_script_gets_its_arguments_and_finds_what_lies_beside_it(
+def test_script_gets_arguments_and_imports_neighbours(
     run_python: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "beside.py").write_text("import json, sys\ndef show(name): print(json.dumps([name, sys.argv[1:]]))\n")

@@ -101,7 +101,7 @@ def test_a_full_disk_in_the_background_is_raised_and_the_step_before_stays(small
         assert step_of(jct.StepManager(small_disk / "run").restore()) == 4
 
 
-def test_a_training_whose_save_failed_ends_with_an_error(small_disk: Path, run_python: RunPython) -> None:
+def test_training_whose_save_failed_ends_with_error(small_disk: Path, run_python: RunPython) -> None:
     script = LOOP.replace("jnp.ones(1000)", "jnp.ones(1_000_000)") + "train(3, save_interval_steps=1)"
     done = run_python(script, small_disk / "run")
     assert done.returncode == 1
@@ -123,7 +123,7 @@ manager.save(7, {"state": {"w": jnp.arange(3_000_000.0)}})
     assert jct.StepManager(tmp_path / "run").restore()["state"]["w"].tobytes() == np.arange(3e6, dtype="f4").tobytes()
 
 
-def test_the_loops_own_exception_is_what_the_user_sees(tmp_path: Path) -> None:
+def test_loops_own_exception_is_what_user_sees(tmp_path: Path) -> None:
     def loop() -> None:
         with jct.CheckpointCallback(str(tmp_path / "run"), save_interval_steps=2) as ckpt:
             state = ckpt.resume(state_of(0))
@@ -151,7 +151,7 @@ def test_a_save_that_fails_on_the_way_out_does_not_hide_the_loops_exception(smal
 
 
 # 7. Bit-identical resume, PRNG included.  9. SIGTERM works without jax.distributed; the handler only sets a flag.
-def test_twenty_steps_equal_ten_and_a_sigterm_and_ten(tmp_path: Path, run_python: RunPython) -> None:
+def test_twenty_steps_equal_ten_and_sigterm_and_ten(tmp_path: Path, run_python: RunPython) -> None:
     term = "def after(step, ckpt):\n    if step == 9 and not os.path.exists(sys.argv[1] + '.done'):\n"
     term += "        open(sys.argv[1] + '.done', 'w').close()\n        os.kill(os.getpid(), signal.SIGTERM)\n"
     run = "train(20, save_interval_steps=100)"
@@ -166,7 +166,7 @@ def test_twenty_steps_equal_ten_and_a_sigterm_and_ten(tmp_path: Path, run_python
     assert saved(tmp_path / "cut", 20) == saved(tmp_path / "straight", 20)
 
 
-def test_signals_that_keep_coming_do_not_kill_the_save(tmp_path: Path, run_python: RunPython) -> None:
+def test_signals_that_keep_coming_do_not_kill_save(tmp_path: Path, run_python: RunPython) -> None:
     script = (
         LOOP.replace("jnp.ones(1000)", "jnp.ones(5_000_000)")
         + """
@@ -209,7 +209,7 @@ def test_the_users_own_handler_is_still_called_and_comes_back(tmp_path: Path) ->
     assert step_of(jct.StepManager(tmp_path / "run").restore()) == 4
 
 
-def test_a_preemption_inside_an_evaluation_is_noticed_by_poll(tmp_path: Path) -> None:
+def test_preemption_inside_evaluation_is_noticed_by_poll(tmp_path: Path) -> None:
     notice = tmp_path / "notice"
     evaluated = 0
     with (

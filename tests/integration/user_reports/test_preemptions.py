@@ -114,7 +114,7 @@ with jct.CheckpointCallback(sys.argv[1], save_interval_steps=5, keep_latest=1) a
 """
 
 
-def test_after_kills_between_them_what_was_redone_is_told(tmp_path: Path) -> None:
+def test_redone_work_after_kills_is_counted(tmp_path: Path) -> None:
     for number in range(2):
         with talking_to(KILLED, tmp_path) as job:
             assert job.read() == f"come to {10 * number + 8}"
@@ -164,7 +164,7 @@ def test_a_deletion_that_does_not_end_keeps_nobody_from_leaving(tmp_path: Path) 
 
 
 # 23. Blocking time is short and reported: of all processes together, too.
-def test_what_a_save_held_up_the_loop_is_told_for_the_whole_run(tmp_path: Path) -> None:
+def test_blocked_time_is_summed_over_the_run(tmp_path: Path) -> None:
     for updates in (2, 4):
         disk = HoldingBackend("rename", f"step-{updates - 1:010d}")
         ckpt = callback_on(disk, tmp_path, save_interval_steps=1)
@@ -183,7 +183,7 @@ def test_what_a_save_held_up_the_loop_is_told_for_the_whole_run(tmp_path: Path) 
 
 
 # 29. One command starts, resumes or initialises, and tells what became of each start.
-def test_the_same_command_again_goes_on_and_tells_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_command_continues_and_reports_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jct.save(tmp_path / "elsewhere", state_of(77))
 
     def command(asked_at: int | None) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_every_ten_minutes_one_and_every_thousand_steps_for_ever(tmp_path: Path)
     assert [later - step for step, later in itertools.pairwise(tenth_minutes)] == [500] * 4
 
 
-def test_a_hundred_preemptions_leave_one_step_and_no_litter(tmp_path: Path) -> None:
+def test_hundred_preemptions_leave_one_step_and_no_litter(tmp_path: Path) -> None:
     notice = tmp_path / "leave"
     notice.touch()
     run = tmp_path / "run"

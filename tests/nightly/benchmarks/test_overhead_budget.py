@@ -8,7 +8,7 @@ from benchmarks.cost_process import run_fresh
 from benchmarks.lm_training import QUICK
 
 
-def test_blocks_with_and_without_saves_of_a_real_training(tmp_path: Path) -> None:
+def test_blocks_with_and_without_saves_of_real_training(tmp_path: Path) -> None:
     given = {"size": dict(QUICK), "directory": str(tmp_path), "block_s": 0.7, "pairs": 1}
     answer = run_fresh("benchmarks.overhead_training:pairs_in_child", given)
     assert [len(answer["bare"]), len(answer["saving"])] == [2, 1]

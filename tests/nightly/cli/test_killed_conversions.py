@@ -26,7 +26,7 @@ def names(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_killed_one_left_goes_with_the_next(tmp_path: Path, way: str) -> None:
+def test_what_killed_one_left_goes_with_next(tmp_path: Path, way: str) -> None:
     state = {f"w{number}": np.random.default_rng(number).random(8 << 20) for number in range(2)}
     jct.save(tmp_path / "a", state)
     command, *options = WAYS[way]
@@ -47,7 +47,7 @@ def test_what_a_killed_one_left_goes_with_the_next(tmp_path: Path, way: str) -> 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_put_into_a_run_that_a_training_owns(tmp_path: Path, way: str) -> None:
+def test_nothing_is_put_into_run_that_training_owns(tmp_path: Path, way: str) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(3)})
     command, *options = WAYS[way]
     made_run(tmp_path / "run", 1)
@@ -89,7 +89,7 @@ def waits_in_an_open(process: subprocess.Popen[str]) -> bool:
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 @pytest.mark.parametrize("size", [3, 1 << 20], ids=["read with others", "alone"])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_interrupt_ends_one_whose_disk_does_not_answer(tmp_path: Path, way: str, size: int) -> None:
+def test_interrupt_ends_one_whose_disk_does_not_answer(tmp_path: Path, way: str, size: int) -> None:
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
     ocp.Checkpointer(handler).save(tmp_path / "a", {"w": np.ones(size), "v": np.ones((2, 3))})
     (tmp_path / "a" / "w" / "0").unlink()

@@ -130,7 +130,7 @@ def found_out(
 
 @pytest.mark.parametrize("program", ["run", "single"])
 @pytest.mark.parametrize("flawed", [WithoutFileSync, WithoutDirectorySync, WithoutParentSync])
-def test_a_disk_whose_syncs_do_nothing_is_found_out(program: str, flawed: Any) -> None:
+def test_disk_whose_syncs_do_nothing_is_found_out(program: str, flawed: Any) -> None:
     found_out("lost", program, "any" if flawed is WithoutDirectorySync else "ordered", flawed)
 
 
@@ -162,7 +162,7 @@ def test_a_deletion_that_does_not_sync_the_new_name_is_found_out(monkeypatch: py
     found_out("damaged", order="any", seed=5)
 
 
-def test_a_first_pin_that_is_not_synced_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_pin_that_is_not_synced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notes, "sync_directory", lambda *_: None)
     found_out("not pinned", order="any")
 
@@ -174,7 +174,7 @@ def test_steps_that_nobody_deletes_are_found_out(program: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("program", ["run", "run-file"])
-def test_a_retention_that_deletes_too_much_is_found_out(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_that_deletes_too_much_is_found_out(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_but_the_newest(newest: list[Entry], *_: object) -> set[int]:
         return {entry.step for entry in newest[:-1]}
 
@@ -182,18 +182,18 @@ def test_a_retention_that_deletes_too_much_is_found_out(program: str, monkeypatc
     found_out("deleted", program)
 
 
-def test_locks_of_the_dead_that_nobody_removes_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_of_dead_that_nobody_removes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock.OwnerLock, "clean", lambda _: None)
     found_out("left over")
 
 
 @pytest.mark.parametrize("program", ["run", "run-file"])
-def test_attempts_of_the_dead_that_nobody_removes_are_found_out(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_of_dead_that_nobody_removes_are_found(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taking, "remove_attempts", lambda *_: None)
     found_out("left over", program)
 
 
-def test_what_is_left_beside_a_single_checkpoint_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_single_checkpoint_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(final_name, "remove_dead_attempts", lambda *_: None)
     found_out("left over", "single", can_exchange=True)  # else what is left stands in the way of the next exchange
 
@@ -221,7 +221,7 @@ def test_a_mode_that_is_to_sync_files_and_does_not_is_found_out() -> None:
 
 
 @pytest.mark.parametrize("program", ["run-file", "run-none"])
-def test_a_restore_that_does_not_fall_back_is_found_out(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_that_does_not_fall_back_is_found(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     newest_of = RunDirectory.candidates
     monkeypatch.setattr(RunDirectory, "candidates", lambda *args, **options: newest_of(*args, **options)[:1])
     found_out("exception", program, "any")

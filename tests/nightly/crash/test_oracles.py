@@ -64,7 +64,7 @@ def test_steps_are_held_if_a_note_is_gone_that_a_save_knew_of_and_only_then() ->
     assert [each.kind for each in _check("run", image, facts.until(len(machine.log)), world, (4, 1))] == ["not deleted"]
 
 
-def test_a_step_stays_beside_a_later_generation_that_the_disk_cannot_read() -> None:
+def test_step_stays_with_unreadable_later_generation() -> None:
     machine, facts = Machine(), Facts(keep=1)
     world = World(StoreSettings(**SETTINGS, durability="file"), "any")
     with process(1):

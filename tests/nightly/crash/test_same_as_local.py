@@ -253,9 +253,7 @@ def test_the_calls_are_the_same(scenario: Scenario, tmp_path: Path, can_exchange
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_calls_are_the_same_after_one_that_is_refused(
-    scenario: Scenario, tmp_path: Path, can_exchange: bool
-) -> None:
+def test_calls_are_same_after_one_that_is_refused(scenario: Scenario, tmp_path: Path, can_exchange: bool) -> None:
     for refuse_at in range(1, MOST_CALLS):
         real, model = calls_of_both(scenario, tmp_path / str(refuse_at), can_exchange=can_exchange, refuse_at=refuse_at)
         assert model == real, f"call {refuse_at} was refused"

@@ -66,7 +66,7 @@ def test_a_replacement_that_was_not_synced_is_synced_before_the_older_one_goes(c
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_who_cleans_up_before_the_sync_is_found_out(can_exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_cleans_up_before_sync_is_found_out(can_exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stale_files, "sync_directory", lambda *_: None)
     with small_sizes():
         assert losses(can_exchange)[1]

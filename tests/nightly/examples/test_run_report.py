@@ -26,7 +26,7 @@ def test_the_page_is_about_what_happened(run_example: Any, tmp_path: Path) -> No
     assert found["metrics"]["loss"][-1]["step"] == 300
 
 
-def test_a_training_that_fails_says_where_its_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_that_fails_says_where_its_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_report, "OPTIONS", ("no.such.key=1",))
     with pytest.raises(SystemExit, match=r"update 3 was not reached; .*log.txt says why"):
         run_report.make_run(tmp_path, 9)

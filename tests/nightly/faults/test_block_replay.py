@@ -32,7 +32,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.mark.parametrize("program", ["run", "single"])
-def test_what_was_acknowledged_is_there_whatever_the_device_kept(tmp_path: Path, kind: str, program: str) -> None:
+def test_what_was_acknowledged_is_there_whatever_device_kept(tmp_path: Path, kind: str, program: str) -> None:
     found = campaign(tmp_path, kind, 8, seed=0, programs=[program])
     assert found.problems == []
     assert found.states == 8

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-def test_a_training_that_ends_at_a_boundary_goes_on_exactly(tmp_path: Path) -> None:
+def test_training_that_ends_at_boundary_goes_on_exactly(tmp_path: Path) -> None:
     found = campaign(tmp_path, 2)
     assert found.problems == []
     assert found.points >= 1

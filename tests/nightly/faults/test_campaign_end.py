@@ -22,7 +22,7 @@ def test_problems_are_counted_and_the_first_are_shown(
     assert said[1:] == [f"  problem {number}" for number in range(min(count, MOST_SHOWN))]
 
 
-def test_what_cannot_run_is_told_and_the_rest_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unrunnable_campaign_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert those_that_can(["ext4", "xfs"], {"xfs": "needs mkfs.xfs"}.get) == ["ext4"]
     assert capsys.readouterr().out == "xfs: SKIP: needs mkfs.xfs\n"
 

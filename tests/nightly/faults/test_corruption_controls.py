@@ -91,7 +91,7 @@ def test_verdicts_that_are_kept_in_memory_only(monkeypatch: pytest.MonkeyPatch) 
     assert "a step that was set aside was tried again" in found
 
 
-def test_a_restore_that_tries_what_was_set_aside_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_that_tries_what_was_set_aside_again(monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = RunDirectory.candidates
 
     def newest_first(self: RunDirectory, step: int | None, **options: Any) -> list[Entry]:

@@ -33,7 +33,7 @@ def test_it_is_a_damage_of_this_file(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["swap", "duplicate"])
-def test_a_segment_meets_another_segment_if_there_is_one(kind: str) -> None:
+def test_segment_meets_another_segment_if_there_is_one(kind: str) -> None:
     contents = {damaged(kind, NAMES[1], seed)[NAMES[1]] for seed in range(50)}
     assert contents == {FILES[NAMES[2]], FILES[NAMES[3]]}
     assert damaged(kind, NAMES[1], 0, NAMES[:2])[NAMES[1]] == FILES[NAMES[0]]

@@ -60,7 +60,7 @@ def test_the_verdict(lines: tuple[str, ...], code: int, verdict: str, right: boo
     assert f"| {verdict} | 7 | 2026-01-02 | 1 s | abc, dirty |" in table([result], 1.0, 7)
 
 
-def test_a_campaign_is_run_with_its_share_of_trials(capsys: pytest.CaptureFixture[str]) -> None:
+def test_campaign_is_run_with_its_share_of_trials(capsys: pytest.CaptureFixture[str]) -> None:
     result = run(Campaign("owners", "owners", "tests.nightly.faults.owners", "--sequences", 400), 0.01, seed=3)
     assert result.verdict == "0 problems"
     assert result.commit == version()
@@ -68,7 +68,7 @@ def test_a_campaign_is_run_with_its_share_of_trials(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("share", "every", "most"), [(1.0, "1", None), (0.01, "100", "1"), (0.1, "10", "7")])
-def test_a_share_of_what_has_no_number_of_trials(share: float, every: str, most: str | None) -> None:
+def test_share_of_what_has_no_number_of_trials(share: float, every: str, most: str | None) -> None:
     commands = {campaign.key: campaign.command(share, 0) for campaign in CAMPAIGNS}
     assert commands["native-calls"][-2:] == ["--every", every]
     assert commands["boundaries"][3:] == ([] if most is None else ["--most", most])

@@ -13,7 +13,7 @@ from tests.support.forking import Tell, forked
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*fork")]
 
 
-def test_what_it_told_before_it_was_killed_is_known() -> None:
+def test_output_before_the_kill_is_known() -> None:
     def work(tell: Tell) -> None:
         tell("began", 1)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -21,7 +21,7 @@ def test_what_it_told_before_it_was_killed_is_known() -> None:
     assert forked(work) == ([("began", 1)], -signal.SIGKILL)
 
 
-def test_what_it_raises_is_told() -> None:
+def test_error_of_child_is_reported() -> None:
     lines, status = forked(lambda tell: tell("length", len(7)))  # type: ignore[arg-type]
     assert status == 1
     assert "has no len" in lines[0][1]
@@ -33,7 +33,7 @@ def wait_twice_for_a_lock(lock: threading.Lock) -> None:
         pass
 
 
-def test_a_dead_lock_is_told_with_what_each_thread_was_at() -> None:
+def test_deadlock_shows_stack_of_each_thread() -> None:
     def work(tell: Tell) -> None:
         lock = threading.Lock()
         threading.Thread(target=wait_twice_for_a_lock, args=(lock,), daemon=True).start()

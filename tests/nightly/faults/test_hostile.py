@@ -76,7 +76,7 @@ def greedy(data: bytes) -> None:
 
 
 @pytest.mark.usefixtures("_small")
-def test_a_reader_that_takes_many_times_the_file_is_found_out() -> None:
+def test_reader_that_takes_many_times_file_is_found() -> None:
     targets = {**Targets().all, "greedy": (b'{"a":[1,2,3]}', greedy)}
     found = campaign(2 * INFLATED_EVERY, seed=0, names=["greedy"], targets=targets)
     assert found.problems
@@ -159,7 +159,7 @@ def test_an_iterator_whose_dtype_is_no_python() -> None:
 
 
 @pytest.mark.usefixtures("_small")
-def test_a_reader_that_expects_only_bad_json_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_that_expects_only_bad_json_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (manifest_module, manifest_decoding, transaction_module):
         monkeypatch.setattr(module, "NOT_JSON", msgspec.ValidationError)
     assert campaign(3000, seed=0, names=["COMMIT", "manifest"]).problems
@@ -207,9 +207,7 @@ FILES = ("COMMIT", "manifest.json", "state/p00000-s000.safetensors")
 
 @pytest.mark.parametrize("place", IN_PLACE)
 @pytest.mark.parametrize("name", FILES)
-def test_what_stands_in_place_of_a_file_is_refused_at_once(
-    tmp_path: Path, name: str, place: Callable[[Path], None]
-) -> None:
+def test_non_regular_files_are_refused_at_once(tmp_path: Path, name: str, place: Callable[[Path], None]) -> None:
     run = made_run(tmp_path, 1, 2)
     path = run / "step-0000000002" / name
     path.unlink()
@@ -225,9 +223,7 @@ def test_what_stands_in_place_of_a_file_is_refused_at_once(
 
 @pytest.mark.parametrize("place", IN_PLACE)
 @pytest.mark.parametrize("name", ["history.jsonl", "notes.jsonl", ".owner"])
-def test_what_stands_in_place_of_a_file_of_the_run_costs_no_step(
-    tmp_path: Path, name: str, place: Callable[[Path], None]
-) -> None:
+def test_non_regular_files_cost_no_step(tmp_path: Path, name: str, place: Callable[[Path], None]) -> None:
     run = made_run(tmp_path, 1, 2)
     (run / name).unlink(missing_ok=True)
     place(run / name)
@@ -247,7 +243,7 @@ def test_what_stands_in_place_of_a_file_of_the_run_costs_no_step(
     assert time.monotonic() - started < 5 * LONGEST_S
 
 
-def test_a_step_that_is_a_link_is_no_step(tmp_path: Path) -> None:
+def test_step_that_is_link_is_no_step(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1)
     made_run(tmp_path / "other", 7)
     (run / "step-0000000007").symlink_to(tmp_path / "other" / "step-0000000007")
@@ -269,7 +265,7 @@ with jct.StepManager(sys.argv[1], preservation_policy=jct.LatestN(1)) as manager
 
 
 @pytest.mark.parametrize("umask", ["022", "002", "077", "000"])
-def test_files_and_directories_have_the_permissions_that_the_umask_leaves(tmp_path: Path, umask: str) -> None:
+def test_files_and_directories_have_permissions_that_umask_leaves(tmp_path: Path, umask: str) -> None:
     command = [sys.executable, "-c", PERMISSIONS, str(tmp_path / "run"), umask]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     mask = int(umask, 8)

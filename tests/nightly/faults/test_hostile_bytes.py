@@ -77,7 +77,7 @@ def test_whatever_json(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "Flax file"])
-def test_whatever_stands_in_place_of_one_field(name: str) -> None:
+def test_any_value_in_place_of_one_field(name: str) -> None:
     """Of the last line, if it has several. A Flax file has none: it is no JSON."""
     sound = targets().all[name][0]
     prefix = 8 if name.startswith("segment") else 0
@@ -110,13 +110,13 @@ def test_whatever_piece_of_a_sound_file(name: str) -> None:
     )
 
 
-def test_a_reader_that_expects_no_bad_json_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_that_expects_no_bad_json_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (transaction_module, manifest_module):
         monkeypatch.setattr(module, "NOT_JSON", UnicodeDecodeError)
     for finds in (
         test_whatever_bytes,
         test_whatever_json,
-        test_whatever_stands_in_place_of_one_field,
+        test_any_value_in_place_of_one_field,
         test_whatever_change_of_a_sound_file,
         test_whatever_piece_of_a_sound_file,
     ):

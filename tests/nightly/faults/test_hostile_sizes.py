@@ -203,7 +203,7 @@ def test_a_block_larger_than_any_memory_is_refused_and_the_step_before_restored(
 
 
 @pytest.mark.parametrize("block_bytes", [0, -4096, 4095, 4097, MAX_BLOCK_BYTES + 4096, 1 << 41, 10**400])
-def test_a_size_of_blocks_that_none_of_ours_has_is_refused(block_bytes: int) -> None:
+def test_foreign_block_size_is_refused(block_bytes: int) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"block_bytes is|not valid"):
         decode_manifest(manifest(block_bytes=msgspec.Raw(str(block_bytes).encode())), "manifest")
 

@@ -164,9 +164,7 @@ def test_what_a_load_says_is_of_the_check_that_said_it(
 
 
 @pytest.mark.parametrize(("layer", "damage"), CASES)
-def test_what_a_verification_says_is_of_the_same_check(
-    pristine: Files, layer: str, damage: Callable[[Files], None]
-) -> None:
+def test_what_verification_says_is_of_same_check(pristine: Files, layer: str, damage: Callable[[Files], None]) -> None:
     files = dict(pristine)
     damage(files)
     said = said_by_verify(planted(files))

@@ -101,7 +101,7 @@ def test_a_checkpoint_of_an_image_is_replaced(image: Path, caplog: pytest.LogCap
     assert caplog.records == []
 
 
-def test_a_checkpoint_of_an_image_with_other_files_stays(image: Path) -> None:
+def test_checkpoint_of_image_with_other_files_stays(image: Path) -> None:
     with pytest.raises(jct.CheckpointExistsError, match=r"notes\.txt"):
         jct.save(image / "others" / "params", state_of(1), overwrite=True)
     assert_same(jct.load(image / "others" / "params"), 0)

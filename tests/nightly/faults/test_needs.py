@@ -63,7 +63,7 @@ def test_with_nothing_on_the_path(tmp_path: Path, name: str, reason: str) -> Non
 
 @pytest.mark.parametrize("name", ["deadline", "soak"])
 @pytest.mark.parametrize("rights", [NO_RIGHTS, NOBODY], ids=["root without rights", "nobody"])
-def test_a_disk_in_user_space_without_the_right_to_mount(name: str, rights: list[str]) -> None:
+def test_disk_in_user_space_without_right_to_mount(name: str, rights: list[str]) -> None:
     code, said = campaign(name, before=set_privileges(rights))
     assert code == SKIPPED
     assert said.startswith("SKIP: needs ")

@@ -28,7 +28,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         yield made
 
 
-def test_what_was_acknowledged_is_there_after_a_power_cut(disk: LoopDisk) -> None:
+def test_what_was_acknowledged_is_there_after_power_cut(disk: LoopDisk) -> None:
     found = campaign(disk, trials=10, seed=0)
     assert found.problems == []
     assert found.cuts == {"nothing flushed": 5, "journal flushed": 5}
@@ -46,7 +46,7 @@ def test_saves_that_do_not_sync_are_found_out_by_both_cuts(disk: LoopDisk) -> No
     raise AssertionError(f"not found out by {missing}: {problems}")
 
 
-def test_a_cut_that_flushes_the_journal_leaves_names_without_data(disk: LoopDisk) -> None:
+def test_cut_that_flushes_journal_leaves_names_without_data(disk: LoopDisk) -> None:
     found = {}
     for cut in CUTS:
         disk.unmount()

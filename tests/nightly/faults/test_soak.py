@@ -42,7 +42,7 @@ def test_a_training_that_leaks_is_found_out_by_each_of_its_leaks(tmp_path: Path)
     assert all(any(problem.startswith(kind) for problem in problems) for kind in LEAKS), problems
 
 
-def test_what_is_left_over_in_a_life_is_found_out(tmp_path: Path) -> None:
+def test_what_is_left_over_in_life_is_found(tmp_path: Path) -> None:
     """The next owner cleans it, so that it is not seen afterwards."""
     flaw = "import pytest; from tests.nightly.faults import flaws"
     flaw += "; flaws.FLAWS['removes no directory'](pytest.MonkeyPatch())"

@@ -75,7 +75,7 @@ def saved(manager: jct.StepManager, *steps: int) -> None:
         manager.wait(LONGEST_S)
 
 
-def test_saves_are_skipped_with_a_warning_until_it_answers(disk: FuseDisk, caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_are_skipped_with_warning_until_it_answers(disk: FuseDisk, caplog: pytest.LogCaptureFixture) -> None:
     with jct.StepManager(disk.path / "run", stall_timeout_s=STALL_S) as manager:
         saved(manager, 1)
         disk.set(WEDGED)
@@ -109,7 +109,7 @@ def test_one_that_is_stalled_is_waited_for_once(disk: FuseDisk) -> None:
             disk.set()
 
 
-def test_or_it_is_an_error_if_that_is_wanted(disk: FuseDisk) -> None:
+def test_or_it_is_error_if_that_is_wanted(disk: FuseDisk) -> None:
     with jct.StepManager(disk.path / "run", stall_timeout_s=STALL_S, if_stalled="raise") as manager:
         saved(manager, 1)
         disk.set(WEDGED)
@@ -183,9 +183,7 @@ def test_a_loop_that_ends_then_says_so_instead_of_waiting_for_ever(
     assert jct.StepManager(disk.path / "run").steps == [1, 2]
 
 
-def test_a_state_that_is_taken_while_it_is_written_is_let_go_of(
-    disk: FuseDisk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stuck_write_releases_the_state(disk: FuseDisk, caplog: pytest.LogCaptureFixture) -> None:
     settings = jct.StoreSettings(snapshot="stream", staging_bytes=4 << 20)
     with jct.StepManager(disk.path / "run", stall_timeout_s=STALL_S, settings=settings) as manager:
         saved(manager, 1)

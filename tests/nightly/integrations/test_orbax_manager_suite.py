@@ -44,7 +44,7 @@ class CheckpointManagerTest(parameterized.TestCase, multiprocess_test.MultiProce
 """
 
 
-def test_script_counts_what_passes_and_why_the_rest_fails(tmp_path: Path) -> None:
+def test_script_counts_what_passes_and_why_rest_fails(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint_manager_test.py"
     file.write_text(TESTS)
     done = subprocess.run([*COMMAND, file], cwd=ROOT, capture_output=True, text=True, timeout=200)
@@ -66,7 +66,7 @@ def test_script_skips_where_there_is_no_file(tmp_path: Path) -> None:
         ("", "other"),
     ],
 )
-def test_reason_is_found_in_the_text_of_a_test(text: str, reason: str) -> None:
+def test_reason_is_found_in_text_of_test(text: str, reason: str) -> None:
     assert reason_of(text) == reason
 
 

@@ -14,7 +14,7 @@ def test_after_sigkill_at_random_moments_a_fresh_process_goes_on_exactly(tmp_pat
     assert [life.resumed for life in lives] == sorted({life.resumed for life in lives})
 
 
-def test_the_campaign_would_see_a_lost_step_and_a_wrong_loss() -> None:
+def test_campaign_would_see_lost_step_and_wrong_loss() -> None:
     expected = {step: f"loss {step}" for step in range(1, 20)}
     right = {step: expected[step] for step in range(4, 9)}
     check(Life(3, right), expected, acknowledged=3)

@@ -162,7 +162,7 @@ def test_saves_and_processes_are_in_the_timeline(seen_tab: Tab) -> None:
     assert like(image, RED, within=40).sum() > 500
 
 
-def test_the_pointer_tells_of_what_is_under_it(page_tab: Tab) -> None:
+def test_pointer_shows_a_tooltip(page_tab: Tab) -> None:
     found = pointed_at(page_tab, "#chart-timeline", 300, 20)
     assert found.startswith("process: 1 ended: preempted where: ")
     assert " steps: 0-24 " in found
@@ -184,7 +184,7 @@ def test_a_press_on_a_name_hides_and_shows_what_it_names(page_tab: Tab) -> None:
     assert page_tab.errors == []
 
 
-def test_the_tree_is_opened_and_closed_by_a_click(page_tab: Tab) -> None:
+def test_tree_is_opened_and_closed_by_click(page_tab: Tab) -> None:
     assert rows_of(page_tab) == ["state", "params", "step"]
     page_tab.click("#leaves details details summary")
     page_tab.wait_for("document.querySelectorAll('#leaves .leaf:not(.head)').length === 3")
@@ -263,7 +263,7 @@ def test_the_theme_is_that_of_the_system_until_it_is_chosen(page_tab: Tab) -> No
     assert page_tab.value("document.querySelector('#theme').getAttribute('aria-pressed')") == "false"
 
 
-def test_a_click_makes_the_page_and_its_charts_dark(page_tab: Tab) -> None:
+def test_click_makes_page_and_its_charts_dark(page_tab: Tab) -> None:
     light = pixels_of(page_tab, "#chart-time-spent")
     page_tab.click("#theme")
     assert page_tab.value("document.documentElement.dataset.theme") == "dark"
@@ -303,7 +303,7 @@ def test_all_of_it_can_be_used_by_keys(page_tab: Tab) -> None:
     page_tab.wait_for("[...document.querySelectorAll('#leaves details')].filter(branch => branch.open).length !== 1")
 
 
-def test_whoever_listens_hears_names_of_all_that_can_be_pressed(seen_tab: Tab) -> None:
+def test_screen_readers_get_names_of_buttons(seen_tab: Tab) -> None:
     seen_tab.ask("Accessibility.enable")
     nodes = seen_tab.ask("Accessibility.getFullAXTree")["nodes"]
     told = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]

@@ -68,7 +68,7 @@ def test_a_refusal_at_any_call_of_an_overwriting_save_leaves_the_old_one(ends: A
     assert sum(code == 0 for _, _, code, *_ in found) == 4, "two reads, in two modes"
 
 
-def test_a_refusal_between_the_renames_of_an_exchange_loses_nothing(ends: Any) -> None:
+def test_refusal_between_renames_of_exchange_loses_nothing(ends: Any) -> None:
     for _, at, code, message, content, _ in ends("fail,replacing,without renameat2"):
         assert code in (0, errno.EIO, errno.ENOSPC), (at, message)
         assert content == ("old" if code else "new"), (at, message)
@@ -90,7 +90,7 @@ def test_a_kill_at_any_call_of_an_overwriting_save_leaves_the_old_or_the_new_one
     assert all(after == "new" and names == ["a"] for *_, after, names in found), found
 
 
-def test_a_disk_that_cannot_be_read_is_told_from_damage(ends: Any) -> None:
+def test_unreadable_disk_is_distinguished_from_damage(ends: Any) -> None:
     found = ends("fail to read")
     assert len(found) >= 4
     for at, code, message in found:

@@ -12,7 +12,7 @@ from jaxckpt_train.testing import ResumeProof, assert_resume_exact
 from tests.support.training_loops import train, train_with_key
 
 
-def test_a_loop_with_a_key_in_its_state_survives_an_error(tmp_path: Path) -> None:
+def test_loop_with_key_in_its_state_survives_error(tmp_path: Path) -> None:
     proof = assert_resume_exact(train_with_key, kill_at=5, how="raise", directory=tmp_path / "proof")
     assert proof == ResumeProof(9, (5,), (3,), 6, 6)
 

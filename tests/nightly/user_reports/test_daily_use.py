@@ -43,7 +43,7 @@ print(psutil.Process().memory_info().rss / 2**20, peak_mib())
 )
 
 
-def test_fifty_saves_use_the_staging_budget_and_no_more(tmp_path: Path, run_python: RunPython) -> None:
+def test_fifty_saves_use_staging_budget_and_no_more(tmp_path: Path, run_python: RunPython) -> None:
     before, early, late, peak = map(float, run_python(MEMORY, tmp_path, check=True, fresh=True).stdout.split())
     assert late - early < 24, f"RSS grew from {early:.0f} to {late:.0f} MiB"
     assert peak - before < 96 + 32, f"peak {peak:.0f} MiB, {before:.0f} before the first save; the state has 192"

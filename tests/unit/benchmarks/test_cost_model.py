@@ -32,7 +32,7 @@ def test_a_relative_fit_keeps_the_fixed_cost_although_the_largest_is_noisy() -> 
     assert abs(fit_line(SIZES, seconds).intercept - 0.003) > 0.003
 
 
-def test_the_error_of_a_slope_is_that_of_the_textbook() -> None:
+def test_error_of_slope_is_that_of_textbook() -> None:
     line = fit_line([0, 1, 2, 3], [0, 1, 1, 2])
     assert line.slope == pytest.approx(0.6)
     assert line.slope_error == pytest.approx(math.sqrt(0.2 / 2 / 5))

@@ -67,7 +67,7 @@ def test_ten_minutes_have_twenty_kills_by_default() -> None:
     assert len(within(kills(1), goodput.SECONDS)) >= 20
 
 
-def test_only_kills_count_for_the_mean_time_between_losses() -> None:
+def test_only_kills_count_for_mean_time_between_losses() -> None:
     ends = [Kill(15.0, asks=True), Kill(25.0, asks=False), Kill(5.0, asks=True), Kill(2.0, asks=False)]
     assert mtbf_s(ends, start_s=5.0) == pytest.approx((10 + 20 + 0 + 0) / 2)
     assert within(ends, 40.0) == ends[:2]
@@ -90,12 +90,12 @@ def test_what_a_process_tells_is_there_whenever_it_is_killed(tmp_path: Path) -> 
     assert told.made_at <= told.updates[0].at <= told.updates[1].at
 
 
-def test_a_process_that_told_nothing_is_all_start(tmp_path: Path) -> None:
+def test_process_without_output_counts_as_startup(tmp_path: Path) -> None:
     found = facts_of(attempt(goodput_log.read(tmp_path / "none")), is_scheduled=True)
     assert (found.made_s, found.restored, found.done, found.wall_s) == (None, None, 0, 10.0)
 
 
-def test_time_in_calls_ends_with_the_kill_or_the_request() -> None:
+def test_time_in_calls_ends_with_kill_or_request() -> None:
     updates = (Update(4, 15.0, "0x1p0", 0.5), Update(5, 17.0, "0x1p0", None))
     told = Told(made_at=12.0, restored_at=13.5, restored=3, updates=updates)
     killed = facts_of(attempt(told, sent_at=19.0, ended_at=19.0), is_scheduled=True)
@@ -167,7 +167,7 @@ def test_the_cost_of_a_save_is_found() -> None:
     assert interval.steps == round(interval.seconds / 0.1)
 
 
-def test_a_save_costs_what_its_call_takes_at_least() -> None:
+def test_save_costs_what_its_call_takes_at_least() -> None:
     noise = SaveCost(cost_s=-0.1, update_s=0.1, called_s=0.06, start_s=3.0, saves=4)
     assert interval_for(noise, 40.0).seconds == pytest.approx(daly_interval_s(0.06, 40.0) + 0.06)
 

@@ -21,7 +21,7 @@ def share(found: Sequence[SaveFuture]) -> float:
     return sum(each.useful_s for each in found) / sum(each.wall_s for each in found)
 
 
-def test_a_run_without_saves_and_failures_is_all_useful() -> None:
+def test_run_without_saves_and_failures_is_all_useful() -> None:
     found = SimulatedRun(Training(), jct.SpecificStepsPolicy([]), failure_times(NEVER, 1)).run(100)
     assert (found.share, found.saves) == (1.0, 0)
 
@@ -72,6 +72,6 @@ def test_a_budget_is_kept(training: Training) -> None:
     assert found.saves >= 3
 
 
-def test_a_budget_is_used_where_nothing_else_bounds_it() -> None:
+def test_budget_is_used_where_nothing_else_bounds_it() -> None:
     found = SimulatedRun(Training(), jct.OverheadBudgetPolicy(0.035), failure_times(NEVER, 1)).run(8000)
     assert found.slowed_s / found.useful_s > 0.025

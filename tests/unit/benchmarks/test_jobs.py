@@ -62,7 +62,7 @@ def test_workloads_hold_as_much_as_their_replicas_take() -> None:
     assert Workload.from_json(json.loads(json.dumps(dataclasses.asdict(made[REPLICATED_JOB])))) == made[REPLICATED_JOB]
 
 
-def test_a_variant_of_ours_has_a_turn_where_it_is_another_one() -> None:
+def test_variants_run_only_where_they_differ() -> None:
     assert why_no_variant("no_such_setting", True) == "this version has no setting no_such_setting"
     assert why_no_variant("verify_on_load", True) == "is what ours does by default"
     assert why_no_variant("verify_on_load", False) is None

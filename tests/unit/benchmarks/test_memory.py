@@ -42,7 +42,7 @@ def test_the_slope_of_a_made_up_series() -> None:
     assert (found.first_bytes, found.last_bytes) == (1000, 1049)
 
 
-def test_a_steady_growth_is_a_leak_whatever_the_noise() -> None:
+def test_steady_growth_is_leak_whatever_noise() -> None:
     noise = np.random.default_rng(0).integers(-64 * 1024, 64 * 1024, 50)
     assert Series.of([100 * MIB + 100 * 1024 * number + int(noise[number]) for number in range(50)]).leaks
 

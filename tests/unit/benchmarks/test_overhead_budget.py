@@ -63,7 +63,7 @@ class Clock:
         return self.now
 
 
-def test_own_time_stands_still_while_another_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_time_stops_while_another_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(overhead_training, "time", clock)
     own = OwnTime()
@@ -96,7 +96,7 @@ class SlowToSave:
         return 0.0
 
 
-def test_a_block_has_all_of_its_saves_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_has_all_of_its_saves_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = HoldingBackend("rename", "step-")
     monkeypatch.setattr(manager, "LocalBackend", lambda: backend)
     training: Any = SlowToSave(backend)
@@ -109,7 +109,7 @@ def test_a_block_has_all_of_its_saves_in_it(tmp_path: Path, monkeypatch: pytest.
     assert loop.saves[0].lasted_s is not None
 
 
-def test_the_limit_is_of_the_disk_and_not_of_a_partition(tmp_path: Path) -> None:
+def test_limit_is_of_disk_and_not_of_partition(tmp_path: Path) -> None:
     number = os.stat(tmp_path).st_dev
     name = f"{os.major(number)}:{os.minor(number)}"
     disk = tmp_path / "real" / "disk"
@@ -130,7 +130,7 @@ def test_the_limit_is_of_the_disk_and_not_of_a_partition(tmp_path: Path) -> None
     ("is_v2", "file", "limited", "free"),
     [(True, "io.max", "8:0 wbps=5", "8:0 wbps=max"), (False, "blkio.throttle.write_bps_device", "8:0 5", "8:0 0")],
 )
-def test_what_is_told_to_the_kernel(tmp_path: Path, is_v2: bool, file: str, limited: str, free: str) -> None:
+def test_kernel_limits_are_written(tmp_path: Path, is_v2: bool, file: str, limited: str, free: str) -> None:
     limit = WriteLimit(str(tmp_path), "8:0", is_v2)
     limit.set(5)
     assert (tmp_path / file).read_text(encoding="ascii") == limited
@@ -155,7 +155,7 @@ def test_a_page_has_the_figures_and_its_plot(tmp_path: Path) -> None:
     assert (tmp_path / "overhead-budget.png").stat().st_size > 0
 
 
-def test_a_disk_that_cannot_be_slowed_is_told(tmp_path: Path) -> None:
+def test_disk_that_cannot_be_slowed_is_reported(tmp_path: Path) -> None:
     found = overhead_of([Block(10, 10.0, 0)] * 2, [Block(10, 10.3, 1)], stored(1.0))
     results = {"fraction": 0.035, "disks": {"fast": {"overhead": dataclasses.asdict(found)}}, "phases": None}
     overhead_report.write(tmp_path, WITH_VERSIONS, {**results, "left_out": "needs the right to make a control group"})

@@ -49,7 +49,7 @@ def test_a_peer_gives_back_what_it_was_given(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in JAX_PEERS if name.startswith("orbax")])
-def test_a_variant_of_orbax_is_what_its_name_says(name: str, tmp_path: Path) -> None:
+def test_variant_of_orbax_is_what_its_name_says(name: str, tmp_path: Path) -> None:
     subject, _ = saved_by(name, tmp_path / "one")
     subject.close()
     has_ocdbt = any(file.name == "manifest.ocdbt" for file in (tmp_path / "one").rglob("*"))

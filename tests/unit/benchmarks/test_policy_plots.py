@@ -12,7 +12,7 @@ PLOTS = plots()
 
 
 @pytest.mark.parametrize("name", list(PLOTS))
-def test_a_plot_was_drawn_from_what_the_policy_decides(name: str) -> None:
+def test_plot_was_drawn_from_what_policy_decides(name: str) -> None:
     assert digest_in(FOLDER / f"{name}.svg") == digest_of(PLOTS[name].data()), "make docs-plots"
 
 

@@ -63,7 +63,7 @@ def test_a_subject_that_failed_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert "FAILED: peer: leaf a: 1 of 4 bytes differ" in capsys.readouterr().out
 
 
-def test_whoever_has_no_turn_is_named_with_the_reason() -> None:
+def test_skipped_subject_is_named_with_reason() -> None:
     found = run._left_out(["ours", "raw", "orbax_v0_no_ocdbt"], "moe")
     assert {"ours", "raw"}.isdisjoint(found)
     assert found["orbax_v0"] == "not selected"

@@ -38,7 +38,7 @@ def test_all_write_all_once_and_evenly(layout: str, processes: int) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_manifest_of_all_is_one_that_is_believed(layout: str) -> None:
+def test_manifest_of_all_is_one_that_is_believed(layout: str) -> None:
     state, plans = planned_state(layout, 64, ARRAYS), all_plans(layout, 64)
     data = manifest_of(state, [encode_index(index_of(planned, n)) for n, planned in enumerate(plans)])
     manifest = decode_manifest(data, "manifest")
@@ -83,7 +83,7 @@ def test_a_plan_of_replicas_takes_calls_for_parts_but_not_for_processes() -> Non
     assert counts[64_000] <= 1.01 * counts[1000]  # 64,000 processes hold what makes some 3,000 parts
 
 
-def test_an_index_is_as_large_and_is_told_in_as_many_calls_whatever_the_number_of_processes() -> None:
+def test_index_costs_are_independent_of_process_count() -> None:
     found = {}
     for processes in (64, 1000):
         values = CountedValues(waits=False)

@@ -21,7 +21,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert peer["durable_s"] == Spread(8.0, 2.0, 9.0)
 
 
-def test_loads_have_a_ratio_and_two_shares_of_the_limit() -> None:
+def test_loads_have_ratio_and_two_shares_of_limit() -> None:
     rows = summarise(turns()).loads["whole"]
     assert rows["peer"]["load_by_ours"] == Spread(30.0, 20.0, 40.0)
     assert rows["ours"]["load_by_ours"] is None
@@ -50,13 +50,13 @@ def test_without_ours_there_are_no_ratios_to_it() -> None:
         (load_sample("peer", 1.0, direct_io=False), "peer: the file system refused O_DIRECT"),
     ],
 )
-def test_what_a_reader_has_to_know_is_said_once(load: object, warning: str) -> None:
+def test_what_reader_has_to_know_is_said_once(load: object, warning: str) -> None:
     made = [Turn(number, "peer", save_sample(1.0), [load]) for number in (1, 2)]
     (found,) = summarise(made).warnings
     assert found.startswith(warning)
 
 
-def test_what_the_host_took_is_told_with_the_number_of_turns_it_touched() -> None:
+def test_stolen_time_is_reported_with_affected_rounds() -> None:
     quiet, loud = load_sample("peer", 1.0, stolen_s=0.01), load_sample("peer", 1.0, stolen_s=0.06)
     made = [Turn(number, "peer", save_sample(1.0), [load]) for number, load in enumerate((quiet, loud, loud), start=1)]
     assert summarise(made).warnings == ["peer: the host took processor time from 2 of 3 loads"]

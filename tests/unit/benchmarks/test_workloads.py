@@ -44,7 +44,7 @@ def test_stacked_layers_are_the_same_parameters() -> None:
     assert sum(math.prod(shape) for shape in stacked.values()) == LLAMA_PARAMETERS
 
 
-def test_a_scaled_model_keeps_the_size_of_a_head() -> None:
+def test_scaled_model_keeps_size_of_head() -> None:
     small = Model().scaled(width=4, layers=16)
     assert small == Model(1024, 3584, 16, 8, 2, 32064)
     assert small.head == Model().head == 128

@@ -88,7 +88,7 @@ def test_every_plain_state_comes_back_as_it_was(state: Any) -> None:
         [{"__bytes__": {"__bytes__": "AA=="}}],
     ],
 )
-def test_a_user_dict_that_looks_like_a_tag_survives(state: Any) -> None:
+def test_user_dict_that_looks_like_tag_survives(state: Any) -> None:
     assert_same(through_json(state), state)
 
 
@@ -205,7 +205,7 @@ def test_malformed_data_is_a_value_error(data: Any) -> None:
         decode_state({"parent": [data]})
 
 
-def test_data_that_is_malformed_far_inside_is_told_once() -> None:
+def test_deeply_malformed_data_is_reported_once() -> None:
     data: Any = [{"__int__": "?"}, list(range(100_000))]
     for _ in range(200):
         data = {"__tuple__": [data]}

@@ -64,7 +64,7 @@ def test_what_json_would_change_is_refused(value: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_json_value_changed_after_the_call_is_saved_as_it_was(tmp_path: Path) -> None:
+def test_json_value_changed_after_call_is_saved_unchanged(tmp_path: Path) -> None:
     notes = {"a": [1]}
     pending = jct.save_checkpointables_async(tmp_path / "c", {"notes": jct.JsonValue(notes)})
     notes["a"].append(2)
@@ -74,7 +74,7 @@ def test_a_json_value_changed_after_the_call_is_saved_as_it_was(tmp_path: Path) 
     }
 
 
-def test_a_json_value_and_a_pytree_are_not_each_other(tmp_path: Path) -> None:
+def test_json_value_and_pytree_are_not_each_other(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", {"notes": jct.JsonValue({"a": 1}), "tree": {"a": 1}})
     with pytest.raises(jct.MismatchError, match=r"'notes': saved as 'json', but the target is a dict .'pytree'."):
         jct.load_checkpointables(tmp_path / "c", {"notes": {"a": 1}})
@@ -176,7 +176,7 @@ def test_without_a_target_its_state_comes_back(tmp_path: Path) -> None:
     assert found["random"][1].tobytes() == saved.random.get_state()[1].tobytes()
 
 
-def test_a_state_is_not_loaded_into_a_plain_tree(tmp_path: Path) -> None:
+def test_state_is_not_loaded_into_plain_tree(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", {"sampler": Sampler(0)})
     with pytest.raises(jct.MismatchError, match="'sampler': saved as 'get_set_state', but the target is a dict"):
         jct.load_checkpointables(tmp_path / "c", {"sampler": {"drawn": []}})

@@ -100,7 +100,7 @@ def test_inside_a_running_event_loop(tmp_path: Path) -> None:
     assert asyncio.run(loop()).words == {"hello": 1}
 
 
-def test_an_object_that_does_all_in_the_foreground_returns_nothing(tmp_path: Path) -> None:
+def test_object_that_does_all_in_foreground_returns_nothing(tmp_path: Path) -> None:
     class Plain(Tokenizer):
         async def save(self, directory: Any) -> Any:
             self.threads.append("saved")
@@ -188,7 +188,7 @@ def test_a_missing_or_longer_file_is_found_too(tmp_path: Path, verified: bool) -
 
 
 @pytest.mark.parametrize("verified", [True, False])
-def test_files_are_of_the_checkpoint_that_the_rest_is_of(tmp_path: Path, verified: bool) -> None:
+def test_files_are_of_checkpoint_that_rest_is_of(tmp_path: Path, verified: bool) -> None:
     """Another one takes its place right before the object reads its files, all of which have the same sizes."""
 
     class Late(Tokenizer):

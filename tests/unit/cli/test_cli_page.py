@@ -33,7 +33,7 @@ def test_each_command_has_a_section_with_an_example_its_options_and_codes(name: 
     assert f"[`{name}`](#jaxckpt-{name})" in PAGE
 
 
-def test_nothing_is_told_that_there_is_not() -> None:
+def test_page_documents_only_existing_options() -> None:
     assert set(SECTIONS) <= set(COMMANDS)
     for name, text in SECTIONS.items():
         known = {option for each in COMMANDS[name].params for option in (*each.opts, *each.secondary_opts)} | {"--json"}
@@ -41,7 +41,7 @@ def test_nothing_is_told_that_there_is_not() -> None:
         assert set(re.findall(r"(?<!\S)(--?[a-z][a-z-]*)", examples)) <= known, name
 
 
-def test_the_keys_of_each_document_are_told(tmp_path: Path) -> None:
+def test_keys_of_each_document_are_documented(tmp_path: Path) -> None:
     made_run(tmp_path / "run", 1, 2, 3)
     for calls in CALLS.values():
         name, arguments = (
@@ -55,6 +55,6 @@ def test_the_keys_of_each_document_are_told(tmp_path: Path) -> None:
         assert [key for key in json.loads(done.stdout) if f"`{key}`" not in told] == [], name
 
 
-def test_each_exit_code_is_told() -> None:
+def test_each_exit_code_is_documented() -> None:
     table = PAGE.partition("## Exit codes")[2].partition("## ")[0]
     assert [int(code) for code in re.findall(r"^\| ([0-9]) \|", table, re.MULTILINE)] == [int(code) for code in Code]

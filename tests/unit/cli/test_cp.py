@@ -229,7 +229,7 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alias", "run"]
 
 
-def test_a_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from memory that errs between a read and the write."""
     jct.save(tmp_path / "c", {"w": np.arange(500_000, dtype=np.float32)})
     read_into = LazyBox.read_into
@@ -294,7 +294,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_is_no_checkpoint_of_ours_is_not_copied(tmp_path: Path) -> None:
+def test_foreign_directory_is_not_copied(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file({"w": np.zeros(3)}, tmp_path / "w.safetensors")
@@ -307,7 +307,7 @@ def test_what_is_no_checkpoint_of_ours_is_not_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["file/x", "file/", "link/", "link/x"])
-def test_a_way_that_is_no_directory_is_one_line(tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_way_that_is_no_directory_is_one_line(tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
     jct.save(tmp_path / "c", {"w": np.zeros(3)})
     (tmp_path / "file").write_text("precious")
     (tmp_path / "link").symlink_to("nowhere")

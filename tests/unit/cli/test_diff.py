@@ -59,7 +59,7 @@ def test_zeros_of_another_sign_differ_and_nan_does_not(tmp_path: Path) -> None:
     assert (found["w"]["differing"], found["w"]["max_abs"]) == (1, 0)
 
 
-def test_a_value_that_became_nan_is_told(tmp_path: Path) -> None:
+def test_value_that_became_nan_is_reported(tmp_path: Path) -> None:
     found = differences(tmp_path, {"w": np.array([1.0, 2.0])}, {"w": np.array([1.0, np.nan])})
     assert (found["w"]["differing"], found["w"]["max_abs"]) == (1, "nan")
 
@@ -84,7 +84,7 @@ def test_leaves_that_are_in_one_of_them_or_of_another_form(tmp_path: Path) -> No
     assert lines["0"] == "0 leaves are equal, 4 differ"
 
 
-def test_of_plain_leaves_both_values_are_told(tmp_path: Path) -> None:
+def test_both_values_of_plain_leaves_are_shown(tmp_path: Path) -> None:
     a = {"n": 3, "name": "before", "flag": True, "z": 1j, "large": 1 << 60, "same": 1}
     b = {"n": 5, "name": "after", "flag": False, "z": 2j, "large": 1 << 61, "same": 1}
     found = differences(tmp_path, a, b)

@@ -139,7 +139,7 @@ def test_positions_and_values_of_orbax_are_compared(tmp_path: Path) -> None:
     assert {name: each["kind"] for name, each in found_in(a, d).items()} == {"note": "value"}
 
 
-def test_values_of_different_tools_are_equal_if_their_json_stands_for_the_same(tmp_path: Path) -> None:
+def test_equal_json_values_of_different_tools_are_equal(tmp_path: Path) -> None:
     orbax = orbax_step(tmp_path / "a", 2)
     value = {"a": [1, 2.5], "note": "same"}
     assert json.dumps(value).encode() != next((orbax / "note").iterdir()).read_bytes()
@@ -180,7 +180,7 @@ def test_containers_of_other_kinds(tmp_path: Path, a: Any, b: Any, told_a: str, 
     assert found_in(tmp_path / "a", tmp_path / "a", code=0) == {}
 
 
-def test_one_with_children_and_one_without_are_told_by_their_leaves(tmp_path: Path) -> None:
+def test_leaf_and_subtree_are_compared_by_leaves(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"c": [], "d": [{}]})
     jct.save(tmp_path / "b", {"c": {"x": 1}, "d": ([],)})
     found = found_in(tmp_path / "a", tmp_path / "b")

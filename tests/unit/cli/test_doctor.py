@@ -46,7 +46,7 @@ def test_of_a_plain_directory_it_tells_versions_room_and_speed(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
+def test_directory_missing_yet_is_not_made(tmp_path: Path) -> None:
     found = told("doctor", tmp_path / "new", *SMALL)
     assert not found["is_there"]
     assert told("doctor", tmp_path, *SMALL)["is_there"]
@@ -84,7 +84,7 @@ def test_of_a_run_it_tells_the_newest_step_and_changes_nothing(tmp_path: Path) -
     assert "newest whole step: 2, " in text
 
 
-def test_a_run_that_only_somebody_pinned_in_since_tells_of_its_last_training(tmp_path: Path) -> None:
+def test_pins_do_not_hide_last_training(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     printed("pin", directory, 1)
     risk = told("doctor", directory, *SMALL)["at_risk"]
@@ -110,7 +110,7 @@ def test_a_damaged_newest_step_costs_more_and_is_warned_of(tmp_path: Path) -> No
     assert text.count("warning: ") == 3
 
 
-def test_a_run_without_a_whole_step_is_warned_of(tmp_path: Path) -> None:
+def test_run_without_whole_step_is_warned_of(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     remove_the_segment(step_path(directory, 1))
     found = told("doctor", directory, *SMALL, code=1)
@@ -148,7 +148,7 @@ def test_a_file_system_that_is_short_of_room_is_a_warning(
     assert [warning in each for each in found["warnings"]] == ([True] if warning else [])
 
 
-def test_a_history_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
+def test_history_that_cannot_be_read_is_warning(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     (directory / "history.jsonl").unlink()
     (directory / "history.jsonl").mkdir()
@@ -157,12 +157,12 @@ def test_a_history_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
     assert "the history cannot be read" in found["warnings"][0]
 
 
-def test_a_link_to_nothing_is_told_as_one(tmp_path: Path) -> None:
+def test_dangling_link_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     assert "found a link to nothing" in refused("doctor", tmp_path / "link", code=3)
 
 
-def test_how_a_training_ended_is_told_in_one_line(tmp_path: Path) -> None:
+def test_end_of_training_is_shown_in_one_line(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     history = directory / "history.jsonl"
     history.write_text(history.read_text().replace('"closed"', '"clo\\u001b[31m\\nsed"'))

@@ -30,7 +30,7 @@ def rows(text: str) -> dict[int, str]:
     return {int(line.split()[0]): " ".join(line.split()) for line in text.splitlines()[1:]}
 
 
-def test_a_step_is_told_with_its_size_time_metrics_and_pin(tmp_path: Path) -> None:
+def test_step_is_listed_with_size_time_metrics_pin(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "run", clock=Clock()) as manager:
         save_steps(manager, 1, metrics={"loss": 0.5})
         save_steps(manager, 2, metrics={"loss": float("nan"), "accuracy": 0.25})
@@ -87,7 +87,7 @@ def test_a_step_without_commit_is_listed_as_none(tmp_path: Path) -> None:
     assert found[2]["problem"] == "is no directory, perhaps a link"
 
 
-def test_what_a_roll_back_left_behind_is_told_apart_and_is_no_problem(tmp_path: Path) -> None:
+def test_abandoned_steps_are_listed_apart(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2, 3)
     with jct.StepManager(run) as manager:
         manager.restore(step=1)
@@ -143,7 +143,7 @@ def test_a_relative_path_and_a_home_are_understood(tmp_path: Path, monkeypatch: 
     shutil.rmtree(run)
 
 
-def test_a_step_whose_manifest_is_broken_has_no_age(tmp_path: Path) -> None:
+def test_step_whose_manifest_is_broken_has_no_age(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     truncate_the_manifest(step_path(directory, 2))
     _, second = told("ls", directory, code=1)["steps"]

@@ -30,7 +30,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_checkpoint_is_moved_with_all_that_it_holds(tmp_path: Path) -> None:
+def test_checkpoint_is_moved_with_all_that_it_holds(tmp_path: Path) -> None:
     saved = jct.save(tmp_path / "c", {"w": np.arange(5000)}, custom_metadata=[1])
     before = files_below(tmp_path / "c")
     found = told("mv", tmp_path / "c", f"{tmp_path}/new/")
@@ -42,7 +42,7 @@ def test_a_checkpoint_is_moved_with_all_that_it_holds(tmp_path: Path) -> None:
     assert names(tmp_path) == ["new"]
 
 
-def test_a_step_is_moved_by_the_owner_of_its_run(tmp_path: Path) -> None:
+def test_step_is_moved_by_owner_of_its_run(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     assert told("mv", directory, f"{tmp_path}/old/", "--step", 1)["path"] == str(step_path(tmp_path / "old", 1))
     assert told("mv", step_path(directory, 2), tmp_path / "two")["removed"] is True
@@ -71,7 +71,7 @@ def test_what_its_run_needs_stays(tmp_path: Path) -> None:
     assert told("mv", tmp_path / "run", tmp_path / "new", "--step", 3)["removed"] is True
 
 
-def test_what_a_roll_back_has_left_behind_may_go(tmp_path: Path) -> None:
+def test_what_roll_back_has_left_behind_may_go(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     with jct.StepManager(directory) as manager:
         manager.restore(step=1)
@@ -104,7 +104,7 @@ def test_what_is_more_than_a_checkpoint_stays(tmp_path: Path) -> None:
     assert jct.load(tmp_path / "link") == {"w": 1}
 
 
-def test_what_is_no_checkpoint_of_ours_is_refused_as_a_copy_of_it_is(tmp_path: Path) -> None:
+def test_foreign_directory_is_not_moved(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     save_file({"w": np.zeros(3)}, tmp_path / "folder" / "model.safetensors")
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:
@@ -138,7 +138,7 @@ def test_into_itself_by_another_name_nothing_is_moved(tmp_path: Path) -> None:
     assert (files_below(tmp_path / "run"), files_below(tmp_path / "real")) == before
 
 
-def test_what_a_link_stands_for_stays_by_whatever_name_its_run_is_called(tmp_path: Path) -> None:
+def test_link_target_stays_under_any_run_name(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3, 4)
     (directory / "best").symlink_to(step_path(directory, 1))
     (directory / "inside").symlink_to(f"{step_path(directory, 2)}/state")
@@ -163,7 +163,7 @@ def test_what_is_there_is_replaced_only_if_that_is_asked_for(tmp_path: Path) -> 
     assert jct.load(tmp_path / "b") == {"w": 1}
 
 
-def test_a_source_that_the_disk_does_not_let_go_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undeletable_source_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxckpt_train.store.backends.local import LocalBackend
 
     directory = made_run(tmp_path / "run", 1, 2)

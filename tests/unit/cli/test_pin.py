@@ -37,7 +37,7 @@ def test_a_policy_lets_a_pinned_step_be(tmp_path: Path) -> None:
     assert jct.StepManager(directory).steps == [1, 4]
 
 
-def test_a_step_that_there_is_not_ends_with_3(tmp_path: Path) -> None:
+def test_step_that_there_is_not_ends_with_3(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     assert "has no committed step 7; committed: 1, 2" in refused("pin", directory, 7, code=3)
     refused("pin", tmp_path / "gone", 1, code=3)

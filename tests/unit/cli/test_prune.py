@@ -111,7 +111,7 @@ def test_the_newest_whole_step_stays_if_newer_ones_are_damaged(tmp_path: Path, c
     assert int(jct.StepManager(directory).restore()["state"]["step"]) == 2
 
 
-def test_without_a_check_a_flipped_byte_is_not_seen(tmp_path: Path) -> None:
+def test_without_check_flipped_byte_is_not_seen(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     flip_a_payload_byte(step_path(directory, 2))
     assert going(told("prune", directory, "--keep-latest", 1, code=1)) == []
@@ -126,7 +126,7 @@ def test_where_no_step_is_whole_nothing_goes(tmp_path: Path) -> None:
     assert len(list(directory.glob("step-*"))) == 3
 
 
-def test_what_a_link_stands_for_stays(tmp_path: Path) -> None:
+def test_link_target_is_kept(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "run", best_link=BestLink("loss")) as manager:
         for step, loss in enumerate([3, 1, 2, 4], 1):
             save_steps(manager, step, metrics={"loss": loss})
@@ -220,9 +220,7 @@ def test_where_there_is_no_run_it_ends_with_3_and_makes_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", [["prune", "--keep-latest", "1", "--yes"], ["mv", "elsewhere", "--step", "1"]])
-def test_on_a_disk_without_any_room_the_way_out_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
+def test_full_disk_error_suggests_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     before = files_below(directory)
 

@@ -29,7 +29,7 @@ def invoked(*arguments: object) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_a_page_is_written_and_its_size_told(tmp_path: Path) -> None:
+def test_page_is_written_and_size_printed(tmp_path: Path) -> None:
     run, page = made_run(tmp_path / "run", 1, 2), tmp_path / "page.html"
     code, out, error = report(run, "-o", page)
     assert (code, error) == (0, "")
@@ -48,7 +48,7 @@ def test_without_a_name_the_page_is_in_the_directory_where_one_is(
     assert report(run)[0] == 0  # again
 
 
-def test_the_json_is_the_data_and_no_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_is_data_and_no_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     monkeypatch.chdir(tmp_path)
     code, out, _ = report(run, "--json")
@@ -84,7 +84,7 @@ def test_json_and_a_page_are_both_made_when_both_are_asked_for(tmp_path: Path) -
     assert page.read_text().startswith(MARK)
 
 
-def test_what_the_disk_takes_is_measured_when_asked_for(tmp_path: Path) -> None:
+def test_what_disk_takes_is_measured_when_asked_for(tmp_path: Path) -> None:
     run, page = made_run(tmp_path / "run", 1), tmp_path / "page.html"
     before = sorted(run.iterdir())
     code, out, _ = report(run, "--measure-disk", "--json", "-o", page)
@@ -104,7 +104,7 @@ def test_pairs_of_steps_are_as_many_as_asked_for(tmp_path: Path) -> None:
     assert report(run, "--changes", "-1")[0] == 2
 
 
-def test_a_damaged_step_is_told_and_the_page_is_written_all_the_same(tmp_path: Path) -> None:
+def test_damaged_step_does_not_stop_the_page(tmp_path: Path) -> None:
     run, page = made_run(tmp_path / "run", 1, 2), tmp_path / "page.html"
     truncate_the_manifest(step_path(run, 2))
     code, _, error = report(run, "-o", page)
@@ -142,7 +142,7 @@ def test_what_is_no_report_is_not_replaced(tmp_path: Path) -> None:
     assert error.count("\n") == 1
 
 
-def test_a_place_that_is_not_there_ends_with_4(tmp_path: Path) -> None:
+def test_place_that_is_not_there_ends_with_4(tmp_path: Path) -> None:
     code, _, error = report(made_run(tmp_path / "run", 1), "-o", tmp_path / "none" / "page.html")
     assert code == 4
     assert "expected the directory of the page" in error

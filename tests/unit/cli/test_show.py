@@ -37,7 +37,7 @@ def leaves(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {f"{each['part']}/{each['path']}": each for each in found["leaves"]}
 
 
-def test_all_leaves_are_told_with_what_they_are(single: Path) -> None:
+def test_all_leaves_are_shown_with_types(single: Path) -> None:
     found = told("show", single)
     keys = {"path", "kind", "created", "custom_metadata", "versions", "parts", "bytes", "leaves", "skipped"}
     assert set(found) == keys
@@ -71,7 +71,7 @@ def test_the_text_says_the_same(single: Path) -> None:
     assert text.splitlines()[-1] == "9 leaves, 44 B"
 
 
-def test_a_sharding_is_told(tmp_path: Path) -> None:
+def test_sharding_is_shown(tmp_path: Path) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None))
     jct.save(tmp_path / "c", {"w": jax.device_put(jnp.zeros((8, 6)), sharding)})
@@ -124,7 +124,7 @@ def test_pattern_that_selects_nothing_names_keys_there(tmp_path: Path, pattern: 
     assert len(jct.load(tmp_path / "c", only=meant)) == 1
 
 
-def test_keys_are_those_where_the_pattern_parts_from_the_tree(tmp_path: Path) -> None:
+def test_keys_are_those_where_pattern_parts_from_tree(tmp_path: Path) -> None:
     tree = {"opt": {f"m{n}": n for n in range(50)}, "params": {"a": {"w": 1}, "b": 2}}
     jct.save(tmp_path / "c", tree)
     with pytest.raises(jct.MismatchError, match=r"52 leaves: 'params/a/\*\*', 'params/b'$"):
@@ -197,7 +197,7 @@ def test_what_is_no_checkpoint_ends_with_3(tmp_path: Path) -> None:
     assert "to take step 1 of" in refused("show", tmp_path / "empty", "--step", 1, code=3)
 
 
-def test_names_that_a_stranger_chose_do_nothing_to_the_terminal(tmp_path: Path) -> None:
+def test_names_that_stranger_chose_do_nothing_to_terminal(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {"\x1b[31mred\nline": np.zeros(1), "名": 1})
     lines = printed("show", tmp_path / "c").splitlines()
     assert "state/\\x1b[31mred\\nline" in [line.split()[0] for line in lines]

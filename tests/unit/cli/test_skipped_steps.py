@@ -61,7 +61,9 @@ def call(folder: Path, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("damage", BAD)
-def test_it_is_told_in_a_line(tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_step_is_reported_in_one_line(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     damage(step_path(directory, 3))
     found = told("verify", directory, code=1)
@@ -91,7 +93,7 @@ def test_each_command_tells_it(tmp_path: Path, name: str, caplog: pytest.LogCapt
     ]
 
 
-def test_mv_names_none_if_it_was_told_which_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_mv_of_given_step_reports_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     remove_the_manifest(step_path(directory, 3))
     assert told("mv", directory, tmp_path / "moved", "--step", 1)["skipped"] == []
@@ -99,14 +101,14 @@ def test_mv_names_none_if_it_was_told_which_step(tmp_path: Path, caplog: pytest.
     assert "passed over" not in caplog.text
 
 
-def test_a_link_and_an_empty_directory_with_the_name_of_a_step_are_told(tmp_path: Path) -> None:
+def test_link_and_empty_step_directory_are_reported(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     step_path(directory, 4).symlink_to(step_path(directory, 1))
     step_path(directory, 3).mkdir()
     assert told("verify", directory, code=1)["skipped"] == [step_path(directory, step).name for step in (4, 3)]
 
 
-def test_what_is_older_or_left_behind_is_not_told(tmp_path: Path) -> None:
+def test_older_and_abandoned_steps_are_not_reported(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3, 4)
     with jct.StepManager(directory) as manager:
         manager.restore(step=2)
@@ -118,7 +120,7 @@ def test_what_is_older_or_left_behind_is_not_told(tmp_path: Path) -> None:
     assert (found["path"].rpartition("/")[2].partition("-")[2][:10], found["skipped"]) == ("0000000003", [])
 
 
-def test_one_that_was_set_aside_before_a_later_save_is_not_told(tmp_path: Path) -> None:
+def test_earlier_quarantined_step_is_not_reported(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     flip_a_payload_byte(step_path(directory, 2))
     with jct.StepManager(directory) as manager:

@@ -49,7 +49,7 @@ class _FailingSource:
         self._source.close()
 
 
-def test_what_the_disk_fails_to_read_may_be_whole(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_disk_fails_to_read_may_be_whole(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next try may succeed, or another way to the disk."""
     failing = _Failing(step_path(directory, 3), "state/p00000-s000.safetensors")
     monkeypatch.setattr("jaxckpt_train.cli.maintain.BACKEND", failing)

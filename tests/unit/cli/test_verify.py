@@ -73,7 +73,7 @@ def test_every_damage_ends_with_1_and_its_file_is_named(tmp_path: Path, damage, 
         assert file in "".join(told("verify", step_path(run, 1), code=1)["problems"])
 
 
-def test_what_is_no_checkpoint_of_ours_ends_with_3(tmp_path: Path) -> None:
+def test_foreign_directory_exits_with_3(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file({"w": np.zeros(3)}, tmp_path / "w.safetensors")
@@ -99,7 +99,7 @@ def test_scrub_finds_each_damaged_step_and_changes_nothing(tmp_path: Path) -> No
     assert not (run / ".owner").exists()
 
 
-def test_scrub_of_a_whole_run_reads_all_of_it(tmp_path: Path) -> None:
+def test_scrub_of_whole_run_reads_all_of_it(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     found = told("scrub", run)
     assert found == {

@@ -49,7 +49,7 @@ def three() -> Iterator[list[ColocatedMemory]]:
         each.close()
 
 
-def test_what_was_told_is_of_who_told_it(three: list[ColocatedMemory]) -> None:
+def test_announced_values_belong_to_their_sender(three: list[ColocatedMemory]) -> None:
     first, second, third = three
     second.announce(5, 2)
     assert [first.has_given(number) for number in range(3)] == [0, 0, 0]  # not heard yet
@@ -104,7 +104,7 @@ def test_to_wake_one_that_is_closed_does_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b""
 
 
-def test_who_is_closed_is_told_nothing_and_the_others_go_on(three: list[ColocatedMemory]) -> None:
+def test_closed_member_gets_nothing(three: list[ColocatedMemory]) -> None:
     gone = three.pop()
     gone.close()
     three[0].announce(1, 1)
@@ -142,7 +142,7 @@ def test_nothing_is_left_of_those_that_are_closed() -> None:
     assert left_open() == before
 
 
-def test_who_has_no_room_for_what_it_is_told_hears_the_last_of_it_later() -> None:
+def test_full_channel_delivers_latest_value_later() -> None:
     one, other = memories = joined(2)
     for given in range(5000):
         one.announce(given, 0)

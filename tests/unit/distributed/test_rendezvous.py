@@ -88,7 +88,7 @@ def test_what_was_read_is_not_read_again_at_the_next_look() -> None:
     assert mine.asked.received_bytes < processes * (size + 200)
 
 
-def test_an_error_is_told_at_once_however_long_and_others_with_large_values_wait_for_nothing() -> None:
+def test_error_reaches_all_at_once() -> None:
     text = "x" * 10 * SMALL_BYTES
     failed: list[str] = []
 
@@ -220,7 +220,7 @@ def test_many_ask_less_often(processes: int, slice_s: float, period_s: float) ->
     assert (found._slice_s, found._period_s) == (slice_s, period_s)
 
 
-def test_keys_of_past_meetings_go_with_the_next_exchange() -> None:
+def test_keys_of_past_meetings_go_with_next_exchange() -> None:
     values, processes = CountedValues(waits=True), PACK + 2
     barrier = threading.Barrier(processes)
     left: list[set[str]] = []

@@ -29,7 +29,7 @@ def golden(tmp_path: Path) -> Path:
     return tmp_path / "dcp"
 
 
-def test_the_metadata_tells_tensors_their_places_and_the_tree() -> None:
+def test_metadata_tells_tensors_their_places_and_tree() -> None:
     found = decode_torch_metadata(METADATA, "x")
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.tensors.items()} == {
         "model.layer.weight": ("bfloat16", (3, 4)),
@@ -101,7 +101,7 @@ def test_keys_that_are_nested_without_end_are_no_recursion() -> None:
 
 
 @given(st.integers(0, len(METADATA) - 1), st.integers(0, 255))
-def test_a_damaged_byte_is_told_or_harmless(place: int, byte: int) -> None:
+def test_damaged_byte_is_reported_or_harmless(place: int, byte: int) -> None:
     data = METADATA[:place] + bytes([byte]) + METADATA[place + 1 :]
     try:
         decode_torch_metadata(data, "x")
@@ -109,7 +109,7 @@ def test_a_damaged_byte_is_told_or_harmless(place: int, byte: int) -> None:
         assert str(error).startswith("x: ")  # noqa: PT017  # most bytes can be changed in ways that are still metadata
 
 
-def test_every_cut_is_told() -> None:
+def test_every_truncation_is_reported() -> None:
     for length in range(len(METADATA)):
         with pytest.raises(jct.CorruptCheckpointError):
             decode_torch_metadata(METADATA[:length], "x")
@@ -124,13 +124,13 @@ def test_every_cut_is_told() -> None:
         (b"_StorageInfo", b"_StorageInfx", "names 'torch.distributed.checkpoint.filesystem._StorageInfx'"),
     ],
 )
-def test_what_contradicts_itself_is_told(old: bytes, new: bytes, message: str) -> None:
+def test_contradictions_are_reported(old: bytes, new: bytes, message: str) -> None:
     assert METADATA.count(old)
     with pytest.raises(CheckpointError, match=message):
         decode_torch_metadata(METADATA.replace(old, new), "x")
 
 
-def test_a_file_that_lacks_bytes_or_is_gone_is_told(golden: Path) -> None:
+def test_short_or_missing_file_is_reported(golden: Path) -> None:
     data = (golden / "__0_0.distcp").read_bytes()
     (golden / "__0_0.distcp").write_bytes(data[:-1])
     with pytest.raises(jct.CorruptCheckpointError, match=f"the {len(data)} bytes .* found {len(data) - 1}"):
@@ -140,13 +140,13 @@ def test_a_file_that_lacks_bytes_or_is_gone_is_told(golden: Path) -> None:
         jct.load(golden)
 
 
-def test_a_save_that_has_not_ended_is_no_checkpoint(golden: Path) -> None:
+def test_save_that_has_not_ended_is_no_checkpoint(golden: Path) -> None:
     (golden / ".metadata").rename(golden / ".metadata.tmp")
     with pytest.raises(jct.NotACheckpointError, match=r"without .metadata, which is written last"):
         jct.load(golden)
 
 
-def test_without_pytorch_it_is_told_what_to_install(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pytorch_error_names_the_extra(golden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [each for each in sys.modules if each == "torch" or each.startswith("torch.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -46,9 +46,7 @@ def test_nothing_is_put_into_a_checkpoint(tmp_path: Path, arguments: list[str]) 
 
 
 @every_write
-def test_beside_the_steps_of_a_run_and_beside_a_file_of_that_name_it_is_fine(
-    tmp_path: Path, arguments: list[str]
-) -> None:
+def test_destination_next_to_steps_is_accepted(tmp_path: Path, arguments: list[str]) -> None:
     run = made_run(tmp_path / "run", 1, 2, 3)
     (tmp_path / "COMMIT").write_text("0d5fa8c")  # as others name files, too
     printed(*given(arguments, run, tmp_path / "out"))

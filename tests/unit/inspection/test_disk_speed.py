@@ -72,7 +72,7 @@ def test_a_disk_without_direct_io_is_tried_without(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_refuses_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_refuses_is_reported_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Any, size: int, *, sync: bool) -> None:
         raise StorageError(errno.ENOSPC, "cannot finish writing: No space left on device", "it")
 
@@ -82,7 +82,7 @@ def test_a_disk_that_refuses_is_told_and_nothing_is_left(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_gives_other_bytes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_returns_other_bytes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_into = _LocalSource.read_into
 
     def flip(self: Any, offset: int, data: np.ndarray, needed: int) -> None:

@@ -73,7 +73,7 @@ def test_memory_of_what_was_let_go_is_used_again(tmp_path: Path, small_pieces: N
     assert len(places) <= leaf_reads.AT_ONCE + 3
 
 
-def test_damage_is_told_of_the_piece_that_it_is_in(tmp_path: Path, small_pieces: None, trees: Any) -> None:
+def test_damage_is_reported_for_its_piece(tmp_path: Path, small_pieces: None, trees: Any) -> None:
     pair = [opened_of(tmp_path / name, tree) for name, tree in zip("ab", trees, strict=True)]
     flip_a_payload_byte(tmp_path / "b")
     with pytest.raises(CorruptCheckpointError, match=rf"^{tmp_path / 'b'}/.* of leaf '\d_(large|small_\d)'"):
@@ -101,7 +101,7 @@ class _HeldBackend(LocalBackend):
         return _Held(super().open(directory, name, direct=direct), self.answers)
 
 
-def test_a_disk_that_does_not_answer_is_given_up(
+def test_disk_that_does_not_answer_is_given_up(
     tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "GIVE_UP_S", 0.2)

@@ -71,7 +71,7 @@ def test_a_step_that_is_saved_while_it_is_looked_at(tmp_path: Path, time: int) -
 
 
 @pytest.mark.parametrize("time", range(1, 5))
-def test_the_health_of_a_run_whose_owner_deletes_a_step(tmp_path: Path, time: int) -> None:
+def test_health_of_run_whose_owner_deletes_step(tmp_path: Path, time: int) -> None:
     with jct.StepManager(tmp_path / "run") as manager:
         save_steps(manager, 1, 2, 3)
         backend = _Busy(step_path(tmp_path / "run", 3) / "COMMIT", time, hide(tmp_path / "run", 3))

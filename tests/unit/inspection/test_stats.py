@@ -132,7 +132,7 @@ def test_a_norm_that_is_larger_than_any_number_is_infinite() -> None:
 @example([LARGEST, -LARGEST, 0.0])
 @example([1.7e308, -1.7e308])
 @example([0.0, 5e-324])
-def test_every_value_is_in_a_bin_of_the_histogram(values: list[float]) -> None:
+def test_every_value_is_in_bin_of_histogram(values: list[float]) -> None:
     bins = Histogram(min(values), max(values))
     bins.add(np.array(values))
     counts = bins.counts

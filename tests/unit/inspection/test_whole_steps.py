@@ -22,7 +22,7 @@ def step_of(found: NewestWhole) -> int | None:
     return None if found.entry is None else found.entry.step
 
 
-def test_it_is_the_last_one_if_nothing_is_wrong(tmp_path: Path) -> None:
+def test_it_is_last_one_if_nothing_is_wrong(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     for every_byte in (False, True):
         found = newest(directory, every_byte=every_byte)
@@ -40,7 +40,7 @@ def test_every_damage_is_found_by_every_byte_and_all_but_flips_by_a_look(tmp_pat
     assert step_of(newest(directory, every_byte=False)) == (2 if "flipped" in name else 1)
 
 
-def test_where_none_is_whole_all_are_told(tmp_path: Path) -> None:
+def test_all_damaged_steps_are_reported(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     for step in (1, 2):
         flip_a_payload_byte(step_path(directory, step))
@@ -62,7 +62,7 @@ def test_a_step_that_its_owner_deletes_meanwhile_is_not_damaged(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("every_byte", [False, True])
-def test_a_disk_that_does_not_tell_is_no_damage(
+def test_disk_that_does_not_tell_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_byte: bool
 ) -> None:
     directory = made_run(tmp_path / "run", 1)

@@ -45,7 +45,7 @@ def test_what_a_sink_does_to_its_event_no_other_one_sees() -> None:
     assert type(after.events[0]) is dict
 
 
-def test_what_a_sink_raises_is_told_once_with_its_traceback_and_it_is_called_on(
+def test_failing_sink_is_logged_once_and_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen, other = [], Recorder()
@@ -212,7 +212,7 @@ def test_only_a_sink_that_was_made_for_the_run_is_closed_with_it_and_last() -> N
     assert (mine.steps, given.steps, plain.steps) == ([1, 2, -1], [1, 2], [1, 2])
 
 
-def test_a_close_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_close_that_fails_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Recorder):
         def close(self) -> None:
             raise OSError("no")

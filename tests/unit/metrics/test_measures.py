@@ -37,7 +37,7 @@ def test_a_save_that_failed_held_the_loop_up_and_wrote_nothing() -> None:
     }  # fmt: skip
 
 
-def test_a_restore_tells_past_how_many_steps_it_went() -> None:
+def test_restore_tells_past_how_many_steps_it_went() -> None:
     assert measured(RESTORED) == {
         "events/restore": 1, "restores": 1, "restore.skipped_steps": 2, "restore.duration": 4.0, "restored": 8192,
         "last_restored_step": 90, "last_restore.rate": 2048, "last_restore.timestamp": TIME_S,
@@ -94,5 +94,5 @@ def test_no_two_measures_have_one_name() -> None:
     assert len(names) == len(set(names))
 
 
-def test_the_time_is_that_of_the_event_whatever_its_zone() -> None:
+def test_time_is_that_of_event_whatever_its_zone() -> None:
     assert moment_s(SAVED) == moment_s({"time": "2026-03-01T14:00:30.250+02:00"}) == TIME_S

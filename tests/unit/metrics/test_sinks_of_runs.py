@@ -84,7 +84,7 @@ def test_sinks_get_what_the_history_has_of_a_training_that_is_preempted_and_goes
     assert np.asarray(state["w"]).tobytes() == np.asarray(straight["w"]).tobytes()
 
 
-def test_a_save_that_failed_is_told(tmp_path: Path) -> None:
+def test_save_that_failed_is_reported(tmp_path: Path) -> None:
     sink = Recorder()
     backend = RefusingBackend("create", "safetensors", errno.ENOSPC, 1)
     with jct.StepManager(tmp_path, sinks=[sink], backend=backend) as manager:
@@ -96,7 +96,7 @@ def test_a_save_that_failed_is_told(tmp_path: Path) -> None:
     assert "refused to create" in event["error"]
 
 
-def test_the_metrics_of_a_run_are_those_of_its_history(tmp_path: Path) -> None:
+def test_metrics_of_run_are_those_of_its_history(tmp_path: Path) -> None:
     registry = prometheus_client.CollectorRegistry()
     train(tmp_path / "run", 7, jct.PrometheusSink(tmp_path / "a.prom", registry=registry))
     saves = [event for event in history(tmp_path / "run") if event["event"] == "save"]
@@ -109,7 +109,7 @@ def test_the_metrics_of_a_run_are_those_of_its_history(tmp_path: Path) -> None:
     assert (tmp_path / "a.prom").read_bytes() == prometheus_client.generate_latest(registry)
 
 
-def test_what_the_disk_refuses_of_the_history_reaches_the_sinks(tmp_path: Path) -> None:
+def test_what_disk_refuses_of_history_reaches_sinks(tmp_path: Path) -> None:
     sink = Recorder()
     history = History(RefusingBackend("append", HISTORY_NAME, errno.ENOSPC, 1), str(tmp_path))
     history.send_to([sink])
@@ -134,7 +134,7 @@ def test_a_disk_that_does_not_answer_does_not_keep_an_event_from_them(tmp_path: 
     assert len(history.events()) == 1
 
 
-def test_events_of_several_threads_are_told_in_the_order_of_the_history(tmp_path: Path) -> None:
+def test_events_of_threads_keep_history_order(tmp_path: Path) -> None:
     sink = Recorder()
     history = History(LocalBackend(), str(tmp_path))
     history.send_to([sink])
@@ -208,7 +208,7 @@ def test_sinks_are_shared_by_runs_and_closed_by_who_made_them(tmp_path: Path) ->
     assert sink.port is None
 
 
-def test_a_run_without_sinks_begins_no_thread_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_sinks_begins_no_thread_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names, start = list[str](), threading.Thread.start
 
     def noting(thread: threading.Thread) -> None:
@@ -236,7 +236,7 @@ def test_what_are_no_sinks_is_refused_by_name(tmp_path: Path) -> None:
         ("OpenTelemetrySink", "opentelemetry", "opentelemetry"),
     ],
 )
-def test_a_library_that_is_not_installed_is_told_with_what_to_install(
+def test_missing_library_error_says_what_to_install(
     name: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)

@@ -79,7 +79,7 @@ def test_an_evaluation_does_not_count() -> None:
     assert loop.clock.costs().step_s == pytest.approx(1.0)
 
 
-def test_a_save_costs_what_it_blocks_and_what_the_updates_beside_it_take_longer() -> None:
+def test_save_costs_blocking_and_slower_updates() -> None:
     loop = Loop()
     loop.updates(20)
     loop.save(0.5, [1.3, 1.3, 1.3, 1.1])
@@ -90,7 +90,7 @@ def test_a_save_costs_what_it_blocks_and_what_the_updates_beside_it_take_longer(
     assert costs.trained_s == pytest.approx(loop.now - 1000.0 - WARM_UP_STEPS - 1.0 - 1.5)
 
 
-def test_the_update_after_a_short_save_belongs_to_it() -> None:
+def test_update_after_short_save_belongs_to_it() -> None:
     """Of the CPU's views: an update that finds its memory shared copies it, though the save has ended by then."""
     loop = Loop()
     loop.updates(20)
@@ -100,7 +100,7 @@ def test_the_update_after_a_short_save_belongs_to_it() -> None:
     assert loop.clock.costs().step_s == pytest.approx(1.0)
 
 
-def test_what_it_costs_is_not_known_until_the_updates_beside_it_are_complete() -> None:
+def test_cost_is_unknown_until_updates_complete() -> None:
     loop = Loop()
     loop.updates(20)
     loop.clock.entered(21, False)
@@ -115,7 +115,7 @@ def test_what_it_costs_is_not_known_until_the_updates_beside_it_are_complete() -
     assert loop.clock.costs().cost_s is not None
 
 
-def test_what_is_told_stays_until_a_tenth_has_changed() -> None:
+def test_reported_estimate_changes_by_a_tenth() -> None:
     loop = Loop()
     loop.updates(20)
     loop.save(1.0, [1.0])
@@ -131,7 +131,7 @@ def test_what_is_told_stays_until_a_tenth_has_changed() -> None:
     assert loop.clock.costs().cost_s == pytest.approx(1.5, rel=HYSTERESIS)
 
 
-def test_an_evaluation_beside_a_save_is_not_what_the_save_costs() -> None:
+def test_evaluation_during_save_is_no_cost() -> None:
     loop = Loop()
     for number in range(12):
         loop.updates(20)

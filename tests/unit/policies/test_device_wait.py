@@ -106,7 +106,7 @@ def test_metrics_that_are_queued_are_waited_for_as_the_state_is(tmp_path: Path) 
         {f"leaf{number}": jnp.full(2, number) for number in range(MOST_ASKED + 100)},
     ],
 )
-def test_a_state_that_is_computed_is_not_waited_for(state: Any, tmp_path: Path) -> None:
+def test_state_that_is_computed_is_not_waited_for(state: Any, tmp_path: Path) -> None:
     jax.block_until_ready(state)
     assert saved(tmp_path, lambda: state)[0]["device_wait_s"] < LEAST_S / 10  # 0.0, but on a busy machine
 

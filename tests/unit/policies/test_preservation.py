@@ -203,7 +203,7 @@ def test_best_n_applied_again_and_again_keeps_the_best_of_all_that_ever_were(
 # What is never deleted --------------------------------------------------------------------------------------------
 
 
-def test_the_newest_and_pinned_steps_stay_under_every_policy() -> None:
+def test_newest_and_pinned_steps_stay_under_every_policy() -> None:
     nothing = CustomSteps([])
     assert deleted([], nothing) == []
     assert deleted([info(7)], nothing) == []
@@ -212,7 +212,7 @@ def test_the_newest_and_pinned_steps_stay_under_every_policy() -> None:
     assert deleted(reversed(infos), nothing) == [3], "step 1 was committed last, after a roll-back"
 
 
-def test_the_step_committed_last_stays_after_a_roll_back() -> None:
+def test_step_committed_last_stays_after_roll_back() -> None:
     infos = [info(300, 3), info(400, 4), info(500, 5), info(350, 9)]
     assert deleted(infos, LatestN(1)) == [300, 400]
 
@@ -348,7 +348,7 @@ def test_every_n_steps_keeps_all_multiples_for_ever(gaps: list[tuple[int, float]
 
 @settings(deadline=None)
 @given(GAPS, st.floats(1, 200))
-def test_every_n_seconds_leaves_gaps_and_a_bounded_count(gaps: list[tuple[int, float]], interval: float) -> None:
+def test_every_n_seconds_leaves_gaps_and_bounded_count(gaps: list[tuple[int, float]], interval: float) -> None:
     run = run_of(gaps)
     alive = survivors(run, EveryNSeconds(interval))
     times = [one.time for one in alive]

@@ -121,7 +121,7 @@ def test_policies_are_values() -> None:
         one.policies = ()  # type: ignore[misc]
 
 
-def test_a_metric_that_no_checkpoint_has_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_metric_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     infos = [CheckpointInfo(step, NOW, metrics={"accuracy": 1.0}) for step in range(1000)]
     for count in range(1, 120):
         assert all(BestN("acuracy", 1, "max").should_preserve(infos[:count], context=DecisionContext(NOW)))

@@ -103,7 +103,7 @@ def test_every_seconds_counts_from_the_start_of_the_run_and_from_the_last_save()
     assert asks(policy, info(9, 120), [info(1, 0), info(5, 60)])
 
 
-def test_every_seconds_does_not_save_right_after_a_resume() -> None:
+def test_every_seconds_does_not_save_right_after_resume() -> None:
     policy = EverySecondsPolicy(60)
     days_ago = [info(100, -300_000)]
     assert not asks(policy, info(101, 1), days_ago)
@@ -115,7 +115,7 @@ def test_every_seconds_saves_at_once_when_neither_a_save_nor_the_start_is_known(
     assert not asks(EverySecondsPolicy(60), info(2, 1), [info(1)], run_started=None)
 
 
-def test_every_seconds_survives_a_clock_that_is_set_back() -> None:
+def test_every_seconds_survives_clock_that_is_set_back() -> None:
     policy = EverySecondsPolicy(60)
     previous = [info(5, 60)]
     saved = []
@@ -163,7 +163,7 @@ def test_improvement_saves_only_what_is_strictly_better_than_everything_before()
     assert not asks(ImprovementPolicy("acc", "max"), info(5), [info(1, acc=0.5)], read_metrics=lambda: {"acc": 0.4})
 
 
-def test_improvement_tells_of_a_metric_that_never_comes(caplog: pytest.LogCaptureFixture) -> None:
+def test_improvement_policy_reports_missing_metric(caplog: pytest.LogCaptureFixture) -> None:
     for step, previous in [*((step, []) for step in range(1, 1001)), (100, [info(50)])]:
         assert not asks(ImprovementPolicy("cost", "min"), info(step), previous, read_metrics=lambda: {"loss": 1.0})
     told = "ImprovementPolicy: nothing is saved yet, and step {} has no metric 'cost'; its metrics are: loss"
@@ -325,7 +325,7 @@ def test_policies_are_values() -> None:
         one.policies = ()  # type: ignore[misc]
 
 
-def test_times_need_a_zone_and_are_kept_in_utc() -> None:
+def test_times_need_zone_and_are_kept_in_utc() -> None:
     with pytest.raises(SettingsError, match=r"CheckpointInfo\.time: expected a datetime with a time zone"):
         CheckpointInfo(1, datetime(2026, 3, 1))
     with pytest.raises(SettingsError, match=r"DecisionContext\.now: expected"):

@@ -40,7 +40,7 @@ def test_one_that_cannot_end_is_not_begun_and_what_is_committed_stays() -> None:
     assert plan(left_s=2.4) == (False, False, True, why)
 
 
-def test_where_nothing_is_committed_it_is_tried_all_the_same() -> None:
+def test_where_nothing_is_committed_it_is_tried_anyway() -> None:
     assert plan(left_s=0.1, committed=None) == (True, False, False, "saving step 120: 2.5 s of 0.1 s are needed")
 
 

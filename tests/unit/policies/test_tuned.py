@@ -103,7 +103,7 @@ def test_what_was_spent_beyond_the_budget_puts_the_next_save_off() -> None:
 
 @pytest.mark.parametrize("cost_s", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("mtbf_s", [300.0, 3600.0, 86400.0])
-def test_the_interval_of_young_and_daly_loses_the_least(cost_s: float, mtbf_s: float) -> None:
+def test_interval_of_young_and_daly_loses_least(cost_s: float, mtbf_s: float) -> None:
     """By the exact expectation for failures at random moments (Daly 2006, equation 20), without the time to restart."""
 
     def lost(interval_s: float) -> float:
@@ -138,7 +138,7 @@ def test_a_run_that_has_not_failed_yet_expects_to_in_twice_the_time_that_it_has_
 
 
 @pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
-def test_bounds_are_kept_and_told(kind: Any) -> None:
+def test_bounds_are_kept_and_reported(kind: Any) -> None:
     often, seldom = SaveCosts(step_s=1.0, cost_s=1e-6), SaveCosts(step_s=1.0, cost_s=1e6)
     assert interval_of(kind(min_interval_secs=7.0), often) == pytest.approx(7.0, rel=1e-2)
     assert "min_interval_secs=7 is more" in asked(kind(min_interval_secs=7.0), 8.0, often).reason
@@ -178,7 +178,7 @@ def test_reasons_tell_what_was_measured() -> None:
     )
 
 
-def test_in_a_job_process_zero_decides_now_and_then() -> None:
+def test_in_job_process_zero_decides_now_and_then() -> None:
     for policy in (jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy(), jct.EverySecondsPolicy(5.0)):
         assert outlook(policy, CheckpointInfo(1, START), DecisionContext(START), has_steps=True) is Outlook.SOME_TIME
         assert decided_locally(policy) == "a policy by time"
@@ -208,7 +208,7 @@ def test_a_budget_is_a_fraction(fraction: Any) -> None:
 
 
 @pytest.mark.parametrize("mtbf", [0, -1.0, "1h", True, math.inf])
-def test_a_time_between_failures_is_a_number_of_seconds(mtbf: Any) -> None:
+def test_time_between_failures_is_number_of_seconds(mtbf: Any) -> None:
     with pytest.raises(SettingsError, match=r"YoungDalyPolicy\.mtbf_secs: expected a finite number of seconds above 0"):
         jct.YoungDalyPolicy(mtbf)
 

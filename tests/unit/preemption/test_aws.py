@@ -39,7 +39,7 @@ def test_an_interruption_is_noticed_with_its_time(action: str, caplog: pytest.Lo
     assert caplog.records == []
 
 
-def test_the_time_is_by_the_clock_of_who_tells_it() -> None:
+def test_time_is_by_clock_of_who_tells_it() -> None:
     imds = Imds()
     there = datetime.datetime(2017, 9, 18, 8, 20, 0, tzinfo=UTC)
     imds.date = email.utils.format_datetime(there, usegmt=True)
@@ -51,7 +51,7 @@ def test_the_time_is_by_the_clock_of_who_tells_it() -> None:
 
 
 @pytest.mark.parametrize("date", ["yesterday", "", "Mon, 99 Sep 2017 08:20:00 GMT"])
-def test_without_a_date_the_time_is_by_the_clock_here(date: str) -> None:
+def test_without_date_time_is_by_clock_here(date: str) -> None:
     imds = Imds()
     imds.date = date
     imds.interrupt("terminate", in_s(120))
@@ -61,7 +61,7 @@ def test_without_a_date_the_time_is_by_the_clock_here(date: str) -> None:
 
 
 @pytest.mark.parametrize("time_", ["soon", "", "2017-09-18T08:22:99Z", None, 5, ["2017"]])
-def test_an_interruption_at_no_time_is_one_all_the_same(time_: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_interruption_at_no_time_is_one_anyway(time_: Any, caplog: pytest.LogCaptureFixture) -> None:
     imds = Imds()
     imds.answers[Imds.ACTION] = json.dumps({"action": "terminate", "time": time_, "new": {}}).encode()
     with Server(imds) as server, started(source(server)) as notice:
@@ -85,7 +85,7 @@ def test_an_interruption_at_no_time_is_one_all_the_same(time_: Any, caplog: pyte
     ],
     ids=lambda body: repr(body[:20]),
 )
-def test_what_is_no_interruption_is_told_and_not_acted_on(body: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_notices_are_logged_only(body: bytes, caplog: pytest.LogCaptureFixture) -> None:
     imds = Imds()
     imds.answers[Imds.ACTION] = body
     with Server(imds) as server, started(source(server)) as notice:
@@ -108,7 +108,7 @@ def test_a_token_that_expires_is_replaced_unseen(caplog: pytest.LogCaptureFixtur
     assert caplog.records == []
 
 
-def test_a_server_that_refuses_every_token_is_asked_twice_at_a_look_and_told_of(
+def test_refused_token_is_renewed_once_per_poll(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def respond(handler: Handler, server: Server) -> None:
@@ -132,7 +132,7 @@ def test_what_is_no_token_is_not_sent_on(status: int, token: bytes, caplog: pyte
     assert "HttpPutResponseHopLimit" in caplog.text
 
 
-def test_a_recommendation_to_rebalance_counts_if_that_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
+def test_recommendation_to_rebalance_counts_if_that_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
     imds = Imds()
     imds.answers[Imds.REBALANCE] = b'{"noticeTime": "2020-10-27T08:22:00Z"}'
     with Server(imds) as server:

@@ -246,7 +246,7 @@ def test_a_process_that_was_stopped_has_not_waited() -> None:
     assert excused.waited_s == 0
 
 
-def test_a_wait_ends_once_it_is_told_to() -> None:
+def test_wait_ends_when_asked() -> None:
     asked: list[bool] = []
     save: PendingSave[int] = PendingSave("x", lambda: 1)
     latch = Latch()
@@ -293,7 +293,7 @@ def test_a_load_that_is_asked_to_leave_ends(tmp_path: Path, reads: HeldReads, ho
         assert step_of({"state": following.resume(state_of(0))}) == 5
 
 
-def test_a_load_within_the_callback_leaves_with_its_exit_code(tmp_path: Path, reads: HeldReads) -> None:
+def test_load_within_callback_leaves_with_its_exit_code(tmp_path: Path, reads: HeldReads) -> None:
     backend = HoldingBackend("rename", "nothing")
     with (
         pytest.raises(SystemExit) as left,
@@ -316,7 +316,7 @@ def test_without_a_deadline_a_load_is_finished_first(tmp_path: Path, reads: Held
         assert list(ckpt.steps(10)) == []
 
 
-def test_a_progress_that_raises_ends_the_wait_for_an_answer() -> None:
+def test_progress_that_raises_ends_wait_for_answer() -> None:
     go = threading.Event()
 
     def progress(done: int) -> None:
@@ -335,7 +335,7 @@ def test_a_call_that_does_not_end_is_not_waited_for() -> None:
     assert done == [1]
 
 
-def test_the_time_limit_counts_from_when_the_time_was_up() -> None:
+def test_time_limit_counts_from_when_time_was_up() -> None:
     now = [0.0]
     watch = PreemptionWatch(SingleProcess(), max_run_time_s=100, leave_early_s=lambda: 30.0, monotonic=lambda: now[0])
     now[0] = 95.0  # a long step

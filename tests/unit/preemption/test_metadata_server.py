@@ -55,7 +55,7 @@ def test_any_status_is_an_answer_and_headers_are_sent_as_they_are() -> None:
         assert server.wait_for(1) == ["PUT /a/b"]
 
 
-def test_a_body_of_the_size_that_is_allowed_is_taken() -> None:
+def test_body_of_size_that_is_allowed_is_taken() -> None:
     for size, fits in ((16384, True), (16385, False)):
         with Server(lambda handler, _, size=size: send(handler, 200, b"x" * size)) as server:
             asked = MetadataServer("url", server.url, 60.0)
@@ -94,7 +94,7 @@ def test_an_unusable_answer_is_shown_in_short() -> None:
     ],
     ids=["no status line", "length", "chunks", "header", "status"],
 )
-def test_nothing_that_a_server_sends_is_told_as_it_is_or_at_length(sent: bytes, said: str) -> None:
+def test_server_text_is_escaped_and_shortened(sent: bytes, said: str) -> None:
     def respond(handler: Handler, server: Server) -> None:
         handler.wfile.write(sent)
         handler.wfile.flush()

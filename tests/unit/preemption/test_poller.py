@@ -49,9 +49,7 @@ def but_for_tokens(right: Respond, wrong: Respond) -> Respond:
 
 @both
 @pytest.mark.parametrize("misbehave", MISBEHAVIOURS, ids=lambda one: one.__name__)
-def test_what_cannot_be_used_is_told_once_and_so_is_that_it_can_again(
-    kind: Kind, misbehave: Respond, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failure_and_recovery_are_logged_once(kind: Kind, misbehave: Respond, caplog: pytest.LogCaptureFixture) -> None:
     cloud = kind.speaks()
     with Server(but_for_tokens(cloud, misbehave)) as server, started(kind.source(url=server.url, **QUICK)) as source:
         server.wait_for(2 * kind.requests_of_a_look + 2)  # the token, two looks, and the beginning of a third
@@ -138,7 +136,7 @@ def test_a_notice_stays_and_ends_the_polling(kind: Kind) -> None:
 
 
 @both
-def test_stopping_does_not_wait_for_a_server_that_hangs(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+def test_stopping_does_not_wait_for_server_that_hangs(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
     with Server(hang) as server:
         source = kind.source(url=server.url, poll_s=0.02, timeout_s=3600.0)
         source.stop()

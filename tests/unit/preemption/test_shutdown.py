@@ -76,7 +76,7 @@ def test_where_nobody_said_how_long_the_grace_period_is_the_save_is_waited_for(t
     check_saved(tmp_path, 1)
 
 
-def test_a_save_under_way_is_finished_before_the_last_one(tmp_path: Path) -> None:
+def test_save_under_way_is_finished_before_last_one(tmp_path: Path) -> None:
     backend = HoldingBackend("rename", "step-0000000001")
     ckpt = callback_on(backend, tmp_path, save_interval_steps=1)
     releasing = threading.Thread(target=lambda: backend.reached.wait() and backend.go.set())
@@ -116,7 +116,7 @@ def test_after_a_save_that_failed_the_last_update_is_saved_all_the_same(
     assert jct.StepManager(tmp_path).latest == (2 if noticed_by == "poll" else 3)
 
 
-def test_a_last_save_that_fails_is_told_by_its_own_error(tmp_path: Path) -> None:
+def test_failed_last_save_raises_its_error(tmp_path: Path) -> None:
     backend = RefusingBackend("create", "step-0000000002", errno.ENOSPC, 100)
     with (
         pytest.raises(jct.StorageError, match="refused to create") as caught,

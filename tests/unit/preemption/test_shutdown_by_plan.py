@@ -199,9 +199,7 @@ def test_where_nobody_said_how_long_it_lives_all_is_saved(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("noticed_by", ["call", "poll", "the end of the loop"])
-def test_wherever_it_is_noticed_the_choice_is_told_once(
-    tmp_path: Path, noticed_by: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_shutdown_choice_is_reported_once(tmp_path: Path, noticed_by: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "jaxckpt_train")
     loop = Loop(tmp_path, 0.5, grace_period_s=1.0, on_preemption="raise")
     with pytest.raises(jct.Preempted) as left, loop.ckpt as ckpt:

@@ -44,7 +44,7 @@ def installed(*names: str) -> SignalNotice:
 
 
 @pytest.mark.parametrize(("names", "number"), [(("SIGTERM", "SIGTERM"), TERM), (("SIGABRT", "SIGIOT"), signal.SIGABRT)])
-def test_a_signal_that_is_named_twice_is_watched_once(names: tuple[str, ...], number: int) -> None:
+def test_signal_that_is_named_twice_is_watched_once(names: tuple[str, ...], number: int) -> None:
     before = signal.getsignal(number)
     notice = installed(*names)
     send(number)
@@ -66,7 +66,7 @@ def test_notices_that_are_stopped_in_any_order_leave_what_was_there_before(seen:
     assert signal.getsignal(TERM) is own
 
 
-def test_one_that_is_stopped_is_told_no_more(seen: list[int]) -> None:
+def test_stopped_handler_gets_no_signal(seen: list[int]) -> None:
     below, above = installed(), installed()
     below.restore()
     send()
@@ -145,7 +145,7 @@ def test_one_that_python_does_not_know_is_left_as_it_is(monkeypatch: pytest.Monk
     assert signal.getsignal(TERM) == signal.SIG_DFL
 
 
-def test_an_interrupt_that_is_sent_again_is_ignored_too() -> None:
+def test_interrupt_that_is_sent_again_is_ignored_too() -> None:
     before, notice = signal.getsignal(signal.SIGINT), installed("SIGINT")
     send(signal.SIGINT)
     notice.restore(leaving=True)

@@ -14,7 +14,7 @@ from tests.support.cluster_programs import in_slurm_job, put_on_path
 NOTES_ITS_ARGUMENTS = 'echo "$@" >> $LOG'
 
 
-def test_without_requeue_the_facts_are_told_and_nothing_is_done(
+def test_without_requeue_facts_are_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "jaxckpt_train")
@@ -27,7 +27,7 @@ def test_without_requeue_the_facts_are_told_and_nothing_is_done(
     assert caplog.messages == ["Slurm job 1234, requeued 3 times"]
 
 
-def test_outside_of_a_job_it_warns_and_does_nothing(
+def test_outside_of_job_it_warns_and_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = put_on_path(tmp_path / "bin", "scontrol", NOTES_ITS_ARGUMENTS, monkeypatch)

@@ -94,7 +94,7 @@ def watch_of(*sources: Any, job: SingleProcess | None = None, **options: Any) ->
 
 
 @pytest.mark.parametrize("found", ["the cluster", jct.Notice("the cluster")])
-def test_what_a_source_says_asks_the_job_to_leave(found: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_source_says_asks_job_to_leave(found: Any, caplog: pytest.LogCaptureFixture) -> None:
     source = Told()
     watch, _ = watch_of(Silent(), source)
     watch.start()
@@ -136,7 +136,7 @@ def test_when_the_machine_is_gone_bounds_the_grace_period_whatever_was_noticed_f
 
 
 @pytest.mark.parametrize(("leave_by", "left_s"), [(None, None), (1020.0, 18.0)])
-def test_without_a_grace_period_only_that_is_a_deadline(leave_by: float | None, left_s: float | None) -> None:
+def test_without_grace_period_only_that_is_deadline(leave_by: float | None, left_s: float | None) -> None:
     watch, _ = watch_of(Told(jct.Notice("a", leave_by=leave_by)))
     shutdown = GracefulShutdown(watch, None, 75, lambda: False)
     assert shutdown.left_s() is None
@@ -157,7 +157,7 @@ def test_one_that_noticed_too_late_for_the_grace_period_still_has_until_then() -
     assert watch.left_of(30) == 40
 
 
-def test_those_that_want_to_know_are_told_once_that_the_job_has_left_before_they_are_stopped() -> None:
+def test_sources_hear_of_exit_before_stop() -> None:
     source = Told()
     watch, _ = watch_of(source, Silent())
     watch.start()
@@ -192,7 +192,7 @@ class Hanging(Told):
 @pytest.mark.parametrize(
     ("limit_s", "left_s", "told_s"), [(0.3, None, "0.3"), (0.3, 1e6, "0.3"), (60.0, 0.5, "0.4"), (60.0, 0.0, "0.1")]
 )
-def test_one_that_is_not_done_in_time_is_told_of_and_keeps_no_other_from_being_told(
+def test_slow_source_does_not_delay_others(
     limit_s: float, left_s: float | None, told_s: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the time that it says itself, within that which there is; a little of it is kept for those after it."""
@@ -221,7 +221,7 @@ def test_who_does_not_say_how_long_it_may_take_is_given_ten_seconds() -> None:
         WatchedSources([Hanging(-1)])
 
 
-def test_a_source_that_fails_at_the_end_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_source_that_fails_at_end_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     good = Told()
     watch, _ = watch_of(Broken(), good)
     watch.start()
@@ -234,7 +234,7 @@ def test_a_source_that_fails_at_the_end_costs_nothing(caplog: pytest.LogCaptureF
     assert len(caplog.messages) == 2
 
 
-def test_a_source_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_source_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path) -> None:
     class Unable(Told):
         def start(self) -> None:
             raise RuntimeError("no")
@@ -261,7 +261,7 @@ def run_until_told(ckpt: jct.CheckpointCallback, source: Told, found: Any) -> No
             ckpt(state_of(step + 1))
 
 
-def test_the_run_has_let_go_of_its_directory_when_it_is_told(tmp_path: Path) -> None:
+def test_run_is_released_before_exit_notice(tmp_path: Path) -> None:
     class Next(Told):
         def left(self, step: int | None) -> None:
             super().left(step)
@@ -344,7 +344,7 @@ def test_what_is_switched_off_is_not_started(tmp_path: Path) -> None:
     assert source.calls == ["stop"]
 
 
-def test_a_look_at_every_step_costs_a_microsecond_or_two(caplog: pytest.LogCaptureFixture) -> None:
+def test_look_at_every_step_costs_microsecond_or_two(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "jaxckpt_train")
     watch, _ = watch_of(jct.GceNotice(), jct.AwsNotice(), jct.SlurmNotice(), jct.KubernetesNotice())
     with in_time(1.0):

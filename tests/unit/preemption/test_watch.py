@@ -52,7 +52,7 @@ def send(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIGNALS)
-def test_a_signal_sets_a_flag_and_the_first_one_is_named(name: str) -> None:
+def test_signal_sets_flag_and_first_one_is_named(name: str) -> None:
     notice = SignalNotice(SIGNALS)
     notice.install()
     assert notice.notice() is None
@@ -82,7 +82,7 @@ def test_the_users_own_handler_is_called_too_and_put_back() -> None:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_the_handler_of_a_keyboard_interrupt_is_not_called() -> None:
+def test_handler_of_keyboard_interrupt_is_not_called() -> None:
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     notice = SignalNotice(["SIGUSR1"])
     notice.install()
@@ -173,7 +173,7 @@ def test_the_appearance_of_a_file_is_noticed_and_looked_for_once_a_second(tmp_pa
     assert notice.notice() == f"notice file {path}"
 
 
-def test_the_time_limit_counts_from_the_start_of_the_run() -> None:
+def test_time_limit_counts_from_start_of_run() -> None:
     time = Time()
     notice = TimeNotice(3600, time)
     time.now += 3599
@@ -182,7 +182,7 @@ def test_the_time_limit_counts_from_the_start_of_the_run() -> None:
     assert notice.notice() == "the time limit of 3600 s"
 
 
-def test_how_early_the_time_limit_is_told_may_be_measured_anew_until_then() -> None:
+def test_lead_time_is_measured_again() -> None:
     time, asked, early_s = Time(), list[float](), [30.0]
 
     def leave_early_s() -> float:

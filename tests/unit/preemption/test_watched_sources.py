@@ -65,9 +65,7 @@ class Wrong(Source):
         (lambda: 0, "Wrong.notice(): expected a Notice, its reason as text, or None, found 0"),
     ],
 )
-def test_one_whose_notice_is_wrong_is_told_of_once_and_asked_again(
-    tmp_path: Path, makes: Any, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wrong_notice_is_logged_once(tmp_path: Path, makes: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
     wrong, other = Wrong(makes), Source()
     assert step_left_at(tmp_path, wrong, other) == 6
     assert wrong.asked > 6
@@ -76,7 +74,7 @@ def test_one_whose_notice_is_wrong_is_told_of_once_and_asked_again(
 
 
 @pytest.mark.parametrize("kind", [bool, np.bool_])
-def test_a_source_that_gives_a_truth_value_means_it(tmp_path: Path, kind: Any) -> None:
+def test_source_that_gives_truth_value_means_it(tmp_path: Path, kind: Any) -> None:
     steps = iter([kind(False)] * 5)
     source = Wrong(lambda: next(steps, kind(True)))
     ckpt = jct.CheckpointCallback(tmp_path, notices=[source], on_preemption="raise", progress=False)

@@ -76,7 +76,7 @@ def test_views_wait_for_what_is_not_computed_yet() -> None:
         assert raw(data) == np.full((500, 500), times, np.float32).tobytes()
 
 
-def test_a_deleted_array_is_left_to_who_names_it() -> None:
+def test_deleted_array_is_left_to_who_names_it() -> None:
     tree = leaves_of("float32")
     next(iter(tree.values())).delete()
     assert take_views(list(tree), list(tree.values())) is None

@@ -45,7 +45,7 @@ def mixed_arrays() -> list[jax.Array]:
     ]
 
 
-def test_copies_are_the_same_in_all_but_their_memory() -> None:
+def test_copies_are_same_in_all_but_their_memory() -> None:
     arrays = mixed_arrays()
     copies = copy_on_devices(arrays)
     assert len(copies) == len(arrays)
@@ -157,7 +157,7 @@ def test_a_device_that_was_not_asked_before_makes_it_a_no() -> None:
 
 @pytest.mark.parametrize("statistics", [None, {}, {"bytes_limit": 1 << 40}, {"peak_bytes_in_use": 0}])
 @pytest.mark.parametrize("size", [0, 1])
-def test_a_device_that_does_not_tell_counts_as_full(statistics: dict[str, int] | None, size: int) -> None:
+def test_device_that_does_not_tell_counts_as_full(statistics: dict[str, int] | None, size: int) -> None:
     array = array_on(FakeDevice(statistics), size=size)
     assert [have_room([array]) for _ in range(3)] == [False] * 3
 

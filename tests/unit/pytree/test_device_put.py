@@ -128,7 +128,7 @@ def test_scalars_and_empty_arrays_too(fast_put: CountedFastPut | None, name: str
     assert fast_put is None or fast_put.calls == 2
 
 
-def test_kinds_are_told_apart(fast_put: CountedFastPut | None) -> None:
+def test_kinds_are_distinguished(fast_put: CountedFastPut | None) -> None:
     """What was found out for one shape, dtype or sharding is not taken for another."""
     puts = DevicePuts()
     whole = [SHARDINGS[name]() for name in ("uncommitted", "one device", "on all", "pinned")]
@@ -148,7 +148,7 @@ def test_kinds_are_told_apart(fast_put: CountedFastPut | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["uncommitted", "one device"])
-def test_an_aligned_box_becomes_the_memory_of_the_device(fast_put: CountedFastPut | None, name: str) -> None:
+def test_aligned_box_becomes_memory_of_device(fast_put: CountedFastPut | None, name: str) -> None:
     puts, sharding = DevicePuts(), SHARDINGS[name]()
     for number in range(3):
         box = aligned(content(number, (64, 64), "float32"))
@@ -168,7 +168,7 @@ def test_so_does_every_box_of_a_sharded_array(fast_put: CountedFastPut | None) -
         assert addresses == {device: boxes[box].ctypes.data for device, box in placement.devices}
 
 
-def test_an_array_keeps_the_memory_that_its_box_lay_in(fast_put: CountedFastPut | None) -> None:
+def test_array_keeps_memory_that_its_box_lay_in(fast_put: CountedFastPut | None) -> None:
     """An arena takes the pages of a box back once nothing holds the box."""
     arena, puts, arrays = Arena(16 * 4096), DevicePuts(), list[jax.Array]()
     for number in range(4):
@@ -231,7 +231,7 @@ def extended(aval: Any, sharding: Any, xs: Any, devices: Any, committed: bool = 
 
 
 @pytest.mark.parametrize(("internal", "taken"), [(renamed, False), (reordered, False), (extended, True)])
-def test_the_internal_call_is_taken_only_as_it_was(monkeypatch: pytest.MonkeyPatch, internal: Any, taken: bool) -> None:
+def test_internal_call_is_taken_only_as_it_was(monkeypatch: pytest.MonkeyPatch, internal: Any, taken: bool) -> None:
     assert device_put._find_fast_put() is pxla.batched_device_put
     monkeypatch.setattr(pxla, "batched_device_put", internal)
     assert (device_put._find_fast_put() is internal) is taken

@@ -71,7 +71,7 @@ def test_copied_boxes_are_the_arrays_that_jax_makes(name: str, dtype: str) -> No
 
 @pytest.mark.usefixtures("fast_put")
 @pytest.mark.parametrize("donatable", [None, True])
-def test_a_step_reuses_the_memory_of_what_a_load_returned(tmp_path: Path, donatable: bool | None) -> None:
+def test_step_reuses_memory_of_what_load_returned(tmp_path: Path, donatable: bool | None) -> None:
     made = state()
     jct.save(tmp_path / "c", made)
     loaded = jct.load(tmp_path / "c", made, donatable=donatable)
@@ -100,7 +100,7 @@ def test_nnx_objects_that_were_loaded_can_be_donated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["one device", "on all", "over 4x2", "over 4 and on 2"])
-def test_so_it_does_with_shards_and_without_a_target(tmp_path: Path, name: str) -> None:
+def test_so_it_does_with_shards_and_without_target(tmp_path: Path, name: str) -> None:
     sharding = SHARDINGS[name]()
     made = {f"a{number}": jax.device_put(np.arange(4096.0).reshape(64, 64), sharding) for number in range(2)}
     jct.save(tmp_path / "c", made)
@@ -141,7 +141,7 @@ def test_a_run_is_resumed_and_restored_so_that_its_state_can_be_donated(tmp_path
         assert reused(ckpt.manager.restore({"state": state()})) == 1
 
 
-def test_so_can_a_state_that_a_run_is_initialised_with(tmp_path: Path) -> None:
+def test_so_can_state_that_run_is_initialised_with(tmp_path: Path) -> None:
     made = state()
     jct.save(tmp_path / "c", made)
     with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=1, init_from=tmp_path / "c") as ckpt:
@@ -150,7 +150,7 @@ def test_so_can_a_state_that_a_run_is_initialised_with(tmp_path: Path) -> None:
     assert reused(begun) == 1
 
 
-def test_the_memory_that_is_read_into_stays_within_the_budget(path: Path, watch: Any) -> None:  # noqa: F811
+def test_memory_that_is_read_into_stays_within_budget(path: Path, watch: Any) -> None:  # noqa: F811
     like = {f"x{n:02d}": jax.ShapeDtypeStruct((LEAF_BYTES // 8,), np.float64) for n in range(LEAVES)}
     with enable_x64(True):
         found = jct.load(path, like, donatable=True, settings=BUDGET)

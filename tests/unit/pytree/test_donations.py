@@ -80,7 +80,7 @@ def test_without_memory_for_a_copy_it_is_held_as_before(monkeypatch: pytest.Monk
         snapshot(state, "host")
 
 
-def test_a_loop_that_does_not_donate_is_never_copied() -> None:
+def test_loop_that_does_not_donate_is_never_copied() -> None:
     state = state_of(LARGE)
     for _ in range(3):
         taken = snapshot(state)
@@ -129,7 +129,7 @@ def test_other_modes_are_taken_at_their_word(mode: Any) -> None:
         pass
 
 
-def test_keys_numbers_and_numpy_arrays_beside_it_change_nothing() -> None:
+def test_keys_numbers_and_numpy_arrays_do_not_matter() -> None:
     state = state_of(LARGE)
     more = {"key": jax.random.key(0), "host": np.ones(5), "lr": 0.1, "none": None}
     taken = snapshot({"state": state, **more})

@@ -84,7 +84,7 @@ def test_what_is_flattened_comes_back(tree: Any) -> None:
 
 
 @given(trees)
-def test_the_leaves_are_jax_s_and_none_and_empty_containers_beside_them(tree: Any) -> None:
+def test_leaves_are_those_of_jax_plus_none(tree: Any) -> None:
     own = [leaf for leaf in flatten(tree).leaves if leaf is not None and leaf is not EMPTY]
     assert [id(leaf) for leaf in own] == [id(leaf) for leaf in jax.tree.leaves(tree)]
 
@@ -124,7 +124,7 @@ def test_a_single_leaf_is_the_root(root: Any) -> None:
 
 
 @pytest.mark.parametrize("root", [{}, [], ()])
-def test_an_empty_root_is_a_leaf_of_its_own(root: Any) -> None:
+def test_empty_root_is_leaf_of_its_own(root: Any) -> None:
     assert flatten(root).leaves == [EMPTY]
     assert unflatten(root, [EMPTY]) == root
 
@@ -133,7 +133,7 @@ def test_a_placeholder_is_a_leaf() -> None:
     assert flatten({"a": PLACEHOLDER}).leaves == [...]
 
 
-def test_a_box_lies_under_the_path_of_what_it_holds_and_so_does_a_subclass_of_it() -> None:
+def test_box_has_path_of_its_content() -> None:
     tree = {"a": Box(1), "b": SpecialBox({"c": 2}), "d": Box(Box(3))}
     flat = flatten(tree)
     assert dict(zip(flat.names, flat.leaves, strict=True)) == {"a": 1, "b/c": 2, "d": 3}
@@ -229,7 +229,7 @@ def refilled(tree: Any, fill: Any) -> Any:
 
 @settings(max_examples=100)
 @given(st.lists(trees, min_size=1, max_size=5))
-def test_names_that_are_kept_are_those_of_the_tree(parts: list[Any]) -> None:
+def test_names_that_are_kept_are_those_of_tree(parts: list[Any]) -> None:
     """Any structures beside enough leaves, one after the other and again with other leaves."""
     large = [{"filling": [object() for _ in range(MANY)], "part": part} for part in parts]
     large += [[part, (Point(None, part), {}), large[0]["filling"]] for part in parts]
@@ -281,7 +281,7 @@ ALIKE: list[Any] = [
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_structures_that_look_alike_are_told_apart(kept: dict[Any, Any], backwards: bool) -> None:
+def test_similar_structures_are_distinguished(kept: dict[Any, Any], backwards: bool) -> None:
     filling = [object() for _ in range(MANY)]
     large = [{"part": part, "filling": filling} for part in ALIKE]
     for tree in large[::-1] if backwards else large:
@@ -374,7 +374,7 @@ def test_static_data_of_any_kind_is_no_obstacle(kept: dict[Any, Any], name: str)
     assert len(kept) <= 4
 
 
-def test_an_error_of_a_large_tree_is_raised_each_time(kept: dict[Any, Any]) -> None:
+def test_error_of_large_tree_is_raised_each_time(kept: dict[Any, Any]) -> None:
     for _ in range(2):
         with pytest.raises(UnsupportedLeafError, match="two leaves of the tree have this path"):
             flatten([{Named("x"): 1, Named("y"): 2}, [0] * MANY])

@@ -103,7 +103,7 @@ def test_text_that_is_too_large_or_not_unicode_is_refused_with_a_way_out(monkeyp
         (np.ma.masked_array([1, 2]), "MaskedArray cannot be stored"),
     ],
 )
-def test_what_cannot_be_stored_is_named_and_told_how_to_convert(value: Any, reason: str) -> None:
+def test_unsupported_leaf_error_says_how_to_convert(value: Any, reason: str) -> None:
     with pytest.raises(UnsupportedLeafError, match=reason):
         check_storable("x", value)
 
@@ -135,6 +135,6 @@ def test_a_tree_record_that_this_package_would_not_write_is_corrupt(detail: byte
         decode_tree(part, "here")
 
 
-def test_an_array_that_the_tree_does_not_know_is_corrupt() -> None:
+def test_array_that_tree_does_not_know_is_corrupt() -> None:
     with pytest.raises(CorruptCheckpointError, match="does not match its arrays"):
         decode_tree(part_of(TreeRecord({}, {"a": ArrayLeaf()}), "a", "b"), "here")

@@ -40,7 +40,7 @@ def test_the_data_is_opened_only_after_the_comparison(tmp_path: Path) -> None:
         jct.load(path, {"w": S((3,), F32)})
 
 
-def test_one_error_lists_every_difference_before_anything_is_read(tmp_path: Path) -> None:
+def test_one_error_lists_every_difference_before_reading(tmp_path: Path) -> None:
     saved = {
         "depth": {"inner": jnp.ones(2)},
         "shape": jnp.ones((2, 3)),
@@ -196,9 +196,7 @@ CAST: list[tuple[Any, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("saved", "like", "expected"), CAST, ids=[str(case[1]) for case in CAST])
-def test_cast_converts_within_a_sort_of_number_and_upwards(
-    saved: Any, like: Any, expected: Any, tmp_path: Path
-) -> None:
+def test_cast_converts_within_sort_of_number_and_upwards(saved: Any, like: Any, expected: Any, tmp_path: Path) -> None:
     assert_same(loaded(tmp_path / "c", {"x": saved}, {"x": like}, cast=True), {"x": expected})
 
 
@@ -323,7 +321,7 @@ def message_of(path: Path, like: Any, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_a_leaf_that_the_target_lacks_is_told_with_those_that_end_so_or_look_like_it(tmp_path: Path) -> None:
+def test_missing_leaf_error_suggests_similar_paths(tmp_path: Path) -> None:
     path = saved_without_data(tmp_path / "c", {"hidden": {"kernel": np.ones(3)}, "embedding": np.ones(2), "x": 1})
     state = {"hidden": {"kernel": np.ones(3)}, "embeddings": np.ones(2)}
     like = ({"x": 1, **state}, {"opt_state": {"mu": state}})
@@ -337,7 +335,7 @@ def test_a_leaf_that_the_target_lacks_is_told_with_those_that_end_so_or_look_lik
     assert message_of(path, state, only="x").splitlines()[1].endswith("saved Python int, not in the target")
 
 
-def test_what_helps_is_told_and_nothing_else(tmp_path: Path) -> None:
+def test_error_gives_only_helpful_hints(tmp_path: Path) -> None:
     path = saved_without_data(tmp_path / "c", {"a": np.ones(3), "b": np.ones(2)})
     keeps, shapes, leaves_out = (
         'missing="keep" keeps leaves of',
@@ -371,7 +369,7 @@ FUNCTIONS: list[Any] = [jax.nn.relu, lambda x: x, jax.jit(lambda x: x), np.sin, 
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=[str(type(each).__name__) for each in FUNCTIONS])
-def test_functions_among_the_leaves_are_refused_with_the_way_out(function: Any, tmp_path: Path) -> None:
+def test_functions_among_leaves_are_refused_with_way_out(function: Any, tmp_path: Path) -> None:
     tree = {"w": jnp.ones(2), "layer/1": [function]}
     with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'layer~11/0'.*/ is ~1.*eqx.filter"):
         jct.save(tmp_path / "c", tree)

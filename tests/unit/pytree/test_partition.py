@@ -73,7 +73,7 @@ def test_many_small_arrays_are_shared_whole_and_evenly() -> None:
     assert LEAST_PART_BYTES > 400
 
 
-def test_indexes_that_do_not_make_a_whole_are_refused() -> None:
+def test_indexes_that_do_not_make_whole_are_refused() -> None:
     part = PartRecord("state", "pytree", (ArrayRecord("w", (4,), "float32", ()),), (), b"null")  # type: ignore[arg-type]
 
     def index(*boxes: Box) -> ProcessIndex:

@@ -68,7 +68,7 @@ def same_key(a: Any, b: Any) -> bool:
 
 
 @given(st.lists(keys, max_size=5))
-def test_keys_come_back_from_the_text_of_their_path(path: list[Any]) -> None:
+def test_keys_come_back_from_text_of_their_path(path: list[Any]) -> None:
     text = ROOT
     for key in path:
         text = join(text, key_text(key, text))
@@ -109,7 +109,7 @@ def test_the_text_of_a_key_holds_nothing_that_has_a_meaning_in_a_path_or_a_segme
         (("a", 1), "~ta,1"),
     ],
 )
-def test_the_text_of_a_key_is_what_the_format_says(key: Any, text: str) -> None:
+def test_text_of_key_is_what_format_says(key: Any, text: str) -> None:
     assert key_text(key, ROOT) == text
 
 
@@ -185,7 +185,7 @@ def test_keys_that_look_alike_stay_apart_on_disk(tmp_path: Path) -> None:
 
 
 @given(st.dictionaries(text_keys, st.integers(0, 9), max_size=6))
-def test_a_dict_with_any_text_keys_is_described_as_it_was(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> None:
+def test_dict_with_any_text_keys_is_described_unchanged(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> None:
     path = tmp_path_factory.mktemp("c") / "c"
     settings = jct.StoreSettings(durability="none")
     jct.save(path, tree, settings=settings)
@@ -210,6 +210,6 @@ def test_a_leaf_below_another_one_is_found(leaves: list[str]) -> None:
     assert found in pairs if pairs else found is None
 
 
-def test_below_the_root_lies_whatever_else_there_is() -> None:
+def test_all_paths_are_below_root() -> None:
     assert find_nested_leaves([ROOT]) is None
     assert find_nested_leaves([ROOT, "a"]) == ("a", ROOT)

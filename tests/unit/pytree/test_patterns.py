@@ -47,14 +47,14 @@ def test_a_pattern_chooses(only: Any, chosen: set[str]) -> None:
 
 
 @given(st.text(max_size=12))
-def test_a_pattern_without_stars_stands_for_itself_alone(text: str) -> None:
+def test_pattern_without_stars_matches_itself_only(text: str) -> None:
     if not set(text) & set("*?"):
         assert leaf_filter(text)(text)
         assert not leaf_filter(text)(f"{text}x")
 
 
 @pytest.mark.parametrize("only", [3, 1.5, [3], ["a", None], object()])
-def test_what_is_no_pattern_is_refused_with_an_example(only: Any) -> None:
+def test_what_is_no_pattern_is_refused_with_example(only: Any) -> None:
     with pytest.raises(
         SettingsError, match=r'only: expected a pattern such as "params/\*\*", a list of them or a pred'
     ):

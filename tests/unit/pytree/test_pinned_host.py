@@ -75,7 +75,7 @@ def test_what_is_ordered_arrives_from_wherever(then: str) -> None:
     assert [raw(array) for array in found] == expected
 
 
-def test_what_is_on_the_host_stays_where_it_is() -> None:
+def test_what_is_on_host_stays_where_it_is() -> None:
     places = [SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in ("pinned_host", "unpinned_host")]
     arrays = [*(jax.device_put(jnp.arange(9), place) for place in places), jnp.arange(9)]
     found = start_transfers(arrays)
@@ -83,7 +83,7 @@ def test_what_is_on_the_host_stays_where_it_is() -> None:
     assert start_transfers([]) == []
 
 
-def test_devices_without_pinned_memory_are_asked_for_a_copy() -> None:
+def test_devices_without_pinned_memory_are_asked_for_copy() -> None:
     plain = FakeDevice("device", "unpinned_host")
     arrays: Any = [FakeArray(plain), jnp.arange(9), FakeArray(FakeDevice("device")), FakeArray(FakeDevice())]
     found = start_transfers(arrays)
@@ -91,9 +91,7 @@ def test_devices_without_pinned_memory_are_asked_for_a_copy() -> None:
     assert [array.asked for array in arrays if isinstance(array, FakeArray)] == [1, 1, 1]
 
 
-def test_a_full_memory_is_told_once_and_not_asked_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_memory_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     asked = []
 
     def refuse(arrays: Any, _: Any) -> None:

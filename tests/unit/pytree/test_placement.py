@@ -160,7 +160,7 @@ def test_what_is_no_sharding_is_refused_with_what_to_make_of_it(saved: dict[str,
         jct.load(saved["4x2"], shardings=shardings)
 
 
-def test_a_64_bit_array_is_not_narrowed_in_silence(tmp_path: Path) -> None:
+def test_64_bit_array_is_not_narrowed_in_silence(tmp_path: Path) -> None:
     with enable_x64(True):
         jct.save(tmp_path / "c", {"w": jnp.arange(3.0) / 3}, settings=FAST)
     with pytest.raises(jct.MismatchError, match=r"leaf 'w': saved float64.*jax_enable_x64"):
@@ -168,7 +168,7 @@ def test_a_64_bit_array_is_not_narrowed_in_silence(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 7), reason="JAX 0.6 gives abstract results no sharding")
-def test_a_target_made_by_eval_shape_under_an_explicit_mesh(saved: dict[str, Path]) -> None:
+def test_target_made_by_eval_shape_under_explicit_mesh(saved: dict[str, Path]) -> None:
     explicit = mesh(4, 2, kind=AxisType.Explicit)
     arrays = put(on(explicit))
     with set_mesh(explicit):
@@ -194,7 +194,7 @@ def test_a_target_made_by_eval_shape_of_a_function_with_shardings(saved: dict[st
     check(jct.load(saved["4x2"], make()), wanted)
 
 
-def test_an_abstract_mesh_stands_for_the_mesh_in_effect(saved: dict[str, Path]) -> None:
+def test_abstract_mesh_means_mesh_in_effect(saved: dict[str, Path]) -> None:
     concrete = mesh(2, 4)
     like = {
         name: S(leaf.shape, leaf.dtype, sharding=NamedSharding(concrete.abstract_mesh, on(concrete)[name].spec))
@@ -255,7 +255,7 @@ def test_where_an_array_without_a_sharding_goes() -> None:
 
 
 @pytest.mark.parametrize("has_target", [True, False])
-def test_all_shardings_that_do_not_fit_are_told_at_once(has_target: bool, tmp_path: Path) -> None:
+def test_all_unfit_shardings_are_in_one_error(has_target: bool, tmp_path: Path) -> None:
     tree = {name: jnp.asarray(leaf) for name, leaf in {**HOST, "odd": np.ones((7, 3), np.float32)}.items()}
     jct.save(tmp_path / "c", tree, settings=FAST)
     like = {key: S(leaf.shape, leaf.dtype) for key, leaf in tree.items()}

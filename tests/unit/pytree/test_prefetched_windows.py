@@ -158,7 +158,7 @@ def large(backend: StrictBackend) -> tuple[Committed, Stream, np.ndarray]:
     return committed, stream, expected(committed, stream, arrays, stream.end)
 
 
-def test_a_window_is_complete_only_after_those_before_it() -> None:
+def test_window_is_complete_only_after_those_before_it() -> None:
     backend = StrictBackend()
     committed, stream, right = large(backend)
     held, answered, found = Held(backend, 1), Answered(), np.full(stream.end, EMPTY, np.uint8)
@@ -201,7 +201,7 @@ def test_after_its_close_nothing_is_read_and_the_windows_stay_as_they_are() -> N
 
 
 @pytest.mark.parametrize("what", ["damaged", "missing"])
-def test_an_error_of_a_read_comes_with_a_look(what: str) -> None:
+def test_error_of_read_comes_with_look(what: str) -> None:
     backend = StrictBackend()
     committed, stream, right = large(backend)
     path = f"/a/b/{committed.manifest.segments[0].file}"

@@ -190,9 +190,7 @@ def test_the_bytes_of_direct_reads_are_foreseen(
 
 @pytest.mark.usefixtures("_bands_of_a_block")
 @given(st.data(), st.tuples(*[st.integers(1, 24)] * 3), st.integers(1, 3))
-def test_blocks_between_the_pieces_of_a_box_are_not_foreseen(
-    data: st.DataObject, shape: tuple[int, ...], count: int
-) -> None:
+def test_blocks_between_pieces_of_box_are_not_foreseen(data: st.DataObject, shape: tuple[int, ...], count: int) -> None:
     shape = (shape[0], shape[1], shape[2] * 64)
     array = commit(StrictBackend(), "/a/b", {"x": np.zeros(shape, np.float32)}, StoreSettings())
     (record,) = array.manifest.parts[0].arrays

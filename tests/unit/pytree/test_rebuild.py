@@ -29,7 +29,7 @@ class Weights:
     bias: Any
 
 
-def test_without_a_target_objects_become_dicts_of_their_fields(tmp_path: Path) -> None:
+def test_without_target_objects_become_dicts_of_their_fields(tmp_path: Path) -> None:
     tree = {
         "point": Point(1, [2.5, "text"]),
         "weights": Weights(kernel=(np.arange(3), None), bias=b"raw"),
@@ -95,6 +95,6 @@ def test_paths_that_contradict_each_other_are_corrupt(containers: Any, leaves: A
         rebuild(TreeRecord(containers, leaves), dict.fromkeys(leaves, 1), "here")
 
 
-def test_an_unknown_kind_of_container_is_read_as_a_dict() -> None:
+def test_unknown_kind_of_container_is_read_as_dict() -> None:
     record = TreeRecord({"a": "object evil.Type", "b": "frozen"}, {"a/x": LEAF, "b": EmptyLeaf()})
     assert rebuild(record, {"a/x": 1, "b": None}, "here") == {"a": {"x": 1}, "b": {}}

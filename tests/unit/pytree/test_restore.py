@@ -182,7 +182,7 @@ def everything() -> Any:
     }
 
 
-def test_a_tree_of_everything_comes_back_into_a_target(tmp_path: Path) -> None:
+def test_tree_of_everything_comes_back_into_target(tmp_path: Path) -> None:
     tree = everything()
     assert_same(round_trip(tree, tmp_path / "c", tree), tree)
 

@@ -44,7 +44,7 @@ def test_only_what_is_chosen_is_loaded_and_the_rest_comes_back_as_it_is(path: Pa
     assert_same(jct.load(path, only=only), {"params": jax.tree.map(np.asarray, state(2.0)["params"])})
 
 
-def test_a_pattern_and_a_placeholder_of_a_whole_branch_go_together(path: Path) -> None:
+def test_pattern_and_placeholder_of_whole_branch_go_together(path: Path) -> None:
     target = {"params": state(1.0)["params"], "opt": jct.PLACEHOLDER, "step": 0}
     found = jct.load(path, target, only=["params/dense/kernel", "opt/*/mu"])
     assert found["opt"] is jct.PLACEHOLDER
@@ -77,7 +77,7 @@ def test_placeholders_skip_a_leaf_or_a_whole_subtree(path: Path) -> None:
     assert found["step"] == 7
 
 
-def test_a_placeholder_does_not_hide_leaves_beside_it(path: Path) -> None:
+def test_placeholder_does_not_hide_other_leaves(path: Path) -> None:
     with pytest.raises(
         jct.MismatchError, match="differ in 1 leaf; nothing was read:\n  leaf 'opt/1/count': saved Python int"
     ):
@@ -114,7 +114,7 @@ def test_missing_says_nothing_of_what_is_saved_and_not_wanted(path: Path) -> Non
 
 
 @pytest.mark.timeout(30)
-def test_a_cast_that_fails_on_an_accelerator_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cast_that_fails_on_accelerator_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The CPU stands for the accelerator. The same with an out-of-memory error of device_put."""
     monkeypatch.setattr(restore, "_passes_through_host", lambda job, placement, default: True)
     tree = {f"x{n}": np.full(1 << 20, 1 << 20, np.int32) for n in range(20)}
@@ -139,7 +139,7 @@ def test_each_of_several_patterns_chooses_something(path: Path, like: Any) -> No
         jct.load(path, like, only=[])
 
 
-def test_a_leaf_that_a_rename_would_put_below_another_is_told_before_anything_is_read(path: Path) -> None:
+def test_rename_below_leaf_is_refused_before_reading(path: Path) -> None:
     with pytest.raises(jct.MismatchError, match=r"leaf 'params/dense/kernel/x' would be below leaf '.*/kernel'"):
         jct.load(path, rename={"params/dense/bias": "params/dense/kernel/x"})
 

@@ -177,7 +177,7 @@ class HalfStatic(NamedTuple):
     n: int
 
 
-def test_a_namedtuple_that_jax_flattens_otherwise_keeps_its_fields() -> None:
+def test_namedtuple_that_jax_flattens_otherwise_keeps_its_fields() -> None:
     jax.tree_util.register_pytree_node(HalfStatic, lambda s: ((s.w,), s.n), lambda n, w: HalfStatic(w[0], n))
     taken = snapshot({"a": HalfStatic(np.ones(3), 5), "z": None})
     assert list(taken.record.leaves) == ["a/w", "a/n", "z"]

@@ -96,7 +96,7 @@ def raw_of(tree: dict[str, Any]) -> dict[str, bytes]:
 
 @every_mode
 @pytest.mark.parametrize("sharded", [False, True], ids=["one device", "eight devices"])
-def test_what_is_saved_is_the_state_at_the_call(mode: str, sharded: bool, tmp_path: Path) -> None:
+def test_what_is_saved_is_state_at_call(mode: str, sharded: bool, tmp_path: Path) -> None:
     """However soon the next step is given the memory of the state, and numpy arrays change in place."""
     state, host = next_state(state_of(sharded)), np.arange(5000.0)
     for number in range(20):
@@ -158,9 +158,7 @@ def test_stream_does_not_wait_where_nothing_is_on_devices(tree: Any, tmp_path: P
 
 @pytest.mark.parametrize("mode", ["device", "stream"])
 @pytest.mark.parametrize("takes", [0, 1, 3])
-def test_a_full_disk_lets_the_caller_go_and_is_told_by_wait(
-    mode: str, takes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_raised_by_wait(mode: str, takes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", BusyBackend(takes))
     pending = jct.save_async(tmp_path / "c", state_of(sharded=True), settings=quick(mode))
     with pytest.raises(jct.StorageError, match="No space left on device"):
@@ -181,7 +179,7 @@ def test_one_checkpointable_that_fails_lets_go_of_all(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_save_that_failed_holds_nothing_of_the_state(tmp_path: Path) -> None:
+def test_save_that_failed_holds_nothing_of_state(tmp_path: Path) -> None:
     taken = snapshot(state_of(sharded=True), "stream")
     assert taken.transfers is not None
     taken.close()
@@ -197,7 +195,7 @@ def test_another_way_is_refused(value: Any) -> None:
 
 
 @every_mode
-def test_steps_of_a_run_hold_the_state_at_their_call(mode: str, tmp_path: Path) -> None:
+def test_steps_of_run_hold_state_at_their_call(mode: str, tmp_path: Path) -> None:
     state, expected = state_of(sharded=True), dict[int, dict[str, bytes]]()
     with jct.StepManager(tmp_path, settings=quick(mode)) as manager:
         for number in range(5):
@@ -216,7 +214,7 @@ def release_later(backend: HoldingBackend, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("mode", "waits"), [("device", False), ("stream", True)])
-def test_the_history_tells_how_long_the_loop_was_kept(mode: str, waits: bool, tmp_path: Path) -> None:
+def test_history_tells_how_long_loop_was_kept(mode: str, waits: bool, tmp_path: Path) -> None:
     backend, held_s = HoldingBackend("create", "step-0000000001"), 0.2
     with jct.StepManager(tmp_path, settings=quick(mode), backend=backend) as manager:
         if waits:

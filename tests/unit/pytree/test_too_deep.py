@@ -89,7 +89,7 @@ WAYS: list[Callable[[Path, Any], object]] = [
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", TREES)
-def test_a_tree_that_is_too_deep_is_refused_everywhere(
+def test_tree_that_is_too_deep_is_refused_everywhere(
     make: Callable[[], Any], way: Callable[[Path, Any], object], tmp_path: Path
 ) -> None:
     jct.save(tmp_path / "a", {"a": np.arange(3)})

@@ -189,7 +189,7 @@ def test_arrays_of_real_devices_come_and_are_let_go(ahead: int) -> None:
 
 
 @pytest.mark.parametrize("is_ours", [False, True])
-def test_a_view_is_only_taken_of_what_is_ours(is_ours: bool) -> None:
+def test_view_is_only_taken_of_what_is_ours(is_ours: bool) -> None:
     """A step on a GPU that is given the memory of a view fails."""
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     array = jax.device_put(jnp.arange(5000.0), there)
@@ -229,7 +229,7 @@ def test_nothing_is_started_before_all_are_added() -> None:
     assert device.started == []
 
 
-def test_closing_lets_go_of_all_and_of_who_waits() -> None:
+def test_close_releases_all_and_ends_waits() -> None:
     transfers = Transfers(TransferBudget(1))
     arrays = [jnp.arange(10.0) + n for n in range(5)]
     references = [weakref.ref(array) for array in arrays]

@@ -74,7 +74,7 @@ def test_small_complex_arrays_with_nan_are_not_saved(tmp_path: Path, dtype: str)
         jct.save(tmp_path / "c", {"w": array}, settings=REJECT)
 
 
-def test_a_single_number_may_be_inf_and_not_nan() -> None:
+def test_single_number_may_be_inf_and_not_nan() -> None:
     tree = {
         "best": jnp.float32(np.inf),
         "host": np.float32(-np.inf),
@@ -101,7 +101,7 @@ def test_one_shard_of_many_is_enough() -> None:
     assert flaws({"w": sharded}) == {"w": "nan"}
 
 
-def test_many_arrays_of_many_devices_are_asked_together_and_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_of_many_devices_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_guard, "TOGETHER", 3)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     places = [

@@ -57,7 +57,7 @@ def test_a_resume_computes_as_the_uninterrupted_run(
 
 
 @pytest.mark.parametrize("target", [S((3,), jnp.float32), S((3,), jnp.float32, weak_type=True), jnp.zeros(3)])
-def test_a_weak_vector_stays_weak_whatever_the_target_says(target: Any, tmp_path: Path) -> None:
+def test_weak_vector_stays_weak_whatever_target_says(target: Any, tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {"x": weak_vector(1, 2, 3)}, settings=FAST)
     found = jct.load(tmp_path / "c", {"x": target})["x"]
     assert_same(found, weak_vector(1, 2, 3))
@@ -117,7 +117,7 @@ def test_64_bit_arrays_load_without_x64_only_as_far_as_nothing_is_lost(
     assert_same(found, jnp.asarray(0.1))
 
 
-def test_nnx_variables_take_the_weak_type_of_the_checkpoint(tmp_path: Path) -> None:
+def test_nnx_variables_take_weak_type_of_checkpoint(tmp_path: Path) -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:
             self.scale, self.count = nnx.Param(jnp.asarray(1.0)), nnx.Variable(jnp.asarray(0))
@@ -130,7 +130,7 @@ def test_nnx_variables_take_the_weak_type_of_the_checkpoint(tmp_path: Path) -> N
     assert_same(nnx.to_pure_dict(nnx.state(fresh)), nnx.to_pure_dict(nnx.state(model)))
 
 
-def test_one_sharding_for_a_whole_tree_leaves_numbers_alone(tmp_path: Path) -> None:
+def test_one_sharding_for_whole_tree_leaves_numbers_alone(tmp_path: Path) -> None:
     mesh = Mesh(np.array(jax.devices("cpu")), ("x",), axis_types=(AxisType.Auto,))
     tree = {"w": jnp.arange(8.0), "step": jnp.asarray(4)}
     jct.save(tmp_path / "c", tree, settings=FAST)

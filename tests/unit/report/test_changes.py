@@ -57,7 +57,7 @@ def test_relative_changes_are_norms_by_norms(tmp_path: Path) -> None:
     assert pair.relative == pytest.approx(whole, rel=1e-5)
 
 
-def test_leaves_that_only_one_has_are_told(tmp_path: Path) -> None:
+def test_leaves_that_only_one_has_are_reported(tmp_path: Path) -> None:
     run_of(tmp_path, s1={"a": np.ones(2), "b": np.ones(3)}, s2={"a": np.ones((1, 2)), "c": np.ones(3)})
     (pair,) = compared(tmp_path).pairs
     assert {leaf.name: leaf.kind for leaf in pair.leaves} == {
@@ -75,7 +75,7 @@ def test_leaves_that_only_one_has_are_told(tmp_path: Path) -> None:
         (9, [(1, 2), (2, 3), (3, 4), (4, 5), (5, 6)], ""),
     ],
 )
-def test_the_newest_pairs_are_chosen_and_the_rest_is_told(
+def test_newest_pairs_are_chosen_rest_is_reported(
     tmp_path: Path, wanted: int | None, chosen: list[tuple[int, int]], left_out: str
 ) -> None:
     made_run(tmp_path, 1, 2, 3, 4, 5, 6)

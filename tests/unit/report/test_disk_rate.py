@@ -56,7 +56,7 @@ def test_each_try_writes_and_syncs_all_of_it_and_leaves_nothing(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_refuses_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+def test_disk_that_refuses_is_reported_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no space"):
         measure_disk(FullBackend(), str(tmp_path), 2 * BLOCK_BYTES)
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ from tests.support.report_runs import gathered_of
 from tests.support.runs import made_run, step_path, truncate_the_manifest
 
 
-def test_leaves_and_files_are_told_with_form_and_size(tmp_path: Path) -> None:
+def test_leaves_and_files_have_shape_and_size(tmp_path: Path) -> None:
     state = {"w": np.ones((3, 5), np.float16), "k": jax.random.key(0), "n": 4, "none": None}
     with jct.StepManager(tmp_path) as manager:
         manager.save(7, {"state": state, "data": jct.JsonValue({"next": 3})})
@@ -32,7 +32,7 @@ def test_leaves_and_files_are_told_with_form_and_size(tmp_path: Path) -> None:
     }
 
 
-def test_it_is_the_newest_step_that_can_be_restored(tmp_path: Path) -> None:
+def test_it_is_newest_step_that_can_be_restored(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2)
     truncate_the_manifest(step_path(tmp_path, 2))
     tree = gathered_of(tmp_path).tree

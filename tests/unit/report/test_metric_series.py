@@ -39,7 +39,7 @@ def test_what_was_left_behind_has_none(tmp_path: Path) -> None:
     assert values(tmp_path) == {"loss": [(1, 1.0), (2, 20.0), (4, 40.0)]}
 
 
-def test_what_is_not_finite_is_told(tmp_path: Path) -> None:
+def test_nonfinite_metrics_are_reported(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         manager.save(1, {"state": state_of(1)}, metrics={"loss": math.nan, "most": math.inf})
         manager.wait()

@@ -78,7 +78,7 @@ def test_a_name_that_is_no_unicode_is_shown_as_what_it_is(tmp_path: Path) -> Non
     assert page.encode()
 
 
-def test_the_tree_has_the_changes_of_its_step_only(tmp_path: Path) -> None:
+def test_tree_has_changes_of_its_step_only(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2, 3)
     tree = data_of(page_of(gathered_of(tmp_path)))["tree"]
     assert tree["pair"] == [2, 3]
@@ -112,7 +112,7 @@ def test_a_run_of_one_step_without_metrics(tmp_path: Path) -> None:
     assert "There are no two steps to compare." in said
 
 
-def test_damaged_steps_are_told_first(tmp_path: Path) -> None:
+def test_damaged_steps_come_first(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2, 3)
     truncate_the_manifest(step_path(tmp_path, 3))
     flip_a_payload_byte(step_path(tmp_path, 2))
@@ -123,7 +123,7 @@ def test_damaged_steps_are_told_first(tmp_path: Path) -> None:
     assert "step-0000000002" in said.partition("What could not be compared")[2]
 
 
-def test_of_very_many_damaged_steps_the_first_are_told(tmp_path: Path) -> None:
+def test_first_of_many_damaged_steps_are_listed(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"step-{number:010d}").mkdir()
     said = words(tmp_path)
@@ -133,7 +133,7 @@ def test_of_very_many_damaged_steps_the_first_are_told(tmp_path: Path) -> None:
     assert "and 15 more" in said
 
 
-def test_a_failed_save_is_told_first(tmp_path: Path) -> None:
+def test_failed_save_comes_first(tmp_path: Path) -> None:
     said = words(write_history(tmp_path, at(0, "start"), at(5, "save", ok=False, step=7, error="no space left")))
     assert "Step 7 was not saved at 2026-03-01 00:00:05: no space left" in said
     assert "1 failed" in said

@@ -48,12 +48,12 @@ def test_a_directory_or_a_link_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "target").read_text() == f"{MARK}precious"
 
 
-def test_a_directory_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_directory_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="expected the directory of the page"):
         write_page(BACKEND, str(tmp_path / "none" / "report.html"), MARK)
 
 
-def test_where_the_disk_refuses_the_page_of_before_stays(tmp_path: Path) -> None:
+def test_where_disk_refuses_page_of_before_stays(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_page(BACKEND, str(path), f"{MARK}one")
     with pytest.raises(StorageError):

@@ -32,7 +32,7 @@ def found(*events: dict[str, Any], is_live: bool = False) -> tuple[list[Process]
     return processes_of(history.attempts(is_live), history.places)
 
 
-def test_each_process_is_a_row_with_how_it_ended() -> None:
+def test_each_process_is_row_with_how_it_ended() -> None:
     rows, _ = found(*RUN)
     assert [(row.number, row.how, row.where) for row in rows] == [
         (1, "killed", "node-1, process 11, Slurm job 7, restart 2"),

@@ -29,7 +29,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
         read_run(BACKEND, str(tmp_path / name), NOW)
 
 
-def test_lines_that_are_damaged_are_told_and_not_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_lines_are_counted_not_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_history(tmp_path, at(0, "start"), {"event": "nothing"})
     with (tmp_path / "history.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n{half\n")
@@ -59,7 +59,7 @@ def test_of_very_many_warnings_the_first_are_kept(tmp_path: Path) -> None:
     assert read.warnings[-1] == "more warnings of the same kind are left out"
 
 
-def test_a_history_that_cannot_be_read_is_told_and_the_steps_are_there(tmp_path: Path) -> None:
+def test_unreadable_history_does_not_hide_steps(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2)
     (tmp_path / "history.jsonl").unlink()
     (tmp_path / "history.jsonl").mkdir()
@@ -68,7 +68,7 @@ def test_a_history_that_cannot_be_read_is_told_and_the_steps_are_there(tmp_path:
     assert ([step.step for step in gathered.steps], gathered.saves) == ([1, 2], ())
 
 
-def test_whether_somebody_is_at_work_is_told(tmp_path: Path) -> None:
+def test_live_owner_is_reported(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1)
         read = read_run(BACKEND, str(tmp_path), NOW)

@@ -42,13 +42,13 @@ def second(number: float) -> datetime.datetime:
     return START + datetime.timedelta(seconds=number)
 
 
-def test_a_step_lives_from_its_save_to_its_deletion() -> None:
+def test_step_lives_from_its_save_to_its_deletion() -> None:
     one, two = lives(saved(1, 10), saved(5, 20), deleted(6, 10), looks=there(20))
     assert (one.saved, one.deleted, one.state, one.bytes) == (second(1), second(6), "deleted", 110)
     assert (two.saved, two.deleted, two.is_there) == (second(5), None, True)
 
 
-def test_a_name_that_is_given_again_is_another_step() -> None:
+def test_name_that_is_given_again_is_another_step() -> None:
     found = lives(saved(1, 10), deleted(2, 10), saved(3, 10), deleted(4, 10))
     assert [(life.saved, life.deleted) for life in found] == [(second(1), second(2)), (second(3), second(4))]
 
@@ -57,7 +57,7 @@ def test_a_step_that_somebody_removed_is_gone() -> None:
     assert [life.state for life in lives(saved(1, 10))] == ["gone"]
 
 
-def test_a_deletion_of_a_step_that_nobody_told_of_is_told() -> None:
+def test_unreported_deletion_is_detected() -> None:
     (life,) = lives(deleted(2, 10))
     assert (life.saved, life.deleted, life.state) == (None, second(2), "deleted")
 
@@ -128,7 +128,7 @@ def test_without_a_history_steps_tell_of_themselves(tmp_path: Path) -> None:
     assert [life.bytes for life in found] == [look.nbytes for look in looks]
 
 
-def test_temporary_and_uncommitted_steps_are_told(tmp_path: Path) -> None:
+def test_temporary_and_uncommitted_steps_are_reported(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1)
         manager.save(2, {"state": {"w": 1}}, temporary=True)

@@ -62,7 +62,7 @@ def test_a_long_stream_is_counted_and_its_groups_are_even(count: int, most: int)
     assert max(after - before for before, after in itertools.pairwise(older)) <= 2 * (BATCH + 2 * count // most)
 
 
-def test_what_stands_out_stays_however_long_the_stream() -> None:
+def test_outliers_stay_in_any_stream() -> None:
     sample = Sample[float](float, most=50)
     for number in range(60_000):
         sample.add(1e9 if number == 777 else number % 10)

@@ -33,7 +33,7 @@ def marks_of(*events: dict[str, Any]) -> list[Mark]:
     return history_of(*events).marks()
 
 
-def test_a_save_is_told_from_its_call_to_its_commit() -> None:
+def test_save_spans_call_to_commit() -> None:
     (save,) = saves_of(at(0, "start"), at(10, "save", **SAVED))
     assert (save.began, save.ended) == (second(2), second(10))
     assert (save.blocked_s, save.background_s, save.save_s) == (2.0, 6.0, 8.0)
@@ -58,22 +58,22 @@ def test_work_that_devices_had_before_a_save_is_no_part_of_it() -> None:
     assert (save.began, save.background_s) == (second(18), 0.0)
 
 
-def test_a_save_that_failed_has_a_reason_and_no_rate() -> None:
+def test_save_that_failed_has_reason_and_no_rate() -> None:
     (save,) = saves_of(at(10, "save", **{**SAVED, "ok": False, "error": "no space"}))
     assert (save.ok, save.error, save.bytes_per_s) == (False, "no space", None)
 
 
-def test_a_save_that_says_nothing_is_told_all_the_same() -> None:
+def test_save_without_details_is_shown() -> None:
     (save,) = saves_of(at(10, "save"))
     assert (save.began, save.ended, save.step, save.ok, save.bytes) == (second(10), second(10), None, False, None)
 
 
-def test_a_save_is_never_shorter_than_what_it_blocked() -> None:
+def test_save_is_never_shorter_than_what_it_blocked() -> None:
     (save,) = saves_of(at(10, "save", blocked_s=3.0, save_s=1.0))
     assert (save.save_s, save.background_s) == (3.0, 0.0)
 
 
-def test_a_restore_is_told_with_what_it_passed_over() -> None:
+def test_restore_lists_skipped_steps() -> None:
     event = at(10, "restore", step=90, name="a", bytes=80, restore_s=4.0, bytes_per_s=20, skipped=["b", "c"])
     (restore,) = restores_of(event, at(11, "resumed", step=90))
     assert (restore.began, restore.ended, restore.restore_s) == (second(6), second(10), 4.0)

@@ -71,7 +71,7 @@ def test_two_crashes_in_a_row_are_no_damage_and_hide_no_note(one_pin: bytes) -> 
     assert looked > 10_000
 
 
-def test_a_note_that_is_lost_is_missed_whatever_lies_in_its_place() -> None:
+def test_lost_line_is_missed_whatever_replaces_it() -> None:
     data = b""
     for step in range(1, 6):
         data = added(data, step)
@@ -82,7 +82,7 @@ def test_a_note_that_is_lost_is_missed_whatever_lies_in_its_place() -> None:
             assert found.problem is not None, (lost, place)
 
 
-def test_what_lies_in_between_is_nothing_if_no_number_is_missing() -> None:
+def test_garbage_between_complete_lines_is_ignored() -> None:
     first, second = encode_note({"step": 1}, 1, after_cut=False), encode_note({"step": 2}, 2, after_cut=False)
     for rubbish in (b"x\n\n", bytes(2000), b"\n\n\n", b"\xff\n", b'{"step":7,"number":9}\n'):
         found = read(first + rubbish + second)
@@ -100,7 +100,7 @@ def test_bytes_in_the_last_note_that_no_crash_makes_zero_are_damage() -> None:
                 assert read(spoilt).problem is not None, spoilt
 
 
-def test_more_zeros_than_a_note_has_bytes_are_damage() -> None:
+def test_more_zeros_than_note_has_bytes_are_damage() -> None:
     assert read(added(b"", 1) + bytes(900)).problem is None
     assert "damaged at byte 63" in str(read(added(b"", 1) + bytes(2000)).problem)
 
@@ -142,7 +142,7 @@ def test_a_number_that_is_none_is_no_number(value: object) -> None:
     assert "expected note 1, found note without a number" in str(read(data).problem)
 
 
-def test_half_of_a_file_is_told_to_be_missing_until_that_is_settled() -> None:
+def test_missing_half_is_reported_until_settled() -> None:
     first, last = added(b"", 1), encode_note({"step": 9}, 9, after_cut=False)
     found = NoteLines([(0, first), (10**9, b"half a line\n" + last)], "notes")
     assert found.problem is not None
@@ -167,7 +167,7 @@ def test_many_lines_that_are_no_notes_are_not_decoded(line: bytes, monkeypatch: 
     assert ([note["step"] for note in found.notes], len(decoded)) == ([1], 1)
 
 
-def test_who_owns_the_run_no_more_adds_no_note() -> None:
+def test_who_owns_run_no_more_adds_no_note() -> None:
     backend = MemoryBackend()
     backend.make_directory("/run", parents=True, sync=True)
     NoteBook(backend, "/run").add({"step": 1})

@@ -151,7 +151,7 @@ def test_a_block_that_was_lost_later_is_damage(tmp_path: Path, block: int) -> No
     assert problem is not None
 
 
-def test_blocks_that_never_reached_the_disk_are_no_damage(tmp_path: Path, two_pins: bytes) -> None:
+def test_blocks_that_never_reached_disk_are_no_damage(tmp_path: Path, two_pins: bytes) -> None:
     (tmp_path / NOTES_NAME).write_bytes(two_pins + bytes(300))
     pin(tmp_path, 500)
     assert pinned(tmp_path) == ({100, 300, 500}, None)
@@ -267,7 +267,7 @@ def fail(code: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["pin", "metrics"])
-def test_a_note_that_came_when_another_had_taken_over_is_not_told_to_be_kept(tmp_path: Path, what: str) -> None:
+def test_late_annotation_is_not_reported_as_kept(tmp_path: Path, what: str) -> None:
     """The disk does not answer this process for a minute, nor its heartbeat; then the note goes through."""
     run = made_run(tmp_path, 1, 2)
 

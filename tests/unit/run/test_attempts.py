@@ -97,7 +97,7 @@ def test_a_step_that_is_overwritten_leaves_those_after_it_behind() -> None:
     assert stretches(below) == [(100, 100), (50, 50)]
 
 
-def test_a_save_that_ends_later_than_the_loop_is_told_of_goes_nowhere_back() -> None:
+def test_late_save_does_not_move_time_back() -> None:
     (found,) = attempts(*LIFE[:-2], at(62, "progress", step=170), at(63, "save", step=165, ok=True))
     assert stretches(found) == [(100, 170)]
     assert found.safe_step == 165
@@ -156,7 +156,7 @@ FIELDS = ["event", "time", "step", "ok", "how", "blocked_s", "save_s", "wait_s",
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_field_that_is_anything_spoils_no_other_event(field: str) -> None:
+def test_field_that_is_anything_spoils_no_other_event(field: str) -> None:
     for number, value in itertools.product(range(len(LIFE)), HOSTILE):
         events = [*LIFE[:number], {**LIFE[number], field: value}, *LIFE[number + 1 :]]
         RunStatistics.of(events)
@@ -185,7 +185,7 @@ def test_whatever_a_history_holds_it_can_be_read(events: list[dict[str, Any]]) -
     assert all(each.useful_steps >= 0 and each.redone_steps >= 0 for each in found.attempts)
 
 
-def test_what_it_took_to_resume_lies_within_the_time_of_the_process() -> None:
+def test_resume_time_is_part_of_process_time() -> None:
     """The second loop of a process has waited a minute for the directory, which it took only then."""
     (found,) = attempts(at(62, "start"), at(64, "resumed", step=5, resume_s=64.0), at(164, "end", how="finished"))
     assert (found.wall_s, found.to_resume_s) == (164.0, 64.0)

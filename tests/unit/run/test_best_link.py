@@ -40,7 +40,7 @@ def test_the_link_follows_the_best_step(tmp_path: Path) -> None:
     assert np.array_equal(load_file(link / "state" / "p00000-s000.safetensors")["w"], np.asarray(state_of(1)["w"]))
 
 
-def test_the_link_never_stands_for_what_is_gone(tmp_path: Path) -> None:
+def test_link_never_points_to_deleted_step(tmp_path: Path) -> None:
     policy = jct.LatestN(1)
     with jct.StepManager(tmp_path, preservation_policy=policy, best_link=BestLink("acc", "max")) as manager:
         for step in range(1, 6):
@@ -58,7 +58,7 @@ def test_a_later_job_goes_on_with_it(tmp_path: Path) -> None:
         assert os.readlink(tmp_path / "top") == "step-0000000002"
 
 
-def test_the_callback_has_one_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_callback_has_one_where_it_is_asked_for(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_interval_steps": 1, "keep_best": 1, "keep_latest": 1, "best_metric": "loss"}
     with jct.CheckpointCallback(tmp_path, best_link=True, **options) as ckpt:
         ckpt.resume(state_of(0))
@@ -84,7 +84,7 @@ def test_what_is_no_link_stays(tmp_path: Path, kind: str, caplog: pytest.LogCapt
     assert "exists and is not a link" in told[0].message
 
 
-def test_storage_without_links_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_storage_without_links_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     with jct.StepManager("/run", backend=MemoryBackend(), best_link=BestLink("loss")) as manager:
         save(manager, 1, loss=0.3)
         save(manager, 2, loss=0.2)

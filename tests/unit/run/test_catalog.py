@@ -29,7 +29,7 @@ def names(directory: Path) -> list[str]:
     return [entry.name for entry in scan(LocalBackend(), str(directory))]
 
 
-def test_a_directory_that_is_not_there_has_no_steps(tmp_path: Path) -> None:
+def test_directory_that_is_not_there_has_no_steps(tmp_path: Path) -> None:
     assert scan(LocalBackend(), str(tmp_path / "nothing")) == []
 
 
@@ -68,7 +68,7 @@ def test_what_policies_need_is_read_back(tmp_path: Path) -> None:
     assert (clock.now - entry.time).total_seconds() < 600
 
 
-def test_the_highest_generation_stands_for_a_step(tmp_path: Path) -> None:
+def test_highest_generation_of_step_wins(tmp_path: Path) -> None:
     with StepManager(tmp_path) as manager:
         save_steps(manager, 1)
         manager.pin(1)

@@ -98,7 +98,7 @@ class BetweenNames(LocalBackend):
 
 @pytest.mark.parametrize("times", [0, 1, 2])
 @pytest.mark.parametrize("between", [BetweenNames, lambda quick: Between(quick, lambda: None)], ids=["names", "rename"])
-def test_whoever_is_late_does_not_unseat_who_took_over_from_a_damaged_lock(
+def test_late_process_does_not_unseat_new_owner(
     tmp_path: Path, quick_looks: None, times: int, between: Callable[[Callable[[], object]], LocalBackend]
 ) -> None:
     for _ in range(times):

@@ -59,7 +59,7 @@ def test_past_a_damaged_step_the_owner_sets_it_aside_with_all_its_bytes(
     assert "step 3 is set aside as damaged: step-0000000003" in caplog.text
 
 
-def test_it_is_not_read_again_by_the_next_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_not_read_again_by_next_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path, 1, 2)
     flip_a_payload_byte(step_path(run, 2))
     assert owned_restore(run) == 1
@@ -95,7 +95,7 @@ def test_retention_never_deletes_it(tmp_path: Path) -> None:
     assert step_names(run) == ["step-0000000002", "step-0000000005"]
 
 
-def test_who_becomes_the_owner_later_sets_it_aside_then(tmp_path: Path) -> None:
+def test_who_becomes_owner_later_sets_it_aside_then(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2, 3)
     flip_a_payload_byte(step_path(run, 3))
     with jct.StepManager(run) as manager:
@@ -164,7 +164,7 @@ class BadMemory(LocalBackend):
         return source
 
 
-def test_a_bit_that_flips_on_the_way_costs_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bit_that_flips_on_way_costs_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, backend = made_run(tmp_path, 1, 2), BadMemory()
     assert owned_restore(run, backend=backend) == 2
     assert backend.flips == 0
@@ -196,7 +196,7 @@ def test_a_run_that_has_only_damaged_steps_does_not_begin_anew_in_silence(tmp_pa
         ckpt.resume(state_of(0))
 
 
-def test_a_disk_that_refuses_the_note_lets_the_run_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disk_that_refuses_note_lets_run_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path, 1, 2)
     flip_a_payload_byte(step_path(run, 2))
     backend = RefusingBackend("append", "notes.jsonl", errno.EROFS, times=1000)
@@ -227,7 +227,7 @@ def test_one_that_was_mended_comes_back_when_it_is_asked_for_by_its_number(tmp_p
     assert jct.StepManager(run).latest == 2
 
 
-def test_a_restore_of_a_part_of_it_takes_nothing_back(tmp_path: Path) -> None:
+def test_restore_of_part_of_it_takes_nothing_back(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, {"state": state_of(step), "data": jct.JsonValue(step)})
@@ -281,7 +281,7 @@ def test_a_verdict_of_before_does_not_hide_what_was_restored_since(tmp_path: Pat
         assert manager.steps == [1, 2, 3]
 
 
-def test_a_loop_that_did_not_resume_is_refused_too(tmp_path: Path) -> None:
+def test_loop_that_did_not_resume_is_refused_too(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     flip_a_payload_byte(step_path(run, 2))
     assert owned_restore(run) == 1

@@ -36,7 +36,7 @@ def test_what_does_not_belong_to_the_run_is_left_alone(tmp_path: Path) -> None:
     assert (run / "step-1").exists()
 
 
-def test_a_step_is_saved_beside_a_broken_copy_of_the_same_name(tmp_path: Path) -> None:
+def test_step_is_saved_next_to_broken_copy(tmp_path: Path) -> None:
     step_path(tmp_path, 5).mkdir()
     with jct.StepManager(tmp_path) as owner:
         save_steps(owner, 5)
@@ -45,7 +45,7 @@ def test_a_step_is_saved_beside_a_broken_copy_of_the_same_name(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_a_strangers_name_with_the_last_number_hides_no_save(tmp_path: Path, kind: str) -> None:
+def test_strangers_name_with_last_number_hides_no_save(tmp_path: Path, kind: str) -> None:
     stranger = tmp_path / "step-0000000005.g999999"
     if kind == "file":
         stranger.write_bytes(b"")
@@ -74,7 +74,7 @@ def test_names_of_new_saves(tmp_path: Path) -> None:
         run.close()
 
 
-def test_an_owner_asks_the_disk_once_and_a_reader_each_time(tmp_path: Path) -> None:
+def test_owner_asks_disk_once_and_reader_each_time(tmp_path: Path) -> None:
     owner, reader = opened(tmp_path), opened(tmp_path)
     owner.own()
     assert (owner.entries(), reader.entries()) == ([], [])
@@ -105,20 +105,20 @@ def test_a_run_directory_is_made_with_its_parents_by_the_first_save_only(tmp_pat
     assert manager.steps == [1]
 
 
-def test_a_file_in_the_place_of_the_run_is_told(tmp_path: Path) -> None:
+def test_file_in_place_of_run_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(jct.StorageError, match=r"is where a directory is expected: choose another path"):
         jct.StepManager(tmp_path / "run").own()
 
 
-def test_a_lock_that_somebody_removed_does_not_fail_the_close(tmp_path: Path) -> None:
+def test_lock_that_somebody_removed_does_not_fail_close(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as owner:
         save_steps(owner, 1)
         (tmp_path / ".owner").unlink()
     assert jct.StepManager(tmp_path).steps == [1]
 
 
-def test_an_owner_that_lost_its_lock_saves_nothing_more(tmp_path: Path) -> None:
+def test_owner_that_lost_its_lock_saves_nothing_more(tmp_path: Path) -> None:
     manager = jct.StepManager(tmp_path)
     manager.is_within = True  # an idle one would give way to the other, which is in place of another process here
     save_steps(manager, 1)

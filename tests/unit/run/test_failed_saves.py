@@ -26,7 +26,7 @@ def failing(directory: Path, step: int, code: int = errno.EIO) -> jct.StepManage
     return jct.StepManager(directory, backend=RefusingBackend("create", f"step-{step:010d}", code, 1))
 
 
-def test_a_failure_is_told_once(tmp_path: Path) -> None:
+def test_failure_is_raised_once(tmp_path: Path) -> None:
     manager = failing(tmp_path, 2)
     save_steps(manager, 1)
     manager.save(2, {"state": state_of(2)})
@@ -39,7 +39,7 @@ def test_a_failure_is_told_once(tmp_path: Path) -> None:
     assert manager.steps == [1, 2]
 
 
-def test_a_save_that_fails_while_the_next_is_decided_on_is_told_by_that(tmp_path: Path) -> None:
+def test_failure_is_raised_by_next_decision(tmp_path: Path) -> None:
     backend = HoldingBackend("create", "step-0000000001")
 
     class FailsMeanwhile:
@@ -89,7 +89,7 @@ def test_a_failure_does_not_let_retention_run(tmp_path: Path) -> None:
     assert step_of(jct.StepManager(tmp_path).restore()) == 1
 
 
-def test_the_loops_own_error_is_what_the_user_sees(tmp_path: Path) -> None:
+def test_loops_own_error_is_what_user_sees(tmp_path: Path) -> None:
     manager = failing(tmp_path, 1)
     with pytest.raises(ValueError, match="the loop's own error") as caught, manager:
         manager.save(1, {"state": state_of(1)})
@@ -100,7 +100,7 @@ def test_the_loops_own_error_is_what_the_user_sees(tmp_path: Path) -> None:
         other.own()  # the directory is free again
 
 
-def test_an_error_of_the_loop_still_drains_the_save(tmp_path: Path) -> None:
+def test_error_of_loop_still_drains_save(tmp_path: Path) -> None:
     backend = HoldingBackend("none", "")
     with pytest.raises(ValueError, match="own"), jct.StepManager(tmp_path, backend=backend) as manager:
         manager.save(1, {"state": state_of(1)})
@@ -108,7 +108,7 @@ def test_an_error_of_the_loop_still_drains_the_save(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).latest == 1
 
 
-def test_an_interrupt_while_the_state_streams_does_not_lose_the_save(tmp_path: Path) -> None:
+def test_interrupt_while_state_streams_does_not_lose_save(tmp_path: Path) -> None:
     """The manager still knows it, waits for it when it is closed, and frees its directory only then."""
     state = {"w": jnp.arange(1 << 20, dtype=jnp.float32)}
     backend = HoldingBackend("create", "p00000-s000")

@@ -108,7 +108,7 @@ def test_what_a_roll_back_has_left_behind_stays_if_the_save_after_it_was_refused
     assert step_directories(tmp_path) == ["step-0000000003", "step-0000000004"]
 
 
-def test_a_name_that_was_given_again_is_another_save(tmp_path: Path) -> None:
+def test_name_that_was_given_again_is_another_save(tmp_path: Path) -> None:
     """What was noted of a step is of that save alone."""
     with manager(tmp_path, RefusesOnce("step-0000000001.g1"), 1) as steps:
         save_steps(steps, 1)

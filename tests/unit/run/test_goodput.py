@@ -78,7 +78,7 @@ def test_a_fresh_start_over_loses_all_before() -> None:
     assert counts(*life(0, 0, None, 15, None), *life(20, 0, 5, 5)) == [(0, 15), (5, 0)]
 
 
-def test_a_roll_back_loses_what_it_leaves_behind_whoever_did_it() -> None:
+def test_roll_back_loses_later_steps() -> None:
     events = [*life(0, 0, 50, 100), *life(20, 100, 200, 200), *life(40, 50, 70, 70)]
     assert counts(*events) == [(50, 50), (0, 100), (20, 0)]
     again = [*events, *life(60, 70, 80, 85, None)]
@@ -227,7 +227,7 @@ ACTIONS = ["update"] * 6 + ["progress", "begin_save", "commit", "fail", "roll_ba
 
 @settings(max_examples=300)
 @given(st.lists(st.sampled_from(ACTIONS), min_size=20, max_size=120))
-def test_whatever_a_run_goes_through_each_update_is_told_right(actions: list[str]) -> None:
+def test_goodput_is_exact_for_any_events(actions: list[str]) -> None:
     run = Model()
     for action in ["start", "resume", *actions]:
         if action == "start":

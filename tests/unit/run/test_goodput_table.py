@@ -88,7 +88,7 @@ def test_a_process_without_a_state_has_no_steps_and_no_process_is_no_error() -> 
 
 
 @pytest.mark.parametrize("how", ["[red]x[/]", "[/]", "\x1b[31mred", ":smile:", "\n\n", "e" * 1000, "ℵ" * 50, "\udc80"])
-def test_what_a_history_says_of_an_end_is_text_and_nothing_else(how: str) -> None:
+def test_what_history_says_of_end_is_text_only(how: str) -> None:
     lines = printed(goodput([process(0, how=how)]))
     (row, _) = rows(lines)
     assert row["useful"] == "1000"

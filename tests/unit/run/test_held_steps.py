@@ -118,7 +118,7 @@ def test_damage_after_that_is_damage_again(tmp_path: Path) -> None:
     assert StepManager(run).steps == [1, 2, 5, 7]
 
 
-def test_once_the_damaged_line_is_gone_the_policy_holds_again(tmp_path: Path) -> None:
+def test_once_damaged_line_is_gone_policy_holds_again(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2, 3)
     with StepManager(run) as manager:
         manager.pin(1)
@@ -164,7 +164,7 @@ def test_a_giant_of_a_file_loses_nothing_that_was_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [flip_a_payload_byte, truncate_the_manifest])
-def test_how_many_notes_there_were_is_told_by_manifests_that_are_certain(tmp_path: Path, spoil: Any) -> None:
+def test_certain_manifests_give_number_of_annotations(tmp_path: Path, spoil: Any) -> None:
     run = made_run(tmp_path, 1)
     with StepManager(run) as manager:
         manager.pin(1)
@@ -186,5 +186,5 @@ def test_a_step_of_another_run_tells_nothing_of_the_notes_of_this_one(tmp_path: 
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 0.5, "3", [], 1 << 70])
-def test_a_manifest_that_tells_no_count_asks_for_none(value: object) -> None:
+def test_manifest_that_tells_no_count_asks_for_none(value: object) -> None:
     assert entry_from_manifest("step-0000000001", 1, 0, {"step": 1, "notes": value}).notes == 0

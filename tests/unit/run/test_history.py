@@ -56,7 +56,7 @@ def test_half_a_line_takes_no_event_with_it(tmp_path: Path) -> None:
     assert b"\n\n" not in (tmp_path / HISTORY_NAME).read_bytes()
 
 
-def test_a_disk_that_refuses_the_history_warns_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disk_that_refuses_history_warns_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     history = History(RefusingBackend("append", HISTORY_NAME, errno.ENOSPC, 1), str(tmp_path))
     history.add("save", START, step=1)
     assert "the history was not written" in caplog.text
@@ -95,17 +95,17 @@ def test_numbers_of_devices_and_numpy_become_floats() -> None:
 
 
 @pytest.mark.parametrize("value", ["low", "3.0", b"3.0", np.str_("3.0"), [1.0, 2.0], np.ones(2), None, {}])
-def test_a_metric_that_is_no_single_number_is_refused(value: object) -> None:
+def test_metric_that_is_no_single_number_is_refused(value: object) -> None:
     with pytest.raises(SettingsError, match="metric 'loss': expected a single number, found"):
         plain_metrics({"loss": value})
 
 
-def test_a_metric_whose_name_is_no_text_is_refused() -> None:
+def test_metric_whose_name_is_no_text_is_refused() -> None:
     with pytest.raises(SettingsError, match="metrics: expected names as text, found 3"):
         plain_metrics({3: 1.0})  # type: ignore[dict-item]  # what is refused
 
 
-def test_a_metric_whose_name_is_no_unicode_is_refused() -> None:
+def test_metric_whose_name_is_no_unicode_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"metrics: expected names of valid Unicode, found 'a\\udcff'; rename it"):
         plain_metrics({"a\udcff": 1.0})
 
@@ -155,7 +155,7 @@ def test_events_are_read_block_by_block_wherever_blocks_end(
     assert caplog.text.count("is left out") == 2
 
 
-def test_a_line_that_never_ends_is_not_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_that_never_ends_is_not_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.run.history.BLOCK_BYTES", 64)
     monkeypatch.setattr("jaxckpt_train.run.history.MOST_LINE_BYTES", 512)
     history = History(LocalBackend(), str(tmp_path))
@@ -174,7 +174,7 @@ def test_the_recent_events_are_all_of_a_small_history_and_none_of_no_history(tmp
     assert history.recent() == history.events()
 
 
-def test_of_a_very_large_history_the_end_is_recent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_very_large_history_end_is_recent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / HISTORY_NAME).write_bytes(b'{"event":"save","step":1}\n')
     os.truncate(tmp_path / HISTORY_NAME, 1 << 40)
     filling = b'{"event":"delete","name":"' + b"x" * 100 + b'"}\n'
@@ -213,9 +213,7 @@ def test_a_damaged_history_has_no_recent_events_but_those_that_are_whole(tmp_pat
     assert [event["step"] for event in history.recent()] == [7]
 
 
-def test_a_history_that_cannot_be_read_has_no_recent_events_which_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_history_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     History(LocalBackend(), str(tmp_path)).add("save", START, step=7)
     history = History(RefusingBackend("open", HISTORY_NAME, errno.EIO, 1), str(tmp_path))
     assert history.recent() == []
@@ -236,7 +234,7 @@ def test_two_threads_that_note_at_once_lose_no_event(tmp_path: Path) -> None:
     assert sorted(event["step"] for event in history.events()) == sorted([*range(200)] * 3)
 
 
-def test_seconds_are_noted_to_the_microsecond_and_nothing_else_is_rounded(tmp_path: Path) -> None:
+def test_seconds_are_noted_to_microsecond_only_is_rounded(tmp_path: Path) -> None:
     history = History(LocalBackend(), str(tmp_path))
     history.add("save", START, write_s=0.1234567891, share=0.1234567891, bytes_per_s=12, blocked_s=math.inf)
     (event,) = history.events()
@@ -244,9 +242,7 @@ def test_seconds_are_noted_to_the_microsecond_and_nothing_else_is_rounded(tmp_pa
     assert event["blocked_s"] is None  # which JSON has for it
 
 
-def test_of_a_history_that_is_damaged_all_over_a_few_lines_are_told_of_and_then_how_many_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_lines_are_listed_up_to_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     history = History(LocalBackend(), str(tmp_path))
     history.add("a", START)
     with (tmp_path / HISTORY_NAME).open("ab") as file:
@@ -265,7 +261,7 @@ def test_of_a_history_that_is_damaged_all_over_a_few_lines_are_told_of_and_then_
     [(np.ma.masked, "masked"), (10**400, "1000*[.]{3}$"), (10**5000, "one int")],
     ids=["masked", "400 digits", "5000 digits"],
 )
-def test_a_metric_that_is_no_number_is_told_in_short(value: object, said: str) -> None:
+def test_non_numeric_metric_is_shortened(value: object, said: str) -> None:
     with pytest.raises(SettingsError, match=f"metric 'loss': expected a single number, found {said}") as caught:
         plain_metrics({"loss": value})
     assert len(str(caught.value)) < 300

@@ -22,7 +22,7 @@ def rolled_back(tmp_path: Path, *later: int, to: int = 2, keep: int | None = Non
     return run
 
 
-def test_a_policy_counts_only_what_the_run_descends_from(tmp_path: Path) -> None:
+def test_policy_counts_only_what_run_descends_from(tmp_path: Path) -> None:
     run = rolled_back(tmp_path, 21, 22, keep=3)
     assert jct.StepManager(run).steps == [2, 3, 4, 5, 21, 22]  # of its own: 2, 21 and 22; the others are nobody's rest
     with jct.StepManager(run, preservation_policy=jct.LatestN(3)) as later:
@@ -54,7 +54,7 @@ def test_a_damaged_newest_step_never_leads_back_to_the_branch_that_was_left(tmp_
     assert step_of(jct.StepManager(run).restore()) == 2  # another process knows it too
 
 
-def test_the_branch_that_was_left_is_still_the_last_resort(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_branch_that_was_left_is_still_last_resort(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = rolled_back(tmp_path, 21)
     for step in (1, 2, 21):
         flip_a_payload_byte(step_path(run, step))
@@ -123,7 +123,7 @@ def test_restoring_the_newest_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saves", [1, 8])
-def test_a_step_copied_in_from_another_run_stands_where_its_number_is(tmp_path: Path, saves: int) -> None:
+def test_foreign_step_is_ordered_by_number(tmp_path: Path, saves: int) -> None:
     run = made_run(tmp_path / "run", 10, 20, 30)
     other = made_run(tmp_path / "other", *range(500 - saves, 501))
     shutil.copytree(step_path(other, 500), step_path(run, 500))
@@ -166,7 +166,7 @@ def test_a_name_that_is_free_again_is_not_left_behind(tmp_path: Path) -> None:
     assert (again.steps, step_of(again.restore())) == ([28, 30], 30)
 
 
-def test_saving_an_earlier_step_anew_is_a_roll_back(tmp_path: Path) -> None:
+def test_saving_earlier_step_anew_is_roll_back(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 10, 20, 30)
     with jct.StepManager(run) as manager:
         save_steps(manager, 20, overwrite=True)
@@ -210,7 +210,7 @@ def test_a_copied_step_does_not_bring_back_what_was_left_behind(tmp_path: Path) 
     assert jct.StepManager(run).steps == [17, 18, 19, 20, 30]
 
 
-def test_a_step_that_was_left_behind_is_not_committed(tmp_path: Path) -> None:
+def test_step_that_was_left_behind_is_not_committed(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 10, 20, 30)
     with jct.StepManager(run) as manager:
         manager.restore(step=20)

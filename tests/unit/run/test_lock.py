@@ -80,7 +80,7 @@ def test_a_lock_out_of_sight_for_a_moment_is_kept_alive(
     lock.release()
 
 
-def test_the_same_process_twice_is_refused_and_told_so(tmp_path: Path) -> None:
+def test_second_lock_of_same_process_is_refused(tmp_path: Path) -> None:
     first = new_lock(tmp_path)
     first.acquire()
     with pytest.raises(DirectoryLockedError, match=r"owned by this process.*close its manager"):

@@ -35,7 +35,7 @@ def test_a_process_that_lives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("silent_s", [0.0, 2 * SILENCE_S])
 @pytest.mark.parametrize("kind", ["of another machine", "damaged"])
-def test_of_one_that_cannot_be_asked_the_heartbeat_tells(tmp_path: Path, kind: str, silent_s: float) -> None:
+def test_of_one_that_cannot_be_asked_heartbeat_tells(tmp_path: Path, kind: str, silent_s: float) -> None:
     process = {"host": "elsewhere", "pid": 7, "start": "1", "boot": "b", "namespace": "n"}
     content = json.dumps({"process": process, "token": "t"}) if kind != "damaged" else "{"
     (tmp_path / LOCK_NAME).write_text(content)

@@ -121,7 +121,7 @@ def test_a_healthy_neighbour_is_read_once_and_stays(tmp_path: Path) -> None:
         assert backend.opened(f"{part}/p00000-s000.safetensors", behind=True) == [2]
 
 
-def test_what_the_restore_has_compared_is_not_read_again(tmp_path: Path) -> None:
+def test_what_restore_has_compared_is_not_read_again(tmp_path: Path) -> None:
     run = made(tmp_path, 1, 2, 3, 4)
     for step in (3, 4):
         flip_a_payload_byte(step_path(run, step))
@@ -145,7 +145,7 @@ def test_what_the_restore_has_not_compared_is_read(tmp_path: Path, how: str) -> 
     assert backend.verified == {3}
 
 
-def test_what_could_not_be_read_is_a_neighbour_too(tmp_path: Path) -> None:
+def test_what_could_not_be_read_is_neighbour_too(tmp_path: Path) -> None:
     def refuse(directory: str, name: str) -> None:
         if directory.endswith("4") and name.startswith("state") and threading.current_thread().name != THREAD:
             raise StorageError(errno.EIO, "refused", name)
@@ -156,7 +156,7 @@ def test_what_could_not_be_read_is_a_neighbour_too(tmp_path: Path) -> None:
     assert backend.verified == {4}
 
 
-def test_neighbours_are_those_by_the_order_of_the_saves(tmp_path: Path) -> None:
+def test_neighbours_are_those_by_order_of_saves(tmp_path: Path) -> None:
     """Also what a roll-back has left behind."""
     run, backend = made(tmp_path, 1, 2, 3), ReadBackend()
     with jct.StepManager(run) as manager:
@@ -212,7 +212,7 @@ def test_a_run_with_one_step_has_no_neighbours(tmp_path: Path) -> None:
     assert backend.verified == set()
 
 
-def test_a_reader_looks_at_nothing_until_it_is_the_owner(tmp_path: Path) -> None:
+def test_reader_looks_at_nothing_until_it_is_owner(tmp_path: Path) -> None:
     run, backend = made(tmp_path, 1, 2, 3, 4), ReadBackend()
     flip_a_payload_byte(step_path(run, 4))
     damage_extra(step_path(run, 3))
@@ -275,7 +275,7 @@ class Held:
         return verify.first_damage(backend, directory, held)
 
 
-def test_a_neighbour_that_retention_deletes_meanwhile_is_not_damaged(
+def test_neighbour_that_retention_deletes_meanwhile_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, held = made(tmp_path, 1, 2, 3), Held(monkeypatch, "2")
@@ -294,7 +294,7 @@ def test_a_neighbour_that_retention_deletes_meanwhile_is_not_damaged(
     assert "not verified" not in caplog.text
 
 
-def test_a_foreign_error_is_told_and_costs_nothing_else(
+def test_foreign_error_is_reported_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(backend: Any, directory: str, pace: Any) -> str | None:
@@ -308,7 +308,7 @@ def test_a_foreign_error_is_told_and_costs_nothing_else(
     assert "step 2 was not verified: no memory now" in caplog.text
 
 
-def test_who_is_the_owner_no_more_sets_nothing_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_owner_no_more_sets_nothing_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, held = made(tmp_path, 1, 2, 3), Held(monkeypatch, "2")
     flip_a_payload_byte(step_path(run, 3))
     damage_extra(step_path(run, 2))

@@ -75,7 +75,7 @@ def interrupted_owners(left: Path, tmp_path: Path) -> Iterator[tuple[Path, jct.S
             break
 
 
-def test_an_interrupt_while_the_directory_is_taken_locks_nobody_out(left: Path, tmp_path: Path) -> None:
+def test_interrupt_while_directory_is_taken_locks_nobody_out(left: Path, tmp_path: Path) -> None:
     owners = 0
     for run, manager in interrupted_owners(left, tmp_path):
         owners += 1
@@ -104,7 +104,7 @@ class Keeping(LocalBackend):
         raise StorageError(errno.EPERM, "cannot remove", path)
 
 
-def test_a_run_that_was_moved_under_its_job_is_told(tmp_path: Path) -> None:
+def test_run_that_was_moved_under_its_job_is_reported(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with jct.StepManager(run) as manager:
         save_steps(manager, 1)
@@ -155,7 +155,7 @@ def test_a_deletion_that_fails_in_a_way_nobody_thought_of_hangs_nobody(
     assert os.listdir(tmp_path) == []
 
 
-def test_the_heartbeat_begins_before_the_lock_counts_as_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_begins_before_lock_counts_as_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = OwnerLock(LocalBackend(), str(tmp_path))
     seen: list[bool] = []
     monkeypatch.setattr(held, "_keep_beating", lambda: seen.append(held._held))
@@ -312,7 +312,7 @@ def test_who_failed_to_go_on_after_taking_the_lock_looks_at_it_when_it_tries_aga
     assert not under_way.exists()
 
 
-def test_an_owner_that_ends_takes_along_what_the_dead_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_that_ends_takes_along_what_dead_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = OwnerLock(LocalBackend(), str(tmp_path))
     for name in (".owner.dead-x", f"{TEMPORARY_PREFIXES[0]}x", f"{TEMPORARY_PREFIXES[1]}x", ".new-of-somebody-else"):
         (tmp_path / name).write_bytes(b"{}")

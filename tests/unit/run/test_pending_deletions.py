@@ -114,7 +114,7 @@ def test_a_kept_step_that_is_never_synced_keeps_nothing_once_a_later_one_is(tmp_
     assert names_in(tmp_path) == [THREE, "step-0000000007"]
 
 
-def test_a_step_that_was_removed_by_hand_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_step_that_was_removed_by_hand_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2)) as manager:
         saved(manager, 1, 2)
@@ -198,7 +198,7 @@ class NeverSynced(CrashDisk):
 
 
 @pytest.mark.parametrize("order", ["ordered", "any"])
-def test_a_power_cut_leaves_what_replaced_the_steps_that_went(order: Order) -> None:
+def test_power_cut_leaves_what_replaced_steps_that_went(order: Order) -> None:
     machine = Machine()
     with small_sizes(), process(1):
         settings = jct.StoreSettings(**{**SETTINGS, "durability": "none"})

@@ -49,7 +49,7 @@ def test_the_highest_and_the_last_committed_stay_under_every_policy_whatever_clo
     }
 
 
-def test_all_reasons_are_told() -> None:
+def test_all_reasons_are_reported() -> None:
     pruning = Pruning({"the latest": LatestN(3), "even": EveryNSteps(2)})
     pruning.safe[2] = "because"
     entries = [entry(1, 0, damaged="a flipped bit"), entry(2, 1, pinned=True), entry(3, 2, is_held=True), entry(4, 3)]

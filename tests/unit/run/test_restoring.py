@@ -51,7 +51,7 @@ def test_a_target_gets_back_its_own_types(tmp_path: Path) -> None:
 
 
 @damaged
-def test_past_a_damaged_newest_step_the_one_before_is_restored(
+def test_past_damaged_newest_step_one_before_is_restored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], file: str
 ) -> None:
     run = made_run(tmp_path, 1, 2, 3)
@@ -68,7 +68,7 @@ def test_past_a_damaged_newest_step_the_one_before_is_restored(
     assert files_below(run) == before
 
 
-def test_past_several_damaged_steps_each_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_skipped_damaged_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path, 1, 2, 3, 4)
     for (damage, _), step in zip(DAMAGE.values(), (2, 3, 4), strict=False):
         damage(step_path(run, step))
@@ -95,7 +95,7 @@ def test_when_all_steps_are_damaged_it_raises_and_writes_nothing(
     assert files_below(run) == before
 
 
-def test_a_step_whose_commit_is_gone_is_no_step(tmp_path: Path) -> None:
+def test_step_whose_commit_is_gone_is_no_step(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     (step_path(run, 2) / "COMMIT").unlink()
     assert step_of(jct.StepManager(run).restore()) == 1
@@ -127,7 +127,7 @@ def test_a_damaged_step_that_was_asked_for_by_number_is_not_replaced_by_another(
         jct.StepManager(run).restore(step=2)
 
 
-def test_a_step_of_a_newer_format_version_is_told_and_not_skipped(tmp_path: Path) -> None:
+def test_newer_format_version_is_not_skipped(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     for name in ("COMMIT", "manifest.json"):
         file = step_path(run, 2) / name
@@ -136,7 +136,7 @@ def test_a_step_of_a_newer_format_version_is_told_and_not_skipped(tmp_path: Path
         jct.StepManager(run).restore()
 
 
-def test_a_target_that_does_not_fit_is_told_and_nothing_else_is_tried(tmp_path: Path) -> None:
+def test_mismatched_target_tries_no_other_step(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     target = {"state": {"w": jnp.zeros(5), "step": jnp.int32(0)}}
     with pytest.raises(jct.MismatchError, match=r"step-0000000002.*\n?.*w"):
@@ -151,7 +151,7 @@ def test_a_disk_that_may_not_be_read_is_not_taken_for_damage(tmp_path: Path) -> 
     assert caught.value.errno == errno.EACCES
 
 
-def test_what_a_step_has_and_nobody_asks_for_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unrequested_checkpointables_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Such as the position in the data: it begins anew, and the next steps have none."""
     with jct.StepManager(tmp_path) as manager:
         manager.save(1, {"state": state_of(1), "data": jct.JsonValue({"position": 7})})
@@ -227,7 +227,7 @@ def test_a_damaged_step_does_not_count_as_one_of_the_latest(tmp_path: Path) -> N
         assert [step for step in manager.steps if step != 3] == [2, 4]
 
 
-def test_a_damaged_generation_falls_back_to_the_one_before(tmp_path: Path) -> None:
+def test_damaged_generation_falls_back_to_one_before(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1)
     step_path(run, 1).rename(tmp_path / "kept")
     made_run(run, 1)

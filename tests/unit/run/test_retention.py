@@ -32,7 +32,7 @@ def deleted_events(manager: jct.StepManager) -> list[str]:
     return [event["name"] for event in manager.history.events() if event["event"] == "delete"]
 
 
-def test_old_steps_go_from_the_disk_and_into_the_history(tmp_path: Path) -> None:
+def test_old_steps_go_from_disk_and_into_history(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2, 3, 4, preservation_policy=jct.LatestN(2))
     manager = jct.StepManager(run)
     assert manager.steps == [3, 4]
@@ -184,7 +184,7 @@ def test_a_half_deleted_step_is_never_listed_and_its_owner_to_come_cleans_it(tmp
     assert half_deleted(LocalBackend(), str(run)) == []
 
 
-def test_a_deletion_whose_owner_died_before_it_was_told_is_told_once_by_the_next(tmp_path: Path) -> None:
+def test_next_owner_reports_deletion_once(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2, 3)
     for step in (1, 2):
         step_path(run, step).rename(run / hidden_name(f"step-{step:010}"))
@@ -244,7 +244,7 @@ def test_old_steps_go_only_after_the_new_one_is_durable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["rename", "remove"])
-def test_a_deletion_that_fails_warns_and_is_tried_again(
+def test_deletion_that_fails_warns_and_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, operation: str
 ) -> None:
     part = "step-0000000001" if operation == "rename" else "step-0000000001.deleting"
@@ -261,9 +261,7 @@ def test_a_deletion_that_fails_warns_and_is_tried_again(
     assert half_deleted(LocalBackend(), str(tmp_path)) == []
 
 
-def test_a_deletion_that_never_succeeds_does_not_stop_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_deletion_that_never_succeeds_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     backend = RefusingBackend("remove", "step-0000000001.deleting", errno.EACCES, 1000)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
         save_steps(manager, 1, 2, 3, 4)
@@ -314,7 +312,7 @@ def test_a_step_that_is_being_read_stays_until_it_is_read(tmp_path: Path) -> Non
         assert manager.steps == [4]
 
 
-def test_a_reader_finishes_a_step_that_is_deleted_under_it(tmp_path: Path) -> None:
+def test_reader_finishes_step_that_is_deleted_under_it(tmp_path: Path) -> None:
     """A segment that is open can be read to its end after it was unlinked."""
     run = made_run(tmp_path, 1)
     source = LocalBackend().open(str(step_path(run, 1)), "state/p00000-s000.safetensors", direct=False)
@@ -352,7 +350,7 @@ class KeepNothing:
         return [False] * len(checkpoints)  # type: ignore[arg-type]  # a sequence
 
 
-def test_a_policy_that_keeps_nothing_cannot_take_the_newest(tmp_path: Path) -> None:
+def test_policy_that_keeps_nothing_cannot_take_newest(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, preservation_policy=KeepNothing()) as manager:
         for step in (5, 6, 7):
             save_steps(manager, step)
@@ -372,7 +370,7 @@ def test_the_step_that_was_just_committed_stays_when_the_clock_was_set_back(tmp_
         assert step_of(manager.restore()) == 11
 
 
-def test_an_overwritten_generation_goes_after_the_new_one_is_committed(tmp_path: Path) -> None:
+def test_overwritten_generation_goes_after_new_one_is_committed(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1)
         manager.save(1, {"state": state_of(100)}, overwrite=True)
@@ -388,7 +386,7 @@ class WrongPolicy:
         raise KeyError("a mistake")
 
 
-def test_a_policy_that_fails_is_told_and_costs_no_step(tmp_path: Path) -> None:
+def test_failing_policy_costs_no_step(tmp_path: Path) -> None:
     manager = jct.StepManager(tmp_path, preservation_policy=WrongPolicy())
     manager.save(1, {"state": state_of(1)})
     with pytest.raises(KeyError, match="a mistake"):

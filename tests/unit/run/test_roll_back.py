@@ -51,7 +51,7 @@ def test_a_look_at_an_older_step_inside_a_training_makes_no_branch(tmp_path: Pat
 
 
 @pytest.mark.parametrize("way", range(4))
-def test_a_look_says_nothing_of_what_it_leaves_out(tmp_path: Path, way: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_look_says_nothing_of_what_it_leaves_out(tmp_path: Path, way: int, caplog: pytest.LogCaptureFixture) -> None:
     with jct.CheckpointCallback(tmp_path, save_interval_steps=2) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
         for step in ckpt.steps(4):
@@ -63,7 +63,7 @@ def test_a_look_says_nothing_of_what_it_leaves_out(tmp_path: Path, way: int, cap
     assert caplog.text == ""
 
 
-def test_a_look_right_after_a_resume_makes_no_branch(tmp_path: Path) -> None:
+def test_look_right_after_resume_makes_no_branch(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2, 3)
     with jct.CheckpointCallback(tmp_path, save_interval_steps=1) as ckpt:
         ckpt.resume(state_of(0))
@@ -141,7 +141,7 @@ def test_callback_names_steps(tmp_path: Path) -> None:
     assert (off.all_steps(), off.latest_step(), off.best_step("loss")) == ([], None, None)
 
 
-def test_a_save_result_is_true_where_the_step_is_saved(tmp_path: Path) -> None:
+def test_save_result_is_true_where_step_is_saved(tmp_path: Path) -> None:
     with jct.CheckpointCallback(tmp_path, save_interval_steps=2) as ckpt:
         ckpt.resume(state_of(0))
         assert [bool(ckpt(state_of(step + 1))) for step in ckpt.steps(4)] == [False, True, False, True]
@@ -150,7 +150,7 @@ def test_a_save_result_is_true_where_the_step_is_saved(tmp_path: Path) -> None:
         assert manager.save(5, {"state": state_of(5)})
 
 
-def test_load_of_a_run_names_a_step_and_the_manager(tmp_path: Path) -> None:
+def test_load_of_run_names_step_and_manager(tmp_path: Path) -> None:
     made_run(tmp_path, 2, 10)
     for call in (lambda: jct.load(tmp_path), lambda: jct.load(tmp_path, state_of(0)), lambda: jct.metadata(tmp_path)):
         with pytest.raises(jct.NotACheckpointError, match=r"step-0000000010.*StepManager"):
@@ -162,7 +162,7 @@ def test_load_of_a_run_names_a_step_and_the_manager(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "warns"), [(2, True), (0, True), (3, False), (4, False)])
-def test_steps_of_a_run_that_is_beyond_them_warns(
+def test_steps_of_run_that_is_beyond_them_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, num_steps: int, warns: bool
 ) -> None:
     made_run(tmp_path, 3)

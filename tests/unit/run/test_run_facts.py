@@ -12,13 +12,13 @@ from jaxckpt_train.run.history import run_facts
 from tests.support.cluster_programs import in_slurm_job
 
 
-def test_host_and_process_are_told_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_and_process_are_always_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     in_slurm_job(monkeypatch)
     monkeypatch.delenv("SLURM_JOB_ID")
     assert run_facts() == {"host": socket.gethostname(), "pid": os.getpid()}
 
 
-def test_the_slurm_job_and_its_restarts_are_told_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_job_and_restarts_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     in_slurm_job(monkeypatch)
     first = run_facts()
     assert (first["slurm_job_id"], first["slurm_restart_count"]) == ("1234", 0)

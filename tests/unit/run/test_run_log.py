@@ -73,7 +73,7 @@ def test_only_the_first_loop_of_a_process_has_waited_for_its_start(log: Log) -> 
     assert log.told()[-1] == {"event": "end", "how": "closed", "step": 5}
 
 
-def test_whoever_never_took_the_directory_notes_nothing(log: Log) -> None:
+def test_process_without_ownership_logs_nothing(log: Log) -> None:
     log.resumed(5, 0.5)
     log.completed = 7
     log.now = 1e6
@@ -107,7 +107,7 @@ def test_progress_is_noted_now_and_then_and_more_rarely_in_a_long_run(log: Log) 
     assert log.told()[-1] == {"event": "progress", "step": round(noted[-1])}
 
 
-def test_a_loop_that_stands_still_notes_nothing(log: Log) -> None:
+def test_idle_loop_logs_nothing(log: Log) -> None:
     log.started()
     log.resumed(40, 0.1)
     for _ in range(10):
@@ -220,7 +220,7 @@ def test_an_owner_that_was_superseded_says_nothing_of_its_end(tmp_path: Path) ->
         assert (lost.how, running.how, running.last_step) == ("killed", "running", 5)
 
 
-def test_a_request_to_leave_ends_the_wait_for_a_note(tmp_path: Path) -> None:
+def test_request_to_leave_ends_wait_for_note(tmp_path: Path) -> None:
     backend = SilentHistory(1)
     ckpt = callback_on(backend, tmp_path, grace_period_s=2.0, on_preemption="raise")
     started_at = time.monotonic()

@@ -322,7 +322,7 @@ def test_a_step_that_was_removed_by_hand_does_not_hold_up_the_others(tmp_path: P
         seen.until(lambda: manager.damaged == [1])
 
 
-def test_one_bad_moment_does_not_end_it_and_is_told_once(
+def test_one_failure_does_not_end_scrubber(
     tmp_path: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks = []

@@ -41,7 +41,7 @@ def test_by_time_temporary_by_step_for_good() -> None:
     assert decided(BOTH, 20, 999, [lasting, fleeting])[1] is False  # due for both reasons: it stays
 
 
-def test_saves_by_time_that_stay_do_not_starve_beside_temporary_ones() -> None:
+def test_permanent_saves_do_not_starve() -> None:
     policy = jct.AnySavePolicy([EVERY_MINUTE, jct.EverySecondsPolicy(600)])
     previous: list[CheckpointInfo] = []
     kinds = []
@@ -61,7 +61,7 @@ def test_a_policy_inside_sees_temporary_steps_whatever_it_is_made_of() -> None:
     assert decided(inner, 2, 100, [fleeting])[0] is True  # outside: nothing is there that stays
 
 
-def test_all_of_several_with_a_temporary_one_is_temporary() -> None:
+def test_all_of_several_with_temporary_one_is_temporary() -> None:
     assert decided(jct.AllSavePolicy([EVERY_MINUTE, jct.FixedIntervalPolicy(10)]), 10, 70, [])[:2] == (True, True)
     assert has_temporary(jct.AllSavePolicy([jct.FixedIntervalPolicy(1), BOTH]))
     assert not has_temporary(jct.FixedIntervalPolicy(1))
@@ -91,7 +91,7 @@ def test_in_a_job_the_others_are_asked_whether_a_temporary_step_is_to_stay(other
     assert outlook(temporary, info, context, has_steps=True) is Outlook.YES
 
 
-def test_a_temporary_step_goes_after_the_next_commit_across_restarts(tmp_path: Path) -> None:
+def test_temporary_step_goes_after_next_commit_across_restarts(tmp_path: Path) -> None:
     policy = jct.AnySavePolicy([jct.FixedIntervalPolicy(5), jct.TemporarySavePolicy(jct.FixedIntervalPolicy(1))])
     found = []
     for step in range(1, 12):  # each in a manager of its own, as after a restart
@@ -123,7 +123,7 @@ def is_temporary(directory: Path, step: int) -> bool:
     return bool(manifest["info"]["temporary"])
 
 
-def test_what_a_preemption_saves_is_temporary_where_others_are(tmp_path: Path) -> None:
+def test_what_preemption_saves_is_temporary_where_others_are(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_interval_steps": 10, "temporary_interval_secs": 3600.0}
     for leaves_at in (3, 7, 13, 17):
         steps = run(tmp_path, 20, leaves_at, **options)

@@ -84,7 +84,7 @@ def test_no_older_step_goes_before_such_a_file_of_the_newest_one_is_synced(tmp_p
     assert StepManager(tmp_path).latest == 2
 
 
-def test_the_files_that_an_object_has_written_are_adopted(tmp_path: Path) -> None:
+def test_files_that_object_has_written_are_adopted(tmp_path: Path) -> None:
     transaction = Transaction(LocalBackend(), str(tmp_path / "c"), jct.StoreSettings())
     Path(transaction.add_folder("data"), "own.bin").write_bytes(b"own")
     with untold(lambda path: path.endswith("own.bin")):

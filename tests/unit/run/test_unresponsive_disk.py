@@ -147,7 +147,7 @@ def test_whichever_call_of_a_reader_gets_no_answer(
     gc.collect()
 
 
-def test_a_fresh_start_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fresh_start_raises_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = StoppingBackend()
     manager = jct.StepManager(tmp_path, backend=disk)  # type: ignore[arg-type]
     with monkeypatch.context() as patient:
@@ -190,7 +190,7 @@ class BreakingBackend(StoppingBackend):
         return self.__getattr__("open")(directory, name, direct=direct)
 
 
-def test_a_disk_that_fails_and_stops_then_is_told_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_fails_then_hangs_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restored = BreakingBackend("safetensors", "safetensors")  # it is read twice
     loaded = BreakingBackend("safetensors", "COMMIT")
     monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", loaded)

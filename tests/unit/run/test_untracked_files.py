@@ -30,7 +30,7 @@ def replace_in_manifest(step: Path, old: bytes, new: bytes) -> None:
     (step / "manifest.json").write_bytes(data.replace(old, new))
 
 
-def test_a_flipped_metric_neither_is_the_best_nor_costs_the_best(tmp_path: Path) -> None:
+def test_flipped_metric_neither_is_best_nor_costs_best(tmp_path: Path) -> None:
     policy = AnyPreservationPolicy([LatestN(1), BestN("acc", 1, mode="max")])
     with StepManager(tmp_path) as manager:
         for step, acc in ((100, 0.11), (200, 0.83), (300, 0.60)):
@@ -119,7 +119,7 @@ def test_a_roll_back_past_steps_that_could_not_be_read_stays_one_when_they_can(t
     assert (reader.latest, step_of(reader.restore())) == (15, 15)
 
 
-def test_a_warning_that_the_disk_refuses_costs_no_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_that_disk_refuses_costs_no_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_run(tmp_path, 1)
     manager = StepManager(run)
     listing, judge = manager._backend.list, manager._run.judge
@@ -198,7 +198,7 @@ def test_an_attempt_that_cannot_be_removed_does_not_keep_a_job_from_starting(
 
 
 @pytest.mark.parametrize("token", ["x/../../outside/pwned", "", "a\0b", "x" * 300, ".."])
-def test_a_strangers_lock_renames_nothing_out_of_the_run(tmp_path: Path, token: str) -> None:
+def test_strangers_lock_renames_nothing_out_of_run(tmp_path: Path, token: str) -> None:
     run = made_run(tmp_path / "run", 1)
     (tmp_path / "outside").mkdir()
     (run / ".owner.dead-x").mkdir()
@@ -213,7 +213,7 @@ def test_a_strangers_lock_renames_nothing_out_of_the_run(tmp_path: Path, token: 
     assert not (run / LOCK_NAME).exists()
 
 
-def test_a_history_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+def test_history_that_is_link_is_not_written_through(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1)
     (tmp_path / "precious").write_text("precious\n")
     (run / "history.jsonl").unlink()
@@ -226,7 +226,7 @@ def test_a_history_that_is_a_link_is_not_written_through(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["history.jsonl", "notes.jsonl"])
-def test_nobody_waits_for_a_pipe_in_place_of_a_file(tmp_path: Path, name: str) -> None:
+def test_nobody_waits_for_pipe_in_place_of_file(tmp_path: Path, name: str) -> None:
     run = made_run(tmp_path, 1)
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
@@ -262,7 +262,7 @@ def test_a_wait_for_a_save_ends_when_it_gets_no_further(tmp_path: Path, monkeypa
     pending.wait(60)
 
 
-def test_a_step_that_has_lost_its_commit_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_step_without_commit_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path, 1, 2)
     (step_path(run, 2) / "COMMIT").unlink()
     with StepManager(run) as manager:
@@ -271,7 +271,7 @@ def test_a_step_that_has_lost_its_commit_is_told_once(tmp_path: Path, caplog: py
     assert caplog.text.count("step-0000000002: ignored: has no COMMIT") == 1
 
 
-def test_a_step_that_was_given_another_number_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_renumbered_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path, 1, 3)
     StepManager(run).restore()
     assert "was saved as" not in caplog.text
@@ -317,7 +317,7 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path, mo
         go.set()
 
 
-def test_a_link_in_place_of_a_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_link_in_place_of_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     step_path(run, 2).rename(tmp_path / "elsewhere")
     step_path(run, 2).symlink_to(tmp_path / "elsewhere")
@@ -327,7 +327,7 @@ def test_a_link_in_place_of_a_step_is_told(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.text.count("step-0000000002: ignored: expected a directory") == 1
 
 
-def test_who_falls_back_to_what_was_left_behind_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fallback_to_abandoned_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path / "run", 1, 4)
     with StepManager(run) as manager:
         manager.own()

@@ -19,7 +19,7 @@ def test_what_was_used_last_is_lent_first() -> None:
             assert other.ctypes.data == places[1]
 
 
-def test_more_than_there_was_is_fresh_and_lies_at_a_page() -> None:
+def test_larger_request_is_fresh_and_page_aligned() -> None:
     memory = BufferPool()
     with memory.borrow(100) as small:
         small[:] = 7

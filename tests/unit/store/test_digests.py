@@ -40,7 +40,7 @@ def test_an_unknown_digest_is_refused_with_the_choices() -> None:
         digest_function("md5")
 
 
-def test_a_missing_package_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "blake3", None)
     with pytest.raises(SettingsError, match=r'pip install "jaxckpt-train\[blake3\]"'):
         digest_function("blake3")

@@ -43,7 +43,7 @@ def test_what_a_failed_batch_held_is_freed_with_its_error(how: str) -> None:
         assert [reference() for reference in references] == [None] * 3
 
 
-def test_once_it_is_done_no_thread_holds_the_work() -> None:
+def test_once_it_is_done_no_thread_holds_work() -> None:
     def work(item: int) -> None:
         pass
 

@@ -80,9 +80,7 @@ def test_a_power_cut_that_takes_back_the_name_under_which_it_is_kept_costs_nothi
 
 
 @pytest.mark.parametrize("refused", ["manifest.json", "run"])
-def test_what_lies_aside_and_cannot_be_looked_at_makes_the_save_fail(
-    tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_side_name_fails_the_save(tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real_open, real_list = LocalBackend.open, LocalBackend.list
     checkpoint, aside = tmp_path / "c", tmp_path / ".c.aside"
 
@@ -186,7 +184,7 @@ def test_half_of_what_another_process_is_removing_is_not_kept(
     assert caplog.messages == []
 
 
-def test_two_that_keep_the_same_tell_of_no_failure(
+def test_two_that_keep_same_tell_of_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = tmp_path / "c"

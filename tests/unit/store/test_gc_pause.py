@@ -63,7 +63,7 @@ def test_it_is_on_again_after_an_error(error: type[BaseException]) -> None:
         assert not is_on(), "and can be paused again"
 
 
-def test_a_pause_within_a_pause_does_not_end_the_outer_one() -> None:
+def test_pause_within_pause_does_not_end_outer_one() -> None:
     with paused_collection():
         with paused_collection():
             assert not is_on()
@@ -102,7 +102,7 @@ def test_who_switches_it_off_or_sets_it_otherwise_meanwhile_finds_it_so() -> Non
 
 
 @pytest.mark.parametrize("ends_first", ["first", "second"])
-def test_of_two_threads_the_one_that_paused_ends_the_pause(ends_first: str) -> None:
+def test_of_two_threads_one_that_paused_ends_pause(ends_first: str) -> None:
     entered, leave, left = threading.Event(), threading.Event(), threading.Event()
 
     def other() -> None:
@@ -143,7 +143,7 @@ def test_many_threads_leave_it_on() -> None:
 PAUSE = inspect.unwrap(paused_collection)
 
 
-def test_an_interrupt_anywhere_leaves_it_on_after_the_next_moment() -> None:
+def test_interrupt_anywhere_leaves_it_on_after_next_moment() -> None:
     for number in itertools.count(1):
         with (
             contextlib.suppress(KeyboardInterrupt),
@@ -161,7 +161,7 @@ def test_an_interrupt_anywhere_leaves_it_on_after_the_next_moment() -> None:
     assert number > 10
 
 
-def test_a_threshold_of_zero_that_the_user_set_stays() -> None:
+def test_threshold_of_zero_that_user_set_stays() -> None:
     before = gc.get_threshold()
     with paused_collection():
         pass

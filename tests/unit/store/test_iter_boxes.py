@@ -77,7 +77,7 @@ def test_each_box_comes_once_with_the_bytes_that_all_at_once_have(load: Any, pas
 
 @pytest.mark.parametrize("budget_pages", [1, LEAF_PAGES, 2 * LEAF_PAGES + 1, 5 * LEAF_PAGES])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_passes_through_never_takes_more_than_the_budget(
+def test_what_passes_through_never_takes_more_than_budget(
     monkeypatch: pytest.MonkeyPatch, budget_pages: int, threads: int
 ) -> None:
     """But for a single request that is larger than all of it, which waits until it is alone."""

@@ -43,7 +43,7 @@ def copied(array: ArrayRecord, most_bytes: int) -> ArrayRecord:
 
 @pytest.mark.parametrize("shape", [(3 << 20,), (3072, 1024), (1, 1536, 2048), (3, 1024, 1024), (12289, 257)])
 @pytest.mark.parametrize("most_bytes", [4 * MIB, 5 * MIB, 9 * MIB])
-def test_pieces_tile_the_array_and_none_is_too_large(shape: tuple[int, ...], most_bytes: int) -> None:
+def test_pieces_tile_array_and_none_is_too_large(shape: tuple[int, ...], most_bytes: int) -> None:
     boxes = kept_boxes(array_of(shape), 4, most_bytes)
     check_tiling(boxes, shape, "w")
     assert max(4 * box_elements(box) for box in boxes) <= most_bytes
@@ -51,7 +51,7 @@ def test_pieces_tile_the_array_and_none_is_too_large(shape: tuple[int, ...], mos
 
 @pytest.mark.parametrize("shape", [(3 << 20,), (3072, 1024), (1, 1536, 2048), (3, 1024, 1024)])
 @pytest.mark.parametrize("most_bytes", [4 * MIB, 9 * MIB, 64 * MIB])
-def test_pieces_of_whole_blocks_have_the_digests_of_the_source(shape: tuple[int, ...], most_bytes: int) -> None:
+def test_pieces_of_whole_blocks_have_digests_of_source(shape: tuple[int, ...], most_bytes: int) -> None:
     array = array_of(shape)
     copy = copied(array, most_bytes)
     assert same_digests(manifest_of(), array, manifest_of(), copy, 4, most_bytes) is True

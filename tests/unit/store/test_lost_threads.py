@@ -101,7 +101,7 @@ def test_a_disk_that_stays_away_takes_one_thread_more_at_each_try_and_not_for_ev
     assert len(threads_of("test-bound")) == 3
 
 
-def test_who_leaves_such_a_disk_lets_others_go_on(disk: DeadDisk) -> None:
+def test_who_leaves_such_disk_lets_others_go_on(disk: DeadDisk) -> None:
     """Also those who wait for the same threads at that moment."""
     pool, found, reached = Workers(1, "test-parallel"), list[int](), threading.Event()
 

@@ -224,7 +224,7 @@ def test_a_name_that_is_no_plain_file_of_a_part_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "a/b", ".a", "-a", "COMMIT", "manifest.json", "a b", "\u00e9", "a\n"])
-def test_a_name_that_is_no_plain_part_is_refused(name: str) -> None:
+def test_name_that_is_no_plain_part_is_refused(name: str) -> None:
     assert not is_plain_name(name)
     with pytest.raises(CorruptCheckpointError, match="checkpointable names are not plain"):
         decode_manifest(edited(put("parts", 1, "name", name)), "manifest")
@@ -288,7 +288,7 @@ def test_info_that_would_take_many_times_its_size_is_refused_before_it_does(key:
             tracemalloc.stop()
 
 
-def test_info_that_stands_twice_is_refused_whichever_is_larger() -> None:
+def test_duplicate_info_is_refused() -> None:
     large = f'"info":{{"a":[{",".join(["[]"] * 2_000_000)}]}},"info":{{'.encode()
     data = GOOD.replace(b'"info":{', large)
     tracemalloc.start()

@@ -38,7 +38,7 @@ def test_lists_longer_than_are_decoded_at_once_are_believed() -> None:
             decode_manifest(data.replace(old, new, 1), "manifest")
 
 
-def test_what_only_reads_like_an_array_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_reads_like_array_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("manifest_decoding", "transaction"):
         monkeypatch.setattr(f"jaxckpt_train.store.{module}.MAX_ARRAYS", 3)
     more = {"custom_metadata": [{"dtype": "float32", "chunks": [], "name": '},{"name":"'}] * 9}
@@ -49,7 +49,7 @@ def test_what_only_reads_like_an_array_does_not_count(monkeypatch: pytest.Monkey
         decode_manifest(data, "manifest")
 
 
-def test_as_many_checkpointables_as_a_load_takes_are_saved() -> None:
+def test_as_many_checkpointables_as_load_takes_are_saved() -> None:
     def of(count: int) -> Manifest:
         parts = tuple(PartRecord(f"p{number}", "x", (), (), msgspec.Raw(b"null")) for number in range(count))
         return Manifest("jaxckpt", 1, "xxh3-128", MIN_BLOCK_BYTES, (), parts, {})
@@ -77,7 +77,7 @@ def test_a_million_arrays_without_elements_are_refused_before_they_take_memory()
             tracemalloc.stop()
 
 
-def test_more_arrays_than_a_load_takes_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_arrays_than_load_takes_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.store.transaction.MAX_ARRAYS", 3)
     backend = MemoryBackend()
     commit(backend, "/runs/a", {f"x{number}": np.zeros(3) for number in range(3)}, StoreSettings())

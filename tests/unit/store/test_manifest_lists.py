@@ -51,7 +51,7 @@ def test_so_is_one_of_objects_whatever_they_say(batch_bytes: int, found: list[An
         assert length(msgspec.Raw(raw), b'},{"name":"') == len(found)
 
 
-def test_few_are_made_before_the_first_is_handed_out() -> None:
+def test_few_are_made_before_first_is_handed_out() -> None:
     made = list[int]()
 
     def decode(text: Any) -> list[Any]:

@@ -132,7 +132,7 @@ def test_arrays_that_are_cut_alike_are_each_looked_at() -> None:
 
 
 @pytest.mark.parametrize(("array", "box"), [(1, ((0, 4),)), (0, ((0, 2), (0, 2))), (0, ()), (7, ())])
-def test_chunks_of_arrays_that_are_not_there_are_refused(array: int, box: Box) -> None:
+def test_chunks_of_arrays_missing_are_refused(array: int, box: Box) -> None:
     index = ProcessIndex("", (PartIndex((), (array,), ((chunk(box, 0),),)),))
     with pytest.raises(CheckpointError, match="state"):
         merge_indexes([part_of((4,))], [decode_index(encode_index(index))])

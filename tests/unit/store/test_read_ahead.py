@@ -95,7 +95,7 @@ def test_several_threads_get_each_their_own() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, AT_ONCE, 5])
-def test_the_next_ones_are_read_while_the_first_is_written(at_once: int) -> None:
+def test_next_ones_are_read_while_first_is_written(at_once: int) -> None:
     boxes = free(10)
     ahead, coming = ahead_of(boxes, at_once=at_once)
     with ahead:
@@ -211,7 +211,7 @@ def test_threads_that_want_small_ones_get_each_their_own() -> None:
     assert sorted(right) == list(range(3000))
 
 
-def test_the_last_small_ones_are_not_read_with_the_first() -> None:
+def test_last_small_ones_are_not_read_with_first() -> None:
     boxes = free(12, nbytes=900_000)
     ahead, coming = ahead_of(boxes)
     with ahead:
@@ -244,7 +244,7 @@ def test_those_with_a_smaller_key_are_read_first() -> None:
         assert not boxes[0].began.is_set()
 
 
-def test_an_error_is_raised_where_its_box_is_wanted() -> None:
+def test_error_is_raised_where_its_box_is_wanted() -> None:
     boxes = free(4)
     boxes[1].error = CorruptCheckpointError("damaged")
     ahead, coming = ahead_of(boxes)

@@ -112,7 +112,7 @@ def test_leaves_among_others_that_are_put_together_keep_only_themselves(whole_pa
 
 
 @pytest.mark.parametrize(("count", "pages", "budget_pages"), [(24, 10, 50), (1, 60, 24)])
-def test_a_leaf_that_passes_and_lies_badly_is_not_held_twice(
+def test_unaligned_leaf_is_not_held_twice(
     count: int, pages: int, budget_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small ones are moved, which counts beforehand; a large one comes in bands, a quarter of the budget each."""

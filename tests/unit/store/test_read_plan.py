@@ -116,7 +116,7 @@ def test_what_is_only_copied_from_comes_in_small_bands_however_much_room_there_i
     assert all(run.is_parts for run in runs)
 
 
-def test_blocks_between_the_pieces_of_a_part_are_not_read() -> None:
+def test_blocks_between_pieces_of_part_are_not_read() -> None:
     manifest = saved((4, 64, 512), [((0, 4), (0, 64), (0, 512))])
     (array,) = manifest.parts[0].arrays
     wanted = [Wanted(array, [((0, 4), (16, 32), (0, 512))])]  # a quarter of each layer
@@ -125,7 +125,7 @@ def test_blocks_between_the_pieces_of_a_part_are_not_read() -> None:
     assert sum(run.needed for run in runs) == array.chunks[0].length // 4
 
 
-def test_memory_with_much_between_the_leaves_is_not_theirs() -> None:
+def test_memory_with_much_between_leaves_is_not_theirs() -> None:
     manifest = saved((PAGE // 8,), [((0, PAGE // 8),)], count=12)
     whole = full_box(manifest.parts[0].arrays[0].shape)
     every_third = [Wanted(array, [whole]) for array in manifest.parts[0].arrays[::3]]
@@ -133,7 +133,7 @@ def test_memory_with_much_between_the_leaves_is_not_theirs() -> None:
     assert not run.is_destination
 
 
-def test_pieces_far_apart_in_one_chunk_leave_out_what_lies_between() -> None:
+def test_distant_pieces_skip_bytes_between() -> None:
     manifest = saved((64, 512), [((0, 64), (0, 512))])
     (array,) = manifest.parts[0].arrays
     rows = [((row, row + 1), (0, 512)) for row in (50, 0, 20)]

@@ -131,7 +131,7 @@ def test_each_byte_is_read_once(data: st.DataObject, save: Any) -> None:
             assert stop - start < PAGE
 
 
-def test_one_row_takes_only_the_blocks_that_hold_it() -> None:
+def test_one_row_takes_only_blocks_that_hold_it() -> None:
     backend, array = StrictBackend(), np.arange(1 << 20, dtype=np.uint8).reshape(1 << 10, 1 << 10)
     commit(backend, "/runs/a", {"x": array}, StoreSettings())
     first, last = ((3, 4), (0, 1 << 10)), ((1000, 1001), (0, 1 << 10))
@@ -163,7 +163,7 @@ ROWS = np.random.default_rng(0).integers(0, 256, (1, 300, 1024), np.uint8)
         (ROWS.reshape(2, 150, 1024), [((0, 2), (0, 150), (at, at + 256)) for at in range(0, 1024, 256)]),
     ],
 )
-def test_nor_does_one_large_array_however_it_lies(array: np.ndarray, cuts: list[Box]) -> None:
+def test_large_array_respects_budget_in_any_layout(array: np.ndarray, cuts: list[Box]) -> None:
     backend, chosen = StrictBackend(), StoreSettings(read_budget_bytes=32 * PAGE, io_threads=1)
     saved = {"a": np.zeros(3, np.uint8), "x": np.ascontiguousarray(array)}  # the first puts the other out of line
     (wanted,) = [
@@ -275,7 +275,7 @@ def test_a_refusal_that_is_not_the_checkpoints_fault_is_not_called_damage(code: 
     assert caught.value.errno == code
 
 
-def test_the_checkpoint_of_a_newer_directory_layout_is_read_from_where_it_lies(tmp_path: Path) -> None:
+def test_newer_directory_layout_is_read_in_place(tmp_path: Path) -> None:
     """A checkpoint may be moved or copied: no path in it is absolute."""
     commit(LocalBackend(), str(tmp_path / "a"), {"x": np.arange(5)}, StoreSettings())
     (tmp_path / "a").rename(tmp_path / "b")

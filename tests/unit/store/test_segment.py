@@ -136,7 +136,7 @@ def test_of_no_tensor_it_is_a_page() -> None:
 @pytest.mark.parametrize(
     "kind", nightly_after(3, ["deep", "long name", "zeros", "tensors", "many keys", "large numbers", "lists"])
 )
-def test_a_head_that_the_manifest_does_not_know_costs_nothing(kind: str) -> None:
+def test_head_that_manifest_does_not_know_costs_nothing(kind: str) -> None:
     text = {
         "tensors": b"{" + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(10**6)),
         "deep": b'{"a":' + b'{"a":' * (1 << 18),

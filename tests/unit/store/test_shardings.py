@@ -18,7 +18,7 @@ from jaxckpt_train.store.writer import write_arrays
 LARGE = "x" * (MAX_SHARDINGS_BYTES - 2)
 
 
-def test_equal_ones_are_the_same_and_take_room_once() -> None:
+def test_equal_ones_are_same_and_take_room_once() -> None:
     shardings = Shardings()
     first = {"mesh": {"x": 4}, "spec": ["x"]}
     found = {id(shardings.storable(dict(first))) for _ in range(10_000)}

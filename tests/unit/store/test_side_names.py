@@ -81,7 +81,7 @@ def test_a_link_that_an_exchange_left_goes_and_what_it_points_to_stays(tmp_path:
 
 
 @pytest.mark.parametrize("name", [".c.aside", ".two\nlines.aside", "of an attempt"])
-def test_a_name_that_later_saves_clean_up_is_refused(tmp_path: Path, name: str) -> None:
+def test_name_that_later_saves_clean_up_is_refused(tmp_path: Path, name: str) -> None:
     path = dead_attempt(tmp_path / "c") if name == "of an attempt" else tmp_path / name
     with pytest.raises(jct.SettingsError, match=rf"path: {re.escape(str(path))}: .*choose another name"):
         jct.save(path, OLD)

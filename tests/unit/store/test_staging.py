@@ -147,7 +147,7 @@ def test_buffers_lent_at_a_time_are_aligned_disjoint_and_within_the_budget() -> 
     assert max(places) - min(places) <= budget
 
 
-def test_the_pool_of_a_budget_is_shared_and_within_it() -> None:
+def test_pool_of_budget_is_shared_and_within_it() -> None:
     pool = shared_pool(10_000_000)
     assert shared_pool(10_000_000) is pool
     assert 10_000_000 - PAGE < pool.budget_bytes <= 10_000_000
@@ -160,7 +160,7 @@ def pages_of(size: int) -> int:
 
 
 @given(st.lists(st.integers(1, 5 * PAGE), min_size=1, max_size=12), st.data())
-def test_arrays_of_an_arena_are_aligned_disjoint_and_writable(sizes: list[int], data: st.DataObject) -> None:
+def test_arrays_of_arena_are_aligned_disjoint_and_writable(sizes: list[int], data: st.DataObject) -> None:
     """Also those that no longer fit, which come from elsewhere."""
     arena = Arena(data.draw(st.integers(0, sum(map(pages_of, sizes)) // PAGE)) * PAGE)
     arrays = [arena.take(size) for size in sizes]
@@ -239,7 +239,7 @@ def reported_kib(path: Path, name: str) -> int:
 
 
 @needs_proc
-def test_the_system_gets_the_memory_of_an_array_back() -> None:
+def test_system_gets_memory_of_array_back() -> None:
     arena = Arena(96 * MIB)
     small, large = arena.take(32 * MIB), arena.take(64 * MIB)
     untouched = reported_kib(ROLLUP, "Anonymous")

@@ -59,7 +59,7 @@ def test_weaker_durability_leaves_out_what_it_says(durability: str, files: bool,
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_a_crash_at_any_point_leaves_nothing_or_all(tmp_path: Path, local: bool) -> None:
+def test_crash_at_any_point_leaves_nothing_or_all(tmp_path: Path, local: bool) -> None:
     probe = RecordingBackend(MemoryBackend())
     commit(probe, "/runs/a", NEW, StoreSettings())
     for dies_at in range(len(probe.operations)):
@@ -74,7 +74,7 @@ def test_a_crash_at_any_point_leaves_nothing_or_all(tmp_path: Path, local: bool)
             assert dies_at <= renamed
 
 
-def test_a_crash_while_overwriting_leaves_the_old_or_the_new_one() -> None:
+def test_crash_while_overwriting_leaves_old_or_new_one() -> None:
     probe = RecordingBackend(MemoryBackend())
     commit(probe, "/runs/a", OLD, StoreSettings())
     before = len(probe.operations)

@@ -188,7 +188,7 @@ def test_giving_up_sets_free_what_the_running_items_wait_for() -> None:
     assert ended == [1]
 
 
-def test_an_error_is_raised_after_the_running_items_have_ended() -> None:
+def test_error_is_raised_after_running_items_have_ended() -> None:
     ended, together = list[str](), threading.Barrier(2)
 
     def work(item: str) -> None:
@@ -236,7 +236,7 @@ def test_closing_early_waits_for_what_runs_and_begins_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_error_of_the_consumer_waits_for_what_runs_too(error: type[BaseException]) -> None:
+def test_error_of_consumer_waits_for_what_runs_too(error: type[BaseException]) -> None:
     work = Running()
     with pytest.raises(error), contextlib.closing(Workers(1, "test").run_each(work, range(50))) as results:
         for _ in results:
@@ -272,7 +272,7 @@ def test_an_interrupt_while_waiting_for_a_result_waits_for_what_runs() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_an_interrupt_right_after_the_last_result_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_right_after_last_result_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """What says that there are no more results comes only once."""
     take = Workers._next
 

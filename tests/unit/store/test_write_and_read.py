@@ -83,7 +83,7 @@ def test_any_boxes_come_back_from_any_other_cut(case: Any, staging: int, threads
 
 @pytest.mark.parametrize("direct", ["auto", False])
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4 * MIB, 4 * MIB + 1, 23 * MIB + 12345])
-def test_sizes_around_blocks_pages_and_buffers_survive_the_disk(tmp_path: Path, size: int, direct: Any) -> None:
+def test_sizes_around_blocks_pages_and_buffers_survive_disk(tmp_path: Path, size: int, direct: Any) -> None:
     settings = StoreSettings(direct_io=direct, staging_bytes=2 * MIB, segment_bytes=16 * MIB)
     arrays = {
         "a": np.random.default_rng(size).integers(0, 256, size, np.uint8),
@@ -162,7 +162,7 @@ def test_one_flipped_bit_anywhere_is_found_and_named(tmp_path: Path, digest: Any
     assert verify(LocalBackend(), str(tmp_path / "a"), settings).ok
 
 
-def test_a_digest_that_is_not_compared_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_that_is_not_compared_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = {"x": np.arange(5000.0)}
     commit(LocalBackend(), str(tmp_path / "a"), arrays, StoreSettings(digest="blake3"))
     monkeypatch.setitem(sys.modules, "blake3", None)
@@ -182,7 +182,7 @@ def test_without_verification_damage_goes_unseen_on_request_only(tmp_path: Path)
 
 
 @pytest.mark.parametrize("change", ["shorter", "longer", "missing", "link", "pipe"])
-def test_a_segment_that_is_not_the_saved_file_is_named(tmp_path: Path, change: str) -> None:
+def test_segment_that_is_not_saved_file_is_named(tmp_path: Path, change: str) -> None:
     import os
 
     committed = commit(LocalBackend(), str(tmp_path / "a"), {"x": np.arange(9.0)}, StoreSettings())

@@ -79,7 +79,7 @@ def test_the_first_large_save_tries_every_number_twice_and_the_fastest_stays(mon
     assert disk.save(depth) == [8]
 
 
-def test_a_disk_that_does_not_care_is_given_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_does_not_care_is_given_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns end with whole buffers, which are larger the fewer there are; that must not count against anyone."""
     depth, disk = WriteDepth(), Disk(monkeypatch, dict.fromkeys(CANDIDATES, 1e9))
     assert disk.save(depth) == [2, 4, 8, 8, 4, 2, DEFAULT]
@@ -209,7 +209,7 @@ def test_memory_is_touched_before_a_measurement_and_not_without_one(monkeypatch:
     assert touched == [0]
 
 
-def test_the_number_in_the_settings_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_in_settings_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     small_turns(monkeypatch, PAGE)
     backend = Counting()
     content = np.zeros(300 * PAGE, np.uint8)

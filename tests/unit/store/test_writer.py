@@ -147,7 +147,7 @@ def test_nothing_is_begun_after_the_first_refusal_and_all_is_given_back(takes: i
     assert sum(segment.bytes - segment.header_bytes for segment in again.segments) == 200 * PAGE
 
 
-def test_an_error_of_the_progress_line_stops_the_save() -> None:
+def test_error_of_progress_line_stops_save() -> None:
     def broken(_: int) -> None:
         raise ZeroDivisionError("in the progress line")
 
@@ -205,7 +205,7 @@ def test_an_array_is_not_converted_as_a_whole_if_it_need_not_be() -> None:
 
 
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=5), st.integers(1, 40), st.integers(1, 200_000))
-def test_windows_cover_the_files_once_and_fit_a_buffer(sizes: list[int], pages: int, most: int) -> None:
+def test_windows_cover_files_once_and_fit_buffer(sizes: list[int], pages: int, most: int) -> None:
     sources = [source(f"x{n}", np.zeros(size, np.uint8)) for n, size in enumerate(sizes)]
     layouts = list(plan_segments(sources, 50_000))
     writers = [SegmentWriter(layout, pytest.fail, digest_function("xxh3-128"), False) for layout in layouts]
@@ -257,7 +257,7 @@ class Gone(LazyArray):
         raise RuntimeError("the device is lost" if self.fetches == 1 else "fetched already")
 
 
-def test_every_use_of_a_failed_fetch_raises_its_cause() -> None:
+def test_every_use_of_failed_fetch_raises_its_cause() -> None:
     gone = Gone(Come(), np.zeros(20 * PAGE, np.uint8))
     (layout,) = plan_segments([ArraySource("x", gone.shape, gone.dtype, [ChunkSource(full_box(gone.shape), gone)])], 1)
     backend = StrictBackend()
@@ -348,7 +348,7 @@ def test_what_is_fetched_is_fetched_once_and_dropped_after_its_last_window(threa
     assert come.most <= (buffers + 1) * in_a_window
 
 
-def test_what_was_fetched_is_dropped_when_the_save_fails() -> None:
+def test_what_was_fetched_is_dropped_when_save_fails() -> None:
     come = Come()
     contents = [np.zeros(10 * PAGE, np.uint8) for _ in range(20)]
     box = full_box((10 * PAGE,))

@@ -128,7 +128,7 @@ def test_memory_of_our_own_may_be_written_from_where_it_is_and_no_other(
 
 
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["large buffers", "buffers of a block"])
-def test_what_lies_on_pages_needs_no_staging(block: int, in_blocks: bool) -> None:
+def test_page_aligned_memory_needs_no_staging(block: int, in_blocks: bool) -> None:
     staging = 3 * block if in_blocks else 48 * PAGE
     arrays, seen = [paged(40 * PAGE, 0, seed) for seed in range(3)], list[int]()
     backend = Watching(lambda data: seen.append(len(data) if any(lies_in(data, array) for array in arrays) else 0))

@@ -135,7 +135,7 @@ def with_two_keys(directory: Path) -> None:
             ckpt(state, metrics={"loss": state["w"]})
 
 
-def test_where_a_key_is_saved_another_generator_is_likelier(tmp_path: Path) -> None:
+def test_where_key_is_saved_another_generator_is_likelier(tmp_path: Path) -> None:
     error = failure(with_two_keys, tmp_path, 3)
     assert error.causes[0].startswith("the data is not given")  # there is none: that cannot be known
     assert [cause[: len(GENERATOR)] for cause in error.causes].index(GENERATOR) == 1
@@ -186,7 +186,7 @@ def test_what_differs_before_the_interruption_is_not_put_down_to_the_resume(tmp_
     assert "it was the same that time, but the interrupted run differs before its interruption" in str(error)
 
 
-def test_the_run_is_repeated_only_if_there_is_a_difference(tmp_path: Path) -> None:
+def test_run_is_repeated_only_if_there_is_difference(tmp_path: Path) -> None:
     calls: list[Path] = []
 
     def counted(mistake: str, directory: Path) -> None:
@@ -239,7 +239,7 @@ def moved(factor: float, turn: float = 0.0) -> list[list[np.ndarray]]:
 
 
 @pytest.mark.parametrize(("moves", "factor"), [(moved(3.0), 3.0), (moved(0.25), 0.25), (moved(0.0), 0.0)])
-def test_another_learning_rate_is_told_by_the_direction(moves: Any, factor: float) -> None:
+def test_other_learning_rate_is_found_by_direction(moves: Any, factor: float) -> None:
     assert common_factor(moves) == pytest.approx(factor, abs=1e-6)
 
 
@@ -248,6 +248,6 @@ def test_what_moved_elsewhere_is_no_other_learning_rate(moves: Any) -> None:
     assert common_factor(moves) is None
 
 
-def test_a_learning_rate_is_told_of_float32_too() -> None:
+def test_learning_rate_is_found_in_float32() -> None:
     old, one, other = (array.astype(np.float32).astype(np.float64) for array in moved(2.0)[0])
     assert common_factor([[old, one, other]]) == pytest.approx(2.0, abs=1e-3)

@@ -72,16 +72,16 @@ OTHER = np.where(np.arange(200).reshape(20, 10) == 37, np.float32(40.5), WIDE)
         (np.array([0.0]), np.array([-0.0]), "x float64[1] differs in its bits only: in the sign of a zero"),
     ],
 )
-def test_a_leaf_that_differs_is_told(straight: Any, resumed: Any, text: str, tmp_path: Path) -> None:
+def test_leaf_that_differs_is_reported(straight: Any, resumed: Any, text: str, tmp_path: Path) -> None:
     assert f"{told(straight, resumed, tmp_path)};".startswith(f"update 3: state/{text}")
 
 
-def test_key_data_is_told(tmp_path: Path) -> None:
+def test_key_data_is_reported(tmp_path: Path) -> None:
     line = told(jax.random.key(0), jax.random.key(7), tmp_path)
     assert line.startswith("update 3: state/x key<threefry2x32>[2] differs: key data [0, 0] (uninterrupted) vs [0, 7]")
 
 
-def test_a_leaf_that_only_one_run_has_is_told(tmp_path: Path) -> None:
+def test_leaf_that_only_one_run_has_is_reported(tmp_path: Path) -> None:
     line = told({"a": 1, "b": 2}, {"a": 1}, tmp_path)
     assert line.startswith("update 3: state/x/b is in the state of the uninterrupted run only; 1 of 3 leaves differ")
 
@@ -100,7 +100,7 @@ def test_a_leaf_that_only_one_run_has_is_told(tmp_path: Path) -> None:
         (({"loss": float("nan")}, {"loss": 1.0}), "loss differs: nan (uninterrupted) vs 1 (resumed at 1)"),
     ],
 )
-def test_a_metric_that_differs_is_told(metrics: tuple[Any, Any], text: str, tmp_path: Path) -> None:
+def test_metric_that_differs_is_reported(metrics: tuple[Any, Any], text: str, tmp_path: Path) -> None:
     assert told(1, 1, tmp_path, metrics).startswith(f"update 3: {text}")
 
 

@@ -89,7 +89,7 @@ def test_an_evaluation_that_resumes_exactly_is_proven(make_run: Any, tried: bool
     assert not (tmp_path / "proof").exists()
 
 
-def test_a_resume_right_before_an_evaluation_is_not_tried_twice(tmp_path: Path) -> None:
+def test_resume_right_before_evaluation_is_not_tried_twice(tmp_path: Path) -> None:
     proof = prove_here(functools.partial(counts, place="top"), tmp_path / "proof", 5)
     assert (proof.interrupted_in, proof.resumed_at) == ((5,), (4,))
 

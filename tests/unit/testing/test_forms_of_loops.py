@@ -108,7 +108,7 @@ class Forgetful:
         pass
 
 
-def test_what_was_restored_from_the_very_beginning_is_compared(tmp_path: Path) -> None:
+def test_what_was_restored_from_very_beginning_is_compared(tmp_path: Path) -> None:
     def run(directory: Path) -> None:
         with jct.CheckpointCallback(directory, save_interval_steps=100, save_initial=True) as ckpt:
             is_second = any(directory.glob("step-*"))

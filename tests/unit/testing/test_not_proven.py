@@ -27,12 +27,12 @@ from tests.support.in_one_process import prove_here
         ("two loops", 3, "called ckpt.resume 2 times: a proof follows one loop"),
     ],
 )
-def test_a_run_that_cannot_be_compared_is_told(fault: str, kill_at: int, text: str, tmp_path: Path) -> None:
+def test_run_that_cannot_be_compared_is_reported(fault: str, kill_at: int, text: str, tmp_path: Path) -> None:
     with pytest.raises(ResumeNotProvenError, match=text):
         prove_here(functools.partial(train, fault=fault), tmp_path / "proof", kill_at)
 
 
-def test_a_resume_with_nothing_left_to_do_proves_nothing(tmp_path: Path) -> None:
+def test_resume_with_nothing_left_to_do_proves_nothing(tmp_path: Path) -> None:
     def shorter_once_resumed(directory: Path) -> None:
         train(directory, updates=2 if list(directory.iterdir()) else 6)
 

@@ -43,7 +43,7 @@ class Loader:
         return 0
 
 
-def test_each_element_is_told_of_before_the_loop_gets_it() -> None:
+def test_each_element_is_recorded_before_the_loop() -> None:
     taken: list[int] = []
     data = observed(Positioned(), taken.append)
     assert next(data) == 1
@@ -88,5 +88,5 @@ def test_a_grain_iterator_stays_one() -> None:
 @pytest.mark.parametrize(
     ("data", "can"), [(Positioned(), True), (Loader(), True), (iter([1]), True), ({"a": 1}, False), (None, False)]
 )
-def test_only_what_a_loop_takes_elements_from_is_observed(data: Any, can: bool) -> None:
+def test_only_what_loop_takes_elements_from_is_observed(data: Any, can: bool) -> None:
     assert can_be_observed(data) is can

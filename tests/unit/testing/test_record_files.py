@@ -28,14 +28,14 @@ def leaf(digest: str) -> Leaf:
     return Leaf("uint8", (4,), digest)
 
 
-def test_records_are_read_back_while_the_process_still_writes(files: ProcessFiles, writer: RecordWriter) -> None:
+def test_records_are_read_back_while_process_still_writes(files: ProcessFiles, writer: RecordWriter) -> None:
     update = Update(3, (), 0, {"loss": Leaf("float32", (), "d", b"\x00\x01\xff\n")}, {}, {"random": "a"})
     writer.add(update)
     writer.add(Stopped(3))
     assert files.lines() == [update, Stopped(3)]
 
 
-def test_a_line_that_a_kill_has_cut_is_left_out(files: ProcessFiles, writer: RecordWriter) -> None:
+def test_line_that_kill_has_cut_is_left_out(files: ProcessFiles, writer: RecordWriter) -> None:
     writer.add(Stopped(3))
     with open(files.folder / "records.jsonl", "ab") as file:
         file.write(b'{"line":"upd')
@@ -75,7 +75,7 @@ def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
         record_files.new_directory(tmp_path / "a" / "b")
 
 
-def test_what_is_below_a_directory_is_told_by_its_real_place(tmp_path: Path) -> None:
+def test_paths_below_directory_are_resolved(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert record_files.is_below(str(tmp_path / "link" / "run"), str(tmp_path / "real"))

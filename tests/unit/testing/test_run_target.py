@@ -54,7 +54,7 @@ def local() -> Any:
         (functools.partial(at_the_top, word=object()), "that another process can be given"),
     ],
 )
-def test_what_a_fresh_process_could_not_run_is_refused(make_run: Any, found: str) -> None:
+def test_what_fresh_process_could_not_run_is_refused(make_run: Any, found: str) -> None:
     with pytest.raises(jct.SettingsError, match=f"^resume proof: make_run: .*{found}"):
         target_of(make_run)
 

@@ -236,7 +236,7 @@ def test_damage_is_found_whether_bytes_are_taken_over_or_made(saved: Path) -> No
         ([Add("z", [2], "int8", init=300)], r"\(add\): leaf 'z' of int8 cannot hold the value 300"),
     ],
 )
-def test_what_does_not_fit_is_told_before_anything_is_read(saved: Path, operations: list[Any], message: str) -> None:
+def test_unfit_values_are_refused_before_reading(saved: Path, operations: list[Any], message: str) -> None:
     with pytest.raises(jct.MismatchError, match=message):
         load(saved, *operations)
 
@@ -300,9 +300,7 @@ def test_what_is_no_operation_is_refused_by_name(saved: Path, given: Any, messag
         ),
     ],
 )
-def test_integers_that_do_not_fit_are_told_and_never_wrap(
-    tmp_path: Path, values: np.ndarray, dtype: str, message: str
-) -> None:
+def test_unfit_integers_are_refused_never_wrapped(tmp_path: Path, values: np.ndarray, dtype: str, message: str) -> None:
     jct.save(tmp_path / "a", {"i": values})
     with pytest.raises(jct.MismatchError, match=r"operation 1 of 1 \(cast\): leaf " + message):
         load(tmp_path / "a", Cast("i", dtype))

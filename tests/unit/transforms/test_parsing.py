@@ -116,6 +116,6 @@ def test_each_operation_is_known_by_the_name_that_it_says() -> None:
         ({"op": "copy", "from": 3, "to": "b"}, "from: expected a leaf path"),
     ],
 )
-def test_copy_is_checked_by_the_names_that_are_written(given: dict[str, Any], message: str) -> None:
+def test_copy_is_checked_by_names_that_are_written(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         parse_operations("transforms", [given])

@@ -18,7 +18,7 @@ def _cuts_of_a_mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(colocated_taking, "LEAST_CUT_BYTES", MIB)
 
 
-def test_colocated_python_without_its_pickler_is_told(run_python: RunPython, tmp_path: Path) -> None:
+def test_colocated_python_without_its_pickler_is_reported(run_python: RunPython, tmp_path: Path) -> None:
     script = (
         "import sys; sys.modules['cloudpickle'] = None\n"
         "import jax.numpy as jnp, jaxckpt_train as jct\n"
@@ -32,7 +32,7 @@ def test_colocated_python_without_its_pickler_is_told(run_python: RunPython, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_script_that_ends_without_waiting_still_finishes_the_save(run_python: RunPython, tmp_path: Path) -> None:
+def test_script_that_ends_without_waiting_still_finishes_save(run_python: RunPython, tmp_path: Path) -> None:
     script = (
         "import sys, jax, jax.numpy as jnp, jaxckpt_train as jct\n"
         "tree = {str(i): jax.device_put(jnp.full((1 << 20,), i), d) for i, d in enumerate(jax.devices())}\n"

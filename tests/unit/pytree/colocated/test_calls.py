@@ -27,7 +27,7 @@ def test_the_next_call_is_of_a_host_that_has_nothing_to_do() -> None:
 
 
 @pytest.mark.parametrize("is_ended", [False, True], ids=["let go", "ended"])
-def test_who_waits_for_a_host_goes_on_when_it_is_let_go_or_all_is_over(is_ended: bool) -> None:
+def test_wait_for_host_ends_on_release(is_ended: bool) -> None:
     turns, taken = HostQueue(["a", "a"]), list[int | None]()
     assert turns.take() == 0
     waiting = threading.Thread(target=lambda: taken.append(turns.take()))

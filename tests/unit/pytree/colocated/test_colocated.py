@@ -187,7 +187,7 @@ def test_nan_is_looked_for_as_in_any_save(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_damage_that_a_host_finds_names_the_host_and_the_leaf(tmp_path: Path) -> None:
+def test_damage_that_host_finds_names_host_and_leaf(tmp_path: Path) -> None:
     tree = {"a": spread(numbers(64, 1024), (8,), "x")}
     jct.save(tmp_path / "c", tree, settings=HOSTS)
     file = tmp_path / "c" / "state" / "p00004-s000.safetensors"
@@ -232,7 +232,7 @@ def plan_for(directory: Path) -> tuple[WritePlan, int]:
     return plan, room_for_index(plan, [])
 
 
-def test_a_host_that_does_not_see_the_attempt_says_so(tmp_path: Path) -> None:
+def test_host_that_does_not_see_attempt_says_so(tmp_path: Path) -> None:
     plan, _ = plan_for(tmp_path / "not there")
     plan = WritePlan(
         plan.directory, plan.part, 1, plan.settings, (WrittenArray(0, "a", (3,), "float32"),), (0,), (((0, 3),),)
@@ -254,7 +254,7 @@ def test_a_host_of_another_release_says_so(tmp_path: Path) -> None:
     assert b"the plan has version 2" in answer.error
 
 
-def test_an_error_that_is_too_long_is_told_without_its_end(tmp_path: Path) -> None:
+def test_long_error_is_cut(tmp_path: Path) -> None:
     plan, room = plan_for(tmp_path)
     plan = WritePlan(plan.directory, plan.part, 1, {**plan.settings, "digest": "wrong" * 10_000}, (), (), ())
     (answered,) = write_here(jax.device_put(plan_array(plan, room)))
@@ -286,9 +286,7 @@ def test_on_such_a_runtime_the_hosts_do_it_without_being_asked(monkeypatch: pyte
     assert set(written_by(tmp_path / "d")) == {0}
 
 
-def test_what_lies_on_the_own_cpu_of_the_controller_keeps_no_hosts_from_the_rest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_controller_arrays_do_not_block_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Such a process has two runtimes; here the first device stands for the other one."""
     first, second = jax.devices()[:2]
     monkeypatch.setattr(colocated_devices, "is_single_controller", lambda kind: True)

@@ -25,7 +25,7 @@ def make_deep(directory: Path, depth: int) -> None:
     os.close(here)
 
 
-def test_a_listing_that_a_signal_interrupts_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_that_signal_interrupts_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tree" / "a" / "b").mkdir(parents=True)
     listed, interrupts = os.scandir, [4, 2]
 

@@ -69,7 +69,7 @@ def test_a_directory_by_a_link_is_saved_to(tmp_path: Path, where: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["ordered", "any"])
-def test_a_directory_that_a_dead_process_made_is_made_durable(order: Order) -> None:
+def test_directory_that_dead_process_made_is_made_durable(order: Order) -> None:
     machine = Machine()
     with process(1):
         dying = CrashDisk(machine)

@@ -79,7 +79,7 @@ class TestWithoutCuts(TestBuffered):
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 10_000])
-def test_a_file_that_was_not_cut_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_file_that_was_not_cut_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(os, "ftruncate", lambda *_: None)
     monkeypatch.setattr(local, "_no_truncate", set())
     data = aligned_buffer(12_288)
@@ -331,7 +331,7 @@ def test_a_rename_that_was_done_and_made_again_is_done(
 
 
 @pytest.mark.parametrize("done", [False, True])
-def test_an_exchange_that_a_signal_interrupts_is_done_once(
+def test_exchange_that_signal_interrupts_is_done_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: bool
 ) -> None:
     exchange, calls = local_names._renameat2, []
@@ -474,7 +474,7 @@ def test_files_and_names_reach_the_medium_on_macos(tmp_path: Path, full_syncs: l
 
 
 @pytest.mark.parametrize("code", [errno.ENOTSUP, errno.EINVAL, errno.ENOTTY])
-def test_a_file_system_without_such_a_sync_has_the_plain_one(
+def test_file_system_without_such_sync_has_plain_one(
     tmp_path: Path, full_syncs: list[int], monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -485,7 +485,7 @@ def test_a_file_system_without_such_a_sync_has_the_plain_one(
     assert full_syncs == [-1]
 
 
-def test_a_sync_that_failed_is_not_tried_another_way(
+def test_sync_that_failed_is_not_tried_another_way(
     tmp_path: Path, full_syncs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:

@@ -79,7 +79,7 @@ def test_a_directory_that_this_process_makes_anew(tmp_path: Path, synced: Synced
     with_the_same_number(run, again)
 
 
-def test_a_directory_above_it_that_this_process_makes_anew(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_directory_above_it_that_this_process_makes_anew(tmp_path: Path, synced: Synced, marks: str) -> None:
     run = tmp_path / "a" / "b" / "run"
     make(run)
     synced.since()
@@ -94,7 +94,7 @@ def test_a_directory_above_it_that_this_process_makes_anew(tmp_path: Path, synce
     with_the_same_number(run, again)
 
 
-def test_a_directory_that_was_made_anew_without_being_synced(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_directory_that_was_made_anew_without_being_synced(tmp_path: Path, synced: Synced, marks: str) -> None:
     run = tmp_path / "a" / "run"
     make(run)
 
@@ -154,7 +154,7 @@ def test_a_name_that_went_and_came_back(tmp_path: Path, synced: Synced, marks: s
     assert synced.since()[:2] == [tmp_path / "a", tmp_path]
 
 
-def test_what_is_as_it_was_is_not_synced_again(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_what_is_unchanged_is_not_synced_again(tmp_path: Path, synced: Synced, marks: str) -> None:
     """Whatever is saved into it, and whatever others make further up."""
     run = tmp_path / "a" / "b" / "run"
     make(run)
@@ -165,7 +165,7 @@ def test_what_is_as_it_was_is_not_synced_again(tmp_path: Path, synced: Synced, m
     assert synced.since() == []
 
 
-def test_a_run_that_begins_anew_in_the_same_process(tmp_path: Path, synced: Synced) -> None:
+def test_run_that_begins_anew_in_same_process(tmp_path: Path, synced: Synced) -> None:
     run = made_run(tmp_path / "a" / "run", 1)
 
     def again() -> None:

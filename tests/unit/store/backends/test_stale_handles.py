@@ -66,7 +66,7 @@ def root(tmp_path: Path) -> str:
 
 @looks
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_name_that_is_stale_is_looked_up_anew(
+def test_name_that_is_stale_is_looked_up_anew(
     root: str, stale: Stale, call: str, name: str, look: Callable[[str], object], times: int
 ) -> None:
     left = stale(call, name, times)
@@ -92,7 +92,7 @@ def test_what_is_stale_need_not_be_removed(root: str, stale: Stale, call: str, n
 
 @pytest.mark.parametrize("times", [1, 1000])
 @pytest.mark.parametrize(("call", "name"), [("open", "/step-0000000001"), ("scandir", "/state")])
-def test_a_tree_that_another_machine_removes_meanwhile_is_removed(
+def test_tree_that_another_machine_removes_meanwhile_is_removed(
     tmp_path: Path, stale: Stale, call: str, name: str, times: int
 ) -> None:
     run = made_run(tmp_path / "run", 1)
@@ -150,7 +150,7 @@ def test_a_read_that_is_stale_goes_on_to_what_has_replaced_the_step(
     assert not armed[0]
 
 
-def test_a_run_directory_that_stays_stale_is_no_run(tmp_path: Path, stale: Stale) -> None:
+def test_run_directory_that_stays_stale_is_no_run(tmp_path: Path, stale: Stale) -> None:
     run = made_run(tmp_path / "run", 1)
     stale("scandir", "/run", 1000)
     assert StepManager(run).steps == []
