@@ -34,7 +34,7 @@ class Job:
     """The processes of a job of `jax.distributed`, whose CPU devices are joined by gloo.
 
     Args:
-        member: what `jax.distributed.initialize` is told.
+        member: the arguments of `jax.distributed.initialize`.
     """
 
     def __init__(self, member: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ HOW_TO_READ = f"""\
 fixed + each * size: the line that fits the medians best by relative error. growth: p of value ~ size**p between the
 two largest sizes; 1 is linear, above {LINEAR_EXPONENT} is marked; "-": under 20 ms at the largest size, too short to
 tell. The peak of a load holds the loaded arrays too.
-"save: ..." and "load: ..." are phases of ours, timed by calling internals; the other rows are the public calls."""
+"save: ..." and "load: ..." are our phases, timed by calling internals; the other rows are the public calls."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,7 +69,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = cost_command.parser("cost_model", __doc__ or "")
     parser.add_argument("--axes", type=cost_command.names, default=list(AXES), help=f"of {','.join(AXES)}")
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"of every measurement; default {REPEATS}")
-    parser.add_argument("--largest", type=int, help="leave out sizes above this one; of bytes, so many MiB")
+    parser.add_argument("--largest", type=int, help="leave out sizes above this one; of bytes, in MiB")
     options = parser.parse_args(arguments)
     if not options.axes or set(options.axes) - set(AXES):
         parser.error(f"--axes: expected some of {', '.join(AXES)}, found {','.join(options.axes) or 'none'}")

@@ -1,4 +1,4 @@
-"""The phases of a save and of a load of ours, timed one by one: the one place that calls internals."""
+"""The phases of our saves and loads, timed one by one: the only place that calls internals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def save_in_phases(path: Path, tree: Any, chunks: int | None = None) -> Seconds:
     Args:
         path: where.
         tree: as for `jaxckpt_train.save`.
-        chunks: every array is cut into so many along its first dimension, as if so many devices held it.
+        chunks: every array is cut into this number along its first dimension, as if as many devices held it.
 
     Returns:
         The seconds of `snapshot` (what the caller waits for), `plan` (which bytes go where), `write` (without the

@@ -85,8 +85,8 @@ def _interrupted(name: str, number: int, kind: int, folder: Path) -> tuple[str, 
             tell("calls", library.fi_seen())
             library.fi_arm(b"", ctypes.c_long(NO_CALL), COUNT, 0)
 
-    told = dict(forked(work, LONGEST_S)[0])
-    return told.get("end", "died or hung"), told.get("calls", 0)
+    answers = dict(forked(work, LONGEST_S)[0])
+    return answers.get("end", "died or hung"), answers.get("calls", 0)
 
 
 def in_turn(chosen: argparse.Namespace, folder: Path) -> list[Row]:
@@ -137,10 +137,10 @@ def main() -> None:
                 print(f"    {end}: {detail}")
     print(f"{time.monotonic() - started:.0f} s, seed {chosen.seed}")
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
-    told = [
+    rows = [
         {"campaign": row.campaign, "subject": row.subject, "ends": dict(row.ends), "first": row.first} for row in rows
     ]
-    chosen.json.write_text(json.dumps(told, indent=1))
+    chosen.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

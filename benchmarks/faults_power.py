@@ -22,7 +22,7 @@ _NAMES = {"acknowledged": "right after the acknowledgement", "random": "at rando
 
 
 def power_cuts(name: str, when: When, trials: int, seed: int, disk: LoopDisk) -> Row:
-    """So many cuts while one subject saves; of each, whether all that was acknowledged before is there."""
+    """Cut the power repeatedly while one subject saves, and check each time that all acknowledged saves exist."""
     row, chance = Row(f"power cut {_NAMES[when]}, {disk.kind}", name), random.Random(f"{seed} {when}")
     for number in range(trials):
         if number % NEW_DISK == 0:
@@ -30,10 +30,12 @@ def power_cuts(name: str, when: When, trials: int, seed: int, disk: LoopDisk) ->
             disk.make_new()
         first, after_s = number * MOST_SAVES, 0.0 if when == "acknowledged" else chance.uniform(0, 2 * LATEST_CUT_S)
         folder = disk.path / f"run{number}"
-        told, _ = forked(lambda tell, f=folder, s=first, a=after_s: _save(name, when, disk, f, s, a, tell), LONGEST_S)  # type: ignore[misc]
-        acknowledged = [value for what, value in told if what == "acknowledged"]
-        if ("cut", None) not in told:
-            row.add("save failed", str(told)[-300:])
+        answers, _ = forked(
+            lambda tell, f=folder, s=first, a=after_s: _save(name, when, disk, f, s, a, tell), LONGEST_S
+        )  # type: ignore[misc]
+        acknowledged = [value for what, value in answers if what == "acknowledged"]
+        if ("cut", None) not in answers:
+            row.add("save failed", str(answers)[-300:])
             continue
         disk.unmount()
         disk.mount()

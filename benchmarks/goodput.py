@@ -69,7 +69,7 @@ class Benchmark:
             updates = (self._options.cost_saves + 2) * COST_EVERY  # the first one does not count
             attempt = self._attempt(name, given, None, LONGEST_S, most_updates=updates, folder=f"cost-{name}")
             self.losses.add(name, attempt)
-            cost = self.costs[name] = cost_of(attempt.told, COST_EVERY, attempt.began_at)
+            cost = self.costs[name] = cost_of(attempt.record, COST_EVERY, attempt.began_at)
             mean_s = mtbf_s(within(self.kills, self._options.seconds), cost.start_s)
             found = self.intervals[name] = interval_for(cost, mean_s)
             _say(
@@ -114,7 +114,7 @@ class Benchmark:
         """What can be restored: a process restores it and does one more update, whose loss is compared."""
         attempt = self._attempt(name, interval, None, LONGEST_S, most_updates=1)
         self.losses.add(name, attempt)
-        run.final = attempt.told.restored or 0
+        run.final = attempt.record.restored or 0
         cost_command.remove(self._directory / name)
         _say(f"{name}: update {run.final} could be restored")
 
@@ -199,7 +199,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help=f"of each subject; default {SECONDS:g}")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule")
     parser.add_argument("--mean-s", type=float, help=f"seconds between two kills; default {MEAN_S:g}")
-    parser.add_argument("--every-s", type=float, help="seconds between saves, for who must be told; else by their cost")
+    parser.add_argument(
+        "--every-s",
+        type=float,
+        help="seconds between saves, for subjects that need an interval; by default from their cost",
+    )
     parser.add_argument("--cost-saves", type=int, help=f"to find what they cost; default {COST_SAVES}")
     parser.add_argument("--costs-only", action="store_true", help="only find what saves cost")
     parser.add_argument("--page", type=Path, help="folder for goodput.md and goodput.png")

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.goodput_kills import Kill
-from benchmarks.goodput_log import Told, read
+from benchmarks.goodput_log import AttemptRecord, read
 from benchmarks.goodput_subjects import GRACE_S
 from benchmarks.goodput_training import Arguments
 from benchmarks.machine import ROOT
 
 SHOWN_CHARACTERS = 3000
-PREEMPTED = 75  # the exit code of ours; Orbax's loop ends with 0
+PREEMPTED = 75  # our exit code; Orbax's loop ends with 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Attempt:
         ended_at: when it was gone.
         asked: whether it was asked to leave.
         code: its exit code, below 0 the signal that has ended it.
-        told: what it said.
+        record: its log.
     """
 
     began_at: float
@@ -41,7 +41,7 @@ class Attempt:
     ended_at: float
     asked: bool
     code: int
-    told: Told
+    record: AttemptRecord
 
     @property
     def wall_s(self) -> float:
@@ -64,7 +64,7 @@ def run_attempt(
     """Start it, and end it as the schedule says.
 
     Args:
-        given: what it is told.
+        given: its arguments.
         kill: its end; None: it ends by itself.
         left_s: seconds after which it is killed, unless it was asked to leave before.
         under: a command to put before.

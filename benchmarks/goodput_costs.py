@@ -1,4 +1,4 @@
-"""What a save costs a loop that is not killed, and how often to save by that: for subjects that have to be told."""
+"""The cost of a save in a loop that is not killed, and the interval from it, for subjects that need one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.goodput_log import Told, Update
+from benchmarks.goodput_log import AttemptRecord, Update
 from benchmarks.goodput_subjects import Interval
 from jaxckpt_train.policies.save import daly_interval_s
 
@@ -17,7 +17,7 @@ QUIET_SHARE = 1 / 3  # of the updates between two saves: the last ones, when the
 
 @dataclasses.dataclass(frozen=True)
 class SaveCost:
-    """Of one subject, while it saves every so many updates. Seconds.
+    """The costs of one subject that saves at a fixed number of updates. Seconds.
 
     Attributes:
         cost_s: the median of what the updates from one save to the next take longer than as many quiet ones.
@@ -34,18 +34,18 @@ class SaveCost:
     saves: int
 
 
-def cost_of(told: Told, every: int, began_at: float) -> SaveCost:
-    """The cost of saves each `every` updates, by what a process has told that was started at `began_at`.
+def cost_of(record: AttemptRecord, every: int, began_at: float) -> SaveCost:
+    """The cost of saves each `every` updates, from the record of a process that was started at `began_at`.
 
     The first save does not count: memory is new, and some things are compiled.
 
     Raises:
         ValueError: fewer than two others were seen from their begin to the next one.
     """
-    between = [cycle for cycle in _cycles(told.updates, every)[1:] if len(cycle) == every + 1]
-    if len(between) < 2 or told.restored_at is None:
+    between = [cycle for cycle in _cycles(record.updates, every)[1:] if len(cycle) == every + 1]
+    if len(between) < 2 or record.restored_at is None:
         raise ValueError(
-            f"{len(told.updates)} updates, a save each {every}: expected three saves at least; give it more time"
+            f"{len(record.updates)} updates, a save each {every}: expected three saves at least; give it more time"
         )
     quiet = [step for cycle in between for step in _times(cycle)[-max(1, round(every * QUIET_SHARE)) :]]
     update_s = statistics.median(quiet)
@@ -53,7 +53,7 @@ def cost_of(told: Told, every: int, began_at: float) -> SaveCost:
         cost_s=statistics.median(cycle[-1].at - cycle[0].at - every * update_s for cycle in between),
         update_s=update_s,
         called_s=statistics.median(cycle[0].called_s or 0.0 for cycle in between),
-        start_s=told.updates[0].at - began_at,
+        start_s=record.updates[0].at - began_at,
         saves=len(between),
     )
 

@@ -49,19 +49,19 @@ class Facts:
 
 def facts_of(attempt: Attempt, *, is_scheduled: bool) -> Facts:
     """What counts of an attempt."""
-    told, began = attempt.told, attempt.began_at
+    record, began = attempt.record, attempt.began_at
     sent_at = attempt.ended_at if attempt.sent_at is None else attempt.sent_at
     called_s = 0.0
-    for update in told.updates:
+    for update in record.updates:
         until = attempt.ended_at if update.called_s is None else update.at + update.called_s
         called_s += max(0.0, min(until, sent_at) - update.at)
     return Facts(
         wall_s=attempt.wall_s,
-        made_s=None if told.made_at is None else told.made_at - began,
-        restored_s=None if told.restored_at is None else told.restored_at - began,
-        first_s=told.updates[0].at - began if told.updates else None,
-        restored=told.restored,
-        last=told.updates[-1].number if told.updates else None,
+        made_s=None if record.made_at is None else record.made_at - began,
+        restored_s=None if record.restored_at is None else record.restored_at - began,
+        first_s=record.updates[0].at - began if record.updates else None,
+        restored=record.restored,
+        last=record.updates[-1].number if record.updates else None,
         called_s=called_s,
         asked=attempt.asked,
         left_itself=attempt.left_itself,
@@ -72,7 +72,7 @@ def facts_of(attempt: Attempt, *, is_scheduled: bool) -> Facts:
 
 def update_times(attempt: Attempt, skipped: int) -> list[float]:
     """Seconds from each update to the next, without the first ones."""
-    updates = attempt.told.updates[skipped:]
+    updates = attempt.record.updates[skipped:]
     return [after.at - before.at for before, after in itertools.pairwise(updates)]
 
 

@@ -44,7 +44,7 @@ def schedule(seed: int, *, least_s: float, mean_s: float, most_s: float) -> Iter
 
 
 def within(kills: Sequence[Kill], seconds: float) -> list[Kill]:
-    """Those of a run of so many seconds whose processes end at once."""
+    """The kills of a run of this many seconds whose processes end at once."""
     found: list[Kill] = []
     for kill in kills:
         seconds -= kill.after_s

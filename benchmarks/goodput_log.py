@@ -1,4 +1,4 @@
-"""What a training that may be killed at any moment tells of itself: a line for each event, in a file."""
+"""The log of a training that may be killed at any moment: a line for each event, in a file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Update:
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
-    """What one process has told. None: it did not come so far.
+class AttemptRecord:
+    """What one process has logged. None: it did not get that far.
 
     Attributes:
         made_at: when the model was there, and the restore began.
@@ -53,7 +53,7 @@ class Log:
         self._tell("made")
 
     def restored(self, completed: int) -> None:
-        """The loop begins, after so many updates."""
+        """The loop starts, with this many updates complete."""
         self._tell("restored", completed)
 
     def update(self, number: int, loss: float) -> None:
@@ -69,10 +69,10 @@ class Log:
         os.write(self._file, f"{line}\n".encode())
 
 
-def read(path: Path) -> Told:
-    """What the process with this file has told; a file that is not there tells nothing."""
+def read(path: Path) -> AttemptRecord:
+    """Read the log of a process; a missing file is an empty record."""
     if not path.exists():
-        return Told()
+        return AttemptRecord()
     made_at = restored_at = restored = None
     updates: list[Update] = []
     for line in path.read_text(encoding="ascii").splitlines():
@@ -85,4 +85,4 @@ def read(path: Path) -> Told:
             updates.append(Update(int(more[0]), float(at), more[1], None))
         elif updates[-1].number == int(more[0]):
             updates[-1] = dataclasses.replace(updates[-1], called_s=float(at) - updates[-1].at)
-    return Told(made_at, restored_at, restored, tuple(updates))
+    return AttemptRecord(made_at, restored_at, restored, tuple(updates))

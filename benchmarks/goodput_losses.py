@@ -20,7 +20,7 @@ class Losses:
 
     def add(self, subject: str, attempt: Attempt) -> None:
         """Compare the updates of one attempt with those of the others before it."""
-        for update in attempt.told.updates:
+        for update in attempt.record.updates:
             if update.number not in self._seen:
                 self._seen[update.number] = (update.loss, subject)
                 continue

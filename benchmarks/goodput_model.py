@@ -93,7 +93,7 @@ class SimulatedRun:
         self._reasons: list[str] = []
 
     def run(self, steps: int) -> SaveFuture:
-        """Train until so many updates are complete."""
+        """Train until this many updates are complete."""
         reached = self._live(steps)
         while reached < steps:
             self.now += self.training.restart_s

@@ -27,7 +27,7 @@ def listen_for_preemption() -> None:
 
 
 def state_of(training: LmTraining) -> Any:
-    """What is saved of it beside the position in the data."""
+    """What is saved of it, apart from the position in the data."""
     return nnx.state((training.model, training.optimizer))
 
 

@@ -34,7 +34,7 @@ INTERVALS = {
     "orbax_v0_back_to_back": "orbax_v0",
     "orbax_v1_default": "orbax_v1",
 }
-"""Whose interval is taken, which is found by saves each so many updates."""
+"""The subjects whose interval is measured by saves at a fixed number of updates."""
 GRACE_S = 8.0
 ENDLESS = 10**9  # updates: a run ends when its time is up
 KEEP = 2  # checkpoints
@@ -42,7 +42,7 @@ KEEP = 2  # checkpoints
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """How often those save that have to be told: what Young and Daly find for what a save of theirs costs."""
+    """The interval of subjects that need one: that of Young and Daly for the cost of their save."""
 
     steps: int
     seconds: float
@@ -64,7 +64,7 @@ class Keeper(Protocol):
         """The numbers of the updates to do, until the job is asked to leave."""
 
     def completed(self, training: LmTraining, number: int, loss: Any) -> None:
-        """So many updates are complete: save if that is due."""
+        """This many updates are complete: save if a save is due."""
 
 
 class Nothing:

@@ -17,16 +17,16 @@ from benchmarks.lm_training import configure, lm_training
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What an attempt is told.
+    """The arguments of an attempt.
 
     Attributes:
         subject: its name.
         directory: of the run, which the attempts of a subject share.
-        log: the file for what it tells.
+        log: the file of its log.
         cache: of what XLA has compiled.
         size: of the model.
         interval_steps, interval_s: see `Interval`.
-        most_updates: after so many of its own it ends as by a kill; None: it goes on.
+        most_updates: the attempt ends after this many of its own updates, as if killed; None: no limit.
     """
 
     subject: str

@@ -15,7 +15,7 @@ MEMORY_INFO = Path("/proc/meminfo")
 
 
 def make_present(nbytes: int, *, is_quick: bool = False) -> None:
-    """Touch memory for twice so many bytes, and free it again; from 64 MiB on after `HELD_S`, unless it `is_quick`.
+    """Touch memory for twice this many bytes, and free it again; from 64 MiB on after `HELD_S`, unless it `is_quick`.
 
     A kernel that reports free pages gives them back to its host after two seconds. Who touches them next waits for the
     host, from 0.6 to over 3 s for 1 GiB instead of 0.1 s, whatever it is measured for. Twice: for what is made, and

@@ -39,7 +39,7 @@ def touched(nbytes: int) -> np.ndarray:
 
 
 def gather(workload: Workload, seed: Sequence[int], target: str | None = None) -> np.ndarray:
-    """The bytes of the leaves one after the other, padded to what `O_DIRECT` takes."""
+    """The concatenated bytes of the leaves, padded for `O_DIRECT`."""
     leaves = workload.leaves if target is None else workload.wanted(target)
     buffer = touched(aligned(sum(leaf.nbytes for leaf in leaves)))
     end = 0

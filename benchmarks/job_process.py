@@ -1,4 +1,4 @@
-"""A job of workers as its parent sees it: processes of one `jax.distributed` job that are told the same at a time."""
+"""A job of workers, seen by its parent: processes of one `jax.distributed` job that get the same commands."""
 
 from __future__ import annotations
 

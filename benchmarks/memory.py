@@ -33,7 +33,7 @@ MiB. Every measurement is of a fresh process that has saved and loaded a few byt
   training one jitted step that donates the state runs during the save: what the save holds, the step has to copy
   private  the same without mapped files, sampled every 2 ms
   left     private memory after a load, garbage collected, beyond that before it and the loaded arrays
-  limit    of ours: staging_bytes (with snapshot="stream": twice) or read_budget_bytes, and 32 MiB
+  limit    ours: staging_bytes (with snapshot="stream": twice) or read_budget_bytes, and 32 MiB
   slope    of resident memory against the number of the save, over the last four fifths, and its standard error;
            GROWS: by more than 16 KiB for each save, in both halves of these saves
   nothing  the control: the same steps of training, and no save"""

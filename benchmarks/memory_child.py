@@ -1,4 +1,4 @@
-"""What a fresh process measures of its own memory: a save, a load, or many saves one after the other."""
+"""Measures the memory of a new process: of a save, a load, or many saves in turn."""
 
 from __future__ import annotations
 

@@ -45,13 +45,15 @@ def overhead_of(bare: Sequence[Block], saving: Sequence[Block], stored: Mapping[
         stored: `saves` and `costs` of the loop, as `pairs_in_child` returns them.
     """
     free = [_update_s(block) for block in bare]
-    beside = [(one + other) / 2 for one, other in itertools.pairwise(free)]
-    expected_s = sum(block.updates * update_s for block, update_s in zip(saving, beside, strict=True))
+    neighbours = [(one + other) / 2 for one, other in itertools.pairwise(free)]
+    expected_s = sum(block.updates * update_s for block, update_s in zip(saving, neighbours, strict=True))
     costs, saves = stored["costs"], stored["saves"]
     lasted = [save["lasted_s"] for save in saves if save["lasted_s"] is not None]
     intervals = intervals_of(saves)
     return Overhead(
-        measured=Spread.of([_update_s(block) / update_s - 1 for block, update_s in zip(saving, beside, strict=True)]),
+        measured=Spread.of(
+            [_update_s(block) / update_s - 1 for block, update_s in zip(saving, neighbours, strict=True)]
+        ),
         total=sum(block.wall_s for block in saving) / expected_s - 1,
         noise=Spread.of([other / one - 1 for one, other in itertools.pairwise(free)]),
         policy=costs["spent_s"] / costs["trained_s"] if costs["trained_s"] else 0.0,

@@ -81,7 +81,7 @@ class Save:
     """One save.
 
     Attributes:
-        at_s: when it began, since the first update beside saves.
+        at_s: its start, since the first update of a block with saves.
         reason: of the policy, with what it had measured.
         lasted_s: until it was committed; None: it was not, by the end.
         spent: what all saves so far had cost, as a fraction of the training, when it began: the policy's own measure.
@@ -183,7 +183,7 @@ def pairs_in_child(size: dict[str, Any], directory: str, block_s: float, pairs: 
 def phases_in_child(
     size: dict[str, Any], directory: str, limit: dict[str, Any], phases: Sequence[tuple[float, int | None]]
 ) -> dict[str, Any]:
-    """One block with saves for each phase: so many seconds, on a disk that takes so many bytes a second.
+    """One block with saves for each phase: its seconds, and the bytes per second that its disk accepts.
 
     A save that is under way when a phase ends goes on at the speed of the next one.
     """

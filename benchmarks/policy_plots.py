@@ -217,8 +217,8 @@ def draw(name: str, plot: Plot, folder: Path) -> Path:
         data = plot.data()
         plot.draw(figure, data)
         file = folder / f"{name}.svg"
-        told = {"Description": f"drawn from data {digest_of(data)}", "Date": None, "Creator": None}
-        figure.savefig(file, metadata=told)
+        metadata = {"Description": f"drawn from data {digest_of(data)}", "Date": None, "Creator": None}
+        figure.savefig(file, metadata=metadata)
         plt.close(figure)
     return file
 

@@ -58,7 +58,7 @@ def even_moments() -> list[tuple[int, float]]:
 
 
 def time_of(seconds: float) -> datetime:
-    """So many seconds after the start."""
+    """The time this many seconds after the start."""
     return START + timedelta(seconds=seconds)
 
 

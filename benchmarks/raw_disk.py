@@ -54,7 +54,7 @@ class RawTurns:
     Memory on huge pages where there are any. `O_DIRECT` is used where the file system takes it, and the
     notes say whether it did. A write ends with `fdatasync`. Reads come twice: as `raw` into memory that is there
     already, and as `raw_fresh` into memory whose first touch is part of the time, as it is in a load into new arrays.
-    Beside jobs, all is done only in the last way, and reads come once, as `raw`.
+    For jobs, everything is done only in the last way, and reads come once, as `raw`.
     """
 
     packages = ("numpy",)
@@ -125,7 +125,7 @@ def _by_way(what: str, passes: Sequence[_Pass]) -> dict[str, float | str | bool]
 
 
 def _for_each_block(way: Way, size: int, work: Callable[[int], None], pool: ThreadPoolExecutor) -> None:
-    """Call `work` with the offset of every block, so many at a time."""
+    """Call `work` with the offset of every block, with this many calls at a time."""
     offsets = range(0, size, way.block_bytes)
     if way.threads == 1:
         for offset in offsets:

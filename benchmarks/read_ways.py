@@ -22,7 +22,7 @@ PIECE_BYTES = 16 * MIB
 
 Piece = tuple[int, np.ndarray]
 Read = Callable[[Path, int], tuple[np.ndarray, list[str]]]
-"""Reads so many bytes of a file; returns them, and the digest of each piece."""
+"""Reads this many bytes of a file; returns them, and the digest of each piece."""
 
 
 def by_calls(threads: int, *, direct: bool, huge: bool) -> Read:

@@ -47,7 +47,7 @@ class Entry:
         torch: whether it runs in the environment that `make bench-torch` makes.
         cannot: workload -> why it is left out there.
         quick: whether it has a turn in a quick run.
-        setting: for a variant of ours, one of `StoreSettings`, and the values that do the same in these workloads.
+        setting: for our variants, one of `StoreSettings`, and the values that do the same in these workloads.
     """
 
     made_by: str

@@ -70,7 +70,7 @@ def of_each(figures: Sequence[dict[str, Any]]) -> str:
 
 
 def of_process_0(figures: Sequence[dict[str, Any]]) -> str:
-    """What process 0 does besides."""
+    """The additional work of process 0."""
     headings = ["layout", "processes", "arrays", "CPU, s", "memory, MiB", "key-value calls", "MB received"]
     headings += ["manifest, MB"]
     rows = (

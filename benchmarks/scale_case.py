@@ -1,4 +1,4 @@
-"""One planned job in one process: what each of its processes does, one after the other, and what process 0 does."""
+"""One planned job in one process: the work of each of its processes in turn, and that of process 0."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from jaxckpt_train.store.read_plan import Wanted, plan_reads
 BAND_BYTES = 64 << 20
 HEAD_BYTES = 4096
 MOST_CHUNKS = 9_000_000  # one manifest holds about 12 million
-MOST_PLANNING_S = 60.0  # of all processes together, which the simulation does one after the other
+MOST_PLANNING_S = 60.0  # of all processes together, which the simulation runs in turn
 T = TypeVar("T")
 
 
@@ -119,9 +119,9 @@ def meet(values: Sequence[bytes], state: PlannedState, *, is_merged: bool) -> di
         give(job, view, value)
     manifest: list[bytes] = []
 
-    def merge(told: Sequence[bytes]) -> bytes:
+    def merge(values: Sequence[bytes]) -> bytes:
         if is_merged:
-            manifest.append(manifest_of(state, told))
+            manifest.append(manifest_of(state, values))
         return b"done"
 
     meter = ResidentMeter()
@@ -156,9 +156,9 @@ def asked(found: Asked) -> dict[str, int]:
     }
 
 
-def manifest_of(state: PlannedState, told: Sequence[bytes]) -> bytes:
-    """As process 0 makes it of what all have told."""
-    indexes = [decode_index(value) for value in told]
+def manifest_of(state: PlannedState, values: Sequence[bytes]) -> bytes:
+    """The manifest that process 0 makes of the values of all processes."""
+    indexes = [decode_index(value) for value in values]
     records = tuple(ArrayRecord(array.name, array.shape, "float32", ()) for array in state.arrays)
     empty = PartRecord("state", "pytree", records, (), msgspec.Raw(b"null"))
     segments, parts = merge_indexes([empty], indexes)

@@ -39,7 +39,7 @@ def client_of(address: str, number: int) -> Any:
 
 @contextlib.contextmanager
 def serving(clients: int) -> Iterator[str]:
-    """A service for so many clients, in this process: its address. They must be gone when it ends."""
+    """A service for this many clients, in this process: its address. They must have ended before it does."""
     from jax._src.lib import _jax
 
     with socket.socket() as probe:
@@ -89,7 +89,7 @@ def _median(call: Callable[[int], object], calls: int) -> float:
 
 
 def together(clients: int) -> dict[str, float]:
-    """Exchanges and barriers of so many clients, 16 in a process; calls a second that they get out of the service."""
+    """Exchanges and barriers of this many clients, 16 in a process, and the calls per second of the service."""
     starts = range(0, clients, CLIENTS_OF_A_PROCESS)
     with serving(clients) as address:
         command = [sys.executable, "-m", "benchmarks.scale_latency", "--clients", str(clients), "--address", address]

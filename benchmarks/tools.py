@@ -1,4 +1,4 @@
-"""What looking at checkpoints and moving them costs, beside Orbax and the disk: `python -m benchmarks.tools`."""
+"""The cost of inspecting and converting checkpoints, compared with Orbax and the disk: `python -m benchmarks.tools`."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def _in_turn(
             page_cache.drop(source)
             found[name].append(turn())
             after()
-        told = ", ".join(f"{name} {samples[-1]['seconds']:.2f} s" for name, samples in found.items())
-        _say(f"{source.name}, round {number + 1}: {told}")
+        figures = ", ".join(f"{name} {samples[-1]['seconds']:.2f} s" for name, samples in found.items())
+        _say(f"{source.name}, round {number + 1}: {figures}")
     return found
 
 

@@ -34,7 +34,7 @@ def make_orbax(path: str, arrays: int, array_bytes: int, interface: str) -> None
 
 
 def make_pair(folder: str, arrays: int, array_bytes: int) -> None:
-    """Save two steps of ours, each array of which has changed a little."""
+    """Save two of our steps, in which every array has changed a little."""
     import jaxckpt_train as jct
 
     for number, name in enumerate(("a", "b")):
@@ -60,7 +60,7 @@ def _shapes(arrays: int, array_bytes: int) -> dict[str, tuple[int, int]]:
 def _measured(call: Callable[[], object], before: Callable[[], object], nbytes: int) -> dict[str, Any]:
     """Seconds, and the most memory that it had beyond what there was before; modules are imported by then.
 
-    Memory for so many bytes is there before, whoever is measured: see `host_memory`.
+    Memory for this many bytes is prepared before, for all subjects alike: see `host_memory`.
     """
     before()
     host_memory.make_present(nbytes)
@@ -86,7 +86,7 @@ def load_by_orbax(path: str, warm: str, nbytes: int, interface: str) -> dict[str
 
 
 def load_by_us(path: str, warm: str, nbytes: int, arrays: int, array_bytes: int) -> dict[str, Any]:
-    """A load of ours of the same into JAX arrays on this host, to the end."""
+    """Our load of the same into JAX arrays on this host, until all are ready."""
     import jax
 
     import jaxckpt_train as jct
@@ -108,7 +108,7 @@ def command(arguments: list[str], warm: list[str], nbytes: int) -> dict[str, Any
 
 
 def load_both(folder: str, warm: str, nbytes: int) -> dict[str, Any]:
-    """Both of two steps into numpy arrays, one after the other, verified."""
+    """Load both steps into NumPy arrays in turn, verified."""
     import jaxckpt_train as jct
 
     def both(folder: str) -> None:

@@ -99,6 +99,6 @@ def intervals_of(policy: SavePolicy) -> Line:
 
 
 def learning_lines() -> dict[str, Line]:
-    """The intervals of two trainings that fail every ten minutes, of which one is told so."""
+    """The intervals of two trainings that fail every ten minutes, of which one knows that."""
     learning = {"given": jct.YoungDalyPolicy(MTBF_S), "estimated": jct.YoungDalyPolicy()}
     return {name: intervals_of(policy) for name, policy in learning.items()}

@@ -1,4 +1,4 @@
-"""Turns: what a worker can be told to do for one subject and one workload, and how a checkpoint library does it."""
+"""Turns: the commands of a worker for one subject and one workload, and how a checkpoint library executes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker: the process in which one subject has its turns, told by JSON lines what to do.
+"""A worker: the process in which one subject has its turns, with commands as JSON lines.
 
 `python -m benchmarks.worker --subject NAME` (and as one of a job: `--job` with JSON for `jax.distributed.initialize`),
 then on its standard input one object a line: first
@@ -31,7 +31,7 @@ Request = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answer requests until the input ends."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.worker", description="One subject, told what to do.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.worker", description="One subject, driven by commands.")
     parser.add_argument("--subject", required=True, help="a name of the registry, or package.module:Class")
     parser.add_argument("--job", type=json.loads, help="one of a job: JSON for jax.distributed.initialize")
     options = parser.parse_args(arguments)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     answer = {"ok": _versions(turns)}
                 else:
                     answer = {"ok": _done(turns, request)}
-            except Exception as error:  # noqa: BLE001 - whatever a library raises is told, with its traceback
+            except Exception as error:  # noqa: BLE001 - an error of a library is reported with its traceback
                 answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             answers.write(json.dumps(answer) + "\n")
             answers.flush()

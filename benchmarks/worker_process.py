@@ -36,7 +36,7 @@ class Worker:
         subject: whose turns it takes.
         workload: what with.
         log: gets what it prints, after what is there.
-        member: as one of a job: what `jax.distributed.initialize` is told.
+        member: for one of a job: the arguments of `jax.distributed.initialize`.
     """
 
     def __init__(self, subject: str, workload: Workload, log: Path, member: Mapping[str, Any] | None = None) -> None:

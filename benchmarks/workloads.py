@@ -26,7 +26,7 @@ class Workload:
         name: as on the command line.
         leaves: the arrays, in the order in which they lie in a plain file.
         mesh: the mesh that they are saved from; None: one device, no mesh.
-        targets: what is loaded after each save, one after the other: `WHOLE`, `PARAMS` (only the leaves below
+        targets: what is loaded after each save, in turn: `WHOLE`, `PARAMS` (only the leaves below
             `params`), `REPLICATED`, or a mesh such as "8x1".
         is_quick: whether it is for a look only, and need not wait until the machine is calm.
         processes: how many a job has that saves and loads it, each with as many of the devices; 1: no job.

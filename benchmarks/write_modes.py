@@ -53,7 +53,7 @@ def xfs(folder: Path) -> Iterator[Path]:
 
 
 def places(work: Path) -> Iterator[tuple[str, Path]]:
-    """The file systems that there are, one after the other."""
+    """The available file systems, in turn."""
     kind = subprocess.run(["stat", "-f", "-c", "%T", work], check=True, stdout=subprocess.PIPE, text=True).stdout
     yield f"the disk here ({kind.strip()})", work
     if os.geteuid() != 0:

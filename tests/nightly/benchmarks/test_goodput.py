@@ -59,4 +59,4 @@ def test_each_subject_goes_on_from_what_it_saved(tmp_path: Path, subject: str) -
     losses.add(subject, after)
     assert losses.conflicts == []
     assert losses.compared >= 40
-    assert after.told.restored == asked.told.updates[-1].number
+    assert after.record.restored == asked.record.updates[-1].number

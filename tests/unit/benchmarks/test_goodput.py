@@ -15,7 +15,7 @@ from benchmarks.goodput_attempt import Attempt
 from benchmarks.goodput_costs import SaveCost, cost_of, interval_for
 from benchmarks.goodput_facts import Facts, facts_of, median_update_s
 from benchmarks.goodput_kills import Kill, mtbf_s, schedule, within
-from benchmarks.goodput_log import Log, Told, Update
+from benchmarks.goodput_log import AttemptRecord, Log, Update
 from benchmarks.goodput_losses import Losses
 from benchmarks.goodput_subjects import INTERVALS, SUBJECTS
 from benchmarks.goodput_summary import as_goodput, goodput_of
@@ -30,8 +30,12 @@ def kills(seed: int) -> list[Kill]:
     return list(itertools.islice(schedule(seed, least_s=MEAN_S / 3, mean_s=MEAN_S, most_s=3 * MEAN_S), 400))
 
 
-def attempt(told: Told, *, sent_at: float | None = 19.0, ended_at: float = 20.0, asked: bool = False) -> Attempt:
-    return Attempt(began_at=10.0, sent_at=sent_at, ended_at=ended_at, asked=asked, code=75 if asked else -9, told=told)
+def attempt(
+    record: AttemptRecord, *, sent_at: float | None = 19.0, ended_at: float = 20.0, asked: bool = False
+) -> Attempt:
+    return Attempt(
+        began_at=10.0, sent_at=sent_at, ended_at=ended_at, asked=asked, code=75 if asked else -9, record=record
+    )
 
 
 def facts(restored: int | None, last: int | None, **other: Any) -> Facts:
@@ -75,19 +79,19 @@ def test_only_kills_count_for_mean_time_between_losses() -> None:
 
 def test_what_a_process_tells_is_there_whenever_it_is_killed(tmp_path: Path) -> None:
     log = Log(tmp_path / "log")
-    assert goodput_log.read(tmp_path / "log") == Told()
+    assert goodput_log.read(tmp_path / "log") == AttemptRecord()
     log.made()
     log.restored(7)
     log.update(8, 0.1)
     log.called(8)
     log.update(9, 1 / 3)
-    told = goodput_log.read(tmp_path / "log")
-    assert told.restored == 7
-    assert [(one.number, float.fromhex(one.loss)) for one in told.updates] == [(8, 0.1), (9, 1 / 3)]
-    assert told.made_at is not None
-    assert told.updates[0].called_s is not None
-    assert told.updates[1].called_s is None
-    assert told.made_at <= told.updates[0].at <= told.updates[1].at
+    record = goodput_log.read(tmp_path / "log")
+    assert record.restored == 7
+    assert [(one.number, float.fromhex(one.loss)) for one in record.updates] == [(8, 0.1), (9, 1 / 3)]
+    assert record.made_at is not None
+    assert record.updates[0].called_s is not None
+    assert record.updates[1].called_s is None
+    assert record.made_at <= record.updates[0].at <= record.updates[1].at
 
 
 def test_process_without_output_counts_as_startup(tmp_path: Path) -> None:
@@ -97,12 +101,12 @@ def test_process_without_output_counts_as_startup(tmp_path: Path) -> None:
 
 def test_time_in_calls_ends_with_kill_or_request() -> None:
     updates = (Update(4, 15.0, "0x1p0", 0.5), Update(5, 17.0, "0x1p0", None))
-    told = Told(made_at=12.0, restored_at=13.5, restored=3, updates=updates)
-    killed = facts_of(attempt(told, sent_at=19.0, ended_at=19.0), is_scheduled=True)
+    record = AttemptRecord(made_at=12.0, restored_at=13.5, restored=3, updates=updates)
+    killed = facts_of(attempt(record, sent_at=19.0, ended_at=19.0), is_scheduled=True)
     assert (killed.made_s, killed.restored_s, killed.first_s, killed.done) == (2.0, 3.5, 5.0, 2)
     assert killed.called_s == pytest.approx(0.5 + 2.0)
     assert killed.leaving_s == 0
-    asked = facts_of(attempt(told, sent_at=16.0, ended_at=18.0, asked=True), is_scheduled=True)
+    asked = facts_of(attempt(record, sent_at=16.0, ended_at=18.0, asked=True), is_scheduled=True)
     assert asked.called_s == pytest.approx(0.5), "what it did after the request is leaving"
     assert (asked.leaving_s, asked.left_itself) == (2.0, True)
 
@@ -136,8 +140,8 @@ def test_where_the_time_went_is_all_of_it() -> None:
 
 
 def test_who_is_asked_while_it_restores_is_still_restoring() -> None:
-    told = facts(None, None, made_s=2.0, asked=True, leaving_s=7.0)
-    where = goodput_of([told], 0, UPDATE_S).where
+    asked = facts(None, None, made_s=2.0, asked=True, leaving_s=7.0)
+    where = goodput_of([asked], 0, UPDATE_S).where
     assert (where.starting, where.restoring, where.leaving, where.slower) == (2.0, 8.0, 0.0, 0.0)
 
 
@@ -157,8 +161,8 @@ def made_up_updates(every: int, cycles: int, quiet_s: float, cost_s: float) -> t
 
 
 def test_the_cost_of_a_save_is_found() -> None:
-    told = Told(90.0, 95.0, 0, made_up_updates(12, 6, quiet_s=0.1, cost_s=0.8))
-    found = cost_of(told, 12, began_at=85.0)
+    record = AttemptRecord(90.0, 95.0, 0, made_up_updates(12, 6, quiet_s=0.1, cost_s=0.8))
+    found = cost_of(record, 12, began_at=85.0)
     assert found.cost_s == pytest.approx(0.8)
     assert (found.update_s, found.called_s, found.saves) == (pytest.approx(0.1), pytest.approx(0.4), 4)
     assert found.start_s == pytest.approx(15.1)
@@ -174,15 +178,17 @@ def test_save_costs_what_its_call_takes_at_least() -> None:
 
 def test_too_few_saves_are_no_figure() -> None:
     with pytest.raises(ValueError, match="three saves at least"):
-        cost_of(Told(90.0, 95.0, 0, made_up_updates(12, 2, 0.1, 0.8)), 12, 85.0)
+        cost_of(AttemptRecord(90.0, 95.0, 0, made_up_updates(12, 2, 0.1, 0.8)), 12, 85.0)
 
 
 def test_a_loss_that_differs_in_its_last_bit_is_found() -> None:
     losses = Losses()
-    losses.add("one", attempt(Told(updates=(Update(1, 0.0, (0.1).hex(), None), Update(2, 0.0, (0.2).hex(), None)))))
-    losses.add("one", attempt(Told(updates=(Update(2, 0.0, (0.2).hex(), None),))))
+    losses.add(
+        "one", attempt(AttemptRecord(updates=(Update(1, 0.0, (0.1).hex(), None), Update(2, 0.0, (0.2).hex(), None))))
+    )
+    losses.add("one", attempt(AttemptRecord(updates=(Update(2, 0.0, (0.2).hex(), None),))))
     assert (losses.compared, losses.conflicts) == (1, [])
-    losses.add("two", attempt(Told(updates=(Update(1, 0.0, (0.1 + 2**-56).hex(), None),))))
+    losses.add("two", attempt(AttemptRecord(updates=(Update(1, 0.0, (0.1 + 2**-56).hex(), None),))))
     assert losses.compared == 2
     assert len(losses.conflicts) == 1
     assert "update 1: two" in losses.conflicts[0]
