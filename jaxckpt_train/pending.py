@@ -26,7 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from jaxckpt_train._validation import time_limit
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames, is_success
 from jaxckpt_train.exit_code import INTERRUPTED, call_at_end_of_child, code_of, end_with, is_child_over
-from jaxckpt_train.store.threads import LOOK_S, Latch, Mailbox
+from jaxckpt_train.store.threads import POLL_S, Latch, Mailbox
 
 # A disk that does not answer for this time is not waited for at the end of a script or of a run.
 LAST_PATIENCE_S = 600.0
@@ -110,7 +110,7 @@ class PendingSave(Generic[T]):
 
     def _run(self) -> None:
         with contextlib.suppress(queue.Empty):  # an interrupt may have prevented the message
-            self._go.get(LOOK_S)
+            self._go.get(POLL_S)
         try:
             work = [self._work.pop()]
         except IndexError:
@@ -445,7 +445,7 @@ class SaveFuture(Future[T]):
         never released.
         """
         condition = self._condition
-        is_taken = condition.acquire(timeout=LOOK_S)
+        is_taken = condition.acquire(timeout=POLL_S)
         self._state, waiters = _FINISHED, list(self._waiters)
         if is_taken:
             condition.release()
@@ -487,7 +487,7 @@ class ProgressTracker:
         """Return a number that changes with each progress, and while the save does not wait for the disk."""
         return time.monotonic() if self._is_excused() else self.moved_at
 
-    def waited(self, seconds: float, at_most: float = LOOK_S) -> None:
+    def waited(self, seconds: float, at_most: float = POLL_S) -> None:
         """Record a wait. Only `at_most` seconds of it count, since a longer wait means that the process was stopped."""
         if not self._is_excused():
             self.waited_s += min(seconds, at_most)

@@ -34,7 +34,7 @@ PACK = 32  # large values that are read together: one answer of the store must s
 _HERE, _APART = b"=", b">"
 LEAVING_S = 3.0
 SLICE_S = 1.0  # how soon a waiting process notices an interrupt or a lost process
-LOOK_S = 0.5  # limit of one look: a call without a limit does not return while process 0, which serves it, is stopped
+POLL_S = 0.5  # limit of one look: a call without a limit does not return while process 0, which serves it, is stopped
 GLANCE_S = 0.1  # the same, for a value that the next look may find as well
 PERIOD_S = 10.0  # between two heartbeats
 ASKING_PER_S = 1000  # polls of the store per second that very many waiting processes share
@@ -198,11 +198,11 @@ class Rendezvous:
         while (said := self._values.get(f"{self.folder}/said", self._slice_s)) is None:
             if silence.is_check_due():
                 if any(self._values.get(f"{folder}/0", GLANCE_S) is not None for folder in self._left):
-                    said = self._values.get(f"{self.folder}/said", LOOK_S)  # it may have published before it left
+                    said = self._values.get(f"{self.folder}/said", POLL_S)  # it may have published before it left
                     if said is not None:
                         break
                     self._raise_if_left([0], ())
-                sign = self._values.get(f"{self.folder}/alive/0", LOOK_S)
+                sign = self._values.get(f"{self.folder}/alive/0", POLL_S)
                 if silence.record({} if sign is None else {0: sign}):
                     self._on_progress()
                 self._check_missing(silence, {})
@@ -346,9 +346,9 @@ class Rendezvous:
     def _watch_others(self, silence: SilenceTimer) -> None:
         """Watch the other processes while this one works: it may wait for one of them by other means."""
         if self._process:
-            said = self._values.get(f"{self.folder}/said", LOOK_S)
+            said = self._values.get(f"{self.folder}/said", POLL_S)
             self.is_over = self.is_over or (said is not None and said[:1] == _FAILED)
-            sign = self._values.get(f"{self.folder}/alive/0", LOOK_S)
+            sign = self._values.get(f"{self.folder}/alive/0", POLL_S)
             silence.record({} if sign is None else {0: sign})
             self._raise_if_lost(silence, {})
             return

@@ -36,7 +36,7 @@ IGNORED_S = 30.0
 _ACTION_BYTES = 512  # larger than `struct sigaction` on any system
 NOTICED_WITHIN_S = 1.0
 """How often JAX's service looks for signals."""
-FILE_POLL_S = LOOK_S = 1.0
+FILE_POLL_S = POLL_S = 1.0
 _log = logging.getLogger("jaxckpt_train")
 _notices: weakref.WeakSet[SignalNotice] = weakref.WeakSet()
 _forking = threading.local()  # the signals that were blocked before
@@ -348,7 +348,7 @@ class SignalNotice:
 
     def _warn_if_replaced(self) -> None:
         """Warn once for each signal whose handler was replaced."""
-        self._next_look = self._monotonic() + LOOK_S
+        self._next_look = self._monotonic() + POLL_S
         for number, handler in self._handlers.items():
             other = None if number in self._replaced else handler.replaced_by()
             if other is not None:
@@ -426,7 +426,7 @@ class TimeNotice:
 
     def _look(self) -> None:
         self.end = self._began_at + max(0.0, self._limit_s - self._leave_early_s())
-        self._next = min(self._monotonic() + LOOK_S, self.end)
+        self._next = min(self._monotonic() + POLL_S, self.end)
 
 
 class PreemptionWatch:

@@ -27,7 +27,7 @@ from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.read_plan import parts_bytes
 from jaxckpt_train.store.segment import ALIGNMENT
-from jaxckpt_train.store.threads import LOOK_S
+from jaxckpt_train.store.threads import POLL_S
 from jaxckpt_train.store.timeouts import BackgroundCall, StallDetector, abandon_call, start_call
 
 LEAST_ROW_BYTES = 4096
@@ -109,7 +109,7 @@ class Prefetcher:
             pending.left -= 1
         now = time.monotonic()
         if self._running:
-            self._stall_detector.waited(min(now - self._looked_at, LOOK_S), self._reader.reads)
+            self._stall_detector.waited(min(now - self._looked_at, POLL_S), self._reader.reads)
         self._looked_at = now
 
 

@@ -55,7 +55,7 @@ _DIFFERS = b"differs"
 LEAST_WINDOW_BYTES = 16 * LEAST_ROW_BYTES
 LEAST_NEED_BYTES = 16 << 10
 """An array goes to all processes if they need less than this each: taking it apart would take longer."""
-LOOK_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 0.0005, 0.02
+POLL_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 0.0005, 0.02
 GRACE_S = 30.0
 """Additional time limit of a transfer: a process that is lost is named before that."""
 Redistribution = AllGather | AllToAll
@@ -466,7 +466,7 @@ class JointRead:
         while not transfer.is_over() or (failure := failure or transfer.failure()) is not None:
             time.sleep(pause_s)
             waited_s, pause_s = waited_s + pause_s, min(LONGEST_PAUSE_S, 1.5 * pause_s)
-            if waited_s >= looks * LOOK_S:
+            if waited_s >= looks * POLL_S:
                 looks, self._signs = looks + 1, self._signs + 1
                 self._progress(0)
             if waited_s >= limit_s:

@@ -58,7 +58,7 @@ T = TypeVar("T")
 MOST_SHOWN = 300  # characters of a policy, in a message
 LEAVING_S = 2.0  # seconds to notify the others; the primary, which has to receive it, may be stopped
 # A network file system may hide a name for up to a minute after another machine has created it.
-SEEN_WITHIN_S, LOOK_S, QUIET_S = 90.0, 0.5, 5.0
+SEEN_WITHIN_S, POLL_S, QUIET_S = 90.0, 0.5, 5.0
 _log = logging.getLogger("jaxckpt_train")
 # They decide by the step and by facts that all processes have. A subclass may decide otherwise.
 _BY_STEPS: frozenset[type] = frozenset({FixedIntervalPolicy, SpecificStepsPolicy, PreemptionCheckpointingPolicy})
@@ -349,7 +349,7 @@ class JobSync:
                     f"see its lock, {LOCK_NAME}: all processes of a job must save to one directory on shared storage; "
                     "choose one that is not local to each machine"
                 )
-            waiting.wait(LOOK_S)
+            waiting.wait(POLL_S)
         return b""
 
     def _seen(self) -> bytes | None:

@@ -30,7 +30,7 @@ from jaxckpt_train.store.threads import Latch, free_in_child
 LOCK_NAME = ".owner"
 HEARTBEAT_S = 10.0
 SILENCE_S = 60.0
-LOOK_S = 0.5
+POLL_S = 0.5
 MAX_LOCK_BYTES = 1 << 16
 _DEAD = ".dead-"
 _TRIES = 10
@@ -164,7 +164,7 @@ class OwnerLock:
         self.refuse_child()
         other = self._read()
         if other is None:  # a network file system may hide it for a moment
-            self._stop.wait(LOOK_S)
+            self._stop.wait(POLL_S)
             other = self._read()
         if other is not None and other.token == self._record.token:
             self._keep_beating()
@@ -362,7 +362,7 @@ class OwnerLock:
         """
         silent_s, looked_s = 0.0, time.monotonic()
         while silent_s < SILENCE_S:
-            self._stop.wait(LOOK_S)
+            self._stop.wait(POLL_S)
             if self._sign() != seen:
                 return False
             now_s = time.monotonic()

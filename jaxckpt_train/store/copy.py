@@ -40,7 +40,7 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import ReadProgress, read_box, read_boxes
 from jaxckpt_train.store.segment import ALIGNMENT, ArraySource, ChunkSource, alignment_class
-from jaxckpt_train.store.threads import LOOK_S
+from jaxckpt_train.store.threads import POLL_S
 from jaxckpt_train.store.timeouts import BackgroundCall, StallDetector, abandon_call, start_call
 from jaxckpt_train.store.transaction import Transaction
 from jaxckpt_train.store.writer import write_arrays
@@ -368,10 +368,10 @@ class ReadAhead:
 
     def _wait_for(self, call: BackgroundCall[Any]) -> None:
         stall = StallDetector(self._subject)
-        while not call.is_done.wait(LOOK_S):
+        while not call.is_done.wait(POLL_S):
             if self._is_abandoned:
                 raise CheckpointTimeoutError(f"{self._subject}: a read was abandoned before it ended")
-            stall.waited(LOOK_S, 0)
+            stall.waited(POLL_S, 0)
 
     def _read_group_of(self, box: BoxAhead) -> tuple[_ReadGroup, int]:
         """The group that a small box is read with, which is formed of the boxes that follow it, and its index there."""

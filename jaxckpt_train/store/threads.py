@@ -35,7 +35,7 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 # The longest single wait: a signal that arrives just before a wait does not end it, and is handled after it.
-LOOK_S = 1.0
+POLL_S = 1.0
 # A training step has priority over a save that runs at the same time.
 NICENESS = 10
 WARN_S, GIVE_UP_S = 60.0, 600.0  # without progress
@@ -117,7 +117,7 @@ class Latch:
         self._waiters.append(mine)
         try:
             while not self.is_open():
-                left = LOOK_S if end is None else min(LOOK_S, end - time.monotonic())
+                left = POLL_S if end is None else min(POLL_S, end - time.monotonic())
                 if left <= 0:
                     return False
                 mine.acquire(timeout=left)
@@ -311,8 +311,8 @@ class Workers:
         )  # count only time in which this process was awake
         while True:
             with contextlib.suppress(queue.Empty):
-                return results.get(LOOK_S)
-            still_s += LOOK_S
+                return results.get(POLL_S)
+            still_s += POLL_S
             if moved and (latest := moved()) != seen:
                 seen, still_s, warn_s = latest, 0.0, WARN_S
             if still_s >= GIVE_UP_S:
@@ -403,7 +403,7 @@ def _drain(batch: _Batch[T], results: Mailbox[R]) -> None:
     ends_s = time.monotonic() + MOMENT_S
     while not (batch.done.is_open() and results.empty()) and time.monotonic() < ends_s:
         with contextlib.suppress(queue.Empty):  # results that stay in the mailbox hold memory
-            results.get(LOOK_S)
+            results.get(POLL_S)
 
 
 def _new_workers(key: tuple[int, str, bool]) -> Workers:

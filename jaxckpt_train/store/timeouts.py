@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from jaxckpt_train.errors import CheckpointTimeoutError, StorageError
 from jaxckpt_train.store.backends.base import Source
-from jaxckpt_train.store.threads import GIVE_UP_S, LOOK_S, WARN_S, Latch, PerProcess
+from jaxckpt_train.store.threads import GIVE_UP_S, POLL_S, WARN_S, Latch, PerProcess
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
@@ -185,10 +185,10 @@ def start_call(pending: BackgroundCall[T]) -> BackgroundCall[T]:
 
 def _wait_for(pending: BackgroundCall[Any], subject: str, progress: Callable[[int], object] | None) -> None:
     stall = StallDetector(subject)
-    while not pending.is_done.wait(LOOK_S):
+    while not pending.is_done.wait(POLL_S):
         if progress is not None:
             progress(0)
-        stall.waited(LOOK_S, pending.progress)
+        stall.waited(POLL_S, pending.progress)
 
 
 class StallDetector:
@@ -241,7 +241,7 @@ def _run_briefly(call: Callable[[], None]) -> None:
     pending = BackgroundCall(lambda report: call())
     if not _is_started(pending):
         pending.run()
-    elif not pending.is_done.wait(LOOK_S):
+    elif not pending.is_done.wait(POLL_S):
         _threads.get(None).abandon(pending)
 
 

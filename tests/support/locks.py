@@ -40,7 +40,7 @@ class Beats(LocalBackend):
 @pytest.fixture
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a lock over after 0.2 s of silence instead of a minute."""
-    monkeypatch.setattr(lock_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(lock_module, "POLL_S", 0.001)
     monkeypatch.setattr(lock_module, "SILENCE_S", 0.2)
 
 

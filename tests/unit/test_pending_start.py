@@ -92,7 +92,7 @@ STARTING = (start_save, PendingSave.__init__, PendingSave._start, threading.Thre
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that was not told to go does not wait long for it."""
-    monkeypatch.setattr(pending_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(pending_module, "POLL_S", 0.01)
     monkeypatch.setattr(step_save, "CALL_S", 0.01)
 
 

@@ -80,7 +80,7 @@ def test_an_interrupt_of_who_asks_does_not_keep_the_save_from_ending(ask: Ask) -
     "ask", [lambda future: futures.wait([future], 0.001), lambda future: list(futures.as_completed([future], 0.001))]
 )
 def test_interrupted_wait_for_several_ends_no_save(ask: Ask, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outcome, "LOOK_S", 0.01)  # how long it waits for what is never given back
+    monkeypatch.setattr(outcome, "POLL_S", 0.01)  # how long it waits for what is never given back
     go = threading.Event()
     save = start_save("x", go.wait)
     with interrupted_on_return(function):

@@ -211,7 +211,7 @@ def test_a_history_whose_disk_does_not_answer_keeps_nobody_for_ever(
 ) -> None:
     made_run(tmp_path, 10)
     monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.02)
-    monkeypatch.setattr("jaxckpt_train.store.timeouts.LOOK_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.POLL_S", 0.02)
     backend = HoldingBackend("open", "history.jsonl")
     with pytest.raises(jct.CheckpointTimeoutError, match="has not responded"):
         callback_on(backend, tmp_path).summary()

@@ -50,7 +50,7 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize("save", [jct.save, jct.save_async], ids=["save", "save_async"])
 def test_save_to_stuck_disk_raises(disk: Stuck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any) -> None:
     monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.1)
-    monkeypatch.setattr("jaxckpt_train.store.timeouts.LOOK_S", 0.05)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.POLL_S", 0.05)
     with pytest.raises(jct.CheckpointTimeoutError, match=r"runs/c: the storage has not responded for 0 s"):
         save(tmp_path / "runs" / "c", STATE)
     disk.go.set()

@@ -23,7 +23,7 @@ from jaxckpt_train.errors import CheckpointTimeoutError, OtherProcessError, Sett
 from jaxckpt_train.pytree._jax import enable_x64
 from jaxckpt_train.pytree.colocated.host import Answer, UnseenError, decode_answer, moved_here, read_here, write_here
 from jaxckpt_train.settings import Colocated
-from jaxckpt_train.store.threads import LOOK_S, Latch, shared_workers
+from jaxckpt_train.store.threads import POLL_S, Latch, shared_workers
 
 MOST_AT_ONCE = 64
 ASKED_AT_ONCE = 8
@@ -227,7 +227,7 @@ class ProgressPoller:
         self._is_over.open()
 
     def _run(self) -> None:
-        while not self._is_over.wait(LOOK_S):
+        while not self._is_over.wait(POLL_S):
             self.ask()
 
     def ask(self) -> int:

@@ -153,7 +153,7 @@ def test_a_look_that_takes_long_is_no_silence(tmp_path: Path, monkeypatch: pytes
             now_s[0] += hung_s if self.looks == 3 else 1.0
             return 1 if self.looks < 10 else 2
 
-    monkeypatch.setattr(lock_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(lock_module, "POLL_S", 0.001)
     dead_owner(tmp_path)
     edit_owner(tmp_path, host="another-machine")
     with pytest.raises(DirectoryLockedError, match="which is alive"):
@@ -178,7 +178,7 @@ def test_disk_that_refuses_look_takes_nothing_over(tmp_path: Path, quick_looks: 
 def test_a_lock_that_is_whole_a_moment_later_is_judged_by_what_it_says_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
-    monkeypatch.setattr(lock_module, "LOOK_S", 0.001)
+    monkeypatch.setattr(lock_module, "POLL_S", 0.001)
     with talking_to(OWN, tmp_path) as owner:
         assert owner.read() == "owned"
         whole = (tmp_path / LOCK_NAME).read_bytes()

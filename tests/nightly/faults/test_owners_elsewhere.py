@@ -30,7 +30,7 @@ from jaxckpt_train.errors import DirectoryLockedError
 from jaxckpt_train.run import lock as module
 from jaxckpt_train.store.backends.local import LocalBackend
 
-module.HEARTBEAT_S, module.SILENCE_S, module.LOOK_S = 0.5, float(sys.argv[2]), 0.05
+module.HEARTBEAT_S, module.SILENCE_S, module.POLL_S = 0.5, float(sys.argv[2]), 0.05
 lock, began_s = module.OwnerLock(LocalBackend(), sys.argv[1]), time.monotonic()
 try:
     dead = lock.acquire()

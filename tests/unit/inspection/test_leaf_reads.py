@@ -105,7 +105,7 @@ def test_disk_that_does_not_answer_is_given_up(
     tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "GIVE_UP_S", 0.2)
-    monkeypatch.setattr(read_ahead, "LOOK_S", 0.05)
+    monkeypatch.setattr(read_ahead, "POLL_S", 0.05)
     backend = _HeldBackend()
     opened = opened_of(tmp_path / "a", {"x": np.ones((64, MIB), np.uint8)}, backend)
     try:

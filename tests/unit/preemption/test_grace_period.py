@@ -19,7 +19,7 @@ from jaxckpt_train.distributed.jax_service import SingleProcess
 from jaxckpt_train.pending import PendingSave, ProgressTracker, call_within
 from jaxckpt_train.preemption.watch import PreemptionWatch
 from jaxckpt_train.store.backends.local import LocalBackend, _LocalSource
-from jaxckpt_train.store.threads import LOOK_S, Latch
+from jaxckpt_train.store.threads import POLL_S, Latch
 from jaxckpt_train.store.timeouts import call_with_timeout
 from tests.support.fake_backends import HoldingBackend, callback_on
 from tests.support.runs import made_run, state_of, step_of
@@ -238,7 +238,7 @@ def takes_long(seconds: float) -> Callable[[jax.Array], jax.Array]:
 def test_a_process_that_was_stopped_has_not_waited() -> None:
     movement = ProgressTracker()
     movement.waited(3600.0)
-    assert movement.waited_s == LOOK_S
+    assert movement.waited_s == POLL_S
     movement()
     assert movement.waited_s == 0
     excused = ProgressTracker(lambda: True)

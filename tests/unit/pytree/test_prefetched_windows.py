@@ -226,7 +226,7 @@ def test_error_of_read_comes_with_look(what: str) -> None:
 
 def test_a_disk_that_does_not_answer_is_given_up_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "GIVE_UP_S", 0.2)
-    monkeypatch.setattr(feed_ahead, "LOOK_S", 0.02)
+    monkeypatch.setattr(feed_ahead, "POLL_S", 0.02)
     backend = StrictBackend()
     committed, stream, _ = large(backend)
     held, answered, found = Held(backend, 1), Answered(), np.full(stream.end, EMPTY, np.uint8)

@@ -54,7 +54,7 @@ def test_who_lives_beats_on_when_its_lock_is_damaged_and_saves_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.01)
-    monkeypatch.setattr(lock_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(lock_module, "POLL_S", 0.01)
     owner = new_lock(tmp_path)
     owner.acquire()
     with (tmp_path / LOCK_NAME).open("r+b") as file:

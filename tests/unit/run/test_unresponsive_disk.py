@@ -70,9 +70,9 @@ class StoppingSource:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.02)
-    monkeypatch.setattr("jaxckpt_train.store.timeouts.LOOK_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.timeouts.POLL_S", 0.02)
     monkeypatch.setattr("jaxckpt_train.store.threads.GIVE_UP_S", 0.02)
-    monkeypatch.setattr("jaxckpt_train.store.threads.LOOK_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.threads.POLL_S", 0.02)
     monkeypatch.setattr("jaxckpt_train.store.threads.MOMENT_S", 0.02)
 
 

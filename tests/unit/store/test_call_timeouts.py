@@ -33,7 +33,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    monkeypatch.setattr(answers, "LOOK_S", 0.02)
+    monkeypatch.setattr(answers, "POLL_S", 0.02)
     made = Disk()
     yield made
     made.answers.set()

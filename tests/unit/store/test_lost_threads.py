@@ -51,7 +51,7 @@ def impatience(give_up_s: float = 0.1) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (answers, workers):
             patch.setattr(module, "GIVE_UP_S", give_up_s)
-            patch.setattr(module, "LOOK_S", 0.05)
+            patch.setattr(module, "POLL_S", 0.05)
         patch.setattr(workers, "MOMENT_S", 0.05)
         yield
 
