@@ -22,6 +22,8 @@ PART = (
     "tests/unit/test_callback.py",
     "tests/unit/test_checkpoint.py",
     "tests/unit/test_overwriting.py",
+    "tests/integration/test_checkpoint.py",
+    "tests/integration/test_overwriting.py",
 )
 # It counts arrays that direct I/O has put into their places, and macOS has none.
 ABOUT_DIRECT = "tests/unit/run/test_restoring.py::test_what_a_damaged_step_had_loaded_is_free_before_the_next_is_read"
