@@ -244,7 +244,7 @@ def use_source(
         NotACheckpointError: there is no checkpoint of a known format.
         As `open_committed` and `open_found`, and what `use` raises.
     """
-    if call_with_timeout(path, lambda moved: is_file(path), progress):
+    if call_with_timeout(path, lambda _: is_file(path), progress):
         return use(open_found(backend, find_file(backend, path), settings))
     seen: list[Committed] = []
 
@@ -255,7 +255,7 @@ def use_source(
     try:
         return use_committed(backend, path, use_ours, progress)
     except NotACheckpointError:
-        found = None if seen else call_with_timeout(path, lambda moved: find_in_directory(backend, path), progress)
+        found = None if seen else call_with_timeout(path, lambda _: find_in_directory(backend, path), progress)
         if found is None:
             raise
     return use(open_found(backend, found, settings))
@@ -389,11 +389,11 @@ def save_checkpointables_async(
     if job.processes > 1:
         return _save_in_job(job, final, checkpointables, custom_metadata, chosen, replace)
     refuse_temporary_name(final)
-    call_with_timeout(final, lambda moved: refuse_existing(_BACKEND, final, replace))
+    call_with_timeout(final, lambda _: refuse_existing(_BACKEND, final, replace))
     parts = stage_all(checkpointables, times, chosen)
     with undone_on_error(None, parts):
         info, movement = run_info(custom_metadata), movement_of(parts)
-        transaction = call_with_timeout(final, lambda moved: Transaction(_BACKEND, final, chosen), undo=_abort)
+        transaction = call_with_timeout(final, lambda _: Transaction(_BACKEND, final, chosen), undo=_abort)
 
     def work() -> CheckpointMetadata:
         with undone_on_error(transaction, parts):

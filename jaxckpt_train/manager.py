@@ -472,7 +472,7 @@ class StepManager(RunNotes):
             then = functools.partial(self._run.rolled_back, warns=not roll_back)
             restored: Restored = self._run.with_entries(step, use, damaged=True, progress=progress, then=then)
             self.restored_step = restored.entry.step
-            call_with_timeout(self.directory, lambda moved: self._run.judge(restored), progress)
+            call_with_timeout(self.directory, lambda _: self._run.judge(restored), progress)
             restored.warn_of_left_out()
             job.restored(restored.entry.step)
         return restored.results

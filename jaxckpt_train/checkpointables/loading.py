@@ -78,7 +78,7 @@ class OpenPart:
         if record is None:
             raise CorruptCheckpointError(f"{self._committed.directory}: the manifest does not name {name}")
         digest = manifest.digest if self._settings.verify_on_load else None
-        data = self._asked(lambda moved: self._read_value(record, digest))
+        data = self._asked(lambda _: self._read_value(record, digest))
         try:
             return decode_value(data)
         except NOT_JSON as error:
@@ -94,7 +94,7 @@ class OpenPart:
     def check_after(self) -> None:
         """Raise CorruptCheckpointError if files that were read by their names may be another checkpoint's."""
         if self._gave_directory:
-            self._asked(lambda moved: check_unchanged(self._files, self._committed, may_be_gone=False))
+            self._asked(lambda _: check_unchanged(self._files, self._committed, may_be_gone=False))
 
     def _asked(self, ask: Callable[[Callable[[], None]], T]) -> T:
         return call_with_timeout(self._committed.directory, ask, self._progress)

@@ -186,7 +186,7 @@ def pin(run: Run, step: PinnedStep, off: Off = False, as_json: Json = False) -> 
         directory, number, pinned = absolute(run), check_step(step), not off
         with owned_run(BACKEND, directory) as owned:
             was_pinned = owned.candidates(number)[0].pinned
-            call_with_timeout(directory, lambda moved: owned.note_step(number, {"pin": pinned}))
+            call_with_timeout(directory, lambda _: owned.note_step(number, {"pin": pinned}))
         if as_json:
             print_json({"run": directory, "step": number, "pinned": pinned, "was_pinned": was_pinned})
         else:

@@ -285,7 +285,7 @@ class Rendezvous:
             if time.monotonic() >= end:
                 raise self._lost_error((0,), came=True)
 
-        return call_with_timeout(self._doing, lambda moved: call(), look)
+        return call_with_timeout(self._doing, lambda _: call(), look)
 
     def _raise_or_note(self, second: CheckpointError, primary_error: BaseException | None) -> None:
         if primary_error is None:

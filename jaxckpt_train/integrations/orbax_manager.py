@@ -304,7 +304,7 @@ class CheckpointManager:
         self._is_told = False  # by reached_preemption
         if self._options.create and not self._options.read_only:
             make = functools.partial(LocalBackend().make_directory, self._manager.directory, parents=True, sync=True)
-            call_with_timeout(self._manager.directory, lambda moved: make())
+            call_with_timeout(self._manager.directory, lambda _: make())
         self._metadata = None if metadata is None else dict(metadata)
         if metadata is not None and self._options.save_root_metadata and not self._options.read_only:
             self._manager.all_do("keeping the metadata of the run", self._keep_metadata)
@@ -325,7 +325,7 @@ class CheckpointManager:
     def _keep_metadata(self) -> None:
         directory, metadata = self._manager.directory, self._metadata
         if metadata is not None and current().process == 0:
-            call_with_timeout(directory, lambda moved: write_root_metadata(directory, metadata))
+            call_with_timeout(directory, lambda _: write_root_metadata(directory, metadata))
 
     @property
     def directory(self) -> Path:
@@ -559,7 +559,7 @@ class CheckpointManager:
         """
         directory = self._manager.directory
         if step is None:
-            found = call_with_timeout(directory, lambda moved: read_root_metadata(directory))
+            found = call_with_timeout(directory, lambda _: read_root_metadata(directory))
             if found is None and self._options.read_only:
                 found = self._metadata
             return RootMetadata(found or {})

@@ -342,8 +342,8 @@ def refuse_uncommitted(
     Raises:
         SettingsError: the directory has steps of Orbax, Levanter or TorchTitan, or checkpoints of Flax.
     """
-    call_with_timeout(directory, lambda moved: refuse_other_steps(backend, directory), progress)
-    names = sorted(call_with_timeout(directory, lambda moved: _step_names(backend, directory), progress))
+    call_with_timeout(directory, lambda _: refuse_other_steps(backend, directory), progress)
+    names = sorted(call_with_timeout(directory, lambda _: _step_names(backend, directory), progress))
     if names:
         why = "damaged or not committed" if damaged else "not committed (copied in part, or links?)"
         raise CorruptCheckpointError(
@@ -351,7 +351,7 @@ def refuse_uncommitted(
             "away to start from scratch"
         )
     if not beside_flax:
-        call_with_timeout(directory, lambda moved: refuse_flax_checkpoints(backend, directory), progress)
+        call_with_timeout(directory, lambda _: refuse_flax_checkpoints(backend, directory), progress)
 
 
 def tell_of_uncommitted(backend: Backend, directory: str, warned: set[str]) -> None:

@@ -318,7 +318,7 @@ class RunDirectory:
         """
         if not self.is_owner:
             return self.hold()
-        return call_with_timeout(self._directory, lambda moved: self.check_owner())
+        return call_with_timeout(self._directory, lambda _: self.check_owner())
 
     def hold(self) -> None:
         """Like `own`, but an owner does not access the disk, which may not answer."""
@@ -340,7 +340,7 @@ class RunDirectory:
             self._next_save.goes_on(self._entries)
             self._left = self._origin.left_behind(self._entries, self._left)
         self._write_verdicts()
-        recent = call_with_timeout(self._directory, lambda moved: self.history.recent())
+        recent = call_with_timeout(self._directory, lambda _: self.history.recent())
         self.past = RunStatistics.of(recent)
         names = {entry.name for entry in self._entries}
         self._deleter.delete(begun_deletions(self._backend, self._directory, names, recent, self.log.deleted))

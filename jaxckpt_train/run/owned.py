@@ -51,7 +51,7 @@ def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | Non
         DirectoryLockedError, StorageError: a live process owns it, or the disk refuses.
         CheckpointTimeoutError: the disk has not answered for ten minutes.
     """
-    if not call_with_timeout(directory, lambda moved: scan(backend, directory)):
+    if not call_with_timeout(directory, lambda _: scan(backend, directory)):
         raise NotACheckpointError(f"{directory}: expected a run, found no committed steps in it")
     run = RunDirectory(backend, directory, policy, _now)
     run.log.tends = True
@@ -216,7 +216,7 @@ class RunNotes(StepListing, abc.ABC):
 
         def write() -> None:
             found = check_step(step), note()
-            call_with_timeout(self.directory, lambda moved: self._run.note_step(*found))
+            call_with_timeout(self.directory, lambda _: self._run.note_step(*found))
 
         self._job_sync.led(f"writing a note on step {step}", write, time.monotonic)
 

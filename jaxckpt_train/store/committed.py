@@ -267,7 +267,7 @@ def open_with_timeout(backend: Backend, directory: str, progress: Callable[[int]
         CheckpointTimeoutError: the storage has not responded for ten minutes.
         What `progress` raises, which is called with 0 repeatedly.
     """
-    return call_with_timeout(directory, lambda report: open_committed(backend, directory), progress)
+    return call_with_timeout(directory, lambda _: open_committed(backend, directory), progress)
 
 
 def use_committed(
@@ -316,7 +316,7 @@ def removed_error(directory: str) -> NotACheckpointError:
 
 def is_removed_with_timeout(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> bool:
     """`is_gone` with a timeout; raises as `opened`."""
-    return call_with_timeout(directory, lambda report: is_gone(backend, directory), progress)
+    return call_with_timeout(directory, lambda _: is_gone(backend, directory), progress)
 
 
 def _current_identity(

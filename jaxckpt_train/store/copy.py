@@ -434,7 +434,7 @@ class BoxAhead:
 
 
 def _background_read(read: Callable[[], np.ndarray]) -> BackgroundCall[np.ndarray]:
-    return BackgroundCall(lambda report: read())
+    return BackgroundCall(lambda _: read())
 
 
 class _ReadGroup:
@@ -442,7 +442,7 @@ class _ReadGroup:
 
     def __init__(self, boxes: Sequence[LazyBox]) -> None:
         first, *others = boxes
-        self.call = BackgroundCall[Sequence[np.ndarray]](lambda report: first.read_with(others))
+        self.call = BackgroundCall[Sequence[np.ndarray]](lambda _: first.read_with(others))
         self._lock = threading.Lock()
         self._found: list[np.ndarray | None] = []
         self._error: BaseException | None = None

@@ -238,7 +238,7 @@ def close_files(files: Collection[Source]) -> None:
 
 
 def _run_briefly(call: Callable[[], None]) -> None:
-    pending = BackgroundCall(lambda report: call())
+    pending = BackgroundCall(lambda _: call())
     if not _is_started(pending):
         pending.run()
     elif not pending.is_done.wait(POLL_S):

@@ -73,7 +73,7 @@ def verify(
         CheckpointTimeoutError: the storage has not responded for ten minutes.
     """
     try:
-        committed = call_with_timeout(directory, lambda report: open_committed(backend, directory), progress)
+        committed = call_with_timeout(directory, lambda _: open_committed(backend, directory), progress)
     except CorruptCheckpointError as error:
         return VerifyReport(directory, 0, (str(error),))
     return verify_opened(backend, committed, settings, progress)

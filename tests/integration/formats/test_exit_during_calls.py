@@ -36,7 +36,7 @@ def read(box):
 
 for piece in list(pieces_of("x", [array]))[:2]:
     box = LazyBox(opened.files, opened.committed, array, piece.box, opened.settings)
-    start_call(BackgroundCall(lambda report, box=box: read(box)))
+    start_call(BackgroundCall(lambda _, box=box: read(box)))
 assert begun.wait(60)
 sys.exit(7)
 """

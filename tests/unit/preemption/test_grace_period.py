@@ -323,7 +323,7 @@ def test_progress_that_raises_ends_wait_for_answer() -> None:
         raise KeyError(done)
 
     with pytest.raises(KeyError):
-        call_with_timeout("run", lambda moved: go.wait(60), progress)
+        call_with_timeout("run", lambda _: go.wait(60), progress)
     go.set()
 
 

@@ -110,5 +110,5 @@ def test_failed_undo_is_logged_and_frees_its_slot(
     disk.answers.set()
     assert disk.was_undone.wait(60)
     assert question.is_done.wait(60)
-    assert call_with_timeout("b", lambda moved: 7) == 7
+    assert call_with_timeout("b", lambda _: 7) == 7
     assert "of an undo" in caplog.text
