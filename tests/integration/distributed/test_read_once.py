@@ -289,7 +289,7 @@ def load_without_sight(path: str, specs: dict[str, list[Any]], arrays: Arrays, w
 
     with pytest.MonkeyPatch.context() as patch:
         if jax.process_index() == who:
-            patch.setattr(near_memory, "seen", refuse)
+            patch.setattr(near_memory, "open_memory", refuse)
         return load_counted(path, [4], specs, arrays, "auto")
 
 
