@@ -137,7 +137,7 @@ release.set()
 """
 
 
-def test_a_forked_child_neither_waits_for_its_parent_s_saves_nor_loses_its_own(tmp_path: Path, run_python: Any) -> None:
+def test_forked_child_waits_only_for_own_saves(tmp_path: Path, run_python: Any) -> None:
     done = run(run_python, tmp_path / "c", FORKED)
     assert done.returncode == 0, done.stderr
     assert jct.verify(tmp_path / "c").ok

@@ -47,13 +47,13 @@ def interrupted(
     return done.returncode, done.stdout, done.stderr
 
 
-def test_an_interrupt_of_the_wait_at_the_end_gives_up_the_save_and_says_so(run_python: Any) -> None:
+def test_interrupted_wait_at_exit_abandons_save(run_python: Any) -> None:
     code, stdout, stderr = interrupted(run_python)
     assert (code, stdout) == (130, "last\n")
     assert stderr.count(GIVEN_UP) == 1
 
 
-def test_an_interrupt_while_a_save_that_was_seen_is_still_freed_ends_the_process_too(run_python: Any) -> None:
+def test_interrupt_during_cleanup_ends_process(run_python: Any) -> None:
     code, stdout, stderr = interrupted(run_python, FREEING)
     assert (code, stdout) == (130, "last\n")
     assert "given up" not in stderr

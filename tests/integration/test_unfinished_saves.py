@@ -34,9 +34,7 @@ ENDS = "go.set(); [each.join() for each in threading.enumerate() if each.name ==
 @pytest.mark.parametrize(
     ("raises", "code"), [("raise KeyboardInterrupt", 130), ("sys.exit(3)", 3), ("sys.exit(0)", 1), ("1 / 0", 1)]
 )
-def test_who_ends_the_wait_of_an_exit_function_for_its_save_gives_it_up(
-    raises: str, code: int, run_python: Any
-) -> None:
+def test_ending_wait_of_exit_function_abandons_save(raises: str, code: int, run_python: Any) -> None:
     done = run_python(LEFT_LATE.format(raises=raises, work="None", then="pass"), timeout_s=60, fresh=True)
     assert (done.returncode, done.stdout) == (code, "last\n"), done.stderr
     assert done.stderr.count("jaxckpt_train: saving x was abandoned at the end of the process (") == 1
@@ -99,6 +97,6 @@ start_save("x", lambda: 1 / 0)
 
 
 @pytest.mark.parametrize("by", ["os", "multiprocessing"])
-def test_a_child_that_is_forked_after_a_save_has_failed_ends_with_its_own_code(by: str, run_python: Any) -> None:
+def test_child_forked_after_failure_keeps_exit_code(by: str, run_python: Any) -> None:
     done = run_python(FORKS_LATE, by, timeout_s=60, fresh=True)
     assert (done.returncode, done.stdout) == (1, "exit code 0\n"), done.stderr

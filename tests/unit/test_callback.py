@@ -57,7 +57,7 @@ def saves(directory: Path) -> list[tuple[int, str]]:
     return [(event["step"], event["reason"]) for event in events if event["event"] == "save"]
 
 
-def test_the_last_step_is_saved_where_the_loop_ends_even_if_the_disk_is_busy(tmp_path: Path) -> None:
+def test_last_step_is_saved_despite_busy_disk(tmp_path: Path) -> None:
     """In a loop over the data the position is a later one as soon as the next batch is taken."""
     backend = HoldingBackend("rename", "step-0000000002")
     with callback_on(backend, tmp_path, save_interval_steps=2, if_busy="skip") as ckpt:
@@ -157,7 +157,7 @@ def test_nothing_is_saved_at_the_end_if_that_is_not_wanted(tmp_path: Path) -> No
     assert jct.StepManager(tmp_path).steps == [3, 6]
 
 
-def test_step_0_is_saved_if_that_is_wanted_and_only_in_a_fresh_run(tmp_path: Path) -> None:
+def test_step_0_is_saved_only_in_fresh_run(tmp_path: Path) -> None:
     train(tmp_path, 2, save_initial=True)
     assert saves(tmp_path) == [(0, "initial"), (2, "end of the loop")]
     assert position_of(tmp_path, 0) == 0
@@ -165,7 +165,7 @@ def test_step_0_is_saved_if_that_is_wanted_and_only_in_a_fresh_run(tmp_path: Pat
     assert [step for step, _ in saves(tmp_path)] == [0, 2, 3]
 
 
-def test_the_loops_own_error_is_what_the_user_sees_and_nothing_new_is_saved(tmp_path: Path) -> None:
+def test_loop_error_is_raised_without_save(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the loop's own error") as caught:
         train(tmp_path, 9, interval=3, stop_at=5)
     assert getattr(caught.value, "__notes__", []) == []
@@ -242,7 +242,7 @@ def test_a_loop_that_is_run_again_after_an_interrupt_does_that_update_again(
     assert jct.StepManager(tmp_path).steps == list(range(1, 8))
 
 
-def test_a_loop_that_has_nothing_left_to_do_saves_no_position_of_an_update_that_was_interrupted(tmp_path: Path) -> None:
+def test_finished_loop_saves_no_interrupted_position(tmp_path: Path) -> None:
     with callback(tmp_path, interval=100) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
         with contextlib.suppress(KeyboardInterrupt):

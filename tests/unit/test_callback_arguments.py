@@ -35,9 +35,7 @@ def test_the_constructor_checks_what_a_configuration_does(tmp_path: Path, wrong:
         jct.CheckpointCallback(str(tmp_path), save_interval_steps=5, **wrong)
 
 
-def test_the_constructor_too_gives_each_job_of_a_multirun_a_directory_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_constructor_gives_multirun_jobs_own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hydra_job, "job_name", lambda: "lr=0.1")
     assert jct.CheckpointCallback(str(tmp_path / "a")).manager.directory == str(tmp_path / "a" / "lr=0.1")
     from_config = jct.CheckpointCallback.from_config({"directory": str(tmp_path / "a")})

@@ -47,7 +47,7 @@ def test_a_hook_of_a_loop_that_counts_from_zero_saves_the_same_labels(tmp_path: 
     assert [(step, step_of(manager.restore(step=step))) for step in manager.steps] == [(2, 2), (4, 4), (5, 5)]
 
 
-def test_a_hook_that_would_save_each_update_under_the_label_of_the_one_before_is_refused(tmp_path: Path) -> None:
+def test_off_by_one_hook_is_refused(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0))
         with pytest.raises(jct.SettingsError, match=r"hook\(0\): expected at least 1.*first_step=0"):
@@ -89,7 +89,7 @@ def test_levanters_hook_saves_what_the_state_says_is_to_be_saved(tmp_path: Path)
         assert step_of(ckpt.manager.restore()) == 1
 
 
-def test_levanters_hook_may_be_called_again_at_the_end_without_a_word_that_it_is_forced(tmp_path: Path) -> None:
+def test_levanter_hook_may_repeat_last_step(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0))
         for step in (0, 1, 2, 2):

@@ -172,7 +172,7 @@ def test_in_a_loop_of_ones_own_polling_saves_nothing_at_a_wrong_position(tmp_pat
     check_saved(tmp_path, 3)
 
 
-def test_a_signal_while_a_function_is_compiled_waits_for_the_end_of_the_update(tmp_path: Path) -> None:
+def test_signal_during_compilation_waits_for_update(tmp_path: Path) -> None:
     @jax.jit
     def update(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
         send()  # runs while the function is traced

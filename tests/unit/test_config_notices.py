@@ -41,7 +41,7 @@ def test_a_node_gives_arguments() -> None:
     assert source._requeue is False
 
 
-def test_objects_are_taken_as_they_are_and_nodes_of_others_are_built_by_hydra() -> None:
+def test_objects_pass_and_nodes_are_instantiated() -> None:
     own = Own()
     node = {"_target_": f"{Own.__module__}.{Own.__qualname__}", "queue": "b"}
     assert build_notices("notices", (own, node)) == (own, Own("b"))
@@ -61,9 +61,7 @@ def test_objects_are_taken_as_they_are_and_nodes_of_others_are_built_by_hydra() 
         ([object()], r"checkpoint.notices\[0\]"),
     ],
 )
-def test_what_is_no_source_is_refused_by_its_place_when_a_configuration_is_checked(
-    tmp_path: Path, notices: Any, said: str
-) -> None:
+def test_invalid_source_is_refused_by_place(tmp_path: Path, notices: Any, said: str) -> None:
     with pytest.raises(jct.SettingsError, match=said):
         jct.CheckpointCallback(tmp_path, notices=notices)
     with pytest.raises(jct.SettingsError, match=said):

@@ -35,7 +35,7 @@ def dropped(manager: list[jct.StepManager]) -> None:
     gc.collect()
 
 
-def test_a_disk_that_does_not_answer_does_not_keep_who_collects_a_dropped_manager(tmp_path: Path) -> None:
+def test_collecting_dropped_manager_waits_for_no_disk(tmp_path: Path) -> None:
     backend = HoldingBackend("remove", f"/{LOCK_NAME}")
     managers = [jct.StepManager(tmp_path, backend=backend)]
     save_steps(managers[0], 1)
@@ -75,9 +75,7 @@ def test_nor_does_a_scrubber_that_reads(tmp_path: Path) -> None:
     assert step_path(run, 1).exists()
 
 
-def test_the_lock_of_a_dropped_manager_is_gone_at_once_where_the_disk_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_manager_releases_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that ends right after that leaves none: another machine would wait for its silence."""
     monkeypatch.setattr("jaxckpt_train.run.retention._MOMENT_S", 60.0)
     managers = [jct.StepManager(tmp_path)]

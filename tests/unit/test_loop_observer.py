@@ -62,7 +62,7 @@ def test_observer_sees_resume_and_updates(watching: Watching, tmp_path: Path) ->
     ]
 
 
-def test_the_loop_gets_what_it_puts_in_the_place_and_what_is_saved_stays(watching: Watching, tmp_path: Path) -> None:
+def test_observer_may_replace_the_resumed_data(watching: Watching, tmp_path: Path) -> None:
     assert train(tmp_path, 1, jct.JsonValue([7])) == "instead"
     assert jct.load_checkpointables(tmp_path / "step-0000000001", {"data": None})["data"] == jct.JsonValue([7])
 

@@ -39,9 +39,7 @@ def lose(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [damage, make_newer, lose])
-def test_a_run_in_a_checkpoint_that_cannot_be_read_is_not_removed_with_it(
-    tmp_path: Path, fault: Callable[[Path], None]
-) -> None:
+def test_run_inside_unreadable_checkpoint_is_kept(tmp_path: Path, fault: Callable[[Path], None]) -> None:
     jct.save(tmp_path / "c", OLD)
     begin_run(tmp_path / "c" / "run")
     fault(tmp_path / "c")
@@ -126,9 +124,7 @@ def test_what_is_in_the_folder_of_a_part_is_not_removed_with_it(tmp_path: Path) 
     assert content(tmp_path) == before
 
 
-def test_files_of_an_object_in_a_damaged_checkpoint_stop_no_save_and_are_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_own_files_in_damaged_checkpoint_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     jct.save(tmp_path / "c", OLD)
     (tmp_path / "c" / "configs").mkdir()
     (tmp_path / "c" / "configs" / "a.yaml").write_text("mine")  # as an object might have written it
@@ -140,7 +136,7 @@ def test_files_of_an_object_in_a_damaged_checkpoint_stop_no_save_and_are_kept(
 
 
 @pytest.mark.parametrize("where", [dead_attempt, lambda checkpoint: checkpoint.with_name(".c.aside")])
-def test_a_save_that_died_before_it_removed_what_it_replaced_leaves_the_run_in_it_to_be_kept(
+def test_killed_overwrite_keeps_run_inside(
     tmp_path: Path, where: Callable[[Path], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     left = where(tmp_path / "c")
@@ -157,7 +153,7 @@ def test_a_save_that_died_before_it_removed_what_it_replaced_leaves_the_run_in_i
     assert f"everything is now in {tmp_path / 'c.replaced-1'}" in caplog.text
 
 
-def test_the_look_at_the_call_reads_no_manifest_of_a_checkpoint_of_arrays_and_values(tmp_path: Path) -> None:
+def test_overwrite_check_reads_no_manifest(tmp_path: Path) -> None:
     class Unread(LocalBackend):
         def open(self, directory: str, name: str, *, direct: Any) -> Any:
             raise AssertionError(f"{directory}/{name} was opened")
@@ -172,7 +168,7 @@ def test_the_look_at_the_call_reads_no_manifest_of_a_checkpoint_of_arrays_and_va
 @pytest.mark.parametrize("swaps", [True, False])
 @pytest.mark.parametrize("durability", ["full", "file", "none"])
 @pytest.mark.parametrize("link", ["best", "best-of-all"])
-def test_of_a_link_that_is_replaced_the_link_goes_and_what_it_points_to_stays(
+def test_replaced_link_keeps_its_target(
     tmp_path: Path, link: str, durability: Any, swaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not swaps:
@@ -191,7 +187,7 @@ def test_of_a_link_that_is_replaced_the_link_goes_and_what_it_points_to_stays(
 @pytest.mark.parametrize(
     "left", [b"", bytes(99), b'{"format":"jax' + bytes(99)], ids=["nothing", "zeros", "its first bytes"]
 )
-def test_what_a_power_cut_has_left_of_a_checkpoint_is_not_taken_for_that(tmp_path: Path, left: bytes) -> None:
+def test_truncated_checkpoint_is_not_taken_for_one(tmp_path: Path, left: bytes) -> None:
     jct.save(tmp_path / "c", OLD)
     for name in ("COMMIT", "manifest.json"):
         (tmp_path / "c" / name).write_bytes(left)

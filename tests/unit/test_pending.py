@@ -74,7 +74,7 @@ def test_wait_raises_the_original_error_and_says_what_was_being_saved(error: Bas
 @pytest.mark.parametrize(
     "ending", [SystemExit(0), SystemExit(), SystemExit(256), GeneratorExit(), StopIteration(3), StopAsyncIteration()]
 )
-def test_what_would_end_its_caller_as_if_all_were_well_is_raised_as_an_error(ending: BaseException) -> None:
+def test_system_exit_of_work_is_raised_as_error(ending: BaseException) -> None:
     save = failing(ending)
     with pytest.raises(jct.CheckpointError, match=r"saving x: a call in the background raised") as caught:
         save.wait(timeout_s=60)
@@ -221,7 +221,7 @@ def test_reads_wait_for_save_of_same_path(tmp_path: Path, reads: str, before: bo
     other.wait()
 
 
-def test_failure_of_a_save_is_not_raised_by_a_load_of_what_was_there(tmp_path: Path) -> None:
+def test_load_does_not_raise_failed_save(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {"w": np.zeros(2)})
 
     class Fails(Held):

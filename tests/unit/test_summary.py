@@ -100,7 +100,7 @@ def test_it_tells_how_each_process_ended(tmp_path: Path, ending: BaseException |
     assert (row.how, row.last_step) == (how, 12 if ending is None else 11)
 
 
-def test_a_loop_that_breaks_off_is_closed_and_one_without_a_with_statement_is_finished(tmp_path: Path) -> None:
+def test_ends_of_loops_with_and_without_with(tmp_path: Path) -> None:
     with callback(tmp_path / "broken") as broken:
         broken.resume(state_of(0))
         for step in broken.steps(12):
@@ -126,7 +126,7 @@ def test_process_whose_last_save_failed_has_not_finished(tmp_path: Path, failing
     assert row.how == "StorageError"
 
 
-def test_a_process_whose_last_state_could_not_be_saved_at_all_has_not_finished(tmp_path: Path) -> None:
+def test_process_without_last_save_is_unfinished(tmp_path: Path) -> None:
     ckpt = callback(tmp_path)
     with pytest.raises(jct.UnsupportedLeafError), ckpt:
         ckpt.resume(state_of(0))

@@ -45,7 +45,7 @@ def test_fresh_iterator_goes_on_where_saved_one_was(pipeline: Pipeline, consumed
 
 
 @pytest.mark.parametrize("pipeline", TAKEN, ids=list(EXACT))
-def test_later_elements_do_not_change_what_was_staged_and_a_used_iterator_goes_back_to_it(pipeline: Pipeline) -> None:
+def test_staged_position_is_fixed_at_the_save(pipeline: Pipeline) -> None:
     iterator = pipeline()
     take(iterator, 5)
     staged = GrainHandler().stage(iterator).value

@@ -223,7 +223,7 @@ def test_another_number_of_workers_is_refused_before_any_worker_starts() -> None
     assert saved_from(iter(x.RepeatIterDataset(streamed().mp_prefetch(options)))).content["workers"] == 2
 
 
-def test_another_sampler_or_source_of_a_data_loader_is_refused_with_grain_s_error_as_the_cause() -> None:
+def test_other_sampler_or_source_is_refused() -> None:
     saved = saved_from(iter(loader()))
     target = iter(loader(records=399))
     error = assert_refused(
@@ -234,7 +234,7 @@ def test_another_sampler_or_source_of_a_data_loader_is_refused_with_grain_s_erro
     assert isinstance(error.__cause__, ValueError)
 
 
-def test_a_position_beyond_the_end_of_smaller_data_is_refused_and_the_target_stays_where_it_was() -> None:
+def test_position_beyond_smaller_data_is_refused() -> None:
     iterator = iter(grain.MapDataset.source(SOURCE).batch(4))
     take(iterator, 50)
     small = iter(grain.MapDataset.source(SOURCE[:40]).batch(4))

@@ -69,7 +69,7 @@ def train_step(state: State) -> State:
     return state.apply_gradients(grads=gradients, batch_stats=updates["batch_stats"])
 
 
-def test_a_train_state_resumes_bit_for_bit_with_the_functions_of_the_live_one(tmp_path: Path) -> None:
+def test_train_state_resumes_with_live_functions(tmp_path: Path) -> None:
     state = new_state(0)
     for _ in range(3):
         state = train_step(state)
@@ -85,7 +85,7 @@ def test_a_train_state_resumes_bit_for_bit_with_the_functions_of_the_live_one(tm
     assert_same(found, state, structure=False)
 
 
-def test_the_step_may_be_an_int_on_one_side_and_an_array_on_the_other(tmp_path: Path) -> None:
+def test_step_may_be_int_or_array(tmp_path: Path) -> None:
     fresh, stepped = new_state(0), train_step(new_state(0))
     assert type(fresh.step) is int
     jct.save(tmp_path / "fresh", fresh)

@@ -56,7 +56,7 @@ def states(*objects: Any) -> Any:
     return [nnx.to_pure_dict(nnx.state(each)) for each in objects]
 
 
-def test_a_model_and_its_optimizer_are_restored_in_place_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+def test_model_and_optimizer_are_restored_in_place(tmp_path: Path) -> None:
     model, optimizer = new(0)
     for _ in range(3):
         train_step(model, optimizer)

@@ -100,7 +100,7 @@ def train(state: Any, updates: int) -> list[float]:
     return losses
 
 
-def test_a_training_goes_to_hugging_face_s_files_and_back_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_training_survives_round_trip_through_safetensors(tmp_path: Path) -> None:
     params = mnist().params
     state = {"params": params, "opt": optax.adam(1e-2).init(params), "step": 3}
     train(state, 3)
@@ -234,9 +234,7 @@ def by_second_interface(item: Path, target: Any) -> Any:
 
 
 @pytest.mark.parametrize("restore", [by_standard, by_second_interface])
-def test_nnx_state_goes_to_orbax_as_dicts_and_by_an_operation_as_its_variables(
-    tmp_path: Path, restore: Callable[[Path, Any], Any]
-) -> None:
+def test_nnx_state_is_exported_as_dicts_or_variables(tmp_path: Path, restore: Callable[[Path, Any], Any]) -> None:
     def states(seed: int) -> Any:
         model = Model(seed)
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)

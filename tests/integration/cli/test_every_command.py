@@ -208,7 +208,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_script_that_does_more_than_to_call_the_command_is_not_begun_again(name: str, tmp_path: Path) -> None:
+def test_other_scripts_are_not_restarted(name: str, tmp_path: Path) -> None:
     if huge_malloc_environment({}) is None:
         pytest.skip("this system has no malloc that takes huge pages")
     (tmp_path / "sitecustomize.py").write_text(SAYS_HOW_IT_BEGINS)

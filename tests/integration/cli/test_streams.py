@@ -58,7 +58,7 @@ def test_a_closed_error_output_does_no_harm(folder: Path, streams: str) -> None:
     assert shell(folder, "ls --none", f"%s {streams}")[:2] == (2, "")
 
 
-def test_a_file_of_the_work_does_not_get_the_number_of_a_closed_stream(folder: Path, tmp_path: Path) -> None:
+def test_closed_stream_number_is_not_reused(folder: Path, tmp_path: Path) -> None:
     assert shell(folder, f"cp a {tmp_path}/copy", "%s >&- 2>&- <&-")[0] == 0
     assert jct.verify(tmp_path / "copy").ok
 

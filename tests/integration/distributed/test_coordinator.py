@@ -51,7 +51,7 @@ def fail_in(name: str, who: int, kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_an_error_of_one_is_raised_in_all_at_once_and_is_of_the_same_class(job_of: JobOf, who: int) -> None:
+def test_error_of_one_is_raised_in_all(job_of: JobOf, who: int) -> None:
     answers = job_of(4, 1).call(fail_in, f"os-{who}", who, "os")
     for number, (kind, message, code, soon) in enumerate(answers):
         told = "" if number == who else f"process {who}, writing step 5: "

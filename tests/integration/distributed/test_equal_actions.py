@@ -203,7 +203,7 @@ def save_by_subclass(directory: str) -> list[int]:
         return [step for step in range(1, 13) if manager.save(step, {"state": state_of(step)}).saved]
 
 
-def test_a_policy_that_is_made_of_another_is_asked_as_one_of_ones_own(tmp_path: Path, job_of: JobOf) -> None:
+def test_composed_policy_is_asked_like_own_one(tmp_path: Path, job_of: JobOf) -> None:
     assert job_of(2, 1).call(save_by_subclass, str(tmp_path / "run")) == [[1, 5, 9]] * 2
 
 

@@ -94,7 +94,7 @@ def test_parts_side_by_side_are_refused_in_another_number_of_processes(tmp_path:
         jct.load_checkpointables(tmp_path / "run" / "step-0000000003", {"data": data})
 
 
-def test_a_value_of_each_process_that_the_loop_does_not_give_again_is_asked_for(tmp_path: Path) -> None:
+def test_missing_per_process_value_is_requested(tmp_path: Path) -> None:
     """As of any other value that does not change in place: else its first one is saved again and again."""
     generator = np.random.default_rng(1)
     with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=1, save_on_exit=False) as ckpt:

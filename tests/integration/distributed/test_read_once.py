@@ -293,9 +293,7 @@ def load_without_sight(path: str, specs: dict[str, list[Any]], arrays: Arrays, w
         return load_counted(path, [4], specs, arrays, "auto")
 
 
-def test_auto_reads_once_on_one_machine_and_through_its_page_cache_where_memory_is_not_seen(
-    tmp_path: Path, job_of: JobOf
-) -> None:
+def test_auto_mode_chooses_read_once_or_page_cache(tmp_path: Path, job_of: JobOf) -> None:
     arrays: Arrays = {"large": ([32, 1024, 1024], "uint8")}
     save_alone(str(tmp_path / "c"), arrays)
     job = job_of(4, 1)

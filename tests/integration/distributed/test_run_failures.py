@@ -201,9 +201,7 @@ def save_to_a_full_disk(directory: str, who: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_disk_that_is_full_for_one_fails_the_step_in_all_and_the_next_one_succeeds(
-    tmp_path: Path, job_of: JobOf, who: int
-) -> None:
+def test_full_disk_of_one_fails_step_in_all(tmp_path: Path, job_of: JobOf, who: int) -> None:
     run = tmp_path / "run"
     for answer in job_of(4, 1).call(save_to_a_full_disk, str(run), who):
         assert answer["begun"]
@@ -319,7 +317,7 @@ def breaks_off(directory: str) -> list[Any]:
     return []
 
 
-def test_a_process_that_breaks_off_is_not_waited_for_where_they_ask_each_other_whether_to_leave(tmp_path: Path) -> None:
+def test_failed_process_is_not_awaited_in_agreement(tmp_path: Path) -> None:
     with running(2, 1, preemption_service=False) as job:
         first, second = job.call(breaks_off, str(tmp_path))
     assert first[:2] == ["OtherProcessError", first[1]]

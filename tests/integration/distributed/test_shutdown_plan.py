@@ -74,7 +74,7 @@ def test_a_save_that_cannot_end_is_begun_by_none_of_them(tmp_path: Path, job: Jo
     assert (end["how"], end["step"], event["step"]) == ("late", completed, HELD)
 
 
-def test_a_save_under_way_that_process_0_finds_fresh_is_repeated_by_none_of_them(tmp_path: Path, job: Job) -> None:
+def test_fresh_save_is_repeated_by_none(tmp_path: Path, job: Job) -> None:
     answers = job.call(leave, str(tmp_path), {"save": 2.0, "update": 1e-9}, 60.0)
     saved, code, completed, begun, steps = alike(answers)
     assert (saved, code, begun, steps) == (HELD, 75, [6, HELD], [6, HELD])
@@ -116,7 +116,7 @@ def leave_by_the_limit(directory: str) -> list[Any]:
     raise AssertionError("its time was not up")
 
 
-def test_all_leave_a_short_time_limit_when_half_of_it_is_over_for_one(tmp_path: Path, job: Job) -> None:
+def test_short_time_limit_of_one_stops_all(tmp_path: Path, job: Job) -> None:
     saved, code, completed, steps = alike(job.call(leave_by_the_limit, str(tmp_path)))
     assert (saved, code, steps) == (completed, 75, [completed])
     assert completed > HELD

@@ -63,9 +63,7 @@ def test_each_host_writes_and_reads_what_its_device_holds(tmp_path: Path, hosts:
     assert_same(jct.load(tmp_path / "c", like=abstract(tree)), tree)
 
 
-def test_a_host_is_given_no_more_to_read_than_the_budget_at_a_time(
-    tmp_path: Path, hosts: dict[jax.Device, HostProcess]
-) -> None:
+def test_host_reads_within_budget(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
     tree = {str(number): spread(np.full((FOUR, 100_000), number, np.float32), (FOUR,), "x") for number in range(6)}
     before = [host.calls.count("read_here") for host in hosts.values()]
     with controlled(hosts):

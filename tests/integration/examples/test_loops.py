@@ -98,7 +98,7 @@ def test_a_loop_that_was_asked_to_leave_goes_on_bit_for_bit(
     assert jct.StepManager(tmp_path / "asked").latest == STEPS
 
 
-def test_a_loop_for_orbax_that_was_asked_to_leave_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_preempted_orbax_loop_resumes_exactly(tmp_path: Path) -> None:
     alone = as_bytes(orbax_manager.train(str(tmp_path / "alone"), STEPS))
     with asking_in_update(orbax_manager, ASKED_AT):
         orbax_manager.train(str(tmp_path / "asked"), STEPS)

@@ -148,7 +148,7 @@ def test_many_files_whose_keys_cannot_be_sorted_leave_the_thread_as_it_was(tmp_p
     assert levels() == before
 
 
-def test_of_a_json_file_of_a_checkpoint_or_model_the_folder_is_asked_for(tmp_path: Path) -> None:
+def test_json_file_error_asks_for_folder(tmp_path: Path) -> None:
     jct.save(tmp_path / "ours", {"w": np.ones(3)})
     (tmp_path / "hf").mkdir()
     for name in ("config.json", "model_index.json"):

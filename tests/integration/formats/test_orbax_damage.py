@@ -211,7 +211,7 @@ def test_tree_without_its_metadata_is_reported(tmp_path: Path) -> None:
         jct.metadata(path)  # nothing of it is left
 
 
-def test_what_the_step_does_not_say_or_names_no_handler_for_is_not_missed(tmp_path: Path) -> None:
+def test_items_without_handler_are_not_missed(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path / "run", item_names=("state", "data", "more")) as manager:
         manager.save(7, args=ocp.args.Composite(state=ocp.args.StandardSave({"w": np.arange(4)})))
     path = tmp_path / "run" / "7"

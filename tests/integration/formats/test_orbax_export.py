@@ -109,7 +109,7 @@ def test_orbax_knows_the_metrics_of_what_was_exported(tmp_path: Path) -> None:
     assert jct.metadata(tmp_path / "o" / "2").metrics == {"loss": 0.5, "steps": 2.0}
 
 
-def test_a_checkpointable_of_the_name_that_orbax_has_for_metrics_stays_what_it_is(tmp_path: Path) -> None:
+def test_checkpointable_named_metrics_is_kept(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "run") as manager:
         manager.save(1, {"metrics": jct.JsonValue({"a": 1})}, metrics={"loss": 0.5})
         manager.wait()

@@ -86,7 +86,7 @@ def test_without_an_iterator_it_is_readable(name: str, tmp_path: Path) -> None:
     assert jct.load(step / "data") == expected
 
 
-def test_what_json_does_not_hold_is_shown_as_text_and_set_as_it_was(tmp_path: Path) -> None:
+def test_non_json_state_is_shown_as_text(tmp_path: Path) -> None:
     step = by_manager(tmp_path, PIPELINES["map"]())
     file = step / "data" / "process_0-of-1.json"
     file.write_text('{"next_index": NaN}')

@@ -132,7 +132,7 @@ def test_checkpoint_is_plain_tree_in_order_of_model(tmp_path: Path) -> None:
     assert [state["non_trainable_variables"][i].tolist() for i in seeds] == [[7, 10]], "a seed, drawn from ten times"
 
 
-def test_a_training_that_is_over_has_nothing_to_do_and_goes_on_when_it_is_given_more(tmp_path: Path) -> None:
+def test_finished_training_continues_with_more_epochs(tmp_path: Path) -> None:
     ckpt, model = KerasCheckpoint(tmp_path), build()
     with ckpt:
         short_fit(ckpt, model)
@@ -168,9 +168,7 @@ def test_training_that_broke_goes_on_from_last_save(tmp_path: Path) -> None:
     assert weights(short_fit(KerasCheckpoint(tmp_path))) == weights(short_fit(KerasCheckpoint("none", enabled=False)))
 
 
-def test_a_training_that_broke_and_was_caught_saves_nothing_of_the_update_that_it_broke_in(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_caught_error_saves_no_partial_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with KerasCheckpoint(tmp_path, save_interval_steps=2) as ckpt:
         with pytest.raises(OSError, match="a disk of the data"):
             short_fit(ckpt, None, Breaks(1, 3))

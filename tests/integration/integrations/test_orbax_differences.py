@@ -332,7 +332,7 @@ def test_a_program_that_saves_before_it_asks_leaves_with_what_it_has_done(tmp_pa
     assert jct.StepManager(tmp_path).steps == [0, 5]
 
 
-def test_a_signal_between_the_two_questions_of_a_step_is_for_the_next_one(tmp_path: Path) -> None:
+def test_signal_between_two_checks_counts_for_next_step(tmp_path: Path) -> None:
     with handlers_put_back(signal.SIGTERM), CheckpointManager(tmp_path) as manager:
         manager.reached_preemption(0)
         manager.save(1, args=args.StandardSave(state_of(1)))
@@ -349,7 +349,7 @@ def test_the_directory_is_there_from_the_beginning_unless_it_is_not_to_be(tmp_pa
     assert not (tmp_path / "c").exists()
 
 
-def test_who_is_called_once_a_step_is_on_the_disk_does_not_hide_that_it_is_not(run_python: Any) -> None:
+def test_commit_callback_does_not_hide_failure(run_python: Any) -> None:
     program = """
 import tempfile, numpy as np
 from types import SimpleNamespace

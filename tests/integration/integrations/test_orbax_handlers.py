@@ -106,7 +106,7 @@ class TwiceRestore(ocp.args.JsonRestore): ...
 
 @BOTH
 @pytest.mark.parametrize("given", [{}, {"item_handlers": {"text": TextHandler()}}], ids=["by args", "by name"])
-def test_a_handler_is_found_by_its_args_or_by_the_name_of_its_item(library: Any, given: Any, tmp_path: Path) -> None:
+def test_handler_is_found_by_args_or_item_name(library: Any, given: Any, tmp_path: Path) -> None:
     text = ["a", "b"]
     with library.CheckpointManager(tmp_path, **given) as manager:
         items = {"text": TextSave(text)} | ({} if given else {"n": library.args.JsonSave([1])})

@@ -14,7 +14,7 @@ from tests.support.sinks import LONGEST_S, Closable, Held, put
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_forked_child_leaves_its_parent_s_events_to_it_and_has_a_thread_for_its_own(held: Held) -> None:
+def test_forked_child_has_its_own_event_thread(held: Held) -> None:
     child_s: list[int] = []
 
     def sink(event: Mapping[str, Any]) -> None:

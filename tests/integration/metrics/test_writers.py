@@ -115,9 +115,7 @@ def clu_writers(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda name: importlib.import_module(f"clu.metric_writers.{name}")
 
 
-def test_clu_s_writers_get_them_also_one_that_writes_on_a_thread_of_its_own(
-    clu_writers: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_clu_writers_get_metrics(clu_writers: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="absl"):
         writer = clu_writers("async_writer").AsyncWriter(clu_writers("logging_writer").LoggingWriter())
         sink = jct.WriterSink(writer)

@@ -34,7 +34,7 @@ with ckpt:
 """
 
 
-def test_what_others_do_at_exit_is_done_once_after_a_save_was_given_up(tmp_path: Path, run_python: Any) -> None:
+def test_exit_functions_run_once_after_abandoned_save(tmp_path: Path, run_python: Any) -> None:
     done = run_python(GIVEN_UP, tmp_path, timeout_s=60)
     assert done.returncode == 75
     assert done.stdout == "registered before\n"

@@ -39,7 +39,7 @@ print("threads", threading.active_count(), "jax" in sys.modules)
 """
 
 
-def test_a_fork_has_no_thread_tells_nothing_and_does_not_cut_its_parent_off() -> None:
+def test_forked_child_does_not_disturb_polling_parent() -> None:
     go_on, gce = threading.Event(), Gce()
     gce.values["preempted"] = "TRUE"
 

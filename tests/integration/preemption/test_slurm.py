@@ -27,7 +27,7 @@ def is_alive(process: int) -> bool:
 
 
 @pytest.mark.parametrize(("variables", "job"), [({}, "1234"), (ARRAY, "1200_7")])
-def test_a_job_that_has_left_is_requeued_and_of_an_array_only_this_task(
+def test_left_job_or_array_task_is_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variables: Any, job: str
 ) -> None:
     log = put_on_path(tmp_path / "bin", "scontrol", NOTES_ITS_ARGUMENTS, monkeypatch)

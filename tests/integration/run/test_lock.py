@@ -112,7 +112,7 @@ elsewhere = pytest.mark.parametrize("process", ELSEWHERE, ids=lambda process: "-
 
 @elsewhere
 @pytest.mark.parametrize("off_s", [-10_000, 0, 10_000])
-def test_an_owner_that_cannot_be_seen_is_dead_after_its_silence_whatever_clocks_say(
+def test_silent_remote_owner_is_dead_despite_clocks(
     tmp_path: Path, quick_looks: None, process: dict[str, str], off_s: float
 ) -> None:
     dead_owner(tmp_path)
@@ -128,7 +128,7 @@ def test_an_owner_that_cannot_be_seen_is_dead_after_its_silence_whatever_clocks_
 
 @elsewhere
 @pytest.mark.parametrize("beats", [(1, 1, 1, 2), (-9, -8), (5, 5, 4), (10**20, 0)], ids=str)
-def test_an_owner_that_cannot_be_seen_lives_if_its_lock_changes_whatever_clocks_say(
+def test_changing_lock_means_live_owner_despite_clocks(
     tmp_path: Path, quick_looks: None, process: dict[str, str], beats: tuple[int, ...]
 ) -> None:
     dead_owner(tmp_path)
@@ -175,9 +175,7 @@ def test_disk_that_refuses_look_takes_nothing_over(tmp_path: Path, quick_looks: 
 
 
 @pytest.mark.parametrize("content", [b"", b'{"process":{"ho'], ids=["empty", "torn"])
-def test_a_lock_that_is_whole_a_moment_later_is_judged_by_what_it_says_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
-) -> None:
+def test_half_written_lock_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(lock_module, "POLL_S", 0.001)
     with talking_to(OWN, tmp_path) as owner:
         assert owner.read() == "owned"

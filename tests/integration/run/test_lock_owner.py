@@ -13,7 +13,7 @@ def lock_of(directory: Path) -> OwnerLock:
     return OwnerLock(LocalBackend(), str(directory))
 
 
-def test_a_process_of_this_machine_that_is_dead_is_known_to_be_at_once(tmp_path: Path, run_python: RunPython) -> None:
+def test_dead_local_process_is_known_at_once(tmp_path: Path, run_python: RunPython) -> None:
     program = "import os, sys, jaxckpt_train as jct; held = jct.StepManager(sys.argv[1]); held.own(); os._exit(0)"
     run_python(program, tmp_path, check=True)
     owner = lock_of(tmp_path).owner()

@@ -46,9 +46,7 @@ def without_manifest(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("is_empty", [False, True])
-def test_a_kill_before_the_look_at_a_checkpoint_without_manifest_costs_nothing_that_was_in_it(
-    tmp_path: Path, is_empty: bool
-) -> None:
+def test_kill_keeps_content_of_checkpoint_without_manifest(tmp_path: Path, is_empty: bool) -> None:
     without_manifest(tmp_path / "c")
     if is_empty:
         (tmp_path / "c" / "manifest.json").touch()
@@ -188,7 +186,7 @@ def refuse_to_sync_directories(patch: pytest.MonkeyPatch) -> None:
     [[die_at("open", "/COMMIT")], [refuse_to_sync_directories, die_at("unlink", "manifest.json")]],
     ids=["before the first byte of COMMIT", "in the abort"],
 )
-def test_an_attempt_of_an_object_with_own_files_is_removed_whenever_it_was_killed(
+def test_killed_attempt_with_own_files_is_removed(
     tmp_path: Path, faults: list[Any], name: str, durability: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts, settings = {"state": OLD, "own": OwnFiles()}, jct.StoreSettings(durability=durability)

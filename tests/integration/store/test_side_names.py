@@ -44,9 +44,7 @@ def killed_at(call: int, checkpoint: Path) -> bool:
     return status == -signal.SIGKILL
 
 
-def test_what_an_exchange_left_goes_and_a_kill_in_between_does_not_keep_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_leftover_of_exchange_is_removed_despite_kill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for call in range(20):
         checkpoint = tmp_path / str(call) / "c"
         jct.save(checkpoint, NEW)

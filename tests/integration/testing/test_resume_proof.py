@@ -80,9 +80,7 @@ def test_a_mistake_is_found(mistake: str, tmp_path: Path) -> None:
     assert "process 1: began anew, was killed (SIGKILL) in update 5" in str(caught.value)
 
 
-def test_a_script_and_a_function_in_it_are_proven_and_bring_no_jax_into_its_process(
-    run_python: Any, tmp_path: Path
-) -> None:
+def test_script_and_function_are_proven_without_jax(run_python: Any, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(
         """
 import sys

@@ -61,9 +61,7 @@ def test_a_function_in_a_class_is_found(run_python: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["not_on_the_path", "json", "__main__"])
-def test_a_module_that_its_name_does_not_lead_to_is_found_by_its_file(
-    name: str, run_python: Any, tmp_path: Path
-) -> None:
+def test_module_is_found_by_its_file(name: str, run_python: Any, tmp_path: Path) -> None:
     file = tmp_path / "test_somewhere.py"
     file.write_text("def train(directory):\n    print(__name__, directory.name)\nif __name__ == '__main__': 1 / 0\n")
     done = ran(FunctionTarget(str(file), name, "train", {}), tmp_path, run_python)

@@ -139,7 +139,7 @@ asyncio.run(main())
 
 
 # 29. One command starts, resumes or initialises.
-def test_init_from_is_used_only_while_the_run_has_no_step_of_its_own(tmp_path: Path) -> None:
+def test_init_from_is_used_only_by_fresh_run(tmp_path: Path) -> None:
     jct.save(tmp_path / "pretrained", state_of(1000))
 
     def train(updates: int) -> int:

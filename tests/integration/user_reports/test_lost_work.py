@@ -138,7 +138,7 @@ def test_loops_own_exception_is_what_user_sees(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path / "run").steps == [2, 4]
 
 
-def test_a_save_that_fails_on_the_way_out_does_not_hide_the_loops_exception(small_disk: Path) -> None:
+def test_failed_last_save_does_not_mask_loop_error(small_disk: Path) -> None:
     def loop() -> None:
         with jct.CheckpointCallback(str(small_disk / "run"), save_interval_steps=1) as ckpt:
             ckpt.resume({"w": np.zeros(4 << 20, np.uint8)})

@@ -133,7 +133,7 @@ def test_the_best_step_outlives_restarts_and_a_move(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_an_older_step_is_read_whole_and_in_part_where_there_are_newer_ones(step: int, tmp_path: Path) -> None:
+def test_older_step_is_read_whole_and_partly(step: int, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out.safetensors"
     with jct.StepManager(run) as manager:
         for each in (1, 2, 3):

@@ -35,9 +35,7 @@ def kinds(directory: Path) -> list[str]:
 
 # 9. SIGTERM works inside an evaluation too; also where there is no time for another save.
 # 20. Saves are never skipped in silence: nor is the last one.
-def test_asked_in_an_evaluation_without_time_for_a_save_it_leaves_what_is_committed_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_evaluation_without_time_leaves_committed_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     disk = SlowBackend(12_004 / 0.5)

@@ -93,7 +93,7 @@ def test_a_copy_by_rsync_loads_elsewhere_and_a_broken_one_does_not(tmp_path: Pat
     assert step_of(jct.StepManager(tmp_path / "copy").restore()) == 20
 
 
-def test_a_copy_of_a_run_whose_job_goes_on_can_be_used_at_once(tmp_path: Path) -> None:
+def test_copy_of_live_run_is_usable(tmp_path: Path) -> None:
     """The lock file comes with the copy, and is that of a live process; the copy is read, and a fork trains from it."""
     with talking_to(JOB, tmp_path / "run") as job:
         assert job.read() == "saved"

@@ -14,7 +14,7 @@ TINY_JOB = Workload(
 )
 
 
-def test_an_honest_library_passes_and_who_errs_or_dies_in_one_process_is_caught(tmp_path: Path) -> None:
+def test_honest_library_passes_others_are_caught(tmp_path: Path) -> None:
     plan = Plan(counted_rounds=1, seed=1, fresh_loads=False, report=lambda line: None)
     outcome = run_rounds(TINY_JOB, [HONEST_IN_JOB, WRONG_IN_ONE, DYING_IN_ONE], tmp_path, plan)
     assert [(turn.round, turn.subject) for turn in outcome.turns] == [(0, HONEST_IN_JOB), (1, HONEST_IN_JOB)]

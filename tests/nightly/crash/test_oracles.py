@@ -42,7 +42,7 @@ def saved(machine: Machine, manager: Any, facts: Facts, step: int, **options: An
     facts.acknowledge(promise, len(machine.log))
 
 
-def test_steps_are_held_if_a_note_is_gone_that_a_save_knew_of_and_only_then() -> None:
+def test_steps_are_held_after_lost_annotation() -> None:
     machine, facts, world = Machine(), Facts(keep=1), World(StoreSettings(**SETTINGS), "any")
     with process(1):
         manager = opened(RefusesNotes(machine), world.settings, 1)

@@ -27,7 +27,7 @@ def content_after(log: list[Operation]) -> set[bytes]:
 
 
 @pytest.mark.parametrize("is_directory", [True, False])
-def test_a_name_of_what_never_reached_the_disk_is_gone_or_empty_or_refused(is_directory: bool) -> None:
+def test_unsynced_name_is_gone_empty_or_refused(is_directory: bool) -> None:
     log: list[Operation] = [Link(0, "old", 1, is_directory), Rename(0, "old", 0, "new", 1)]
     found = Counter[str]()
     for seed in range(STATES):

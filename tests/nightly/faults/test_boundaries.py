@@ -23,7 +23,7 @@ def test_training_that_ends_at_boundary_goes_on_exactly(tmp_path: Path) -> None:
     assert found.points >= 1
 
 
-def test_the_same_training_with_a_store_that_publishes_before_it_has_written_is_found_out(tmp_path: Path) -> None:
+def test_store_that_publishes_first_is_caught(tmp_path: Path) -> None:
     problems = campaign(tmp_path, 3, "publishes first", "before").problems
     assert any("LOST_WORK" in problem for problem in problems)
 

@@ -58,7 +58,7 @@ def test_whatever_is_damaged_nothing_wrong_is_loaded_and_the_step_before_is_rest
     assert same_size > 0, "two segments of one size have changed places, which no size tells"
 
 
-def test_whatever_file_of_a_run_is_damaged_the_next_owner_goes_on_and_keeps_what_must_stay() -> None:
+def test_next_owner_survives_any_damaged_file() -> None:
     found = damaged_owners.campaign(150, seed=0)
     assert found.problems == []
     sorts = {(sort, kind) for sort, kind, _ in found.trials}

@@ -34,9 +34,7 @@ def limits_of_memory(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in LIMITS if name != "memory"])
-def test_a_run_that_meets_a_limit_loses_nothing_and_its_error_says_of_what_it_is_what_was_refused_and_what_to_do(
-    tmp_path: Path, name: str
-) -> None:
+def test_run_at_limit_loses_nothing_and_explains(tmp_path: Path, name: str) -> None:
     skip_where_it_cannot_be_met(name)
     found = campaign([name], tmp_path)
     assert found.problems == []

@@ -115,9 +115,7 @@ BURN = "for i in $(seq 40); do /bin/true; done;"  # so that the process gets ano
 
 @pytest.mark.parametrize("first", [NO_PROC, NO_PROC + BURN], ids=["same number", "another number"])
 @pytest.mark.parametrize("second", [NO_PROC, "hostname box;", "hostname other; umount -l /proc;"])
-def test_without_proc_a_live_owner_keeps_its_run_and_a_dead_one_gives_it_up(
-    tmp_path: Path, start: Any, first: str, second: str
-) -> None:
+def test_ownership_works_without_proc(tmp_path: Path, start: Any, first: str, second: str) -> None:
     owner = start(first, HOLD, str(tmp_path), "4", pids=True)
     assert owner.line().startswith("owned")
     assert start(second, HOLD, str(tmp_path), "4", pids=True).line().startswith("refused")
@@ -180,9 +178,7 @@ def over_ssh(folder: Path, skews: Sequence[str]) -> Iterator[list[Path]]:
 
 @pytest.mark.skipif(why_no_sshfs() is not None, reason=str(why_no_sshfs()))
 @pytest.mark.parametrize("skews", [("-10m", ""), ("+10m", ""), ("", "-1d"), ("-400d", "+400d")], ids="_".join)
-def test_a_clock_that_is_wrong_neither_takes_a_live_owners_run_nor_keeps_a_dead_ones(
-    tmp_path: Path, start: Any, skews: Sequence[str]
-) -> None:
+def test_ownership_works_with_wrong_clock(tmp_path: Path, start: Any, skews: Sequence[str]) -> None:
     with over_ssh(tmp_path, skews) as (one, other):
         (one / "run").mkdir()
         owner = start("hostname one;", HOLD, f"{one}/run", "30")
@@ -196,9 +192,7 @@ def test_a_clock_that_is_wrong_neither_takes_a_live_owners_run_nor_keeps_a_dead_
 @pytest.mark.skipif(shutil.which("bindfs") is None or not os.path.exists("/dev/fuse"), reason="needs bindfs")
 @pytest.mark.parametrize("kept_s", [0, 15])
 @pytest.mark.parametrize("below", ["run", "project/run"])
-def test_the_first_start_of_a_job_of_two_machines_sees_what_the_other_has_made(
-    tmp_path: Path, start: Any, kept_s: int, below: str
-) -> None:
+def test_first_start_on_two_machines_shares_directory(tmp_path: Path, start: Any, kept_s: int, below: str) -> None:
     """The second machine's mount says for a while that a name is not there, as an NFS client does."""
     caches, hosts = f"negative_timeout={kept_s},entry_timeout={kept_s},attr_timeout={kept_s}", tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost one other\n")

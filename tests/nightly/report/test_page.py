@@ -48,7 +48,7 @@ def leaves(count: int, text: str = "kernel") -> TreeSizes:
     ))  # fmt: skip
 
 
-def test_a_very_long_run_makes_a_page_of_a_limited_size_that_says_what_is_left_out(tmp_path: Path) -> None:
+def test_page_of_very_long_run_is_limited(tmp_path: Path) -> None:
     gathered = gathered_of(write_history(tmp_path, *long_run(6000)))
     page = page_of(dataclasses.replace(gathered, tree=leaves(30_000)))
     assert len(page.encode()) < MOST_BYTES

@@ -83,7 +83,7 @@ def test_a_kill_at_any_call_of_a_save_leaves_nothing_or_all(ends: Any, way: str)
 
 
 @pytest.mark.parametrize("way", ["", ",without renameat2"])
-def test_a_kill_at_any_call_of_an_overwriting_save_leaves_the_old_or_the_new_one(ends: Any, way: str) -> None:
+def test_kill_during_overwrite_leaves_old_or_new(ends: Any, way: str) -> None:
     found = ends(f"die,replacing{way}")
     assert {died for _, _, died, *_ in found} == {-9}
     assert {content for _, _, _, content, *_ in found} == {"old", "new"}

@@ -47,7 +47,7 @@ def test_young_and_daly_come_close_to_the_best_fixed_interval(mtbf_s: float) -> 
     assert counted > 0.97 * best
 
 
-def test_what_a_run_that_never_fails_spends_on_the_chance_that_it_does_gets_less_and_less() -> None:
+def test_run_without_failures_saves_less_and_less() -> None:
     """The square root of the cost over the time: 2.4 % of an hour, 0.7 % of ten, where a save costs two seconds."""
     training, policy = Training(step_s=2.0, blocked_s=1.0, save_s=6.0, slower=1.2), jct.YoungDalyPolicy()
     hour, ten = (SimulatedRun(training, policy, failure_times(NEVER, 1)).run(steps) for steps in (1800, 18000))

@@ -18,7 +18,7 @@ from benchmarks.workloads import SAVED, WHOLE, Workload
 from tests.support.recorded_benchmark import load_sample, save_sample, workload_record
 
 
-def test_a_save_of_a_job_lasts_from_the_first_that_began_to_the_last_that_ended() -> None:
+def test_job_save_spans_first_start_to_last_end() -> None:
     first = dataclasses.replace(save_sample(2.0, plain_s=1.0, blocking_s=0.5), began_s=10.0, written_bytes=(30,))
     second = dataclasses.replace(save_sample(2.5, plain_s=1.5, blocking_s=0.1), began_s=9.75, written_bytes=(10,))
     made = save_of_job([first, second])
@@ -30,7 +30,7 @@ def test_a_save_of_a_job_lasts_from_the_first_that_began_to_the_last_that_ended(
     assert save_of_job([first, dataclasses.replace(second, blocking_s=None)]).blocking_s is None
 
 
-def test_a_load_of_a_job_adds_up_what_was_read_and_counts_once_what_was_asked_for() -> None:
+def test_job_load_sums_reads_of_processes() -> None:
     first = dataclasses.replace(load_sample("ours", 2.0, stolen_s=0.1, was_mapped=False), began_s=5.0, read_bytes=700)
     second = dataclasses.replace(load_sample("ours", 1.0, stolen_s=0.3, was_mapped=True), began_s=6.5, read_bytes=900)
     made = load_of_job([first, second])

@@ -63,7 +63,7 @@ def test_stolen_time_is_reported_with_affected_rounds() -> None:
     assert summarise(made[:1]).warnings == []
 
 
-def test_the_first_turn_of_a_process_tells_the_memory_that_it_took_and_kept() -> None:
+def test_first_round_reports_memory() -> None:
     assert summarise(turns()).saves["ours"]["first_bytes"] == Spread(225, 200, 250)
     assert summarise(turns()).loads["whole"]["ours"]["first_bytes"] == Spread(225, 200, 250)
     assert summarise(turns()).saves["peer"]["first_bytes"] is None

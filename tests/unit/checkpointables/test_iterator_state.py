@@ -164,7 +164,7 @@ def test_what_would_lose_something_is_refused_with_its_path(value: Any, name: st
         encode_state({"parent": {"rows": [0, value]}})
 
 
-def test_a_key_that_cannot_be_stored_is_refused_with_the_path_of_its_dict() -> None:
+def test_unstorable_key_is_refused_with_path() -> None:
     with pytest.raises(UnsupportedLeafError, match=r"a key of state\['seen'\] is a builtins.frozenset"):
         encode_state({"seen": {frozenset({1}): True}})
 

@@ -105,7 +105,7 @@ def test_values_are_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found == {"a": jct.JsonValue({"at": number}), "b": jct.JsonValue({"at": number})}
 
 
-def test_a_checkpoint_of_several_parts_that_is_removed_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+def test_removed_checkpoint_is_read_to_its_end(tmp_path: Path) -> None:
     parts = {name: {"w": np.full(100_000, number)} for number, name in enumerate("abc")}
     jct.save_checkpointables(tmp_path / "c", {**parts, "notes": jct.JsonValue({"at": 1})})
 

@@ -86,7 +86,7 @@ def test_what_is_no_tree_and_has_another_value(tmp_path: Path, a: Any, b: Any, d
     assert printed("diff", first, third) == "1 leaf and 1 other checkpointable are equal, 0 differ\n"
 
 
-def test_what_is_no_tree_and_is_in_one_of_them_or_of_another_kind(tmp_path: Path) -> None:
+def test_items_without_tree_are_compared(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", {"state": STATE, "old": jct.JsonValue(1), "data": jct.JsonValue(1), "was": {"n": 3}})
     b = saved(tmp_path / "b", {"state": STATE, "new": jct.JsonValue(1), "data": jct.PerProcess(1), "was": Files(n=b"")})
     found = found_in(a, b)
@@ -109,7 +109,7 @@ def test_of_files_their_names_count(tmp_path: Path) -> None:
     assert (found_in(a, b)["own"]["differing"], found_in(a, b)["own"]["count"]) == (2, 3)
 
 
-def test_damage_in_a_file_that_is_compared_byte_by_byte_ends_with_1_and_names_it(tmp_path: Path) -> None:
+def test_damaged_opaque_file_exits_with_1(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", {"own": Files(one=b"1234")})
     b = saved(tmp_path / "b", {"own": Files(one=b"1234")}, digest="sha256")
     (b / "own" / "one").write_bytes(b"1235")

@@ -61,7 +61,7 @@ def test_json_is_data_and_no_page_is_written(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == [run]
 
 
-def test_sizes_are_those_of_the_files_as_ls_tells_them_also_of_steps_that_are_deleted(tmp_path: Path) -> None:
+def test_sizes_match_ls_for_deleted_steps_too(tmp_path: Path) -> None:
     sizes = {}
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2)) as manager:
         for step in (1, 2, 3):

@@ -171,7 +171,7 @@ def test_large_and_damaged_json_items_are_named_not_printed(tmp_path: Path) -> N
     assert "state/w" in done.stdout
 
 
-def test_of_a_run_it_is_the_newest_whole_step_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
+def test_show_uses_newest_or_given_step(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2, 3)
     truncate_the_manifest(step_path(run, 3))
     assert told("show", run)["step"] == 2

@@ -60,9 +60,7 @@ def test_what_disk_fails_to_read_may_be_whole(directory: Path, monkeypatch: pyte
     assert "Input/output error" in refused("stats", directory, code=4)
 
 
-def test_no_step_is_moved_out_of_a_run_while_a_newer_one_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_step_moves_with_unreadable_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     monkeypatch.setattr("jaxckpt_train.cli.maintain.BACKEND", _Failing(step_path(directory, 3), "manifest.json"))
     refused("mv", directory, tmp_path / "moved", "--step", 1, code=4)

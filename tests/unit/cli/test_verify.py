@@ -27,7 +27,7 @@ def test_a_whole_checkpoint_is_fine(tmp_path: Path) -> None:
     assert printed("verify", tmp_path / "c").startswith(f"{tmp_path / 'c'}: ok, ")
 
 
-def test_of_a_run_the_newest_whole_step_is_verified_or_the_one_asked_for(tmp_path: Path) -> None:
+def test_verify_uses_newest_or_given_step(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     assert told("verify", run)["path"] == str(step_path(run, 2))
     assert told("verify", run, "--step", 1)["path"] == str(step_path(run, 1))

@@ -118,7 +118,7 @@ class HearsAtOnce(ValuesOfProcess):
             self.get("nothing", 0.01)
 
 
-def test_who_fails_raises_its_own_error_however_soon_the_others_have_heard_of_it() -> None:
+def test_failing_process_raises_its_own_error() -> None:
     values = CountedValues(waits=True)
     mine = HearsAtOnce(values)
     mine.job = job = ManyProcesses(mine, 1, 2, 2.0)

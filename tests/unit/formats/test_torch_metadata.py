@@ -62,7 +62,7 @@ def test_metadata_tells_tensors_their_places_and_tree() -> None:
         b"\x8c\x02os\x8c\x06system\x93",
     ],
 )
-def test_a_name_that_metadata_has_no_need_of_is_refused_before_it_is_called(name: bytes) -> None:
+def test_unneeded_pickle_global_is_refused(name: bytes) -> None:
     with pytest.raises(jct.CorruptCheckpointError, match=r"^a/.metadata: names '.*', .* nothing was run"):
         decode_torch_metadata(b"\x80\x04" + name + b".", "a/.metadata")
 

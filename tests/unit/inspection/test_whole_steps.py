@@ -30,7 +30,7 @@ def test_it_is_last_one_if_nothing_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", list(DAMAGE))
-def test_every_damage_is_found_by_every_byte_and_all_but_flips_by_a_look(tmp_path: Path, name: str) -> None:
+def test_full_check_finds_all_damage(tmp_path: Path, name: str) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     damage, file = DAMAGE[name]
     damage(step_path(directory, 2))

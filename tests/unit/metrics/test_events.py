@@ -98,9 +98,7 @@ def test_who_closes_stops_waiting_when_its_time_is_up(held: Held, caplog: pytest
     assert [": 1 events were not delivered before the shutdown" in each for each in warnings(caplog)] == [True]
 
 
-def test_of_a_sink_that_is_too_slow_the_oldest_are_dropped_with_one_warning_that_says_how_many(
-    held: Held, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_slow_sink_drops_oldest_events(held: Held, caplog: pytest.LogCaptureFixture) -> None:
     feeds = Feeds([held])
     put(feeds, 0)
     assert held.reached.wait(LONGEST_S)
@@ -204,7 +202,7 @@ def test_a_log_that_fails_ends_no_feed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [1, 2]
 
 
-def test_only_a_sink_that_was_made_for_the_run_is_closed_with_it_and_last() -> None:
+def test_owned_sink_is_closed_last() -> None:
     mine, given, plain = Closable(), Closable(), Recorder()
     feeds = Feeds([Owned(mine), given, Owned(plain)])
     put(feeds, 1, 2)

@@ -17,7 +17,7 @@ def measured(event: Mapping[str, Any]) -> dict[str, float]:
     return {name: sample.value for name, sample in found.items()}
 
 
-def test_a_save_that_is_committed_measures_how_long_it_took_and_is_the_last_one() -> None:
+def test_committed_save_sets_duration_and_last_step() -> None:
     assert measured(SAVED) == {
         "events/save": 1, "saves/committed": 1, "save.blocked": 0.5, "save.wait": 0.25, "save.snapshot": 0.125,
         "save.duration": 2.0, "save.write": 1.0, "save.commit": 0.25, "saved": 4096, "last_saved_step": 100,
@@ -52,7 +52,7 @@ def test_what_has_no_figures_is_counted(event: Mapping[str, Any]) -> None:
     assert measured(event) == {f"events/{event['event']}": 1}
 
 
-def test_figures_that_nothing_is_known_of_are_gauges_with_the_unit_of_their_name() -> None:
+def test_unknown_figures_become_gauges() -> None:
     event = {
         "event": "end",
         "time": TIME,

@@ -65,7 +65,7 @@ def test_the_time_of_an_update_is_that_of_most_whatever_the_first_took() -> None
     assert loop.clock.costs().step_s == pytest.approx(1.0)
 
 
-def test_a_loop_that_waits_for_the_device_now_and_then_has_the_mean_of_its_updates() -> None:
+def test_update_time_is_mean_between_waits() -> None:
     loop = Loop()
     for number in range(200):
         loop.update(8.2 if number % 8 == 7 else 0.1)
@@ -141,7 +141,7 @@ def test_evaluation_during_save_is_no_cost() -> None:
     assert costs.spent_s < 12 + 4
 
 
-def test_what_the_loop_does_between_its_calls_for_one_update_is_not_what_the_save_costs() -> None:
+def test_work_between_calls_is_no_save_cost() -> None:
     loop = Loop()
     loop.updates(20)
     loop.update()  # the policy was asked
@@ -262,7 +262,7 @@ class TransferBudget:
 
 @pytest.mark.parametrize("step_s", [0.01, 0.1, 2.0])
 @pytest.mark.parametrize("reads_every", [0, 10])
-def test_a_save_that_empties_the_queue_of_a_loop_costs_what_the_device_lost(step_s: float, reads_every: int) -> None:
+def test_drained_queue_counts_as_save_cost(step_s: float, reads_every: int) -> None:
     loop = TransferBudget(step_s, reads_every=reads_every)
     blocked_s, lasts_s, slower = 0.5 * step_s, 10 * step_s, 1.1
     for number in range(1, 2101):  # saves by time come where time passes: after a read
@@ -329,7 +329,7 @@ def test_loop_that_saves_whenever_it_reads_is_measured_between_saves(drains: boo
     assert len(saves) >= 0.7 * 150
 
 
-def test_a_loop_ahead_of_its_device_can_save_each_time_its_queue_is_full() -> None:
+def test_loop_ahead_of_device_saves_at_full_queue() -> None:
     loop, saves = TransferBudget(0.1), list[int]()
     for number in range(1, 601):
         costs = loop.clock.costs()

@@ -130,7 +130,7 @@ def test_of_very_many_leaves_some_are_asked() -> None:
     assert device_wait_s([queued()]) > LEAST_S / 8
 
 
-def test_the_goodput_of_a_loop_that_runs_ahead_has_its_queue_as_useful_time(tmp_path: Path) -> None:
+def test_queued_updates_count_as_useful_time(tmp_path: Path) -> None:
     count, state = rounds() // 4, {"slow": jnp.ones((300, 300))}
     with jct.CheckpointCallback(tmp_path, save_interval_steps=4) as ckpt:
         state = ckpt.resume(state)

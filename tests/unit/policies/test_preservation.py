@@ -189,9 +189,7 @@ VALUES = st.one_of(st.none(), st.just(math.nan), st.integers(-3, 3).map(float), 
 
 @settings(deadline=None)
 @given(st.lists(VALUES, max_size=12), st.integers(1, 4), st.sampled_from(["min", "max"]))
-def test_best_n_applied_again_and_again_keeps_the_best_of_all_that_ever_were(
-    values: list[float | None], n: int, mode: Any
-) -> None:
+def test_repeated_best_n_keeps_overall_best(values: list[float | None], n: int, mode: Any) -> None:
     run = [info(step) if value is None else info(step, loss=value) for step, value in enumerate(values)]
     best = rank_checkpoints(run, "loss", mode)[:n]
     alive = steps(survivors(run, BestN("loss", n, mode)))
@@ -327,9 +325,7 @@ def run_of(gaps: list[tuple[int, float]]) -> list[CheckpointInfo]:
 
 @settings(deadline=None)
 @given(GAPS, CHAINS)
-def test_applied_after_each_commit_a_policy_keeps_what_it_would_keep_at_the_end(
-    gaps: list[tuple[int, float]], policy: Any
-) -> None:
+def test_incremental_application_equals_final_one(gaps: list[tuple[int, float]], policy: Any) -> None:
     if isinstance(policy, EveryNStepsClosest):
         policy = dataclasses.replace(policy, max_to_keep=None)  # the newest counts, so it does depend on when
     run = run_of(gaps)
@@ -377,7 +373,7 @@ def test_a_hundred_preemptions_leave_a_bounded_disk() -> None:
     assert alive == sorted({*range(1000, 50_001, 1000), 49_490, 49_980})
 
 
-def test_ten_minutes_and_a_thousand_steps_bound_the_disk_by_the_time_that_passed() -> None:
+def test_duration_policy_bounds_disk_use() -> None:
     policy = AnyPreservationPolicy([EveryNSeconds(600), EveryNSteps(1000), LatestN(1)])
     run = [info(step, step * 7) for step in range(10, 5001, 10)]  # a save each 70 seconds, many by preemptions
     alive = survivors(run, policy)

@@ -95,7 +95,7 @@ def test_preemption_policy_asks_when_the_process_must_leave() -> None:
     assert not asks(PreemptionCheckpointingPolicy(), info(17))
 
 
-def test_every_seconds_counts_from_the_start_of_the_run_and_from_the_last_save() -> None:
+def test_every_seconds_counts_from_start_or_save() -> None:
     policy = EverySecondsPolicy(60)
     assert not asks(policy, info(1, 59.9))
     assert asks(policy, info(1, 60))
@@ -110,7 +110,7 @@ def test_every_seconds_does_not_save_right_after_resume() -> None:
     assert asks(policy, info(140, 60), days_ago)
 
 
-def test_every_seconds_saves_at_once_when_neither_a_save_nor_the_start_is_known() -> None:
+def test_every_seconds_saves_at_once_without_reference() -> None:
     assert asks(EverySecondsPolicy(60), info(1), run_started=None)
     assert not asks(EverySecondsPolicy(60), info(2, 1), [info(1)], run_started=None)
 

@@ -44,7 +44,7 @@ def test_where_nothing_is_committed_it_is_tried_anyway() -> None:
     assert plan(left_s=0.1, committed=None) == (True, False, False, "saving step 120: 2.5 s of 0.1 s are needed")
 
 
-def test_a_save_under_way_is_enough_if_the_updates_since_are_done_again_in_less_time_than_another() -> None:
+def test_running_save_suffices_if_redo_is_cheaper() -> None:
     saves, waits, loses, why = plan(running=119, running_for_s=0.5)
     assert (saves, waits, loses) == (False, True, False)
     assert why == (
@@ -55,7 +55,7 @@ def test_a_save_under_way_is_enough_if_the_updates_since_are_done_again_in_less_
     assert plan(running=100, step_s=0.11, left_s=10.0)[0] is True
 
 
-def test_one_that_is_not_fresh_is_finished_and_followed_by_another_where_both_fit() -> None:
+def test_stale_save_is_followed_by_another() -> None:
     late = {"running": 100, "running_for_s": 0.5, "step_s": 1.0}
     why = "finishing the save of step 100, then saving step 120: 4.3 s of 10 s are needed"
     assert plan(**late) == (True, True, False, why)
@@ -114,7 +114,7 @@ def test_more_time_never_ends_in_a_save_less(now: Situation, more_s: float) -> N
         assert choose(dataclasses.replace(now, left_s=now.left_s + more_s)).saves
 
 
-def test_a_time_limit_is_left_early_by_two_saves_and_two_updates_and_the_end() -> None:
+def test_time_limit_leaves_room_for_two_saves() -> None:
     assert leave_early_s(None, None, 1000.0) == leave_early_s(None, 5.0, 1000.0) == UNKNOWN_S
     assert leave_early_s(10.0, 3.0, 1000.0) == pytest.approx(ENDING_S + 2 * MARGIN * 10.0 + 2 * 3.0)
     assert leave_early_s(0.0, None, 1000.0) == ENDING_S  # later than what is taken without knowing

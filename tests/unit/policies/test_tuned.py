@@ -53,13 +53,13 @@ def test_nothing_is_saved_before_something_is_measured_but_for_the_longest_inter
 
 
 @pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy()])
-def test_the_first_save_comes_at_once_and_no_other_until_its_cost_is_known(policy: Any) -> None:
+def test_first_save_measures_the_cost(policy: Any) -> None:
     assert asked(policy, 0.0, SaveCosts(step_s=1.0)).reason.endswith("the first save, to measure its cost")
     assert not asked(policy, 1e6, SaveCosts(step_s=1.0, is_measuring=True)).save
 
 
 @pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
-def test_updates_that_are_to_be_seen_put_a_save_off_until_the_longest_interval(kind: Any) -> None:
+def test_visible_updates_defer_save_to_longest_interval(kind: Any) -> None:
     unseen = dataclasses.replace(KNOWN, is_unseen=True)
     assert interval_of(kind(max_interval_secs=None), unseen) == math.inf
     assert interval_of(kind(max_interval_secs=5000.0), unseen) == pytest.approx(5000, rel=0.01)
@@ -85,7 +85,7 @@ def test_what_an_earlier_process_has_measured_is_enough(policy: Any) -> None:
 
 
 @given(st.floats(0.01, 10), st.floats(0.01, 0.5))
-def test_a_budget_allows_for_a_save_as_often_as_all_of_them_cost_that_much(cost_s: float, fraction: float) -> None:
+def test_budget_sets_the_interval(cost_s: float, fraction: float) -> None:
     policy = jct.OverheadBudgetPolicy(fraction, min_interval_secs=1e-3, max_interval_secs=None)
     costs = SaveCosts(step_s=0.1, cost_s=cost_s, spent_s=AIM * fraction * 1000, trained_s=1000)
     interval_s = interval_of(policy, costs)
@@ -116,7 +116,7 @@ def test_interval_of_young_and_daly_loses_least(cost_s: float, mtbf_s: float) ->
     assert interval_of(policy, costs) == pytest.approx(found + cost_s, rel=2e-3)
 
 
-def test_a_save_that_costs_more_than_failures_leave_time_for_still_has_an_interval() -> None:
+def test_very_expensive_save_still_has_interval() -> None:
     assert daly_interval_s(100.0, 10.0) == 10.0
 
 
@@ -132,7 +132,7 @@ def test_without_a_given_rate_failures_are_counted() -> None:
 
 
 @pytest.mark.parametrize("lived_s", [600.0, 6e4, 6e6])
-def test_a_run_that_has_not_failed_yet_expects_to_in_twice_the_time_that_it_has_lived(lived_s: float) -> None:
+def test_unfailed_run_expects_twice_its_age(lived_s: float) -> None:
     assert Failures(0, lived_s).mtbf_s == pytest.approx(2 * lived_s, rel=0.11)
     assert Failures(20, lived_s).mtbf_s == pytest.approx(lived_s / 20, rel=0.11)  # and soon believes what it sees
 

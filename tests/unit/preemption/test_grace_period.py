@@ -134,7 +134,7 @@ def test_a_state_that_is_not_taken_in_time_is_given_up(
     assert jct.StepManager(tmp_path).steps == [1]
 
 
-def test_a_state_that_is_taken_in_time_is_saved_and_the_loop_is_left_then(tmp_path: Path) -> None:
+def test_snapshot_in_time_is_saved(tmp_path: Path) -> None:
     backend = HoldingBackend("create", "step-0000000002")
     ckpt = callback_on(backend, tmp_path, store=STREAM, grace_period_s=60.0, save_interval_steps=2)
     threading.Timer(1.0, backend.go.set).start()

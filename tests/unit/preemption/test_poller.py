@@ -201,7 +201,7 @@ def test_wrong_arguments_are_refused(kind: Kind, options: Any, said: str) -> Non
 
 
 @both
-def test_a_notice_after_looks_that_failed_may_have_come_at_the_first_of_them(kind: Kind) -> None:
+def test_notice_is_dated_to_first_failed_poll(kind: Kind) -> None:
     cloud = kind.speaks()
     with Server(cloud) as server, started(kind.source(url=server.url, **QUICK)) as source:
         server.wait_for(2 * kind.requests_of_a_look + 2)

@@ -37,9 +37,7 @@ def check_saved(directory: Path, step: int) -> None:
     assert (step_of(restored), restored["data"].position) == (step, step)
 
 
-def test_a_save_that_takes_longer_than_the_grace_period_is_given_up_and_costs_no_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_overlong_save_is_abandoned_without_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     backend = HoldingBackend("rename", "step-0000000002")
     ckpt = callback_on(backend, tmp_path, grace_period_s=0.5)
     with pytest.raises(SystemExit) as left, ckpt:
@@ -62,7 +60,7 @@ def test_a_save_that_takes_longer_than_the_grace_period_is_given_up_and_costs_no
         assert next_owner.save(3, {"state": state_of(3)}).saved
 
 
-def test_where_nobody_said_how_long_the_grace_period_is_the_save_is_waited_for(tmp_path: Path) -> None:
+def test_save_is_awaited_without_grace_period(tmp_path: Path) -> None:
     backend, data = HoldingBackend("rename", "step-0000000001"), Counter()
     ckpt = callback_on(backend, tmp_path)
     releasing = threading.Thread(target=lambda: backend.reached.wait() and backend.go.set())
@@ -142,7 +140,7 @@ class FullOnceLet(HoldingBackend):
 
 
 @pytest.mark.parametrize("asked_by", ["a signal", "the time limit"])
-def test_asked_while_it_closes_it_tells_all_the_same_that_the_last_save_failed(tmp_path: Path, asked_by: str) -> None:
+def test_request_during_close_still_reports_failure(tmp_path: Path, asked_by: str) -> None:
     backend = FullOnceLet("rename", "step-0000000003")
     ckpt = callback_on(backend, tmp_path, grace_period_s=60.0, max_run_time_s=10**6)
     now = [0.0]
@@ -168,9 +166,7 @@ def test_asked_while_it_closes_it_tells_all_the_same_that_the_last_save_failed(t
 
 
 @pytest.mark.parametrize("grace_period_s", [None, 60.0])
-def test_a_loop_that_broke_off_tells_that_its_last_save_failed_instead_of_leaving(
-    tmp_path: Path, grace_period_s: float | None
-) -> None:
+def test_broken_loop_reports_failed_last_save(tmp_path: Path, grace_period_s: float | None) -> None:
     backend = FullOnceLet("rename", "step-0000000001")
     ckpt = callback_on(backend, tmp_path, save_interval_steps=1, grace_period_s=grace_period_s)
     with pytest.raises(jct.StorageError, match="no space"), ckpt:

@@ -154,7 +154,7 @@ class LaterLoop(Loop):
         super().is_asked()
 
 
-def test_one_that_is_not_fresh_is_finished_and_then_the_last_update_is_saved(tmp_path: Path) -> None:
+def test_stale_save_finishes_then_last_update_saves(tmp_path: Path) -> None:
     loop = LaterLoop(tmp_path, 0.2, held=12, grace_period_s=60.0)
     loop.ckpt.manager._save_scheduler.clock.step_s = lambda: 0.5  # type: ignore[method-assign]  # seconds for each update
     with pytest.raises(SystemExit) as left:
@@ -282,7 +282,7 @@ def test_a_time_limit_is_left_30_seconds_early_while_nothing_is_known(tmp_path: 
 
 
 @pytest.mark.parametrize("limit_s", [31.0, 20.0, 1.0])
-def test_a_short_time_limit_is_half_of_it_to_train_in_while_nothing_is_known(tmp_path: Path, limit_s: float) -> None:
+def test_unknown_costs_halve_short_time_limit(tmp_path: Path, limit_s: float) -> None:
     loop = Loop(tmp_path, 0.001, max_run_time_s=limit_s)
     with pytest.raises(SystemExit) as left, loop.ckpt as ckpt:
         run_to(ckpt, 0.0)

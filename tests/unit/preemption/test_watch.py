@@ -205,7 +205,7 @@ def test_lead_time_is_measured_again() -> None:
     assert notice.notice() == "the time limit of 100 s"  # who was asked to leave leaves
 
 
-def test_a_time_limit_that_is_shorter_than_what_leaving_takes_is_up_at_once() -> None:
+def test_too_short_time_limit_is_up_at_once() -> None:
     notice = TimeNotice(100, Time(), lambda: 200.0)
     assert notice.end == 1000.0
     assert notice.notice() == "the time limit of 100 s"

@@ -121,7 +121,7 @@ def _nothing_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_copies, "_measured", set())
 
 
-def test_the_first_answer_is_no_and_then_it_depends_on_what_was_never_used() -> None:
+def test_device_copy_needs_never_used_memory() -> None:
     limit, peak = 1000, 300
     free = round(limit * (1 - SPARE_FRACTION)) - peak
     for size, fits in [(1, True), (free, True), (free + 1, False), (5000, False)]:
@@ -138,7 +138,7 @@ def test_what_is_asked_later_counts() -> None:
     assert not have_room([array])
 
 
-def test_the_arrays_of_a_device_are_added_up_and_every_device_must_have_room() -> None:
+def test_every_device_must_have_room() -> None:
     wide, narrow = device(1000, 0), device(1000, 850)
     small, large = array_on(wide, narrow, size=40), array_on(wide, size=400)
     have_room([small, large])

@@ -80,7 +80,7 @@ def test_what_is_no_plain_value_has_no_inline_record() -> None:
         assert record_value("x", value) is None
 
 
-def test_text_that_is_too_large_or_not_unicode_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlong_or_invalid_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': text is not valid Unicode.*store it as bytes"):
         record_value("x", "\ud800")
     monkeypatch.setattr(leaf_records, "MAX_INLINE_BYTES", 10)

@@ -83,7 +83,7 @@ def test_distinct_keys_have_distinct_text(a: Any, b: Any) -> None:
 
 
 @given(keys)
-def test_the_text_of_a_key_holds_nothing_that_has_a_meaning_in_a_path_or_a_segment(key: Any) -> None:
+def test_key_text_has_no_path_syntax(key: Any) -> None:
     text = key_text(key, ROOT)
     assert text
     assert "/" not in text

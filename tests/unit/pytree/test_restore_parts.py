@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "only", ["params/**", ["params/dense/kernel", "**/bias"], lambda name: name.startswith("params")]
 )
-def test_only_what_is_chosen_is_loaded_and_the_rest_comes_back_as_it_is(path: Path, only: Any) -> None:
+def test_only_chosen_leaves_are_loaded(path: Path, only: Any) -> None:
     target = state(1.0)
     found = jct.load(path, target, only=only)
     assert_same(found["params"], state(2.0)["params"])

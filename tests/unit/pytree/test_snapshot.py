@@ -80,7 +80,7 @@ def test_a_key_that_is_donated_right_after_save_is_saved_as_it_was(tmp_path: Pat
     assert raw(jct.load(tmp_path / "c")["key"]) == expected
 
 
-def test_numpy_leaves_that_change_in_place_right_after_save_are_saved_as_they_were(tmp_path: Path) -> None:
+def test_numpy_leaves_are_snapshot_at_call(tmp_path: Path) -> None:
     memory = np.memmap(tmp_path / "memory", np.int64, "w+", shape=(1000,))
     tree = {
         "plain": np.zeros(1000),

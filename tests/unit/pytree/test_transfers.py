@@ -248,7 +248,7 @@ def test_close_releases_all_and_ends_waits() -> None:
         places[1].fetch()
 
 
-def test_a_transfer_that_fails_is_raised_where_it_is_fetched_and_is_not_the_last() -> None:
+def test_failed_transfer_is_raised_when_fetched() -> None:
     device = Device(ahead=1000)
     device.refuses = 1
     transfers, places = filled(device, [10] * 3)

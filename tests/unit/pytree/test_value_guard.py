@@ -148,7 +148,7 @@ def test_a_state_with_nan_is_refused_and_the_step_before_stays(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["history.jsonl", "step-0000000001", "step-0000000003"]
 
 
-def test_the_state_of_the_call_is_looked_at_and_not_what_the_next_step_made_of_it(tmp_path: Path) -> None:
+def test_guard_checks_state_of_the_call(tmp_path: Path) -> None:
     step = jax.jit(lambda w: w * jnp.nan, donate_argnums=0)
     state = jnp.ones(100_000)
     pending = jct.save_async(tmp_path / "c", {"w": state}, settings=REJECT)
@@ -180,7 +180,7 @@ def test_by_default_nothing_is_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
     jct.save(tmp_path / "c", {"w": np.full(3, np.nan)})
 
 
-def test_a_loop_that_diverges_ends_with_the_error_and_resumes_from_the_good_step(tmp_path: Path) -> None:
+def test_diverged_loop_resumes_from_good_step(tmp_path: Path) -> None:
     def train(state: Any, ckpt: jct.CheckpointCallback, poison_at: int) -> int:
         for step in ckpt.steps(6):
             state = {"w": state["w"] + (jnp.nan if step + 1 == poison_at else 1.0)}

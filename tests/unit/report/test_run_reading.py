@@ -90,7 +90,7 @@ class Unwritable(LocalBackend):
     ([at(0, "start"), at(50, "progress", step=3)], 300, False),
     ([at(0, "start"), at(50, "end", how="closed")], 100, False),
 ])  # fmt: skip
-def test_who_was_heard_of_just_now_is_at_work_also_where_its_lock_cannot_be_asked(
+def test_recent_event_means_live_owner(
     tmp_path: Path, events: list[dict[str, Any]], seconds: float, is_live: bool
 ) -> None:
     write_history(tmp_path, *events)

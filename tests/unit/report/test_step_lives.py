@@ -86,7 +86,7 @@ def test_the_room_is_that_of_the_steps_that_were_there_at_a_time() -> None:
     ]  # fmt: skip
 
 
-def test_a_step_that_is_there_is_as_large_as_it_says_and_others_as_the_history_says() -> None:
+def test_step_sizes_come_from_disk_or_history() -> None:
     events = saved(1, 10), saved(2, 20), deleted(3, 10)
     assert [life.bytes for life in lives(*events, looks=there(20))] == [110, 999]
     assert [life.bytes for life in lives(*events, looks=there(20, nbytes=None))] == [110, 120]

@@ -121,7 +121,7 @@ def test_what_is_sealed_and_no_json_is_no_note(text: bytes) -> None:
     assert "damaged at byte" in str(read(data + b"\n").problem)
 
 
-def test_a_note_that_tells_what_is_held_ends_the_doubt_about_those_before_it() -> None:
+def test_explicit_hold_settles_earlier_lines() -> None:
     data = added(added(b"", 1), 2)[10:]
     assert read(data).problem is not None
     settled = data + encode_note({"held": []}, 3, after_cut=False)

@@ -79,9 +79,7 @@ DAMAGE = [flips, zeros, truncations, wrong_lines]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_whatever_happens_to_the_notes_that_a_save_knows_of_a_pinned_step_is_pinned_or_held(
-    tmp_path: Path, damage: Callable[[bytes], Iterator[bytes]]
-) -> None:
+def test_pinned_step_survives_damaged_annotations(tmp_path: Path, damage: Callable[[bytes], Iterator[bytes]]) -> None:
     run = made_run(tmp_path, 1, 2)
     with StepManager(run) as manager:
         manager.pin(1)
@@ -104,9 +102,7 @@ def test_whatever_happens_to_the_notes_that_a_save_knows_of_a_pinned_step_is_pin
     assert kept() == {1: True, 2: True, 3: True}
 
 
-def test_damage_to_notes_that_no_save_knows_of_is_seen_unless_a_crash_leaves_the_same(
-    tmp_path: Path, two_pins: bytes
-) -> None:
+def test_damage_unlike_a_crash_is_detected(tmp_path: Path, two_pins: bytes) -> None:
     told = looked = 0
     for damage in (flips, zeros):
         for data in damage(two_pins):
@@ -223,7 +219,7 @@ def test_notes_of_two_threads_have_a_number_each(tmp_path: Path) -> None:
     assert [note["number"] for note in lines.notes] == [*range(1, 62)]
 
 
-def test_a_reader_that_sees_half_a_note_of_a_living_owner_sees_the_others(tmp_path: Path) -> None:
+def test_half_written_line_hides_no_other(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     with StepManager(run) as manager:
         manager.pin(1)
@@ -238,7 +234,7 @@ def test_a_reader_that_sees_half_a_note_of_a_living_owner_sees_the_others(tmp_pa
         assert size < len(data) // 2
 
 
-def test_what_a_dead_owner_did_not_sync_is_on_the_disk_before_the_next_one_counts_it() -> None:
+def test_next_owner_syncs_before_counting() -> None:
     """Each process is killed between a note and its sync; the power may go at any moment of the last one."""
     machine, acknowledged = Machine(), [(0, 0)]
     CrashDisk(machine).make_directory("/data", parents=True, sync=True)
@@ -293,7 +289,7 @@ def test_late_annotation_is_not_reported_as_kept(tmp_path: Path, what: str) -> N
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_a_step_that_is_saved_again_after_it_was_lost_is_pinned_as_it_was(tmp_path: Path, is_pinned: bool) -> None:
+def test_lost_step_saved_again_stays_pinned(tmp_path: Path, is_pinned: bool) -> None:
     with StepManager(made_run(tmp_path, 1)) as steps:
         steps.own()
         steps.pin(1)
@@ -307,7 +303,7 @@ def test_a_step_that_is_saved_again_after_it_was_lost_is_pinned_as_it_was(tmp_pa
     assert StepManager(tmp_path).steps == ([1, 2] if is_pinned else [2])
 
 
-def test_a_step_that_is_let_go_by_the_same_owner_is_not_pinned_when_it_is_saved_again(tmp_path: Path) -> None:
+def test_unpinned_step_saved_again_stays_unpinned(tmp_path: Path) -> None:
     with StepManager(made_run(tmp_path, 1)) as steps:
         steps.own()
         steps.pin(1)

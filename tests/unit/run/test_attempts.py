@@ -108,7 +108,7 @@ def test_a_manager_that_restored_before_it_took_the_directory_goes_on_from_there
     assert stretches(found) == [(120, 130)]
 
 
-def test_where_nobody_says_from_where_it_goes_on_it_is_the_step_that_was_committed_last() -> None:
+def test_unknown_resume_point_is_last_commit() -> None:
     *_, found = attempts(*LIFE, at(70, "start"), at(75, "save", step=170, ok=True))
     assert stretches(found) == [(160, 170)]
     *_, back = attempts(*LIFE, at(70, "start"), at(75, "save", step=130, ok=True))
@@ -123,7 +123,7 @@ def test_a_clock_that_was_set_back_makes_no_time_negative() -> None:
     assert found.ended == START + datetime.timedelta(seconds=100)
 
 
-def test_events_of_a_version_that_noted_no_start_tell_of_no_process_but_of_what_saves_took() -> None:
+def test_events_without_start_count_saves_only() -> None:
     old = (
         at(1, "save", step=5, ok=True, save_s=3.0, decide_s=0.25, wait_s=0.75),
         at(2, "preempted", step=5, reason="signal SIGTERM"),

@@ -58,7 +58,7 @@ def waiting_for_the_third(run: Path, backend: Late, meanwhile: Callable[[jct.Ste
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_what_was_pinned_for_a_while_only_is_not_pinned_again_when_it_goes(tmp_path: Path, stays: bool) -> None:
+def test_expired_pin_is_not_renewed(tmp_path: Path, stays: bool) -> None:
     backend = Late()
     with waiting_for_the_third(tmp_path, backend, lambda steps: steps.pin(1)) as steps:
         steps.pin(1, False)
@@ -116,7 +116,7 @@ def test_a_step_that_is_about_to_be_read_does_not_go(tmp_path: Path, monkeypatch
         assert 1 in steps_there(tmp_path)
 
 
-def test_a_step_that_the_disk_does_not_let_go_is_restored_if_it_is_the_last_that_is_whole(tmp_path: Path) -> None:
+def test_undeletable_last_whole_step_is_restored(tmp_path: Path) -> None:
     backend = RefusingBackend("rename", "/step-0000000001", errno.EACCES, 1)
     with jct.StepManager(tmp_path, preservation_policy=LatestN(1), backend=backend) as steps:
         save_steps(steps, 1, 2)
@@ -153,7 +153,7 @@ def test_a_deletion_that_an_unreadable_lock_held_up_is_decided_anew(tmp_path: Pa
         assert steps.steps == steps_there(tmp_path) == [1, 3]
 
 
-def test_a_step_that_is_pinned_while_the_lock_is_read_stays_listed_if_it_cannot_be(tmp_path: Path) -> None:
+def test_failed_pin_keeps_step_listed(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, preservation_policy=LatestN(1), settings=PLAIN) as steps:
         save_steps(steps, 1)
         deleter, reached, go = steps._run._deleter, threading.Event(), threading.Event()

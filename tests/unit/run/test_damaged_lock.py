@@ -72,7 +72,7 @@ def damaged_again(directory: Path) -> None:
     (directory / LOCK_NAME).write_bytes(b"")
 
 
-def test_a_lock_that_is_damaged_in_the_same_way_again_is_taken_over_too(tmp_path: Path, quick_looks: None) -> None:
+def test_repeatedly_damaged_lock_is_taken_over(tmp_path: Path, quick_looks: None) -> None:
     for _ in range(3):
         damaged_again(tmp_path)
         lock = new_lock(tmp_path)

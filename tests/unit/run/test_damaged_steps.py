@@ -107,7 +107,7 @@ def test_who_becomes_owner_later_sets_it_aside_then(tmp_path: Path) -> None:
     assert jct.StepManager(run).steps == [1, 2, 3]
 
 
-def test_what_was_judged_is_not_mistaken_for_a_newer_save_of_the_same_name(tmp_path: Path) -> None:
+def test_damage_report_does_not_apply_to_newer_save(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     flip_a_payload_byte(step_path(run, 2))
     with jct.StepManager(run) as late:
@@ -208,7 +208,7 @@ def test_disk_that_refuses_note_lets_run_go_on(tmp_path: Path, caplog: pytest.Lo
         assert manager.latest == 3
 
 
-def test_one_that_was_mended_comes_back_when_it_is_asked_for_by_its_number(tmp_path: Path) -> None:
+def test_repaired_step_is_restored_by_number(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     sound = segment_of(step_path(run, 2)).read_bytes()
     flip_a_payload_byte(step_path(run, 2))
@@ -241,7 +241,7 @@ def test_restore_of_part_of_it_takes_nothing_back(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == [1]
 
 
-def test_when_only_damaged_ones_are_left_and_one_was_copied_anew_the_run_goes_on(tmp_path: Path) -> None:
+def test_recopied_step_lets_run_continue(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     shutil.copytree(step_path(run, 2), tmp_path / "copy")
     flip_a_payload_byte(step_path(run, 2))
@@ -301,7 +301,7 @@ def test_what_a_roll_back_has_left_behind_is_still_known(tmp_path: Path) -> None
     assert step_of(jct.StepManager(run).restore()) == 1
 
 
-def test_a_training_goes_on_from_the_step_before_and_saves_the_same_one_again(tmp_path: Path) -> None:
+def test_training_resumes_before_damaged_step(tmp_path: Path) -> None:
     def train(updates: int) -> tuple[int, float]:
         with jct.CheckpointCallback(tmp_path, save_interval_steps=1) as ckpt:
             state = ckpt.resume({"w": jnp.zeros(3000)})
@@ -320,7 +320,7 @@ def test_a_training_goes_on_from_the_step_before_and_saves_the_same_one_again(tm
     assert jct.verify(tmp_path / "step-0000000003.g1").ok
 
 
-def test_metrics_of_a_step_that_was_set_aside_are_not_those_of_the_next(tmp_path: Path) -> None:
+def test_quarantined_metrics_do_not_move_on(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     with jct.StepManager(run) as manager:
         manager.attach_metrics(2, {"loss": 0.5})

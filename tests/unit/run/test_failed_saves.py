@@ -220,9 +220,7 @@ class TakesNothingBack(LocalBackend):
 
 
 @pytest.mark.parametrize("back_to", [None, 10])
-def test_nobody_goes_on_from_a_save_that_failed_and_could_not_be_taken_back(
-    tmp_path: Path, back_to: int | None
-) -> None:
+def test_irrevocable_failed_save_is_never_resumed(tmp_path: Path, back_to: int | None) -> None:
     backend = TakesNothingBack(tmp_path)
     with jct.StepManager(tmp_path, backend=backend) as steps:
         save_steps(steps, 10, 20)
@@ -254,7 +252,7 @@ def test_a_number_whose_save_could_not_be_taken_back_is_saved_again(tmp_path: Pa
         assert step_of(later.restore()) == 20
 
 
-def test_a_save_that_is_made_again_under_its_name_is_one_of_the_run(tmp_path: Path) -> None:
+def test_repeated_save_counts_as_step(tmp_path: Path) -> None:
     backend = TakesNothingBack(tmp_path)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2), backend=backend) as steps:
         save_steps(steps, 10)
@@ -288,9 +286,7 @@ class Misreports(LocalBackend):
 
 
 @pytest.mark.parametrize("is_ill_after", [False, True])
-def test_a_save_whose_name_is_there_though_the_disk_denies_it_is_not_gone_on_from(
-    tmp_path: Path, is_ill_after: bool
-) -> None:
+def test_denied_publish_is_never_resumed(tmp_path: Path, is_ill_after: bool) -> None:
     backend = Misreports(is_ill_after=is_ill_after)
     with jct.StepManager(tmp_path, backend=backend) as steps:
         save_steps(steps, 10, 20)
@@ -306,7 +302,7 @@ def test_a_save_whose_name_is_there_though_the_disk_denies_it_is_not_gone_on_fro
         assert step_of(later.restore()) == 10
 
 
-def test_what_somebody_else_has_put_in_the_place_of_a_save_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_foreign_directory_is_not_taken_for_save(tmp_path: Path) -> None:
     made_run(tmp_path / "run", 10)
     made_run(tmp_path / "other", 20)
     backend = HoldingBackend("rename", "/run/step-0000000020")
@@ -347,9 +343,7 @@ LATE = jct.StoreSettings(direct_io=False)
 
 
 @pytest.mark.parametrize("call", ["fdatasync", "fsync", "close"])
-def test_a_disk_that_is_full_only_when_a_file_is_finished_leaves_no_attempt(
-    tmp_path: Path, no_space_at: Callable[[str], None], call: str
-) -> None:
+def test_full_disk_at_close_leaves_no_attempt(tmp_path: Path, no_space_at: Callable[[str], None], call: str) -> None:
     with jct.StepManager(tmp_path, settings=LATE) as manager:
         save_steps(manager, 1)
         no_space_at(call)
@@ -376,7 +370,7 @@ class Clinging(LocalBackend):
 
 @pytest.mark.parametrize("call", ["fdatasync", "close"])
 @pytest.mark.parametrize("tries", [1, 2, 1000])
-def test_an_attempt_that_could_not_be_removed_goes_with_the_next_save_or_start(
+def test_stuck_attempt_is_removed_later(
     tmp_path: Path, no_space_at: Callable[[str], None], call: str, tries: int
 ) -> None:
     disk = Clinging(tries)

@@ -94,7 +94,7 @@ def test_the_generation_before_one_that_was_refused_stays_as_long_as_that_does(
     assert step_directories(tmp_path) == ["step-0000000003", "step-0000000004"]
 
 
-def test_what_a_roll_back_has_left_behind_stays_if_the_save_after_it_was_refused(tmp_path: Path) -> None:
+def test_abandoned_steps_stay_after_refused_save(tmp_path: Path) -> None:
     """That save is made durable before the roll-back is noted, which is when the disk refuses it."""
     backend = RefusesOnce("step-0000000002.g1")
     with manager(tmp_path, backend, 2) as steps:
@@ -123,7 +123,7 @@ def test_name_that_was_given_again_is_another_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["restore", "restore a step", "pin"])
-def test_a_step_that_waits_to_be_deleted_can_be_restored_and_pinned_and_is_kept_then(tmp_path: Path, call: str) -> None:
+def test_step_pending_deletion_can_be_kept(tmp_path: Path, call: str) -> None:
     backend = RefusesOnce("step-0000000003")
     with manager(tmp_path, backend, 1) as steps:
         save_steps(steps, 1)
@@ -160,7 +160,7 @@ def test_nothing_goes_that_another_owner_has_when_a_sync_returns_late(tmp_path: 
             assert step_of(owner.restore(step=1)) == 1
 
 
-def test_a_step_that_was_pinned_while_it_waited_stays_though_its_manager_is_dropped(tmp_path: Path) -> None:
+def test_pinned_pending_deletion_survives_dropped_manager(tmp_path: Path) -> None:
     backend = HeldSync()
     steps = manager(tmp_path, backend, 1)
     save_steps(steps, 1, 2)

@@ -95,7 +95,7 @@ def test_a_step_that_was_saved_on_two_branches_counts_on_the_later_one() -> None
     assert counts(*events) == [(50, 10), (10, 0), (10, 0)]
 
 
-def test_a_step_that_nobody_noted_but_that_was_gone_on_from_counts_where_it_was_reached() -> None:
+def test_unrecorded_resume_point_counts_where_reached() -> None:
     back = [at(25, "restore", step=6), at(26, "progress", step=8)]
     events = [*life(0, 0, 6, 6, None), at(20, "start"), at(21, "resumed", step=7), *back, *life(40, 7, None, 9)]
     assert counts(*events) == [(7, 0), (0, 2), (2, 0)]

@@ -79,7 +79,7 @@ def test_of_very_many_processes_the_first_and_the_last_are_shown() -> None:
     assert len(few) == MOST_ROWS + 1
 
 
-def test_a_process_without_a_state_has_no_steps_and_no_process_is_no_error() -> None:
+def test_table_without_steps_or_processes() -> None:
     (row, _) = rows(printed(goodput([process(0, stretches=[])])))
     assert (row["steps"], row["useful"]) == ("-", "0")
     lines = printed(Goodput())

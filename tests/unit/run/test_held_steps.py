@@ -82,9 +82,7 @@ def test_what_may_be_pinned_is_kept_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("damage", [flip_a_pin, make_it_a_giant, *LOST])
-def test_what_is_held_does_not_grow_with_each_start_and_is_let_go_by_the_user(
-    tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_holds_do_not_grow_with_restarts(tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
     run = pinned_run(tmp_path)
     damage(run)
     for step in range(4, 9):

@@ -166,7 +166,7 @@ def test_line_that_never_ends_is_not_put_together(tmp_path: Path, monkeypatch: p
     assert [event["step"] for event in history.events()] == [1, 2]
 
 
-def test_the_recent_events_are_all_of_a_small_history_and_none_of_no_history(tmp_path: Path) -> None:
+def test_recent_events_of_small_and_missing_history(tmp_path: Path) -> None:
     history = History(LocalBackend(), str(tmp_path))
     assert history.recent() == []
     for step in range(3):

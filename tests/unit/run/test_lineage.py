@@ -62,7 +62,7 @@ def test_branch_that_was_left_is_still_last_resort(tmp_path: Path, caplog: pytes
     assert caplog.text.count("cannot be restored and is skipped") == 3
 
 
-def test_what_was_left_behind_may_be_saved_again_and_what_was_not_may_not(tmp_path: Path) -> None:
+def test_only_abandoned_steps_may_be_saved_again(tmp_path: Path) -> None:
     run = rolled_back(tmp_path, 3)
     with jct.StepManager(run) as manager:  # a process that never restored
         save_steps(manager, 4)
@@ -71,9 +71,7 @@ def test_what_was_left_behind_may_be_saved_again_and_what_was_not_may_not(tmp_pa
     assert jct.StepManager(run).latest == 4
 
 
-def test_a_damaged_step_that_was_skipped_is_tried_no_more_once_the_run_went_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skipped_damaged_step_is_not_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path / "run", 1, 2, 9)
     flip_a_payload_byte(step_path(run, 9))
     with jct.StepManager(run) as manager:
@@ -224,7 +222,7 @@ def test_a_save_never_leaves_itself_behind() -> None:
     assert left_behind([first, second]) == {"a"}
 
 
-def test_a_step_whose_deletion_a_power_cut_takes_back_is_left_behind_all_the_same(tmp_path: Path) -> None:
+def test_undone_deletion_leaves_step_abandoned(tmp_path: Path) -> None:
     """It had got its hidden name, which had not reached the disk, when the branch that leaves it behind was saved."""
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1, 2, 3)

@@ -41,7 +41,7 @@ def test_a_heartbeat_changes_the_lock(tmp_path: Path, monkeypatch: pytest.Monkey
     lock.release()
 
 
-def test_an_owner_that_was_taken_for_dead_says_so_and_keeps_nobody_elses_lock_young(
+def test_replaced_owner_raises_and_stops_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.01)
@@ -90,7 +90,7 @@ def test_second_lock_of_same_process_is_refused(tmp_path: Path) -> None:
     new_lock(tmp_path).acquire()
 
 
-def test_who_holds_it_and_asks_again_is_refused_if_another_has_taken_it_over(tmp_path: Path) -> None:
+def test_replaced_owner_cannot_reacquire(tmp_path: Path) -> None:
     lock = new_lock(tmp_path)
     lock.acquire()
     other = (tmp_path / LOCK_NAME).read_bytes().replace(lock._record.token.encode(), b"another")
@@ -130,7 +130,7 @@ class StuckBackend(LocalBackend):
         super().remove(path)
 
 
-def test_a_lock_that_the_disk_refused_to_release_does_not_lock_its_process_out(tmp_path: Path) -> None:
+def test_unreleased_lock_does_not_block_own_process(tmp_path: Path) -> None:
     stuck = new_lock(tmp_path, StuckBackend())
     stuck.acquire()
     with pytest.raises(StorageError):

@@ -243,7 +243,7 @@ def lock_of(run: Path) -> str:
     return "held" if (run / ".owner").exists() else "free"
 
 
-def test_the_next_manager_waits_until_the_deletions_of_one_that_was_dropped_are_done(tmp_path: Path) -> None:
+def test_next_manager_awaits_deletions_of_dropped_one(tmp_path: Path) -> None:
     backend = SlowRemoval()
     manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
     save_steps(manager, 1, 2)
@@ -291,7 +291,7 @@ class Refusing(LocalBackend):
         return super().list(path)
 
 
-def test_who_failed_to_go_on_after_taking_the_lock_looks_at_it_when_it_tries_again(tmp_path: Path) -> None:
+def test_failed_takeover_checks_lock_again(tmp_path: Path) -> None:
     backend = Refusing()
     manager = jct.StepManager(tmp_path, backend=backend)
     with pytest.raises(StorageError):

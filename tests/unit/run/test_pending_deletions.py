@@ -88,7 +88,7 @@ def test_nothing_goes_while_neither_it_nor_what_came_after_it_can_be_synced(tmp_
     assert names_in(run) == [FOUR]
 
 
-def test_what_was_removed_by_hand_is_waited_for_until_a_newer_one_is_on_the_disk(tmp_path: Path) -> None:
+def test_deletion_waits_for_newer_synced_step(tmp_path: Path) -> None:
     run, backend = directories(tmp_path, ONE, TWO, THREE, FOUR), Unsynced(THREE)
     told = Told()
     deleter = Deleter(backend, str(run), lambda: told)
@@ -102,7 +102,7 @@ def test_what_was_removed_by_hand_is_waited_for_until_a_newer_one_is_on_the_disk
     assert names_in(run) == [FOUR]
 
 
-def test_a_kept_step_that_is_never_synced_keeps_nothing_once_a_later_one_is(tmp_path: Path) -> None:
+def test_unsynced_step_keeps_nothing_after_later_sync(tmp_path: Path) -> None:
     policy = jct.AnyPreservationPolicy([jct.LatestN(1), jct.EveryNSteps(3)])
     backend, settings = Unsynced(THREE), jct.StoreSettings(durability="none")
     with jct.StepManager(tmp_path, preservation_policy=policy, backend=backend, settings=settings) as manager:
@@ -159,7 +159,7 @@ def test_a_step_of_the_same_name_as_what_was_not_removed_goes_too(tmp_path: Path
     assert half_deleted(LocalBackend(), str(tmp_path)) == []
 
 
-def test_a_name_under_which_it_is_deleted_that_is_taken_is_made_free_first(tmp_path: Path) -> None:
+def test_occupied_deletion_name_is_cleared(tmp_path: Path) -> None:
     run = directories(tmp_path, ONE, hidden_name(ONE), TWO, THREE)
     backend, told = RefusingBackend("remove", hidden_name(ONE), errno.EBUSY, 1), Told()
     deleter = Deleter(backend, str(run), lambda: told)

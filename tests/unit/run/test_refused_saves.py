@@ -55,7 +55,7 @@ def test_a_damaged_checkpoint_is_replaced_all_the_same(tmp_path: Path) -> None:
     assert jct.load(tmp_path / "c") == {"w": 1}
 
 
-def test_steps_that_another_process_has_saved_since_the_restore_are_not_left_behind_unseen(tmp_path: Path) -> None:
+def test_unseen_newer_steps_are_not_abandoned(tmp_path: Path) -> None:
     made_run(tmp_path, 10)
     with jct.StepManager(tmp_path) as first:
         first.restore()
@@ -91,7 +91,7 @@ def test_who_restores_again_goes_on_from_what_others_have_saved_since(tmp_path: 
         assert jct.StepManager(run).steps == [5, 6, 7, 8]
 
 
-def test_a_run_whose_steps_were_given_other_numbers_goes_on_from_what_was_saved_last(tmp_path: Path) -> None:
+def test_renumbered_run_resumes_from_last_save(tmp_path: Path) -> None:
     made_run(tmp_path, 5, 10)
     step_path(tmp_path, 5).rename(step_path(tmp_path, 20))
     with jct.StepManager(tmp_path) as steps:
@@ -132,7 +132,7 @@ def test_a_step_that_could_not_be_read_at_the_restore_is_nobody_elses(tmp_path: 
     assert step_of(jct.StepManager(tmp_path).restore()) == 3
 
 
-def test_a_step_below_what_the_run_goes_on_from_is_refused_unless_it_is_to_be_left_behind(tmp_path: Path) -> None:
+def test_earlier_step_is_refused_without_roll_back(tmp_path: Path) -> None:
     """It would stand beside them: the next process goes on from it, and meets them again as committed."""
     made_run(tmp_path, 8, 9, 10)
     with jct.StepManager(tmp_path) as steps:
@@ -158,7 +158,7 @@ def test_a_closed_manager_knows_what_it_has_saved_since_its_restore(tmp_path: Pa
     assert steps.latest == 4
 
 
-def test_a_file_of_the_name_of_a_commit_record_makes_no_checkpoint_of_a_run(tmp_path: Path) -> None:
+def test_commit_file_makes_run_no_checkpoint(tmp_path: Path) -> None:
     """Such as the number of a version, that a script has left there."""
     made_run(tmp_path, 1)
     (tmp_path / "COMMIT").write_text("5929cbd\n")
@@ -216,7 +216,7 @@ def test_what_is_removed_while_it_is_verified_or_loaded_is_not_called_damaged(
 
 
 @pytest.mark.parametrize("look", [False, True])
-def test_what_another_saves_during_a_restore_is_not_left_behind_by_a_look_at_it(tmp_path: Path, look: bool) -> None:
+def test_foreign_save_during_restore_is_not_abandoned(tmp_path: Path, look: bool) -> None:
     owner, reader = jct.StepManager(tmp_path), jct.StepManager(tmp_path)
     save_steps(owner, 10)
     to_save = [20]
@@ -280,7 +280,7 @@ def test_who_has_only_looked_for_a_step_goes_on_from_what_is_there(tmp_path: Pat
     assert jct.StepManager(tmp_path).steps == [10, 20]
 
 
-def test_what_a_thread_of_the_same_process_saves_during_a_restore_is_its_own(tmp_path: Path) -> None:
+def test_own_thread_may_save_during_restore(tmp_path: Path) -> None:
     to_save = [20]
 
     def meanwhile(done: int) -> None:

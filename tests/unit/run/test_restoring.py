@@ -120,7 +120,7 @@ def test_a_step_by_its_number(tmp_path: Path) -> None:
         manager.restore(step=20.0)  # type: ignore[arg-type]  # what is refused
 
 
-def test_a_damaged_step_that_was_asked_for_by_number_is_not_replaced_by_another(tmp_path: Path) -> None:
+def test_damaged_step_by_number_has_no_fallback(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     flip_a_payload_byte(step_path(run, 2))
     with pytest.raises(jct.CorruptCheckpointError, match=r"step 2 cannot be restored; .* or restore another step:"):
@@ -313,7 +313,7 @@ def test_a_reader_looks_again_when_a_step_goes_under_its_eyes(tmp_path: Path, ca
     assert "cannot be restored" not in caplog.text
 
 
-def test_an_owner_whose_step_was_removed_by_hand_goes_on_with_the_one_before(tmp_path: Path) -> None:
+def test_manually_removed_step_falls_back(tmp_path: Path) -> None:
     with jct.StepManager(made_run(tmp_path / "run", 1, 2)) as owner:
         owner.own()
         shutil.rmtree(step_path(tmp_path / "run", 2))

@@ -109,7 +109,7 @@ def test_nothing_goes_while_what_stays_cannot_be_synced(tmp_path: Path, caplog: 
     assert step_directories(tmp_path) == ["step-0000000003"]
 
 
-def test_what_waits_for_a_sync_waits_for_it_also_when_it_is_tried_again(tmp_path: Path) -> None:
+def test_retried_deletion_waits_for_sync(tmp_path: Path) -> None:
     class Unsynced(LocalBackend):
         refuses = True
 
@@ -172,7 +172,7 @@ def test_without_directory_syncs_old_steps_go_nevertheless(tmp_path: Path) -> No
     assert step_directories(run) == ["step-0000000002"]
 
 
-def test_a_half_deleted_step_is_never_listed_and_its_owner_to_come_cleans_it(tmp_path: Path) -> None:
+def test_half_deleted_step_is_hidden_and_cleaned(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     step_path(run, 1).rename(run / hidden_name("step-0000000001"))
     assert jct.StepManager(run).steps == [2]

@@ -179,9 +179,7 @@ class SilentHistory(HoldingBackend):
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_disk_that_takes_no_note_holds_up_a_loop_for_no_more_than_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
+def test_stuck_history_delays_loop_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(run_log, "NOTE_S", 0.05)
     backend = SilentHistory(after)
     ckpt = callback_on(backend, tmp_path)

@@ -81,7 +81,7 @@ def test_in_a_job_all_know_which_are_temporary() -> None:
 
 
 @pytest.mark.parametrize("other", [jct.ImprovementPolicy("loss", "min"), jct.EverySecondsPolicy(600)])
-def test_in_a_job_the_others_are_asked_whether_a_temporary_step_is_to_stay(other: Any) -> None:
+def test_job_agrees_on_temporary_steps(other: Any) -> None:
     policy = jct.AnySavePolicy([jct.TemporarySavePolicy(jct.FixedIntervalPolicy(10)), other])
     info, context = CheckpointInfo(10, at(0)), DecisionContext(at(0))
     assert outlook(policy, info, context, has_steps=True) is Outlook.NOW

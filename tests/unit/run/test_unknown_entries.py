@@ -72,7 +72,7 @@ def test_one_hides_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refusals", [0, 99])
-def test_no_older_step_goes_before_such_a_file_of_the_newest_one_is_synced(tmp_path: Path, refusals: int) -> None:
+def test_older_step_waits_for_sync_of_newest(tmp_path: Path, refusals: int) -> None:
     newest = str(segment_of(step_path(tmp_path, 2)))
     backend, unsynced = Synced(newest, refusals), jct.StoreSettings(durability="none")
     with untold(lambda path: path == newest):

@@ -87,9 +87,7 @@ def make_it_older(step: Path) -> None:
 
 @pytest.mark.parametrize("damage", [overwrite, forget_one, make_it_older])
 @pytest.mark.parametrize("last", [15, 16])
-def test_a_branch_that_was_left_behind_stays_so_without_the_manifest_that_says_it(
-    tmp_path: Path, last: int, damage: Any
-) -> None:
+def test_abandoned_branch_stays_without_manifest(tmp_path: Path, last: int, damage: Any) -> None:
     run = made_run(tmp_path, 10, 20, 30)
     with StepManager(run, preservation_policy=LatestN(2)) as manager:
         manager.restore(step=10)
@@ -103,7 +101,7 @@ def test_a_branch_that_was_left_behind_stays_so_without_the_manifest_that_says_i
     assert (reader.latest, step_of(reader.restore())) == (17, 17)
 
 
-def test_a_roll_back_past_steps_that_could_not_be_read_stays_one_when_they_can(tmp_path: Path) -> None:
+def test_roll_back_past_unreadable_steps_persists(tmp_path: Path) -> None:
     run = made_run(tmp_path, 10, 20, 30)
 
     class TwoUnreadable(LocalBackend):
@@ -280,7 +278,7 @@ def test_renumbered_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "step 7 was saved as step 3" in caplog.text
 
 
-def test_what_is_set_aside_is_not_deleted_and_what_is_being_deleted_not_set_aside(tmp_path: Path) -> None:
+def test_quarantine_and_deletion_exclude_each_other(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2, 3)
     with StepManager(run, preservation_policy=LatestN(2)) as manager:
         manager.own()

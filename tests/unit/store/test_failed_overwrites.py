@@ -69,7 +69,7 @@ def test_name_of_kept_directory_is_synced_before_warning(tmp_path: Path, monkeyp
     assert f"everything is now in {kept}." in happened[renamed + 2]
 
 
-def test_a_power_cut_that_takes_back_the_name_under_which_it_is_kept_costs_nothing(tmp_path: Path) -> None:
+def test_undone_rename_loses_nothing(tmp_path: Path) -> None:
     without_manifest(tmp_path / "c")
     before = content(tmp_path / "c")
     jct.save(tmp_path / "c", NEW, overwrite=True)
@@ -113,9 +113,7 @@ def test_unreadable_side_name_fails_the_save(tmp_path: Path, refused: str, monke
     assert names(tmp_path) == ["c", "c.replaced-1"]
 
 
-def test_an_object_with_folders_of_its_own_in_a_damaged_checkpoint_stops_no_save_and_is_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_own_folders_in_damaged_checkpoint_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     parts = {"state": NEW, "own": OwnFiles()}
     jct.save_checkpointables(tmp_path / "c", parts)
     damage(tmp_path / "c")

@@ -111,7 +111,7 @@ def test_a_box_that_the_consumer_still_holds_counts(monkeypatch: pytest.MonkeyPa
         assert watch.now == 0
 
 
-def test_several_boxes_of_one_run_share_its_memory_until_the_last_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boxes_share_memory_of_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = StrictBackend()
     committed, wanted = saved(backend)
     rows = [((at, at + 4 * PAGE),) for at in range(0, LEAF_PAGES * PAGE, 4 * PAGE)]

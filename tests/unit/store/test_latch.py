@@ -77,7 +77,7 @@ def test_interrupts_at_any_moment_of_waiting_leave_it_working() -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("wait", [lambda: Latch().wait(0.2), lambda: Mailbox[int]().get(0.2)])
-def test_a_signal_that_is_handled_until_the_time_is_over_is_no_wait_for_ever(wait: Any) -> None:
+def test_long_signal_handler_does_not_extend_wait(wait: Any) -> None:
     """`queue.SimpleQueue.get(timeout=0.2)` hangs here before Python 3.13."""
     handled: list[float] = []
 

@@ -81,9 +81,7 @@ def test_others_take_their_place_and_they_end_when_the_disk_answers(disk: DeadDi
     list(pool.run_each(lambda _: together.wait(30), range(2)))
 
 
-def test_a_disk_that_stays_away_takes_one_thread_more_at_each_try_and_not_for_ever(
-    disk: DeadDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stuck_disk_uses_bounded_threads(disk: DeadDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "MAX_LOST_THREADS", 5)
     pool, there = Workers(3, "test-bound"), list[int]()
     for _ in range(10):

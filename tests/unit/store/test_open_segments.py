@@ -31,7 +31,7 @@ OLD = {name: np.full(5000, 1, np.uint8) for name in "ab"}
 NEW = {name: np.full(5000, 2, np.uint8) for name in "ab"}
 
 
-def test_what_is_being_read_is_closed_when_that_ends_and_nothing_is_opened_again() -> None:
+def test_segments_close_after_last_read() -> None:
     backend = StrictBackend()
     committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
     opened = Sources(backend, committed, UNVERIFIED, [0, 0])
@@ -93,7 +93,7 @@ def test_segments_of_two_checkpoints_are_never_mixed(after: int, at_once: int, m
 
 
 @pytest.mark.parametrize("verified", [True, False])
-def test_a_checkpoint_that_is_gone_by_then_is_read_if_the_bytes_can_tell(verified: bool) -> None:
+def test_vanished_checkpoint_is_read_if_verifiable(verified: bool) -> None:
     backend = Replacing()
     committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
     backend.then = lambda: backend.remove("/runs/a/COMMIT")

@@ -106,7 +106,7 @@ def test_next_ones_are_read_while_first_is_written(at_once: int) -> None:
         assert first[0] == 0
 
 
-def test_no_more_than_the_budget_is_read_ahead_of_who_holds_what_he_took() -> None:
+def test_read_ahead_respects_budget_of_held_boxes() -> None:
     boxes = free(10)
     ahead, coming = ahead_of(boxes, budget=8 * MIB)
     with ahead:

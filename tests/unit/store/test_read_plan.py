@@ -107,7 +107,7 @@ def test_rows_that_end_within_blocks_are_not_read_twice() -> None:
     assert sum(run.needed for run in runs) == array.chunks[0].length
 
 
-def test_what_is_only_copied_from_comes_in_small_bands_however_much_room_there_is() -> None:
+def test_copied_bytes_come_in_small_bands() -> None:
     manifest = saved((64, 512), [((0, 64), (0, 512))], count=2)
     columns = [Wanted(array, [((0, 64), (128, 256))]) for array in manifest.parts[0].arrays]
     runs = plan_reads(manifest, columns, 1 << 30)

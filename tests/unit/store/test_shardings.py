@@ -40,7 +40,7 @@ def test_a_raw_one_is_looked_at_first() -> None:
         decode_sharding(msgspec.Raw(b"[" * (MAX_SHARDINGS_BYTES + 1)))
 
 
-def test_what_is_saved_with_more_than_there_is_room_for_opens_without_the_last() -> None:
+def test_too_many_shardings_open_without_last() -> None:
     backend, data = MemoryBackend(), np.zeros(3)
     found = ["a", {"mesh": LARGE[:40_000]}, {"mesh": LARGE[1:40_001] + "y"}, None, "a", {"mesh": LARGE[:40_000]}]
     chunks = [ChunkSource(full_box(data.shape), data)]

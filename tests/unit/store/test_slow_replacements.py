@@ -32,7 +32,7 @@ def replacements(root: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("read", READS)
-def test_a_replacement_at_any_moment_of_a_reader_is_no_damage_and_nothing_is_missed(
+def test_replacement_during_read_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any], every: int
 ) -> None:
     opens, turn = os.open, threading.Lock()

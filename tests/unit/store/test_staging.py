@@ -204,7 +204,7 @@ def area_of(arena: Arena) -> np.ndarray:
     return np.frombuffer(arena._area, np.uint8)
 
 
-def test_the_pages_of_an_array_go_back_alone_and_only_when_no_view_is_left() -> None:
+def test_pages_return_after_last_view() -> None:
     arena = Arena(8 * PAGE)
     arrays: list[Any] = [arena.take(size) for size in (2 * PAGE, 3 * PAGE - 5, 2 * PAGE)]
     for number, array in enumerate(arrays):

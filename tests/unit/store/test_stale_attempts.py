@@ -105,7 +105,7 @@ class Unread(MemoryBackend):
         return source
 
 
-def test_what_another_program_s_marker_is_in_does_not_go_if_its_manifest_cannot_be_read() -> None:
+def test_foreign_marker_keeps_unreadable_attempt() -> None:
     backend, replaced = Unread(), f"/run/.c.tmp-{BEFORE_A_POWER_CUT}-0"
     backend.make_directory(f"{replaced}/data", parents=True, sync=False)
     for name, content in (("COMMIT", b""), ("manifest.json", b'{"of": "another"}'), ("data/weights", b"precious")):

@@ -112,7 +112,7 @@ STAGING = st.sampled_from([PAGE, 5 * PAGE, 20 * PAGE, 100 * PAGE])
 
 @settings(max_examples=150)
 @given(st.lists(LEAVES, min_size=1, max_size=6), STAGING, st.integers(1, 3), st.booleans())
-def test_memory_of_our_own_may_be_written_from_where_it_is_and_no_other(
+def test_only_own_memory_is_written_in_place(
     block: int, made: list[tuple[int, int, bool]], staging: int, threads: int, direct: bool
 ) -> None:
     arrays = [paged(size, shift, number) for number, (size, shift, _) in enumerate(made)]

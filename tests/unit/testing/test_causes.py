@@ -91,7 +91,7 @@ def test_a_loop_without_a_mistake_is_proven(tmp_path: Path) -> None:
     assert not (tmp_path / "proof").exists()
 
 
-def test_a_key_that_is_not_saved_is_found_and_one_that_is_saved_is_fine(tmp_path: Path) -> None:
+def test_only_unsaved_key_is_found(tmp_path: Path) -> None:
     prove_here(train_with_key, tmp_path / "kept", 5)
     error = failure(functools.partial(train_with_key, kept=False), tmp_path, 5)
     assert str(error).startswith("update 4: loss differs")
@@ -114,7 +114,7 @@ def test_a_metric_from_the_clock_is_named_and_can_be_left_out(tmp_path: Path) ->
     assert (proof.compared_updates, proof.ignored_metrics) == (6, ("updates_per_s",))
 
 
-def test_a_mistake_behind_a_metric_from_the_clock_is_found_once_that_is_left_out(tmp_path: Path) -> None:
+def test_mistake_behind_clock_metric_is_found(tmp_path: Path) -> None:
     both = functools.partial(train, mistake="clock and schedule")
     error = failure(both, tmp_path, 5)
     assert error.causes[0].startswith(CLOCK)
@@ -228,7 +228,7 @@ def steps_in_another_form(directory: Path) -> None:
             ckpt(state)
 
 
-def test_a_number_that_comes_back_in_the_form_of_its_target_is_the_same(tmp_path: Path) -> None:
+def test_number_in_form_of_target_is_equal(tmp_path: Path) -> None:
     assert prove_here(steps_in_another_form, tmp_path / "proof", 2).resumed_at == (1,)
 
 

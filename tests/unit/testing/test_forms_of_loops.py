@@ -55,7 +55,7 @@ def test_objects_in_place_resume_exactly(tmp_path: Path) -> None:
     assert (proof.resumed_at, proof.compared_updates, proof.compared_batches) == ((2,), 3, 3)
 
 
-def test_a_loop_that_ignores_the_returned_iterator_is_proven_by_its_losses_and_state(tmp_path: Path) -> None:
+def test_ignored_iterator_is_proven_by_losses(tmp_path: Path) -> None:
     proof = prove_here(functools.partial(in_place, returned=False), tmp_path / "proof", 3)
     assert (proof.compared_updates, proof.compared_batches) == (3, 0)
 

@@ -125,7 +125,7 @@ def removed_by_nobody(tmp_path: Path) -> tuple[str | None, list[str]]:
 
 
 @pytest.mark.parametrize("depth", range(48, 52))
-def test_an_empty_directory_that_may_not_be_written_to_is_removed_at_any_depth(tmp_path: Path, depth: int) -> None:
+def test_empty_read_only_directory_is_removed(tmp_path: Path, depth: int) -> None:
     refused = tmp_path / "tree" / "/".join("d" * depth) / "refused"
     refused.mkdir(parents=True)
     refused.chmod(0o555)
@@ -133,7 +133,7 @@ def test_an_empty_directory_that_may_not_be_written_to_is_removed_at_any_depth(t
 
 
 @pytest.mark.parametrize("depth", range(48, 52))
-def test_one_that_is_not_empty_is_refused_as_the_one_who_may_not_is(tmp_path: Path, depth: int) -> None:
+def test_non_empty_read_only_directory_is_refused(tmp_path: Path, depth: int) -> None:
     refused = tmp_path / "tree" / "/".join("d" * depth) / "refused"
     refused.mkdir(parents=True)
     (refused / "file").touch()

@@ -141,7 +141,7 @@ def test_a_step_that_is_taken_back_is_not_left_in_part() -> None:
         assert [token_of(reader.restore(step=step)) for step in reader.steps] in ([], [1])
 
 
-def test_what_a_dead_process_committed_is_on_the_disk_for_who_owns_it_next() -> None:
+def test_commit_of_dead_process_is_durable() -> None:
     machine = Machine()
     with small_sizes():
         with process(1):

@@ -125,9 +125,7 @@ def test_direct_means_past_the_page_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, "auto"])
-def test_a_refusal_in_the_middle_is_an_error_where_nothing_but_direct_was_asked_for(
-    direct: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_direct_only_write_fails_midway(direct: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not takes_direct(tmp_path):
         pytest.skip("the file system of the tests does not take O_DIRECT")
     real_write, real_read = os.pwrite, os.preadv
