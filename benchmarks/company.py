@@ -15,16 +15,16 @@ class Company(Protocol):
         leads: whether this one does what is to be done once.
     """
 
-    leads: bool
+    is_primary: bool
 
     def prepare(self, work: Callable[[], T]) -> T | None:
         """Have one process do what comes before the clock starts; all come back at once, the others with None."""
 
 
-class Alone:
+class SingleProcess:
     """A process that has nobody to wait for."""
 
-    leads = True
+    is_primary = True
 
     def prepare(self, work: Callable[[], T]) -> T:
         return work()
@@ -43,11 +43,11 @@ class Job:
 
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(**member)
-        self.leads = jax.process_index() == 0
+        self.is_primary = jax.process_index() == 0
         self._meet = multihost_utils.sync_global_devices
 
     def prepare(self, work: Callable[[], T]) -> T | None:
         self._meet("all are here")
-        done = work() if self.leads else None
+        done = work() if self.is_primary else None
         self._meet("prepared")
         return done

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from benchmarks import host_memory, page_cache
 from benchmarks.arrays import arrays_for, check, touch
-from benchmarks.company import Alone, Company
+from benchmarks.company import Company, SingleProcess
 from benchmarks.process_figures import (
     ResidentMeter,
     asked_read_bytes,
@@ -51,7 +51,7 @@ class CheckpointerTurns:
 
     def __init__(self, name: str, subject: Subject, workload: Workload, company: Company | None = None) -> None:
         self._name, self._subject, self._workload = name, subject, workload
-        self._company = company or Alone()
+        self._company = company or SingleProcess()
         self._saves = 0
         self._arrays = arrays_for(subject.arrays)
         self.packages = subject.packages
@@ -66,7 +66,7 @@ class CheckpointerTurns:
         if wait:
             wait()
         finished = Moment.now()
-        if not self._subject.durable and self._company.leads:
+        if not self._subject.durable and self._company.is_primary:
             page_cache.sync_tree(path)
         durable, stolen = Moment.now(), stolen_s() - stolen
         resident, written = meter.read(), disk_written_bytes() - written

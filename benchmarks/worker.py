@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.company import Alone, Job
+from benchmarks.company import Job, SingleProcess
 from benchmarks.machine import version
 from benchmarks.registry import make_turns
 from benchmarks.turns import Turns
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for request in map(json.loads, sys.stdin):
             try:
                 if turns is None:
-                    company = Job(options.job) if options.job else Alone()
+                    company = Job(options.job) if options.job else SingleProcess()
                     turns = make_turns(options.subject, Workload.from_json(request["workload"]), company)
                     answer = {"ok": _versions(turns)}
                 else:

@@ -53,7 +53,7 @@ from jaxckpt_train.policies.save import has_temporary
 from jaxckpt_train.preemption.shutdown import NOTHING_NEW, GracefulShutdown
 from jaxckpt_train.preemption.sources import NoticeSource
 from jaxckpt_train.preemption.watch import PreemptionWatch
-from jaxckpt_train.run.catalog import advised_for_a_loop
+from jaxckpt_train.run.catalog import loop_advice
 from jaxckpt_train.run.goodput import Goodput, print_goodput
 from jaxckpt_train.run.history import CLOSED, FINISHED, savable_metrics
 from jaxckpt_train.run.restoring import size_if_readable
@@ -169,7 +169,7 @@ class CheckpointCallback(LoopForms):
         if self.enabled:
             self._start()
             self._resumed, self.manager.is_in_loop = True, False
-            self.manager.all_do("checking the data iterator", lambda: refuse_unsavable(data))
+            self.manager.on_all("checking the data iterator", lambda: refuse_unsavable(data))
             with self._shutdown.leaving_a_load(self.manager):
                 values = self._begin(values)
                 resume_s, interruptible = time.monotonic() - self._made_at, self._shutdown.interruptible(None)
@@ -352,7 +352,7 @@ class CheckpointCallback(LoopForms):
             if self.manager.drift is not None and DATA_NAME in loop.replaced:
                 # The loop passed a new iterator, so each epoch may end at the same position.
                 self.manager.drift.warns_of_position = False
-            with advised_for_a_loop(self.manager.directory, loop.step, self._saved):
+            with loop_advice(self.manager.directory, loop.step, self._saved):
                 result = self.manager.save(loop.step, values or loop.last, temporary=temporary, **more)
             self._saved = loop.step if result.saved else self._saved
         return result
@@ -399,7 +399,7 @@ class CheckpointCallback(LoopForms):
             CorruptCheckpointError, StorageError: the history cannot be read.
         """
         found = self.manager.goodput() if self.enabled else Goodput()
-        if show and self.enabled and self.manager.leads:
+        if show and self.enabled and self.manager.is_primary:
             print_goodput(found)
         return found
 
@@ -509,8 +509,15 @@ class CheckpointCallback(LoopForms):
     def _save_after(self, error: BaseException) -> None:
         """Save the last completed update after an error, if its values are unchanged. A failed save becomes a note."""
         is_over = not self.enabled or self._closed or self.preempted or self._shutdown.is_late
-        is_alone = current().processes == 1  # in a multi-process job, the other processes may continue training
-        if is_over or not is_alone or not isinstance(error, Exception | KeyboardInterrupt) or self._unsaved() is None:
+        is_single_process = (
+            current().processes == 1
+        )  # in a multi-process job, the other processes may continue training
+        if (
+            is_over
+            or not is_single_process
+            or not isinstance(error, Exception | KeyboardInterrupt)
+            or self._unsaved() is None
+        ):
             return
         values = self._loop.unchanged()
         if values is None:
@@ -603,7 +610,7 @@ def _initialise(
         given, options = path_and_options(init_from)
         path, keeps_some = resolve_directory(given), {"only", "missing"} & options.keys()
         like = (made if keeps_some else made_abstractly)({"state": values["state"]})["state"]
-        values["state"] = manager.all_do(
+        values["state"] = manager.on_all(
             "loading", lambda: load(path, like, donatable=True, progress=interruptible, **options)
         )
         _log.info("initialised the state from %s", given)

@@ -597,11 +597,11 @@ def restore_values(
             raise
         _log.warning("the data starts from the beginning (data_on_mismatch=%s): %s", on_mismatch, error)
     if can_set_back:
-        manager.all_do("setting the data back", lambda: _set_back(data, before))
+        manager.on_all("setting the data back", lambda: _set_back(data, before))
     rest = manager.restore({name: value for name, value in values.items() if name != DATA_NAME}, progress=progress)
     if on_mismatch == "skip":
         count = manager.restored_step or 0
-        manager.all_do(f"skipping {count} elements of the data", lambda: _skip(data, count))
+        manager.on_all(f"skipping {count} elements of the data", lambda: _skip(data, count))
     return {name: rest.get(name, value) for name, value in values.items()}
 
 

@@ -77,7 +77,7 @@ class SaveScheduler:
         self, policy: SavePolicy | None, run: RunDirectory, save_slot: SaveSlot, job_sync: JobSync, clock: Clock
     ) -> None:
         self._policy, self._run, self._save_slot, self._clock = policy, run, save_slot, clock
-        self._job = None if policy is None or job_sync.is_alone else JobDecisions(job_sync, policy)
+        self._job = None if policy is None or job_sync.is_single_process else JobDecisions(job_sync, policy)
         self._started = clock()
         self.clock, self._recalled = LoopTimer(), RunStatistics()
         job_sync.decides(decided_locally(policy))
@@ -186,12 +186,12 @@ def wait_until_free(
         return skip_reason
 
     try:
-        found: str | None = job_sync.led("waiting for the previous save", acquire, time.monotonic)
+        found: str | None = job_sync.on_primary("waiting for the previous save", acquire, time.monotonic)
     except CheckpointError as error:
-        if not job_sync.leads and not isinstance(error, CheckpointTimeoutError):
+        if not job_sync.is_primary and not isinstance(error, CheckpointTimeoutError):
             save_slot.report_outcome(is_raised=True)
         raise
-    if not job_sync.leads and found is None:
+    if not job_sync.is_primary and found is None:
         save_slot.report_outcome()  # inside `deferring_errors`: this process joins the save before it raises
     return found
 
@@ -288,7 +288,7 @@ class StepManager(RunNotes):
         state. `progress` is called during waits.
         """
         allowed = allow_flax or self._run.past.was_resumed
-        self._job_sync.led("looking for steps", lambda: self._run.check_fresh(progress, allowed), time.monotonic)
+        self._job_sync.on_primary("looking for steps", lambda: self._run.check_fresh(progress, allowed), time.monotonic)
 
     def own(self) -> None:
         """Take the directory for this process and clean up after dead owners. The first save calls this by itself.
@@ -301,9 +301,9 @@ class StepManager(RunNotes):
         self._replace_idle()
         self._job_sync.own()
 
-    def all_do(self, doing: str, act: Callable[[], T]) -> T:
+    def on_all(self, doing: str, act: Callable[[], T]) -> T:
         """Call a function in all processes of the job. An error that it raises in one of them is raised in all."""
-        return self._job_sync.all_do(doing, act)
+        return self._job_sync.on_all(doing, act)
 
     def decide(self, step: int, metrics: Mapping[str, Any] | None = None) -> Decision:
         """Return whether the save policy asks for this step, and why.
@@ -320,7 +320,7 @@ class StepManager(RunNotes):
     def is_saved(self, step: int) -> bool:
         """Return whether a step that this process saved is committed or being saved; all processes of a job agree."""
         return bool(
-            self._job_sync.led(
+            self._job_sync.on_primary(
                 f"looking for step {step}", lambda: self.is_saving_in_progress() or self._run.is_committed(step)
             )
         )
@@ -368,7 +368,7 @@ class StepManager(RunNotes):
         """
         step = check_step(step)
         # In a multi-process job, a process first joins the save, and then raises the error of the previous one.
-        later = contextlib.nullcontext() if self._job_sync.is_alone else self.deferring_errors()
+        later = contextlib.nullcontext() if self._job_sync.is_single_process else self.deferring_errors()
         with self._guard, later, self._save_scheduler.call(step):
             self._check_open()
             self.check()
@@ -462,18 +462,18 @@ class StepManager(RunNotes):
         self.refuse_replaced()
         self.wait()
         job = JobRestore(self._job_sync, self._backend, targets, self.settings, progress)
-        if not self._job_sync.leads:
+        if not self._job_sync.is_primary:
             results, self.restored_step = job.follow()
             return results
         more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress, "asked": step}
         restore = functools.partial(restore_newest, self._backend, self.directory, **more)
-        with job.led() as load:
+        with job.leading() as load:
             use = functools.partial(restore, load=load)
-            then = functools.partial(self._run.rolled_back, warns=not roll_back)
+            then = functools.partial(self._run.note_restore, warns=not roll_back)
             restored: Restored = self._run.with_entries(step, use, damaged=True, progress=progress, then=then)
             self.restored_step = restored.entry.step
-            call_with_timeout(self.directory, lambda _: self._run.judge(restored), progress)
-            restored.warn_of_left_out()
+            call_with_timeout(self.directory, lambda _: self._run.record_damage(restored), progress)
+            restored.warn_about_left_out()
             job.restored(restored.entry.step)
         return restored.results
 
@@ -488,7 +488,7 @@ class StepManager(RunNotes):
 
         The method does not wait for a running save, and does not see its step.
         """
-        if not self._job_sync.is_alone:
+        if not self._job_sync.is_single_process:
             return load_checkpointables(self.path(step), targets, settings=self.settings, progress=progress)
         more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress, "asked": step}
         load = functools.partial(restore_newest, self._backend, self.directory, **more)
@@ -499,7 +499,7 @@ class StepManager(RunNotes):
 
         In a multi-process job this does nothing: the next save raises the error in all processes.
         """
-        if self._job_sync.is_alone:
+        if self._job_sync.is_single_process:
             self._save_slot.check()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -544,11 +544,11 @@ class StepManager(RunNotes):
         def plan() -> tuple[Any, ...]:
             return dataclasses.astuple(choose(self._save_scheduler.situation(left_s, unsaved)))
 
-        return ShutdownPlan(*self._job_sync.led("choosing how to leave", plan))
+        return ShutdownPlan(*self._job_sync.on_primary("choosing how to leave", plan))
 
     def agreed(self, value: bool) -> bool:
         """Return the primary process's value in all processes of the job."""
-        return bool(self._job_sync.led("agreeing how to leave", lambda: value))
+        return bool(self._job_sync.on_primary("agreeing how to leave", lambda: value))
 
     def leave_early_s(self, limit_s: float) -> float:
         """Return how many seconds before a time limit the loop should be asked to stop."""
@@ -603,7 +603,7 @@ class StepManager(RunNotes):
 
         In a notebook, a stored traceback may keep them alive. If one of their saves failed, the error is logged.
         """
-        if self._run.is_owner or not self._job_sync.is_alone:
+        if self._run.is_owner or not self._job_sync.is_single_process:
             return
         self._check_open()
         for other in list(_managers):
@@ -613,7 +613,7 @@ class StepManager(RunNotes):
     def _is_idle(self) -> bool:
         """Return whether this manager is not used in a `with` statement, and no other live thread has used it."""
         lock = self._run.held.lock
-        if self._closed or self.is_within or not self._job_sync.is_alone:
+        if self._closed or self.is_within or not self._job_sync.is_single_process:
             return False
         others = {each.ident for each in threading.enumerate()} - {threading.get_ident()}
         return lock.may_be_held and not lock.is_inherited and not self.users & others

@@ -63,7 +63,7 @@ from jaxckpt_train.inspection.runs import (
 from jaxckpt_train.inspection.stats import BINS, Histogram, LeafStats, has_complex
 from jaxckpt_train.pytree.leaves import LeafRecord, describe_saved, has_tree, python_value
 from jaxckpt_train.pytree.patterns import Only, describe_keys, idle_pattern, leaf_filter, suggestion
-from jaxckpt_train.run.catalog import newest_of_orbax
+from jaxckpt_train.run.catalog import newest_orbax_step
 from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, FileRecord
@@ -513,7 +513,7 @@ def ls(run: Run, as_json: Json = False) -> None:
 
 def _other(directory: str) -> str:
     """What is there instead, and the command that opens it."""
-    found, step = text_of_other(BACKEND, directory), newest_of_orbax(BACKEND, directory)
+    found, step = text_of_other(BACKEND, directory), newest_orbax_step(BACKEND, directory)
     which = "" if step is None else f" --step {step}"
     return f"{found}; `jaxckpt show {directory}{which}` tells of it" if found else "no steps in it"
 
@@ -524,7 +524,7 @@ def _steps_json(look: StepStatus) -> dict[str, Any]:
         "step": look.step,
         "name": look.name,
         "bytes": look.nbytes,
-        "time": entry.time if entry is not None and entry.tells_time else None,
+        "time": entry.time if entry is not None and entry.has_time else None,
         "metrics": {} if entry is None else dict(entry.metrics or {}),
         "pinned": entry is not None and entry.pinned,
         "temporary": entry is not None and entry.temporary,
@@ -540,7 +540,7 @@ def _print_steps(looks: list[StepStatus], now: datetime.datetime) -> None:
     for look in looks:
         entry = look.entry
         metrics = {} if entry is None else entry.metrics or {}
-        age = age_text((now - entry.time).total_seconds()) if entry is not None and entry.tells_time else ""
+        age = age_text((now - entry.time).total_seconds()) if entry is not None and entry.has_time else ""
         rows.append(
             [
                 str(look.step),

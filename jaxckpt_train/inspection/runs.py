@@ -30,7 +30,7 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.formats.flax import FlaxFile
 from jaxckpt_train.formats.foreign import ForeignCheckpoint
-from jaxckpt_train.run.catalog import of_others, scan_with_notes
+from jaxckpt_train.run.catalog import foreign_checkpoints, scan_with_notes
 from jaxckpt_train.run.entry import Entry, left_behind, newest_generations, parse_step_name
 from jaxckpt_train.run.history import HISTORY_NAME
 from jaxckpt_train.run.lock import LOCK_NAME
@@ -291,7 +291,7 @@ def text_of_other(backend: Backend, path: str) -> str:
     """
     if is_file(path):
         return "a file"
-    found = of_others(backend, path)
+    found = foreign_checkpoints(backend, path)
     if found:
         return found
     if is_committed(backend, path):

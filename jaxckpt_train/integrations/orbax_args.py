@@ -558,8 +558,8 @@ def read_options(options: Any) -> CheckpointManagerOptions:
 def _refuse_processes(options: Any) -> None:
     """Refuse to save with some processes of a job only. A single process is the whole job, whatever it is called."""
     found = _others(options, "multiprocessing_options")
-    is_alone = current().processes == 1 and found.get("active_processes") in (None, {0})
-    if found.keys() - {"barrier_sync_key_prefix"} and not is_alone:
+    is_single_process = current().processes == 1 and found.get("active_processes") in (None, {0})
+    if found.keys() - {"barrier_sync_key_prefix"} and not is_single_process:
         raise SettingsError(
             f"CheckpointManagerOptions.multiprocessing_options: expected all processes of the job, led by process 0, "
             f"found {found}"

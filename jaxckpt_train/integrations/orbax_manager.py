@@ -307,7 +307,7 @@ class CheckpointManager:
             call_with_timeout(self._manager.directory, lambda _: make())
         self._metadata = None if metadata is None else dict(metadata)
         if metadata is not None and self._options.save_root_metadata and not self._options.read_only:
-            self._manager.all_do("keeping the metadata of the run", self._keep_metadata)
+            self._manager.on_all("keeping the metadata of the run", self._keep_metadata)
 
     def _opened(self) -> tuple[StepManager, ListedSteps]:
         """The run, as a manager that does not own it yet, and its steps."""

@@ -34,7 +34,7 @@ from jaxckpt_train.store.threads import Latch
 
 MOST_BYTES = 16 * 1024
 _SHOWN = 60
-TELL_AGAIN_S = 600.0
+WARN_AGAIN_S = 600.0
 JOIN_S = 1.0  # an interrupted request ends at once; only a name lookup cannot be interrupted
 _log = logging.getLogger("jaxckpt_train")
 AWS_URL = "http://169.254.169.254"
@@ -360,7 +360,7 @@ class _Run:
         now = time.monotonic()
         if self._is_told or now < self._silent_until:
             return
-        self._is_told, self._silent_until = True, now + TELL_AGAIN_S
+        self._is_told, self._silent_until = True, now + WARN_AGAIN_S
         trace = None if isinstance(error, NoAnswerError) else error
         text = "%s: preemption notices are not seen; the next attempt is in %g s: %s; %s"
         _log.warning(text, self._name, self._poll_s, error, self._hint, exc_info=trace)

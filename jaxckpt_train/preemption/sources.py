@@ -17,7 +17,7 @@ import numpy as np
 from jaxckpt_train._validation import refuse, seconds
 from jaxckpt_train.pending import call_within
 
-TELLING_S = 10.0  # the default limit of a source's `left` method
+DEFAULT_LEFT_TIMEOUT_S = 10.0  # the default limit of a source's `left` method
 _log = logging.getLogger("jaxckpt_train")
 LEAST_S = 1.0
 
@@ -169,7 +169,7 @@ class WatchedSources:
 def _limit_s(source: NoticeSource) -> float:
     """The time limit of a source's `left` method."""
     limit_s = getattr(source, "left_timeout_s", None)
-    return TELLING_S if limit_s is None else seconds(f"{type(source).__name__}.left_timeout_s", limit_s)
+    return DEFAULT_LEFT_TIMEOUT_S if limit_s is None else seconds(f"{type(source).__name__}.left_timeout_s", limit_s)
 
 
 def notify_sources(sources: WatchedSources, step: int | None, left_s: float) -> None:
@@ -184,8 +184,8 @@ def notify_sources(sources: WatchedSources, step: int | None, left_s: float) -> 
     """
     notification, ends_at = sources.notification(), time.monotonic() + left_s
     for place, (source, limit_s) in enumerate(notification):
-        of_others_s = LEAST_S * (len(notification) - place - 1)
-        timeout_s = max(LEAST_S, min(limit_s, ends_at - time.monotonic() - of_others_s))
+        reserved_s = LEAST_S * (len(notification) - place - 1)
+        timeout_s = max(LEAST_S, min(limit_s, ends_at - time.monotonic() - reserved_s))
         if not call_within(functools.partial(_tell, source, step), timeout_s):
             text = (
                 "%s: its left() method has not finished after %.3g s, and is not waited for any longer: its effect, "

@@ -178,7 +178,7 @@ class Agreement(Protocol):
         """Take no further part; processes that wait for this one are notified."""
 
 
-class Alone:
+class LocalAgreement:
     """The agreement of a single process."""
 
     reason = "itself"
@@ -223,7 +223,7 @@ class ByService:
         """Do nothing: the service detects a process that ends."""
 
 
-class _Said(msgspec.Struct, array_like=True):
+class _Exchanged(msgspec.Struct, array_like=True):
     is_agreed: bool
     next: int
 
@@ -253,9 +253,9 @@ class ByExchange:
                 self._order.exchange(
                     "looking whether to leave",
                     lambda: b"!" if noticed else b"",
-                    lambda values: msgspec.msgpack.encode(_Said(any(values), self._poll_schedule.next())),
+                    lambda values: msgspec.msgpack.encode(_Exchanged(any(values), self._poll_schedule.next())),
                 ),
-                type=_Said,
+                type=_Exchanged,
             )
             self._poll_schedule.set_next(said.next)
             self._is_agreed = said.is_agreed
@@ -459,7 +459,7 @@ class PreemptionWatch:
     ) -> None:
         self._monotonic = monotonic
         self._is_first = job.process == 0
-        self._agreement: Agreement = Alone()
+        self._agreement: Agreement = LocalAgreement()
         self._is_shared = job.processes > 1
         if self._is_shared and service is None:
             self._agreement = ByExchange(job, timeout_s, monotonic)

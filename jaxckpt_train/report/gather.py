@@ -38,7 +38,7 @@ from jaxckpt_train.report.series import (
     text,
 )
 from jaxckpt_train.run.entry import parse_step_name
-from jaxckpt_train.run.goodput import Attempt, AttemptGoodput, goodput, hear, settled
+from jaxckpt_train.run.goodput import Attempt, AttemptGoodput, add_event, goodput, settled
 from jaxckpt_train.run.history import HISTORY_NAME, History
 from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.settings import StoreSettings
@@ -218,7 +218,7 @@ class RunHistory:
         name = kind if kind in self.events or len(self.events) < MOST_KINDS else "others"
         self.events[name] = self.events.get(name, 0) + 1
         self.last = event
-        hear(self._attempts, event)
+        add_event(self._attempts, event)
         self._lives.add(event)
         if kind == "save":
             self._saves.add(event)
@@ -305,13 +305,13 @@ def read_run(backend: Backend, directory: str, now: datetime.datetime) -> RunRea
     history = RunHistory({name for name in names if parse_step_name(name) is not None})
     with _heard() as warnings:
         lock = OwnerLock(backend, directory)
-        was_live = lock.is_anybodys()
+        was_live = lock.has_live_owner()
         try:
             for event in _events(backend, directory):
                 history.add(event)
         except CheckpointError as error:
             _log.warning("the history cannot be read: %s", error)
-        is_live = was_live or lock.is_anybodys()  # one may begin meanwhile, and one that ends says so first
+        is_live = was_live or lock.has_live_owner()  # one may begin meanwhile, and one that ends says so first
         is_live = is_live or (LOCK_NAME in names and _was_heard_of(history.last, now))
         looks = inspect_run(backend, directory)
     return RunRead(directory, history, tuple(looks), is_live, tuple(warnings))

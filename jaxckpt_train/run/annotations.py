@@ -371,7 +371,7 @@ class Notes:
         of = (entry.name, entry.time.isoformat())
         metrics = {**(entry.metrics or {}), **self._metrics.get(entry.step, {}), **self._metrics.get(of, {})}
         # Only the manifest has the time of a save. If it is unreadable, the latest damage note for the name applies.
-        is_pinned, damaged = self.is_pinned(entry.step), self._damaged.get(of if entry.tells_lineage else entry.name)
+        is_pinned, damaged = self.is_pinned(entry.step), self._damaged.get(of if entry.has_lineage else entry.name)
         is_held = not entry.is_certain or self.problem is not None or entry.name in self._held
         entry = dataclasses.replace(entry, is_held=is_held, is_unsynced=of in self._unsynced)
         return dataclasses.replace(entry, metrics=metrics or None, pinned=is_pinned, damaged=damaged)

@@ -87,7 +87,7 @@ def _not_gone_on_from(directory: str, found: str, newest: str) -> SettingsError:
     )
 
 
-def of_others(backend: Backend, directory: str, moved: Callable[[], None] = lambda: None) -> str:
+def foreign_checkpoints(backend: Backend, directory: str, moved: Callable[[], None] = lambda: None) -> str:
     """Describe the checkpoints of other tools in a directory; empty: none that is recognised."""
     entries = _listed(backend, directory)
     steps = orbax_steps(backend, directory, entries)
@@ -100,7 +100,7 @@ def of_others(backend: Backend, directory: str, moved: Callable[[], None] = lamb
     return _flax_text(names) if names else ""
 
 
-def newest_of_orbax(backend: Backend, directory: str) -> int | None:
+def newest_orbax_step(backend: Backend, directory: str) -> int | None:
     """The newest step of Orbax in a directory; None: there is none."""
     return next(reversed(orbax_steps(backend, directory, _listed(backend, directory))), None)
 
@@ -124,7 +124,7 @@ def _flax_text(names: Sequence[str]) -> str:
     return f"checkpoints of Flax, the last ones {', '.join(names[-_MOST_NAMED:])}"
 
 
-def refuse_again_or_below(directory: str, step: int, line: Sequence[Entry], restored: Entry | None) -> None:
+def check_new_step(directory: str, step: int, line: Sequence[Entry], restored: Entry | None) -> None:
     """Refuse a step that the run has already, or that is below a later one.
 
     Args:
@@ -153,7 +153,7 @@ def refuse_again_or_below(directory: str, step: int, line: Sequence[Entry], rest
 
 
 @contextlib.contextmanager
-def advised_for_a_loop(directory: str, step: int, saved: int | None) -> Iterator[None]:
+def loop_advice(directory: str, step: int, saved: int | None) -> Iterator[None]:
     """Within the context, replace a refusal of a step by one with advice for a training loop.
 
     A loop can neither overwrite nor restore while it runs.
@@ -230,7 +230,7 @@ def step_not_found(
     which = "" if step is None else f" {step}; committed: {steps}"
     others = ""
     if backend is not None and not there:
-        others = call_with_timeout(directory, functools.partial(of_others, backend, directory), progress)
+        others = call_with_timeout(directory, functools.partial(foreign_checkpoints, backend, directory), progress)
     found = f"; found {others}" if others else ""
     if others and LEVANTER not in others:
         found += ", which jaxckpt_train.load can read"
@@ -256,7 +256,7 @@ def _hidden_among(names: Iterable[str]) -> list[str]:
     return [name for name in names if shown_name(name) != name and parse_step_name(shown_name(name)) is not None]
 
 
-def begun_deletions(
+def unfinished_deletions(
     backend: Backend,
     directory: str,
     committed: Collection[str],
@@ -319,7 +319,7 @@ def scan_with_notes(
     while True:
         notes = Notes(backend, directory)
         entries = _entries(backend, directory, names, moved)
-        missing = names - {entry.name for entry in entries if entry.tells_lineage}
+        missing = names - {entry.name for entry in entries if entry.has_lineage}
         now = _step_names(backend, directory) if missing else names
         if missing <= now:
             notes.expect(_known_notes(entries))
@@ -354,7 +354,7 @@ def refuse_uncommitted(
         call_with_timeout(directory, lambda _: refuse_flax_checkpoints(backend, directory), progress)
 
 
-def tell_of_uncommitted(backend: Backend, directory: str, warned: set[str]) -> None:
+def warn_about_uncommitted(backend: Backend, directory: str, warned: set[str]) -> None:
     """Warn once of each step directory without COMMIT. No save leaves one, so a part of it was lost."""
     with contextlib.suppress(StorageError):  # the restore itself has succeeded
         for name in sorted(entry.name for entry in backend.list(directory) if entry.kind != "directory"):
@@ -380,7 +380,7 @@ def _entries(backend: Backend, directory: str, names: Set[str], moved: Callable[
 
 def _known_notes(entries: Sequence[Entry]) -> int:
     """How many notes the run had at its last save, according to the reliable manifests."""
-    known = [entry.notes for entry in in_order(entries) if entry.tells_lineage and entry.is_certain]
+    known = [entry.notes for entry in in_order(entries) if entry.has_lineage and entry.is_certain]
     return max(known, default=0)
 
 

@@ -22,8 +22,7 @@ from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, Pres
 from jaxckpt_train.run.annotations import DamageReports, NoteBook, noted
 from jaxckpt_train.run.catalog import (
     Seen,
-    begun_deletions,
-    refuse_again_or_below,
+    check_new_step,
     refuse_checkpoint,
     refuse_uncommitted,
     refuse_unseen,
@@ -32,26 +31,27 @@ from jaxckpt_train.run.catalog import (
     seen_of,
     shown_name,
     step_not_found,
-    tell_of_uncommitted,
+    unfinished_deletions,
     unseen_steps,
+    warn_about_uncommitted,
 )
 from jaxckpt_train.run.entry import (
     Entry,
     Restored,
     RollBack,
     StepVanishedError,
+    branch_last,
     check_step,
     entry_from_manifest,
     free_step_name,
-    home_run,
     last_sequence,
     left_behind,
     left_behind_by,
-    line_last,
     names_after,
     newest_generations,
+    owning_run,
     parse_step_name,
-    to_try,
+    restore_order,
 )
 from jaxckpt_train.run.goodput import RunStatistics
 from jaxckpt_train.run.history import History, RunLog
@@ -71,7 +71,7 @@ _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 
 
-class BeingRead:
+class ReadRegistry:
     """Counts the readers of each step directory. Retention does not delete a step that is being read.
 
     Args:
@@ -136,7 +136,7 @@ class ResumePoint:
             refuse_unseen(directory, self.entry, there, self._seen)
 
 
-class NextSave:
+class SavePlacement:
     """Assigns each save its place in the run: run id, sequence number, and the steps that it leaves behind.
 
     The sequence number is higher than that of every earlier save, including failed and deleted ones.
@@ -151,9 +151,9 @@ class NextSave:
         """Take the entries of the run directory into account."""
         self._highest = max(self._highest, last_sequence(entries, noted))
 
-    def goes_on(self, entries: Sequence[Entry]) -> None:
+    def continue_run(self, entries: Sequence[Entry]) -> None:
         """Continue the run that these entries belong to."""
-        self._run = home_run(entries) or self._run
+        self._run = owning_run(entries) or self._run
 
     def gone(self, sequences: Iterable[int]) -> None:
         """Take deleted saves into account: a power cut may bring them back."""
@@ -187,7 +187,7 @@ class NextSave:
 
 
 @dataclasses.dataclass(frozen=True)
-class Holding:
+class Ownership:
     """The lock of a run directory and the background workers of its owner."""
 
     lock: OwnerLock
@@ -196,7 +196,7 @@ class Holding:
     log: RunLog
 
 
-def let_go(held: Holding) -> None:
+def release_later(held: Ownership) -> None:
     """Release the lock when pending deletions are finished. Returns without waiting for them or for the disk."""
     if not held.lock.is_inherited:
         held.scrubber.end()
@@ -204,7 +204,7 @@ def let_go(held: Holding) -> None:
         held.deleter.end(functools.partial(release, held) if held.lock.may_be_held else None)
 
 
-def finish(held: Holding, timeout_s: float | None, until: Callable[[], bool]) -> None:
+def finish_and_release(held: Ownership, timeout_s: float | None, until: Callable[[], bool]) -> None:
     """Finish pending deletions, then release the lock.
 
     After an interrupt or the timeout, the background thread continues, and this function returns. In a forked child it
@@ -219,10 +219,10 @@ def finish(held: Holding, timeout_s: float | None, until: Callable[[], bool]) ->
             is_done = held.deleter.close(functools.partial(release, held), timeout_s, until)
     finally:
         if not is_done:
-            let_go(held)
+            release_later(held)
 
 
-def release(held: Holding) -> None:
+def release(held: Ownership) -> None:
     """Release the lock; log a warning if the disk refuses."""
     held.scrubber.join()  # it writes notes as the owner
     if held.lock.is_own():  # else another process owns the run, and its history must not record an end
@@ -234,7 +234,9 @@ def release(held: Holding) -> None:
             _log.warning("%s was not released: %s", held.lock.path, error)
 
 
-def take(backend: Backend, directory: str, lock: OwnerLock, took_over: Callable[[ProcessIdentity], object]) -> None:
+def take_ownership(
+    backend: Backend, directory: str, lock: OwnerLock, took_over: Callable[[ProcessIdentity], object]
+) -> None:
     """Acquire the lock of a run directory, and create the directory if necessary.
 
     Args:
@@ -294,16 +296,16 @@ class RunDirectory:
         self._lock = OwnerLock(backend, directory, self.log.beat)
         self._deleter = Deleter(backend, directory, weakref.ref(self), self._lock.check)
         self._scrubber = Scrubber(backend, directory, scrub_bytes_per_s, weakref.ref(self))
-        self.held = Holding(self._lock, self._deleter, self._scrubber, self.log)
+        self.held = Ownership(self._lock, self._deleter, self._scrubber, self.log)
         # A manager dropped without close(), as in a notebook, must not keep its directory locked.
-        weakref.finalize(self, let_go, self.held).atexit = False
+        weakref.finalize(self, release_later, self.held).atexit = False
         self._guard, self._book = threading.RLock(), NoteBook(backend, directory, self._lock.check)
         free_in_child(self)
         self._entries, self._left = list[Entry](), frozenset[str]()
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._left_attempts = list[str]()
-        self._origin, self._next_save, self._being_read = ResumePoint(), NextSave(), BeingRead(self._guard)
-        self._damage_reports, self._told_of, self._pending_deletions, self.past = (
+        self._origin, self._next_save, self._being_read = ResumePoint(), SavePlacement(), ReadRegistry(self._guard)
+        self._damage_reports, self._warned_about, self._pending_deletions, self.past = (
             DamageReports(),
             set[str](),
             PendingDeletions(),
@@ -333,17 +335,17 @@ class RunDirectory:
         self._lock.check()  # without the guard: other threads need it for calls that do not access the disk
 
     def _own(self) -> None:
-        take(self._backend, self._directory, self._lock, self.log.took_over)
+        take_ownership(self._backend, self._directory, self._lock, self.log.took_over)
         with self._guard:
             self._look()
             self._book.settle(self._notes, self._entries)
-            self._next_save.goes_on(self._entries)
+            self._next_save.continue_run(self._entries)
             self._left = self._origin.left_behind(self._entries, self._left)
-        self._write_verdicts()
+        self._write_damage_reports()
         recent = call_with_timeout(self._directory, lambda _: self.history.recent())
         self.past = RunStatistics.of(recent)
         names = {entry.name for entry in self._entries}
-        self._deleter.delete(begun_deletions(self._backend, self._directory, names, recent, self.log.deleted))
+        self._deleter.delete(unfinished_deletions(self._backend, self._directory, names, recent, self.log.deleted))
         self.is_owner = True  # last: whatever an interrupt prevents is repeated
         self.log.started(None if self._origin.entry is None else self._origin.entry.step)
         self._best.update(self.newest)
@@ -369,7 +371,7 @@ class RunDirectory:
         """
         with self._guard:
             self._look_again(progress)
-            return line_last(self._whole(), self._left)
+            return branch_last(self._whole(), self._left)
 
     def _look_again(self, progress: ReadProgress | None = None) -> None:
         if not self.is_owner:
@@ -408,7 +410,7 @@ class RunDirectory:
         wanted = None if step is None else check_step(step)
         with self._guard:
             self._look_again(progress)
-            entries = to_try(self._entries, self._left, self._pending_deletions.is_going, damaged=damaged)
+            entries = restore_order(self._entries, self._left, self._pending_deletions.is_going, damaged=damaged)
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
             if wanted is None and damaged:  # a restore
@@ -484,9 +486,9 @@ class RunDirectory:
         with self._guard:
             self._origin.refuse(self._directory, self._entries)
             if not overwrite:
-                refuse_again_or_below(self._directory, step, self._line(), self._origin.entry)
+                check_new_step(self._directory, step, self._line(), self._origin.entry)
 
-    def free_name(self, step: int) -> str:
+    def next_step_name(self, step: int) -> str:
         """The directory name of the next generation of a step, unused by existing and pending-deletion directories."""
         names = {*self._pending_deletions, *(shown_name(item.name) for item in self._backend.list(self._directory))}
         return free_step_name(step, names, [entry.name for entry in self._entries])
@@ -558,15 +560,15 @@ class RunDirectory:
         context = DecisionContext(self._clock())
         return expired_names(self._entries, line, self._left, self._policy, context) - {*self._being_read}
 
-    def about_to_go(self, names: Sequence[str]) -> list[str]:
+    def confirm_deletions(self, names: Sequence[str]) -> list[str]:
         """Of these delayed deletions, the ones that are still due: a step may have been pinned or restored since."""
         with self._guard:
             self._infos, unkept = None, self._unkept(self._line(pending_deletions=True))
-            return self._pending_deletions.let_go(
+            return self._pending_deletions.confirm(
                 names, {each.name for each in self._entries if each.name not in unkept}
             )
 
-    def held_up(self, names: Sequence[str]) -> None:
+    def deletions_delayed(self, names: Sequence[str]) -> None:
         """Record that these steps could not be deleted yet; they wait."""
         with self._guard:
             self._pending_deletions.add([name for name in names if name in self._pending_deletions], wait=True)
@@ -588,7 +590,7 @@ class RunDirectory:
         """Protect these steps from deletion within the context."""
         return self._being_read.reading(entries)
 
-    def rolled_back(self, restored: Restored, there: Sequence[Entry] | None, *, warns: bool = True) -> None:
+    def note_restore(self, restored: Restored, there: Sequence[Entry] | None, *, warns: bool = True) -> None:
         """Record a restore. The next save of this process leaves all later steps behind.
 
         Args:
@@ -618,12 +620,12 @@ class RunDirectory:
             self._pending_deletions.discard([entry.name])
             self._infos = None
 
-    def judge(self, restored: Restored) -> None:
+    def record_damage(self, restored: Restored) -> None:
         """Record the damage that a restore found. The owner writes it at once, others when they own the run."""
-        tell_of_uncommitted(self._backend, self._directory, self._told_of)
+        warn_about_uncommitted(self._backend, self._directory, self._warned_about)
         self._damage_reports.add(restored)
         if self.is_owner:
-            self._write_verdicts()
+            self._write_damage_reports()
             self.history.add("restore", self._clock(), **restored.record(), completed=self.log.completed)
 
     def set_aside(self, entry: Entry, problem: str) -> None:
@@ -631,15 +633,15 @@ class RunDirectory:
         self._damage_reports.damaged(entry, problem)
         if self.is_owner:
             self._lock.check()  # another process may own the run by now
-            self._write_verdicts()
+            self._write_damage_reports()
 
-    def _write_verdicts(self) -> None:
-        set_aside = self._damage_reports.write(self._write_verdict)
-        self._scrubber.look_around([entry for entry, _ in set_aside], self._damage_reports.compared)
+    def _write_damage_reports(self) -> None:
+        set_aside = self._damage_reports.write(self._write_damage_report)
+        self._scrubber.verify_neighbours([entry for entry, _ in set_aside], self._damage_reports.compared)
         for entry, problem in set_aside:
             self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=problem)
 
-    def _write_verdict(self, entry: Entry, damaged: str | None) -> bool:
+    def _write_damage_report(self, entry: Entry, damaged: str | None) -> bool:
         """Write one damage report, unless the step is gone, about to be deleted, or saved again."""
         with self.reading([entry]):
             if self._pending_deletions.is_going(entry.name) or all(
@@ -678,6 +680,6 @@ class RunDirectory:
             self._infos = None
 
     def close(self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
-        """Finish deletions and release the directory; see `finish` for interrupts and the timeout."""
+        """Finish deletions and release the directory; see `finish_and_release` for interrupts and the timeout."""
         self.is_owner = False
-        finish(self.held, timeout_s, until)
+        finish_and_release(self.held, timeout_s, until)

@@ -48,7 +48,7 @@ class Entry:
         left_behind: the names of the directories that a roll-back before this save left behind.
         notes: the number of notes that the run had on the disk when it was saved.
         damaged: why it was set aside as damaged; None: no damage is known.
-        tells_lineage: whether its manifest could be read and belongs to the run of this directory.
+        has_lineage: whether its manifest could be read and belongs to the run of this directory.
         is_certain: whether its manifest matches its COMMIT; otherwise its content is unreliable.
         is_held: whether its manifest or its notes could not be read: retention neither counts nor deletes it.
         is_unsynced: whether the disk has refused to sync it. A later sync may succeed although bytes are lost, because
@@ -65,7 +65,7 @@ class Entry:
     run: str | None = None
     left_behind: tuple[str, ...] = ()
     notes: int = 0
-    tells_lineage: bool = True
+    has_lineage: bool = True
     is_certain: bool = True
     is_held: bool = False
     is_unsynced: bool = False
@@ -83,7 +83,7 @@ class Entry:
         return (self.name, self.time)
 
     @property
-    def tells_time(self) -> bool:
+    def has_time(self) -> bool:
         """Whether its manifest has the time of the save."""
         return self.time != _LONG_AGO
 
@@ -107,7 +107,7 @@ def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str
         run=run if isinstance(run, str) else None,
         left_behind=tuple(each for each in left if isinstance(each, str)) if isinstance(left, list) else (),
         notes=count_of(info.get("notes")) or 0,
-        tells_lineage=bool(info),
+        has_lineage=bool(info),
     )
 
 
@@ -168,7 +168,7 @@ class Restored:
     is_verified: bool = False
     left_out: frozenset[str] = frozenset()
 
-    def warn_of_left_out(self) -> None:
+    def warn_about_left_out(self) -> None:
         """Log a warning if the run continues without a part of the step, such as the position in the data."""
         if self.left_out:
             names = ", ".join(map(repr, sorted(self.left_out)))
@@ -258,7 +258,7 @@ def last_sequence(entries: Sequence[Entry], noted: RollBack) -> int:
     return known if all(entry.is_certain for entry in entries) else known + UNKNOWN_SAVES
 
 
-def home_run(entries: Sequence[Entry]) -> str | None:
+def owning_run(entries: Sequence[Entry]) -> str | None:
     """The id of the run that owns the directory: that of most steps; among equals, that of the latest save."""
     count = collections.Counter(entry.run for entry in entries if entry.run is not None)
     last = {entry.run: entry.order for entry in sorted(entries, key=lambda entry: entry.order)}
@@ -271,7 +271,7 @@ def in_order(entries: Sequence[Entry]) -> list[Entry]:
     A step with a damaged manifest has no sequence number, and a step copied from another run has a number of that run.
     Both are placed by their step number, and the lineage of such a copy is ignored.
     """
-    home = home_run(entries)
+    home = owning_run(entries)
     known: list[Entry] = []
     others: list[Entry] = []
     for entry in entries:
@@ -279,7 +279,7 @@ def in_order(entries: Sequence[Entry]) -> list[Entry]:
     placed = list(known)
     for entry in others:
         last = max((other.sequence for other in known if other.step <= entry.step), default=-1)
-        placed.append(dataclasses.replace(entry, sequence=last, left_behind=(), tells_lineage=False))
+        placed.append(dataclasses.replace(entry, sequence=last, left_behind=(), has_lineage=False))
     return sorted(placed, key=lambda entry: entry.order)
 
 
@@ -293,7 +293,7 @@ def left_behind(entries: Sequence[Entry], noted: RollBack | None = None) -> froz
         entries: in order.
         noted: the noted roll-back; it applies if no reliable manifest is from a later save.
     """
-    telling = [entry for entry in entries if entry.tells_lineage]
+    telling = [entry for entry in entries if entry.has_lineage]
     last = next((entry for entry in reversed(telling) if entry.is_certain), None)
     found = RollBack() if last is None else RollBack(last.sequence, frozenset(last.left_behind) - {last.name})
     if noted is not None and noted.sequence > found.sequence:
@@ -310,18 +310,18 @@ def left_behind_by(restored: Entry, entries: Sequence[Entry]) -> frozenset[str]:
     return left_behind(before) - {restored.name} | later
 
 
-def line_last(entries: Sequence[Entry], left: Collection[str]) -> list[Entry]:
+def branch_last(entries: Sequence[Entry], left: Collection[str]) -> list[Entry]:
     """Sort the entries: first those left behind, then the current branch; each in order."""
     return sorted(entries, key=lambda entry: (entry.name not in left, entry.order))
 
 
-def to_try(
+def restore_order(
     entries: Sequence[Entry], left: Collection[str], is_going: Callable[[str], bool], *, damaged: bool
 ) -> list[Entry]:
     """The entries in the order in which a restore tries them; with `damaged`, those set aside come last."""
     there = [each for each in entries if each.damaged is None and not is_going(each.name)]
     aside = [each for each in reversed(entries) if each.damaged is not None and damaged]
-    return line_last(there, left)[::-1] + aside
+    return branch_last(there, left)[::-1] + aside
 
 
 def newest_generations(entries: Sequence[Entry]) -> list[Entry]:

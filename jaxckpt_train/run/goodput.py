@@ -98,7 +98,7 @@ class Attempt:
         has_left_nothing = self.how == CLOSED and not (self.stretches or self.saves or self.failed_saves)
         return not self.tends and not has_left_nothing
 
-    def hear(self, event: RunEvent) -> None:
+    def add_event(self, event: RunEvent) -> None:
         """Apply an event of this process."""
         kind, step = event.event, event.step
         if kind not in ("restore", "resumed", "save", "progress", "preempted", "end"):
@@ -111,19 +111,19 @@ class Attempt:
         elif kind == PREEMPTED:
             self.how = PREEMPTED
         elif step is not None:
-            self.came_to(step)
+            self.advance_to(step)
         if kind == "end" and (self.how != PREEMPTED or event.how not in (None, CLOSED)):
             self.how = event.how or CLOSED
 
-    def takes_up(self, step: int) -> None:
+    def start_stretch(self, step: int) -> None:
         """Start a stretch at this step, unless the last one has just started there: restore and loop both report it."""
         if not self.stretches or not self.stretches[-1].first == self.stretches[-1].last == step:
             self.stretches.append(Stretch(step, step))
 
-    def came_to(self, step: int) -> Stretch:
+    def advance_to(self, step: int) -> Stretch:
         """Record the number of completed updates."""
         if not self.stretches:  # the history does not have the start
-            self.takes_up(min(self.follows, step))
+            self.start_stretch(min(self.follows, step))
         stretch = self.stretches[-1]
         stretch.last = max(stretch.last, step)
         return stretch
@@ -131,9 +131,9 @@ class Attempt:
     def _resumed(self, event: RunEvent) -> None:
         is_first = not self.stretches
         if event.completed is not None:
-            self.came_to(event.completed)
+            self.advance_to(event.completed)
         if event.step is not None:
-            self.takes_up(event.step)
+            self.start_stretch(event.step)
         if self.has_resumed or not (is_first or event.event == "resumed"):
             return
         if event.event == "resumed":
@@ -148,7 +148,7 @@ class Attempt:
         step = event.step
         if step is None:
             return
-        stretch = self.came_to(step)
+        stretch = self.advance_to(step)
         if event.ok:
             if step < stretch.first or (stretch.saved and step <= stretch.safe):  # a stretch commits in ascending order
                 stretch = Stretch(step, step)
@@ -172,19 +172,19 @@ def attempts_of(
     """
     found: list[Attempt] = []
     for event in events:
-        hear(found, event)
+        add_event(found, event)
     return settled(found, running, is_live=is_live)
 
 
-def hear(found: list[Attempt], event: RunEvent) -> None:
+def add_event(found: list[Attempt], event: RunEvent) -> None:
     """Apply the next event of a run."""
     if event.event == "start":
         follows = found[-1].safe_step if found else 0
         found.append(Attempt(event.time, event.time, follows=follows, tends=event.tends))
         if event.step is not None:  # it had restored this step before
-            found[-1].takes_up(event.step)
+            found[-1].start_stretch(event.step)
     elif found:
-        found[-1].hear(event)
+        found[-1].add_event(event)
 
 
 def settled(
@@ -195,7 +195,7 @@ def settled(
         completed, now = running
         found[-1].ended = max(found[-1].ended, now)
         if completed is not None:
-            found[-1].came_to(completed)
+            found[-1].advance_to(completed)
     for attempt in found[:-1] if is_live or running is not None else found:
         attempt.how = KILLED if attempt.how == RUNNING else attempt.how
     return found

@@ -48,7 +48,7 @@ from jaxckpt_train.policies.save import (
 )
 from jaxckpt_train.run.catalog import step_not_found
 from jaxckpt_train.run.directory import RunDirectory
-from jaxckpt_train.run.entry import Entry, check_step, line_last, newest_generations
+from jaxckpt_train.run.entry import Entry, branch_last, check_step, newest_generations
 from jaxckpt_train.run.lock import LOCK_NAME, MAX_LOCK_BYTES
 from jaxckpt_train.store.backends.base import GONE, Backend
 from jaxckpt_train.store.files import read_or_none
@@ -84,7 +84,7 @@ class KnownRun(Protocol):
         """The generations of a step, or of all steps, newest first. Raises StepNotFoundError if there is none."""
 
 
-class News(msgspec.Struct, array_like=True):
+class RunDelta(msgspec.Struct, array_like=True):
     """The changes of a run since the previous delta.
 
     Attributes:
@@ -98,20 +98,20 @@ class News(msgspec.Struct, array_like=True):
     left: tuple[str, ...]
 
 
-class Newsroom:
+class DeltaTracker:
     """In the primary: computes what has changed since the others were last updated."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._told: dict[str, Entry] = {}
+        self._sent: dict[str, Entry] = {}
 
-    def news(self) -> News:
+    def next_delta(self) -> RunDelta:
         """The changes since the last call. The caller must send them."""
         now = {entry.name: entry for entry in [*self._run.entries(), *self._run.damaged()]}
-        changed = tuple(entry for name, entry in now.items() if self._told.get(name) != entry)
-        gone = tuple(name for name in self._told if name not in now)
-        self._told = now
-        return News(changed, gone, tuple(sorted(self._run.left())))
+        changed = tuple(entry for name, entry in now.items() if self._sent.get(name) != entry)
+        gone = tuple(name for name in self._sent if name not in now)
+        self._sent = now
+        return RunDelta(changed, gone, tuple(sorted(self._run.left())))
 
 
 class RunReplica:
@@ -130,13 +130,13 @@ class RunReplica:
         self._left: frozenset[str] = frozenset()
         self._directory, self._guard = directory, threading.Lock()
 
-    def hear(self, news: News) -> None:
+    def apply(self, delta: RunDelta) -> None:
         """Apply a delta of the primary."""
         with self._guard:
             known = {} if self._entries is None else self._entries
-            known = {name: entry for name, entry in known.items() if name not in news.gone}
-            self._entries = known | {entry.name: entry for entry in news.entries}
-            self._left = frozenset(news.left)
+            known = {name: entry for name, entry in known.items() if name not in delta.gone}
+            self._entries = known | {entry.name: entry for entry in delta.entries}
+            self._left = frozenset(delta.left)
 
     def committed(self, entry: Entry, gone: Sequence[str]) -> None:
         """Record a commit of which no delta has arrived yet, and the names of entries that retention deletes since."""
@@ -150,7 +150,7 @@ class RunReplica:
         with self._guard:
             if self._entries is None:
                 return None
-            return line_last([each for each in self._entries.values() if each.damaged is None], self._left)
+            return branch_last([each for each in self._entries.values() if each.damaged is None], self._left)
 
     def newest(self) -> list[Entry]:
         """See `KnownRun.newest`."""
@@ -184,12 +184,12 @@ class RunReplica:
         return found
 
 
-class _Led(msgspec.Struct, array_like=True):
+class _PrimaryResult(msgspec.Struct, array_like=True):
     result: Any
-    news: News | None
+    delta: RunDelta | None
 
 
-class _Meant(msgspec.Struct, array_like=True):
+class _JobSettings(msgspec.Struct, array_like=True):
     path: bytes
     decides: str
 
@@ -208,9 +208,9 @@ class JobSync:
         directory: its path.
 
     Attributes:
-        is_alone: whether the job has only this process.
-        leads: whether this process is the primary, which performs the directory operations.
-        followed: the replica of a process that is not the primary.
+        is_single_process: whether the job has only this process.
+        is_primary: whether this process is the primary, which performs the directory operations.
+        replica: the replica of a process that is not the primary.
         known: answers questions about the run without the other processes.
     """
 
@@ -219,9 +219,9 @@ class JobSync:
     ) -> None:
         self._everyone, self._timeout_s, self._order = everyone, timeout_s, list[Coordinator]()
         self._run, self._backend, self._directory = run, backend, directory
-        self.leads, self.is_alone = everyone.process == 0, everyone.processes == 1
-        self._newsroom, self.followed = Newsroom(run), RunReplica(run, directory)
-        self.known: KnownRun = run if self.leads else self.followed
+        self.is_primary, self.is_single_process = everyone.process == 0, everyone.processes == 1
+        self._delta_tracker, self.replica = DeltaTracker(run), RunReplica(run, directory)
+        self.known: KnownRun = run if self.is_primary else self.replica
         self._is_taken, self._decides = False, ""
 
     @property
@@ -245,7 +245,7 @@ class JobSync:
         for order in self._order:
             leave_order(order)
 
-    def led(self, doing: str, act: Callable[[], Any], moved: Callable[[], object] | None = None) -> Any:
+    def on_primary(self, doing: str, act: Callable[[], Any], moved: Callable[[], object] | None = None) -> Any:
         """Run `act` in the primary and return its result in all processes.
 
         Args:
@@ -256,24 +256,24 @@ class JobSync:
         Raises:
             Exception: in the primary what `act` raised, in the others an error of the same class.
         """
-        if self.is_alone:
+        if self.is_single_process:
             return act()
         done: list[Any] = []
 
         def say() -> bytes:
             done.append(act())
-            news = self._newsroom.news() if self._run.is_owner else None  # else each process reads the disk
-            return msgspec.msgpack.encode(_Led(done[0], news))
+            delta = self._delta_tracker.next_delta() if self._run.is_owner else None  # else each process reads the disk
+            return msgspec.msgpack.encode(_PrimaryResult(done[0], delta))
 
-        said = self.job.broadcast(doing, say, moved)
-        if self.leads:
+        sent = self.job.broadcast(doing, say, moved)
+        if self.is_primary:
             return done[0]
-        heard = msgspec.msgpack.decode(said, type=_Led)
-        if heard.news is not None:
-            self.followed.hear(heard.news)
-        return heard.result
+        received = msgspec.msgpack.decode(sent, type=_PrimaryResult)
+        if received.delta is not None:
+            self.replica.apply(received.delta)
+        return received.result
 
-    def all_do(self, doing: str, act: Callable[[], T]) -> T:
+    def on_all(self, doing: str, act: Callable[[], T]) -> T:
         """Run `act` in every process.
 
         Raises:
@@ -297,32 +297,32 @@ class JobSync:
             OtherProcessError: they do not.
             Exception: what `RunDirectory.own` raises.
         """
-        if self.is_alone:
+        if self.is_single_process:
             self._run.own()
             return
         if self._is_taken:
-            self.led(f"taking {self._directory}", self._run.own, time.monotonic)
+            self.on_primary(f"taking {self._directory}", self._run.own, time.monotonic)
             return
-        mine = msgspec.msgpack.encode(_Meant(os.fsencode(self._directory), self._decides))
+        mine = msgspec.msgpack.encode(_JobSettings(os.fsencode(self._directory), self._decides))
         self.job.exchange(f"taking {self._directory}", lambda: mine, _refuse_others)
-        lock = self.led(f"taking {self._directory}", self._take, time.monotonic)
+        lock = self.on_primary(f"taking {self._directory}", self._take, time.monotonic)
         self.job.exchange(f"looking at {self._directory}", lambda: self._look_for(lock), moved=time.monotonic)
         self._is_taken = True
 
     def hold(self) -> None:
         """Like `own`, but if the directory is already owned, accesses neither the disk nor other processes."""
-        if self.is_alone:
+        if self.is_single_process:
             self._run.hold()
         elif not self._is_taken:
             self.own()
-        elif self.leads:
+        elif self.is_primary:
             self._run.hold()
 
     def retain(self, *, is_durable: bool) -> None:
         """Make the primary delete expired steps; `is_durable`: whether the newest step is certainly on the disk."""
         self.hold()
-        let_go = functools.partial(self._run.retain, is_durable=is_durable)
-        self.led(f"deleting steps of {self._directory}", let_go, time.monotonic)
+        delete = functools.partial(self._run.retain, is_durable=is_durable)
+        self.on_primary(f"deleting steps of {self._directory}", delete, time.monotonic)
 
     def _take(self) -> bytes:
         self._run.own()
@@ -335,7 +335,7 @@ class JobSync:
     def _look_for(self, lock: bytes) -> bytes:
         """Raise OtherProcessError if this process does not see the primary's lock: it has different storage."""
         waiting, began_s, is_quiet = Latch(), time.monotonic(), True
-        while not self.leads and self._seen() != lock:
+        while not self.is_primary and self._seen() != lock:
             waited_s = time.monotonic() - began_s
             if is_quiet and waited_s >= QUIET_S:
                 is_quiet = False
@@ -384,7 +384,7 @@ def leave_order(order: Coordinator) -> None:
 
 
 def _refuse_others(sent: Sequence[bytes]) -> bytes:
-    first, *others = (msgspec.msgpack.decode(each, type=_Meant) for each in sent)
+    first, *others = (msgspec.msgpack.decode(each, type=_JobSettings) for each in sent)
     for process, other in enumerate(others, 1):
         if other.path != first.path:
             raise OtherProcessError(
@@ -470,8 +470,8 @@ class JobDecisions:
             decided = (decision.save, decision.reason, decision.temporary)
             return msgspec.msgpack.encode(_Answer(*decided, has_steps, is_over(), following))
 
-        said = self._job_sync.job.broadcast(f"deciding whether to save step {step.step}", say)
-        answer = msgspec.msgpack.decode(said, type=_Answer)
+        sent = self._job_sync.job.broadcast(f"deciding whether to save step {step.step}", say)
+        answer = msgspec.msgpack.decode(sent, type=_Answer)
         self._has_steps = self._has_steps or answer.has_steps or answer.save
         if found is Outlook.SOME_TIME:
             self._poll_schedule.set_next(answer.next)

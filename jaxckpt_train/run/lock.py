@@ -122,7 +122,7 @@ class OwnerLock:
                 return None
             if not self._tried:
                 self._record = _Record(this_process(), self._record.token)
-            self._look_for_left()  # before: a new lock may be a link to its temporary file
+            self._find_leftovers()  # before: a new lock may be a link to its temporary file
             self._tried = True  # from now on the lock file may exist, even after an interrupt
             dead = self._acquire()
             self._keep_beating()
@@ -189,7 +189,7 @@ class OwnerLock:
             return False
         return found is not None and found.token == self._record.token
 
-    def is_anybodys(self) -> bool:
+    def has_live_owner(self) -> bool:
         """Whether any live process holds the lock, as far as is known. Reads the disk and does not wait."""
         try:
             found = self._read()
@@ -403,13 +403,13 @@ class OwnerLock:
         self._backend.touch(aside)
         return True
 
-    def _look_for_left(self) -> None:
+    def _find_leftovers(self) -> None:
         """Collect the files that dead owners and crashes left, which may also include files that others create now."""
         left = (f"{LOCK_NAME}{_DEAD}", *TEMPORARY_PREFIXES)
         try:
             names = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "file"]
         except StorageError as error:
-            self._tell_what_stays(error)
+            self._warn_about_leftovers(error)
             names = []
         self._left = [f"{self._directory}/{name}" for name in names if name.startswith(left)]
         self._left_seen_s = time.monotonic()
@@ -423,9 +423,9 @@ class OwnerLock:
             for path in left:
                 self._backend.remove(path)
         except StorageError as error:
-            self._tell_what_stays(error)
+            self._warn_about_leftovers(error)
 
-    def _tell_what_stays(self, error: StorageError) -> None:
+    def _warn_about_leftovers(self, error: StorageError) -> None:
         _log.warning("%s: the files of dead owners were not removed: %s", self._directory, error)
 
     def release(self) -> None:

@@ -21,7 +21,7 @@ from jaxckpt_train.policies.context import CheckpointInfo, PreservationPolicy, m
 from jaxckpt_train.run.catalog import scan, step_not_found
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import StepVanishedError, check_step
-from jaxckpt_train.run.goodput import Attempt, Goodput, goodput, hear, settled
+from jaxckpt_train.run.goodput import Attempt, Goodput, add_event, goodput, settled
 from jaxckpt_train.run.history import Clock, History, RunEvent, metrics_to_json, plain_metrics
 from jaxckpt_train.run.job import JobSync, KnownRun
 from jaxckpt_train.run.restoring import describe_listed
@@ -158,7 +158,7 @@ class StepListing:
             StepNotFoundError: there is no such step, or none at all.
         """
         describe = functools.partial(describe_listed, self._backend, self.directory, progress=progress)
-        if not self._job_sync.leads:
+        if not self._job_sync.is_primary:
             try:
                 return describe(self._job_sync.known.candidates(step))
             except StepVanishedError as gone:
@@ -181,9 +181,9 @@ class RunNotes(StepListing, abc.ABC):
         self.history: History = run.history
 
     @property
-    def leads(self) -> bool:
+    def is_primary(self) -> bool:
         """Whether this process is the primary, which writes for all processes."""
-        return self._job_sync.leads
+        return self._job_sync.is_primary
 
     @abc.abstractmethod
     def _check_open(self) -> None:
@@ -218,11 +218,11 @@ class RunNotes(StepListing, abc.ABC):
             found = check_step(step), note()
             call_with_timeout(self.directory, lambda _: self._run.note_step(*found))
 
-        self._job_sync.led(f"writing a note on step {step}", write, time.monotonic)
+        self._job_sync.on_primary(f"writing a note on step {step}", write, time.monotonic)
 
     def note_preemption(self, step: int | None, reason: str, plan: str | None = None) -> None:
         """Record a preemption in the history: the step to save, the reason, and the chosen shutdown plan."""
-        if self._job_sync.leads:
+        if self._job_sync.is_primary:
             self.history.add("preempted", self._clock(), step=step, reason=reason, plan=plan)
 
     def retain(self) -> None:
@@ -244,7 +244,7 @@ class RunNotes(StepListing, abc.ABC):
             progress: called with 0 while waiting for the disk, at most a minute; an exception that it raises ends the
                 wait.
         """
-        if self._job_sync.leads:
+        if self._job_sync.is_primary:
             self._run.log.resumed(step, resume_s, progress)
 
     def ends_as(self, how: str) -> None:
@@ -262,14 +262,14 @@ class RunNotes(StepListing, abc.ABC):
 
         def read(moved: Callable[[], None]) -> tuple[list[Attempt], bool]:
             lock, found = self._run.held.lock, list[Attempt]()
-            was_live = lock.is_anybodys()
+            was_live = lock.has_live_owner()
             for number, event in enumerate(self.history.each(RunEvent)):
-                hear(found, event)
+                add_event(found, event)
                 if number % 10_000 == 0:
                     moved()
             return (
                 found,
-                was_live or lock.is_anybodys(),
+                was_live or lock.has_live_owner(),
             )  # a process may start meanwhile; one that ends records it first
 
         found, is_live = call_with_timeout(self.directory, read)

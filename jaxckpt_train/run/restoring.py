@@ -129,7 +129,7 @@ def restore_newest(
         reading = _Reading(backend, f"{directory}/{entry.name}", entry, targets, settings, meter, load)
         try:
             results = reading.twice()
-            reading.tell_if_renamed()
+            reading.warn_if_renamed()
             taken_s = time.perf_counter() - started
             is_mended, is_verified = reading.is_mended(), bool(skipped) and reading.is_verified()
             return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, is_verified, reading.left_out())
@@ -201,7 +201,7 @@ class _Reading:
         wanted = {part.name: None for part in committed.manifest.parts} if self.targets is None else self.targets
         return load_parts(self.backend, committed, wanted, self.settings, LoadOptions(donatable=True), self.meter)
 
-    def tell_if_renamed(self) -> None:
+    def warn_if_renamed(self) -> None:
         """Warn if the directory was renamed to another step, which may be intended."""
         if self.saved_as not in (None, self.entry.step):
             _log.warning("step %d was saved as step %s: %s was renamed", self.entry.step, self.saved_as, self.path)
@@ -258,7 +258,7 @@ class JobRestore:
         self._is_told = False
 
     @contextlib.contextmanager
-    def led(self) -> Iterator[Callable[[Committed], dict[str, Any]] | None]:
+    def leading(self) -> Iterator[Callable[[Committed], dict[str, Any]] | None]:
         """In the primary: choose and load checkpoints within the context, then call `restored`.
 
         Yields:
@@ -267,7 +267,7 @@ class JobRestore:
         Raises:
             Exception: what is raised within the context. The others raise it, too.
         """
-        if self._job_sync.is_alone:
+        if self._job_sync.is_single_process:
             yield None
             return
         try:
@@ -279,22 +279,22 @@ class JobRestore:
 
     def restored(self, step: int) -> None:
         """In the primary: report that all processes have restored this step."""
-        if not self._job_sync.is_alone:
+        if not self._job_sync.is_single_process:
             self._is_told = True
-            self._job_sync.led("restoring", lambda: _Chosen("", "", b"", step))
+            self._job_sync.on_primary("restoring", lambda: _Chosen("", "", b"", step))
 
     def _tell_failure(self, error: BaseException) -> None:
         def say() -> Any:
             raise error
 
         with contextlib.suppress(type(error)):
-            self._job_sync.led("restoring", say)
+            self._job_sync.on_primary("restoring", say)
 
     def _tell_and_load(self, committed: Committed) -> dict[str, Any]:
         manifest = encode_manifest(committed.manifest)
         sent = manifest if len(manifest) <= MOST_TOLD_BYTES else b""
         chosen = _Chosen(committed.directory, committed.manifest_sha256, sent, None)
-        self._job_sync.led("restoring", lambda: chosen)
+        self._job_sync.on_primary("restoring", lambda: chosen)
         return self._load(committed.directory, lambda: committed)
 
     def follow(self) -> tuple[dict[str, Any], int]:
@@ -310,7 +310,7 @@ class JobRestore:
         own: BaseException | None = None
         while True:
             try:
-                chosen = msgspec.convert(self._job_sync.led("restoring", _never), _Chosen)
+                chosen = msgspec.convert(self._job_sync.on_primary("restoring", _never), _Chosen)
             except CheckpointError as error:
                 if own is None:
                     raise
@@ -347,7 +347,7 @@ class JobRestore:
             return committed, wanted
 
         # First compare everywhere: a mismatch in one process is reported at once, before the processes read together.
-        committed, wanted = self._job_sync.all_do(f"comparing with {directory}", look)
+        committed, wanted = self._job_sync.on_all(f"comparing with {directory}", look)
 
         job = self._job_sync.job
         order = job.within("load", self._settings.barrier_timeout_s)  # here, where no process can fail alone
@@ -358,7 +358,7 @@ class JobRestore:
                 options = LoadOptions(donatable=True)
                 return load_parts(self._backend, committed, wanted, self._settings, options, self._meter, loads)
 
-        return self._job_sync.all_do(f"restoring {directory}", load)
+        return self._job_sync.on_all(f"restoring {directory}", load)
 
 
 def _never() -> Any:

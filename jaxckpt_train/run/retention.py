@@ -67,7 +67,7 @@ class PendingDeletions:
         """Whether the directory may disappear at any moment."""
         return name in self._names and name not in self._waiting
 
-    def let_go(self, names: Sequence[str], kept: Collection[str]) -> list[str]:
+    def confirm(self, names: Sequence[str], kept: Collection[str]) -> list[str]:
         """End the wait of these names: discard those in `kept`, and return the others, which are deleted now."""
         self.discard(name for name in names if name in kept)
         going = [name for name in names if name not in kept]
@@ -117,7 +117,7 @@ class LinkToBest:
         self._guard = threading.Lock()
         self._begun, self._newest = itertools.count(1), 0
         self._target: str | None = None
-        self._is_known = self._is_told = False
+        self._is_known = self._has_warned = False
 
     def update(self, newest: Callable[[], Sequence[Entry]]) -> None:
         """Point the link to the best of the current steps; if no step has the metric, remove the link."""
@@ -149,8 +149,8 @@ class LinkToBest:
             self._tell(f"{self._directory}: this storage has no links")
 
     def _tell(self, problem: str) -> None:
-        level = logging.INFO if self._is_told else logging.WARNING
-        self._is_told = True
+        level = logging.INFO if self._has_warned else logging.WARNING
+        self._has_warned = True
         _log.log(level, "no link to the best step: %s", problem)
 
 
@@ -173,14 +173,14 @@ class _Batch:
         return parsed is not None and any((parse_step_name(each) or (None,))[0] == parsed[0] for each in self.names)
 
 
-class Told(Protocol):
+class DeletionListener(Protocol):
     """Receives the progress of deletions, by the names of the directories."""
 
-    def about_to_go(self, names: Sequence[str]) -> list[str]:
+    def confirm_deletions(self, names: Sequence[str]) -> list[str]:
         """Return those of these names, which have waited, that are still to be deleted."""
 
-    def held_up(self, names: Sequence[str]) -> None:
-        """These could not be deleted now. They wait, and `about_to_go` is called again before the next attempt."""
+    def deletions_delayed(self, names: Sequence[str]) -> None:
+        """These could not be deleted now. They wait; `confirm_deletions` is called before the next attempt."""
 
     def deleted(self, name: str) -> None:
         """The step is no longer listed."""
@@ -195,7 +195,7 @@ class Deleter:
     Args:
         backend: the storage.
         directory: the run directory.
-        told: a weak reference to the object that receives the progress.
+        listener: a weak reference to the object that receives the progress.
         check: raises if another process owns the directory.
     """
 
@@ -203,10 +203,10 @@ class Deleter:
         self,
         backend: Backend,
         directory: str,
-        told: Callable[[], Told | None],
+        listener: Callable[[], DeletionListener | None],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._backend, self._directory, self._told, self._check = backend, directory, told, check
+        self._backend, self._directory, self._listener, self._check = backend, directory, listener, check
         # Garbage collection may put into a SimpleQueue at any moment: finalizers of dropped managers do.
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._retry: dict[str, None] = {}  # ordered
@@ -343,7 +343,7 @@ class Deleter:
         self._add(batch)
         if not self._is_allowed():
             batch.has_waited = True
-            self._tell_held_up(batch.names)
+            self._report_delayed(batch.names)
             return
         self._take_replaced()
         hidden = self._hide_all()
@@ -358,9 +358,9 @@ class Deleter:
 
         If the run was dropped, nothing is deleted: the next owner decides.
         """
-        told = self._told()  # no strong reference during the deletions: the run may be dropped meanwhile
+        listener = self._listener()  # no strong reference during the deletions: the run may be dropped meanwhile
         try:
-            batch.names = [] if told is None else told.about_to_go(batch.names)
+            batch.names = [] if listener is None else listener.confirm_deletions(batch.names)
         except Exception as error:  # noqa: BLE001  # a user's policy failed; every save asks it again and raises
             _log.warning("deleting old steps waits, because the preservation policy failed: %r", error)
             return False
@@ -426,9 +426,9 @@ class Deleter:
         except StorageError as error:
             _log.warning("%s could not be synced, so the steps that it replaces are kept: %s", name, error)
             self._unsynced.add(name)
-            told = self._told()
-            if told is not None:
-                told.refused(name)
+            listener = self._listener()
+            if listener is not None:
+                listener.refused(name)
             return False
         return True
 
@@ -458,9 +458,9 @@ class Deleter:
 
     def _note_deleted(self, name: str) -> None:
         self._unsynced.discard(name)
-        told = self._told()
-        if told is not None:
-            told.deleted(name)
+        listener = self._listener()
+        if listener is not None:
+            listener.deleted(name)
 
     def _remove_in_place(self, name: str, hidden: str) -> None:
         """Delete a step whose directory cannot be renamed, such as a directory from a container image.
@@ -517,12 +517,12 @@ class Deleter:
         self._retry.update((name, None) for name in names if name not in listed)
         if listed:
             self._waiting.append(_Batch(listed, [], has_waited=True))
-            self._tell_held_up(listed)
+            self._report_delayed(listed)
 
-    def _tell_held_up(self, names: Sequence[str]) -> None:
-        told = self._told()
-        if told is not None:
-            told.held_up([name for name in names if name != hidden_name(name)])
+    def _report_delayed(self, names: Sequence[str]) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.deletions_delayed([name for name in names if name != hidden_name(name)])
 
 
 def names_in(backend: Backend, directory: str) -> set[str] | None:

@@ -178,7 +178,7 @@ class SaveSlot:
         self.info: CheckpointInfo | None = None
         self.given_up: PendingSave[CheckpointMetadata] | None = None
         self._skipped_for: tuple[PendingSave[CheckpointMetadata] | None, float] = (None, 0.0)
-        self._told_of: PendingSave[CheckpointMetadata] | None = None
+        self._warned_of: PendingSave[CheckpointMetadata] | None = None
         self._without_state: PendingSave[CheckpointMetadata] | None = None
         self._kept: list[BaseException] | None = None
         self._begun_at = 0.0
@@ -203,7 +203,7 @@ class SaveSlot:
         """If the save has failed, raise its error, once."""
         pending = self.pending
         if pending is not None and pending.done():
-            self._tell(self.settle())
+            self._raise_or_keep(self.settle())
 
     def is_over(self) -> bool:
         """Whether a save has ended whose outcome was not reported yet."""
@@ -220,9 +220,9 @@ class SaveSlot:
         except CheckpointTimeoutError as late:
             error, self.pending = late, None
         if not is_raised:
-            self._tell(error)
+            self._raise_or_keep(error)
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _raise_or_keep(self, error: BaseException | None) -> None:
         if error is not None and self._kept is None:
             raise error
         if error is not None and self._kept is not None:
@@ -295,7 +295,7 @@ class SaveSlot:
             if self.is_asked_to_leave():
                 return f"skipped: {stalled}"
             return self._skipped(step, force, stalled)
-        self._tell(error)
+        self._raise_or_keep(error)
         return None
 
     def _look_at(self, pending: PendingSave[CheckpointMetadata]) -> None:
@@ -328,9 +328,9 @@ class SaveSlot:
     def _skipped(self, step: int, force: bool, stalled: CheckpointTimeoutError) -> str:
         if force or self._if_stalled == "raise":
             raise stalled
-        level = logging.INFO if self._told_of is self.pending else logging.WARNING  # warn once for each stalled save
+        level = logging.INFO if self._warned_of is self.pending else logging.WARNING  # warn once for each stalled save
         _log.log(level, "step %d is skipped: %s", step, stalled)
-        self._told_of = self.pending
+        self._warned_of = self.pending
         return f"skipped: {stalled}"
 
     def leave_to_parent(self) -> None:
@@ -424,7 +424,7 @@ class StepSave:
         self._attempt: Transaction | None = None
         self._is_owner = self._is_committed = False
         self._info: dict[str, Any] = {}
-        self._job_save = None if job_sync.is_alone else self._in_job()
+        self._job_save = None if job_sync.is_single_process else self._in_job()
         with contextlib.nullcontext() if self._job_save is None else self._job_save.sharing_errors():
             self._take(request, checkpointables)
         self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s", "cost_s")}
@@ -465,7 +465,7 @@ class StepSave:
         self._info |= run_info(
             created=self._clock().isoformat(timespec="microseconds"),
             step=request.step,
-            **(self._run.lineage(request.step) if self._job_sync.leads else {}),
+            **(self._run.lineage(request.step) if self._job_sync.is_primary else {}),
             metrics=metrics_to_json(self.metrics),
             custom_metadata=request.custom_metadata,
             temporary=request.temporary,
@@ -515,7 +515,7 @@ class StepSave:
         All disk access is here, so that a disk that does not answer does not block the loop.
         """
         try:
-            return self._lead() if self._job_sync.leads else self._follow()
+            return self._lead() if self._job_sync.is_primary else self._follow()
         except BaseException as error:
             if not self._is_committed:  # log it now: the next save, which raises the error, may never happen
                 _log.warning("saving step %d failed: %s: %s", self._step, type(error).__name__, error)
@@ -557,7 +557,7 @@ class StepSave:
         self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
         name, info = committed.directory.rpartition("/")[2], committed.manifest.info
         step, generation = parse_step_name(name) or (self._step, 0)
-        self._job_sync.followed.committed(entry_from_manifest(name, step, generation, info), self._job_save.told)
+        self._job_sync.replica.committed(entry_from_manifest(name, step, generation, info), self._job_save.told)
         return describe(committed)
 
     def _check_owner(self) -> None:
@@ -569,7 +569,7 @@ class StepSave:
             if self._job_save is not None:
                 self._check_owner()
             self._run.remove_left_attempts()
-            self._record["name"] = name = self._run.free_name(self._step)
+            self._record["name"] = name = self._run.next_step_name(self._step)
             path, check = f"{self._directory}/{name}", self._run.check_owner
             self._attempt = Transaction(self._backend, path, self._settings, check)
             return self._attempt
@@ -606,7 +606,7 @@ class StepSave:
 
     def _listed(self) -> set[str]:
         """The names of the listed steps, for the other processes; empty if there are none."""
-        return set() if self._job_sync.is_alone else {entry.name for entry in self._run.entries()}
+        return set() if self._job_sync.is_single_process else {entry.name for entry in self._run.entries()}
 
     def _note(self, **outcome: Any) -> None:
         before_s = self._record["decide_s"] + self._record["wait_s"]

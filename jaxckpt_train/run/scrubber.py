@@ -84,7 +84,7 @@ class Scrubber:
             self._is_on = True
             self._ensure_thread()
 
-    def look_around(self, damaged: Sequence[Entry], compared: Collection[_Identity]) -> None:
+    def verify_neighbours(self, damaged: Sequence[Entry], compared: Collection[_Identity]) -> None:
         """Verify the neighbours of steps that were set aside next, except those that were already `compared`."""
         new = [_SetAside(entry, compared) for entry in damaged if entry.identity not in self._found]
         with self._guard:

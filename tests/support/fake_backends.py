@@ -154,10 +154,10 @@ class Told:
     def __init__(self) -> None:
         self.gone: list[str] = []
 
-    def about_to_go(self, names: Sequence[str]) -> list[str]:
+    def confirm_deletions(self, names: Sequence[str]) -> list[str]:
         return list(names)
 
-    def held_up(self, names: Sequence[str]) -> None:
+    def deletions_delayed(self, names: Sequence[str]) -> None:
         """They may go the next time, too."""
 
     def deleted(self, name: str) -> None:

@@ -78,7 +78,7 @@ def test_a_verification_that_reads_no_headers(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_run_that_writes_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunDirectory, "_write_verdicts", lambda self: None)
+    monkeypatch.setattr(RunDirectory, "_write_damage_reports", lambda self: None)
     found = problems_of(corruption.campaign, 40)
     assert "not set aside: after the restore there are [1, 2], damaged []" in found
 
@@ -110,7 +110,7 @@ def test_a_retention_that_deletes_what_was_set_aside(monkeypatch: pytest.MonkeyP
         self._deleter.delete([entry.name for entry in self.damaged()])
 
     monkeypatch.setattr(RunDirectory, "retain", retain_less)
-    monkeypatch.setattr(RunDirectory, "about_to_go", lambda _, names: list(names))
+    monkeypatch.setattr(RunDirectory, "confirm_deletions", lambda _, names: list(names))
     assert "a damaged step was changed or deleted" in problems_of(corruption.campaign, 40)
     assert "was deleted or changed" in problems_of(damaged_owners.campaign, 20)
 

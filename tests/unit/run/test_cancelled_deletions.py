@@ -80,14 +80,14 @@ def test_expired_pin_is_not_renewed(tmp_path: Path, stays: bool) -> None:
 def test_a_step_that_is_just_restored_is_what_the_run_goes_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, take_note = Late(), RunDirectory.rolled_back
+    backend, take_note = Late(), RunDirectory.note_restore
 
     def late(run: RunDirectory, restored: Restored, there: Any, **more: Any) -> None:
         backend.go.set()
         assert run._deleter.wait(60)  # what waits is looked at once more before this process goes on
         take_note(run, restored, there, **more)
 
-    monkeypatch.setattr(RunDirectory, "rolled_back", late)
+    monkeypatch.setattr(RunDirectory, "note_restore", late)
     with waiting_for_the_third(tmp_path, backend, lambda _: None) as steps:
         assert step_of(steps.restore(step=1)) == 1
         steps.pin(1)

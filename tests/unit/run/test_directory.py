@@ -64,8 +64,8 @@ def test_names_of_new_saves(tmp_path: Path) -> None:
     run = opened(made_run(tmp_path, 1, 2))
     run.own()
     try:
-        assert run.free_name(3) == "step-0000000003"
-        assert run.free_name(2) == "step-0000000002.g1"
+        assert run.next_step_name(3) == "step-0000000003"
+        assert run.next_step_name(2) == "step-0000000002.g1"
         run.refuse(3)
         with pytest.raises(jct.CheckpointExistsError, match="step 2 is committed already"):
             run.refuse(2)

@@ -20,7 +20,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.pending import call_after
-from jaxckpt_train.run import directory as letting_go
+from jaxckpt_train.run import directory as directory_module
 from jaxckpt_train.run import lock as lock_module
 from jaxckpt_train.run.catalog import hidden_name
 from jaxckpt_train.run.directory import RunDirectory
@@ -40,7 +40,7 @@ OWNING = (
     OwnerLock.acquire,
     OwnerLock._acquire,
     OwnerLock._keep_beating,
-    OwnerLock._look_for_left,
+    OwnerLock._find_leftovers,
     OwnerLock.clean,
     Deleter.delete,
     Deleter._ensure_worker,
@@ -204,8 +204,8 @@ CLOSING = (
     jct.StepManager.close,
     call_after,
     RunDirectory.close,
-    letting_go.let_go,
-    letting_go.release,
+    directory_module.release_later,
+    directory_module.release,
     Deleter.close,
     Deleter.end,
     Deleter._has_work,
@@ -215,7 +215,7 @@ CLOSING = (
     OwnerLock.release,
     OwnerLock._release,
     OwnerLock._remove_own,
-    OwnerLock._look_for_left,
+    OwnerLock._find_leftovers,
     OwnerLock.clean,
     LocalBackend.remove,
 )

@@ -15,7 +15,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.run.catalog import begun_deletions, half_deleted, hidden_name
+from jaxckpt_train.run.catalog import half_deleted, hidden_name, unfinished_deletions
 from jaxckpt_train.run.retention import Deleter
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.fake_backends import HoldingBackend, RecordingBackend, RefusingBackend, Told
@@ -204,7 +204,7 @@ def test_a_name_that_is_used_again_may_be_deleted_again(tmp_path: Path) -> None:
     others = [{"event": "note", "name": "step-0000000001"}, {"event": "save", "name": []}, {}]
     for events, told in (([save, delete, *others], []), ([save, delete, save], ["step-0000000001"])):
         heard = list[str]()
-        found = begun_deletions(LocalBackend(), str(tmp_path), (), events, heard.append)
+        found = unfinished_deletions(LocalBackend(), str(tmp_path), (), events, heard.append)
         assert (found, heard) == ([".step-0000000001.deleting"], told)
 
 

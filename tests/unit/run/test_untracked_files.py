@@ -120,17 +120,17 @@ def test_roll_back_past_unreadable_steps_persists(tmp_path: Path) -> None:
 def test_warning_that_disk_refuses_costs_no_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_run(tmp_path, 1)
     manager = StepManager(run)
-    listing, judge = manager._backend.list, manager._run.judge
+    listing, record_damage = manager._backend.list, manager._run.record_damage
 
     def refusing(path: str) -> Any:
         raise StorageError(errno.EIO, "refused", path)
 
     def judged(*given: Any) -> None:
         monkeypatch.setattr(manager._backend, "list", refusing)
-        judge(*given)
+        record_damage(*given)
         monkeypatch.setattr(manager._backend, "list", listing)
 
-    monkeypatch.setattr(manager._run, "judge", judged)
+    monkeypatch.setattr(manager._run, "record_damage", judged)
     assert step_of(manager.restore()) == 1
 
 
