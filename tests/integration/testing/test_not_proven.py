@@ -1,4 +1,4 @@
-"""Runs that cannot be compared: each is told for what it is, with what the process printed last."""
+"""Runs that cannot be compared: the error says why, and shows the last output of the process."""
 
 from __future__ import annotations
 
