@@ -25,9 +25,9 @@ from jaxckpt_train.checkpointables.loading import expect_parts, load_parts
 from jaxckpt_train.checkpointables.saving import (
     SaveTimes,
     begin_save,
-    movement_of,
+    make_tracker,
     stage_all,
-    undone_on_error,
+    undo_on_error,
     wait_until_taken,
     write_parts,
 )
@@ -391,17 +391,17 @@ def save_checkpointables_async(
     refuse_temporary_name(final)
     call_with_timeout(final, lambda _: refuse_existing(_BACKEND, final, replace))
     parts = stage_all(checkpointables, times, chosen)
-    with undone_on_error(None, parts):
-        info, movement = run_info(custom_metadata), movement_of(parts)
+    with undo_on_error(None, parts):
+        info, tracker = run_info(custom_metadata), make_tracker(parts)
         transaction = call_with_timeout(final, lambda _: Transaction(_BACKEND, final, chosen), undo=_abort)
 
     def work() -> CheckpointMetadata:
-        with undone_on_error(transaction, parts):
+        with undo_on_error(transaction, parts):
             remove_stale_temporaries(_BACKEND, final)
-        done = write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=replace, progress=movement)
+        done = write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=replace, progress=tracker)
         return describe(done)
 
-    pending = begin_save(final, work, transaction, parts, movement)
+    pending = begin_save(final, work, transaction, parts, tracker)
     wait_until_taken(parts, pending)
     return pending
 
@@ -420,7 +420,7 @@ def _save_in_job(
         refuse_temporary_name(final)
         refuse_existing(_BACKEND, final, replace)
         transaction = Transaction(_BACKEND, final, settings)
-        with undone_on_error(transaction, ()):
+        with undo_on_error(transaction, ()):
             remove_stale_temporaries(_BACKEND, final)
         return transaction
 
@@ -429,7 +429,7 @@ def _save_in_job(
     with save.sharing_errors():
         save.stage(checkpointables)
         info.update(run_info(custom_metadata))
-    pending = begin_save(final, lambda: describe(save.run()), None, save.parts, save.movement)
+    pending = begin_save(final, lambda: describe(save.run()), None, save.parts, save.tracker)
     wait_until_taken(save.parts, pending)
     return pending
 

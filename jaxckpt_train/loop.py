@@ -22,7 +22,7 @@ import numpy as np
 from jaxckpt_train._validation import Mode, index_of, refuse, stated_mode, whole
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.registry import is_grain_iterator, is_tree_in_place, keeps_itself_current
-from jaxckpt_train.checkpointables.saving import SaveTimes, Taken, stage_all, take
+from jaxckpt_train.checkpointables.saving import SaveTimes, StagedValue, stage_all, take
 from jaxckpt_train.errors import IteratorStateError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.context import PreservationPolicy, SavePolicy
@@ -67,7 +67,7 @@ class LoopState:
 
     def __init__(self, warns: bool = True, takes_positions: bool = False, fingerprint: str | None = None) -> None:
         self._takes_positions, self._fingerprint = takes_positions, fingerprint
-        self._taken: Mapping[str, Taken] = {}
+        self._taken: Mapping[str, StagedValue] = {}
         # Half a second is free, since the first positions import modules.
         self._taking_s, self._began_at = -0.5, time.monotonic()
         self._warns = self._warns_of_steps_back = warns
@@ -233,12 +233,12 @@ class LoopState:
             if is_grain_iterator(value) or (self._takes_positions and not is_tree_in_place(value))
         }
 
-    def _take_all(self) -> Mapping[str, Taken]:
+    def _take_all(self) -> Mapping[str, StagedValue]:
         """Return the current positions of the iterators."""
         if not self._takes_positions and self._taking_s > MAX_POSITION_TIME_SHARE * (time.monotonic() - self._began_at):
             return {}
         began = time.thread_time()
-        found = dict[str, Taken]()
+        found = dict[str, StagedValue]()
         for name, may_change in self._iterators.items():
             taken = self._take(name)
             if taken.staged.write_files is None:
@@ -247,7 +247,7 @@ class LoopState:
         self._taking_s += time.thread_time() - began
         return found
 
-    def _record_movement(self, before: Mapping[str, Taken]) -> None:
+    def _record_movement(self, before: Mapping[str, StagedValue]) -> None:
         both = [name for name in self._grain_iterators() if name in before and name in self._taken]
         if both:
             self._moves = self._moves is not False and any(before[name] != self._taken[name] for name in both)
@@ -255,7 +255,7 @@ class LoopState:
     def _grain_iterators(self) -> list[str]:
         return [name for name, may_change in self._iterators.items() if not may_change]
 
-    def _take(self, name: str) -> Taken:
+    def _take(self, name: str) -> StagedValue:
         with with_fingerprint(self._fingerprint):
             return take(self._current[name])
 

@@ -53,14 +53,14 @@ class PendingSave(Generic[T]):
 
     Attributes:
         subject: the name of what is saved, for messages.
-        movement: measures its progress.
+        tracker: measures its progress.
         staged: a future that is done when the caller may change the values that it saved.
         committed: a future that is done when the checkpoint is durable. Its result is the metadata of the checkpoint.
     """
 
-    def __init__(self, subject: str, work: Callable[[], T], movement: ProgressTracker | None = None) -> None:
+    def __init__(self, subject: str, work: Callable[[], T], tracker: ProgressTracker | None = None) -> None:
         self.subject = subject
-        self.movement = movement or ProgressTracker()
+        self.tracker = tracker or ProgressTracker()
         self.staged: Future[None] = Future()
         self.staged.set_result(None)
         self._outcome = SaveFuture[T](self.mark_reported)
@@ -229,19 +229,19 @@ class PendingSave(Generic[T]):
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             started = time.monotonic()
-            patience_left_s = math.inf if patience_s is None else patience_s - self.movement.waited_s
+            patience_left_s = math.inf if patience_s is None else patience_s - self.tracker.waited_s
             if latch.wait(max(0.0, min(SLICE_S, end_s - started, patience_left_s))):
                 return None
-            self.movement.waited(time.monotonic() - started)
+            self.tracker.waited(time.monotonic() - started)
             if until():
                 return "not committed when the job was asked to stop"
             if end_s <= time.monotonic():
                 return f"not committed after {timeout_s:.3g} s" if timeout_s else "not committed yet"
-            if patience_s is not None and self.movement.waited_s >= patience_s:
+            if patience_s is not None and self.tracker.waited_s >= patience_s:
                 return self._stall_text()
 
     def _stall_text(self) -> str:
-        return f"no progress for {self.movement.waited_s:.3g} s; does its disk still answer?"
+        return f"no progress for {self.tracker.waited_s:.3g} s; does its disk still answer?"
 
     def stall_error(self) -> CheckpointTimeoutError:
         """Return the error for a save that has made no progress for too long."""
@@ -273,7 +273,7 @@ def start_save(
     subject: str,
     work: Callable[[], T],
     *,
-    movement: ProgressTracker | None = None,
+    tracker: ProgressTracker | None = None,
     on_start: Callable[[PendingSave[T] | None], None] = lambda pending: None,
     undo: Callable[[BaseException], None] = lambda error: None,
 ) -> PendingSave[T]:
@@ -284,14 +284,14 @@ def start_save(
     Args:
         subject: the name of what is saved, for messages.
         work: runs the save.
-        movement: measures the progress of `work`.
+        tracker: measures the progress of `work`.
         on_start: called with the save before it starts, so that no interrupt loses it; and with None if it did not
             start.
         undo: called with the error if the save did not start.
     """
     pending: PendingSave[T] | None = None
     try:
-        pending = PendingSave(subject, work, movement)
+        pending = PendingSave(subject, work, tracker)
         on_start(pending)
         pending._start()
     except BaseException as error:

@@ -17,12 +17,12 @@ from jaxckpt_train.checkpointables.saving import (
     ContentComparison,
     SaveTimes,
     StagedPart,
+    check_finite,
     close_parts,
-    look_at_values,
-    movement_of,
+    make_tracker,
     refuse_differences,
     stage_all,
-    undone_on_error,
+    undo_on_error,
     value_file,
     wait_for_devices,
 )
@@ -85,7 +85,7 @@ class JobSave:
         told: that.
         times: how long the phases took here.
         parts: what this process has, once it is staged.
-        movement: told when this process gets further.
+        tracker: told when this process gets further.
     """
 
     job: Coordinator
@@ -99,13 +99,13 @@ class JobSave:
     told: Any = None
     times: SaveTimes = dataclasses.field(default_factory=SaveTimes)
     parts: Sequence[StagedPart] = ()
-    movement: ProgressTracker = dataclasses.field(default_factory=ProgressTracker)
+    tracker: ProgressTracker = dataclasses.field(default_factory=ProgressTracker)
 
     def stage(self, checkpointables: Mapping[str, Any]) -> None:
         """Take all checkpointables as they are now, as `stage_all` does."""
         shares = JobPartition(self.job.process, self.job.processes)
         self.parts = stage_all(checkpointables, self.times, self.settings, shares)
-        self.movement = movement_of(self.parts)
+        self.tracker = make_tracker(self.parts)
 
     def run(self) -> Committed:
         """Write, and have it committed.
@@ -146,12 +146,12 @@ class JobSave:
 
     def _run(self) -> Committed:
         made: list[Transaction] = []
-        sign = self.movement.sign
+        sign = self.tracker.sign
         told = self.job.exchange(self._beginning, self._coming, lambda values: self._begin(values, made), sign)
         begun = msgspec.msgpack.decode(told, type=_Begun)
         transaction = made[0] if made else None
         self._own(begun.owners)
-        with undone_on_error(transaction, self.parts):
+        with undo_on_error(transaction, self.parts):
             written = _Written(self, begun, transaction)
             # While this process waits for one that gets further, so does this save.
             done = self.job.exchange(f"saving {self.subject}", written.write, written.merge, sign, self._others_moved)
@@ -174,7 +174,7 @@ class JobSave:
                     snapshot.own(number)
 
     def _others_moved(self) -> None:
-        self.movement(0)
+        self.tracker(0)
 
     def _coming(self) -> bytes:
         own_values = ContentComparison(self.settings.digest).of_own_values(self.parts)
@@ -199,7 +199,7 @@ class JobSave:
         shared = tuple(name for name in own if all(each.own_values.get(name) == own[name] for each in coming))
         transaction = self.begin()
         made.append(transaction)
-        with undone_on_error(transaction, self.parts):
+        with undo_on_error(transaction, self.parts):
             for part in self.parts:
                 transaction.add_folder(part.name)
             paths = os.fsencode(transaction.directory), os.fsencode(transaction.final)
@@ -234,7 +234,7 @@ class _Written:
         save = self._save
         self._refuse_unseen()
         wait_for_devices(save.parts, save.times)
-        look_at_values(save.subject, save.parts, save.settings)
+        check_finite(save.subject, save.parts, save.settings)
         started = time.perf_counter()
         indexes = tuple(self._write_part(part) for part in save.parts)
         save.times.write_s = time.perf_counter() - started
@@ -295,7 +295,7 @@ class _Written:
         return written
 
     def _progress(self, done: int) -> None:
-        self._save.movement(done)
+        self._save.tracker(done)
         if self._save.job.is_over():
             raise CheckpointError(f"saving {self._save.subject}: stopped, as another process failed")
 

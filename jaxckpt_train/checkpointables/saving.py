@@ -59,7 +59,7 @@ from jaxckpt_train.store.writer import Progress, WrittenArrays, write_arrays
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 SHOWN_LEAVES = 5
-SHOWN = 5
+MAX_SHOWN = 5
 
 
 class OwnFiles:
@@ -95,17 +95,17 @@ class StagedPart:
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class StagedValue:
     """A checkpointable as its handler staged it at an earlier moment: saved in its place, as it was then."""
 
     kind: str
     staged: Staged
 
 
-def take(value: Any) -> Taken:
+def take(value: Any) -> StagedValue:
     """Have the handler of a checkpointable stage it now."""
     handler = handler_of(value)
-    return Taken(handler.kind, handler.stage(value))
+    return StagedValue(handler.kind, handler.stage(value))
 
 
 @dataclasses.dataclass
@@ -154,7 +154,7 @@ def _stage(
     name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahead: TransferBudget, shares: JobPartition | None
 ) -> StagedPart:
     started = time.perf_counter()
-    taken_before = value if isinstance(value, Taken) else take(value)
+    taken_before = value if isinstance(value, StagedValue) else take(value)
     kind, staged = taken_before.kind, taken_before.staged
     if staged.tree is not value:  # which was looked at for its handler
         refuse_too_deep("the tree", staged.tree)
@@ -207,7 +207,7 @@ def _give_up(parts: Sequence[StagedPart]) -> bool:
     return is_given_up
 
 
-def movement_of(parts: Sequence[StagedPart]) -> ProgressTracker:
+def make_tracker(parts: Sequence[StagedPart]) -> ProgressTracker:
     """For the save of these, which may wait for what is still being computed, or is written by its owner's own code.
 
     It holds nothing of them.
@@ -241,9 +241,9 @@ def write_parts(
     progress: Progress,
 ) -> Committed:
     """Write all parts of an attempt and commit it. On any error the attempt is removed and the error raised."""
-    with undone_on_error(transaction, parts):
+    with undo_on_error(transaction, parts):
         wait_for_devices(parts, times)
-        look_at_values(transaction.final, parts, settings)
+        check_finite(transaction.final, parts, settings)
         started = time.perf_counter()
         segments: list[SegmentRecord] = []
         records = [_write_part(transaction, backend, part, segments, settings, times, progress) for part in parts]
@@ -264,7 +264,7 @@ def wait_for_devices(parts: Sequence[StagedPart], times: SaveTimes) -> None:
     times.device_wait_s += sum(snapshot.wait_for_devices() for snapshot in snapshots)
 
 
-def look_at_values(subject: str, parts: Sequence[StagedPart], settings: StoreSettings) -> None:
+def check_finite(subject: str, parts: Sequence[StagedPart], settings: StoreSettings) -> None:
     """Warn of nan and inf, or refuse to save them, before a byte is written."""
     guards = [(part.name, part.snapshot.guard) for part in parts if part.snapshot is not None]
     found = [(f"{name}/{leaf}", flaw) for name, guard in guards if guard is not None for leaf, flaw in guard.flaws()]
@@ -288,16 +288,16 @@ def begin_save(
     work: Callable[[], T],
     transaction: Transaction | None,
     parts: Sequence[StagedPart],
-    movement: ProgressTracker,
+    tracker: ProgressTracker,
     on_start: Callable[[PendingSave[T] | None], None] = lambda pending: None,
 ) -> PendingSave[T]:
     """Start the save of an attempt (None: `work` begins it); if it does not begin, the attempt is removed."""
     undo = functools.partial(_undo, transaction, parts)
-    return start_save(subject, work, movement=movement, on_start=on_start, undo=undo)
+    return start_save(subject, work, tracker=tracker, on_start=on_start, undo=undo)
 
 
 @contextlib.contextmanager
-def undone_on_error(transaction: Transaction | None, parts: Sequence[StagedPart]) -> Iterator[None]:
+def undo_on_error(transaction: Transaction | None, parts: Sequence[StagedPart]) -> Iterator[None]:
     """Whatever fails within: let go of the state, and remove the attempt if there is one."""
     try:
         yield
@@ -445,8 +445,8 @@ def refuse_differences(values: Sequence[bytes]) -> bytes:
         digests = [each.get(label) for each in found]
         if len(set(digests)) > 1:
             lines.append(f"{label}: {_told(digests)}")
-    shown = "; ".join(lines[:SHOWN]) or "something that is not the same at every look"
-    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    shown = "; ".join(lines[:MAX_SHOWN]) or "something that is not the same at every look"
+    more = f"; and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
     raise MismatchError(
         f"the processes of this job do not save the same: {shown}{more}. What every process has for itself must be "
         "equal in all of them; make one array of it that spans the devices of all"
@@ -457,7 +457,9 @@ def _told(digests: Sequence[str | None]) -> str:
     most = Counter(digests).most_common(1)[0][0]
     others = [number for number, digest in enumerate(digests) if digest != most]
     lacking = [number for number in others if digests[number] is None]
-    named = ", ".join(map(str, others[:SHOWN])) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
+    named = ", ".join(map(str, others[:MAX_SHOWN])) + (
+        f" and {len(others) - MAX_SHOWN} more" if len(others) > MAX_SHOWN else ""
+    )
     who = f"process {named}" if len(others) == 1 else f"processes {named}"
     have = "has" if len(others) == 1 else "have"
     return f"{who} {have} none, unlike most" if lacking == others else f"{who} {have} another one than most"

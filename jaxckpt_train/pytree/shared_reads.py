@@ -50,7 +50,7 @@ from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.reader import ReadBox, ReadProgress
 
-SHOWN = 5
+MAX_SHOWN = 5
 _DIFFERS = b"differs"
 LEAST_WINDOW_BYTES = 16 * LEAST_ROW_BYTES
 LEAST_NEED_BYTES = 16 << 10
@@ -253,8 +253,8 @@ def _raise_differences(values: Sequence[bytes]) -> bytes:
             lines.append(
                 f"leaf {name!r}: {_describe_difference(others[0], found[others[0]].get(name), found[0].get(name))}"
             )
-    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    raise OtherProcessError(f"the processes of this job do not load the same: {'; '.join(lines[:SHOWN])}{more}")
+    more = f"; and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
+    raise OtherProcessError(f"the processes of this job do not load the same: {'; '.join(lines[:MAX_SHOWN])}{more}")
 
 
 def _describe_difference(process: int, its: str | None, first: str | None) -> str:

@@ -27,9 +27,9 @@ from jaxckpt_train.checkpointables.saving import (
     SaveTimes,
     StagedPart,
     begin_save,
-    movement_of,
+    make_tracker,
     stage_all,
-    undone_on_error,
+    undo_on_error,
     wait_until_taken,
     write_parts,
 )
@@ -283,7 +283,7 @@ class SaveSlot:
             return None
         if self._if_busy == "skip" and not force:
             self._look_at(pending)
-            if pending.movement.waited_s >= self._stall_timeout_s:
+            if pending.tracker.waited_s >= self._stall_timeout_s:
                 return self._skipped(step, force, pending.stall_error())
             why = f"skipped: {pending.subject} is still in progress, and if_busy is 'skip'"
             _log.info("step %d: %s", step, why)
@@ -306,7 +306,7 @@ class SaveSlot:
         """
         now, (seen, at) = time.monotonic(), self._skipped_for
         if seen is pending:
-            pending.movement.waited(now - max(at, pending.movement.moved_at), at_most=self._stall_timeout_s / 2)
+            pending.tracker.waited(now - max(at, pending.tracker.moved_at), at_most=self._stall_timeout_s / 2)
         self._skipped_for = (pending, now)
 
     def patience_s(self, force: bool) -> float:
@@ -455,10 +455,10 @@ class StepSave:
     def _take(self, request: SaveRequest, checkpointables: Mapping[str, Any]) -> None:
         if self._job_save is None:
             self._parts: Sequence[StagedPart] = stage_all(checkpointables, self._times, self._settings)
-            self._movement = movement_of(self._parts)
+            self._movement = make_tracker(self._parts)
         else:
             self._job_save.stage(checkpointables)
-            self._parts, self._movement = self._job_save.parts, self._job_save.movement
+            self._parts, self._movement = self._job_save.parts, self._job_save.tracker
         if isinstance(request.metrics, Mapping):
             self._times.device_wait_s += device_wait_s(some_arrays([*request.metrics.values()]))
         self.metrics = plain_metrics(request.metrics)
@@ -522,7 +522,7 @@ class StepSave:
             raise
 
     def _lead(self) -> CheckpointMetadata:
-        with undone_on_error(None, self._parts):
+        with undo_on_error(None, self._parts):
             if self._drift is not None:
                 self._drift.look(self._step, self._parts)
             if self._job_save is None:
@@ -565,7 +565,7 @@ class StepSave:
         self._is_owner = True  # without ownership nothing is written, not even to the history
 
     def _begun(self) -> Transaction:
-        with undone_on_error(None, self._parts):
+        with undo_on_error(None, self._parts):
             if self._job_save is not None:
                 self._check_owner()
             self._run.remove_left_attempts()

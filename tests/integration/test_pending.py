@@ -84,7 +84,7 @@ def test_seen_failure_is_not_reported_again(seen: str, tmp_path: Path, run_pytho
 
 
 INTERRUPTED = """
-from jaxckpt_train import unfinished
+from jaxckpt_train import pending
 release, caught = threading.Event(), threading.Event()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background of a shell, it would be ignored
 
@@ -99,7 +99,7 @@ try:
     jct.save_checkpointables_async(path, {"t": Slow({"a": 1}), "large": large}).wait()
 except KeyboardInterrupt:
     caught.set()
-    print("interrupted", len(unfinished.under_way), "under way")
+    print("interrupted", len(pending.under_way), "under way")
 atexit.register(release.set)  # runs before the save is waited for
 """
 

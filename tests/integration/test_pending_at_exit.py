@@ -18,19 +18,21 @@ import atexit, ctypes, os, signal, sys, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background of a shell, it would be ignored
 atexit.register(lambda: print("last", flush=True))
 {after_ours}
-from jaxckpt_train import pending, unfinished
+from jaxckpt_train import pending
 at_end, never = threading.Event(), threading.Event()
 
 def send():
     at_end.wait()
-    while not unfinished.given_up:  # again, since one may come before the wait has begun
+    while not pending.given_up:  # again, since one may come before the wait has begun
         os.kill(os.getpid(), {signal})
         never.wait(5)
     never.wait()
 
 {save}
 """
-STUCK = "pending.start_save('x', send, movement=pending.Movement(at_end.set))"  # which is asked once it is waited for
+STUCK = (
+    "pending.start_save('x', send, tracker=pending.ProgressTracker(at_end.set))"
+)
 FREEING = """
 save = pending.start_save('x', lambda: None)
 pending.call_after(save, send)
@@ -367,11 +369,11 @@ def test_a_save_that_was_given_up_is_no_success_unless_it_commits(
 CHAINED = """
 import sys, threading
 from pathlib import Path
-from jaxckpt_train import unfinished
+from jaxckpt_train import pending
 from jaxckpt_train.pending import start_save
 never = threading.Event()
 def work():
-    while not unfinished.is_over():  # the end of the process waits for this one
+    while not pending.is_over():  # the end of the process waits for this one
         never.wait(0.01)
 def begin_another(_):
     start_save("y", lambda: {work})

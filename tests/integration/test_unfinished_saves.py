@@ -51,7 +51,7 @@ def test_what_was_given_up_and_commits_all_the_same_is_no_failure(work: str, cod
 # Whatever runs in Python code while the threads are looked at may give way to another thread, which begins a save.
 BEGUN_MEANWHILE = """
 import sys
-from jaxckpt_train import unfinished
+from jaxckpt_train import pending
 from jaxckpt_train.pending import start_save
 threads = []
 

@@ -163,7 +163,7 @@ def test_run_is_released_despite_stuck_save(tmp_path: Path, monkeypatch: pytest.
         pending = ckpt.manager._save_slot.pending
         assert pending is not None
         assert backend.reached.wait(60)
-        monkeypatch.setattr(pending.movement, "waited_s", 600.0)
+        monkeypatch.setattr(pending.tracker, "waited_s", 600.0)
     backend.go.set()
     pending.wait(60)
     check_next_owner(tmp_path, 1)

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train import pending
 from jaxckpt_train import pending as pending_module
-from jaxckpt_train import pending as unfinished
 from jaxckpt_train.pending import PendingSave, start_save
 from jaxckpt_train.run import saving as step_save
 from jaxckpt_train.run.saving import StepSave
 from tests.support.interrupts import interrupt_at
 
 
-def under_way() -> set[unfinished.Save]:
-    return unfinished.under_way
+def under_way() -> set[pending.Save]:
+    return pending.under_way
 
 
 class Told:

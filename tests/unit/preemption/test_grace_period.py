@@ -236,11 +236,11 @@ def takes_long(seconds: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def test_a_process_that_was_stopped_has_not_waited() -> None:
-    movement = ProgressTracker()
-    movement.waited(3600.0)
-    assert movement.waited_s == POLL_S
-    movement()
-    assert movement.waited_s == 0
+    tracker = ProgressTracker()
+    tracker.waited(3600.0)
+    assert tracker.waited_s == POLL_S
+    tracker()
+    assert tracker.waited_s == 0
     excused = ProgressTracker(lambda: True)
     excused.waited(1.0)
     assert excused.waited_s == 0
