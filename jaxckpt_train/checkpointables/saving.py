@@ -1,6 +1,6 @@
-"""What the processes of a job must save alike: compared as one digest, and one by one to name what differs.
+"""Save checkpointables: stage them on the caller's thread, then write and commit them on another thread.
 
-Saves checkpointables: staged on the caller's thread, written and committed on any other.
+`ContentComparison` checks that the processes of a job save the same content.
 """
 
 from __future__ import annotations
@@ -58,19 +58,18 @@ from jaxckpt_train.store.writer import Progress, WrittenArrays, write_arrays
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
-SHOWN_LEAVES = 5
-MAX_SHOWN = 5
+MAX_SHOWN = 5  # leaves or differences in a message
 
 
 class OwnFiles:
-    """An object's own writing of its files, which may compute for long: `is_writing` meanwhile."""
+    """Lets an object write its own files; `is_writing` is set meanwhile, since this may take long."""
 
     def __init__(self, write_files: Callable[[Path], None]) -> None:
         self._write_files = write_files
         self.is_writing = False
 
     def write(self, folder: Path) -> None:
-        """Have them written."""
+        """Write the files into the folder."""
         self.is_writing = True
         try:
             self._write_files(folder)
@@ -80,10 +79,10 @@ class OwnFiles:
 
 @dataclasses.dataclass(frozen=True)
 class StagedPart:
-    """One checkpointable, safe from whatever its owner does next.
+    """One staged checkpointable, which later changes by its owner do not affect.
 
     Attributes:
-        same: of a value that every process of a job has for itself: equal where one stands for all.
+        same: for a value that each process of a job has: the content that must be equal if one value stands for all.
     """
 
     name: str
@@ -96,24 +95,25 @@ class StagedPart:
 
 @dataclasses.dataclass(frozen=True)
 class StagedValue:
-    """A checkpointable as its handler staged it at an earlier moment: saved in its place, as it was then."""
+    """A checkpointable that its handler staged earlier, to be saved as it was then."""
 
     kind: str
     staged: Staged
 
 
 def take(value: Any) -> StagedValue:
-    """Have the handler of a checkpointable stage it now."""
+    """Let the handler of a checkpointable stage it now."""
     handler = handler_of(value)
     return StagedValue(handler.kind, handler.stage(value))
 
 
 @dataclasses.dataclass
 class SaveTimes:
-    """How long the phases of one save took, in seconds, and how large the files are that this process wrote.
+    """The duration of each phase of a save in seconds, and the number of bytes that this process wrote.
 
-    `snapshot_s` and `stage_s` (other checkpointables than pytrees) blocked the caller; the rest did not. In
-    `device_wait_s` the devices computed updates that JAX had queued: training, which no other phase contains.
+    `snapshot_s` and `stage_s` (checkpointables other than pytrees) blocked the caller; the other phases did not. During
+    `device_wait_s` the devices computed updates that JAX had queued. This is training time, and no other phase includes
+    it.
     """
 
     device_wait_s: float = 0.0
@@ -127,17 +127,22 @@ class SaveTimes:
 def stage_all(
     checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings, shares: JobPartition | None = None
 ) -> list[StagedPart]:
-    """Take all checkpointables as they are now; `wait_until_taken` says when all of it is safe.
+    """Stage all checkpointables as they are now. `wait_until_taken` waits until all of them are safe.
 
-    `shares`: in a job of many processes, which parts of the arrays are this one's.
+    Args:
+        checkpointables: the values by name.
+        times: records the durations.
+        settings: how they are saved.
+        shares: in a multi-process job, which parts of the arrays this process saves.
 
     Raises:
-        SettingsError: no mapping, a name that cannot name a directory, or a digest whose package is not installed.
-        UnsupportedLeafError: something cannot be stored.
+        SettingsError: `checkpointables` is not a mapping or is empty, a name cannot be the name of a directory, or the
+            package of the digest is not installed.
+        UnsupportedLeafError: a value cannot be stored.
     """
-    digest_function(settings.digest)  # told now, and not in the background
+    digest_function(settings.digest)  # raise here, and not in the background, if its package is missing
     if not named("checkpointables", checkpointables):
-        raise SettingsError('checkpointables: expected what to save by name, as {"state": state}, found nothing')
+        raise SettingsError('checkpointables: expected values by name, such as {"state": state}, found none')
     parts, ahead = [], TransferBudget(settings.staging_bytes)
     for name, value in checkpointables.items():
         if not isinstance(name, str) or not is_plain_name(name):
@@ -154,9 +159,9 @@ def _stage(
     name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahead: TransferBudget, shares: JobPartition | None
 ) -> StagedPart:
     started = time.perf_counter()
-    taken_before = value if isinstance(value, StagedValue) else take(value)
-    kind, staged = taken_before.kind, taken_before.staged
-    if staged.tree is not value:  # which was looked at for its handler
+    staged_value = value if isinstance(value, StagedValue) else take(value)
+    kind, staged = staged_value.kind, staged_value.staged
+    if staged.tree is not value:  # the search for a handler has already checked `value`
         refuse_too_deep("the tree", staged.tree)
     is_value = staged.tree is NOTHING and staged.write_files is None
     encoded = encode_value(staged.value) if is_value else None
@@ -183,23 +188,25 @@ def wait_until_taken(
     patience_s: float = LAST_PATIENCE_S,
     until: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Wait until the caller may do anything with what it saved, which `pending` writes meanwhile.
+    """Wait until the caller may change the values that `pending` saves.
 
     Raises:
-        CheckpointTimeoutError: not in time, it got no further for `patience_s` seconds, or `until` became true. It will
-            fail then.
+        CheckpointTimeoutError: the time limit was exceeded, the save made no progress for `patience_s` seconds, or
+            `until` returned true. The save then fails.
     """
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
     for part in parts:
         if part.snapshot is not None:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
-            why_not = pending.wait_for(part.snapshot.is_taken, left_s, patience_s, until)
-            if why_not is not None and _give_up(parts):
-                raise CheckpointTimeoutError(f"saving {pending.subject}: {why_not}; given up, its state was not taken")
+            reason = pending.wait_for(part.snapshot.is_taken, left_s, patience_s, until)
+            if reason is not None and _give_up(parts):
+                raise CheckpointTimeoutError(
+                    f"saving {pending.subject}: {reason}; abandoned before its state was copied"
+                )
 
 
 def _give_up(parts: Sequence[StagedPart]) -> bool:
-    """See to it that the save fails, and lets go of the state; False if all of that was taken after all."""
+    """Make the save fail and release the state; return False if the whole state was copied after all."""
     transfers = [part.snapshot.transfers for part in parts if part.snapshot is not None]
     is_given_up = any(each.give_up() for each in transfers if each is not None)
     if is_given_up:
@@ -208,9 +215,9 @@ def _give_up(parts: Sequence[StagedPart]) -> bool:
 
 
 def make_tracker(parts: Sequence[StagedPart]) -> ProgressTracker:
-    """For the save of these, which may wait for what is still being computed, or is written by its owner's own code.
+    """Return a progress tracker that excuses waits for computations and for objects that write their own files.
 
-    It holds nothing of them.
+    It holds no reference to the staged values.
     """
     snapshots = [part.snapshot for part in parts if part.snapshot is not None]
     transfers = [weakref.ref(each.transfers) for each in snapshots if each.transfers is not None]
@@ -240,7 +247,7 @@ def write_parts(
     replace: bool,
     progress: Progress,
 ) -> Committed:
-    """Write all parts of an attempt and commit it. On any error the attempt is removed and the error raised."""
+    """Write all parts of an attempt and commit it. If this fails, remove the attempt and raise the error."""
     with undo_on_error(transaction, parts):
         wait_for_devices(parts, times)
         check_finite(transaction.final, parts, settings)
@@ -259,26 +266,26 @@ def write_parts(
 
 
 def wait_for_devices(parts: Sequence[StagedPart], times: SaveTimes) -> None:
-    """Wait until the devices have computed what was taken before they had; on the thread that writes."""
+    """Wait until the devices have computed the staged values. This runs on the writing thread."""
     snapshots = [part.snapshot for part in parts if part.snapshot is not None]
     times.device_wait_s += sum(snapshot.wait_for_devices() for snapshot in snapshots)
 
 
 def check_finite(subject: str, parts: Sequence[StagedPart], settings: StoreSettings) -> None:
-    """Warn of nan and inf, or refuse to save them, before a byte is written."""
+    """Warn about nan and inf, or refuse to save them, before a byte is written."""
     guards = [(part.name, part.snapshot.guard) for part in parts if part.snapshot is not None]
     found = [(f"{name}/{leaf}", flaw) for name, guard in guards if guard is not None for leaf, flaw in guard.flaws()]
     if not found:
         return
-    shown = ", ".join(f"{leaf!r} ({flaw})" for leaf, flaw in found[:SHOWN_LEAVES])
-    more = f" and {len(found) - SHOWN_LEAVES} more" if len(found) > SHOWN_LEAVES else ""
-    told = f"{subject}: {len(found)} {'leaf holds' if len(found) == 1 else 'leaves hold'} nan or inf: {shown}{more}"
+    shown = ", ".join(f"{leaf!r} ({flaw})" for leaf, flaw in found[:MAX_SHOWN])
+    more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
+    problem = f"{subject}: {len(found)} {'leaf holds' if len(found) == 1 else 'leaves hold'} nan or inf: {shown}{more}"
     if settings.nonfinite == "warn":
-        _log.warning("%s; saved all the same", told)
+        _log.warning("%s; saved anyway", problem)
         return
     raise NonFiniteError(
-        f'{told}. It is not saved, since nonfinite is "reject"; what was saved before stays. Look for the first step '
-        "that has them, such as with jax.config.update('jax_debug_nans', True)",
+        f'{problem}. The state is not saved, because nonfinite is "reject"; earlier checkpoints are unchanged. Find '
+        "the first step with these values, for example with jax.config.update('jax_debug_nans', True)",
         tuple(leaf for leaf, _ in found),
     )
 
@@ -291,14 +298,23 @@ def begin_save(
     tracker: ProgressTracker,
     on_start: Callable[[PendingSave[T] | None], None] = lambda pending: None,
 ) -> PendingSave[T]:
-    """Start the save of an attempt (None: `work` begins it); if it does not begin, the attempt is removed."""
+    """Start the save of an attempt, and remove the attempt if the save cannot start.
+
+    Args:
+        subject: the name of what is saved, for messages.
+        work: runs the save.
+        transaction: the attempt. None: `work` begins it.
+        parts: the staged checkpointables.
+        tracker: measures the progress.
+        on_start: as for `start_save`.
+    """
     undo = functools.partial(_undo, transaction, parts)
     return start_save(subject, work, tracker=tracker, on_start=on_start, undo=undo)
 
 
 @contextlib.contextmanager
 def undo_on_error(transaction: Transaction | None, parts: Sequence[StagedPart]) -> Iterator[None]:
-    """Whatever fails within: let go of the state, and remove the attempt if there is one."""
+    """Release the state and remove the attempt, if there is one, after an error within the context."""
     try:
         yield
     except BaseException as error:
@@ -313,7 +329,7 @@ def _undo(transaction: Transaction | None, parts: Sequence[StagedPart], error: B
 
 
 def close_parts(parts: Sequence[StagedPart]) -> None:
-    """Let go of the state."""
+    """Release the state."""
     for part in parts:
         if part.snapshot is not None:
             part.snapshot.close()
@@ -360,28 +376,28 @@ def _write_part(
 
 
 def value_file(name: str, process: int = 0) -> str:
-    """The file of a checkpointable that is a value, of one process; the first one's may stand for all."""
+    """Return the file name for the value of one process. The file of process 0 may stand for all processes."""
     return f"{name}/p{process:05d}.json"
 
 
 class ContentComparison:
-    """Of one process.
+    """Digests of the content that one process saves, for a comparison with the other processes.
 
     Args:
-        digest_name: of the checkpoint.
+        digest_name: the digest of the checkpoint.
     """
 
     def __init__(self, digest_name: str) -> None:
         self._digest = digest_function(digest_name)
         self._parts: list[StagedPart] = []
-        self._local: dict[str, str] = {}  # by the label of a leaf that each process has for itself
+        self._local: dict[str, str] = {}  # digests of the leaves that each process has for itself
 
     def add_part(self, part: StagedPart) -> None:
-        """What is the same of every kind of checkpointable."""
+        """Add a checkpointable."""
         self._parts.append(part)
 
     def add_local(self, part: StagedPart, written: WrittenArrays) -> None:
-        """The arrays that each process has for itself, of which `written` are those of this one."""
+        """Add the arrays of a part that each process has for itself; `written` are this process's arrays."""
         assert part.snapshot is not None
         for number in part.snapshot.local:
             array, other = written.arrays[number], part.snapshot.compared.get(number)
@@ -397,22 +413,22 @@ class ContentComparison:
         return block_digests(flat, BLOCK_BYTES, self._digest)
 
     def of_own_values(self, parts: Sequence[StagedPart]) -> dict[str, str]:
-        """What tells whether the values that each process has for itself are equal, by checkpointable."""
+        """Return the digests of the values that each process has for itself, by checkpointable."""
         return {part.name: self._digest(part.same) for part in parts if part.same is not None}
 
     def digest(self) -> str:
-        """One of all."""
-        return self._digest(msgspec.msgpack.encode(self._all(one_by_one=False)))
+        """Return one digest of all content."""
+        return self._digest(msgspec.msgpack.encode(self._all(detailed=False)))
 
     def encoded(self) -> bytes:
-        """All one by one, for `refuse_differences`."""
-        return msgspec.msgpack.encode(self._all(one_by_one=True))
+        """Return the digests of all items, for `refuse_differences`."""
+        return msgspec.msgpack.encode(self._all(detailed=True))
 
-    def _all(self, *, one_by_one: bool) -> list[tuple[str, str]]:
-        found = [each for part in self._parts for each in self._of_part(part, one_by_one=one_by_one)]
+    def _all(self, *, detailed: bool) -> list[tuple[str, str]]:
+        found = [each for part in self._parts for each in self._of_part(part, detailed=detailed)]
         return found + [(f"leaf {name!r}: its values", digest) for name, digest in self._local.items()]
 
-    def _of_part(self, part: StagedPart, *, one_by_one: bool) -> Iterator[tuple[str, str]]:
+    def _of_part(self, part: StagedPart, *, detailed: bool) -> Iterator[tuple[str, str]]:
         label = f"checkpointable {part.name!r}"
         yield f"{label}: its kind", part.kind
         if part.value is not None and part.same is None:
@@ -425,7 +441,7 @@ class ContentComparison:
             for number, array in enumerate(part.snapshot.arrays)
         }
         record = part.snapshot.record
-        if not one_by_one:
+        if not detailed:
             yield label, self._digest(msgspec.msgpack.encode((record.containers, record.leaves, forms)))
             return
         yield f"{label}: its structure", self._digest(msgspec.msgpack.encode(record.containers))
@@ -434,7 +450,7 @@ class ContentComparison:
 
 
 def refuse_differences(values: Sequence[bytes]) -> bytes:
-    """In process 0: say what differs.
+    """Raise an error that names the differences, in the primary process.
 
     Raises:
         MismatchError: always.
@@ -444,16 +460,16 @@ def refuse_differences(values: Sequence[bytes]) -> bytes:
     for label in {label: None for each in found for label in each}:
         digests = [each.get(label) for each in found]
         if len(set(digests)) > 1:
-            lines.append(f"{label}: {_told(digests)}")
-    shown = "; ".join(lines[:MAX_SHOWN]) or "something that is not the same at every look"
+            lines.append(f"{label}: {_describe_difference(digests)}")
+    shown = "; ".join(lines[:MAX_SHOWN]) or "a value that changes between two reads"
     more = f"; and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
     raise MismatchError(
-        f"the processes of this job do not save the same: {shown}{more}. What every process has for itself must be "
-        "equal in all of them; make one array of it that spans the devices of all"
+        f"the processes of this job do not save the same values: {shown}{more}. A value that each process has for "
+        "itself must be equal in all of them; otherwise make one array of it that spans the devices of all processes"
     )
 
 
-def _told(digests: Sequence[str | None]) -> str:
+def _describe_difference(digests: Sequence[str | None]) -> str:
     most = Counter(digests).most_common(1)[0][0]
     others = [number for number, digest in enumerate(digests) if digest != most]
     lacking = [number for number in others if digests[number] is None]
@@ -462,4 +478,4 @@ def _told(digests: Sequence[str | None]) -> str:
     )
     who = f"process {named}" if len(others) == 1 else f"processes {named}"
     have = "has" if len(others) == 1 else "have"
-    return f"{who} {have} none, unlike most" if lacking == others else f"{who} {have} another one than most"
+    return f"{who} {have} none, unlike most" if lacking == others else f"{who} {have} another value than most"

@@ -30,9 +30,7 @@ def send():
 
 {save}
 """
-STUCK = (
-    "pending.start_save('x', send, tracker=pending.ProgressTracker(at_end.set))"
-)
+STUCK = "pending.start_save('x', send, tracker=pending.ProgressTracker(at_end.set))"
 FREEING = """
 save = pending.start_save('x', lambda: None)
 pending.call_after(save, send)
