@@ -71,11 +71,13 @@ lint: $(STAMP)  ## check style, imports, formatting, and banned words
 	@$(MAKE) --no-print-directory language
 
 # Files and folders without banned words. The list grows as more of them are cleaned.
-LANGUAGE_PATHS := README.md CHANGELOG.md examples CITATION.cff CONTRIBUTING.md SECURITY.md .ci .github .pre-commit-config.yaml pyproject.toml configs tools \
-	docs mkdocs.yml Makefile benchmarks tests/unit/benchmarks/test_goodput.py \
-	jaxckpt_train/callback.py jaxckpt_train/config.py jaxckpt_train/distributed jaxckpt_train/loop.py jaxckpt_train/store \
-	tests/unit/test_check_language.py tests/integration/docs/test_api_reference.py tests/integration/docs/test_repository_files.py \
-	tests/integration/examples tests/integration/testing tests/nightly/integrations tests/unit/store tests/integration/store tests/nightly/store
+LANGUAGE_PATHS := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md Makefile mkdocs.yml pyproject.toml \
+	.ci .github .pre-commit-config.yaml benchmarks configs docs examples tools \
+	$(addprefix jaxckpt_train/,callback.py checkpoint.py config.py distributed errors.py formats loop.py manager.py metrics \
+		pending.py policies pytree settings.py store transforms _validation.py) \
+	$(addprefix tests/,unit/test_check_language.py unit/store integration/examples integration/pytree integration/store \
+		integration/testing integration/docs/test_api_reference.py integration/docs/test_repository_files.py \
+		unit/benchmarks/test_goodput.py nightly/checkpointables nightly/examples nightly/integrations nightly/store nightly/testing)
 .PHONY: language
 language: $(STAMP)  ## look for banned words
 	$(BIN)/python tools/check_language.py $(LANGUAGE_PATHS)
