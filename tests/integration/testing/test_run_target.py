@@ -32,9 +32,9 @@ RUN = """
 import json, sys
 import msgspec
 from pathlib import Path
-from jaxckpt_train.testing import run_target
-target = msgspec.json.decode(sys.argv[1], type=run_target.Target)
-run_target.run(target, Path(sys.argv[2]))
+from jaxckpt_train.testing import processes
+target = msgspec.json.decode(sys.argv[1], type=processes.Target)
+processes.run(target, Path(sys.argv[2]))
 """
 
 
@@ -71,8 +71,8 @@ def test_module_is_found_by_its_file(name: str, run_python: Any, tmp_path: Path)
 def test_script_gets_arguments_and_imports_neighbours(
     run_python: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "neighbour.py").write_text("import json, sys\ndef show(name): print(json.dumps([name, sys.argv[1:]]))\n")
-    (tmp_path / "script.py").write_text("import neighbour\nbeside.show(__name__)\n")
+    (tmp_path / "helper.py").write_text("import json, sys\ndef show(name): print(json.dumps([name, sys.argv[1:]]))\n")
+    (tmp_path / "script.py").write_text("import helper\nhelper.show(__name__)\n")
     monkeypatch.chdir(tmp_path)
     for command in (["script.py"], [sys.executable, "script.py"], ["python", "script.py"], ["-m", "script"]):
         target = target_of([*command, "--to={directory}/a", "b"])
