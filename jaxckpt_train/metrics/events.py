@@ -158,7 +158,7 @@ class Feed:
                 _log.error(text, self._name, exc_info=error)
 
     def _log_dropped(self, dropped: int) -> None:
-        _log.warning("%s is slower than events come: the oldest %d were dropped", self._name, dropped)
+        _log.warning("%s cannot keep up with the events: the oldest %d were dropped", self._name, dropped)
 
 
 class Feeds:

@@ -22,140 +22,6 @@ PRIOR_FAILURES, PRIOR_OBSERVED_S = 0.5, 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class SaveCosts:
-    """The measured costs of saves, in seconds. None: unknown so far.
-
-    Attributes:
-        step_s: the duration of an update while no save is running.
-        cost_s: what the loop loses by one save: the time that it is blocked, and the slowdown of the updates during the
-            save. It changes only if a measurement differs by a tenth.
-        blocked_s: the part of it in which the loop is blocked.
-        duration_s: the time from the start of a save to its commit; the longest of the last few.
-        usual_s: the same, the median of the last few.
-        is_measuring: whether a save is running, or the update after it, so that its cost is not known yet.
-        is_unseen: whether updates have to be timed before the next save: none ran between the last saves, so the cost
-            of these is uncertain.
-        spent_s: the cost of all saves of this process so far.
-        trained_s: the time since this process started to train, without the cost of saves.
-        ahead_s: the work that the devices had queued at the last save, if the loop does not wait for them; else 0.0.
-    """
-
-    step_s: float | None = None
-    cost_s: float | None = None
-    blocked_s: float | None = None
-    duration_s: float | None = None
-    usual_s: float | None = None
-    is_measuring: bool = False
-    is_unseen: bool = False
-    spent_s: float = 0.0
-    trained_s: float = 0.0
-    ahead_s: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Failures:
-    """How often a run has failed without a save, and in which time.
-
-    Attributes:
-        count: the number of processes that were killed, or asked to shut down with too little time for a save.
-        observed_s: the seconds that all processes of the run have lived.
-    """
-
-    count: int = 0
-    observed_s: float = 0.0
-
-    @property
-    def mtbf_s(self) -> float:
-        """The estimated mean time between failures, in seconds.
-
-        The estimate is the mean of a Gamma prior of the failure rate, updated by the observations. The prior is half a
-        failure in one minute. So a run without failures expects one after twice the time that it has lived, and a run
-        with failures expects about what it has observed.
-        """
-        return (PRIOR_OBSERVED_S + self.observed_s) / (PRIOR_FAILURES + self.count)
-
-
-def whole_number(subject: str, value: object, least: int) -> int:
-    """Return `value` as an int of at least `least`. Integers of NumPy and JAX are accepted, bool and 500.0 are not."""
-    found: int = whole(least)(subject, value)
-    return found
-
-
-def positive_seconds(subject: str, value: object) -> float:
-    """Return `value` as a finite number of seconds above 0; an int stays an int."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
-        return value
-    raise SettingsError(f"{subject}: expected a finite number of seconds above 0, found {value!r}")
-
-
-def metric_name(subject: str, value: object) -> str:
-    """Return `value` as the name of a metric: text that is not empty."""
-    if isinstance(value, str) and value:
-        return value
-    raise SettingsError(f'{subject}: expected the name of a metric, such as "loss", found {value!r}')
-
-
-def step_collection(subject: str, value: object) -> Collection[int]:
-    """Return `value` as steps with a fast `in`: a range unchanged, anything else as a frozenset."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise SettingsError(f"{subject}: expected a collection of steps, such as [100, 1000], found {value!r}")
-    if isinstance(value, range):
-        if value and min(value[0], value[-1]) < 0:
-            raise SettingsError(f"{subject}: expected steps of at least 0, found {value!r}")
-        return value
-    return frozenset(whole_number(f"{subject}: a step", step, 0) for step in value)
-
-
-def require_policy(subject: str, policy: Any, method: str) -> None:
-    """Raise SettingsError unless `policy` is an object (not a class) with the method `method`.
-
-    Args:
-        subject: names the argument in the message: "StepManager.save_decision_policy".
-        policy: the value to check.
-        method: "should_save" or "should_preserve".
-    """
-    if isinstance(policy, type):
-        raise SettingsError(
-            f"{subject}: expected an object with {method}(...), found the class {policy.__name__}; "
-            f"write {policy.__name__}(...)"
-        )
-    if callable(getattr(policy, method, None)):
-        return
-    found = repr(policy)
-    if callable(getattr(policy, "should_save", None)):
-        found += ", which is a save policy"
-    elif callable(getattr(policy, "should_preserve", None)):
-        found += ", which is a preservation policy"
-    raise SettingsError(f"{subject}: expected an object with {method}(...), found {found}")
-
-
-def child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
-    """Return `value` as a tuple of at least one policy, each with the method `method`."""
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        refuse(subject, f"a sequence of policies with {method}(...)", value)
-    children = tuple(value)
-    if not children:
-        raise SettingsError(f"{subject}: expected at least one policy, found none")
-    for position, child in enumerate(children):
-        require_policy(f"{subject}[{position}]", child, method)
-    return children
-
-
-def steps_text(steps: Collection[int]) -> str:
-    """Format steps for a repr, in order, so that equal policies have equal text."""
-    return repr(steps) if isinstance(steps, range) else repr(sorted(steps))
-
-
-def _utc(subject: str, time: datetime) -> datetime:
-    """Return `time` in UTC: differences of times in a zone with daylight saving can be wrong by an hour."""
-    if isinstance(time, datetime) and time.tzinfo is not None:
-        return time.astimezone(UTC)
-    raise SettingsError(f"{subject}: expected a datetime with a time zone (datetime.now(UTC)), found {time!r}")
-
-
-@dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
     """What a policy knows about one checkpoint, or about the step being decided.
 
@@ -431,6 +297,60 @@ def steps_to_delete(
     return {info.step for info in ordered} - kept
 
 
+@dataclasses.dataclass(frozen=True)
+class SaveCosts:
+    """The measured costs of saves, in seconds. None: unknown so far.
+
+    Attributes:
+        step_s: the duration of an update while no save is running.
+        cost_s: what the loop loses by one save: the time that it is blocked, and the slowdown of the updates during the
+            save. It changes only if a measurement differs by a tenth.
+        blocked_s: the part of it in which the loop is blocked.
+        duration_s: the time from the start of a save to its commit; the longest of the last few.
+        usual_s: the same, the median of the last few.
+        is_measuring: whether a save is running, or the update after it, so that its cost is not known yet.
+        is_unseen: whether updates have to be timed before the next save: none ran between the last saves, so the cost
+            of these is uncertain.
+        spent_s: the cost of all saves of this process so far.
+        trained_s: the time since this process started to train, without the cost of saves.
+        ahead_s: the work that the devices had queued at the last save, if the loop does not wait for them; else 0.0.
+    """
+
+    step_s: float | None = None
+    cost_s: float | None = None
+    blocked_s: float | None = None
+    duration_s: float | None = None
+    usual_s: float | None = None
+    is_measuring: bool = False
+    is_unseen: bool = False
+    spent_s: float = 0.0
+    trained_s: float = 0.0
+    ahead_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Failures:
+    """How often a run has failed without a save, and in which time.
+
+    Attributes:
+        count: the number of processes that were killed, or asked to shut down with too little time for a save.
+        observed_s: the seconds that all processes of the run have lived.
+    """
+
+    count: int = 0
+    observed_s: float = 0.0
+
+    @property
+    def mtbf_s(self) -> float:
+        """The estimated mean time between failures, in seconds.
+
+        The estimate is the mean of a Gamma prior of the failure rate, updated by the observations. The prior is half a
+        failure in one minute. So a run without failures expects one after twice the time that it has lived, and a run
+        with failures expects about what it has observed.
+        """
+        return (PRIOR_OBSERVED_S + self.observed_s) / (PRIOR_FAILURES + self.count)
+
+
 def _number(value: Any) -> float:
     """Return `value` as a float; text is an error even if it spells a number."""
     if isinstance(value, (str, bytes)):
@@ -486,3 +406,83 @@ def rank_checkpoints(checkpoints: Sequence[CheckpointInfo], metric: str, mode: M
             ranked.append((value if mode == "min" else -value, -info.step, info))
     ranked.sort(key=lambda entry: entry[:2])
     return [info for _, _, info in ranked]
+
+
+def whole_number(subject: str, value: object, least: int) -> int:
+    """Return `value` as an int of at least `least`. Integers of NumPy and JAX are accepted, bool and 500.0 are not."""
+    found: int = whole(least)(subject, value)
+    return found
+
+
+def positive_seconds(subject: str, value: object) -> float:
+    """Return `value` as a finite number of seconds above 0; an int stays an int."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+        return value
+    raise SettingsError(f"{subject}: expected a finite number of seconds above 0, found {value!r}")
+
+
+def metric_name(subject: str, value: object) -> str:
+    """Return `value` as the name of a metric: text that is not empty."""
+    if isinstance(value, str) and value:
+        return value
+    raise SettingsError(f'{subject}: expected the name of a metric, such as "loss", found {value!r}')
+
+
+def step_collection(subject: str, value: object) -> Collection[int]:
+    """Return `value` as steps with a fast `in`: a range unchanged, anything else as a frozenset."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise SettingsError(f"{subject}: expected a collection of steps, such as [100, 1000], found {value!r}")
+    if isinstance(value, range):
+        if value and min(value[0], value[-1]) < 0:
+            raise SettingsError(f"{subject}: expected steps of at least 0, found {value!r}")
+        return value
+    return frozenset(whole_number(f"{subject}: a step", step, 0) for step in value)
+
+
+def require_policy(subject: str, policy: Any, method: str) -> None:
+    """Raise SettingsError unless `policy` is an object (not a class) with the method `method`.
+
+    Args:
+        subject: names the argument in the message: "StepManager.save_decision_policy".
+        policy: the value to check.
+        method: "should_save" or "should_preserve".
+    """
+    if isinstance(policy, type):
+        raise SettingsError(
+            f"{subject}: expected an object with {method}(...), found the class {policy.__name__}; "
+            f"write {policy.__name__}(...)"
+        )
+    if callable(getattr(policy, method, None)):
+        return
+    found = repr(policy)
+    if callable(getattr(policy, "should_save", None)):
+        found += ", which is a save policy"
+    elif callable(getattr(policy, "should_preserve", None)):
+        found += ", which is a preservation policy"
+    raise SettingsError(f"{subject}: expected an object with {method}(...), found {found}")
+
+
+def child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
+    """Return `value` as a tuple of at least one policy, each with the method `method`."""
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        refuse(subject, f"a sequence of policies with {method}(...)", value)
+    children = tuple(value)
+    if not children:
+        raise SettingsError(f"{subject}: expected at least one policy, found none")
+    for position, child in enumerate(children):
+        require_policy(f"{subject}[{position}]", child, method)
+    return children
+
+
+def steps_text(steps: Collection[int]) -> str:
+    """Format steps for a repr, in order, so that equal policies have equal text."""
+    return repr(steps) if isinstance(steps, range) else repr(sorted(steps))
+
+
+def _utc(subject: str, time: datetime) -> datetime:
+    """Return `time` in UTC: differences of times in a zone with daylight saving can be wrong by an hour."""
+    if isinstance(time, datetime) and time.tzinfo is not None:
+        return time.astimezone(UTC)
+    raise SettingsError(f"{subject}: expected a datetime with a time zone (datetime.now(UTC)), found {time!r}")

@@ -115,7 +115,6 @@ def leave_early_s(save_s: float | None, step_s: float | None, limit_s: float) ->
         limit_s: the time limit. At least half of it remains for training, so that every job makes progress.
     """
     # A save may be running, and another one starts after an update.
-    # One save may be under way, and one is begun after an update.
     early_s = UNKNOWN_S if save_s is None else ENDING_S + MARGIN * 2 * save_s + 2 * (step_s or 0.0)
     return min(early_s, limit_s / 2)
 

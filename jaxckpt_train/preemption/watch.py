@@ -29,7 +29,7 @@ from jaxckpt_train.distributed.jax_service import PreemptionService
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.preemption.sources import NoticeSource, WatchedSources, notify_sources
-from jaxckpt_train.run.job import leave_order
+from jaxckpt_train.run.job import leave_channel
 from jaxckpt_train.store.backends.local import file_exists
 
 IGNORED_S = 30.0
@@ -232,26 +232,26 @@ class ByExchange:
     """The agreement by an exchange about once a second, for jobs in which JAX's service is disabled.
 
     Args:
-        everyone: the processes.
+        coordinator: the processes.
         timeout_s: seconds without a sign of life after which a process is considered lost.
         monotonic: the time in seconds.
     """
 
-    reason = "another process of this job, which was asked to"
+    reason = "another process of this job"
 
-    def __init__(self, everyone: Coordinator, timeout_s: float, monotonic: Callable[[], float]) -> None:
-        self._everyone, self._timeout_s = everyone, timeout_s
-        self._poll_schedule = PollSchedule(everyone.processes, monotonic)
-        self._order: Coordinator | None = None  # opened by the first call, which all processes make
+    def __init__(self, coordinator: Coordinator, timeout_s: float, monotonic: Callable[[], float]) -> None:
+        self._coordinator, self._timeout_s = coordinator, timeout_s
+        self._poll_schedule = PollSchedule(coordinator.processes, monotonic)
+        self._channel: Coordinator | None = None  # opened by the first call, which all processes make
         self._is_agreed = False
 
     def is_agreed(self, noticed: bool) -> bool:
         """Whether any process has noticed a request, as of the last exchange."""
         if not self._is_agreed and self._poll_schedule.is_due():
-            self._order = self._order or self._everyone.within("preemption", self._timeout_s)
+            self._channel = self._channel or self._coordinator.within("preemption", self._timeout_s)
             said = msgspec.msgpack.decode(
-                self._order.exchange(
-                    "looking whether to leave",
+                self._channel.exchange(
+                    "checking for a shutdown request",
                     lambda: b"!" if noticed else b"",
                     lambda values: msgspec.msgpack.encode(_Exchanged(any(values), self._poll_schedule.next())),
                 ),
@@ -267,9 +267,9 @@ class ByExchange:
 
     def leave(self) -> None:
         """Leave the exchange."""
-        order, self._order = self._order, None
-        if order is not None:
-            leave_order(order)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            leave_channel(channel)
 
 
 def _hold_signals() -> None:

@@ -1,7 +1,7 @@
 """Goodput: the share of a run's time that went into updates that count, over all its processes.
 
 `attempts_of` reads from the history when each process lived, how far it trained, and how it ended. `goodput` rates
-these attempts, `print_goodput` prints them, and `RunStatistics` summarises them for the next process of the run.
+these attempts, `RunStatistics` summarises them for the next process of the run, and `print_goodput` prints them.
 """
 
 from __future__ import annotations
@@ -348,6 +348,35 @@ def _rated(attempt: Attempt, useful: int) -> AttemptGoodput:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class RunStatistics:
+    """What the history of earlier processes gives a new one.
+
+    Attributes:
+        failures: how often the run has failed, and in which time.
+        cost_s: the measured cost of a save for the loop; None: unknown.
+        duration_s: the longest of the last saves, from start to commit; None: unknown.
+        was_resumed: whether a loop has ever had its state.
+    """
+
+    failures: Failures = dataclasses.field(default_factory=Failures)
+    cost_s: float | None = None
+    duration_s: float | None = None
+    was_resumed: bool = False
+
+    @classmethod
+    def of(cls, events: Iterable[Mapping[str, Any]], last: int = 6) -> RunStatistics:
+        """Compute the statistics from the events of a run that no process is using."""
+        listed = [*run_events(events)]
+        attempts = [each for each in attempts_of(listed) if each.is_of_the_training]
+        failures = Failures(sum(each.has_lost_work for each in attempts), sum(each.wall_s for each in attempts))
+        saves = [event for event in listed if event.event == "save" and event.ok][-last:]
+        costs = [event.cost_s for event in saves if event.cost_s is not None]
+        took = [max(0.0, event.save_s - event.decide_s - event.wait_s) for event in saves if event.save_s]
+        was_resumed = any(event.event == "resumed" for event in listed)
+        return cls(failures, costs[-1] if costs else None, max(took, default=None), was_resumed)
+
+
 def print_goodput(found: Goodput, file: IO[str] | None = None, width: int | None = None) -> None:
     """Print one line for each process of a run, and the totals. Of many processes, print the first and the last ones.
 
@@ -417,32 +446,3 @@ def _duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m{round(seconds) % 60:02}s"
     return f"{minutes // 60}h{minutes % 60:02}m"
-
-
-@dataclasses.dataclass(frozen=True)
-class RunStatistics:
-    """What the history of earlier processes gives a new one.
-
-    Attributes:
-        failures: how often the run has failed, and in which time.
-        cost_s: the measured cost of a save for the loop; None: unknown.
-        duration_s: the longest of the last saves, from start to commit; None: unknown.
-        was_resumed: whether a loop has ever had its state.
-    """
-
-    failures: Failures = dataclasses.field(default_factory=Failures)
-    cost_s: float | None = None
-    duration_s: float | None = None
-    was_resumed: bool = False
-
-    @classmethod
-    def of(cls, events: Iterable[Mapping[str, Any]], last: int = 6) -> RunStatistics:
-        """Compute the statistics from the events of a run that no process is using."""
-        listed = [*run_events(events)]
-        attempts = [each for each in attempts_of(listed) if each.is_of_the_training]
-        failures = Failures(sum(each.has_lost_work for each in attempts), sum(each.wall_s for each in attempts))
-        saves = [event for event in listed if event.event == "save" and event.ok][-last:]
-        costs = [event.cost_s for event in saves if event.cost_s is not None]
-        took = [max(0.0, event.save_s - event.decide_s - event.wait_s) for event in saves if event.save_s]
-        was_resumed = any(event.event == "resumed" for event in listed)
-        return cls(failures, costs[-1] if costs else None, max(took, default=None), was_resumed)

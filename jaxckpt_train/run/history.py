@@ -93,7 +93,7 @@ class RunEvent(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if not FIRST_YEAR <= self.time.year <= LAST_YEAR:
-            raise ValueError("no time of a run")
+            raise ValueError("the time is out of range")
 
 
 def run_events(events: Iterable[Mapping[str, Any]]) -> Iterator[RunEvent]:
@@ -249,52 +249,6 @@ def _as_unicode(value: Any) -> Any:
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
-def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Convert metrics to Python floats. Waits for devices that still compute them.
-
-    Raises:
-        SettingsError: a name is not valid Unicode text, or a value is not a single number.
-    """
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise SettingsError(f"metrics: expected a mapping of names to numbers, found {shown(metrics)}")
-    plain = {}
-    for name, value in (metrics or {}).items():
-        if not isinstance(name, str):
-            raise SettingsError(f"metrics: expected names as text, found {name!r}")
-        try:
-            name.encode()
-            plain[name] = float(_single(value))
-        except UnicodeEncodeError as error:
-            raise SettingsError(f"metrics: expected names of valid Unicode, found {name!r}; rename it") from error
-        except (TypeError, ValueError, OverflowError) as error:
-            raise SettingsError(f"metric {name!r}: expected a single number, found {shown(value)}") from error
-    return plain
-
-
-def _single(value: Any) -> Any:
-    """Return the scalar value of a metric; text and masked values are errors, even text that spells a number."""
-    if np.ma.is_masked(value):
-        raise TypeError("masked")
-    single = np.asarray(value).item()
-    if isinstance(single, str | bytes):
-        raise TypeError("text")
-    return single
-
-
-def savable_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the metrics; if they are invalid, log a warning and return none, so that the save still happens."""
-    try:
-        return plain_metrics(metrics)
-    except SettingsError as error:
-        _log.warning("saved without metrics: %s", error)
-        return {}
-
-
-def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Convert metrics for JSON: `nan` and `inf` become text, which `metrics_from_json` reads."""
-    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
-
-
 class RunLog:
     """Records one process in the history: its start, its progress and its end.
 
@@ -372,3 +326,49 @@ class RunLog:
         if self._began_at is not None:
             self._began_at = None
             self._history.add("end", self._clock(), how=self.ends_as, step=self.completed)
+
+
+def plain_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Convert metrics to Python floats. Waits for devices that still compute them.
+
+    Raises:
+        SettingsError: a name is not valid Unicode text, or a value is not a single number.
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise SettingsError(f"metrics: expected a mapping of names to numbers, found {shown(metrics)}")
+    plain = {}
+    for name, value in (metrics or {}).items():
+        if not isinstance(name, str):
+            raise SettingsError(f"metrics: expected names as text, found {name!r}")
+        try:
+            name.encode()
+            plain[name] = float(_single(value))
+        except UnicodeEncodeError as error:
+            raise SettingsError(f"metrics: expected names of valid Unicode, found {name!r}; rename it") from error
+        except (TypeError, ValueError, OverflowError) as error:
+            raise SettingsError(f"metric {name!r}: expected a single number, found {shown(value)}") from error
+    return plain
+
+
+def _single(value: Any) -> Any:
+    """Return the scalar value of a metric; text and masked values are errors, even text that spells a number."""
+    if np.ma.is_masked(value):
+        raise TypeError("masked")
+    single = np.asarray(value).item()
+    if isinstance(single, str | bytes):
+        raise TypeError("text")
+    return single
+
+
+def savable_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the metrics; if they are invalid, log a warning and return none, so that the save still happens."""
+    try:
+        return plain_metrics(metrics)
+    except SettingsError as error:
+        _log.warning("saved without metrics: %s", error)
+        return {}
+
+
+def metrics_to_json(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Convert metrics for JSON: `nan` and `inf` become text, which `metrics_from_json` reads."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}

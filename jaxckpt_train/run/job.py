@@ -201,7 +201,7 @@ class JobSync:
     size one.
 
     Args:
-        everyone: the processes of the job.
+        coordinator: the processes of the job.
         timeout_s: seconds without a sign of life after which a process is considered lost.
         run: the directory; the primary owns it, the others read it.
         backend: its storage.
@@ -215,11 +215,11 @@ class JobSync:
     """
 
     def __init__(
-        self, everyone: Coordinator, timeout_s: float, run: RunDirectory, backend: Backend, directory: str
+        self, coordinator: Coordinator, timeout_s: float, run: RunDirectory, backend: Backend, directory: str
     ) -> None:
-        self._everyone, self._timeout_s, self._order = everyone, timeout_s, list[Coordinator]()
+        self._coordinator, self._timeout_s, self._channel = coordinator, timeout_s, list[Coordinator]()
         self._run, self._backend, self._directory = run, backend, directory
-        self.is_primary, self.is_single_process = everyone.process == 0, everyone.processes == 1
+        self.is_primary, self.is_single_process = coordinator.process == 0, coordinator.processes == 1
         self._delta_tracker, self.replica = DeltaTracker(run), RunReplica(run, directory)
         self.known: KnownRun = run if self.is_primary else self.replica
         self._is_taken, self._decides = False, ""
@@ -227,14 +227,14 @@ class JobSync:
     @property
     def job(self) -> Coordinator:
         """The channel of all collective calls. Opened by the first call: not every process may make this object."""
-        if not self._order:
-            self._order.append(self._everyone.within("run", self._timeout_s))
-        return self._order[0]
+        if not self._channel:
+            self._channel.append(self._coordinator.within("run", self._timeout_s))
+        return self._channel[0]
 
     @property
     def processes(self) -> int:
         """The number of processes."""
-        return self._everyone.processes
+        return self._coordinator.processes
 
     def decides(self, what: str) -> None:
         """Set a description of what each process decides on its own. All processes must have the same one."""
@@ -242,8 +242,8 @@ class JobSync:
 
     def leave(self) -> None:
         """Take no further part in collective calls; processes that wait for this one are notified."""
-        for order in self._order:
-            leave_order(order)
+        for channel in self._channel:
+            leave_channel(channel)
 
     def on_primary(self, doing: str, act: Callable[[], Any], moved: Callable[[], object] | None = None) -> Any:
         """Run `act` in the primary and return its result in all processes.
@@ -341,13 +341,13 @@ class JobSync:
                 is_quiet = False
                 _log.warning(
                     "%s: process %d does not see the lock of process 0 yet; waiting up to %.0f s for the file system",
-                    self._directory, self._everyone.process, SEEN_WITHIN_S,
+                    self._directory, self._coordinator.process, SEEN_WITHIN_S,
                 )  # fmt: skip
             if waited_s >= SEEN_WITHIN_S:
                 raise OtherProcessError(
-                    f"{self._directory}: process 0 owns this directory, but process {self._everyone.process} does not "
-                    f"see its lock, {LOCK_NAME}: all processes of a job must save to one directory on shared storage; "
-                    "choose one that is not local to each machine"
+                    f"{self._directory}: process 0 owns this directory, but process {self._coordinator.process} does "
+                    f"not see its lock, {LOCK_NAME}: all processes of a job must save to one directory on shared "
+                    "storage; choose one that is not local to each machine"
                 )
             waiting.wait(POLL_S)
         return b""
@@ -373,12 +373,12 @@ class JobSync:
                 read_or_none(self._backend, folder, LOCK_NAME, MAX_LOCK_BYTES)
 
 
-def leave_order(order: Coordinator) -> None:
+def leave_channel(channel: Coordinator) -> None:
     """Leave a channel; processes that wait in it are notified, unless that takes too long."""
 
     def leave() -> None:
         with contextlib.suppress(CheckpointError):  # then they notice it by a timeout
-            order.leave()
+            channel.leave()
 
     call_within(leave, LEAVING_S)
 

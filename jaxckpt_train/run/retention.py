@@ -76,84 +76,6 @@ class PendingDeletions:
         return going
 
 
-@dataclasses.dataclass(frozen=True)
-class BestLink:
-    """The link to the best step of a run.
-
-    Args:
-        metric: the metric that ranks the steps.
-        mode: "min": lower is better; "max": higher is better; None: "min", but an error for a metric such as
-            "accuracy".
-        name: the name of the link, in the run directory.
-
-    Raises:
-        SettingsError: an argument is wrong, or the name may conflict with another file.
-    """
-
-    metric: str
-    mode: Mode | None = None
-    name: str = "best"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metric", metric_name("BestLink.metric", self.metric))
-        object.__setattr__(self, "mode", stated_mode("BestLink.mode", self.mode, self.metric))
-        name = self.name
-        is_plain = isinstance(name, str) and name.isidentifier() and name.isascii()
-        if not is_plain or parse_step_name(name) is not None:
-            raise SettingsError(f'BestLink.name: expected a plain name such as "best", found {name!r}')
-
-
-class LinkToBest:
-    """Updates the link to the best step, for the owner of the run. Warns once if the storage refuses or has no links.
-
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        link: the settings; None: no link.
-    """
-
-    def __init__(self, backend: Backend | Linking, directory: str, link: BestLink | None) -> None:
-        self._backend, self._directory, self._link = backend, directory, link
-        self._guard = threading.Lock()
-        self._begun, self._newest = itertools.count(1), 0
-        self._target: str | None = None
-        self._is_known = self._has_warned = False
-
-    def update(self, newest: Callable[[], Sequence[Entry]]) -> None:
-        """Point the link to the best of the current steps; if no step has the metric, remove the link."""
-        if self._link is None:
-            return
-        number = next(self._begun)
-        entries = newest()
-        ranked = rank_checkpoints([entry.info() for entry in entries], self._link.metric, self._link.mode or "min")
-        target = next((entry.name for entry in entries if ranked and entry.step == ranked[0].step), None)
-        with self._guard:
-            if number < self._newest:  # another thread has newer information
-                return
-            self._newest = number
-            if self._is_known and target == self._target:
-                return
-            try:
-                self._point(target)
-            except StorageError as error:
-                self._is_known = False
-                self._tell(str(error))
-            else:
-                self._target, self._is_known = target, True
-
-    def _point(self, target: str | None) -> None:
-        assert self._link is not None
-        if isinstance(self._backend, Linking):
-            self._backend.point(f"{self._directory}/{self._link.name}", target)
-        else:
-            self._tell(f"{self._directory}: this storage has no links")
-
-    def _tell(self, problem: str) -> None:
-        level = logging.INFO if self._has_warned else logging.WARNING
-        self._has_warned = True
-        _log.log(level, "no link to the best step: %s", problem)
-
-
 @dataclasses.dataclass
 class _Batch:
     """Steps to delete together, and the steps that must be on the disk before."""
@@ -531,3 +453,81 @@ def names_in(backend: Backend, directory: str) -> set[str] | None:
         return {entry.name for entry in backend.list(directory)}
     except StorageError:
         return None
+
+
+@dataclasses.dataclass(frozen=True)
+class BestLink:
+    """The link to the best step of a run.
+
+    Args:
+        metric: the metric that ranks the steps.
+        mode: "min": lower is better; "max": higher is better; None: "min", but an error for a metric such as
+            "accuracy".
+        name: the name of the link, in the run directory.
+
+    Raises:
+        SettingsError: an argument is wrong, or the name may conflict with another file.
+    """
+
+    metric: str
+    mode: Mode | None = None
+    name: str = "best"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metric", metric_name("BestLink.metric", self.metric))
+        object.__setattr__(self, "mode", stated_mode("BestLink.mode", self.mode, self.metric))
+        name = self.name
+        is_plain = isinstance(name, str) and name.isidentifier() and name.isascii()
+        if not is_plain or parse_step_name(name) is not None:
+            raise SettingsError(f'BestLink.name: expected a plain name such as "best", found {name!r}')
+
+
+class LinkToBest:
+    """Updates the link to the best step, for the owner of the run. Warns once if the storage refuses or has no links.
+
+    Args:
+        backend: the storage.
+        directory: the run directory.
+        link: the settings; None: no link.
+    """
+
+    def __init__(self, backend: Backend | Linking, directory: str, link: BestLink | None) -> None:
+        self._backend, self._directory, self._link = backend, directory, link
+        self._guard = threading.Lock()
+        self._begun, self._newest = itertools.count(1), 0
+        self._target: str | None = None
+        self._is_known = self._has_warned = False
+
+    def update(self, newest: Callable[[], Sequence[Entry]]) -> None:
+        """Point the link to the best of the current steps; if no step has the metric, remove the link."""
+        if self._link is None:
+            return
+        number = next(self._begun)
+        entries = newest()
+        ranked = rank_checkpoints([entry.info() for entry in entries], self._link.metric, self._link.mode or "min")
+        target = next((entry.name for entry in entries if ranked and entry.step == ranked[0].step), None)
+        with self._guard:
+            if number < self._newest:  # another thread has newer information
+                return
+            self._newest = number
+            if self._is_known and target == self._target:
+                return
+            try:
+                self._point(target)
+            except StorageError as error:
+                self._is_known = False
+                self._tell(str(error))
+            else:
+                self._target, self._is_known = target, True
+
+    def _point(self, target: str | None) -> None:
+        assert self._link is not None
+        if isinstance(self._backend, Linking):
+            self._backend.point(f"{self._directory}/{self._link.name}", target)
+        else:
+            self._tell(f"{self._directory}: this storage has no links")
+
+    def _tell(self, problem: str) -> None:
+        level = logging.INFO if self._has_warned else logging.WARNING
+        self._has_warned = True
+        _log.log(level, "no link to the best step: %s", problem)

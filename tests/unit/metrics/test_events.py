@@ -107,7 +107,7 @@ def test_slow_sink_drops_oldest_events(held: Held, caplog: pytest.LogCaptureFixt
     held.go.set()
     feeds.finish()
     assert held.steps == [0, *range(8, MOST_WAITING + 8)]
-    assert warnings(caplog) == ["sink 0 (Held) is slower than events come: the oldest 7 were dropped"]
+    assert warnings(caplog) == ["sink 0 (Held) cannot keep up with the events: the oldest 7 were dropped"]
 
 
 def test_those_that_were_dropped_count_where_it_never_catches_up(held: Held, caplog: pytest.LogCaptureFixture) -> None:

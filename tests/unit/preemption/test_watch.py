@@ -248,7 +248,7 @@ def test_the_first_reason_stays_the_reason(tmp_path: Path) -> None:
 def test_what_another_process_noticed_counts_here_too() -> None:
     watch = PreemptionWatch(Agreeing())
     assert watch.reached()
-    assert watch.reason == "another process of this job, which was asked to"
+    assert watch.reason == "another process of this job"
 
 
 def test_before_the_start_no_handler_is_installed() -> None:
