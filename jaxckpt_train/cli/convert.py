@@ -39,16 +39,16 @@ from jaxckpt_train.cli.output import (
     step_number,
 )
 from jaxckpt_train.errors import MismatchError, SettingsError, StepNotFoundError
-from jaxckpt_train.inspection.copying import refuse_place
+from jaxckpt_train.inspection.copying import refuse_destination
 from jaxckpt_train.inspection.diff import leaves_by_name
 from jaxckpt_train.inspection.runs import (
     StepStatus,
+    import_info,
     inspect_run,
     metadata_of,
     nbytes_of,
     open_at,
     part_bytes,
-    told_of_import,
 )
 from jaxckpt_train.pytree.patterns import describe_keys, idle_pattern, leaf_filter, suggestion
 from jaxckpt_train.store.copy import copy_checkpoint
@@ -250,7 +250,7 @@ def export(
         if dry_run:
             told |= to_be_written(source, [name])
         else:
-            refuse_place(BACKEND, told["to"])
+            refuse_destination(BACKEND, told["to"])
             told |= _write(source, name, told["to"], form, as_json)
         if as_json:
             print_json({**told, "left_out": [*told.get("left_out", ()), *others]})
@@ -445,7 +445,7 @@ def import_(
             told |= to_be_written(source, parts)
         else:
             make_room(final)
-            info = {"created": now_text(), **metadata_of(opened), **told_of_import(opened)}
+            info = {"created": now_text(), **metadata_of(opened), **import_info(opened)}
             chosen = None if part is None else [name]
             told["bytes"] = write_prepared(source, final, info, chosen, read_budget_mib, as_json)
         if as_json:
@@ -478,7 +478,7 @@ def make_room(final: str) -> None:
     """Refuse a name that is taken or must not be; remove what an import that was killed has left of this one."""
     refuse_existing_name(final)
     refuse_temporary_name(final)
-    refuse_place(BACKEND, final)
+    refuse_destination(BACKEND, final)
     remove_stale_temporaries(BACKEND, final)
 
 
@@ -540,7 +540,7 @@ def average(
         else:
             make_room(final)
             about = {key: value for key, value in metadata_of(opened).items() if key not in ("metrics", "temporary")}
-            info = {**about, "created": now_text(), **told_of_import(opened), "averaged_steps": steps}
+            info = {**about, "created": now_text(), **import_info(opened), "averaged_steps": steps}
             summary["bytes"] = write_prepared(source, final, info, parts, read_budget_mib, as_json)
         if as_json:
             print_json(summary)
@@ -565,7 +565,7 @@ def _steps(path: str, last: int | None, chosen: list[str] | None) -> tuple[list[
     for look in bad:
         if look.refusal is not None:
             raise look.refusal  # it may be whole
-        _log.warning("%s/%s is passed over: %s", path, look.name, look.problem)
+        _log.warning("%s/%s is skipped: %s", path, look.name, look.problem)
     return taken, [look.name for look in bad]
 
 

@@ -53,12 +53,12 @@ from jaxckpt_train.inspection.diff import (
 )
 from jaxckpt_train.inspection.runs import (
     StepStatus,
+    describe_other,
     inspect_run,
     metadata_of,
     nbytes_of,
     open_at,
     part_bytes,
-    text_of_other,
 )
 from jaxckpt_train.inspection.stats import BINS, Histogram, LeafStats, has_complex
 from jaxckpt_train.pytree.leaves import LeafRecord, describe_saved, has_tree, python_value
@@ -513,7 +513,7 @@ def ls(run: Run, as_json: Json = False) -> None:
 
 def _other(directory: str) -> str:
     """What is there instead, and the command that opens it."""
-    found, step = text_of_other(BACKEND, directory), newest_orbax_step(BACKEND, directory)
+    found, step = describe_other(BACKEND, directory), newest_orbax_step(BACKEND, directory)
     which = "" if step is None else f" --step {step}"
     return f"{found}; `jaxckpt show {directory}{which}` tells of it" if found else "no steps in it"
 

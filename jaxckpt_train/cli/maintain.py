@@ -220,7 +220,7 @@ def prune(
         else:
             plan = _plan(directory, pruning, check, as_json)
         there = {entry.name for entry in BACKEND.list(directory)} if yes else set[str]()
-        failed = [each.look.name for each in plan.going if each.look.name in there]
+        failed = [each.status.name for each in plan.going if each.status.name in there]
         owner = None if yes else OwnerLock(BACKEND, directory).owner()
         owned_by = owner.name if owner is not None and owner.is_alive else None
         if as_json:
@@ -269,9 +269,9 @@ def _json_of(
         "owner": owned_by,
         "steps": [
             {
-                "step": each.look.step,
-                "name": each.look.name,
-                "bytes": each.look.nbytes,
+                "step": each.status.step,
+                "name": each.status.name,
+                "bytes": each.status.nbytes,
                 "goes": each.goes,
                 "why": list(each.why),
             }
@@ -284,8 +284,8 @@ def _print(plan: PrunePlan, yes: bool, failed: list[str], owned_by: str | None) 
     gone = "gone" if yes else "goes"
     rows = []
     for each in plan.steps:
-        fate = "stays" if not each.goes else "refused" if each.look.name in failed else gone
-        rows.append([str(each.look.step), bytes_text(each.look.nbytes), fate, "; ".join(each.why)])
+        fate = "stays" if not each.goes else "refused" if each.status.name in failed else gone
+        rows.append([str(each.status.step), bytes_text(each.status.nbytes), fate, "; ".join(each.why)])
     print_columns(["step", "size", "", "why"], rows, [True, True, False, False])
     count, freed = f"{len(plan.going):,} of {len(plan.steps):,} steps", bytes_text(plan.freed_bytes)
     if failed:

@@ -1,10 +1,7 @@
-"""Copies a checkpoint of ours: nothing gets its name that was not compared with the source first.
+"""Copies and moves checkpoints of this library. A copy is compared with its source before it gets its final name.
 
-Where a copy goes: under the very name that was given, or into a directory with the name that the source has.
-
-Compares a copy with what it was made of: by digests where they are of the same bytes, else by the bytes.
-
-Removes what was moved: a step of a run by its owner, or a checkpoint of its own.
+In order: the copy; its destination; the comparison, by digests where possible, otherwise by bytes; and the removal of
+the source of a move.
 """
 
 from __future__ import annotations
@@ -55,200 +52,6 @@ from jaxckpt_train.store.verify import first_damage
 _OVERWRITE = "pass --overwrite"
 
 
-def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str, name: str) -> None:
-    """Raise SettingsError if a step must stay in its run: pinned, newest, newest whole, or what a link stands for.
-
-    Args:
-        backend: where.
-        owned: the run, which this process owns.
-        directory: of the run.
-        name: of the step's directory.
-
-    Raises:
-        SettingsError: it must stay.
-        StorageError: the disk does not tell of a newer step whether it is whole: it may be this one that has to stay.
-    """
-    newest, left = owned.newest(), owned.left()
-    line = [entry for entry in newest if entry.name not in left]
-    found = newest_whole_step(backend, directory, line, every_byte=False)
-    whole = found.entry
-    staying = {step: f"what the link {link!r} stands for" for step, link in links_to_steps(backend, directory).items()}
-    staying |= {entry.name: "a pinned one" for entry in [*owned.entries(), *owned.damaged()] if entry.pinned}
-    staying |= {whole.name: "the newest one that is whole"} if whole is not None else {}
-    if line:
-        staying |= {max(line, key=lambda entry: entry.step).name: "the highest one", line[-1].name: "the newest one"}
-    if name in staying:
-        raise SettingsError(
-            f"{directory}/{name}: is {staying[name]}, and stays in its run; copy it by `jaxckpt cp` instead"
-        )
-    for refusal in found.refused.values():
-        raise refusal
-
-
-def remove_step(owned: RunDirectory, name: str) -> None:
-    """Have the owner of a run delete a step, soon: it is gone when the run is let go of."""
-    owned.held.deleter.delete([name])
-
-
-def refuse_to_remove_checkpoint(backend: Backend, path: str) -> None:
-    """Raise SettingsError if more would go than a checkpoint, or another one: it is a link, or something else is in it.
-
-    Raises:
-        StorageError: the disk does not tell.
-    """
-    folder, name = os.path.split(path)
-    kinds = {entry.name: entry.kind for entry in backend.list(folder)}
-    if kinds.get(name) != "directory":
-        raise SettingsError(f"{path}: expected the directory of a checkpoint to move, found a link to one; move that")
-    found = first_untracked_files(backend, path)
-    if found:
-        raise SettingsError(
-            f"{path}: expected nothing but a checkpoint to move, found also {', '.join(found)}; move that away first, "
-            "or copy the checkpoint by `jaxckpt cp`"
-        )
-
-
-def remove_checkpoint(backend: Backend, path: str) -> None:
-    """Remove a checkpoint; it is hidden first, so that half of it is never taken for one.
-
-    Raises:
-        StorageError: the file system refused; it may be there under a hidden name, which later saves clean up.
-    """
-    hidden = rename_to_free(backend, path, attempt_paths(path))
-    if hidden is not None:
-        sync_directory(backend, os.path.dirname(path))
-        remove_replaced(backend, hidden, path)
-
-
-def refuse_another_content(source: Opened, copy: Opened) -> None:
-    """Make sure that a copy holds what its source does.
-
-    Raises:
-        CorruptCheckpointError: it does not.
-        StorageError: one of them cannot be read.
-    """
-    mine, theirs = source.committed.manifest.parts, copy.committed.manifest.parts
-    if [part.name for part in mine] != [part.name for part in theirs]:
-        raise _differs(copy, "its checkpointables")
-    to_read: list[Wanted] = []
-    for one, other in zip(mine, theirs, strict=True):
-        if (one.kind, bytes(one.detail)) != (other.kind, bytes(other.detail)):
-            raise _differs(copy, f"the tree of {one.name!r}")
-        if one.files != other.files:
-            raise _differs(copy, f"the files of {one.name!r}")
-        to_read += _unsure(source, one, copy, other)
-    for wanted, pair in over_pieces((source, copy), to_read):
-        if not _same_bytes(*pair):
-            raise _differs(copy, f"leaf {wanted.name!r}")
-
-
-def _same_bytes(first: np.ndarray, second: np.ndarray) -> bool:
-    return np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8))
-
-
-def _unsure(source: Opened, one: PartRecord, copy: Opened, other: PartRecord) -> Iterator[Wanted]:
-    """What has to be read: where the digests are not of the same bytes."""
-    for array, copied in zip(one.arrays, other.arrays, strict=True):
-        name = f"{one.name}/{array.name}"
-        if _form(array) != _form(copied):
-            raise _differs(copy, f"leaf {name!r}")
-        manifests = source.committed.manifest, copy.committed.manifest
-        itemsize = DTYPES[array.dtype].itemsize
-        same = same_digests(manifests[0], array, manifests[1], copied, itemsize, CHUNK_BYTES)
-        if same is None:
-            yield from pieces_of(name, (array, copied))
-        elif not same:
-            raise _differs(copy, f"leaf {name!r}")
-
-
-def _form(array: ArrayRecord) -> ArrayRecord:
-    return msgspec.structs.replace(array, chunks=())
-
-
-def _differs(copy: Opened, what: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{copy.path}: {what} came out otherwise than in the source; is the memory sound?")
-
-
-def destination(backend: Backend, given: str, source: Opened) -> str:
-    """The absolute path that a copy gets.
-
-    Args:
-        backend: where.
-        given: as the user gave it; in a run, and in what ends with "/" or is "." or "..", the copy keeps its name.
-        source: what is copied.
-
-    Raises:
-        CheckpointExistsError: a directory has the name, and is no checkpoint.
-        SettingsError: the path cannot be that of a copy of this source, or lies within a checkpoint.
-        DirectoryLockedError: it is in a run that a live process owns, which would not know of it.
-        StorageError: the disk does not tell.
-    """
-    path = absolute_path("destination", given)
-    is_in_run = is_run(backend, path)
-    final = path
-    if os.path.basename(given) in ("", ".", "..") or is_in_run:
-        if is_committed(backend, path):
-            raise SettingsError(f"{path}: is a checkpoint, and nothing is put into one; to replace it, leave out the /")
-        final = f"{path}/{_name_of(source, is_in_run, path)}"
-    elif is_directory(path) and not is_committed(backend, path):
-        raise CheckpointExistsError(f"{path}: exists and is no checkpoint; to put the copy into it, add a / at the end")
-    _refuse_within(source.path, final)
-    refuse_place(backend, final)
-    return final
-
-
-def _name_of(source: Opened, is_in_run: bool, path: str) -> str:
-    """The name of the source's own directory; in a run that of its step."""
-    name, step = os.path.basename(source.path), source.committed.manifest.info.get("step")
-    if not is_in_run or parse_step_name(name) is not None:
-        return name
-    if not isinstance(step, int):
-        raise SettingsError(
-            f"{path}: is a run, and {source.path} does not say which step it is; give the whole name that it is to "
-            f"have there, such as {path}/{step_name(100)}"
-        )
-    return step_name(check_step(step))
-
-
-def _refuse_within(source: str, final: str) -> None:
-    if final == source or (file_exists(final) and is_same_file(source, final)):
-        raise SettingsError(f"{final}: expected another place than that of the source, found the same")
-    if f"{real_path(final)}/".startswith(f"{real_path(source)}/"):
-        raise SettingsError(f"{final}: expected a place outside of the source, found one within {source}")
-
-
-def refuse_place(backend: Backend, final: str) -> None:
-    """Refuse a path at which nothing new may appear, whatever it is.
-
-    Raises:
-        SettingsError: it lies within a checkpoint.
-        DirectoryLockedError: it is in a run that a live process owns.
-    """
-    refuse_within_checkpoint(final)
-    _refuse_owned(backend, os.path.dirname(final))
-
-
-def refuse_within_checkpoint(final: str) -> None:
-    """Raise SettingsError if a path lies, also by links, in a directory that is a checkpoint of ours, or below one."""
-    folder = real_path(os.path.dirname(final))
-    while folder != os.path.dirname(folder):
-        if file_exists(f"{folder}/{COMMIT_NAME}") and file_exists(f"{folder}/{MANIFEST_NAME}"):
-            raise SettingsError(
-                f"{final}: expected a place outside of any checkpoint, found one within {folder}, with which it would "
-                "be deleted; choose another"
-            )
-        folder = os.path.dirname(folder)
-
-
-def _refuse_owned(backend: Backend, folder: str) -> None:
-    owner = OwnerLock(backend, folder).owner(watches=True) if file_exists(f"{folder}/{LOCK_NAME}") else None
-    if owner is not None and owner.is_alive:
-        raise DirectoryLockedError(
-            f"{folder}: owned by {owner.name}, which would not know of a step that is put there: stop it first, or "
-            "choose another directory"
-        )
-
-
 def copy_checked(
     backend: Backend,
     source: Opened,
@@ -260,36 +63,36 @@ def copy_checked(
 ) -> Committed:
     """Copy an opened checkpoint.
 
-    Every byte is compared with its digest as it is read, and the copy with the source before it gets its name.
+    Every byte is compared with its digest when it is read, and the copy with its source before it gets its final name.
 
     Args:
-        backend: where.
-        source: what is copied.
+        backend: the storage.
+        source: the checkpoint to copy.
         final: the absolute path of the copy.
-        replace: whether a checkpoint there is replaced.
-        every_byte: whether all bytes of the copy are read again from the disk before it gets its name.
-        progress: called with numbers of bytes as they are written, and as they are read again.
+        replace: replace a checkpoint at this path.
+        every_byte: read all bytes of the copy again before it gets its final name.
+        progress: called with the number of bytes of each write, and of each read of the copy.
 
     Raises:
-        CorruptCheckpointError: the source is damaged, or the copy differs; nothing of it is left.
-        NotACheckpointError: the source is another tool's, without digests; or it was removed meanwhile.
-        CheckpointExistsError: something has this name that is not to be replaced.
-        StorageError: a file system refused.
+        CorruptCheckpointError: the source is damaged, or the copy differs. The copy is removed.
+        NotACheckpointError: the source has no digests, because another tool wrote it, or it was removed meanwhile.
+        CheckpointExistsError: something exists at this path that must not be replaced.
+        StorageError: a file system reported an error.
     """
     refuse_other_tools(source)
     refuse_temporary_name(final)
     refuse_existing(backend, final, replace, _OVERWRITE)
     new_folders = list(_missing_folders(final))
 
-    def copy(there: Committed) -> Committed:
-        read = dataclasses.replace(source, committed=there)
+    def copy(committed: Committed) -> Committed:
+        read = dataclasses.replace(source, committed=committed)
         return copy_checkpoint(
             backend,
-            there,
+            committed,
             backend,
             final,
-            StoreSettings(digest=cast(DigestName, there.manifest.digest)),
-            info=info_of_copy(backend, source.path, there),
+            StoreSettings(digest=cast(DigestName, committed.manifest.digest)),
+            info=info_of_copy(backend, source.path, committed),
             if_taken=f"{_OVERWRITE} to replace it, or choose another path",
             replace=replace,
             keep_chunks=True,
@@ -307,48 +110,44 @@ def copy_checked(
         raise
     if committed_identity(backend, final) != (final, done.manifest_sha256):
         raise CorruptCheckpointError(
-            f"{final}: is not the copy that was committed there; does another process write to it?"
+            f"{final}: expected the copy that was just committed, found another checkpoint; does another process write "
+            "to this path?"
         )
     return done
 
 
 def refuse_other_tools(source: Opened) -> None:
-    """Raise NotACheckpointError if a copy of it could not be compared with digests."""
+    """Raise NotACheckpointError if a checkpoint has no digests with which a copy could be compared."""
     if source.kind != OURS:
-        raise NotACheckpointError(f"{source.path}: of {source.kind}, which keeps no digests to compare a copy with")
+        raise NotACheckpointError(
+            f"{source.path}: expected a checkpoint with digests, found one of {source.kind}, which stores none"
+        )
 
 
 def _check(backend: Backend, source: Opened, directory: str, every_byte: bool, progress: Callable[[int], None]) -> None:
-    """Compare what was written with the source, before it gets its name."""
+    """Compare a copy with its source, before the copy gets its final name."""
     made = dataclasses.replace(source, committed=open_committed(backend, directory), run=None)
-    refuse_another_content(source, made)
+    refuse_different_content(source, made)
     damage = first_damage(backend, directory, progress) if every_byte else None
     if damage is not None:
-        raise CorruptCheckpointError(f"{damage}; right after it was written: do not trust this disk further")
+        raise CorruptCheckpointError(f"{damage}; this is a new copy, so do not trust this disk")
 
 
 def _missing_folders(final: str) -> Iterator[str]:
-    """The directories on the way to it that are made for it, the last one first."""
+    """Yield the missing parent directories of a path, the last one first."""
     folder = os.path.dirname(final)
     while not file_exists(folder):
         yield folder
         folder = os.path.dirname(folder)
 
 
-def _noted_entry(backend: Backend, path: str, info: dict[str, Any]) -> Entry | None:
-    """What the run of a step knows of it beside its manifest; None: it is no step, by its name."""
-    run, name = os.path.split(path)
-    parsed = parse_step_name(name)
-    return None if parsed is None else Notes(backend, run).added_to(entry_from_manifest(name, *parsed, info))
+def info_of_copy(backend: Backend, path: str, committed: Committed) -> dict[str, Any]:
+    """Return the `info` of the manifest of a copy: that of the source, with the metrics that were attached later.
 
-
-def info_of_copy(backend: Backend, path: str, there: Committed) -> dict[str, Any]:
-    """What the manifest of a copy says: what that of the source does, and the metrics that were attached since.
-
-    Not how many notes its run has, which stay where they are; and a copy is not temporary, as somebody wants it.
+    The notes of the run are not copied. A copy is never temporary, because the user asked for it.
     """
-    info = dict(there.manifest.info)
-    entry = _noted_entry(backend, path, info)
+    info = dict(committed.manifest.info)
+    entry = _annotated_entry(backend, path, info)
     if entry is not None and entry.metrics:
         info["metrics"] = {**metrics_to_json(entry.metrics)}
     if "notes" in info:
@@ -356,3 +155,212 @@ def info_of_copy(backend: Backend, path: str, there: Committed) -> dict[str, Any
     if info.get("temporary"):
         info["temporary"] = False
     return info
+
+
+def _annotated_entry(backend: Backend, path: str, info: dict[str, Any]) -> Entry | None:
+    """Return the entry of a step with the notes of its run, or None if the name is not that of a step."""
+    run, name = os.path.split(path)
+    parsed = parse_step_name(name)
+    return None if parsed is None else Notes(backend, run).added_to(entry_from_manifest(name, *parsed, info))
+
+
+def destination(backend: Backend, given: str, source: Opened) -> str:
+    """Return the absolute path of a copy.
+
+    Args:
+        backend: the storage.
+        given: the destination. If it is a run, ends with "/", or is "." or "..", the copy keeps the name of its source.
+        source: the checkpoint to copy.
+
+    Raises:
+        CheckpointExistsError: the destination is a directory, but not a checkpoint.
+        SettingsError: the destination is unsuitable for this source, or inside a checkpoint.
+        DirectoryLockedError: a live process owns the run of the destination, and would not see the new step.
+        StorageError: the storage reported an error.
+    """
+    path = absolute_path("destination", given)
+    is_in_run = is_run(backend, path)
+    final = path
+    if os.path.basename(given) in ("", ".", "..") or is_in_run:
+        if is_committed(backend, path):
+            raise SettingsError(
+                f"{path}: expected a directory without a checkpoint, found one; to replace it, omit the / at the end"
+            )
+        final = f"{path}/{_name_of(source, is_in_run, path)}"
+    elif is_directory(path) and not is_committed(backend, path):
+        raise CheckpointExistsError(
+            f"{path}: expected no such directory, or a checkpoint; to put the copy into it, add a / at the end"
+        )
+    _refuse_within(source.path, final)
+    refuse_destination(backend, final)
+    return final
+
+
+def _name_of(source: Opened, is_in_run: bool, path: str) -> str:
+    """Return the name of the source's directory. In a run, it is the name of the step."""
+    name, step = os.path.basename(source.path), source.committed.manifest.info.get("step")
+    if not is_in_run or parse_step_name(name) is not None:
+        return name
+    if not isinstance(step, int):
+        raise SettingsError(
+            f"{path}: is a run, but {source.path} does not record its step; pass the complete path of the copy, such "
+            f"as {path}/{step_name(100)}"
+        )
+    return step_name(check_step(step))
+
+
+def _refuse_within(source: str, final: str) -> None:
+    if final == source or (file_exists(final) and is_same_file(source, final)):
+        raise SettingsError(f"{final}: expected a path different from the source, found the same")
+    if f"{real_path(final)}/".startswith(f"{real_path(source)}/"):
+        raise SettingsError(f"{final}: expected a path outside of the source, found one inside {source}")
+
+
+def refuse_destination(backend: Backend, final: str) -> None:
+    """Refuse a path where nothing new may be written.
+
+    Raises:
+        SettingsError: the path is inside a checkpoint.
+        DirectoryLockedError: a live process owns the run.
+    """
+    refuse_within_checkpoint(final)
+    _refuse_owned(backend, os.path.dirname(final))
+
+
+def refuse_within_checkpoint(final: str) -> None:
+    """Raise SettingsError if a path is inside a checkpoint of this library, directly or through links."""
+    folder = real_path(os.path.dirname(final))
+    while folder != os.path.dirname(folder):
+        if file_exists(f"{folder}/{COMMIT_NAME}") and file_exists(f"{folder}/{MANIFEST_NAME}"):
+            raise SettingsError(
+                f"{final}: expected a path outside of any checkpoint, found one inside {folder}, which would be "
+                "deleted together with it; choose another path"
+            )
+        folder = os.path.dirname(folder)
+
+
+def _refuse_owned(backend: Backend, folder: str) -> None:
+    owner = OwnerLock(backend, folder).owner(watches=True) if file_exists(f"{folder}/{LOCK_NAME}") else None
+    if owner is not None and owner.is_alive:
+        raise DirectoryLockedError(
+            f"{folder}: owned by {owner.name}, which would not see a new step; stop that process first, or choose "
+            "another directory"
+        )
+
+
+def refuse_different_content(source: Opened, copy: Opened) -> None:
+    """Refuse a copy whose content differs from its source.
+
+    Raises:
+        CorruptCheckpointError: the content differs.
+        StorageError: one of them cannot be read.
+    """
+    mine, theirs = source.committed.manifest.parts, copy.committed.manifest.parts
+    if [part.name for part in mine] != [part.name for part in theirs]:
+        raise _difference_error(copy, "its checkpointables")
+    to_read: list[Wanted] = []
+    for one, other in zip(mine, theirs, strict=True):
+        if (one.kind, bytes(one.detail)) != (other.kind, bytes(other.detail)):
+            raise _difference_error(copy, f"the tree of {one.name!r}")
+        if one.files != other.files:
+            raise _difference_error(copy, f"the files of {one.name!r}")
+        to_read += _pieces_without_proof(source, one, copy, other)
+    for wanted, pair in over_pieces((source, copy), to_read):
+        if not _same_bytes(*pair):
+            raise _difference_error(copy, f"leaf {wanted.name!r}")
+
+
+def _same_bytes(first: np.ndarray, second: np.ndarray) -> bool:
+    return np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8))
+
+
+def _pieces_without_proof(source: Opened, one: PartRecord, copy: Opened, other: PartRecord) -> Iterator[Wanted]:
+    """Yield the pieces to read, because the digests of source and copy do not cover the same bytes."""
+    for array, copied in zip(one.arrays, other.arrays, strict=True):
+        name = f"{one.name}/{array.name}"
+        if _form(array) != _form(copied):
+            raise _difference_error(copy, f"leaf {name!r}")
+        manifests = source.committed.manifest, copy.committed.manifest
+        itemsize = DTYPES[array.dtype].itemsize
+        same = same_digests(manifests[0], array, manifests[1], copied, itemsize, CHUNK_BYTES)
+        if same is None:
+            yield from pieces_of(name, (array, copied))
+        elif not same:
+            raise _difference_error(copy, f"leaf {name!r}")
+
+
+def _form(array: ArrayRecord) -> ArrayRecord:
+    return msgspec.structs.replace(array, chunks=())
+
+
+def _difference_error(copy: Opened, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{copy.path}: expected {what} of the source, found a difference; check the memory")
+
+
+def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str, name: str) -> None:
+    """Refuse to remove a step that must stay in its run: pinned, newest, newest whole, or the target of a link.
+
+    Args:
+        backend: the storage.
+        owned: the run, which this process owns.
+        directory: the directory of the run.
+        name: the name of the step's directory.
+
+    Raises:
+        SettingsError: the step must stay.
+        StorageError: a newer step cannot be read. If that one is not whole, this step must stay.
+    """
+    newest, left = owned.newest(), owned.left()
+    line = [entry for entry in newest if entry.name not in left]
+    found = newest_whole_step(backend, directory, line, every_byte=False)
+    whole = found.entry
+    staying = {step: f"the target of the link {link!r}" for step, link in links_to_steps(backend, directory).items()}
+    staying |= {entry.name: "a pinned step" for entry in [*owned.entries(), *owned.damaged()] if entry.pinned}
+    staying |= {whole.name: "the newest whole step"} if whole is not None else {}
+    if line:
+        staying |= {max(line, key=lambda entry: entry.step).name: "the highest step", line[-1].name: "the newest step"}
+    if name in staying:
+        raise SettingsError(
+            f"{directory}/{name}: is {staying[name]}, which stays in its run; copy it with `jaxckpt cp` instead"
+        )
+    for refusal in found.refused.values():
+        raise refusal
+
+
+def remove_step(owned: RunDirectory, name: str) -> None:
+    """Let the owner of a run delete a step. The deletion ends before the run is released."""
+    owned.held.deleter.delete([name])
+
+
+def refuse_to_remove_checkpoint(backend: Backend, path: str) -> None:
+    """Refuse to remove a path that is a link, or a directory with more than a checkpoint in it.
+
+    Raises:
+        SettingsError: the path must stay.
+        StorageError: the directory cannot be read.
+    """
+    folder, name = os.path.split(path)
+    kinds = {entry.name: entry.kind for entry in backend.list(folder)}
+    if kinds.get(name) != "directory":
+        raise SettingsError(
+            f"{path}: expected the directory of a checkpoint to move, found a link; move the directory that it leads to"
+        )
+    found = first_untracked_files(backend, path)
+    if found:
+        raise SettingsError(
+            f"{path}: expected only a checkpoint to move, found also {', '.join(found)}; move these files away first, "
+            "or copy the checkpoint with `jaxckpt cp`"
+        )
+
+
+def remove_checkpoint(backend: Backend, path: str) -> None:
+    """Remove a checkpoint. It is renamed first, so that a half-removed one is never taken for a checkpoint.
+
+    Raises:
+        StorageError: the file system reported an error. The checkpoint may remain under a temporary name, which later
+            saves remove.
+    """
+    hidden = rename_to_free(backend, path, attempt_paths(path))
+    if hidden is not None:
+        sync_directory(backend, os.path.dirname(path))
+        remove_replaced(backend, hidden, path)

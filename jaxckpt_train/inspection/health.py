@@ -1,7 +1,4 @@
-"""The health of a run: its owner, steps that cannot be restored, left-overs, and what would be lost if it died now.
-
-What `jaxckpt prune` would let go: each step of a run with what becomes of it, and how many bytes that frees.
-"""
+"""The health of a run, and the plan of `jaxckpt prune`: which steps go, why, and how many bytes that frees."""
 
 from __future__ import annotations
 
@@ -32,43 +29,44 @@ MAX_LISTED = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
-    """What becomes of one step.
+class PlannedStep:
+    """The fate of a step.
 
     Attributes:
-        look: which one, with what else is known of it.
-        goes: whether nobody keeps it.
+        status: the step.
+        goes: whether it is deleted.
         why: the reasons.
     """
 
-    look: StepStatus
+    status: StepStatus
     goes: bool
     why: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class PrunePlan:
-    """What becomes of all steps, lowest first.
+    """The fate of all steps of a run, lowest first.
 
     Attributes:
-        steps: of the run, also those that are not committed, which stay.
-        damaged: what is wrong with steps that are newer than the newest whole one, by step.
-        refused: why others of these could not be read, by step.
+        steps: all steps, including uncommitted ones, which stay.
+        damaged: the damage of steps newer than the newest whole one, by step.
+        refused: the errors of newer steps that could not be read, by step.
     """
 
-    steps: list[Planned]
+    steps: list[PlannedStep]
+
     damaged: dict[int, str]
     refused: dict[int, StorageError]
 
     @property
-    def going(self) -> list[Planned]:
-        """Those that go."""
+    def going(self) -> list[PlannedStep]:
+        """The steps to delete."""
         return [each for each in self.steps if each.goes]
 
     @property
     def freed_bytes(self) -> int:
-        """How many bytes of data these have, as far as is known."""
-        return sum(each.look.nbytes or 0 for each in self.going)
+        """The size of their data, as far as it is known."""
+        return sum(each.status.nbytes or 0 for each in self.going)
 
 
 def plan_pruning(
@@ -80,25 +78,25 @@ def plan_pruning(
     every_byte: bool,
     reading: Callable[[int], None] = lambda nbytes: None,
 ) -> PrunePlan:
-    """Tell what becomes of each step. The newest whole step and what links stand for become safe in `pruning`.
+    """Plan the fate of each step. The newest whole step, and steps that links lead to, are added to `pruning.safe`.
 
     Args:
-        backend, directory: where the run is.
-        pruning: what is kept.
+        backend, directory: the run.
+        pruning: the policies that keep steps.
         now: the time, for policies.
-        every_byte: whether all bytes of the newest step are compared; if it is damaged, those of the one before, too.
-        reading: called with numbers of bytes as they are read for that.
+        every_byte: compare all bytes of the newest step with their digests, and of the one before if it is damaged.
+        reading: called with the number of bytes of each read.
 
     Raises:
-        NotACheckpointError: there is no run.
-        CorruptCheckpointError: none of its steps is whole.
-        MismatchError: no step has the metric by which the best are kept.
-        StorageError: none that can be read is whole.
+        NotACheckpointError: the directory has no committed step.
+        CorruptCheckpointError: none of the steps is whole.
+        MismatchError: no step has the metric of a policy.
+        StorageError: none of the steps that can be read is whole.
     """
-    looks = inspect_run(backend, directory)
-    entries = sorted((look.entry for look in looks if look.entry is not None), key=lambda entry: entry.order)
+    statuses = inspect_run(backend, directory)
+    entries = sorted((status.entry for status in statuses if status.entry is not None), key=lambda entry: entry.order)
     if not entries:
-        raise NotACheckpointError(f"{directory}: expected a run, found no committed steps in it")
+        raise NotACheckpointError(f"{directory}: expected a run, found no committed steps")
     _refuse_unknown_metrics(directory, pruning, entries)
     roll_back = Notes(backend, directory).roll_back
     newest = newest_generations(current_line(entries, roll_back))
@@ -106,44 +104,46 @@ def plan_pruning(
     if found.entry is None and found.refused:
         raise next(iter(found.refused.values()))
     if found.entry is None:
-        raise CorruptCheckpointError(f"{directory}: none of its steps is whole, so all stay; `jaxckpt scrub` tells why")
+        raise CorruptCheckpointError(
+            f"{directory}: none of its steps is whole, so all of them stay; see `jaxckpt scrub` for the damage"
+        )
     links = links_to_steps(backend, directory)
     pruning.safe |= {entry.step: f"the link {links[entry.name]!r}" for entry in newest if entry.name in links}
     pruning.safe |= {found.entry.step: "newest that is whole"} if found.damaged or found.refused else {}
     pruning.safe |= {step: f"cannot be read: {error}" for step, error in found.refused.items()}
     pruning.safe |= {step: f"damaged: {problem}" for step, problem in found.damaged.items()}
     by_name = {fate.entry.name: fate for fate in fates(entries, roll_back, pruning, now)}
-    return PrunePlan([_planned(look, by_name.get(look.name)) for look in looks], found.damaged, found.refused)
+    return PrunePlan([_planned(status, by_name.get(status.name)) for status in statuses], found.damaged, found.refused)
 
 
-def _planned(look: StepStatus, fate: Fate | None) -> Planned:
+def _planned(status: StepStatus, fate: Fate | None) -> PlannedStep:
     if fate is None:
-        return Planned(look, False, (f"not committed: {look.problem}",))
-    return Planned(look, fate.goes, fate.why)
+        return PlannedStep(status, False, (f"not committed: {status.problem}",))
+    return PlannedStep(status, fate.goes, fate.why)
 
 
 def _refuse_unknown_metrics(directory: str, pruning: Pruning, entries: list[Entry]) -> None:
-    """A name that is misspelt would keep all, or the wrong ones."""
+    """Refuse a metric that no step has. A misspelt name would keep all steps, or the wrong ones."""
     there = sorted({name for entry in entries for name in entry.metrics or ()})
     for policy in pruning.policies.values():
         if isinstance(policy, BestN) and policy.metric not in there:
             raise MismatchError(
-                f"{directory}: expected steps with the metric {policy.metric!r}, found none; the metrics that they "
-                f"have: {', '.join(there) or 'none'}"
+                f"{directory}: expected steps with the metric {policy.metric!r}, found none; the metrics are "
+                f"{', '.join(there) or 'not recorded'}"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class AtRisk:
-    """What is lost if the process at work dies now; of one that has ended, what was lost then.
+    """The work that is lost if the running process dies now, or that was lost when the last process ended.
 
     Attributes:
-        is_live: whether it is at work.
-        how: how it ended, as the history says.
-        completed: how many updates were complete when it was last heard of.
-        since: the step that the next process goes on from; None: there is none.
-        updates: how many have to be done again.
-        heard_s: seconds since it was heard of.
+        is_live: whether the process is running.
+        how: how it ended, according to the history.
+        completed: the number of updates completed at its last sign of life.
+        since: the step from which the next process continues. None: there is none.
+        updates: the number of updates to repeat.
+        heard_s: the seconds since its last sign of life.
     """
 
     is_live: bool
@@ -156,23 +156,23 @@ class AtRisk:
 
 @dataclasses.dataclass(frozen=True)
 class RunHealth:
-    """What was found.
+    """The health of a run.
 
     Attributes:
-        owner: of the lock; None: nobody.
-        looks: all steps.
-        newest: the newest step that is whole, by its manifest and the sizes of its files.
-        newest_age_s: seconds since it was saved.
-        damaged: what is wrong with committed steps, by the names of their directories.
-        uncommitted: the same of what was never committed, or lost its COMMIT.
-        refused: why others could not be read, by these names.
-        stale_files: what dead processes left, which the next owner removes.
-        at_risk: None: no process of the run has told how far it came.
+        owner: the owner of the lock. None: there is none.
+        statuses: all steps.
+        newest: the newest step that is whole according to its manifest and the sizes of its files.
+        newest_age_s: the seconds since it was saved.
+        damaged: the problems of committed steps, by directory name.
+        uncommitted: the problems of steps that were never committed, or lost their COMMIT.
+        refused: the errors of steps that could not be read.
+        stale_files: temporary files of dead processes, which the next owner removes.
+        at_risk: the work at risk. None: no process of the run has recorded its progress.
         unreadable: why the history cannot be read.
     """
 
     owner: Owner | None
-    looks: list[StepStatus]
+    statuses: list[StepStatus]
     newest: StepStatus | None
     newest_age_s: float | None
     damaged: dict[str, str]
@@ -184,70 +184,72 @@ class RunHealth:
 
     @property
     def committed(self) -> int:
-        """How many steps are committed."""
-        return sum(look.entry is not None for look in self.looks)
+        """The number of committed steps."""
+        return sum(status.entry is not None for status in self.statuses)
 
     def warnings(self) -> list[str]:
-        """What is not as it should be."""
+        """Return the problems of the run as text."""
         problems = [*self.damaged.items(), *self.uncommitted.items(), *self.refused.items()]
         found = [f"{name}: {problem}" for name, problem in problems]
-        if self.looks and self.newest is None:
+        if self.statuses and self.newest is None:
             found.append("none of the steps can be restored")
         if self.owner is not None and self.owner.is_alive and self.owner.silent_s > SILENCE_S:
-            found.append(f"{self.owner.name} owns the run and has not been heard of for {self.owner.silent_s:.0f} s")
+            found.append(
+                f"{self.owner.name} owns the run, but has given no sign of life for {self.owner.silent_s:.0f} s"
+            )
         if self.stale_files:
             more = ", ..." if len(self.stale_files) > MAX_LISTED else ""
             found.append(
-                f"left by dead processes, and removed by the next one that saves: "
+                "the next process that saves will remove files of dead processes: "
                 f"{', '.join(self.stale_files[:MAX_LISTED])}{more}"
             )
         return found + ([] if self.unreadable is None else [f"the history cannot be read: {self.unreadable}"])
 
 
 def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHealth:
-    """Look at a run.
+    """Inspect the health of a run.
 
     Raises:
-        NotACheckpointError: there is no such directory.
+        NotACheckpointError: the directory does not exist.
         StorageError: it cannot be read.
     """
-    owner, looks = OwnerLock(backend, directory).owner(), inspect_run(backend, directory)
-    entries = sorted((look.entry for look in looks if look.entry is not None), key=lambda entry: entry.order)
+    owner, statuses = OwnerLock(backend, directory).owner(), inspect_run(backend, directory)
+    entries = sorted((status.entry for status in statuses if status.entry is not None), key=lambda entry: entry.order)
     line = newest_generations(current_line(entries, Notes(backend, directory).roll_back))
     whole = newest_whole_step(backend, directory, line, every_byte=False)
-    by_name = {look.name: look for look in looks}
+    by_name = {status.name: status for status in statuses}
     newest = None if whole.entry is None else by_name[whole.entry.name]
     found_out = {entry.name: whole.damaged[entry.step] for entry in line if entry.step in whole.damaged}
-    problems = {look.name: look.problem for look in looks if look.problem is not None}
+    problems = {status.name: status.problem for status in statuses if status.problem is not None}
     refused = {entry.name: str(whole.refused[entry.step]) for entry in line if entry.step in whole.refused}
-    refused |= {look.name: str(look.refusal) for look in looks if look.refusal is not None}
+    refused |= {status.name: str(status.refusal) for status in statuses if status.refusal is not None}
     uncommitted = {name: problem for name, problem in problems.items() if by_name[name].entry is None}
-    told = uncommitted.keys() | refused.keys()
-    damaged = {name: problem for name, problem in {**found_out, **problems}.items() if name not in told}
+    other_problems = uncommitted.keys() | refused.keys()
+    damaged = {name: problem for name, problem in {**found_out, **problems}.items() if name not in other_problems}
     at_risk, unreadable = _at_risk(backend, directory, owner, newest, now)
-    is_any = damaged or uncommitted or refused
-    # What is not there any more was deleted by its owner meanwhile.
-    there = {entry.name for entry in backend.list(directory)} if is_any else set[str]()
+    has_problems = damaged or uncommitted or refused
+    # The owner may have deleted steps during the inspection.
+    there = {entry.name for entry in backend.list(directory)} if has_problems else set[str]()
     return RunHealth(
         owner=owner,
-        looks=looks,
+        statuses=statuses,
         newest=newest,
         newest_age_s=None if whole.entry is None else (now - whole.entry.time).total_seconds(),
-        damaged=_of(there, damaged),
-        uncommitted=_of(there, uncommitted),
-        refused=_of(there, refused),
-        stale_files=[*find_dead_attempts(backend, directory), *_left_half_deleted(backend, directory)],
+        damaged=_select(there, damaged),
+        uncommitted=_select(there, uncommitted),
+        refused=_select(there, refused),
+        stale_files=[*find_dead_attempts(backend, directory), *_half_deleted_by_dead(backend, directory)],
         at_risk=at_risk,
         unreadable=unreadable,
     )
 
 
-def _of(names: Collection[str], problems: dict[str, str]) -> dict[str, str]:
+def _select(names: Collection[str], problems: dict[str, str]) -> dict[str, str]:
     return {name: problem for name, problem in problems.items() if name in names}
 
 
-def _left_half_deleted(backend: Backend, directory: str) -> list[str]:
-    """What was being deleted when its owner died; a live one is deleting it now, or ends when it has done so."""
+def _half_deleted_by_dead(backend: Backend, directory: str) -> list[str]:
+    """Return the steps that a dead owner was deleting. A live owner finishes its deletions itself."""
     found = half_deleted(backend, directory)
     owner = OwnerLock(backend, directory).owner() if found else None
     if not found or (owner is not None and owner.is_alive):

@@ -1,7 +1,4 @@
-"""A line on the terminal while a save or restore is being waited for; silence where there is no terminal.
-
-Quantities as people read them: bytes, rates, seconds, times and plain numbers.
-"""
+"""Formats quantities for people (bytes, rates, durations, times, numbers), and shows progress on a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ Advance = Callable[[int], None]
 
 
 def bytes_text(nbytes: float | None) -> str:
-    """A number of bytes; empty: not known."""
+    """Format a number of bytes. Unknown: empty."""
     if nbytes is None:
         return ""
     size, unit = scaled_bytes(nbytes)
@@ -25,7 +22,7 @@ def bytes_text(nbytes: float | None) -> str:
 
 
 def scaled_bytes(nbytes: float) -> tuple[float, str]:
-    """The same number in the unit in which it is below 1024, and that unit."""
+    """Return a number of bytes in the unit in which it is below 1024, and that unit."""
     size = float(nbytes)
     for unit in _UNITS[:-1]:
         if size < 1024:
@@ -35,12 +32,12 @@ def scaled_bytes(nbytes: float) -> tuple[float, str]:
 
 
 def rate_text(bytes_per_s: float | None) -> str:
-    """Bytes a second; empty: not known."""
+    """Format bytes per second. Unknown: empty."""
     return "" if bytes_per_s is None else f"{bytes_text(bytes_per_s)}/s"
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A duration, from microseconds to days; empty: not known."""
+    """Format a duration, from microseconds to days. Unknown: empty."""
     if seconds is None:
         return ""
     if seconds < 1e-3:
@@ -58,53 +55,53 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def time_text(time: datetime.datetime | None) -> str:
-    """A moment in UTC, to the second; empty: not known."""
+    """Format a time in UTC, to the second. Unknown: empty."""
     return "" if time is None else f"{time.astimezone(datetime.UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def number_text(value: float | None) -> str:
-    """A number; empty: not known."""
+    """Format a number. Unknown: empty."""
     if value is None:
         return ""
     return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
 def count_text(value: int | None) -> str:
-    """A whole number with commas; empty: not known."""
+    """Format a whole number with commas. Unknown: empty."""
     return "" if value is None else f"{value:,}"
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """A number with its noun: `counted(2, "save")` is "2 saves"."""
+    """Format a number with its noun: `counted(2, "save")` is "2 saves"."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def percent_text(share: float) -> str:
-    """A share from 0 to 1."""
-    return f"{share:.1%}"
+def percent_text(fraction: float) -> str:
+    """Format a fraction from 0 to 1."""
+    return f"{fraction:.1%}"
 
 
-def clipped(text: str, letters: int = 160) -> str:
-    """The begin of a text that a file may have made of any length."""
-    return text if len(text) <= letters else f"{text[:letters]}..."
+def clipped(text: str, limit: int = 160) -> str:
+    """Return the beginning of a text from a file, which may be of any length."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def wants_progress(setting: bool | Literal["auto"]) -> bool:
-    """Whether to show progress: as said, or when standard error is a terminal."""
+    """Return whether to show progress: the setting, or for "auto" whether standard error is a terminal."""
     return sys.stderr is not None and sys.stderr.isatty() if setting == "auto" else bool(setting)
 
 
 @contextlib.contextmanager
 def progress_line(text: str, total_bytes: int | None, shown: bool) -> Iterator[Advance | None]:
-    """Show one line while the body runs, gone afterwards.
+    """Show a progress line while the block runs, and remove it afterwards.
 
     Args:
-        text: what is under way.
-        total_bytes: how much there is to do; None if nobody knows.
-        shown: False: do nothing.
+        text: the description of the operation.
+        total_bytes: the number of bytes of the operation. None: unknown.
+        shown: False: show nothing.
 
     Yields:
-        A function to call with numbers of bytes as they are done, from any thread; None if nothing is shown.
+        A function that any thread calls with the number of bytes done. None if nothing is shown.
     """
     if not shown:
         yield None

@@ -78,7 +78,7 @@ def test_of_others_a_step_is_a_whole_number(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     for command in (["show", run], ["verify", run], ["cp", run, tmp_path / "copy"], ["mv", run, tmp_path / "moved"]):
         message = refused(*command, "--step", "1.5", code=2)
-        assert message == f"{run}: expected a whole number for its step, found 1.5; the last ones are 1, 2"
+        assert message == f"{run}: expected a whole number as the step, found 1.5; the last steps are 1, 2"
     orbax = orbax_run(tmp_path / "orbax", 9, 10)
     assert f"{orbax}: has no step 9.5; the last ones are 9, 10" in refused("show", orbax, "--step", "9.5", code=3)
     assert told("show", orbax, "--step", "9.0")["path"] == f"{orbax}/9"
@@ -112,11 +112,11 @@ def test_what_cannot_be_chosen_is_reported(tmp_path: Path) -> None:
         message = refused(command, tmp_path / "flax", "--step", 12, code=3)
         assert message == f"{tmp_path}/flax: has no step 12; the last ones are 9, 10, 11"
     for path in (tmp_path / "flax" / "checkpoint_9", tmp_path / "single"):
-        assert refused("show", path, "--step", 9, code=3) == f"{path}: expected a run to take step 9 of, found none"
+        assert refused("show", path, "--step", 9, code=3) == f"{path}: expected a run with a step 9, found none"
     newest = tmp_path / "flax" / "checkpoint_11"
     newest.write_bytes(newest.read_bytes()[:-7])
     assert f"{newest}: expected a Flax msgpack file, found" in refused("show", tmp_path / "flax", code=1)
-    assert f"give {tmp_path}/flax/checkpoint_10" in refused("import", tmp_path / "flax", tmp_path / "out", code=1)
+    assert f"pass {tmp_path}/flax/checkpoint_10" in refused("import", tmp_path / "flax", tmp_path / "out", code=1)
     assert not (tmp_path / "out").exists()
     assert told("show", tmp_path / "flax", "--step", 10)["step"] == 10
     message = refused("verify", tmp_path / "flax", "--step", 10, code=3)
@@ -134,11 +134,11 @@ def test_no_part_of_an_item_or_a_step_of_orbax_is_a_step(tmp_path: Path) -> None
         for step in (0, 1, 3):
             for command in (["show", path], ["import", path, tmp_path / "out"]):
                 message = refused(*command, "--step", step, code=3)
-                assert message == f"{path}: expected a run to take step {step} of, found none"
+                assert message == f"{path}: expected a run with a step {step}, found none"
         assert "found a checkpoint of Orbax; `jaxckpt show" in refused("ls", path, code=3)
     (tmp_path / "item" / "manifest.ocdbt").unlink()
     (tmp_path / "item" / "_METADATA").unlink()
-    assert "run of Orbax" not in refused("show", tmp_path / "item", code=3)
+    assert "Orbax run" not in refused("show", tmp_path / "item", code=3)
 
 
 def test_ls_says_what_another_tool_has_left(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_warning_is_one_line(folder: Path) -> None:
     code, told, error = shell(folder, "verify damaged", "%s")
     assert code == 1
     assert f"{step_path(folder / 'damaged', 1)}: ok" in told
-    assert error.startswith(f"jaxckpt: {step_path(folder / 'damaged', 2)} is passed over: ")
+    assert error.startswith(f"jaxckpt: {step_path(folder / 'damaged', 2)} is skipped: ")
     assert error.count("\n") == 1
 
 
@@ -171,7 +171,7 @@ def test_program_that_calls_it_has_its_streams_back(folder: Path, run_python) ->
     lines = done.stdout.splitlines()
     assert [("ok" in line) for line in lines] == [True, True, False]
     assert lines[-1] == "[1, 1, 1] 1"
-    assert done.stderr.count("is passed over") == 3
+    assert done.stderr.count("is skipped") == 3
 
 
 def test_a_pipe_that_does_not_wait_is_written_to_all_the_same(folder: Path) -> None:

@@ -58,7 +58,7 @@ def test_nothing_is_put_into_run_that_training_owns(tmp_path: Path, way: str) ->
         message = refused(command, tmp_path / "a", tmp_path / "run" / "step-0000000099", *options, code=4)
         assert names(tmp_path / "run") == before
     assert "owned by" in message
-    assert "would not know of a step that is put there" in message
+    assert "would not see a new step" in message
 
 
 def test_a_name_of_left_overs_is_refused(tmp_path: Path) -> None:

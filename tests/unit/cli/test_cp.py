@@ -152,7 +152,7 @@ def test_a_step_keeps_its_name_in_a_run_and_before_a_slash(tmp_path: Path) -> No
     )
     assert jct.StepManager(other).steps == [1, 2, 7]
     jct.save(tmp_path / "single", {"w": 1})
-    assert "does not say which step it is" in refused("cp", tmp_path / "single", other, code=2)
+    assert "does not record its step" in refused("cp", tmp_path / "single", other, code=2)
     assert told("cp", tmp_path / "single", f"{other}/step-0000000003")["path"] == str(step_path(other, 3))
 
 
@@ -185,7 +185,7 @@ def test_only_what_is_to_be_is_replaced(tmp_path: Path) -> None:
     assert told("show", tmp_path / "copy")["step"] == 2
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("mine")
-    assert "is no checkpoint; to put the copy into it" in refused("cp", directory, tmp_path / "folder", code=4)
+    assert "to put the copy into it" in refused("cp", directory, tmp_path / "folder", code=4)
     refused("cp", directory, tmp_path / "folder", "--overwrite", code=4)
     (tmp_path / "copy" / "notes.txt").write_text("mine")
     assert "other files: notes.txt" in refused("cp", directory, tmp_path / "copy", "--overwrite", code=4)
@@ -222,7 +222,7 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert "outside of the source" in refused("cp", step, step / "copy", code=2)
     assert "outside of the source" in refused("cp", tmp_path / "alias", step / "copy", code=2)
     assert "outside of the source" in refused("cp", step, step_path(tmp_path / "alias", 1) / "a" / "copy", code=2)
-    assert "is a checkpoint, and nothing is put into one" in refused("cp", step, f"{step}/", code=2)
+    assert "expected a directory without a checkpoint" in refused("cp", step, f"{step}/", code=2)
     assert "reserved for unfinished saves" in refused("cp", step, tmp_path / ".copy.aside", code=2)
     assert "other stores" in refused("cp", step, "s3://bucket/copy", code=2)
     assert (len(files_below(step)), jct.verify(step).ok) == (3, True)
@@ -239,9 +239,7 @@ def test_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: 
         target[17] ^= 1
 
     monkeypatch.setattr(LazyBox, "read_into", flipped)
-    assert "leaf 'state/w' came out otherwise than in the source" in refused(
-        "cp", tmp_path / "c", tmp_path / "copy", code=1
-    )
+    assert "expected leaf 'state/w' of the source" in refused("cp", tmp_path / "c", tmp_path / "copy", code=1)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
@@ -259,7 +257,7 @@ def test_with_check_a_disk_that_gives_other_bytes_is_found_out(tmp_path: Path, m
 
     monkeypatch.setattr(copying, "write_arrays", damaging)
     message = refused("cp", tmp_path / "c", tmp_path / "copy", "--check", code=1)
-    assert "right after it was written: do not trust this disk further" in message
+    assert "do not trust this disk" in message
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     told("cp", tmp_path / "c", tmp_path / "copy")  # unseen without --check
 
@@ -298,7 +296,7 @@ def test_foreign_directory_is_not_copied(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file({"w": np.zeros(3)}, tmp_path / "w.safetensors")
-    assert "keeps no digests" in refused("cp", tmp_path / "w.safetensors", tmp_path / "copy", code=3)
+    assert "expected a checkpoint with digests" in refused("cp", tmp_path / "w.safetensors", tmp_path / "copy", code=3)
     refused("cp", tmp_path / "gone", tmp_path / "copy", code=3)
     directory = made_run(tmp_path / "run", 1)
     truncate_the_manifest(step_path(directory, 1))

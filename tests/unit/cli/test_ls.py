@@ -84,7 +84,7 @@ def test_a_step_without_commit_is_listed_as_none(tmp_path: Path) -> None:
     assert [each["valid"] for each in found] == [True, False, False]
     assert "has no COMMIT: never committed, or copied only in part" in found[1]["problem"]
     assert (found[1]["time"], found[1]["current"]) == (None, False)
-    assert found[2]["problem"] == "is no directory, perhaps a link"
+    assert found[2]["problem"] == "is not a directory, perhaps a link"
 
 
 def test_abandoned_steps_are_listed_apart(tmp_path: Path) -> None:

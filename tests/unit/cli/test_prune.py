@@ -191,7 +191,7 @@ def test_a_disk_that_keeps_nothing_keeps_what_would_be_replaced(
         (["--keep-latest", 1, "--metric", "loss"], "expected --keep-best N with them"),
         (["--keep-latest", 1, "--mode", "max"], "expected --keep-best N with them"),
         (["--keep-best", 1, "--metric", "accuracy"], '--mode: expected "max" or "min"'),
-        (["--keep-best", 1, "--metric", "lose"], "the metrics that they have: loss"),
+        (["--keep-best", 1, "--metric", "lose"], "'lose', found none; the metrics are loss"),
     ],
 )
 def test_wrong_rules_are_refused_with_2(tmp_path: Path, options: list[Any], message: str) -> None:

@@ -194,7 +194,7 @@ def test_what_is_no_checkpoint_ends_with_3(tmp_path: Path) -> None:
     assert "found nothing" in refused("show", tmp_path / "gone" / "further", code=3)
     assert "found an empty directory" in refused("show", tmp_path / "empty", code=3)
     refused("show", tmp_path / "file", code=3)
-    assert "to take step 1 of" in refused("show", tmp_path / "empty", "--step", 1, code=3)
+    assert "a run with a step 1" in refused("show", tmp_path / "empty", "--step", 1, code=3)
 
 
 def test_names_that_stranger_chose_do_nothing_to_terminal(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A newest step that is damaged is passed over, and never in silence."""
+"""A newest step that is damaged is skipped, and never in silence."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def test_skipped_step_is_reported_in_one_line(
     assert found["skipped"] == [step_path(directory, 3).name]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith(f"{step_path(directory, 3)} is passed over: ")
+    assert record.getMessage().startswith(f"{step_path(directory, 3)} is skipped: ")
     file = "COMMIT" if "commit" in damage.__name__ else "manifest.json"
-    assert file in record.getMessage().partition(" is passed over: ")[2]
+    assert file in record.getMessage().partition(" is skipped: ")[2]
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
@@ -88,7 +88,7 @@ def test_each_command_tells_it(tmp_path: Path, name: str, caplog: pytest.LogCapt
     if name != "mv":  # the newest whole one stays where it is, which the next line says
         names = [step_path(directory, step).name for step in (3, 2)]
         assert json.loads(done.stdout)["skipped_a" if name == "diff" else "skipped"] == names
-    assert [record.getMessage().partition(" is passed over")[0] for record in caplog.records][:2] == [
+    assert [record.getMessage().partition(" is skipped")[0] for record in caplog.records][:2] == [
         str(step_path(directory, step)) for step in (3, 2)
     ]
 
@@ -98,7 +98,7 @@ def test_mv_of_given_step_reports_none(tmp_path: Path, caplog: pytest.LogCapture
     remove_the_manifest(step_path(directory, 3))
     assert told("mv", directory, tmp_path / "moved", "--step", 1)["skipped"] == []
     assert told("verify", directory, "--step", 2)["skipped"] == []
-    assert "passed over" not in caplog.text
+    assert "skipped" not in caplog.text
 
 
 def test_link_and_empty_step_directory_are_reported(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_one_of_a_newer_version_may_be_whole(tmp_path: Path, name: str) -> None:
     shutil.copytree(step_path(directory, 1), tmp_path / "same")
     becomes_newer(step_path(directory, 2))
     if name != "mv":  # of a run without one that may go
-        assert "; to take an older one, give its number: --step 1" in refused(*call(tmp_path, name), code=1)
+        assert "; to take an older one, pass its number: --step 1" in refused(*call(tmp_path, name), code=1)
     becomes_newer(step_path(directory, 1))
     assert "FormatVersionError" in run(*call(tmp_path, name), "--json").stdout
     assert {path.name for path in tmp_path.iterdir()} == {"run", "same"}
