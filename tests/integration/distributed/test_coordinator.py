@@ -1,4 +1,4 @@
-"""The coordinator in real jobs of several processes: results, errors told to all, and who is missing is named."""
+"""The coordinator in real multi-process jobs: results, errors that reach all, and names of missing processes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def exchange_and_broadcast(name: str) -> list[str]:
     found = current().within(name, LIMIT_S)
     mine = f"p{found.process}"
     together = found.exchange("greeting", mine.encode, b",".join)
-    told = found.broadcast("telling", lambda: b"from " + mine.encode())
+    answer = found.broadcast("telling", lambda: b"from " + mine.encode())
     found.barrier("ending")
-    return [mine, together.decode(), told.decode()]
+    return [mine, together.decode(), answer.decode()]
 
 
 def test_all_get_what_process_0_makes_of_the_values_of_all(job_of: JobOf) -> None:
@@ -54,9 +54,9 @@ def fail_in(name: str, who: int, kind: str) -> list[Any]:
 def test_error_of_one_is_raised_in_all(job_of: JobOf, who: int) -> None:
     answers = job_of(4, 1).call(fail_in, f"os-{who}", who, "os")
     for number, (kind, message, code, soon) in enumerate(answers):
-        told = "" if number == who else f"process {who}, writing step 5: "
+        source = "" if number == who else f"process {who}, writing step 5: "
         assert (kind, message, code, soon) == (
-            "StorageError", f"[Errno 28] {told}No space left on device: '/x/y'", 28, True,
+            "StorageError", f"[Errno 28] {source}No space left on device: '/x/y'", 28, True,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Runs in jobs: one process that is slower, is asked, or calls what the others do not, and what all are told."""
+"""Runs in jobs where one process is slower, or makes calls that the others do not make: the results are equal."""
 
 from __future__ import annotations
 

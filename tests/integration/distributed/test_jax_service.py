@@ -1,4 +1,4 @@
-"""The coordinator of one process, and that JAX's distributed runtime is left alone where nobody has begun it."""
+"""The coordinator of one process, and that JAX's distributed runtime is not used where it was not initialized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jobs have saved with other tools: iterators of Grain by Orbax, each process its own; arrays of Flax, told."""
+"""What jobs have saved with other tools: Grain iterators by Orbax, and Flax arrays that moved."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_wide_types_become_what_they_do_when_each_reads_for_itself(tmp_path: Pat
 
 
 def load_special(path: str, read_once: bool) -> list[str]:
-    """Keys, weak scalars, casts, renames, parts, values that are kept, and NumPy beside what spans processes."""
+    """Keys, weak scalars, casts, renames, parts, values that are kept, and NumPy next to arrays that span processes."""
     everywhere, columns = sharding_of([4], []), sharding_of([4], [None, "x"])
     weak = jax.jit(lambda: jax.numpy.sin(2.0) * 1.0, out_shardings=everywhere)()
     key = jax.jit(lambda: jax.random.key(1), out_shardings=everywhere)()

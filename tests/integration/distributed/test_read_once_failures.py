@@ -124,7 +124,9 @@ def test_damage_in_one_shard_reaches_all(tmp_path: Path, job_of: JobOf, spec: li
     answers = job.call(load_together, str(tmp_path / "bad"), spec)
     assert [answer.get("error") for answer in answers] == ["CorruptCheckpointError"] * 4
     assert all("are not what was saved" in answer["text"] for answer in answers)
-    assert sum("process " in answer["text"] for answer in answers) == 3  # one has found it, the others were told
+    assert (
+        sum("process " in answer["text"] for answer in answers) == 3
+    )  # one process found the damage, the others report that process
     assert job.call(load_together, str(tmp_path / "good"), spec) == good
 
 

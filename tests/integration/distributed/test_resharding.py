@@ -49,7 +49,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Resharding:
-    """Arrays saved by one side and loaded by the other; `by`: how the load is told what is wanted."""
+    """Arrays saved by one side and loaded by the other; `by`: how the target is given."""
 
     saved: Side
     loaded: Side
@@ -59,7 +59,7 @@ class Resharding:
 
 @st.composite
 def meshes(draw: st.DrawFn, size: int) -> list[int]:
-    """One to three axes for so many devices; an axis may have size 1."""
+    """One to three axes for a number of devices; an axis may have size 1."""
     mesh: list[int] = []
     for _ in range(draw(st.sampled_from([1, 2, 0]))):
         mesh.append(draw(st.sampled_from([axis for axis in range(1, size + 1) if size % axis == 0])))

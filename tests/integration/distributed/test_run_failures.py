@@ -1,4 +1,4 @@
-"""Runs of jobs when something is wrong in one process: all of them are told, all of them do the same."""
+"""Runs of jobs with an error in one process: it reaches all of them, and all of them do the same."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def restore_and_go_on(directory: str) -> dict[str, Any]:
                 "right": right,
                 "steps": manager.steps,
                 "damaged": manager.damaged,
-                "told": heard.lines,
+                "lines": heard.lines,
             }
     finally:
         logging.getLogger("jaxckpt_train").removeHandler(heard)
@@ -92,7 +92,7 @@ def test_a_step_that_is_damaged_for_one_is_skipped_by_all(tmp_path: Path, job_of
         assert (answer["step"], answer["right"]) == (2, True)
         assert (answer["steps"], answer["damaged"]) == ([1, 2, 12], [3])
     assert any(
-        "step 3 cannot be restored and is skipped" in line and segment.name in line for line in answers[0]["told"]
+        "step 3 cannot be restored and is skipped" in line and segment.name in line for line in answers[0]["lines"]
     )
     assert [each["step"] for each in history(run, "set_aside")] == [3]
 
@@ -193,7 +193,7 @@ def save_to_a_full_disk(directory: str, who: int) -> dict[str, Any]:
     concurrent.futures.wait([result.pending.committed])  # which does not count as having seen the error
     begun = result.saved
     backend.is_full = False
-    second = outcome(lambda: manager.save(3, {"state": state_of(3)}).saved)  # which has begun all the same
+    second = outcome(lambda: manager.save(3, {"state": state_of(3)}).saved)  # the save was started all the same
     third = outcome(lambda: manager.save(4, {"state": state_of(4)}).saved)
     manager.wait()
     manager.close()
@@ -233,7 +233,7 @@ def loop_that_one_leaves(directory: str, who: int) -> dict[str, Any]:
 @pytest.mark.parametrize("who", [0, 2])
 def test_who_leaves_its_loop_is_not_waited_for(tmp_path: Path, job_of: JobOf, who: int) -> None:
     for number, answer in enumerate(job_of(4, 1).call(loop_that_one_leaves, str(tmp_path / "run"), who)):
-        expected = "RuntimeError: an error" if number == who else f"OtherProcessError: .*process {who} of 4 will not"
+        expected = "RuntimeError: an error" if number == who else f"OtherProcessError: .*process {who} of 4 left"
         assert re.match(expected, answer["error"]), answer
         assert answer["took_s"] < 20.0
         assert (answer["step"], answer["right"]) == (2, True)
@@ -303,7 +303,7 @@ def test_a_directory_local_to_each_host_is_found_before_the_first_save(tmp_path:
 
 
 def breaks_off(directory: str) -> list[Any]:
-    """Process 1 meets an error of its own in its loop; what each was told, and how long that took."""
+    """Process 1 meets an error of its own in its loop; what error each got, and after how long."""
     began = time.monotonic()
     try:
         with jct.CheckpointCallback(directory, save_interval_steps=10**9) as ckpt:

@@ -12,7 +12,7 @@ import pytest
 import jaxckpt_train as jct
 from tests.support.jobs.fixtures import JobOf
 from tests.support.jobs.job import running
-from tests.support.jobs.training import dataset, global_batch, happen, history, start, told_sinks, train, train_step
+from tests.support.jobs.training import dataset, global_batch, happen, history, sink_events, start, train, train_step
 
 
 def whole(job_of: JobOf, directory: Path, steps: int = 20) -> dict[str, Any]:
@@ -153,13 +153,13 @@ def test_all_decide_as_process_0_does(tmp_path: Path, job_of: JobOf, which: str,
 
 
 def test_only_the_first_process_has_events_for_sinks(tmp_path: Path, job_of: JobOf) -> None:
-    told = job_of(4, 2).call(told_sinks, str(tmp_path / "run"))
-    assert [each for each in told[0] if each[0] in ("save", "restore")] == [["save", 1], ["restore", 1]]
-    assert told[1:] == [[], [], []]
+    events = job_of(4, 2).call(sink_events, str(tmp_path / "run"))
+    assert [each for each in events[0] if each[0] in ("save", "restore")] == [["save", 1], ["restore", 1]]
+    assert events[1:] == [[], [], []]
 
 
 def test_the_history_tells_the_size_of_what_all_processes_have_written(tmp_path: Path, job_of: JobOf) -> None:
-    job_of(4, 2).call(told_sinks, str(tmp_path / "run"))
+    job_of(4, 2).call(sink_events, str(tmp_path / "run"))
     (save,) = history(tmp_path / "run", "save")
     step = tmp_path / "run" / save["name"]
     assert save["bytes"] == sum(file.stat().st_size for file in step.glob("*/*")) == jct.metadata(step).bytes

@@ -1,4 +1,4 @@
-"""A job that is asked to leave: what process 0 knows of its saves decides for all; what became of its time is told."""
+"""A job that is asked to shut down: what process 0 knows of its saves decides for all, and the time is reported."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_short_time_limit_of_one_stops_all(tmp_path: Path, job: Job) -> None:
     assert completed > HELD
 
 
-def told(directory: str) -> list[Any]:
-    """What a process prints of a run that it takes part in, and what it is told."""
+def records(directory: str) -> list[Any]:
+    """What a process of a run prints of it, and which records it gets."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), jct.CheckpointCallback(directory, save_interval_steps=100) as ckpt:
         state, data = ckpt.resume(start(), iter(dataset(10_000)))
@@ -137,12 +137,12 @@ def told(directory: str) -> list[Any]:
 
 def test_process_0_tells_what_became_of_the_time_and_all_know(tmp_path: Path, job: Job) -> None:
     _, _, completed, *_ = alike(job.call(leave, str(tmp_path), {"save": 2.0, "update": 1e-9}, 60.0))
-    first, second = job.call(told, str(tmp_path))
+    first, second = job.call(records, str(tmp_path))
     lost = completed - HELD
     assert first[1] == [["preempted", 0, HELD, lost], ["running", HELD, 40 - HELD, 0]]
     assert [row[0] for row in second[1]] == ["preempted", "running"]  # of the running one what was heard
     assert first[0][0].startswith("2 processes, useful time ")
     assert second[0] == []
-    (again, _) = job.call(told, str(tmp_path))
+    (again, _) = job.call(records, str(tmp_path))
     assert again[1][-2:] == [["finished", HELD, 40 - HELD, 0], ["running", 40, 0, 0]]
     assert len(history(tmp_path, "start")) == len(history(tmp_path, "resumed")) == 3

@@ -32,7 +32,7 @@ def apart(*, is_apart: bool = True) -> Iterator[None]:
 
 
 class Count:
-    """How many bytes this process has read, told as the progress of a load."""
+    """How many bytes this process has read, from the progress of a load."""
 
     def __init__(self) -> None:
         self.bytes = 0

@@ -1,4 +1,4 @@
-"""Jobs that several tests use, one after the other, since to start one takes seconds."""
+"""Jobs that several tests share, because starting one takes seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job_of() -> JobOf:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the jobs before tests of something else, beside which they would take memory and time."""
+    """End the jobs before tests of something else, from which they would take memory and time."""
     if nextitem is None or "distributed" not in nextitem.path.parts:
         while _jobs:
             _jobs.popitem()[1].end()

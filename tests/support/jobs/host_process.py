@@ -56,7 +56,7 @@ def _run(request: Request) -> Reply:
             arrays = [jax.device_put(unpacked(data)) for data in request.arrays]
             found = cloudpickle.loads(request.function)(*arrays)
             return Reply(request.number, tuple(map(packed, found)))
-    except BaseException:  # noqa: BLE001  # a process's edge: told to the test
+    except BaseException:  # noqa: BLE001  # end of a process: the error goes to the test
         return Reply(request.number, error=traceback.format_exc())
 
 

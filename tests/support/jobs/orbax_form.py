@@ -1,4 +1,4 @@
-"""What each process of a job does with a manager in Orbax's form, and what it is told."""
+"""What each process of a job does with an Orbax-style manager, and the answers it gets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def state_of(step: int, value: float | None = None) -> dict[str, Any]:
 
 def saves_and_restores(directory: str) -> list[Any]:
     """Saves, lets go, deletes and restores."""
-    told: list[Any] = []
+    answers: list[Any] = []
     options = CheckpointManagerOptions(
         should_save_fn=lambda step, newest: step % 2 == 0,
         max_to_keep=3,
@@ -35,17 +35,17 @@ def saves_and_restores(directory: str) -> list[Any]:
         for step in range(9):
             is_due = manager.should_save(step)
             is_saved = manager.save(step, args=args.StandardSave(state_of(step)), metrics={"loss": abs(step - 5)})
-            told.append((is_due, is_saved, manager.latest_step()))
+            answers.append((is_due, is_saved, manager.latest_step()))
         manager.wait_until_finished()
-        told.append((manager.all_steps(), manager.best_step()))
+        answers.append((manager.all_steps(), manager.best_step()))
         manager.delete(6)
-        told.append((manager.all_steps(), manager.best_step(), manager.metrics(4)))
+        answers.append((manager.all_steps(), manager.best_step(), manager.metrics(4)))
         looked = manager.restore(4, args=args.StandardRestore(state_of(0)))
-        told.append((rows_of(looked), manager.latest_step()))
+        answers.append((rows_of(looked), manager.latest_step()))
     with CheckpointManager(directory, options=options) as manager:
         restored = manager.restore(manager.latest_step(), args=args.StandardRestore(state_of(0)))
-        told.append((rows_of(restored), manager.should_save(8), manager.should_save(10)))
-    return told
+        answers.append((rows_of(restored), manager.should_save(8), manager.should_save(10)))
+    return answers
 
 
 def rows_of(state: dict[str, Any]) -> list[float]:
@@ -56,23 +56,23 @@ def rows_of(state: dict[str, Any]) -> list[float]:
 
 def fails(directory: str) -> list[Any]:
     """A save fails, in all of them."""
-    told: list[Any] = []
+    answers: list[Any] = []
     with CheckpointManager(directory, settings=jct.StoreSettings(nonfinite="reject")) as manager:
-        told.append(manager.save(1, args=args.StandardSave(state_of(1))))
-        told.append(manager.save(2, args=args.StandardSave(state_of(2, float("nan")))))
+        answers.append(manager.save(1, args=args.StandardSave(state_of(1))))
+        answers.append(manager.save(2, args=args.StandardSave(state_of(2, float("nan")))))
         try:
             manager.save(3, args=args.StandardSave(state_of(3)))
         except jct.CheckpointError as error:
-            told.append(type(error).__name__)
+            answers.append(type(error).__name__)
         manager.wait_until_finished()
-        told.append((manager.latest_step(), manager.should_save(4), manager.all_steps()))
-    return told
+        answers.append((manager.latest_step(), manager.should_save(4), manager.all_steps()))
+    return answers
 
 
 def is_asked(directory: str, process: int, saves_first: bool) -> list[Any]:
     """One of them is asked to leave, and all save the same step; `saves_first`: before they ask whether to leave."""
     options = CheckpointManagerOptions(save_interval_steps=10**9)
-    told: list[Any] = []
+    answers: list[Any] = []
     with CheckpointManager(directory, options=options) as manager:
         for step in itertools.count():  # JAX takes a while to agree
             if step == 5 and jax.process_index() == process:
@@ -80,8 +80,8 @@ def is_asked(directory: str, process: int, saves_first: bool) -> list[Any]:
             reached = not saves_first and manager.reached_preemption(step)
             manager.save(step, args=args.StandardSave(state_of(step)))
             if reached or (saves_first and manager.reached_preemption(step)):
-                told.append(step)
+                answers.append(step)
                 break
         manager.wait_until_finished()
-        told.append(manager.all_steps() == [0, step])
-    return told
+        answers.append(manager.all_steps() == [0, step])
+    return answers

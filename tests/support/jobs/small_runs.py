@@ -24,7 +24,7 @@ def is_first() -> bool:
 def outcome(call: Any) -> str:
     try:
         return repr(call())
-    except BaseException as error:  # noqa: BLE001  # told to the test
+    except BaseException as error:  # noqa: BLE001  # the error goes to the test
         return f"{type(error).__name__}: {error}"
 
 

@@ -85,14 +85,16 @@ def train(directory: str, steps: int, options: dict[str, Any], events: dict[str,
     return {"started": started, "losses": losses, "preempted": preempted, "seen": seen}
 
 
-def told_sinks(directory: str) -> list[list[Any]]:
-    """What sinks are told of a short run in this process."""
-    told = list[list[Any]]()
-    with jct.StepManager(directory, sinks=[lambda event: told.append([event["event"], event.get("step")])]) as manager:
+def sink_events(directory: str) -> list[list[Any]]:
+    """The events that sinks receive of a short run in this process."""
+    events = list[list[Any]]()
+    with jct.StepManager(
+        directory, sinks=[lambda event: events.append([event["event"], event.get("step")])]
+    ) as manager:
         manager.save(1, {"state": start()})
         manager.wait()
         manager.restore({"state": start()})
-    return told
+    return events
 
 
 def happen(events: dict[str, Any], step: int) -> None:

@@ -1,4 +1,4 @@
-"""One process of a job of the tests: joins it, then calls what it is told to, until its input ends."""
+"""One process of a job in tests: joins the job, then makes the calls it receives until its input ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
         try:
             function = getattr(importlib.import_module(module), name)
             answer = {"value": function(*request["arguments"])}
-        except BaseException as error:  # noqa: BLE001  # a process's edge: told to the test
+        except BaseException as error:  # noqa: BLE001  # end of a process: the error goes to the test
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")

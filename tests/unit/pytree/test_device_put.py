@@ -60,7 +60,7 @@ class CountedFastPut:
 
 @pytest.fixture(params=["fast", "public"])
 def fast_put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CountedFastPut | None:
-    """Both paths, one after the other."""
+    """Run the test on both paths."""
     chosen = CountedFastPut() if request.param == "fast" else None
     monkeypatch.setattr(device_put, "_fast_put", chosen)
     return chosen

@@ -230,7 +230,7 @@ def refilled(tree: Any, fill: Any) -> Any:
 @settings(max_examples=100)
 @given(st.lists(trees, min_size=1, max_size=5))
 def test_names_that_are_kept_are_those_of_tree(parts: list[Any]) -> None:
-    """Any structures beside enough leaves, one after the other and again with other leaves."""
+    """Any structures next to enough leaves, in sequence, and again with other leaves."""
     large = [{"filling": [object() for _ in range(MANY)], "part": part} for part in parts]
     large += [[part, (Point(None, part), {}), large[0]["filling"]] for part in parts]
     for tree in [*large, *large, *[refilled(tree, object) for tree in large]]:

@@ -22,7 +22,7 @@ F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
 
 
 def saved_without_data(path: Path, tree: Any) -> Path:
-    """A checkpoint whose segments are gone: whoever opens one gets CorruptCheckpointError."""
+    """A checkpoint without segments: opening one raises CorruptCheckpointError."""
     jct.save(path, tree, settings=jct.StoreSettings(durability="none"))
     for segment in path.rglob("*.safetensors"):
         segment.unlink()

@@ -69,7 +69,7 @@ def feed_of(backend: StrictBackend, committed: Committed, stream: Stream) -> Sha
 
 
 class Answered:
-    """Told of each answer; `wait` for the next one."""
+    """Counts finished reads; `wait` waits for the next one."""
 
     def __init__(self) -> None:
         self._count = threading.Semaphore(0)
@@ -135,7 +135,7 @@ def read_ahead(feed: ShardReader, right: np.ndarray, window: int, threads: int, 
 
 
 class Held:
-    """The first direct reads, so many, wait until they are let go."""
+    """The first direct reads wait until they are released."""
 
     def __init__(self, backend: StrictBackend, hold: int) -> None:
         self._lock, self._left = threading.Lock(), hold

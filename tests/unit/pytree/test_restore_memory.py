@@ -74,7 +74,7 @@ class SlowDevice(DevicePuts):
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.deque[np.ndarray]]:
-    """The CPU stands for one that is slower than the disk: it lets go of one array for each look of who waits."""
+    """A CPU device in the role of one that is slower than the disk: it releases one array for each check."""
     held = SlowDevice.held = collections.deque()
 
     def let_go(generation: int) -> None:

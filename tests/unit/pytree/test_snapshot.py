@@ -171,7 +171,7 @@ def test_a_sharding_is_described_for_people() -> None:
 
 
 class HalfStatic(NamedTuple):
-    """Walked field by field here, but JAX is told that the second one is no leaf."""
+    """A node that is walked field by field here, while its JAX registration has another second leaf."""
 
     w: Any
     n: int

@@ -1,4 +1,4 @@
-"""Transfers: in order, a bounded number of bytes ahead, each array once and then let go, and an end that is told."""
+"""Transfers run in order, bounded bytes ahead, release each array after one fetch, and announce their end."""
 
 from __future__ import annotations
 

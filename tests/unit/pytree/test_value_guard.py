@@ -136,8 +136,8 @@ def test_a_state_with_nan_is_refused_and_the_step_before_stays(tmp_path: Path) -
         manager.save(1, {"state": good})
         manager.wait()
         manager.save(2, {"state": bad, "ema": {"w": jnp.full(2, -jnp.inf)}})
-        told = r"2 leaves hold nan or inf: 'state/params/w' \(nan\), 'ema/w' \(inf\)"
-        with pytest.raises(jct.NonFiniteError, match=told) as caught:
+        message = r"2 leaves hold nan or inf: 'state/params/w' \(nan\), 'ema/w' \(inf\)"
+        with pytest.raises(jct.NonFiniteError, match=message) as caught:
             manager.wait()
         assert caught.value.leaves == ("state/params/w", "ema/w")
         assert manager.steps == [1]
