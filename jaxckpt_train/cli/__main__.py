@@ -1,6 +1,6 @@
-"""`python -m jaxckpt_train.cli`.
+"""The entry point of `jaxckpt` and of `python -m jaxckpt_train.cli`.
 
-Starts the command: an interrupt while its modules are imported ends it with 130, as one in its midst does.
+Ctrl-C ends the command with exit code 130, also while its modules are still being imported.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 
 INTERRUPTED = 130
 DECODES = ("import",)
-"""Commands that have other libraries decode large chunks."""
+"""Commands in which other libraries decode large chunks."""
 IMPORT = "from jaxckpt_train.cli.__main__ import main"
 LAUNCHER = (
     "#", '"""exec" ', '" """', "import re", "import sys", IMPORT, 'if __name__ == "__main__":',
     "if sys.argv[0].endswith(", "elif sys.argv[0].endswith(", "sys.argv[0] = ", "sys.exit(main())",
 )  # fmt: skip
-"""How lines of the script begin that pip, uv and others install for the command."""
+"""The beginnings of the lines in the script that pip, uv and other installers write for the command."""
 
 
 def main() -> None:
-    """Import the command, and run it."""
-    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else whoever called wants none
+    """Import the command and run it."""
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # otherwise keep the caller's
     is_usual = is_usual and threading.current_thread() is threading.main_thread()
     if is_usual:
         signal.signal(signal.SIGINT, _leave)
-    if sys.argv[1:2] and sys.argv[1] in DECODES and _is_a_process_of_its_own():
+    if sys.argv[1:2] and sys.argv[1] in DECODES and _owns_process():
         from jaxckpt_train.store.process_identity import finish_restart, restart_with_huge_malloc
 
         finish_restart()
@@ -39,7 +39,7 @@ def main() -> None:
         if is_usual:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
-    except KeyboardInterrupt:  # before the command has begun, or when it has ended
+    except KeyboardInterrupt:  # before the command starts, or after it ended
         _hurry()
         raise SystemExit(INTERRUPTED) from None
     except SystemExit as end:
@@ -49,15 +49,15 @@ def main() -> None:
 
 
 def _hurry() -> None:
-    """Wait for no disk that does not answer, if one was asked through another library."""
+    """Do not wait at exit for a disk that another library uses and that does not respond."""
     if "jaxckpt_train.formats.foreign" in sys.modules:
         from jaxckpt_train.formats.foreign import shorten_exit_wait
 
         shorten_exit_wait()
 
 
-def _is_a_process_of_its_own() -> bool:
-    """Whether this process was begun for the command alone, by its name or by `python -m`: it can begin again then."""
+def _owns_process() -> bool:
+    """Whether this process runs only the command, started by its name or by `python -m`, and can therefore restart."""
     words = sys.orig_argv[1:]
     if words[:2] == ["-m", "jaxckpt_train.cli"]:
         return words[2:] == sys.argv[1:]
@@ -66,13 +66,13 @@ def _is_a_process_of_its_own() -> bool:
 
 
 def _is_launcher(script: str) -> bool:
-    """Whether a script does nothing but call this command, as installers write it: another one would do it twice."""
+    """Whether a script only calls this command, as installers write it. A restart would run any other script twice."""
     lines = [line.strip().replace("'", '"') for line in script.splitlines()]
     return IMPORT in lines and all(not line or line.startswith(LAUNCHER) for line in lines)
 
 
 def _leave(number: int, frame: Any) -> None:
-    """Nothing is begun yet, and a half-imported module may take an exception for something else."""
+    """Exit at once: no work has started, and a module that is being imported could misinterpret an exception."""
     os._exit(INTERRUPTED)
 
 

@@ -237,7 +237,7 @@ def export(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Write the tree of a checkpoint for another tool: safetensors files, or a step that Orbax restores."""
+    """Write the tree of a checkpoint for another tool: as safetensors files, or as a step for Orbax."""
     with reported_errors(as_json):
         form = _form(to, out, shard_gb, separator, item)
         opened = open_at(BACKEND, absolute(path), step_number(step))
@@ -427,7 +427,7 @@ def import_(
     read_budget_mib: Budget = READ_BUDGET_MIB,
     as_json: Json = False,
 ) -> None:
-    """Make a checkpoint of what Orbax, PyTorch, safetensors or Flax have written; operations may change it.
+    """Convert a checkpoint of Orbax, PyTorch, safetensors or Flax, and transform its tree if asked to.
 
     Arrays pass through memory one after the other; what is written has digests from then on. Where large chunks are
     to be decoded, memory in huge pages halves the time: the command begins itself again with GLIBC_TUNABLES set so.
@@ -513,7 +513,7 @@ def average(
     read_budget_mib: Budget = READ_BUDGET_MIB,
     as_json: Json = False,
 ) -> None:
-    """Make a checkpoint whose parameters are the mean of those of the last steps of a run.
+    """Write a checkpoint whose parameters are the mean of those of the last steps of a run.
 
     Floating-point leaves are summed in double precision and rounded once. All else is that of the newest of the steps.
     """

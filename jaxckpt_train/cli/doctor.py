@@ -65,7 +65,7 @@ class _Found:
 
 
 def doctor(path: Path, size_mib: Size = 256, as_json: Json = False) -> None:
-    """Look at a run and its disk: versions, room, speed, owner, damaged steps, and what a crash would cost.
+    """Examine a run and its disk: versions, free space, speed, owner, damaged steps, and the cost of a crash.
 
     Each operation that a run needs is tried in a directory that is removed again, and the speed with a file that has no
     name. Ends with 1 if there is a warning.

@@ -76,8 +76,8 @@ MOST_FILES = 8  # of one checkpointable, for people
 _ONLY = {"only_a": "only in the first", "only_b": "only in the second"}
 First = Annotated[str, typer.Argument(metavar="A", help="A checkpoint, step or run.", show_default=False)]
 Second = Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)]
-StepOfA = Annotated[str | None, step_option("--step-a", told="Of a run: which step of A.")]
-StepOfB = Annotated[str | None, step_option("--step-b", told="Of a run: which step of B.")]
+StepOfA = Annotated[str | None, step_option("--step-a", help_text="Of a run: which step of A.")]
+StepOfB = Annotated[str | None, step_option("--step-b", help_text="Of a run: which step of B.")]
 OnlyOption = Annotated[
     list[str] | None, typer.Option("--only", "-o", help="Leaf paths or patterns to compare.", show_default=False)
 ]
@@ -396,7 +396,7 @@ def stats(
     histogram: WithHistogram = True,
     as_json: Json = False,
 ) -> None:
-    """Tell minimum, maximum, mean, norm and a histogram of arrays, and how many values are not finite.
+    """Print minimum, maximum, mean, norm and a histogram of arrays, and count the values that are not finite.
 
     Of complex arrays these are of the magnitudes. Ends with 1 if a value is nan or infinite.
     """

@@ -1,6 +1,6 @@
-"""The command `jaxckpt`: its subcommands, each in a module of its own that is imported when it is asked for.
+"""The command `jaxckpt` and its subcommands, whose modules are imported when a subcommand is called.
 
-Has typer hand on what needs no conversion: for any other it imports pydantic, a fifth of a command's start.
+Values that need no conversion bypass typer's own conversion, which imports pydantic: a fifth of the start-up time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from jaxckpt_train.cli.output import Code, print_json, standard_streams
 
 _PLAIN = (str, int, float)
-_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")  # in other forms they are left to typer, as is what is no number
+_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")  # typer converts all other forms, and reports what is no number
 _MODULES = {
     "inspect": ("ls", "show", "stats", "diff"),
     "maintain": ("verify", "scrub", "prune", "pin", "cp", "mv"),
@@ -30,32 +30,32 @@ _MODULES = {
 }
 _MODULE_OF = {command: module for module, commands in _MODULES.items() for command in commands}
 _WANTS_JSON = "jaxckpt_train.json"
-_UsageError: Any = typer.BadParameter.__base__  # of typer itself or of click, by the version of typer
+_UsageError: Any = typer.BadParameter.__base__  # typer's own class or click's, depending on the version
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class PlainCommand(TyperCommand):
-    """A command that has only those values converted that are not of the types of their parameters already.
+    """A command that lets typer convert only the values that do not have the type of their parameter yet.
 
-    Text is, and so are defaults, and what is not given; a whole number takes no library either. A typer that converts
-    in another way than from 0.29 on is left alone; it imports no pydantic.
+    Text, defaults and missing values have it, and integers are parsed here. Versions of typer before 0.29 convert
+    without pydantic and are left alone.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """As click's."""
-        return [_taken(each) for each in super().get_params(ctx)]
+        """Return the parameters, each with the fast conversion."""
+        return [_with_fast_conversion(each) for each in super().get_params(ctx)]
 
 
 class PlainGroup(TyperGroup):
-    """As `PlainCommand`, of a group."""
+    """A group of commands with the conversion of `PlainCommand`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """As click's."""
-        return [_taken(each) for each in super().get_params(ctx)]
+        """Return the parameters, each with the fast conversion."""
+        return [_with_fast_conversion(each) for each in super().get_params(ctx)]
 
 
 class _Conversion:
-    """What converts the values of a parameter."""
+    """Converts the values of one parameter, and asks typer only for those that need it."""
 
     def __init__(self, parameter: Any) -> None:
         self._annotation, self._get_other = parameter.type_descriptor.annotation, parameter.get_runtime_param
@@ -63,7 +63,7 @@ class _Conversion:
         self._is_several = bool(parameter.multiple) or parameter.nargs == -1
 
     def coerce(self, value: Any, **context: Any) -> Any:
-        """As typer's: the value as the parameter has it."""
+        """Return the value in the type of the parameter; the interface is typer's."""
         if value is None:
             return () if self._is_several else None
         if self._annotation in _PLAIN and type(value) is self._annotation:
@@ -78,7 +78,7 @@ class _Conversion:
         return (self._least is None or number >= self._least) and (self._most is None or number <= self._most)
 
 
-def _taken(parameter: Any) -> Any:
+def _with_fast_conversion(parameter: Any) -> Any:
     is_known = hasattr(parameter, "get_runtime_param") and hasattr(parameter, "type_descriptor")
     if is_known and "get_runtime_param" not in vars(parameter):
         conversion = _Conversion(parameter)
@@ -89,26 +89,26 @@ def _taken(parameter: Any) -> Any:
 COMMANDS = {
     "ls": "List the steps of a run: size, age, metrics, and what keeps a step from being restored.",
     "show": "Show a checkpoint: leaf paths, shapes, dtypes, shardings, sizes, and JSON items. Reads no arrays.",
-    "stats": "Tell minimum, maximum, mean, norm and a histogram of arrays, and how many values are not finite.",
+    "stats": "Print minimum, maximum, mean, norm and a histogram of arrays, and count the values that are not finite.",
     "diff": "Compare two checkpoints: structure and every value, bit by bit. Equal leaves are folded into one line.",
     "verify": "Read every byte of a checkpoint and compare it with its digests.",
     "scrub": "Read every byte of all steps of a run, the newest first, and compare it with its digests.",
-    "prune": "Let steps of a run go that none of the given rules keeps. Only tells which, unless --yes is given.",
-    "pin": "Pin a step: no policy, and no `jaxckpt prune`, deletes it. With --off it may go again.",
+    "prune": "Delete the steps of a run that none of the given rules keeps. Without --yes, only list them.",
+    "pin": "Pin a step, so that no policy and no `jaxckpt prune` deletes it. --off removes the pin.",
     "cp": "Copy a checkpoint, or one step of a run, and verify it.",
-    "mv": "Move a checkpoint, or one step of a run: copy it as `jaxckpt cp --check` does, then remove the source.",
-    "report": "Make one HTML page about a run: what happened when, where the time went, its steps, metrics and tree.",
-    "doctor": "Look at a run and its disk: versions, room, speed, owner, damaged steps, and what a crash would cost.",
-    "export": "Write the tree of a checkpoint for another tool: safetensors files, or a step that Orbax restores.",
-    "import": "Make a checkpoint of what Orbax, PyTorch, safetensors or Flax have written; operations may change it.",
-    "average": "Make a checkpoint whose parameters are the mean of those of the last steps of a run.",
+    "mv": "Move a checkpoint, or one step of a run: copy it like `jaxckpt cp --check`, then remove the source.",
+    "report": "Write an HTML page about a run: its timeline, where the time went, its steps, metrics and tree.",
+    "doctor": "Examine a run and its disk: versions, free space, speed, owner, damaged steps, and the cost of a crash.",
+    "export": "Write the tree of a checkpoint for another tool: as safetensors files, or as a step for Orbax.",
+    "import": "Convert a checkpoint of Orbax, PyTorch, safetensors or Flax, and transform its tree if asked to.",
+    "average": "Write a checkpoint whose parameters are the mean of those of the last steps of a run.",
 }
-"""What the help says of each: told here, as to import all of them takes longer than to tell it."""
+"""The help text of each command. It is here because importing every command would slow down `jaxckpt --help`."""
 
 
 @contextlib.contextmanager
-def _told_misuse(ctx: Any) -> Iterator[None]:
-    """Within: who wants JSON is told so of a wrong call, too."""
+def _usage_errors_as_json(ctx: Any) -> Iterator[None]:
+    """Report a usage error as JSON if the command was called with --json."""
     try:
         yield
     except _UsageError as error:
@@ -120,11 +120,11 @@ def _told_misuse(ctx: Any) -> Iterator[None]:
 
 
 class _OnDemand(PlainGroup):
-    """Commands that are imported one by one: all of them together take as long as Python and numpy do."""
+    """Imports the module of a command when the command is called. Importing all takes as long as importing NumPy."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._is_telling = False  # of all of them, none of which is called
+        self._lists_help = False  # whether only names and help texts are needed
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -132,7 +132,7 @@ class _OnDemand(PlainGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        if self._is_telling:
+        if self._lists_help:
             return PlainCommand(cmd_name, help=COMMANDS[cmd_name])
         module = _MODULE_OF[cmd_name]
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -143,29 +143,29 @@ class _OnDemand(PlainGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         ctx.meta[_WANTS_JSON] = "--json" in itertools.takewhile(lambda each: each != "--", args)
-        with _told_misuse(ctx):
+        with _usage_errors_as_json(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with _told_misuse(ctx):
+        with _usage_errors_as_json(ctx):
             return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        with self._telling():
+        with self._listing_help():
             super().format_help(ctx, formatter)
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Within: commands have a name and a help."""
-        self._is_telling = True
+    def _listing_help(self) -> Iterator[None]:
+        """Within the body, commands have only a name and a help text."""
+        self._lists_help = True
         try:
             yield
         finally:
-            self._is_telling = False
+            self._lists_help = False
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in COMMANDS:  # one that is nearly that is suggested
-            with self._telling():
+        if args and args[0] not in COMMANDS:  # click suggests a similar name
+            with self._listing_help():
                 self.commands.update({name: self.get_command(ctx, name) for name in COMMANDS})
         return super().resolve_command(ctx, args)
 
@@ -183,7 +183,7 @@ def _before(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Look at runs and checkpoints, verify them, move them, and change them into other formats and back."""
+    """Inspect, verify, copy, move, prune and convert checkpoints and runs."""
 
 
 app = typer.Typer(
@@ -198,7 +198,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run it."""
-    gc.set_threshold(100_000)  # what is imported stays: to look through it again and again takes a tenth of a start
+    """Run the command."""
+    gc.set_threshold(100_000)  # collections during the imports would take a tenth of the start-up time
     with standard_streams():
         app()

@@ -144,7 +144,7 @@ def copied(source: Opened, final: str, overwrite: bool, check: bool, as_json: bo
 
 
 def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = False, as_json: Json = False) -> None:
-    """Move a checkpoint, or one step of a run: copy it as `jaxckpt cp --check` does, then remove the source.
+    """Move a checkpoint, or one step of a run: copy it like `jaxckpt cp --check`, then remove the source.
 
     A step must be neither the newest of its run nor pinned. While a live process owns the run, that ends with 4.
     """
@@ -177,7 +177,7 @@ def _move_step(source: Opened, final: str, overwrite: bool, as_json: bool) -> in
 
 
 def pin(run: Run, step: PinnedStep, off: Off = False, as_json: Json = False) -> None:
-    """Pin a step: no policy, and no `jaxckpt prune`, deletes it. With --off it may go again.
+    """Pin a step, so that no policy and no `jaxckpt prune` deletes it. --off removes the pin.
 
     Refused with 4 while a live process owns the run: pin it there, by `manager.pin(step)`. Ends with 3 if there is no
     such step.
@@ -205,7 +205,7 @@ def prune(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Let steps of a run go that none of the given rules keeps. Only tells which, unless --yes is given.
+    """Delete the steps of a run that none of the given rules keeps. Without --yes, only list them.
 
     Always kept: the newest step, the newest that is whole, pinned steps, what a link in the run stands for, and what
     cannot be judged. Nothing is deleted while a live process owns the run: that ends with 4. Ends with 1 if the newest

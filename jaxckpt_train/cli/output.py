@@ -1,9 +1,4 @@
-"""The standard streams of a command: what cannot be printed ends none of its work, and is told at its end.
-
-What a command prints: tables and text for people, one JSON document for programs; and how it ends.
-
-Arguments and options that several commands have.
-"""
+"""Input and output that the commands share: arguments, exit codes, errors, tables, JSON and the standard streams."""
 
 from __future__ import annotations
 
@@ -46,8 +41,8 @@ Checkpoint = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="A checkpoint, a step, or a run: its newest whole step; "
-        "or what Orbax, PyTorch, safetensors or Flax have written.",
+        help="A checkpoint, a step, or a run, which means its newest valid step; "
+        "or a checkpoint of Orbax, PyTorch, safetensors or Flax.",
         show_default=False,
     ),
 ]
@@ -56,23 +51,23 @@ Patterns = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[PATTERN]...",
-        help="Leaf paths such as 'params/*/kernel' or 'opt_state/**'; none: all.",
+        help="Leaf paths such as 'params/*/kernel' or 'opt_state/**'. Default: all.",
         show_default=False,
     ),
 ]
 Part = Annotated[
-    str | None, typer.Option("--part", "-p", help="Which checkpointable; else all of them.", show_default=False)
+    str | None, typer.Option("--part", "-p", help="The name of one checkpointable. Default: all.", show_default=False)
 ]
-WIDE = 10_000  # letters, where no terminal cuts lines
+WIDE = 10_000  # characters a line, where there is no terminal
 _log = logging.getLogger("jaxckpt_train")
 
 
 def step_number(step: str | None) -> float | None:
-    """The number of a step as a user gives it, of Flax also one with a fraction; None: none is given, or it is none."""
+    """Parse the number of a step, which Flax allows to have a fraction; None if it is missing or no number."""
     if step is None:
         return None
     try:
-        return int(step)  # not by way of a float, which would round a large one
+        return int(step)  # a float would round large numbers
     except ValueError:
         pass
     try:
@@ -83,34 +78,36 @@ def step_number(step: str | None) -> float | None:
 
 
 def checked_step(step: str | None) -> str | None:
-    """What is given as a step, or a wrong call if that is no number."""
+    """Return the argument of --step; raise a usage error if it is no number."""
     if step is not None and step_number(step) is None:
         raise typer.BadParameter(f"expected a number, such as 100 or 9.5, found {shown(step)}")
     return step
 
 
-def step_option(*names: str, told: str) -> Any:
-    """An option by which a step is chosen."""
-    return typer.Option(*names, metavar="NUMBER", callback=checked_step, help=told, show_default=False)
+def step_option(*names: str, help_text: str) -> Any:
+    """Return an option that selects a step."""
+    return typer.Option(*names, metavar="NUMBER", callback=checked_step, help=help_text, show_default=False)
 
 
-Step = Annotated[str | None, step_option("--step", "-s", told="Of a run, also of Orbax or Flax: which step.")]
+Step = Annotated[
+    str | None, step_option("--step", "-s", help_text="The step of a run, also of a run of Orbax or Flax.")
+]
 
 
 def absolute(path: str) -> str:
-    """The absolute path that a user means.
+    """Return the absolute form of a path.
 
     Raises:
-        SettingsError: it is none.
+        SettingsError: the text is no path.
     """
     return absolute_path("path", path)
 
 
 class Code(enum.IntEnum):
-    """How a command ends.
+    """The exit codes.
 
-    0: it has done what it was asked, and found nothing wrong. 1: something differs, is damaged or cannot be read. 2: it
-    was called wrongly. 3: there is no checkpoint. 4: the file system, or another process, was in the way.
+    0: the command succeeded and found no problem. 1: something differs, is damaged or cannot be read. 2: usage error.
+    3: there is no checkpoint. 4: the file system or another process prevented the operation.
     """
 
     FINE = 0
@@ -135,13 +132,13 @@ _CODES: tuple[tuple[type[CheckpointError], Code], ...] = (
 
 
 def code_of(error: CheckpointError) -> Code:
-    """How a command ends that has met an error."""
+    """Return the exit code for an error."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), Code.WRONG)
 
 
 @contextlib.contextmanager
 def reported_errors(as_json: bool) -> Iterator[None]:
-    """Within: an error of this package is told in a line, and ends the process with its code."""
+    """Print an error of this package in one line, and exit with its code."""
     try:
         yield
     except CheckpointError as error:
@@ -155,18 +152,18 @@ def reported_errors(as_json: bool) -> Iterator[None]:
 
 
 def print_error(text: str, *notes: str) -> None:
-    """Tell of an error, or warn, in one line and one for each note; nothing where standard error is closed."""
+    """Print an error or a warning in one line, and each note in another. Does nothing if standard error is closed."""
     if sys.stderr is not None:
         print(f"jaxckpt: {shown_text(text)}", *map(shown_text, notes), sep="\n", file=sys.stderr)
 
 
 def print_text(text: str) -> None:
-    """Print one line, whatever names are in it."""
+    """Print one line, with characters that are not printable escaped."""
     print(shown_text(text))
 
 
 def print_json(value: Any) -> None:
-    """One JSON document; what is not finite is text, since JSON has no such numbers."""
+    """Print one JSON document. Numbers that are not finite become text, because JSON has none."""
     text = msgspec.json.format(msgspec.json.encode(_plain(value)), indent=2)
     sys.stdout.write(text.decode(errors="backslashreplace") + "\n")
 
@@ -186,9 +183,9 @@ def _plain(value: Any) -> Any:
 
 
 def print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> None:
-    """Rows of text under headings, as wide as they need; right: which columns are numbers.
+    """Print rows under headings. `right` says which columns are aligned to the right.
 
-    Rich's tables take seconds for ten thousand rows.
+    Rich's tables are not used: they take seconds for ten thousand rows.
     """
     rows = [[shown_text(cell) for cell in row] for row in rows]
     headings = [shown_text(cell) for cell in headings]
@@ -204,24 +201,24 @@ def print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]], right:
 
 
 def shown_text(text: str) -> str:
-    """Text that a file says, in one line: nothing in it moves the cursor, or changes colours."""
+    """Escape text from a file, so that it stays in one line and cannot move the cursor or change colours."""
     return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 @contextlib.contextmanager
 def progress(text: str, total_bytes: int | None, as_json: bool) -> Iterator[Callable[[int], None]]:
-    """A line on the terminal while something long is under way; none where standard error is none."""
+    """Show a progress line while the body runs, if standard error is a terminal."""
     with progress_line(text, total_bytes, wants_progress("auto") and not as_json) as advance:
         yield advance or (lambda nbytes: None)
 
 
 def bytes_text(nbytes: int | None) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes."""
     return "?" if nbytes is None else quantities.bytes_text(nbytes)
 
 
 def age_text(seconds: float) -> str:
-    """How long ago, for people."""
+    """Format an age."""
     for unit, width in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * width:
             return f"{seconds / width:.0f} {unit}"
@@ -229,15 +226,15 @@ def age_text(seconds: float) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """A number for people; empty for none."""
+    """Format a number; the empty text for None."""
     return "" if value is None else f"{value:.6g}"
 
 
 class _Stream(io.FileIO):
-    """A standard stream; what nobody reads, or the system refuses, is dropped.
+    """A standard stream that drops the output which cannot be written.
 
     Attributes:
-        refusal: why the first of it was refused; None: nothing was, or nobody reads.
+        refusal: the first error of a write; None if there was none, or the reader closed the pipe.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -246,23 +243,23 @@ class _Stream(io.FileIO):
         self._is_over = False
 
     def write(self, data: Any, /) -> int:
-        """Write some of it, or drop all."""
+        """Write a part of the data, or drop all of it."""
         if not self._is_over:
             try:
                 written: int | None = super().write(data)
-                while written is None:  # whoever has called has made it so that it does not wait
+                while written is None:  # the caller made the stream non-blocking
                     select.select([], [self], [])
                     written = super().write(data)
                 return written
             except OSError as error:
                 self._is_over = True
-                if not isinstance(error, BrokenPipeError):  # whoever reads has seen enough, as `head`
+                if not isinstance(error, BrokenPipeError):  # the reader has closed the pipe, like `head`
                     self.refusal = error
         return memoryview(data).nbytes
 
 
-class _Teller(logging.Handler):
-    """Tells what the package warns of as errors are told, a line for each, unless somebody keeps it for later."""
+class _WarningPrinter(logging.Handler):
+    """Prints the warnings of the package like errors, unless another handler keeps them for later."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not any(getattr(each, "keeps", False) for each in _log.handlers):
@@ -271,19 +268,19 @@ class _Teller(logging.Handler):
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """Within: a command is run, which exits at its end; with 4 if what it has printed was refused.
+    """Run a command in the body, and exit with 4 if its output could not be written.
 
-    Names may be any bytes, and a terminal may know ASCII only: what cannot be shown is printed as `\\udcff`. What was
-    closed by who called stays silent, and no file that is opened gets its number. Streams that the caller has put in
-    the place of Python's own stay as they are.
+    File names can be any bytes, and a terminal may support ASCII only: other characters are printed as `\\udcff`. A
+    stream that the caller closed stays silent, and its descriptor is not given to a file. Streams that replace
+    Python's own are kept.
     """
-    _take_closed_numbers()
-    before, printed, teller = (sys.stdout, sys.stderr), _Stream(1), _Teller(logging.WARNING)
+    _occupy_closed_descriptors()
+    before, printed, printer = (sys.stdout, sys.stderr), _Stream(1), _WarningPrinter(logging.WARNING)
     if sys.stdout is sys.__stdout__:
         sys.stdout = _text(sys.stdout, printed)
     if sys.stderr is sys.__stderr__:
         sys.stderr = _text(sys.stderr, _Stream(2))
-    _log.addHandler(teller)
+    _log.addHandler(printer)
     try:
         yield
     except SystemExit as ended:
@@ -291,19 +288,17 @@ def standard_streams() -> Iterator[None]:
         if printed.refusal is None:
             raise
         why = printed.refusal.strerror
-        print_error(
-            f"standard output: {why}; what was printed is not whole. It would have ended with {ended.code or 0}"
-        )
+        print_error(f"standard output: {why}; the output is incomplete. The exit code would be {ended.code or 0}")
         raise SystemExit(int(Code.REFUSED)) from None
     finally:
-        _log.removeHandler(teller)
+        _log.removeHandler(printer)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         sys.stdout, sys.stderr = before
 
 
-def _take_closed_numbers() -> None:
-    """A file that is opened gets the lowest number that is free: none must get that of a stream to be printed to."""
+def _occupy_closed_descriptors() -> None:
+    """Open /dev/null for each closed standard stream, so that no data file gets its descriptor and the output."""
     descriptor = 0
     while descriptor <= 2:
         descriptor = os.open(os.devnull, os.O_RDWR)
@@ -311,7 +306,7 @@ def _take_closed_numbers() -> None:
 
 
 def _text(now: TextIO | None, stream: _Stream) -> TextIO:
-    """A text stream in place of this one; None: Python has found it closed."""
+    """Return a text stream that replaces `now`, which is None if Python found the stream closed."""
     if now is None:
         return io.TextIOWrapper(io.BufferedWriter(stream), encoding="utf-8", errors="backslashreplace")
     now.flush()

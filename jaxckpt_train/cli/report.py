@@ -53,7 +53,7 @@ MeasureDisk = Annotated[
 def report(
     run: Run, output: Output = None, changes: ChangePairs = None, disk: MeasureDisk = False, as_json: Json = False
 ) -> None:
-    """Make one HTML page about a run: what happened when, where the time went, its steps, metrics and tree.
+    """Write an HTML page about a run: its timeline, where the time went, its steps, metrics and tree.
 
     The page needs nothing else to be opened, and fetches nothing. Only a report of before is replaced by it. With
     --json the data is printed. Ends with 1 if a step that the run goes on from cannot be restored; the page says which.
