@@ -41,7 +41,7 @@ from jaxckpt_train.run.entry import Restored, check_step
 from jaxckpt_train.run.goodput import RunStatistics
 from jaxckpt_train.run.history import Clock, plain_metrics, utc_now
 from jaxckpt_train.run.job import JobDecisions, JobSync, decided_locally
-from jaxckpt_train.run.owned import RunNotes
+from jaxckpt_train.run.listing import RunNotes
 from jaxckpt_train.run.restoring import JobRestore, restore_newest
 from jaxckpt_train.run.retention import BestLink
 from jaxckpt_train.run.saving import Drift, SaveRequest, SaveResult, SaveSlot, StepSave

@@ -15,9 +15,8 @@ from jaxckpt_train.checkpointables.registry import handler_for_load, handler_of
 from jaxckpt_train.checkpointables.saving import value_file
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
-from jaxckpt_train.pytree.flatten import refused_if_too_deep
 from jaxckpt_train.pytree.leaves import has_tree
-from jaxckpt_train.pytree.patterns import Only
+from jaxckpt_train.pytree.paths import Only, refused_if_too_deep
 from jaxckpt_train.pytree.restore import LoadOptions, TreeRestore
 from jaxckpt_train.pytree.shared_reads import JobLoads
 from jaxckpt_train.pytree.target import requested_shardings

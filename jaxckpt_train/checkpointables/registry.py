@@ -13,7 +13,7 @@ from jaxckpt_train.checkpointables.iterator_state import PerProcessHandler
 from jaxckpt_train.checkpointables.pytree import GetSetStateHandler, JsonHandler, PytreeHandler
 from jaxckpt_train.checkpointables.stateful import StatefulHandler
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.pytree.flatten import refuse_too_deep
+from jaxckpt_train.pytree.paths import refuse_too_deep
 
 _OWN: tuple[Handler, ...] = (
     GrainHandler(),

@@ -32,9 +32,9 @@ from jaxckpt_train.errors import (
 from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker, start_save
 from jaxckpt_train.pytree.colocated.transfer import write_on_hosts
 from jaxckpt_train.pytree.copies import TransferBudget
-from jaxckpt_train.pytree.flatten import refuse_too_deep, refused_if_too_deep
 from jaxckpt_train.pytree.leaves import encode_tree
 from jaxckpt_train.pytree.partition import JobPartition
+from jaxckpt_train.pytree.paths import refuse_too_deep, refused_if_too_deep
 from jaxckpt_train.pytree.snapshot import Snapshot, snapshot
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend

@@ -21,7 +21,6 @@ import msgspec
 import typer
 
 from jaxckpt_train._validation import refuse, text
-from jaxckpt_train.checkpoint import Opened
 from jaxckpt_train.cli.output import (
     BACKEND,
     Checkpoint,
@@ -50,7 +49,8 @@ from jaxckpt_train.inspection.runs import (
     open_at,
     part_bytes,
 )
-from jaxckpt_train.pytree.patterns import describe_keys, idle_pattern, leaf_filter, suggestion
+from jaxckpt_train.opened import Opened
+from jaxckpt_train.pytree.paths import describe_keys, idle_pattern, leaf_filter, suggestion
 from jaxckpt_train.store.copy import copy_checkpoint
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import PartRecord

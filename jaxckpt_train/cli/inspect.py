@@ -16,7 +16,6 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from jaxckpt_train.checkpoint import Opened
 from jaxckpt_train.cli.output import (
     BACKEND,
     Checkpoint,
@@ -61,8 +60,9 @@ from jaxckpt_train.inspection.runs import (
     part_bytes,
 )
 from jaxckpt_train.inspection.stats import BINS, Histogram, LeafStats, has_complex
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.pytree.leaves import LeafRecord, describe_saved, has_tree, python_value
-from jaxckpt_train.pytree.patterns import Only, describe_keys, idle_pattern, leaf_filter, suggestion
+from jaxckpt_train.pytree.paths import Only, describe_keys, idle_pattern, leaf_filter, suggestion
 from jaxckpt_train.run.catalog import newest_orbax_step
 from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.dtypes import DTYPES

@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 from jaxckpt_train._validation import stated_mode
-from jaxckpt_train.checkpoint import OURS, Opened
 from jaxckpt_train.cli.output import (
     BACKEND,
     Checkpoint,
@@ -49,12 +48,12 @@ from jaxckpt_train.inspection.copying import (
 )
 from jaxckpt_train.inspection.health import PrunePlan, plan_pruning
 from jaxckpt_train.inspection.runs import StepStatus, inspect_run, open_at
+from jaxckpt_train.opened import OURS, Opened
 from jaxckpt_train.policies.context import PreservationPolicy
 from jaxckpt_train.policies.preservation import BestN, EveryNSteps, LatestN
 from jaxckpt_train.run.entry import check_step, parse_step_name
 from jaxckpt_train.run.lock import OwnerLock
-from jaxckpt_train.run.owned import owned_run
-from jaxckpt_train.run.pruning import Pruning
+from jaxckpt_train.run.maintenance import Pruning, owned_run
 from jaxckpt_train.store.backends.base import is_storage_failure
 from jaxckpt_train.store.backends.local import file_exists
 from jaxckpt_train.store.committed import Committed

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxckpt_train.errors import NotACheckpointError, StepNotFoundError, StorageError
-from jaxckpt_train.formats.flax import FlaxFile, choose_checkpoint, flax_names
 from jaxckpt_train.formats.foreign import ForeignCheckpoint
 from jaxckpt_train.formats.orbax_metadata import has_orbax_names, holds_items, looks_like_orbax, orbax_steps
 from jaxckpt_train.formats.orbax_read import open_orbax
@@ -17,6 +16,7 @@ from jaxckpt_train.formats.safetensors import (
     open_safetensors_index,
     safetensors_names,
 )
+from jaxckpt_train.formats.step_folders import FlaxFile, choose_checkpoint, flax_names
 from jaxckpt_train.formats.torch import looks_like_torch, open_torch
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.committed import is_committed

@@ -1,174 +1,143 @@
-"""Recognizes the checkpoints that `flax.training.checkpoints` leaves in a directory, orders them, and chooses one.
-
-`flax_msgpack` reads the files; those that Flax writes through Orbax are read like other Orbax checkpoints.
-"""
+"""Reads msgpack files of Flax, as `flax.training.checkpoints` and `flax.serialization.to_bytes` write them."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import errno
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, cast
 
-from jaxckpt_train.errors import NotACheckpointError, StepNotFoundError, StorageError
-from jaxckpt_train.formats.foreign import begins_as_msgpack_str, first_bytes
-from jaxckpt_train.formats.orbax_metadata import OCDBT, TEMPORARY, TREE_METADATA
-from jaxckpt_train.store.backends.base import Backend, Entry
+from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
+from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError, UnsupportedLeafError
+from jaxckpt_train.formats.step_folders import ARRAYS_OF_A_JOB, FlaxFile
+from jaxckpt_train.pending import ProgressTracker
+from jaxckpt_train.pytree.paths import MAX_DEPTH
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.base import Backend
+from jaxckpt_train.store.backends.memory import MemoryBackend
+from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.files import SNIFFED_BYTES, other_content, read_whole
+from jaxckpt_train.store.process_identity import memory_bytes
+from jaxckpt_train.store.transaction import Transaction
 
-DEFAULT_PREFIX = "checkpoint_"
-ARRAYS_OF_A_JOB = "_gda"  # suffix of a directory with the arrays of several processes
-_NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)")
-_NUMBERED = re.compile(rf"(.*?){_NUMBER.pattern}", re.DOTALL)
-_MAPS = frozenset({*range(0x80, 0x90), 0xDE, 0xDF})  # first bytes of a msgpack map, which is what Flax writes
-_MOST_PREFIXES, _MOST_LOOKED_INTO, _MOST_NAMED = 64, 4, 5
-
-
-@dataclasses.dataclass(frozen=True)
-class FlaxFile:
-    """A file that Flax may have written.
-
-    Attributes:
-        path: its path.
-        directory: the directory in which it was recognized. None: the user named the file itself.
-        is_newest: whether it is the newest checkpoint there.
-        before: the path of the checkpoint before it, if there is one.
-    """
-
-    path: str
-    directory: str | None = None
-    is_newest: bool = False
-    before: str | None = None
+_NAME = "state"
+_PLACEHOLDER = "//GDAPlaceholder:"
+_STEP = re.compile(r"(?:.*_)?([0-9]{1,18})", re.DOTALL)
+_MOST_NAMED = 5
 
 
-class FlaxNames(NamedTuple):
-    """The checkpoints in a directory: their common prefix, and their names, the newest last."""
-
-    prefix: str
-    names: list[str]
-
-
-def sort_like_flax(names: Iterable[str]) -> list[str]:
-    """Sort names as Flax does: numbers by value, including signs and exponents, and the text between them as text."""
-    return sorted(sorted(names), key=_order_of)
-
-
-def _order_of(name: str) -> list[str | float]:
-    return [float(each) if place % 2 else each for place, each in enumerate(_NUMBER.split(name))]
-
-
-def flax_names(backend: Backend, directory: str, entries: Sequence[Entry]) -> FlaxNames | None:
-    """Return the checkpoints that Flax has left in a directory, or None.
-
-    Like Flax, this takes every entry with the prefix for a checkpoint, except temporary ones and the arrays of
-    multi-process jobs.
+def open_flax_file(backend: Backend, found: FlaxFile, settings: StoreSettings) -> tuple[MemoryBackend, Committed]:
+    """Load a Flax msgpack file, and return it as an in-memory checkpoint of the pytree `state` at the same path.
 
     Args:
-        backend: the storage.
-        directory: the directory.
-        entries: its entries.
+        backend: the storage of the file.
+        found: the file.
+        settings: the settings for reading.
 
     Raises:
-        NotACheckpointError: the directory holds several prefixes, and none of them is Flax's default.
+        NotACheckpointError: the file is not a Flax msgpack file, or Flax is not installed.
+        CorruptCheckpointError: the file does not hold a tree of arrays, or it is not msgpack although it is a
+            checkpoint in a directory of Flax.
+        UnsupportedLeafError: some of its arrays belong to several processes and are stored elsewhere.
+        StorageError: the file cannot be read, or does not fit into memory.
     """
-    kinds = {each.name: each.kind for each in entries if _may_be_checkpoint(each.name)}
-    files = [name for name, kind in kinds.items() if kind != "directory" and _NUMBERED.fullmatch(name)]
-    newest = next(reversed(_of_prefix(kinds, DEFAULT_PREFIX)), None)
-    if any(name.startswith(DEFAULT_PREFIX) for name in files) or (
-        newest is not None and kinds[newest] == "directory" and _is_orbax_item(backend, f"{directory}/{newest}")
-    ):
-        return FlaxNames(DEFAULT_PREFIX, _of_prefix(kinds, DEFAULT_PREFIX))
-    prefix = _other_prefix(backend, directory, files)
-    return None if prefix is None else FlaxNames(prefix, _of_prefix(kinds, prefix))
+    tree, path = _restore(backend, found), found.path
+    _refuse_arrays_elsewhere(tree, path)
+    # Non-finite values are the user's own, already saved: the policy for new saves does not apply.
+    memory, plain = MemoryBackend(), dataclasses.replace(settings, nonfinite="allow")
+    memory.make_directory(path.rpartition("/")[0] or "/", parents=True, sync=False)
+    transaction = Transaction(memory, path, plain)
+    parts = stage_all({_NAME: tree}, SaveTimes(), plain)
+    step = _STEP.fullmatch(path.rpartition("/")[2])
+    info = {} if step is None else {"step": int(step[1])}
+    return memory, write_parts(
+        transaction, memory, parts, info, plain, SaveTimes(), replace=False, progress=ProgressTracker()
+    )
 
 
-def certain_checkpoints(backend: Backend, directory: str, entries: Sequence[Entry]) -> list[str]:
-    """Return the names of checkpoints that only Flax can have written, the newest last.
-
-    This is `flax_names`, with a look at the first bytes of the last few. Other tools' files may match Flax's names, and
-    the caller refuses to save into a directory that holds checkpoints of Flax.
-    """
+def _restore(backend: Backend, found: FlaxFile) -> Any:
+    folder, _, name = found.path.rpartition("/")
+    data = cast("bytes", memoryview(read_whole(backend, folder, name, limit=None)))  # msgpack takes any buffer
     try:
-        found = flax_names(backend, directory, entries)
-    except NotACheckpointError:  # several prefixes
-        files = (each.name for each in entries if each.kind != "directory" and _may_be_checkpoint(each.name))
-        found = FlaxNames("", sort_like_flax(name for name in files if _NUMBERED.fullmatch(name)))
-    if found is None:
-        return []
-    folders, last = {each.name for each in entries if each.kind == "directory"}, found.names[-_MOST_LOOKED_INTO:]
-    is_certain = any(each in folders or _begins_as_state(_head(backend, directory, each)) for each in reversed(last))
-    return found.names if is_certain else []
-
-
-def choose_checkpoint(directory: str, found: FlaxNames, step: float | None) -> str:
-    """Return the name of the checkpoint of a step, or of the newest one without a step.
-
-    Raises:
-        StepNotFoundError: the step does not exist.
-    """
-    if step is None:
-        return found.names[-1]
-    numbers = {name: name.removeprefix(found.prefix) for name in found.names}
-    same = [name for name, number in numbers.items() if _NUMBER.fullmatch(number) and float(number) == step]
-    if not same:
-        there = ", ".join(list(numbers.values())[-_MOST_NAMED:])
-        raise StepNotFoundError(f"{directory}: has no step {step}; the last ones are {there}")
-    exact = f"{found.prefix}{step}"
-    return exact if exact in same else same[-1]
-
-
-def _may_be_checkpoint(name: str) -> bool:
-    return not name.endswith(ARRAYS_OF_A_JOB) and TEMPORARY not in name
-
-
-def _of_prefix(names: Iterable[str], prefix: str) -> list[str]:
-    return sort_like_flax(name for name in names if name.startswith(prefix) and name != f"{prefix}tmp")
-
-
-def _other_prefix(backend: Backend, directory: str, files: Sequence[str]) -> str | None:
-    """Return the shortest prefix of the numbered files that start like a msgpack map."""
-    by_prefix: dict[str, list[str]] = {}
-    for name in sort_like_flax(files):
-        match = _NUMBERED.fullmatch(name)
-        assert match is not None
-        by_prefix.setdefault(match[1], []).append(name)
-    newest = {
-        prefix: names[-1]
-        for prefix, names in itertools.islice(by_prefix.items(), _MOST_PREFIXES)
-        if any(_begins_as_map(backend, directory, name) for name in reversed(names[-_MOST_LOOKED_INTO:]))
-    }
-    shortest = min(newest, key=len, default=None)
-    if shortest is not None and not all(prefix.startswith(shortest) for prefix in newest):
-        shown = ", ".join(f"{directory}/{name}" for name in list(newest.values())[-_MOST_NAMED:])
+        from flax import serialization
+    except ImportError as error:
         raise NotACheckpointError(
-            f"{directory}: holds Flax checkpoints with {len(newest)} prefixes, expected one prefix or the default "
-            f"{DEFAULT_PREFIX!r}; pass the path of one checkpoint, the newest of each prefix are {shown}"
+            f"{found.path}: expected a checkpoint directory, found a file; if Flax wrote it, install Flax to read it"
+        ) from error
+    if not len(data):
+        raise _not_flax_error(found, "it is empty, perhaps after a full disk or a crash")
+    try:
+        tree = serialization.msgpack_restore(data)
+    except MemoryError as error:
+        raise StorageError(
+            errno.ENOMEM,
+            f"decoding needs twice its {len(data)} bytes, but this machine has {memory_bytes()} bytes of memory",
+            found.path,
+        ) from error
+    except Exception as error:  # the parser trusts the dtypes, shapes and lengths in the file, so it may raise anything
+        other = other_content(bytes(data[:SNIFFED_BYTES]))
+        raise _not_flax_error(found, other or f"{type(error).__name__}: {error}") from error
+    if not isinstance(tree, dict):
+        raise CorruptCheckpointError(
+            f"{found.path}: expected a Flax msgpack file of a map, found one of a {type(tree).__name__}"
         )
-    return shortest
+    return _with_lists(tree, found.path)
 
 
-def _begins_as_map(backend: Backend, directory: str, name: str) -> bool:
-    head = _head(backend, directory, name)
-    return bool(head) and head[0] in _MAPS
+def _not_flax_error(found: FlaxFile, why: str) -> NotACheckpointError | CorruptCheckpointError:
+    """Return the error for a file that is not msgpack.
+
+    It is damage if the file is a checkpoint in a directory of Flax.
+    """
+    if found.directory is not None:
+        return CorruptCheckpointError(f"{found.path}: expected a Flax msgpack file, found another content ({why})")
+    expected = f"{found.path}: expected a checkpoint directory or a Flax msgpack file"
+    if found.path.endswith(".json"):
+        folder = found.path.rpartition("/")[0] or "/"
+        return NotACheckpointError(f"{expected}, found a JSON file; pass the directory of the checkpoint, {folder}")
+    return NotACheckpointError(f"{expected}, found another file ({why})")
 
 
-def _begins_as_state(head: bytes) -> bool:
-    """Return whether these are the first bytes of a map whose first key is text, which a pickle never has."""
-    key = head[{0xDE: 3, 0xDF: 5}.get(head[0], 1) :] if head and head[0] in _MAPS else b""
-    return begins_as_msgpack_str(key)
+def _refuse_arrays_elsewhere(tree: Any, path: str) -> None:
+    """Raise UnsupportedLeafError if Flax has saved arrays of several processes in a directory next to the file."""
+    names = list(_names_of_arrays_elsewhere(tree))
+    if names:
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        raise UnsupportedLeafError(
+            f"{path}: cannot read {', '.join(map(repr, names[:_MOST_NAMED]))}{more}: Flax has saved these arrays of "
+            f"several processes in {path}{ARRAYS_OF_A_JOB}; restore them with Flax in a job with the same number of "
+            "processes, and save the state with jaxckpt_train"
+        )
 
 
-def _head(backend: Backend, directory: str, name: str) -> bytes:
-    """Return the first bytes of a file, or nothing if it cannot be read."""
+def _names_of_arrays_elsewhere(node: Any) -> Iterator[str]:
+    """Yield the path in each placeholder that Flax writes for an array of several processes."""
+    if isinstance(node, dict | list):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _names_of_arrays_elsewhere(child)
+    elif isinstance(node, str) and node.startswith(_PLACEHOLDER):
+        yield node.removeprefix(_PLACEHOLDER)
+
+
+def _with_lists(node: Any, path: str, depth: int = 0) -> Any:
+    """Turn each map with the keys "0", "1", ... back into a list. Flax writes lists and tuples as such maps."""
+    if not isinstance(node, (dict, list)):
+        return node
+    if depth > MAX_DEPTH:
+        raise CorruptCheckpointError(
+            f"{path}: expected at most {MAX_DEPTH} levels in the Flax msgpack file, found more"
+        )
+    if isinstance(node, list):
+        return [_with_lists(child, path, depth + 1) for child in node]
     try:
-        return first_bytes(backend, directory, name)[0]
-    except StorageError:
-        return b""
-
-
-def _is_orbax_item(backend: Backend, directory: str) -> bool:
-    """Return whether this is the single Orbax item that Flax writes by default, without a step directory around it."""
-    try:
-        return not {TREE_METADATA, OCDBT}.isdisjoint(entry.name for entry in backend.list(directory))
-    except StorageError:
-        return False
+        # JAX would raise the same error later, but every such error permanently lowers the thread's recursion limit.
+        sorted(node)
+    except TypeError as error:
+        raise CorruptCheckpointError(
+            f"{path}: expected map keys of one type in the Flax msgpack file, found several: {error}"
+        ) from error
+    children = {key: _with_lists(child, path, depth + 1) for key, child in node.items()}
+    if children and set(children) == {str(number) for number in range(len(children))}:
+        return [children[str(number)] for number in range(len(children))]
+    return children

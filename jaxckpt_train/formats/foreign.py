@@ -30,8 +30,8 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.pytree.flatten import find_nested_leaves
 from jaxckpt_train.pytree.leaves import TreeRecord, encode_tree
+from jaxckpt_train.pytree.paths import find_nested_leaves
 from jaxckpt_train.store.backends.base import Backend, Opener, Source
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, row_major_range
 from jaxckpt_train.store.committed import CommitRecord, Committed

@@ -24,8 +24,8 @@ import numpy as np
 from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, STATE_FILE
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError, UnsupportedLeafError
 from jaxckpt_train.formats.foreign import JSON, PYTREE, ForeignValue, begins_as_msgpack_str, first_bytes
-from jaxckpt_train.pytree.flatten import EMPTY, MAX_DEPTH, ROOT, Flat, join, key_text
-from jaxckpt_train.pytree.leaves import EmptyLeaf, LeafRecord, NoneLeaf, TreeRecord
+from jaxckpt_train.pytree.leaves import EMPTY, EmptyLeaf, Flat, LeafRecord, NoneLeaf, TreeRecord
+from jaxckpt_train.pytree.paths import MAX_DEPTH, ROOT, join, key_text
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import NOT_JSON, shown

@@ -59,7 +59,6 @@ from jaxckpt_train.formats.orbax_metadata import (
     read_step,
 )
 from jaxckpt_train.formats.tensorstore_reads import DECODING, OrbaxArray, hold_array, open_arrays, read_error
-from jaxckpt_train.pytree.flatten import MAX_DEPTH, ROOT, join
 from jaxckpt_train.pytree.leaves import (
     STORED,
     ArrayLeaf,
@@ -71,6 +70,7 @@ from jaxckpt_train.pytree.leaves import (
     TreeRecord,
     record_value,
 )
+from jaxckpt_train.pytree.paths import MAX_DEPTH, ROOT, join
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.dtypes import DTYPES

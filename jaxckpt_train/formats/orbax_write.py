@@ -29,7 +29,6 @@ from jaxckpt_train.formats.orbax_metadata import (
 )
 from jaxckpt_train.formats.orbax_read import METRICS, encode_aggregate, placeholder
 from jaxckpt_train.formats.tensorstore_reads import system_error, tensorstore
-from jaxckpt_train.pytree.flatten import ROOT, parse_key, split
 from jaxckpt_train.pytree.leaves import (
     BoolLeaf,
     ComplexLeaf,
@@ -45,6 +44,7 @@ from jaxckpt_train.pytree.leaves import (
     has_tree,
     python_value,
 )
+from jaxckpt_train.pytree.paths import ROOT, parse_key, split
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Opener
 from jaxckpt_train.store.boxes import Box, box_shape, cut_box, full_box

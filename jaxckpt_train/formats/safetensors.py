@@ -33,7 +33,6 @@ from jaxckpt_train.formats.foreign import (
     check_shape,
     make_foreign_checkpoint,
 )
-from jaxckpt_train.pytree.flatten import ROOT, key_text, parse_key, split
 from jaxckpt_train.pytree.leaves import (
     ArrayLeaf,
     BoolLeaf,
@@ -45,6 +44,7 @@ from jaxckpt_train.pytree.leaves import (
     decode_tree,
     python_value,
 )
+from jaxckpt_train.pytree.paths import ROOT, key_text, parse_key, split
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Entry, Opener, Source
 from jaxckpt_train.store.backends.local_names import real_path

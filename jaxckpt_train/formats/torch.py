@@ -51,8 +51,8 @@ from jaxckpt_train.formats.torch_pickle import (
     TensorEntry,
     read_metadata_pickle,
 )
-from jaxckpt_train.pytree.flatten import MAX_DEPTH, ROOT, join, key_text
 from jaxckpt_train.pytree.leaves import ArrayLeaf, LeafRecord, TreeRecord
+from jaxckpt_train.pytree.paths import MAX_DEPTH, ROOT, join, key_text
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.backends.local_names import real_path
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, check_tiling, full_box

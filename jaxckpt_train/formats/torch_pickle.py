@@ -15,8 +15,8 @@ from typing import Any, Self, cast
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
-from jaxckpt_train.pytree.flatten import MAX_DEPTH, join, key_text
 from jaxckpt_train.pytree.leaves import ArrayLeaf, EmptyLeaf, LeafRecord, record_value
+from jaxckpt_train.pytree.paths import MAX_DEPTH, join, key_text
 from jaxckpt_train.store.manifest import MAX_ARRAYS, shown
 
 _METADATA, _PATHS = "torch.distributed.checkpoint.metadata", ("pathlib", "pathlib._local")

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train._validation import absolute_path
-from jaxckpt_train.checkpoint import OURS, Opened
 from jaxckpt_train.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -25,6 +24,7 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.inspection.diff import Wanted, over_pieces, pieces_of
 from jaxckpt_train.inspection.runs import is_run, links_to_steps, newest_whole_step
+from jaxckpt_train.opened import OURS, Opened
 from jaxckpt_train.run.annotations import Notes
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry, check_step, entry_from_manifest, parse_step_name, step_name

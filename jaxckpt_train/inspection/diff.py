@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.checkpoint import Opened
 from jaxckpt_train.inspection.stats import HUGE, TINY, sum_of_squares
-from jaxckpt_train.pytree.flatten import ROOT, join, split
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.pytree.leaves import EmptyLeaf, LeafRecord, TreeRecord, describe_saved, has_tree, python_value
+from jaxckpt_train.pytree.paths import ROOT, join, split
 from jaxckpt_train.store.boxes import Box, box_elements, cut_box, full_box
 from jaxckpt_train.store.copy import BoxAhead, LazyBox, ReadAhead
 from jaxckpt_train.store.dtypes import DTYPES

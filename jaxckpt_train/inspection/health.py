@@ -21,7 +21,7 @@ from jaxckpt_train.run.entry import Entry, newest_generations
 from jaxckpt_train.run.goodput import attempts_of
 from jaxckpt_train.run.history import History, RunEvent
 from jaxckpt_train.run.lock import SILENCE_S, Owner, OwnerLock
-from jaxckpt_train.run.pruning import Fate, Pruning, current_line, fates
+from jaxckpt_train.run.maintenance import Fate, Pruning, current_line, fates
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.removal import find_dead_attempts
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from jaxckpt_train.checkpoint import IMPORTED_KIND, OURS, Opened, open_found
 from jaxckpt_train.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -24,8 +23,9 @@ from jaxckpt_train.errors import (
     StepNotFoundError,
     StorageError,
 )
-from jaxckpt_train.formats.flax import FlaxFile
 from jaxckpt_train.formats.foreign import ForeignCheckpoint
+from jaxckpt_train.formats.step_folders import FlaxFile
+from jaxckpt_train.opened import IMPORTED_KIND, OURS, Opened, open_found
 from jaxckpt_train.run.catalog import foreign_checkpoints, scan_with_notes
 from jaxckpt_train.run.entry import Entry, left_behind, newest_generations, parse_step_name
 from jaxckpt_train.run.history import HISTORY_NAME

@@ -16,7 +16,8 @@ from jaxckpt_train.checkpoint_metadata import CheckpointableMetadata, LeafMetada
 from jaxckpt_train.checkpointables.pytree import PytreeHandler
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.pytree.flatten import EMPTY, PLACEHOLDER, flatten, unflatten
+from jaxckpt_train.pytree.flatten import PLACEHOLDER, flatten, unflatten
+from jaxckpt_train.pytree.leaves import EMPTY
 
 _log = logging.getLogger("jaxckpt_train")
 _NUMBERS = (bool, int, float, complex)

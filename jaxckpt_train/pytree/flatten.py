@@ -12,30 +12,28 @@ objects) is not compared.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
+import functools
 import json
 import operator
-import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxckpt_train.errors import UnsupportedLeafError
+from jaxckpt_train.pytree.leaves import EMPTY, Flat
+from jaxckpt_train.pytree.paths import MAX_DEPTH, ROOT, escapes_in, join, key_text, split
+from jaxckpt_train.store.dtypes import is_storable
 
-ROOT = "~"
-MAX_DEPTH = 200
-_CONTAINERS = (dict, list, tuple)
-Key = Any  # str, int, bool, float, None, or a tuple of these
-_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
-_WORDS = {"": "~e", "__metadata__": "~m"}
-_WORDS_BACK = {text: word for word, text in _WORDS.items()} | {"~n": None, "~b0": False, "~b1": True}
-_ESCAPES = (("~", "~0"), ("/", "~1"), ("@", "~2"), (",", "~3"))
-_ESCAPED = re.compile("~[012s]")
-HOW_ESCAPED = "in a key ~ is written ~0, / is ~1 and @ is ~2; ~s marks text that looks like an integer"
+WITHOUT_FUNCTIONS = (
+    "save and load only the arrays: for an Equinox module eqx.filter(model, eqx.is_array), whose result eqx.combine "
+    "joins with the functions; in other trees keep functions in static fields, or outside of the tree"
+)
 _ANYTHING: dict[str, Any] = {}  # replaces values that have no stable form
 _MAX_DEPTH = 8
 _SHOWN = 200  # characters
@@ -48,31 +46,47 @@ _KNOWN_TREES, _KNOWN_LEAVES = 4, 64
 _MARKS_OF_OTHER_KEYS = ("~b", "~f", "~n", "~t")
 
 
-class Empty:
-    """The leaf of a container without children, which is no leaf for JAX but is one for a checkpoint."""
+def is_key_array(value: Any) -> bool:
+    """Return whether the value is a typed PRNG key array, or an abstract one."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and _is_key_dtype(dtype)
 
 
-EMPTY = Empty()
+def is_function(value: object) -> bool:
+    """Return whether a leaf is a function or another callable that holds no data of its own."""
+    return callable(value) and not isinstance(value, type) and not hasattr(value, "__array__")
 
 
-@dataclasses.dataclass(frozen=True)
-class Flat:
-    """A flattened pytree.
+@functools.cache
+def _is_key_dtype(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
-    Attributes:
-        names: leaf paths.
-        leaves: the leaves, including None and EMPTY.
-        containers: for every container that is not a plain dict, its path and its kind: "list", "tuple",
-            "namedtuple module.Type" or "object module.Type".
-        structure: JAX's tree definition, for comparisons; None for a tree whose structure cannot be compared.
-        static: path and static data (JSON) of each node that is registered without keys.
+
+def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
+    """Return the value, if it is a numpy array or scalar that can be stored.
+
+    Raises:
+        UnsupportedLeafError: it is not, or its dtype has no fixed byte form.
     """
-
-    names: Sequence[str]
-    leaves: Sequence[Any]
-    containers: dict[str, str]
-    structure: Any = None
-    static: dict[str, str] = dataclasses.field(default_factory=dict)
+    plain = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap))
+    if not plain:
+        iterable = hasattr(value, "__iter__") and not hasattr(value, "__next__")
+        hint = "; for a data set pass its iterator, iter(...)" if iterable else ""
+        if is_function(value):
+            raise UnsupportedLeafError(
+                f"leaf {name!r}: a function or other callable cannot be stored{escapes_in(name)}; {WITHOUT_FUNCTIONS}"
+            )
+        raise UnsupportedLeafError(
+            f"leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored{escapes_in(name)}; "
+            "expected arrays, numbers, text, bytes or None. Convert it, or register a handler "
+            f"(jaxckpt_train.register_handler){hint}"
+        )
+    if not is_storable(value.dtype):
+        raise UnsupportedLeafError(
+            f"leaf {name!r}: numpy dtype {value.dtype} has no fixed byte form; convert it, for example to uint8 or text"
+        )
+    storable: np.ndarray | np.generic = value
+    return storable
 
 
 def register_transparent(kind: type) -> None:
@@ -232,158 +246,6 @@ def _container(node: Any) -> str:
         return kind.__name__
     sort = "namedtuple" if isinstance(node, tuple) and hasattr(node, "_fields") else "object"
     return f"{sort} {kind.__module__}.{kind.__qualname__}"
-
-
-def refuse_too_deep(subject: str, tree: object) -> None:
-    """Raise UnsupportedLeafError if dicts, lists and tuples are nested more deeply than Python can follow.
-
-    Call it before JAX walks the tree: a RecursionError in the middle of that walk leaves the thread at Python's limit.
-    """
-    level: dict[int, Any] = {0: tree} if isinstance(tree, _CONTAINERS) else {}
-    for _ in range(2 * MAX_DEPTH):  # `flatten` refuses what is less deep, with the path of the leaf
-        if not level:
-            return
-        children = (node.values() if isinstance(node, dict) else node for node in level.values())
-        level = {id(child): child for some in children for child in some if isinstance(child, _CONTAINERS)}
-    raise UnsupportedLeafError(
-        f"{subject}: expected containers nested at most {MAX_DEPTH} levels deep, found more than {2 * MAX_DEPTH}; "
-        "flatten the tree, or look for a container that holds itself"
-    )
-
-
-@contextlib.contextmanager
-def refused_if_too_deep(subject: str) -> Iterator[None]:
-    """Convert the error that Python or JAX raises for a tree that is too deep to UnsupportedLeafError.
-
-    Args:
-        subject: names the tree in the message.
-    """
-    try:
-        yield
-    except (RecursionError, SystemError) as error:
-        # JAX's C++ code raises SystemError where it does not expect a RecursionError from a function that it calls.
-        if not isinstance(error, RecursionError) and not isinstance(error.__cause__, RecursionError):
-            raise
-        raise UnsupportedLeafError(
-            f"{subject}: expected containers nested at most {MAX_DEPTH} levels deep, found more than Python can "
-            f"follow ({type(error).__name__}); flatten the tree, or look for a container that holds itself"
-        ) from None  # the traceback has a thousand frames and would keep the tree alive
-
-
-def key_text(key: Key, parent: str) -> str:
-    """Write one key of a path as text.
-
-    Raises:
-        UnsupportedLeafError: the key is not text, a number, None or a tuple of these; the message names `parent`.
-    """
-    if isinstance(key, str):
-        text = str.__str__(key)
-        if text.isidentifier() and text != "__metadata__":
-            return text
-        if not text.isascii() and _has_surrogate(text):
-            raise UnsupportedLeafError(f"a key below {parent!r}: {text!r} is not valid Unicode; rename it")
-        return _escape(text)
-    if isinstance(key, bool):
-        return f"~b{int(key)}"
-    if key is None:
-        return "~n"
-    if isinstance(key, float):
-        return f"~f{key.hex()}"
-    if isinstance(key, tuple):
-        return "~t" + ",".join(_tuple_part(part, parent) for part in key)
-    try:
-        return str(operator.index(key))
-    except ValueError as error:  # Python neither writes nor reads integers of some thousands of digits
-        raise UnsupportedLeafError(
-            f"a key below {parent!r}: an integer of {operator.index(key).bit_length()} bits is too large; "
-            "convert the key to text"
-        ) from error
-    except TypeError:
-        raise UnsupportedLeafError(
-            f"a key below {parent!r}: expected text, a number, None or a tuple of these, "
-            f"found {key!r} of type {type(key).__name__}; convert the key to text"
-        ) from None
-
-
-def _tuple_part(part: Key, parent: str) -> str:
-    if isinstance(part, tuple):
-        raise UnsupportedLeafError(
-            f"a key below {parent!r}: a tuple within a tuple is not supported, found {part!r}; convert the key to text"
-        )
-    return key_text(part, parent).replace(",", "~3")
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _escape(text: str) -> str:
-    if text in _WORDS:
-        return _WORDS[text]
-    mark = "~s" if _INTEGER.fullmatch(text) else ""
-    for plain, escaped in _ESCAPES[:3]:
-        text = text.replace(plain, escaped)
-    return mark + text
-
-
-def parse_key(text: str) -> Key:
-    """Parse text that `key_text` wrote.
-
-    Raises:
-        ValueError, OverflowError: `key_text` never writes such text.
-    """
-    if "~" not in text:
-        return int(text) if _INTEGER.fullmatch(text) else text
-    if text in _WORDS_BACK:
-        return _WORDS_BACK[text]
-    mark, rest = text[:2], text[2:]
-    if mark == "~t":
-        return tuple(_parse_part(part) for part in rest.split(",")) if rest else ()
-    if mark == "~f":
-        return float.fromhex(rest)
-    if mark == "~s":
-        text = rest
-    for plain, escaped in reversed(_ESCAPES):
-        text = text.replace(escaped, plain)
-    return text
-
-
-def _parse_part(text: str) -> Key:
-    if text.startswith("~t"):
-        raise ValueError("a tuple within a tuple")
-    return parse_key(text)
-
-
-def escapes_in(paths: str) -> str:
-    """Return a remark on how keys are escaped, to append to these paths in a message; empty if none is escaped."""
-    return f" ({HOW_ESCAPED})" if _ESCAPED.search(paths) else ""
-
-
-def join(parent: str, key: str) -> str:
-    """Return the path of a child from the path of its parent and its own key text."""
-    return key if parent == ROOT else f"{parent}/{key}"
-
-
-def split(path: str) -> list[str]:
-    """Split a path into its key texts; the root has none."""
-    return [] if path == ROOT else path.split("/")
-
-
-def find_nested_leaves(leaves: Collection[str]) -> tuple[str, str] | None:
-    """Find a leaf path and another leaf path above it, a pair that no tree can have; None: there is no such pair.
-
-    The function visits each container once, however many leaves there are.
-    """
-    containers: set[str] = set()
-    for name in leaves:
-        at = name.rfind("/")
-        while at >= 0 and (container := name[:at]) not in containers:
-            containers.add(container)
-            at = container.rfind("/")
-    if ROOT in leaves:
-        return next(((name, ROOT) for name in leaves if name != ROOT), None)
-    above = next((name for name in leaves if name in containers), None)
-    return None if above is None else next((name, above) for name in leaves if name.startswith(f"{above}/"))
 
 
 def describe(static: Any, children: int) -> str | None:

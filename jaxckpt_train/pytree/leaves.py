@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import msgspec
-import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
-from jaxckpt_train.pytree.flatten import MAX_DEPTH, escapes_in
-from jaxckpt_train.store.dtypes import is_storable
+from jaxckpt_train.pytree.paths import MAX_DEPTH
 from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord, PartRecord
 
-WITHOUT_FUNCTIONS = (
-    "save and load only the arrays: for an Equinox module eqx.filter(model, eqx.is_array), whose result eqx.combine "
-    "joins with the functions; in other trees keep functions in static fields, or outside of the tree"
-)
 MAX_INLINE_BYTES = 16 << 20
+
+
+class Empty:
+    """The leaf of a container without children, which is no leaf for JAX but is one for a checkpoint."""
+
+
+EMPTY = Empty()
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A flattened pytree.
+
+    Attributes:
+        names: leaf paths.
+        leaves: the leaves, including None and EMPTY.
+        containers: for every container that is not a plain dict, its path and its kind: "list", "tuple",
+            "namedtuple module.Type" or "object module.Type".
+        structure: JAX's tree definition, for comparisons; None for a tree whose structure cannot be compared.
+        static: path and static data (JSON) of each node that is registered without keys.
+    """
+
+    names: Sequence[str]
+    leaves: Sequence[Any]
+    containers: dict[str, str]
+    structure: Any = None
+    static: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class _Record(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind"):
@@ -217,46 +237,3 @@ def describe_saved(saved: LeafRecord, array: ArrayRecord | None) -> str:
 def shape_text(shape: tuple[int, ...]) -> str:
     """Write a shape in brackets."""
     return f"[{','.join(map(str, shape))}]"
-
-
-def is_key_array(value: Any) -> bool:
-    """Return whether the value is a typed PRNG key array, or an abstract one."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and _is_key_dtype(dtype)
-
-
-def is_function(value: object) -> bool:
-    """Return whether a leaf is a function or another callable that holds no data of its own."""
-    return callable(value) and not isinstance(value, type) and not hasattr(value, "__array__")
-
-
-@functools.cache
-def _is_key_dtype(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
-
-
-def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
-    """Return the value, if it is a numpy array or scalar that can be stored.
-
-    Raises:
-        UnsupportedLeafError: it is not, or its dtype has no fixed byte form.
-    """
-    plain = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap))
-    if not plain:
-        iterable = hasattr(value, "__iter__") and not hasattr(value, "__next__")
-        hint = "; for a data set pass its iterator, iter(...)" if iterable else ""
-        if is_function(value):
-            raise UnsupportedLeafError(
-                f"leaf {name!r}: a function or other callable cannot be stored{escapes_in(name)}; {WITHOUT_FUNCTIONS}"
-            )
-        raise UnsupportedLeafError(
-            f"leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored{escapes_in(name)}; "
-            "expected arrays, numbers, text, bytes or None. Convert it, or register a handler "
-            f"(jaxckpt_train.register_handler){hint}"
-        )
-    if not is_storable(value.dtype):
-        raise UnsupportedLeafError(
-            f"leaf {name!r}: numpy dtype {value.dtype} has no fixed byte form; convert it, for example to uint8 or text"
-        )
-    storable: np.ndarray | np.generic = value
-    return storable

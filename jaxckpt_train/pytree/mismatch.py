@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError
-from jaxckpt_train.pytree.flatten import ROOT, escapes_in, shortened
+from jaxckpt_train.pytree.flatten import shortened
 from jaxckpt_train.pytree.leaves import (
     PYTHON_TYPES,
     ArrayLeaf,
@@ -22,7 +22,7 @@ from jaxckpt_train.pytree.leaves import (
     describe_saved,
     shape_text,
 )
-from jaxckpt_train.pytree.patterns import describe_keys, similar_names, suggestion
+from jaxckpt_train.pytree.paths import ROOT, describe_keys, escapes_in, similar_names, suggestion
 from jaxckpt_train.pytree.target import LeafRequest, is_supported, resolve_request
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord

@@ -15,26 +15,13 @@ from jaxckpt_train._validation import flag, shown
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, SettingsError
 from jaxckpt_train.pytree.colocated.calls import runs_on_hosts
 from jaxckpt_train.pytree.colocated.transfer import HostLeaf, HostReads, dtype_of
-from jaxckpt_train.pytree.flatten import (
-    EMPTY,
-    PLACEHOLDER,
-    ROOT,
-    Flat,
-    Key,
-    find_nested_leaves,
-    flatten,
-    join,
-    nodes_with_other_static,
-    parse_key,
-    refuse_too_deep,
-    shortened,
-    split,
-    unflatten,
-)
+from jaxckpt_train.pytree.flatten import PLACEHOLDER, flatten, nodes_with_other_static, shortened, unflatten
 from jaxckpt_train.pytree.leaves import (
+    EMPTY,
     STORED,
     ArrayLeaf,
     EmptyLeaf,
+    Flat,
     KeyLeaf,
     LeafRecord,
     TreeRecord,
@@ -50,7 +37,18 @@ from jaxckpt_train.pytree.mismatch import (
     rename_map,
     rounded_array,
 )
-from jaxckpt_train.pytree.patterns import Only, leaf_filter, refuse_idle_pattern
+from jaxckpt_train.pytree.paths import (
+    ROOT,
+    Key,
+    Only,
+    find_nested_leaves,
+    join,
+    leaf_filter,
+    parse_key,
+    refuse_idle_pattern,
+    refuse_too_deep,
+    split,
+)
 from jaxckpt_train.pytree.placing import Destination, Placer, value_of, weakly_typed
 from jaxckpt_train.pytree.shared_reads import JobLoads, JointRead, ReadTogether, read_together
 from jaxckpt_train.pytree.target import (

@@ -36,17 +36,8 @@ from jaxckpt_train.pytree.copies import (
     some_arrays,
     take_from_devices,
 )
-from jaxckpt_train.pytree.flatten import EMPTY, Flat, flatten
-from jaxckpt_train.pytree.leaves import (
-    ArrayLeaf,
-    EmptyLeaf,
-    KeyLeaf,
-    LeafRecord,
-    TreeRecord,
-    check_storable,
-    is_key_array,
-    record_value,
-)
+from jaxckpt_train.pytree.flatten import check_storable, flatten, is_key_array
+from jaxckpt_train.pytree.leaves import EMPTY, ArrayLeaf, EmptyLeaf, Flat, KeyLeaf, LeafRecord, TreeRecord, record_value
 from jaxckpt_train.pytree.partition import JobPartition, LocalShard, take_local_shards
 from jaxckpt_train.settings import KIB, MIB, Colocated, SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index, full_box

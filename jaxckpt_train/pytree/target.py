@@ -16,20 +16,18 @@ from jax.experimental import layout
 
 from jaxckpt_train.errors import CheckpointError, MismatchError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.pytree._jax import get_mesh
-from jaxckpt_train.pytree.flatten import EMPTY, PLACEHOLDER, escapes_in, flatten
+from jaxckpt_train.pytree.flatten import PLACEHOLDER, WITHOUT_FUNCTIONS, flatten, is_function, is_key_array
 from jaxckpt_train.pytree.leaves import (
+    EMPTY,
     PYTHON_TYPES,
-    WITHOUT_FUNCTIONS,
     ArrayLeaf,
     BoolLeaf,
     ComplexLeaf,
     FloatLeaf,
     IntLeaf,
     LeafRecord,
-    is_function,
-    is_key_array,
 )
-from jaxckpt_train.pytree.patterns import Only, leaf_filter
+from jaxckpt_train.pytree.paths import Only, escapes_in, leaf_filter
 from jaxckpt_train.store.boxes import Box, box_from_index, full_box
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord

@@ -10,10 +10,10 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from jaxckpt_train.checkpoint import OURS, Opened
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.inspection.diff import LeafDiff, diff_leaves, leaves_by_name
 from jaxckpt_train.inspection.runs import StepStatus
+from jaxckpt_train.opened import OURS, Opened
 from jaxckpt_train.pytree.leaves import describe_saved
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend

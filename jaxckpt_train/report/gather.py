@@ -17,9 +17,9 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from jaxckpt_train.checkpoint import OURS, Opened
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.inspection.runs import StepStatus, inspect_run, newest_whole
+from jaxckpt_train.opened import OURS, Opened
 from jaxckpt_train.report.changes import Changes, Plan, TreeSizes, compare, tree_sizes
 from jaxckpt_train.report.events import DiskUse, Lives, StepLife, StepsFound
 from jaxckpt_train.report.series import (

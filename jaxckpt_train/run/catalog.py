@@ -24,9 +24,8 @@ from jaxckpt_train.errors import (
     StepNotFoundError,
     StorageError,
 )
-from jaxckpt_train.formats.flax import certain_checkpoints
 from jaxckpt_train.formats.orbax_metadata import orbax_steps
-from jaxckpt_train.formats.step_folders import LEVANTER, StepFolders, step_folders
+from jaxckpt_train.formats.step_folders import LEVANTER, StepFolders, certain_checkpoints, step_folders
 from jaxckpt_train.run.annotations import Notes
 from jaxckpt_train.run.entry import Entry, entry_from_manifest, in_order, parse_step_name
 from jaxckpt_train.store.backends.base import GONE, Backend

@@ -56,8 +56,7 @@ from jaxckpt_train.run.entry import (
 from jaxckpt_train.run.goodput import RunStatistics
 from jaxckpt_train.run.history import History, RunLog
 from jaxckpt_train.run.lock import OwnerLock, try_to_write
-from jaxckpt_train.run.pruning import expired_names, replaced
-from jaxckpt_train.run.retention import BestLink, Deleter, LinkToBest, PendingDeletions
+from jaxckpt_train.run.retention import BestLink, Deleter, LinkToBest, PendingDeletions, expired_names, replaced
 from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
 from jaxckpt_train.store.backends.local import mount_warnings

@@ -16,15 +16,21 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from typing import Protocol
 
 from jaxckpt_train._validation import Mode, stated_mode
 from jaxckpt_train.errors import CheckpointError, SettingsError, StorageError
 from jaxckpt_train.pending import SLICE_S
-from jaxckpt_train.policies.context import metric_name, rank_checkpoints
+from jaxckpt_train.policies.context import (
+    DecisionContext,
+    PreservationPolicy,
+    metric_name,
+    rank_checkpoints,
+    steps_to_delete,
+)
 from jaxckpt_train.run.catalog import hidden_name, shown_name
-from jaxckpt_train.run.entry import Entry, parse_step_name
+from jaxckpt_train.run.entry import Entry, newest_generations, parse_step_name
 from jaxckpt_train.store.backends.base import Backend, Linking, make_durable, sync_directory
 from jaxckpt_train.store.backends.base import Entry as StoredEntry
 from jaxckpt_train.store.manifest import COMMIT_NAME
@@ -33,6 +39,64 @@ from jaxckpt_train.store.threads import Latch
 _log = logging.getLogger("jaxckpt_train")
 _THREAD = "jaxckpt-retention"
 _MOMENT_S = 0.2
+
+
+def expired_names(
+    entries: Sequence[Entry],
+    line: Sequence[Entry],
+    left: Set[str],
+    policy: PreservationPolicy | None,
+    context: DecisionContext,
+) -> set[str]:
+    """The names of the steps that may be deleted. The newest step of the branch is never among them.
+
+    A step that a roll-back left behind does not count for the policy; it expires when the run has saved the same step
+    again, unless it is pinned. Damaged steps are never deleted, held steps not until their state is known.
+
+    Args:
+        entries: all generations of all steps.
+        line: the entries of the current branch.
+        left: the names of the steps that a roll-back left behind.
+        policy: which steps are kept; None: all but temporary ones.
+        context: the context for the policy.
+    """
+    newest = newest_generations([entry for entry in line if not entry.is_held])
+    saved, steps = {entry.step for entry in newest}, _steps_to_delete(newest, policy, context)
+    unkept = {entry.name for entry in entries if entry.step in saved} - {entry.name for entry in newest}
+    unkept -= {entry.name for entry in entries if entry.pinned and entry.name in left}
+    unkept -= {entry.name for entry in entries if entry.damaged is not None or entry.is_held}
+    unkept |= {entry.name for entry in newest if entry.step in steps}
+    return unkept - {entry.name for entry in newest[-1:]}
+
+
+def _steps_to_delete(newest: Sequence[Entry], policy: PreservationPolicy | None, context: DecisionContext) -> Set[int]:
+    if policy is None:
+        return {entry.step for entry in newest[:-1] if entry.temporary and not entry.pinned}
+    return steps_to_delete([entry.info() for entry in newest], policy, context=context)
+
+
+def replaced(
+    unkept: Set[str], whole: Sequence[Entry], line: Sequence[Entry], *, is_durable: bool
+) -> tuple[set[str], list[str]]:
+    """The expired steps that may be deleted now, and the steps that must be on the disk before, newest last.
+
+    A step is not deleted if the disk has refused to sync the step that replaces it.
+
+    Args:
+        unkept: the names of the expired steps.
+        whole: all intact generations of all steps.
+        line: the entries of the current branch, newest last.
+        is_durable: whether the newest step is on the disk already.
+    """
+    newest = [entry for entry in line if not entry.is_held][-1:]
+    if not is_durable and any(entry.is_unsynced for entry in newest):
+        return set(), []
+    kept = [entry for entry in whole if entry.name not in unkept and not entry.is_held]
+    doubtful = {entry.step for entry in kept if entry.is_unsynced}
+    pending_deletions = {*unkept} - {entry.name for entry in whole if entry.step in doubtful}
+    steps, names = {entry.step for entry in whole if entry.name in pending_deletions}, [entry.name for entry in newest]
+    others = [entry.name for entry in whole if entry.step in steps and entry.name not in {*pending_deletions, *names}]
+    return pending_deletions, [*others, *([] if is_durable else names)]
 
 
 class PendingDeletions:

@@ -32,8 +32,9 @@ from jaxckpt_train.checkpointables.registry import handler_of, keeps_itself_curr
 from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.loop import LoopState
 from jaxckpt_train.manager import StepManager
-from jaxckpt_train.pytree.flatten import EMPTY, ROOT, flatten, join
-from jaxckpt_train.pytree.leaves import is_key_array
+from jaxckpt_train.pytree.flatten import flatten, is_key_array
+from jaxckpt_train.pytree.leaves import EMPTY
+from jaxckpt_train.pytree.paths import ROOT, join
 from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.files import digest_function
 from jaxckpt_train.store.manifest_decoding import encode_value

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxckpt_train._validation import one_of, refuse, seconds, whole
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.pytree.patterns import leaf_filter
+from jaxckpt_train.pytree.paths import leaf_filter
 from jaxckpt_train.testing.attempts import Attempt, ResumeNotExactError, Runner, run_interrupted, run_uninterrupted
 from jaxckpt_train.testing.causes import Cause, Evidence, likely_causes
 from jaxckpt_train.testing.differences import Difference, Kind, differences, firsts, number_of, whole_numbers

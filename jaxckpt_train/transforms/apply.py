@@ -19,7 +19,6 @@ import numpy as np
 from jaxckpt_train._validation import absolute_path, known_keys, nearest, shown, text
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.formats.foreign import DecodedArraySource, ForeignFiles, Open, segment_size
-from jaxckpt_train.pytree.flatten import ROOT, split
 from jaxckpt_train.pytree.leaves import (
     ArrayLeaf,
     ComplexLeaf,
@@ -30,6 +29,7 @@ from jaxckpt_train.pytree.leaves import (
     has_tree,
     python_value,
 )
+from jaxckpt_train.pytree.paths import ROOT, split
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener, Source
 from jaxckpt_train.store.backends.local import LocalBackend

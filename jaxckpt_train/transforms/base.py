@@ -10,9 +10,8 @@ from typing import ClassVar, NamedTuple
 
 from jaxckpt_train._validation import nearest
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.pytree.flatten import MAX_DEPTH, find_nested_leaves, parse_key, split
 from jaxckpt_train.pytree.leaves import ArrayLeaf, KeyLeaf, LeafRecord
-from jaxckpt_train.pytree.patterns import describe_keys, suggestion
+from jaxckpt_train.pytree.paths import MAX_DEPTH, describe_keys, find_nested_leaves, parse_key, split, suggestion
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import MAX_ARRAYS
 from jaxckpt_train.store.segment import array_bytes

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.pytree.flatten import ROOT, join, key_text, parse_key, split
 from jaxckpt_train.pytree.leaves import ArrayLeaf
+from jaxckpt_train.pytree.paths import ROOT, join, key_text, parse_key, split
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.dtypes import DTYPES, is_inexact
 from jaxckpt_train.store.manifest import MAX_ARRAYS
@@ -40,9 +40,7 @@ from jaxckpt_train.transforms.base import (
     whole_number,
     wildcards,
 )
-from jaxckpt_train.transforms.views import (
-    Cast as CastView,
-)
+from jaxckpt_train.transforms.views import Cast as CastView
 from jaxckpt_train.transforms.views import (
     Constant,
     Filled,

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxckpt_train.pytree.flatten import EMPTY, flatten
+from jaxckpt_train.pytree.flatten import flatten
+from jaxckpt_train.pytree.leaves import EMPTY
 
 
 def raw(leaf: Any) -> bytes:

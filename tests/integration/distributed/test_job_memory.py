@@ -10,9 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxckpt_train.distributed.shared_memory import (
-    ColocatedMemory,
-)
+from jaxckpt_train.distributed.shared_memory import ColocatedMemory
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system"),

@@ -17,7 +17,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import NonFiniteError, Preempted
 from jaxckpt_train.policies.cost_model import Situation, choose
 from jaxckpt_train.run import history as run_log
-from jaxckpt_train.run.owned import owned_run
+from jaxckpt_train.run.maintenance import owned_run
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.pages import ROOT, Page, pages
 from tests.support.runs import Clock, Counter, flip_a_payload_byte, state_of, step_path

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
-from jaxckpt_train.formats.flax import sort_like_flax
+from jaxckpt_train.formats.step_folders import sort_like_flax
 from jaxckpt_train.integrations.orbax_manager import CheckpointManager
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.flax_saves import save, state_of

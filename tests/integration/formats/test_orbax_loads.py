@@ -22,7 +22,8 @@ import jaxckpt_train as jct
 from jaxckpt_train.formats import orbax_read as orbax_trees
 from jaxckpt_train.formats import tensorstore_reads as orbax_arrays
 from jaxckpt_train.integrations.orbax_manager import CheckpointManager
-from jaxckpt_train.pytree.flatten import EMPTY, flatten
+from jaxckpt_train.pytree.flatten import flatten
+from jaxckpt_train.pytree.leaves import EMPTY
 from tests.support.commands import run
 from tests.support.model_states import STATES, llama, mesh
 from tests.support.same_trees import assert_same, raw

@@ -14,7 +14,7 @@ import pytest
 from jaxckpt_train.run import annotations as notes
 from jaxckpt_train.run import directory as taking
 from jaxckpt_train.run import lock, retention
-from jaxckpt_train.run import pruning as unkept
+from jaxckpt_train.run import maintenance as unkept
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.settings import StoreSettings

@@ -10,21 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxckpt_train.run import (
-    annotations as note_lines,
-)
-from jaxckpt_train.run import (
-    annotations as notes,
-)
-from jaxckpt_train.run import (
-    catalog,
-)
-from jaxckpt_train.run import (
-    directory as run_directory,
-)
-from jaxckpt_train.run import (
-    entry as lineage,
-)
+from jaxckpt_train.run import annotations as note_lines
+from jaxckpt_train.run import annotations as notes
+from jaxckpt_train.run import catalog
+from jaxckpt_train.run import directory as run_directory
+from jaxckpt_train.run import entry as lineage
 from jaxckpt_train.run.annotations import NoteLines, Notes
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.checkpoint import Opened
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
 from jaxckpt_train.inspection import diff as leaf_reads
 from jaxckpt_train.inspection.diff import Wanted, over_pieces, pieces_of
 from jaxckpt_train.inspection.runs import open_at
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.store import copy as read_ahead
 from jaxckpt_train.store import timeouts as answers
 from jaxckpt_train.store.backends.base import Source

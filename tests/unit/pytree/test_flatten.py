@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.pytree import flatten as flattening
-from jaxckpt_train.pytree.flatten import EMPTY, PLACEHOLDER, flatten, register_transparent, unflatten
+from jaxckpt_train.pytree.flatten import PLACEHOLDER, flatten, register_transparent, unflatten
+from jaxckpt_train.pytree.leaves import EMPTY
 
 
 class Point(NamedTuple):

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt_train.pytree import leaves as leaf_records
+from jaxckpt_train.pytree.flatten import check_storable
 from jaxckpt_train.pytree.leaves import (
     ArrayLeaf,
     ComplexLeaf,
     FloatLeaf,
     IntLeaf,
     TreeRecord,
-    check_storable,
     decode_tree,
     encode_tree,
     python_value,

@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, S
 
 from jaxckpt_train.errors import MismatchError, UnsupportedLeafError
 from jaxckpt_train.pytree._jax import set_mesh
-from jaxckpt_train.pytree.flatten import EMPTY, PLACEHOLDER
+from jaxckpt_train.pytree.flatten import PLACEHOLDER
+from jaxckpt_train.pytree.leaves import EMPTY
 from jaxckpt_train.pytree.target import LeafRequest, concrete_sharding, leaf_request
 
 PLACE = SingleDeviceSharding(jax.devices("cpu")[1])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jaxckpt_train.policies.context import DecisionContext
 from jaxckpt_train.policies.preservation import EveryNSteps, LatestN
 from jaxckpt_train.run.entry import Entry, RollBack, left_behind, step_name
-from jaxckpt_train.run.pruning import Fate, Pruning, current_line, expired_names, fates, replaced
+from jaxckpt_train.run.maintenance import Fate, Pruning, current_line, fates
+from jaxckpt_train.run.retention import expired_names, replaced
 from tests.support.runs import START
 
 NOW = START + datetime.timedelta(days=1)

@@ -1,24 +1,17 @@
-"""What `StepManager` offers apart from saving and restoring: the list of steps, notes on them, run statistics.
-
-`owned_run` owns a run without a manager, for commands such as `jaxckpt pin` and `jaxckpt prune`; it needs no JAX.
-"""
+"""The part of `StepManager` that lists steps, describes them, and changes their pins and metrics."""
 
 from __future__ import annotations
 
 import abc
-import contextlib
-import datetime
-import errno
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from jaxckpt_train._validation import flag, stated_mode
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
-from jaxckpt_train.errors import NotACheckpointError, StorageError
-from jaxckpt_train.policies.context import CheckpointInfo, PreservationPolicy, metric_name, rank_checkpoints
-from jaxckpt_train.run.catalog import scan, step_not_found
+from jaxckpt_train.policies.context import CheckpointInfo, metric_name, rank_checkpoints
+from jaxckpt_train.run.catalog import step_not_found
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import StepVanishedError, check_step
 from jaxckpt_train.run.goodput import Attempt, Goodput, add_event, goodput, settled
@@ -29,51 +22,6 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.timeouts import call_with_timeout
-
-PATIENCE_S = 7 * 86400.0  # for deletions; a user can interrupt the wait
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)
-
-
-@contextlib.contextmanager
-def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | None = None) -> Iterator[RunDirectory]:
-    """Own a run within the context. On exit, its deletions are finished and the lock is released.
-
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        policy: what `retain` keeps; None: all but temporary steps.
-
-    Raises:
-        NotACheckpointError: there is no run in the directory.
-        DirectoryLockedError, StorageError: a live process owns it, or the disk refuses.
-        CheckpointTimeoutError: the disk has not answered for ten minutes.
-    """
-    if not call_with_timeout(directory, lambda _: scan(backend, directory)):
-        raise NotACheckpointError(f"{directory}: expected a run, found no committed steps in it")
-    run = RunDirectory(backend, directory, policy, _now)
-    run.log.tends = True
-    try:
-        _own(run)
-        yield run
-    finally:
-        run.close(PATIENCE_S)
-
-
-def _own(run: RunDirectory) -> None:
-    """Take the ownership; if the disk is full, explain how to free space without it."""
-    try:
-        run.own()
-    except StorageError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        advice = (
-            f"{error.strerror}. Only the owner of a run deletes or moves steps, and there is no space for its lock: "
-            "remove the directory of the oldest step by hand while no job runs, then try again"
-        )
-        raise StorageError(error.errno, advice, error.filename) from error
 
 
 class StepListing:

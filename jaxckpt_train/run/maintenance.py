@@ -1,80 +1,69 @@
-"""Which steps of a run expire: those that neither the preservation policy, nor a pin, nor an open question keeps.
+"""Changes that commands make to a run: which steps `jaxckpt prune` deletes, and the ownership that a change needs.
 
-`expired_names` and `replaced` decide for the owner of a run. `fates` explains the same decision, for `jaxckpt prune`.
+Needs no JAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence, Set
+import errno
+from collections.abc import Iterator, Mapping, Sequence
 
-from jaxckpt_train.policies.context import (
-    CheckpointInfo,
-    DecisionContext,
-    PreservationPolicy,
-    ask_to_preserve,
-    steps_to_delete,
-)
+from jaxckpt_train.errors import NotACheckpointError, StorageError
+from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, PreservationPolicy, ask_to_preserve
+from jaxckpt_train.run.catalog import scan
+from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry, RollBack, left_behind, newest_generations
+from jaxckpt_train.run.retention import expired_names, replaced
+from jaxckpt_train.store.backends.base import Backend
+from jaxckpt_train.store.timeouts import call_with_timeout
+
+PATIENCE_S = 7 * 86400.0  # for deletions; a user can interrupt the wait
 
 
-def expired_names(
-    entries: Sequence[Entry],
-    line: Sequence[Entry],
-    left: Set[str],
-    policy: PreservationPolicy | None,
-    context: DecisionContext,
-) -> set[str]:
-    """The names of the steps that may be deleted. The newest step of the branch is never among them.
-
-    A step that a roll-back left behind does not count for the policy; it expires when the run has saved the same step
-    again, unless it is pinned. Damaged steps are never deleted, held steps not until their state is known.
-
-    Args:
-        entries: all generations of all steps.
-        line: the entries of the current branch.
-        left: the names of the steps that a roll-back left behind.
-        policy: which steps are kept; None: all but temporary ones.
-        context: the context for the policy.
-    """
-    newest = newest_generations([entry for entry in line if not entry.is_held])
-    saved, steps = {entry.step for entry in newest}, _steps_to_delete(newest, policy, context)
-    unkept = {entry.name for entry in entries if entry.step in saved} - {entry.name for entry in newest}
-    unkept -= {entry.name for entry in entries if entry.pinned and entry.name in left}
-    unkept -= {entry.name for entry in entries if entry.damaged is not None or entry.is_held}
-    unkept |= {entry.name for entry in newest if entry.step in steps}
-    return unkept - {entry.name for entry in newest[-1:]}
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
-def _steps_to_delete(newest: Sequence[Entry], policy: PreservationPolicy | None, context: DecisionContext) -> Set[int]:
-    if policy is None:
-        return {entry.step for entry in newest[:-1] if entry.temporary and not entry.pinned}
-    return steps_to_delete([entry.info() for entry in newest], policy, context=context)
-
-
-def replaced(
-    unkept: Set[str], whole: Sequence[Entry], line: Sequence[Entry], *, is_durable: bool
-) -> tuple[set[str], list[str]]:
-    """The expired steps that may be deleted now, and the steps that must be on the disk before, newest last.
-
-    A step is not deleted if the disk has refused to sync the step that replaces it.
+@contextlib.contextmanager
+def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | None = None) -> Iterator[RunDirectory]:
+    """Own a run within the context. On exit, its deletions are finished and the lock is released.
 
     Args:
-        unkept: the names of the expired steps.
-        whole: all intact generations of all steps.
-        line: the entries of the current branch, newest last.
-        is_durable: whether the newest step is on the disk already.
+        backend: the storage.
+        directory: the run directory.
+        policy: what `retain` keeps; None: all but temporary steps.
+
+    Raises:
+        NotACheckpointError: there is no run in the directory.
+        DirectoryLockedError, StorageError: a live process owns it, or the disk refuses.
+        CheckpointTimeoutError: the disk has not answered for ten minutes.
     """
-    newest = [entry for entry in line if not entry.is_held][-1:]
-    if not is_durable and any(entry.is_unsynced for entry in newest):
-        return set(), []
-    kept = [entry for entry in whole if entry.name not in unkept and not entry.is_held]
-    doubtful = {entry.step for entry in kept if entry.is_unsynced}
-    pending_deletions = {*unkept} - {entry.name for entry in whole if entry.step in doubtful}
-    steps, names = {entry.step for entry in whole if entry.name in pending_deletions}, [entry.name for entry in newest]
-    others = [entry.name for entry in whole if entry.step in steps and entry.name not in {*pending_deletions, *names}]
-    return pending_deletions, [*others, *([] if is_durable else names)]
+    if not call_with_timeout(directory, lambda _: scan(backend, directory)):
+        raise NotACheckpointError(f"{directory}: expected a run, found no committed steps in it")
+    run = RunDirectory(backend, directory, policy, _now)
+    run.log.tends = True
+    try:
+        _own(run)
+        yield run
+    finally:
+        run.close(PATIENCE_S)
+
+
+def _own(run: RunDirectory) -> None:
+    """Take the ownership; if the disk is full, explain how to free space without it."""
+    try:
+        run.own()
+    except StorageError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        advice = (
+            f"{error.strerror}. Only the owner of a run deletes or moves steps, and there is no space for its lock: "
+            "remove the directory of the oldest step by hand while no job runs, then try again"
+        )
+        raise StorageError(error.errno, advice, error.filename) from error
 
 
 class Pruning:

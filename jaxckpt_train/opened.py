@@ -1,0 +1,131 @@
+"""An opened checkpoint, of ours or of another tool: what it contains, and how it is read. Needs no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, StorageError
+from jaxckpt_train.formats.detect import find_in_directory
+from jaxckpt_train.formats.foreign import PYTREE, ForeignCheckpoint
+from jaxckpt_train.formats.step_folders import FlaxFile
+from jaxckpt_train.pytree.leaves import TreeRecord, decode_tree, has_tree
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.base import GONE, Backend, Opener
+from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
+from jaxckpt_train.store.threads import unlocked_cached_property
+
+OURS, ORBAX, FLAX = "jaxckpt_train", "Orbax", "Flax"
+DEFAULT_NAME = "state"
+IMPORTED_KIND = "imported_kind"  # a key of the manifest's information
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """An opened checkpoint of this package or of another tool.
+
+    Attributes:
+        kind: the tool that wrote it.
+        files: opens its files.
+        committed: its contents.
+        settings: how it is read. A checkpoint without digests cannot be verified.
+        run: the directory of its run, if it was found there.
+        skipped: the names of newer steps of its run that cannot be restored.
+        decoding: the additional memory that other libraries need to read an array, as a multiple of its size.
+    """
+
+    kind: str
+    files: Opener
+    committed: Committed
+    settings: StoreSettings
+    run: str | None = None
+    skipped: tuple[str, ...] = ()
+    decoding: int = 0
+
+    @property
+    def wrote_tree(self) -> object:
+        """The tool whose form the trees have.
+
+        For an imported checkpoint, this is the tool that it was imported from.
+        """
+        return self.committed.manifest.info.get(IMPORTED_KIND, self.kind) if self.kind == OURS else self.kind
+
+    @property
+    def path(self) -> str:
+        """The path of the checkpoint."""
+        return self.committed.directory
+
+    @unlocked_cached_property
+    def trees(self) -> Mapping[str, TreeRecord]:
+        """The checkpointables that are trees, by name. Raises CorruptCheckpointError if one is damaged."""
+        parts = self.committed.manifest.parts
+        return {part.name: decode_tree(part, self.path) for part in parts if has_tree(part)}
+
+    def arrays(self) -> dict[str, ArrayRecord]:
+        """Return all arrays by the name of their checkpointable and their leaf path."""
+        return {f"{part.name}/{array.name}": array for part in self.committed.manifest.parts for array in part.arrays}
+
+    def part(self, name: str | None) -> PartRecord:
+        """Return a checkpointable by name; None stands for `state`, or for the only tree.
+
+        Raises:
+            MismatchError: there is no such checkpointable.
+            CorruptCheckpointError: it is a damaged tree of another tool.
+        """
+        trees = self.trees
+        state = self.committed.manifest.part(DEFAULT_NAME)
+        is_state = state is not None and (has_tree(state) or state.kind == PYTREE)
+        wanted = name or (DEFAULT_NAME if is_state else next(iter(trees), "") if len(trees) == 1 else "")
+        found = self.committed.manifest.part(wanted) if wanted else None
+        if found is None:
+            raise MismatchError(f"{self.path}: {self._why_no_part(name)}")
+        if found.kind == PYTREE and not has_tree(found) and found.files:
+            # The tree could not be read; opening its file raises the error that says why.
+            self.files.open(self.path, found.files[0].file, direct=False).close()
+        return found
+
+    def _why_no_part(self, name: str | None) -> str:
+        there = ", ".join(repr(part.name) for part in self.committed.manifest.parts) or "none"
+        if name is not None:
+            return f"expected one of its checkpointables, found {name!r}; it has {there}"
+        if not self.trees:
+            return f"expected a checkpointable that is a tree, found none; it has {there}"
+        several = ", ".join(map(repr, self.trees))
+        return f"it has no checkpointable {DEFAULT_NAME!r} but several trees, {several}; choose one with --part"
+
+
+def open_found(backend: Backend, found: ForeignCheckpoint | FlaxFile, settings: StoreSettings) -> Opened:
+    """Open a checkpoint of another tool.
+
+    Args:
+        backend: the storage.
+        found: what was found at the path.
+        settings: how the checkpoint will be read.
+
+    Raises:
+        NotACheckpointError: the file has no known format, or Flax, which is needed to read it, is not installed.
+        CorruptCheckpointError: it is damaged. If it is Flax's newest checkpoint, no older one is used instead.
+        UnsupportedLeafError: it has leaves that this package cannot read.
+        StorageError: it cannot be read, or does not fit into memory.
+    """
+    if isinstance(found, ForeignCheckpoint):
+        unverified = dataclasses.replace(settings, verify_on_load=False)
+        return Opened(found.kind, found.files, found.committed, unverified, decoding=found.decoding)
+    from jaxckpt_train.formats.flax import open_flax_file  # imports Flax
+
+    try:
+        memory, committed = open_flax_file(backend, found, settings)
+    except StorageError as error:
+        newer = find_in_directory(backend, found.directory) if found.directory and found.is_newest else None
+        if error.errno not in GONE or newer is None or newer == found:
+            raise
+        return open_found(backend, newer, settings)  # Flax removed this checkpoint after it saved a newer one
+    except CorruptCheckpointError as error:
+        if found.before is None:
+            raise
+        raise CorruptCheckpointError(
+            f"{error}. It is the newest checkpoint in {found.directory}, and no older one is loaded instead; to load "
+            f"the one before it, pass {found.before}"
+        ) from error
+    return Opened(FLAX, memory, committed, settings)
