@@ -24,10 +24,6 @@ def no_result(values: Sequence[bytes]) -> bytes:
     return b""
 
 
-def do_nothing() -> None:
-    """Do nothing: a callback for callers that need none."""
-
-
 class Coordinator(Protocol):
     """Collective operations of the processes of one job. All processes call every method, in the same order.
 
@@ -66,7 +62,7 @@ class Coordinator(Protocol):
         give: Callable[[], bytes],
         merge: Callable[[Sequence[bytes]], bytes] = no_result,
         moved: Moved | None = None,
-        on_progress: Callable[[], object] = do_nothing,
+        on_progress: Callable[[], object] | None = None,
     ) -> bytes:
         """Collect a value from every process, let process 0 merge them, and return the result in all processes.
 
@@ -125,7 +121,7 @@ class SingleProcess:
         give: Callable[[], bytes],
         merge: Callable[[Sequence[bytes]], bytes] = no_result,
         moved: Moved | None = None,
-        on_progress: Callable[[], object] = do_nothing,
+        on_progress: Callable[[], object] | None = None,
     ) -> bytes:
         """Return the merged value of this process."""
         return merge([give()])
@@ -146,7 +142,7 @@ class ManyProcesses:
         process: number of this process.
         processes: number of processes in the job.
         timeout_s: seconds without a sign of life after which a process counts as lost.
-        orders: shared by all coordinators of the job; None: this is the first one.
+        nested: shared by all coordinators of the job; None: this is the first one.
         name: prefix of all its keys.
         outer: names of the coordinators above this one, except for the first, which no process leaves.
     """
@@ -195,7 +191,7 @@ class ManyProcesses:
         give: Callable[[], bytes],
         merge: Callable[[Sequence[bytes]], bytes] = no_result,
         moved: Moved | None = None,
-        on_progress: Callable[[], object] = do_nothing,
+        on_progress: Callable[[], object] | None = None,
     ) -> bytes:
         """Meet the other processes in a rendezvous."""
         self._broadcasts = 0
@@ -226,7 +222,7 @@ class ManyProcesses:
         self.exchange(doing, lambda: b"")
 
     def _open_rendezvous(
-        self, doing: str, moved: Moved | None, on_progress: Callable[[], object] = do_nothing
+        self, doing: str, moved: Moved | None, on_progress: Callable[[], object] | None = None
     ) -> Rendezvous:
         self._rendezvous_count += 1
         folder = f"{self._name}/{self._rendezvous_count}"

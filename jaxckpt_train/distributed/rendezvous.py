@@ -28,7 +28,7 @@ _REBUILDABLE = {
     if isinstance(kind, type) and issubclass(kind, CheckpointError) and kind not in (errors.Preempted, StorageError)
 }
 _ATTRIBUTES = ("differences", "leaves")
-TELL_S = 30.0  # between two log lines that name the missing processes
+REPORT_S = 30.0  # between two log lines that name the missing processes
 SMALL_BYTES = 512
 PACK = 32  # large values that are read together: one answer of the store must stay below 2 GiB
 _HERE, _APART = b"=", b">"
@@ -79,7 +79,7 @@ class Rendezvous:
         doing: what the processes do here, for messages.
         timeout_s: seconds without a sign of life after which a process counts as lost.
         moved: returns another value whenever this process has made progress; None: its work is quick.
-        heard: called whenever a process that is waited for has made progress.
+        on_progress: called whenever a process that is waited for has made progress.
         left: folders of the keys by which processes announce that they have left a coordinator above this rendezvous.
 
     Attributes:
@@ -97,7 +97,7 @@ class Rendezvous:
         doing: str,
         timeout_s: float,
         moved: Callable[[], object] | None,
-        on_progress: Callable[[], object] = lambda: None,
+        on_progress: Callable[[], object] | None = None,
         left: Sequence[str] = (),
     ) -> None:
         self.folder, self.is_over, self._left = folder, False, left
@@ -106,9 +106,8 @@ class Rendezvous:
         least_s, most_s = processes / ASKING_PER_S, timeout_s / 8
         self._period_s = min(max(PERIOD_S, least_s), most_s)
         self._slice_s = max(SLICE_S, min(least_s, most_s))  # of one wait, in every process but the first
-        self._limit_s = timeout_s + (
-            2 * self._period_s if process else 0.0
-        )  # process 0 first reports other silent ones
+        # Process 0 detects silent processes first, and reports them to the others.
+        self._limit_s = timeout_s + (2 * self._period_s if process else 0.0)
         self._contributions = Contributions(values, folder, processes)
         label = _PARTICULAR.sub("...", doing).encode(errors="replace")[:MOST_LABEL_BYTES]
         self._label = len(label).to_bytes(2, "big") + label
@@ -155,22 +154,21 @@ class Rendezvous:
         Raises:
             CheckpointError: a process has failed, has left, or is lost.
         """
-        silence = self._silence_monitor(range(1, self._processes))
+        silence = self._silence_timer(range(1, self._processes))
         while self._values.get(f"{self.folder}/here", SLICE_S) is None:
             if not silence.is_check_due():
                 continue
             self._send_heartbeat()
             left = [number for folder in self._left for number in by_process(self._values.find(folder))]
-            came = dict.fromkeys(self._contributions.look(), b"")  # a process may have contributed before it left
-            if len(came) == self._processes - 1:
+            arrived = dict.fromkeys(self._contributions.look(), b"")  # a process may have contributed before it left
+            if len(arrived) == self._processes - 1:
                 break  # a process was lost right after it had given its value, before it could wake this one
-            if silence.record(by_process(self._values.find(f"{self.folder}/alive")) | came):
-                self._on_progress()
-            self._raise_if_left(left, came)
-            self._check_missing(silence, came)
+            self._record_signs(silence, by_process(self._values.find(f"{self.folder}/alive")) | arrived)
+            self._raise_if_left(left, arrived)
+            self._check_missing(silence, arrived)
         found = self._contributions.look()
         self._raise_failure(found)
-        return [self._unlabelled(value[1:], process) for process, value in enumerate(self._contributions.of(found), 1)]
+        return [self._strip_label(value[1:], process) for process, value in enumerate(self._contributions.of(found), 1)]
 
     def join(self, give: Callable[[], bytes]) -> bytes:
         """In every other process: contribute the result of `give`, and return what process 0 publishes."""
@@ -194,23 +192,22 @@ class Rendezvous:
         Raises:
             CheckpointError: process 0 or another process has failed, or process 0 has left or is lost.
         """
-        silence = self._silence_monitor((0,))
-        while (said := self._values.get(f"{self.folder}/said", self._slice_s)) is None:
+        silence = self._silence_timer((0,))
+        while (published := self._values.get(f"{self.folder}/said", self._slice_s)) is None:
             if silence.is_check_due():
                 if any(self._values.get(f"{folder}/0", GLANCE_S) is not None for folder in self._left):
-                    said = self._values.get(f"{self.folder}/said", POLL_S)  # it may have published before it left
-                    if said is not None:
+                    published = self._values.get(f"{self.folder}/said", POLL_S)  # it may have published before it left
+                    if published is not None:
                         break
                     self._raise_if_left([0], ())
                 sign = self._values.get(f"{self.folder}/alive/0", POLL_S)
-                if silence.record({} if sign is None else {0: sign}):
-                    self._on_progress()
+                self._record_signs(silence, {} if sign is None else {0: sign})
                 self._check_missing(silence, {})
-        if said[:1] == _FAILED:
-            raise decode_error(said[1:], self._doing)
-        return self._unlabelled(said[1:], 0)
+        if published[:1] == _FAILED:
+            raise decode_error(published[1:], self._doing)
+        return self._strip_label(published[1:], 0)
 
-    def _unlabelled(self, value: bytes, process: int) -> bytes:
+    def _strip_label(self, value: bytes, process: int) -> bytes:
         """Return the value of another process, if that process does the same as this one but for numbers and paths."""
         size = int.from_bytes(value[:2], "big") + 2
         doing = value[2:size].decode(errors="replace")
@@ -221,7 +218,11 @@ class Rendezvous:
             )
         return value[size:]
 
-    def _silence_monitor(self, numbers: Sequence[int]) -> SilenceTimer:
+    def _record_signs(self, silence: SilenceTimer, signs: Mapping[int, bytes]) -> None:
+        if silence.record(signs) and self._on_progress is not None:
+            self._on_progress()
+
+    def _silence_timer(self, numbers: Sequence[int]) -> SilenceTimer:
         return SilenceTimer(numbers, self._limit_s, self._period_s, self._slice_s if self._process else SLICE_S)
 
     def _let_others_leave(self) -> None:
@@ -234,11 +235,11 @@ class Rendezvous:
                 self._values.get(f"{self.folder}/never", wait_s)
                 wait_s = min(2 * wait_s, SLICE_S) if self._processes > ASKING_PER_S else wait_s
 
-    def _check_missing(self, silence: SilenceTimer, came: Mapping[int, bytes]) -> None:
+    def _check_missing(self, silence: SilenceTimer, arrived: Mapping[int, bytes]) -> None:
         """Raise if a process is lost; otherwise log from time to time which processes are missing."""
-        self._raise_if_lost(silence, came)
+        self._raise_if_lost(silence, arrived)
         if silence.should_report():
-            waited = [number for number in silence.numbers if number not in came]
+            waited = [number for number in silence.numbers if number not in arrived]
             _log.warning(
                 "%s: waiting for %s (%.0f s)",
                 self._doing,
@@ -246,8 +247,8 @@ class Rendezvous:
                 silence.waited_s,
             )
 
-    def _raise_if_left(self, left: Collection[int], came: Collection[int]) -> None:
-        missing = sorted({number for number in left if number not in came})
+    def _raise_if_left(self, left: Collection[int], arrived: Collection[int]) -> None:
+        missing = sorted({number for number in left if number not in arrived})
         if missing:
             raise OtherProcessError(
                 f"{self._doing}: {_describe_processes(missing, self._processes)} left: "
@@ -255,13 +256,13 @@ class Rendezvous:
                 f"after an error; see {'its' if len(missing) == 1 else 'their'} log"
             )
 
-    def _raise_if_lost(self, silence: SilenceTimer, came: Mapping[int, bytes]) -> None:
-        lost = silence.find_lost(came)
+    def _raise_if_lost(self, silence: SilenceTimer, arrived: Mapping[int, bytes]) -> None:
+        lost = silence.find_lost(arrived)
         if lost:
-            raise self._lost_error(lost, came=any(number in silence.signs for number in lost))
+            raise self._lost_error(lost, arrived=any(number in silence.signs for number in lost))
 
-    def _lost_error(self, lost: Sequence[int], *, came: bool) -> CheckpointTimeoutError:
-        what = "made no progress" if came else "did not arrive"
+    def _lost_error(self, lost: Sequence[int], *, arrived: bool) -> CheckpointTimeoutError:
+        what = "made no progress" if arrived else "did not arrive"
         error = CheckpointTimeoutError(
             f"{self._doing}: {_describe_processes(lost, self._processes)} {what} for {self._timeout_s:.3g} s; "
             f"see {'its' if len(lost) == 1 else 'their'} log"
@@ -283,7 +284,7 @@ class Rendezvous:
 
         def look(_: int) -> None:
             if time.monotonic() >= end:
-                raise self._lost_error((0,), came=True)
+                raise self._lost_error((0,), arrived=True)
 
         return call_with_timeout(self._doing, lambda _: call(), look)
 
@@ -329,7 +330,7 @@ class Rendezvous:
 
     def _send_heartbeats(self, moved: Callable[[], object], ended: Latch) -> None:
         before: object = self  # a value that `moved` never returns
-        silence = self._silence_monitor((0,) if self._process else range(1, self._processes))
+        silence = self._silence_timer((0,) if self._process else range(1, self._processes))
         try:
             while not ended.is_open():
                 if (now := moved()) != before:
@@ -346,17 +347,17 @@ class Rendezvous:
     def _watch_others(self, silence: SilenceTimer) -> None:
         """Watch the other processes while this one works: it may wait for one of them by other means."""
         if self._process:
-            said = self._values.get(f"{self.folder}/said", POLL_S)
-            self.is_over = self.is_over or (said is not None and said[:1] == _FAILED)
+            published = self._values.get(f"{self.folder}/said", POLL_S)
+            self.is_over = self.is_over or (published is not None and published[:1] == _FAILED)
             sign = self._values.get(f"{self.folder}/alive/0", POLL_S)
             silence.record({} if sign is None else {0: sign})
             self._raise_if_lost(silence, {})
             return
         found = self._contributions.look()
         self.is_over = self.is_over or any(value is not None and value[:1] == _FAILED for value in found.values())
-        came = dict.fromkeys(found, b"")
-        silence.record(by_process(self._values.find(f"{self.folder}/alive")) | came)
-        self._raise_if_lost(silence, came)
+        arrived = dict.fromkeys(found, b"")
+        silence.record(by_process(self._values.find(f"{self.folder}/alive")) | arrived)
+        self._raise_if_lost(silence, arrived)
 
 
 def _describe_processes(numbers: Sequence[int], processes: int) -> str:
@@ -378,7 +379,7 @@ class SilenceTimer:
         self.numbers, self.signs, self.waited_s = numbers, dict[int, bytes](), 0.0
         self._limit_s, self._period_s, self._slice_s = limit_s, period_s, slice_s
         self._heard_at = dict.fromkeys(numbers, 0.0)
-        self._at, self._next_look_s, self._next_tell_s = time.monotonic(), period_s, min(TELL_S, limit_s / 4)
+        self._at, self._next_look_s, self._next_report_s = time.monotonic(), period_s, min(REPORT_S, limit_s / 4)
 
     def is_check_due(self) -> bool:
         """Count the time since the last call; return whether it is time to look for signs of life."""
@@ -397,19 +398,19 @@ class SilenceTimer:
             self.signs[number], self._heard_at[number] = signs[number], self.waited_s
         return bool(new)
 
-    def find_lost(self, came: Mapping[int, bytes]) -> list[int]:
+    def find_lost(self, arrived: Mapping[int, bytes]) -> list[int]:
         """Return the processes that are missing and have been silent for too long."""
         return [
             number
             for number in self.numbers
-            if number not in came and self.waited_s - self._heard_at[number] >= self._limit_s
+            if number not in arrived and self.waited_s - self._heard_at[number] >= self._limit_s
         ]
 
     def should_report(self) -> bool:
         """Return whether it is time to log which processes are missing."""
-        if self.waited_s < self._next_tell_s:
+        if self.waited_s < self._next_report_s:
             return False
-        self._next_tell_s = self.waited_s + TELL_S
+        self._next_report_s = self.waited_s + REPORT_S
         return True
 
 
