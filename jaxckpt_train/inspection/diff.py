@@ -1,12 +1,7 @@
-"""How the checkpointables of two checkpoints differ that are no trees, such as JSON values and iterators.
+"""Compares two opened checkpoints: their leaves, their containers, and checkpointables that are not trees.
 
-Where the containers of two trees differ: a list from a tuple or a mapping, a NamedTuple from another one.
-
-How the leaves of two checkpoints differ: which there are, and how far their values are apart.
-
-How far the values of two arrays are apart, in double precision, with no copy that is larger than a cache.
-
-Reads arrays of opened checkpoints piece by piece, on other threads, ahead of who looks at them.
+Arrays are compared by digests where both checkpoints have the same ones. Otherwise they are read in pieces, ahead on
+other threads, and compared in double precision block by block, without large copies.
 """
 
 from __future__ import annotations
@@ -32,183 +27,23 @@ from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import ArrayRecord, FileRecord, PartRecord
 
 PIECE_BYTES = 16 << 20
-KNOWN = 1024  # pieces that are known before they are wanted: small ones are read together with those that come next
-AT_ONCE = 4  # reads of each checkpoint
-BLOCK = 1 << 16  # values at a time
-
-
-class Wanted(NamedTuple):
-    """A box of an array, of each of one or two checkpoints."""
-
-    name: str
-    box: Box
-    arrays: Sequence[ArrayRecord]
-
-    @property
-    def nbytes(self) -> int:
-        """Of all that is read for it."""
-        return box_elements(self.box) * sum(DTYPES[array.dtype].itemsize for array in self.arrays)
-
-
-def pieces_of(name: str, arrays: Sequence[ArrayRecord]) -> Iterator[Wanted]:
-    """The pieces of an array, or of two of the same shape."""
-    shape, itemsize = arrays[0].shape, max(DTYPES[array.dtype].itemsize for array in arrays)
-    for box in cut_box(full_box(shape), itemsize, PIECE_BYTES):
-        if box_elements(box):
-            yield Wanted(name, box, arrays)
-
-
-def over_pieces(opened: Sequence[Opened], wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, list[np.ndarray]]]:
-    """Each piece, in the order given, with an array of each of the checkpoints.
-
-    Other threads read ahead; what is to be done with a piece is for the caller's thread alone: calls of numpy that are
-    short keep several threads waiting for each other. Who lets go of an array before the next comes has its memory
-    used again; together they take the read budget, and small ones some megabytes beside it.
-
-    Raises:
-        CorruptCheckpointError: bytes are not what was saved.
-        StorageError: they cannot be read.
-        CheckpointTimeoutError: a disk does not answer.
-    """
-    with contextlib.ExitStack() as stack:
-        aheads = [stack.enter_context(_ahead_of(each, len(opened))) for each in opened]
-        known: deque[tuple[Wanted, list[BoxAhead]]] = deque()
-        for each in wanted:
-            boxes = zip(aheads, opened, each.arrays, strict=True)
-            known.append((each, [_box_ahead(ahead, one, array, each.box) for ahead, one, array in boxes]))
-            if len(known) > KNOWN:
-                yield _fetched(*known.popleft())
-        while known:
-            yield _fetched(*known.popleft())
-
-
-def _ahead_of(opened: Opened, count: int) -> ReadAhead:
-    return ReadAhead(opened.settings.read_budget_bytes // count, opened.path, AT_ONCE)
-
-
-def _box_ahead(ahead: ReadAhead, opened: Opened, array: ArrayRecord, box: Box) -> BoxAhead:
-    return ahead.of([LazyBox(opened.files, opened.committed, array, box, opened.settings)])[0]
-
-
-def _fetched(wanted: Wanted, boxes: list[BoxAhead]) -> tuple[Wanted, list[np.ndarray]]:
-    return wanted, [box.fetch() for box in boxes]
-
-
-class Distance(NamedTuple):
-    """What adds up over the pieces of an array.
-
-    Attributes:
-        differing: how many values differ bit by bit.
-        max_abs: the largest difference; nan: one value is nan where the other is not.
-        difference, norm: of the finite differences, and of the finite values of the first array: the square root of the
-            sum of their squares.
-    """
-
-    differing: int = 0
-    max_abs: float = 0.0
-    difference: float = 0.0
-    norm: float = 0.0
-
-    def plus(self, other: Distance) -> Distance:
-        """Of both pieces together."""
-        largest = (
-            math.nan if math.isnan(other.max_abs) else max(self.max_abs, other.max_abs)
-        )  # nan stays, if it is first
-        difference, norm = math.hypot(self.difference, other.difference), math.hypot(self.norm, other.norm)
-        return Distance(self.differing + other.differing, largest, difference, norm)
-
-
-def distance(first: np.ndarray, second: np.ndarray) -> Distance:
-    """How far two arrays of one shape and dtype are apart.
-
-    What has the same bits is equal, and so are nan of other bits; 0 and -0 differ, by 0. Of complex numbers the size of
-    the difference counts. Integers of 64 bits are rounded for the norm only.
-    """
-    one, other = (np.ascontiguousarray(each).reshape(-1) for each in (first, second))
-    room = _Room(one.dtype, min(BLOCK, one.size))
-    found = Distance()
-    with np.errstate(all="ignore"):
-        for at in range(0, len(one), BLOCK):
-            found = found.plus(_of_a_block(one[at : at + BLOCK], other[at : at + BLOCK], room))
-    return found
-
-
-class _Room:
-    """Memory for the values of a block of both arrays in double precision: new memory each time takes as long again."""
-
-    def __init__(self, dtype: np.dtype, count: int) -> None:
-        is_complex = dtype.kind == "c" or "complex" in dtype.name
-        self._memory = np.empty((2, count), np.complex128 if is_complex else np.float64)
-
-    def in_double(self, place: int, values: np.ndarray) -> np.ndarray:
-        """The values, in the memory of this place."""
-        found = self._memory[place, : len(values)]
-        np.copyto(found, values, casting="unsafe")
-        return found
-
-
-def _of_a_block(one: np.ndarray, other: np.ndarray, room: _Room) -> Distance:
-    values = room.in_double(0, one)
-    norm = _norm(values)
-    is_other = _are_other_bits(one, other)
-    differing = int(np.count_nonzero(is_other))
-    if not differing:
-        return Distance(norm=norm)
-    apart = _apart(one, other, values, room)
-    largest = float(apart.max())
-    if not math.isfinite(largest):
-        apart[~is_other] = 0.0  # infinities
-        apart[np.isnan(values) & np.isnan(other.astype(values.dtype))] = 0.0
-        largest = float(apart.max())
-    return Distance(differing, largest, _norm(apart), norm)
-
-
-def _are_other_bits(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    size = one.dtype.itemsize
-    bits = f"u{min(size, 8)}"
-    found = np.asarray(one.view(bits) != other.view(bits), np.bool_)
-    return found if size <= 8 else np.asarray(found.reshape(len(one), -1).any(axis=1))
-
-
-def _apart(one: np.ndarray, other: np.ndarray, values: np.ndarray, room: _Room) -> np.ndarray:
-    found: np.ndarray
-    if one.dtype.kind in "iu" and one.dtype.itemsize == 8:
-        up, down = other.view("u8") - one.view("u8"), one.view("u8") - other.view("u8")
-        found = np.where(one > other, down, up).astype(np.float64)
-    elif values.dtype == np.complex128:
-        found = np.abs(values - room.in_double(1, other))
-    else:
-        found = room.in_double(1, other)
-        np.subtract(values, found, out=found)
-        np.abs(found, out=found)
-    return found
-
-
-def _norm(values: np.ndarray) -> float:
-    """Of the finite ones, of any size."""
-    squares = sum_of_squares(values.view(np.float64))
-    if TINY * TINY < squares < HUGE * HUGE:
-        return math.sqrt(squares)
-    finite = values[np.isfinite(values)].view(np.float64)
-    largest = float(np.abs(finite).max()) if len(finite) else 0.0
-    if largest == 0.0:
-        return 0.0
-    exponent = math.frexp(largest)[1]
-    return float(np.ldexp(math.sqrt(sum_of_squares(np.ldexp(finite, -exponent))), exponent))
+KNOWN = 1024  # pieces planned before they are needed, so that small ones are read together with their successors
+AT_ONCE = 4  # concurrent reads of each checkpoint
+BLOCK = 1 << 16  # values compared at a time
 
 
 @dataclasses.dataclass
 class LeafDiff:
-    """How a leaf differs.
+    """The comparison of a leaf.
 
     Attributes:
         name: its checkpointable and leaf path.
         kind: "only_a", "only_b", "form" (shape, dtype or kind differ), "value", "equal".
-        a, b: what it is in each, as text; "": it is not there.
-        value_a, value_b: the values of plain Python leaves; None: of an array, or of nothing.
-        differing, count: how many values differ bit by bit, of how many.
-        max_abs: the largest difference; None: of a leaf that is no array, or has none of numbers.
-        difference, norm: square roots of the sums of squares, of the differences and of the values in `a`.
+        a, b: its description in each checkpoint. "": it does not exist there.
+        value_a, value_b: the values of plain Python leaves. None: an array, or no leaf.
+        differing, count: the number of values that differ bit by bit, and the number of all values.
+        max_abs: the largest difference. None: the leaf is not an array, or its values do not differ.
+        difference, norm: the root of the sum of squares of the differences, and of the values in `a`.
     """
 
     name: str
@@ -225,7 +60,7 @@ class LeafDiff:
 
     @property
     def relative(self) -> float | None:
-        """The norm of the finite differences by that of the values in `a`; nan: none is finite."""
+        """The norm of the finite differences divided by that of the values in `a`. nan: no difference is finite."""
         if self.max_abs is None:
             return None
         if not self.difference and not math.isfinite(self.max_abs):
@@ -234,7 +69,7 @@ class LeafDiff:
 
 
 def leaves_by_name(opened: Opened) -> dict[str, tuple[LeafRecord, ArrayRecord | None]]:
-    """All leaves of all trees, by the name of the checkpointable and the leaf path."""
+    """Return the leaves of all trees, by checkpointable and leaf path."""
     arrays = opened.arrays()
     found = {}
     for part, record in opened.trees.items():
@@ -250,14 +85,13 @@ def diff_leaves(
     selected: Callable[[str], bool] = lambda name: True,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> Iterator[LeafDiff]:
-    """The differences of all leaves, in the order of `a`, then what only `b` has; equal ones too.
+    """Compare all leaves, in the order of `a`, then those only in `b`. Equal leaves are included.
 
-    What has the same digests is not read. Values are compared bit by bit, so that nan is equal to itself, and 0 and -0
-    differ.
+    Leaves with the same digests are not read. Values are compared bit by bit: nan equals itself, and 0 and -0 differ.
 
     Raises:
-        CorruptCheckpointError: bytes are not what was saved.
-        StorageError: they cannot be read.
+        CorruptCheckpointError: the content differs from what was saved.
+        StorageError: a leaf cannot be read.
     """
     of_a, of_b = leaves_by_name(a), leaves_by_name(b)
     found: dict[str, LeafDiff] = {}
@@ -266,7 +100,7 @@ def diff_leaves(
         if not selected(name):
             continue
         one, other = of_a.get(name), of_b.get(name)
-        found[name] = diff = _form(name, one, other)
+        found[name] = diff = _compare_form(name, one, other)
         diff.value_a, diff.value_b = _plain_value(a, name, one), _plain_value(b, name, other)
         if diff.kind != "value":
             continue
@@ -279,11 +113,11 @@ def diff_leaves(
             progress(2 * _nbytes(one[1]))
         else:
             to_read.append((name, one[1], other[1]))
-    _compare(a, b, found, to_read, progress)
+    _compare_values(a, b, found, to_read, progress)
     yield from found.values()
 
 
-def _form(
+def _compare_form(
     name: str, one: tuple[LeafRecord, ArrayRecord | None] | None, other: tuple[LeafRecord, ArrayRecord | None] | None
 ) -> LeafDiff:
     a, b = ("" if each is None else describe_saved(*each) for each in (one, other))
@@ -297,7 +131,7 @@ def _plain_value(opened: Opened, name: str, leaf: tuple[LeafRecord, ArrayRecord 
 
 
 def _same_digests(a: Opened, one: ArrayRecord, b: Opened, other: ArrayRecord) -> bool:
-    """Whether the digests say that both are equal; they say nothing where chunks are cut otherwise."""
+    """Return whether digests prove that two arrays are equal. Arrays with different chunks cannot be compared."""
     first, second = a.committed.manifest, b.committed.manifest
     if (first.digest, first.block_bytes) != (second.digest, second.block_bytes):
         return False
@@ -309,7 +143,7 @@ def _nbytes(array: ArrayRecord) -> int:
     return math.prod(array.shape) * DTYPES[array.dtype].itemsize
 
 
-def _compare(
+def _compare_values(
     a: Opened,
     b: Opened,
     found: dict[str, LeafDiff],
@@ -330,10 +164,11 @@ def _compare(
 
 
 def diff_containers(a: Opened, b: Opened, selected: Callable[[str], bool] = lambda name: True) -> Iterator[LeafDiff]:
-    """The containers that both have, and that are not of the same kind.
+    """Compare containers that exist in both checkpoints, and yield those of different kinds.
 
-    One is selected if all leaves in it are, in both; one without children is itself a leaf. Where only one of the two
-    has children the leaves tell it. Checkpoints of different tools are not compared: others do not tell all kinds.
+    A container is selected if all of its leaves are selected in both checkpoints. An empty container is itself a leaf.
+    If a container is empty in only one checkpoint, the comparison of leaves shows it. Checkpoints of different tools
+    are not compared, because other tools do not record all kinds.
 
     Raises:
         CorruptCheckpointError: the record of a tree is damaged.
@@ -343,7 +178,7 @@ def diff_containers(a: Opened, b: Opened, selected: Callable[[str], bool] = lamb
     of_b = b.trees
     for part, mine in a.trees.items():
         theirs = of_b.get(part)
-        paths = [] if theirs is None else _of_other_kinds(mine.containers, theirs.containers)
+        paths = [] if theirs is None else _paths_of_other_kind(mine.containers, theirs.containers)
         if theirs is None or not paths:
             continue
         one, other = (_emptiness(part, record, set(paths), selected) for record in (mine, theirs))
@@ -357,8 +192,8 @@ def diff_containers(a: Opened, b: Opened, selected: Callable[[str], bool] = lamb
                 )
 
 
-def _of_other_kinds(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Paths of which the kinds differ, as far as there are containers at all."""
+def _paths_of_other_kind(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """Return the paths whose container kinds differ. They may not be containers in both trees."""
     paths = [*mine, *(path for path in theirs if path not in mine)]
     return [path for path in paths if _container_kind(mine, path) != _container_kind(theirs, path)]
 
@@ -370,11 +205,11 @@ def _container_kind(containers: Mapping[str, str], path: str) -> str:
 def _emptiness(
     part: str, record: TreeRecord, paths: Collection[str], selected: Callable[[str], bool]
 ) -> dict[str, bool]:
-    """Whether a container has no children, of those of these paths that are there and selected."""
+    """Return whether each of the paths is an empty container, for those that exist in the tree and are selected."""
     found, left_out = dict[str, bool](), set[str]()
     for name, leaf in record.leaves.items():
-        around = [*_parents(name), name] if isinstance(leaf, EmptyLeaf) else list(_parents(name))
-        inside = [path for path in around if path in paths]
+        ancestors = [*_parents(name), name] if isinstance(leaf, EmptyLeaf) else list(_parents(name))
+        inside = [path for path in ancestors if path in paths]
         found.update({path: path == name for path in inside})
         if inside and not selected(f"{part}/{name}"):
             left_out.update(inside)
@@ -389,7 +224,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def parts_to_compare(a: Opened, b: Opened) -> dict[str, tuple[PartRecord | None, PartRecord | None]]:
-    """Those that are no tree in one of the two, in the order of `a`, then what only `b` has; None: it is not there."""
+    """Return the pairs of checkpointables that are not trees in both, in the order of `a`. None: it does not exist."""
     of_a, of_b = ({part.name: part for part in each.committed.manifest.parts} for each in (a, b))
     names = [*of_a, *(name for name in of_b if name not in of_a)]
     pairs = {name: (of_a.get(name), of_b.get(name)) for name in names}
@@ -397,14 +232,14 @@ def parts_to_compare(a: Opened, b: Opened) -> dict[str, tuple[PartRecord | None,
 
 
 def diff_parts(a: Opened, b: Opened, selected: Callable[[str], bool] = lambda name: True) -> Iterator[LeafDiff]:
-    """The differences of all checkpointables that are no trees, by their names; equal ones too.
+    """Compare all checkpointables that are not trees, by name. Equal ones are included.
 
-    What counts is files, of the same names: their digests, where both have the same ones, else every byte; of values
-    of different tools what the JSON stands for.
+    Their files are compared by digests if both checkpoints have the same kind, otherwise by bytes. JSON files of
+    different tools are compared by their values.
 
     Raises:
-        CorruptCheckpointError: a file is not what was saved.
-        StorageError: it cannot be read.
+        CorruptCheckpointError: the content of a file differs from what was saved.
+        StorageError: a file cannot be read.
     """
     for name, (one, other) in parts_to_compare(a, b).items():
         if not selected(name):
@@ -430,7 +265,7 @@ def _is_same(a: Opened, one: FileRecord, b: Opened, other: FileRecord) -> bool:
     first, second = a.committed.manifest, b.committed.manifest
     if one.digests and other.digests and (first.digest, first.block_bytes) == (second.digest, second.block_bytes):
         return (one.bytes, one.digests) == (other.bytes, other.digests)
-    is_json = a.kind != b.kind  # each writes it in a way of its own
+    is_json = a.kind != b.kind  # two tools format the same JSON differently
     if one.bytes != other.bytes and not is_json:
         return False
     mine, theirs = read_file(a, one), read_file(b, other)
@@ -438,11 +273,11 @@ def _is_same(a: Opened, one: FileRecord, b: Opened, other: FileRecord) -> bool:
 
 
 def read_file(opened: Opened, file: FileRecord) -> np.ndarray:
-    """All bytes of a file of a checkpointable, as a flat uint8 array.
+    """Read a file of a checkpointable as a flat uint8 array.
 
     Raises:
-        CorruptCheckpointError: it is not what was saved.
-        StorageError: it cannot be read.
+        CorruptCheckpointError: the content differs from what was saved.
+        StorageError: the file cannot be read.
     """
     manifest = opened.committed.manifest
     digest = manifest.digest if opened.settings.verify_on_load and file.digests else None
@@ -455,3 +290,162 @@ def _is_same_json(one: np.ndarray, other: np.ndarray) -> bool:
     except (ValueError, RecursionError):
         return False
     return mine == theirs
+
+
+class Wanted(NamedTuple):
+    """A box to read from one array, or from two arrays of the same shape."""
+
+    name: str
+    box: Box
+    arrays: Sequence[ArrayRecord]
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of the box in all arrays."""
+        return box_elements(self.box) * sum(DTYPES[array.dtype].itemsize for array in self.arrays)
+
+
+def pieces_of(name: str, arrays: Sequence[ArrayRecord]) -> Iterator[Wanted]:
+    """Yield the pieces of an array, or of two arrays of the same shape."""
+    shape, itemsize = arrays[0].shape, max(DTYPES[array.dtype].itemsize for array in arrays)
+    for box in cut_box(full_box(shape), itemsize, PIECE_BYTES):
+        if box_elements(box):
+            yield Wanted(name, box, arrays)
+
+
+def over_pieces(opened: Sequence[Opened], wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, list[np.ndarray]]]:
+    """Yield each piece in order, with its content in each checkpoint.
+
+    Other threads read ahead. The caller should process a piece on its own thread, because several threads slow each
+    other down in short calls of numpy. The memory of an array is reused if the caller drops it before the next piece.
+    In total the pieces take the read budget, and a few megabytes for small ones.
+
+    Raises:
+        CorruptCheckpointError: the content differs from what was saved.
+        StorageError: a piece cannot be read.
+        CheckpointTimeoutError: the storage does not answer.
+    """
+    with contextlib.ExitStack() as stack:
+        aheads = [stack.enter_context(_read_ahead(each, len(opened))) for each in opened]
+        known: deque[tuple[Wanted, list[BoxAhead]]] = deque()
+        for each in wanted:
+            boxes = zip(aheads, opened, each.arrays, strict=True)
+            known.append((each, [_box_ahead(ahead, one, array, each.box) for ahead, one, array in boxes]))
+            if len(known) > KNOWN:
+                yield _fetch(*known.popleft())
+        while known:
+            yield _fetch(*known.popleft())
+
+
+def _read_ahead(opened: Opened, count: int) -> ReadAhead:
+    return ReadAhead(opened.settings.read_budget_bytes // count, opened.path, AT_ONCE)
+
+
+def _box_ahead(ahead: ReadAhead, opened: Opened, array: ArrayRecord, box: Box) -> BoxAhead:
+    return ahead.of([LazyBox(opened.files, opened.committed, array, box, opened.settings)])[0]
+
+
+def _fetch(wanted: Wanted, boxes: list[BoxAhead]) -> tuple[Wanted, list[np.ndarray]]:
+    return wanted, [box.fetch() for box in boxes]
+
+
+class Distance(NamedTuple):
+    """The distance of two arrays, which is summed up over pieces.
+
+    Attributes:
+        differing: the number of values that differ bit by bit.
+        max_abs: the largest difference. nan: a value is nan in only one of the arrays.
+        difference, norm: the root of the sum of squares of the finite differences, and of the finite values of the
+            first array.
+    """
+
+    differing: int = 0
+    max_abs: float = 0.0
+    difference: float = 0.0
+    norm: float = 0.0
+
+    def plus(self, other: Distance) -> Distance:
+        """Return the distance of both pieces together."""
+        # max() alone would drop a nan in the other piece; a nan in this piece stays, because it is the first argument.
+        largest = math.nan if math.isnan(other.max_abs) else max(self.max_abs, other.max_abs)
+        difference, norm = math.hypot(self.difference, other.difference), math.hypot(self.norm, other.norm)
+        return Distance(self.differing + other.differing, largest, difference, norm)
+
+
+def distance(first: np.ndarray, second: np.ndarray) -> Distance:
+    """Return the distance of two arrays of the same shape and dtype.
+
+    Values with the same bits are equal, and so are all nan. 0 and -0 differ, by 0. For complex numbers the absolute
+    value of the difference counts. 64-bit integers are rounded only for the norm.
+    """
+    one, other = (np.ascontiguousarray(each).reshape(-1) for each in (first, second))
+    workspace = _Workspace(one.dtype, min(BLOCK, one.size))
+    found = Distance()
+    with np.errstate(all="ignore"):
+        for at in range(0, len(one), BLOCK):
+            found = found.plus(_block_distance(one[at : at + BLOCK], other[at : at + BLOCK], workspace))
+    return found
+
+
+class _Workspace:
+    """Reusable memory for a block of both arrays in double precision. Allocating it each time would double the time."""
+
+    def __init__(self, dtype: np.dtype, count: int) -> None:
+        is_complex = dtype.kind == "c" or "complex" in dtype.name
+        self._memory = np.empty((2, count), np.complex128 if is_complex else np.float64)
+
+    def in_double(self, place: int, values: np.ndarray) -> np.ndarray:
+        """Return the values in double precision, in the memory of the first or second array."""
+        found = self._memory[place, : len(values)]
+        np.copyto(found, values, casting="unsafe")
+        return found
+
+
+def _block_distance(one: np.ndarray, other: np.ndarray, workspace: _Workspace) -> Distance:
+    values = workspace.in_double(0, one)
+    norm = _norm(values)
+    differs = _bits_differ(one, other)
+    differing = int(np.count_nonzero(differs))
+    if not differing:
+        return Distance(norm=norm)
+    apart = _absolute_difference(one, other, values, workspace)
+    largest = float(apart.max())
+    if not math.isfinite(largest):
+        apart[~differs] = 0.0  # the difference of two equal infinities is nan
+        apart[np.isnan(values) & np.isnan(other.astype(values.dtype))] = 0.0
+        largest = float(apart.max())
+    return Distance(differing, largest, _norm(apart), norm)
+
+
+def _bits_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    size = one.dtype.itemsize
+    bits = f"u{min(size, 8)}"
+    found = np.asarray(one.view(bits) != other.view(bits), np.bool_)
+    return found if size <= 8 else np.asarray(found.reshape(len(one), -1).any(axis=1))
+
+
+def _absolute_difference(one: np.ndarray, other: np.ndarray, values: np.ndarray, workspace: _Workspace) -> np.ndarray:
+    found: np.ndarray
+    if one.dtype.kind in "iu" and one.dtype.itemsize == 8:
+        up, down = other.view("u8") - one.view("u8"), one.view("u8") - other.view("u8")
+        found = np.where(one > other, down, up).astype(np.float64)
+    elif values.dtype == np.complex128:
+        found = np.abs(values - workspace.in_double(1, other))
+    else:
+        found = workspace.in_double(1, other)
+        np.subtract(values, found, out=found)
+        np.abs(found, out=found)
+    return found
+
+
+def _norm(values: np.ndarray) -> float:
+    """Return the root of the sum of squares of the finite values, which may be of any magnitude."""
+    squares = sum_of_squares(values.view(np.float64))
+    if TINY * TINY < squares < HUGE * HUGE:
+        return math.sqrt(squares)
+    finite = values[np.isfinite(values)].view(np.float64)
+    largest = float(np.abs(finite).max()) if len(finite) else 0.0
+    if largest == 0.0:
+        return 0.0
+    exponent = math.frexp(largest)[1]
+    return float(np.ldexp(math.sqrt(sum_of_squares(np.ldexp(finite, -exponent))), exponent))

@@ -1,4 +1,4 @@
-"""A trial of a disk: which operations work there, and how fast it writes, syncs and reads."""
+"""Tests a disk: which file-system operations work, and how fast it writes, syncs and reads."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.files import read_whole
 
 BLOCK_BYTES = 16 << 20
-THREADS = 2  # calls under way at a time, as saves begin with
+THREADS = 2  # concurrent calls, like a save at its start
 SMALL_BYTES = 4096
 SMALL_FILES = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class DiskTrial:
-    """What was measured.
+    """The measurements of a disk.
 
     Attributes:
-        nbytes: of the file.
-        direct_write, direct_read: whether the disk takes direct I/O.
-        write_s: until all was written, and synced.
-        sync_s: of that the sync at the end.
-        read_s: until all was read again; without direct reads out of memory.
-        small_s: the median for one file of 4 KiB: made, written and synced with its name.
+        nbytes: the size of the file.
+        direct_write, direct_read: whether the disk supports direct I/O.
+        write_s: the time to write and sync the file.
+        sync_s: the part of it for the final sync.
+        read_s: the time to read the file again, from the page cache if direct reads are not supported.
+        small_s: the median time to create, write and sync a file of 4 KiB and its name.
     """
 
     nbytes: int
@@ -50,31 +50,31 @@ class DiskTrial:
 
     @property
     def write_bytes_per_s(self) -> float:
-        """Of a synced write."""
+        """The rate of a synced write."""
         return self.nbytes / self.write_s
 
     @property
     def read_bytes_per_s(self) -> float:
-        """Of a read."""
+        """The rate of a read."""
         return self.nbytes / self.read_s
 
 
 def try_disk(
     backend: Backend, directory: str, nbytes: int, progress: Callable[[int], object] = lambda done: None
 ) -> DiskTrial:
-    """Write a file of random bytes, sync it, read and compare it.
+    """Write a file of random bytes, sync it, read it, and compare it.
 
-    The file has no name while it is written and read: nothing is left of it, however this process ends.
+    The file has no name while it is used, so nothing remains when this process dies.
 
     Args:
-        backend: where.
-        directory: in which the file lies.
-        nbytes: how large it is, at least one block of 4 KiB; made a multiple of that.
-        progress: called with numbers of bytes as they are written and read; what it raises ends the trial.
+        backend: the storage.
+        directory: the directory of the file.
+        nbytes: the size of the file, rounded down to a multiple of 4 KiB, at least 4 KiB.
+        progress: called with the number of bytes of each write and read. An exception from it ends the trial.
 
     Raises:
-        StorageError: the disk refuses.
-        CorruptCheckpointError: it gives other bytes than were written.
+        StorageError: the file system reported an error.
+        CorruptCheckpointError: the disk returned other bytes than were written.
     """
     size = max(nbytes // SMALL_BYTES, 1) * SMALL_BYTES
     direct_write, direct_read = _takes_direct(backend, directory)
@@ -89,12 +89,12 @@ def try_disk(
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What was found of an operation.
+    """The result of trying an operation.
 
     Attributes:
-        name: what it does.
-        problem: why it does not work; empty: it works.
-        is_needed: whether no run works without it.
+        name: the operation.
+        problem: why it does not work. Empty: it works.
+        is_needed: whether every run depends on it.
     """
 
     name: str
@@ -103,10 +103,10 @@ class Operation:
 
 
 def try_operations(backend: Backend, directory: str) -> list[Operation]:
-    """Try each operation of a file system that a run uses, in a new directory that is removed afterwards.
+    """Try each file-system operation that a run uses, in a temporary directory.
 
     Raises:
-        StorageError: not even a directory, or a file in it, can be made.
+        StorageError: a directory, or a file in it, cannot be created.
     """
     folder = os.path.join(directory, TEMPORARY_PREFIXES[0] + secrets.token_hex(8))
     backend.make_directory(folder, parents=False, sync=False)
@@ -138,7 +138,7 @@ def _put(backend: Backend, path: str, data: bytes, *, direct: bool | Literal["au
 
 
 def _is_refused(call: Callable[[], object]) -> bool:
-    """Whether a name that is taken is refused."""
+    """Return whether the file system refuses an existing name."""
     try:
         call()
     except StorageError as error:
@@ -148,38 +148,34 @@ def _is_refused(call: Callable[[], object]) -> bool:
     return False
 
 
-def _expected(path: str, data: bytes, backend: Backend) -> str:
+def _content_problem(path: str, data: bytes, backend: Backend) -> str:
     folder, name = os.path.split(path)
     found = read_whole(backend, folder, name, limit=None).tobytes()
-    return (
-        ""
-        if found == data
-        else f"{path}: {len(found)} bytes are read again, expected the {len(data)} that were written"
-    )
+    return "" if found == data else f"{path}: expected the {len(data)} bytes that were written, found {len(found)}"
 
 
 def _creation(backend: Backend, folder: str) -> str:
     _put(backend, f"{folder}/exclusive", b"first")
     if not _is_refused(lambda: backend.create(f"{folder}/exclusive", direct=False).abandon()):
-        return "a file that exists is created again"
-    return _expected(f"{folder}/exclusive", b"first", backend)
+        return "creating a file that exists succeeds"
+    return _content_problem(f"{folder}/exclusive", b"first", backend)
 
 
 def _size(backend: Backend, folder: str) -> str:
     _put(backend, f"{folder}/size", b"x" * 100, direct="auto")
-    return _expected(f"{folder}/size", b"x" * 100, backend)
+    return _content_problem(f"{folder}/size", b"x" * 100, backend)
 
 
 def _lock(backend: Backend, folder: str) -> str:
     if not backend.write_new(f"{folder}/lock", b"one") or backend.write_new(f"{folder}/lock", b"two"):
         return "a lock can be taken twice, or not at all"
-    return _expected(f"{folder}/lock", b"one", backend)
+    return _content_problem(f"{folder}/lock", b"one", backend)
 
 
 def _append(backend: Backend, folder: str) -> str:
     for line in (b"one", b"two"):
         backend.append(f"{folder}/lines", line)
-    return _expected(f"{folder}/lines", b"onetwo", backend)
+    return _content_problem(f"{folder}/lines", b"onetwo", backend)
 
 
 def _rename(backend: Backend, folder: str) -> str:
@@ -187,12 +183,12 @@ def _rename(backend: Backend, folder: str) -> str:
         backend.make_directory(f"{folder}/{name}", parents=False, sync=False)
         _put(backend, f"{folder}/{name}/file", name.encode())
     if not _is_refused(lambda: backend.rename(f"{folder}/attempt", f"{folder}/taken")):
-        return "a directory that exists is replaced"
+        return "renaming to a directory that exists replaces it"
     backend.rename(f"{folder}/attempt", f"{folder}/final")
     names = {entry.name for entry in backend.list(folder)}
     if "final" not in names or "attempt" in names:
-        return "a renamed directory is not listed under its new name alone"
-    return _expected(f"{folder}/final/file", b"attempt", backend)
+        return "a renamed directory is not listed under its new name only"
+    return _content_problem(f"{folder}/final/file", b"attempt", backend)
 
 
 def _exchange(backend: Backend, folder: str) -> str:
@@ -200,7 +196,7 @@ def _exchange(backend: Backend, folder: str) -> str:
         backend.make_directory(f"{folder}/{name}", parents=False, sync=False)
         _put(backend, f"{folder}/{name}/file", name.encode())
     backend.exchange(f"{folder}/new", f"{folder}/old", sync=True)
-    return _expected(f"{folder}/old/file", b"new", backend)
+    return _content_problem(f"{folder}/old/file", b"new", backend)
 
 
 def _sync_file(backend: Backend, folder: str) -> str:
@@ -213,15 +209,14 @@ def _sync_names(backend: Backend, folder: str) -> str:
     return ""
 
 
-def _time(backend: Backend, folder: str) -> str:
-    """Of the heartbeat."""
+def _heartbeat(backend: Backend, folder: str) -> str:
     path = f"{folder}/time"
     _put(backend, path, b"")
     backdate(path, 1000)
     before_ns = backend.modified_ns(path)
     backend.touch(path)
     after_ns = backend.modified_ns(path)
-    return "" if after_ns != before_ns else "the modification time of a file stays as it is when the file is touched"
+    return "" if after_ns != before_ns else "touching a file does not change its modification time"
 
 
 def _removal(backend: Backend, folder: str) -> str:
@@ -237,14 +232,14 @@ def _removal(backend: Backend, folder: str) -> str:
 
 
 def _links(backend: Backend, folder: str) -> str:
-    return "" if has_links(folder) else "there are none; the lock of a run is created and then written"
+    return "" if has_links(folder) else "not supported; the lock of a run is created and then written"
 
 
 def _swap(backend: Backend, folder: str) -> str:
     for name in ("one", "two"):
         _put(backend, f"{folder}/{name}", b"")
     is_atomic = exchange_names(f"{folder}/one", f"{folder}/two")
-    return "" if is_atomic else "there is none; `overwrite=True` replaces a checkpoint by three renames"
+    return "" if is_atomic else "not supported; `overwrite=True` replaces a checkpoint with three renames"
 
 
 _NEEDED: dict[str, Callable[[Backend, str], str]] = {
@@ -256,7 +251,7 @@ _NEEDED: dict[str, Callable[[Backend, str], str]] = {
     "exchange": _exchange,
     "sync of a file": _sync_file,
     "sync of a directory": _sync_names,
-    "modification time": _time,
+    "modification time": _heartbeat,
 }
 
 
@@ -271,23 +266,23 @@ _USED: dict[str, Callable[[Backend, str], str]] = {
 def _nameless(
     backend: Backend, directory: str, *, direct: bool, read_direct: bool | Literal["auto"]
 ) -> Iterator[tuple[Sink, Source]]:
-    """A new file to write and to read, whose name goes before a byte is written."""
+    """Yield a new file to write and read, whose name is removed before the first byte is written."""
     name = TEMPORARY_PREFIXES[0] + secrets.token_hex(8)
-    path, held = os.path.join(directory, name), contextlib.ExitStack()
-    with held:
+    path, opened = os.path.join(directory, name), contextlib.ExitStack()
+    with opened:
         try:
             sink = backend.create(path, direct=direct)
-            held.callback(sink.abandon)
+            opened.callback(sink.abandon)
             source = backend.open(directory, name, direct=read_direct)
-            held.callback(source.close)
+            opened.callback(source.close)
         finally:
             backend.remove(path)
         yield sink, source
 
 
 def _takes_direct(backend: Backend, directory: str) -> tuple[bool, bool]:
-    """Whether the disk takes direct writes, and direct reads."""
-    taken = [False, False]
+    """Return whether the disk supports direct writes, and direct reads."""
+    supported = [False, False]
     memory = aligned_buffer(SMALL_BYTES)
     for which in (0, 1):
         try:
@@ -295,15 +290,15 @@ def _takes_direct(backend: Backend, directory: str) -> tuple[bool, bool]:
                 sink.write_at(0, memory)
                 sink.finish(SMALL_BYTES, sync=False)
                 source.read_into(0, memory, SMALL_BYTES)
-            taken[which] = True
+            supported[which] = True
         except StorageError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
-    return taken[0], taken[1]
+    return supported[0], supported[1]
 
 
 def _in_blocks(size: int, block_bytes: int, work: Callable[[int, int, int], object]) -> float:
-    """Call `work` with each block's offset and size and the number of the thread; returns the seconds it took."""
+    """Call `work` with the offset and size of each block and the number of the thread. Return the elapsed seconds."""
     is_ended = False
 
     def run(thread: int) -> None:
@@ -313,13 +308,13 @@ def _in_blocks(size: int, block_bytes: int, work: Callable[[int, int, int], obje
             work(at, min(block_bytes, size - at), thread)
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="jaxckpt-trial") as pool:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         try:
             for future in [pool.submit(run, thread) for thread in range(THREADS)]:
                 future.result()
         finally:
             is_ended = True
-    return time.perf_counter() - began
+    return time.perf_counter() - start_s
 
 
 def _write(sink: Sink, block: np.ndarray, size: int, progress: Callable[[int], object]) -> tuple[float, float]:
@@ -328,16 +323,16 @@ def _write(sink: Sink, block: np.ndarray, size: int, progress: Callable[[int], o
         progress(nbytes)
 
     write_s = _in_blocks(size, len(block), write)
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     sink.finish(size, sync=True)
-    sync_s = time.perf_counter() - began
+    sync_s = time.perf_counter() - start_s
     return write_s + sync_s, sync_s
 
 
 def _read(source: Source, block: np.ndarray, size: int, directory: str, progress: Callable[[int], object]) -> float:
     buffers = [aligned_buffer(len(block)) for _ in range(THREADS)]
     for buffer in buffers:
-        buffer[:] = 0  # its pages are there before the time is taken
+        buffer[:] = 0  # allocates the pages before the measurement
     filled = [0] * THREADS
 
     def read(at: int, nbytes: int, thread: int) -> None:
@@ -347,14 +342,14 @@ def _read(source: Source, block: np.ndarray, size: int, directory: str, progress
 
     read_s = _in_blocks(size, len(block), read)
     if not all(np.array_equal(buffer[:last], block[:last]) for buffer, last in zip(buffers, filled, strict=True)):
-        raise CorruptCheckpointError(f"{directory}: the disk gives other bytes than were written to it a moment ago")
+        raise CorruptCheckpointError(f"{directory}: the disk returned other bytes than were just written to it")
     return read_s
 
 
 def _small_s(backend: Backend, directory: str) -> float:
-    """Seconds to make one small file durable, with its name."""
+    """Return the seconds to make a small file and its name durable."""
     path = os.path.join(directory, TEMPORARY_PREFIXES[0] + secrets.token_hex(8))
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     try:
         sink = backend.create(path, direct=False)
         try:
@@ -363,6 +358,6 @@ def _small_s(backend: Backend, directory: str) -> float:
         finally:
             sink.abandon()
         sync_directory(backend, directory)
-        return time.perf_counter() - began
+        return time.perf_counter() - start_s
     finally:
         backend.remove(path)

@@ -137,7 +137,7 @@ def test_if_all_are_damaged_it_ends_with_1(tmp_path: Path, name: str) -> None:
         DAMAGE[name][0](step_path(directory, step))
     message = refused("verify", directory, code=1)
     assert "none of its steps can be restored" in message
-    assert f"of {step_path(directory, 2).name}: " in message
+    assert f"{step_path(directory, 2).name}: " in message
     refused("cp", directory, tmp_path / "copy", code=1)
     remove_commit(step_path(directory, 1))
     remove_commit(step_path(directory, 2))

@@ -90,7 +90,7 @@ def test_disk_that_returns_other_bytes_is_reported(tmp_path: Path, monkeypatch: 
         data[100] ^= 1
 
     monkeypatch.setattr(_LocalSource, "read_into", flip)
-    with pytest.raises(CorruptCheckpointError, match="gives other bytes than were written"):
+    with pytest.raises(CorruptCheckpointError, match="returned other bytes"):
         try_disk(LocalBackend(), str(tmp_path), MIB)
 
 
