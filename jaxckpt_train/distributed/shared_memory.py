@@ -311,7 +311,7 @@ class _Here(msgspec.Struct, array_like=True):
     address: bytes
 
 
-def find_colocated_processes(order: Coordinator, size: int) -> ColocatedProcesses:
+def find_colocated_processes(coordinator: Coordinator, size: int) -> ColocatedProcesses:
     """Find out how the processes are placed. All of them call this, each for `size` bytes; the caller closes them.
 
     Raises:
@@ -327,7 +327,7 @@ def find_colocated_processes(order: Coordinator, size: int) -> ColocatedProcesse
                 hidden.callback(own.hide)
             here = _Here(machine_id(), b"" if own is None else own.address)
             doing = "comparing the machines of the processes of this job"
-            results = order.exchange(doing, lambda: msgspec.msgpack.encode(here), _on_one_machine)
+            results = coordinator.exchange(doing, lambda: msgspec.msgpack.encode(here), _on_one_machine)
             if results == _FAR:
                 return ColocatedProcesses(False, None)
             addresses = msgspec.msgpack.decode(results, type=list[bytes])
@@ -336,12 +336,12 @@ def find_colocated_processes(order: Coordinator, size: int) -> ColocatedProcesse
 
             def look() -> bytes:
                 try:
-                    own.join(addresses, order.process)
+                    own.join(addresses, coordinator.process)
                 except OSError:
                     return _BLIND
                 return b""
 
-            if order.exchange("mapping the memory of the processes of this job", look, b"".join):
+            if coordinator.exchange("mapping the memory of the processes of this job", look, b"".join):
                 return ColocatedProcesses(True, None)
         unless_joined.pop_all()
         return ColocatedProcesses(True, own)

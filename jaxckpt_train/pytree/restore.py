@@ -50,7 +50,7 @@ from jaxckpt_train.pytree.paths import (
     split,
 )
 from jaxckpt_train.pytree.placing import Destination, Placer, value_of, weakly_typed
-from jaxckpt_train.pytree.shared_reads import JobLoads, JointRead, ReadTogether, read_together
+from jaxckpt_train.pytree.shared_reads import JobLoads, JointRead, ReadSelection, read_together
 from jaxckpt_train.pytree.target import (
     LeafRequest,
     Placement,
@@ -398,7 +398,9 @@ class TreeRestore:
         if not shared:
             read_alone(progress)
             return
-        joint = JointRead(loads.order, self._files, self._committed, self._subject, self._settings, progress, memory)
+        joint = JointRead(
+            loads.coordinator, self._files, self._committed, self._subject, self._settings, progress, memory
+        )
         joint.run(shared, placer.take, read_alone)
 
     def _read_alone(
@@ -424,7 +426,7 @@ class TreeRestore:
                     del data  # the next box may need its memory
         placer.finish()
 
-    def _choose_shared(self, destinations: Sequence[Destination], loads: JobLoads) -> ReadTogether:
+    def _choose_shared(self, destinations: Sequence[Destination], loads: JobLoads) -> ReadSelection:
         """Choose the arrays that the processes of the job read once together, or through one page cache."""
         places = [(self._arrays[each.name], each.placement) for each in destinations]
         block_bytes = self._committed.manifest.block_bytes

@@ -65,7 +65,7 @@ WORTH_BYTES = 64 << 20
 """The same, in bytes: most storages deliver less before the first transfer has started."""
 
 
-class ReadTogether(NamedTuple):
+class ReadSelection(NamedTuple):
     """How the processes of a job read what several of them need.
 
     Attributes:
@@ -80,21 +80,23 @@ class ReadTogether(NamedTuple):
 
 
 class JobLoads:
-    """The loads of one call in a job, with an order of collective operations of their own.
+    """The loads of one call in a job, with a coordinator of their own.
 
     Args:
         job: None: no job.
         settings: whether the processes read together, and their time limit.
-        order: an existing coordinator; None: created when it is needed.
+        coordinator: an existing coordinator; None: created when it is needed.
 
     Attributes:
         process: number of this process.
         processes: number of processes that take part.
     """
 
-    def __init__(self, job: Coordinator | None, settings: StoreSettings, order: Coordinator | None = None) -> None:
+    def __init__(
+        self, job: Coordinator | None, settings: StoreSettings, coordinator: Coordinator | None = None
+    ) -> None:
         self._job = None if job is None or job.processes == 1 or settings.read_once is False else job
-        self._settings, self._order = settings, order
+        self._settings, self._coordinator = settings, coordinator
         self.process, self.processes = (0, 1) if self._job is None else (self._job.process, self._job.processes)
 
     def expect(self, shardings: Iterable[jax.sharding.Sharding | None]) -> None:
@@ -102,8 +104,8 @@ class JobLoads:
 
         All processes count these coordinators: a process without one would be out of step at every later load.
         """
-        if self._job is not None and self._order is None and any(map(spans_processes, shardings)):
-            self._order = self._job.within("load", self._settings.barrier_timeout_s)
+        if self._job is not None and self._coordinator is None and any(map(spans_processes, shardings)):
+            self._coordinator = self._job.within("load", self._settings.barrier_timeout_s)
 
     def find_colocated_processes(self, block_bytes: int) -> ColocatedProcesses:
         """Find out whether all processes run on one machine; creates new shared memory at each call.
@@ -113,13 +115,13 @@ class JobLoads:
         """
         settings = self._settings
         size = memory_bytes(settings.read_budget_bytes, settings.known_io_threads, block_bytes)
-        return find_colocated_processes(self.order, size)
+        return find_colocated_processes(self.coordinator, size)
 
     @property
-    def order(self) -> Coordinator:
+    def coordinator(self) -> Coordinator:
         """The coordinator of these loads."""
-        assert self._order is not None
-        return self._order
+        assert self._coordinator is not None
+        return self._coordinator
 
     @contextlib.contextmanager
     def sharing_errors(self) -> Iterator[None]:
@@ -130,20 +132,20 @@ class JobLoads:
         try:
             yield
         except BaseException as error:
-            if self._order is not None and not getattr(error, "lost", ()):  # a lost process may run the store
-                _propagate(self._order, error)
+            if self._coordinator is not None and not getattr(error, "lost", ()):  # a lost process may run the store
+                _propagate(self._coordinator, error)
             raise
         finally:
-            if self._order is not None:
-                self._order.end()
+            if self._coordinator is not None:
+                self._coordinator.end()
 
 
-def _propagate(order: Coordinator, error: BaseException) -> None:
+def _propagate(coordinator: Coordinator, error: BaseException) -> None:
     def give() -> bytes:
         raise error
 
     with contextlib.suppress(type(error)):
-        order.exchange("loading", give)
+        coordinator.exchange("loading", give)
 
 
 def read_together(
@@ -151,7 +153,7 @@ def read_together(
     read_once: bool | Literal["auto"],
     loads: JobLoads,
     block_bytes: int,
-) -> ReadTogether:
+) -> ReadSelection:
     """Select the arrays of which several processes would otherwise read the same bytes.
 
     The selection follows from the checkpoint and the shardings, and is the same in all processes. Only if there are
@@ -165,7 +167,7 @@ def read_together(
         block_bytes: of the checkpoint.
     """
     if read_once is False or loads.processes == 1:
-        return ReadTogether([], [], None)
+        return ReadSelection([], [], None)
     needs, reads = JobRequirements(loads.processes), RepeatedReads(block_bytes)
     found, stored, repeated = list[SharedArray](), 0, 0
     for number, (array, place) in enumerate(arrays):
@@ -181,11 +183,11 @@ def read_together(
             found.append(SharedArray(number, array, of_each, numbers))
     is_worth_it = repeated >= WORTH_BYTES and repeated * NOTICEABLE >= stored
     if not found or not (read_once is True or is_worth_it):
-        return ReadTogether([], [], None)
+        return ReadSelection([], [], None)
     are_colocated, memory = loads.find_colocated_processes(block_bytes)
     if are_colocated and memory is None and read_once == "auto":
-        return ReadTogether([], [each.number for each in found], None)
-    return ReadTogether(found, [], memory)
+        return ReadSelection([], [each.number for each in found], None)
+    return ReadSelection(found, [], memory)
 
 
 class _LoadSummary(msgspec.Struct, array_like=True):
@@ -339,7 +341,7 @@ class JointRead:
         take: Callable[[ReadBox], None],
         rest: Callable[[ReadProgress], None],
     ) -> None:
-        streams = self._even_shares(shared)
+        streams = self._balanced_streams(shared)
         redistribution = SharedMemoryWindows(shared, streams, memory, self._block_bytes, self._heartbeat)
         hand_over = functools.partial(self._hand_over, redistribution.assembly, shared, take)
         redistribution.read(
@@ -348,7 +350,7 @@ class JointRead:
         memory.close()  # the rest may need the memory
         rest(self._progress)
 
-    def _even_shares(self, shared: Sequence[SharedArray]) -> list[Stream]:
+    def _balanced_streams(self, shared: Sequence[SharedArray]) -> list[Stream]:
         """Return what each process reads, regardless of which process needs it."""
         processes = range(self._job.processes)
         return assign_reads([each.array for each in shared], len(processes), self._block_bytes, lambda _: processes)
@@ -358,22 +360,22 @@ class JointRead:
         self._progress(0)
 
     def _move_all(self, shared: Sequence[SharedArray], take: Callable[[ReadBox], None]) -> None:
-        to_all = [each for each in shared if self._goes_to_all(each)]
-        to_some = [each for each in shared if not self._goes_to_all(each)]
+        to_all = [each for each in shared if self._needs_all_gather(each)]
+        to_some = [each for each in shared if not self._needs_all_gather(each)]
         for chosen, prepare in ((to_all, self._prepare_all_gather), (to_some, self._prepare_all_to_all)):
             if chosen:
                 redistribution, reader = prepare(chosen)
                 with contextlib.closing(reader):
                     self._move(chosen, redistribution, reader, take)
 
-    def _goes_to_all(self, each: SharedArray) -> bool:
+    def _needs_all_gather(self, each: SharedArray) -> bool:
         needed = LEAST_NEED_BYTES * self._job.processes
         return stored_bytes(each.array) < needed or needs_nearly_all(each.needs, int(np.prod(each.array.shape)))
 
     def _prepare_all_gather(self, shared: Sequence[SharedArray]) -> tuple[Redistribution, ShardReader]:
         """Prepare an all-gather. Received data is held twice, while the next arrives; sent data three times."""
         processes, process = self._job.processes, self._job.process
-        streams = self._even_shares(shared)
+        streams = self._balanced_streams(shared)
         longest = max(stream.end for stream in streams)
         window = self._window(min(longest, self._budget_bytes // (2 * processes + 4)))
         return AllGather(shared, streams, window, JobTransfer(process), process), self._reader(shared, streams[process])
