@@ -1,4 +1,4 @@
-"""Saves checkpointables of a job of many processes: each writes its own share, process 0 commits for all."""
+"""Save checkpointables of a multi-process job: each process writes its shards, and the primary process commits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DIFFERS = b"differs"
 
 
 class _Coming(msgspec.Struct):
-    """What a process is about to save; `owners` are the processes of arrays that lie wholly on another process."""
+    """What a process is about to save. `owners` maps arrays to the process whose devices hold them completely."""
 
     subject: str
     own_values: dict[str, str]
@@ -51,7 +51,10 @@ class _Coming(msgspec.Struct):
 
 
 class _Begun(msgspec.Struct):
-    """The attempt; `shared` are the checkpointables whose own values are equal in all, `owners` those of all."""
+    """The attempt.
+
+    `shared` names the checkpointables with equal own values; `owners` combines those of all processes.
+    """
 
     directory: bytes
     final: bytes
@@ -61,7 +64,7 @@ class _Begun(msgspec.Struct):
 
 
 class _Done(msgspec.Struct):
-    """What process 0 tells of the checkpoint."""
+    """The primary's message about the committed checkpoint."""
 
     sha256: str
     bytes: int
@@ -70,22 +73,22 @@ class _Done(msgspec.Struct):
 
 @dataclasses.dataclass
 class JobSave:
-    """One save of a job, as one of its processes does it: `stage` on the thread of the loop, `run` on any.
+    """One save of a job, as one of its processes runs it: `stage` on the loop's thread, `run` on any thread.
 
     Attributes:
-        job: used by nobody else; all processes come with the same save.
-        subject: what is saved, for messages, the same in all processes.
-        begin: makes the attempt, in process 0.
-        backend: where.
-        info: about the run; that of process 0 counts.
-        settings: how.
-        replace: whether what is there is replaced.
-        committed: called in process 0 once it is committed, before the others hear of it; what it raises is raised in
-            all, and the checkpoint stays. What it gives, plain data, is told to them.
-        told: that.
-        times: how long the phases took here.
-        parts: what this process has, once it is staged.
-        tracker: told when this process gets further.
+        job: the coordinator for this save only; all processes create one for the same save.
+        subject: the name of what is saved, for messages; the same in all processes.
+        begin: creates the attempt in the primary process.
+        backend: the storage.
+        info: the information for the manifest. The primary's is used.
+        settings: how checkpoints are stored.
+        replace: whether an existing checkpoint is replaced.
+        committed: called in the primary after the commit, before the other processes learn of it. Its result is plain
+            data that all processes receive. An error that it raises is raised in all of them, and the checkpoint stays.
+        result: the result of `committed`.
+        times: the durations of the phases in this process.
+        parts: the staged checkpointables of this process.
+        tracker: measures the progress of this process.
     """
 
     job: Coordinator
@@ -96,23 +99,23 @@ class JobSave:
     settings: StoreSettings
     replace: bool
     committed: Callable[[Committed], Any] = lambda committed: None
-    told: Any = None
+    result: Any = None
     times: SaveTimes = dataclasses.field(default_factory=SaveTimes)
     parts: Sequence[StagedPart] = ()
     tracker: ProgressTracker = dataclasses.field(default_factory=ProgressTracker)
 
     def stage(self, checkpointables: Mapping[str, Any]) -> None:
-        """Take all checkpointables as they are now, as `stage_all` does."""
+        """Stage all checkpointables as they are now, like `stage_all`."""
         shares = JobPartition(self.job.process, self.job.processes)
         self.parts = stage_all(checkpointables, self.times, self.settings, shares)
         self.tracker = make_tracker(self.parts)
 
     def run(self) -> Committed:
-        """Write, and have it committed.
+        """Write this process's shards and take part in the commit.
 
         Raises:
-            What failed here, or the error of another process: nothing is committed then.
-            CheckpointTimeoutError: another process did not come, or got no further.
+            What failed in this process, or the error of another process; nothing is committed then.
+            CheckpointTimeoutError: another process did not join or made no progress.
         """
         try:
             return self._run()
@@ -122,7 +125,7 @@ class JobSave:
 
     @contextlib.contextmanager
     def sharing_errors(self) -> Iterator[None]:
-        """What fails within, before it runs, is told to the other processes."""
+        """Raise an error of the context in the other processes as well. Use it before `run`."""
         try:
             yield
         except BaseException as error:
@@ -147,23 +150,23 @@ class JobSave:
     def _run(self) -> Committed:
         made: list[Transaction] = []
         sign = self.tracker.sign
-        told = self.job.exchange(self._beginning, self._coming, lambda values: self._begin(values, made), sign)
-        begun = msgspec.msgpack.decode(told, type=_Begun)
+        answer = self.job.exchange(self._beginning, self._coming, lambda values: self._begin(values, made), sign)
+        begun = msgspec.msgpack.decode(answer, type=_Begun)
         transaction = made[0] if made else None
         self._own(begun.owners)
         with undo_on_error(transaction, self.parts):
             written = _Written(self, begun, transaction)
-            # While this process waits for one that gets further, so does this save.
+            # While this process waits, the progress of the others counts as progress of this save.
             done = self.job.exchange(f"saving {self.subject}", written.write, written.merge, sign, self._others_moved)
             if done == _DIFFERS:
                 doing = f"comparing what the processes save as {self.subject}"
-                self.job.exchange(doing, written.sameness.encoded, refuse_differences, sign)
+                self.job.exchange(doing, written.comparison.encoded, refuse_differences, sign)
         if written.committed is not None:
             return written.committed
-        result = msgspec.msgpack.decode(done, type=_Done)
-        self.told = result.more
+        message = msgspec.msgpack.decode(done, type=_Done)
+        self.result = message.more
         manifest = self.manifest(begun.info, (), written.records)
-        return Committed(os.fsdecode(begun.final), manifest, result.sha256, result.bytes)
+        return Committed(os.fsdecode(begun.final), manifest, message.sha256, message.bytes)
 
     def _own(self, owners: Mapping[str, int]) -> None:
         for part in self.parts if owners else ():
@@ -187,13 +190,13 @@ class JobSave:
         return msgspec.msgpack.encode(_Coming(self.subject, own_values, owners))
 
     def _begin(self, values: Sequence[bytes], made: list[Transaction]) -> bytes:
-        """Make the attempt, if all save the same."""
+        """Create the attempt if all processes save the same."""
         coming = [msgspec.msgpack.decode(value, type=_Coming) for value in values]
         for process, each in enumerate(coming):
             if each.subject != self.subject:
                 raise OtherProcessError(
                     f"process {process} saves {each.subject}, but process 0 saves {self.subject}; all processes "
-                    "of a job save the same steps, in the same order"
+                    "of a job must save the same steps in the same order"
                 )
         own = coming[0].own_values
         shared = tuple(name for name in own if all(each.own_values.get(name) == own[name] for each in coming))
@@ -207,7 +210,7 @@ class JobSave:
             return msgspec.msgpack.encode(_Begun(*paths, dict(self.info), shared, owners))
 
     def manifest(self, info: Mapping[str, Any], segments: Sequence[Any], parts: Sequence[PartRecord]) -> Manifest:
-        """What is said of the checkpoint."""
+        """Return the manifest of the checkpoint."""
         digest = self.settings.digest
         return Manifest(FORMAT, FORMAT_VERSION, digest, BLOCK_BYTES, tuple(segments), tuple(parts), dict(info))
 
@@ -216,9 +219,9 @@ class _Written:
     """What a process writes of an attempt.
 
     Attributes:
-        records: of all parts, without chunks.
-        sameness: what must be the same in all processes.
-        committed: in process 0, what came of it.
+        records: the records of all parts, without chunks.
+        comparison: the content that must be the same in all processes.
+        committed: in the primary, the committed checkpoint.
     """
 
     def __init__(self, save: JobSave, begun: _Begun, transaction: Transaction | None) -> None:
@@ -226,11 +229,11 @@ class _Written:
         self._directory, self._info = os.fsdecode(begun.directory), begun.info
         self._shared = frozenset(begun.shared)
         self.records: list[PartRecord] = []
-        self.sameness = ContentComparison(save.settings.digest)
+        self.comparison = ContentComparison(save.settings.digest)
         self.committed: Committed | None = None
 
     def write(self) -> bytes:
-        """Write the own share of all parts; the index of it."""
+        """Write the shards of all parts, and return their encoded index."""
         save = self._save
         self._refuse_unseen()
         wait_for_devices(save.parts, save.times)
@@ -238,22 +241,22 @@ class _Written:
         started = time.perf_counter()
         indexes = tuple(self._write_part(part) for part in save.parts)
         save.times.write_s = time.perf_counter() - started
-        return encode_index(ProcessIndex(self.sameness.digest(), indexes))
+        return encode_index(ProcessIndex(self.comparison.digest(), indexes))
 
     def _refuse_unseen(self) -> None:
-        """Raise CheckpointError if this process does not see the directory that process 0 has made."""
+        """Raise CheckpointError if this process does not see the directory that the primary has created."""
         try:
             self._save.backend.list(self._directory)
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
             raise CheckpointError(
-                f"{self._directory}: process 0 has made this directory, but process {self._save.job.process} does not "
-                "see it: all processes of a job save to one directory, on storage that all of them share"
+                f"{self._directory}: process 0 created this directory, but process {self._save.job.process} does not "
+                "see it; all processes of a job must save to one directory on shared storage"
             ) from error
 
     def _write_part(self, part: StagedPart) -> PartIndex:
-        self.sameness.add_part(part)
+        self.comparison.add_part(part)
         self._progress(0)
         if part.snapshot is None:
             self.records.append(PartRecord(part.name, part.kind, (), (), msgspec.Raw(b"null")))
@@ -261,20 +264,20 @@ class _Written:
                 part.own_files.write(Path(self._directory, part.name))
             return PartIndex((), (), (), self._own_value(part))
         written = self._write_arrays(part)
-        self.sameness.add_local(part, written)
+        self.comparison.add_local(part, written)
         arrays = tuple(msgspec.structs.replace(array, chunks=()) for array in written.arrays)
         self.records.append(PartRecord(part.name, part.kind, arrays, (), encode_tree(part.snapshot.record)))
         numbers = tuple(number for number, array in enumerate(written.arrays) if array.chunks)
         return PartIndex(written.segments, numbers, tuple(written.arrays[number].chunks for number in numbers))
 
     def _own_value(self, part: StagedPart) -> tuple[FileRecord, ...]:
-        """The file of a value that this process has for itself, and that not all have alike."""
+        """Write this process's value of a part to its own file, unless all processes have the same value."""
         if part.value is None or part.same is None or part.name in self._shared:
             return ()
         save = self._save
         attempt = self._transaction or Attempt(save.backend, self._directory, save.settings)
         record = attempt.write_file(value_file(part.name, save.job.process), part.value)
-        if attempt is not self._transaction:  # which syncs when it commits
+        if attempt is not self._transaction:  # the transaction syncs when it commits
             attempt.sync()
         return (record,)
 
@@ -297,10 +300,10 @@ class _Written:
     def _progress(self, done: int) -> None:
         self._save.tracker(done)
         if self._save.job.is_over():
-            raise CheckpointError(f"saving {self._save.subject}: stopped, as another process failed")
+            raise CheckpointError(f"saving {self._save.subject}: stopped, because another process failed")
 
     def merge(self, values: Sequence[bytes]) -> bytes:
-        """In process 0: commit what all have written, unless they differ in what must be the same."""
+        """Commit in the primary what all processes have written, unless they differ in what must be the same."""
         save, transaction = self._save, self._transaction
         assert transaction is not None
         indexes = [decode_index(value) for value in values]
@@ -319,5 +322,5 @@ class _Written:
         committed = transaction.commit(save.manifest(self._info, segments, parts), replace=save.replace)
         save.times.commit_s = time.perf_counter() - started
         self.committed = committed
-        save.told = save.committed(committed)
-        return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes, save.told))
+        save.result = save.committed(committed)
+        return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes, save.result))

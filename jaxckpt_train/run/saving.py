@@ -273,7 +273,7 @@ class StepSave:
         self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
         name, info = committed.directory.rpartition("/")[2], committed.manifest.info
         step, generation = parse_step_name(name) or (self._step, 0)
-        self._job_sync.replica.committed(entry_from_manifest(name, step, generation, info), self._job_save.told)
+        self._job_sync.replica.committed(entry_from_manifest(name, step, generation, info), self._job_save.result)
         return describe(committed)
 
     def _check_owner(self) -> None:
