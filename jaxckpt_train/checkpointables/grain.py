@@ -1,14 +1,11 @@
-"""The handler of Grain's iterators: their position in the data, with what must fit for it to mean the same.
+"""The handler of Grain's iterators: it saves their position in the data and checks that a restore can use it.
 
-What can be seen of a Grain pipeline from outside: its kind, its workers, the structure of its state.
+The handler comes first. The functions below it inspect a pipeline, determine what a position counts (which decides
+whether another number of processes can use it), compare the structure of states, and read the states that Orbax saved
+with Grain's own handler.
 
-Grain is never imported here: where nobody imported it, nothing can be a Grain iterator.
-
-What a position in a Grain pipeline counts: something that means the same to any number of processes, or its share.
-
-Grain is never imported here: classes are known by their names, so a newer Grain's unknown ones count as a share.
-
-The state that this process had of its Grain iterator, in what Orbax has saved of all of them.
+This module never imports Grain: if the program has not imported it, no object can be a Grain iterator. It knows Grain's
+classes by their names, and assumes that an unknown one counts elements of one process's share.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from jaxckpt_train.checkpointables.pytree import JsonValue
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
 
-# Steps that give one element for each that they take, in the same order.
+# Nodes that yield one element for each element of their parent, in the same order.
 _ONE_TO_ONE = frozenset(
     {
         "_MapDatasetIterator",
@@ -47,7 +44,7 @@ _ONE_TO_ONE = frozenset(
 _FROM_MAP, _ELASTIC = "PrefetchDatasetIterator", "_ElasticMapDatasetIterator"
 _BATCH, _SLICE = "BatchMapDataset", "SliceMapDataset"
 DATA_LOADER = "DataLoaderIterator"
-# The states of Grain's own iterators (0.2.18), by their keys. Of other keys nothing is known; `future_states` is newer.
+# The keys in the states of Grain's own iterators (0.2.18). Other keys are unknown. `future_states` is newer.
 _OPTIONAL = frozenset({"future_states"})
 _INTERLEAVE_KEYS = (
     "next_index_in_cycle next_index_in_datasets iterators_in_use_indices iterators_in_use_states exhausted"
@@ -56,69 +53,345 @@ _WINDOW_SHUFFLE = frozenset({"parent_window_start_state", "window_index", "pos_i
 _log = logging.getLogger("jaxckpt_train")
 _FIELDS = frozenset({"grain_version", "iterator", "workers", "processes", "process", "fingerprint", "state"})
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-# What iterators raise from set_state when a state is not theirs. An error of reading the data is none of these.
+# The errors that set_state raises for a state that does not fit. An error of reading the data is none of these.
 _REFUSALS = (LookupError, ValueError, TypeError, AttributeError, StopIteration)
-_START_ANEW = "or leave it out of what is restored, to start the data from the beginning"
+_START_OVER = "or omit it from the restore, to start the data from the beginning"
 
 
-def state_of(shown: Any) -> Any:
-    """The state that stands in what `grain_states` gave, for one process.
-
-    Raises:
-        ValueError: it is text that is no JSON.
-    """
-    return json.loads(shown) if isinstance(shown, str) else shown
-
-
-def own_state(saved: Saved, processes: int, process: int) -> Any:
-    """The state of one process, as Grain takes it back.
+class GrainHandler:
+    """The handler of the iterators of Grain's `DataLoader` and of its `Dataset` pipelines.
 
     Args:
-        saved: the states of all, by the names of their files.
-        processes: how many there are now.
-        process: the number of this one.
+        processes: the number of processes of the training. None: that of this job.
+        process: the number of this process. None: its number in this job.
+        fingerprint: identifies the data. A restore is refused if both sides have a fingerprint and they differ.
 
     Raises:
-        IteratorStateError: another number of processes has saved them.
-        CorruptCheckpointError: the one of this process is not there, or is no state.
+        SettingsError: there is no such process.
     """
-    states = saved.value()
-    found = _by_process(states, saved.name)
-    counts = sorted({count for count, _ in found})
-    if processes not in counts:
-        several = "" if counts == [1] else "es"
+
+    kind = "grain"
+    restores = (ORBAX_GRAIN,)
+    early = True
+
+    def __init__(
+        self, *, processes: int | None = None, process: int | None = None, fingerprint: str | None = None
+    ) -> None:
+        if not 0 <= (process or 0) < (processes or 1):
+            raise SettingsError(f"GrainHandler: expected 0 <= process < processes, found {process} and {processes}")
+        self._given = processes, process
+        self.fingerprint = fingerprint
+        self._warned: set[str] = set()
+
+    def handles(self, value: object) -> bool:
+        """Return whether it is a Grain iterator, without importing Grain."""
+        return isinstance(value, iterator_classes())
+
+    def stage(self, value: Any) -> Staged:
+        """Return the position after the last element of the iterator, with what a restore compares.
+
+        Raises:
+            UnsupportedLeafError: the state of an iterator that is not Grain's own is not plain data.
+        """
+        mark_absl_flags_parsed()
+        state = _take_state(value)
+        if is_data_loader(value):
+            self._warn_of_addresses(state)
+        self._warn_of_another_order(state)
+        processes, process = self._who()
+        same = {
+            "grain_version": grain_version(),
+            "iterator": name_of(value),
+            "workers": worker_count(value),
+            "processes": processes,
+            "counts": list(what_it_counts(value)),
+            "fingerprint": self._current_fingerprint(),
+            "state": state,
+        }
+        return Staged(value={**same, "process": process}, same=same)
+
+    def restore(self, target: Any, saved: Saved) -> Any:
+        """Set the target to the saved position, and let it start prefetching.
+
+        Returns:
+            The target. Without a target, the saved data as a dict, which does not require Grain.
+
+        Raises:
+            IteratorStateError: the position does not fit the target. The target's own position is unchanged.
+            CorruptCheckpointError: the saved data is not what `stage` writes.
+        """
+        if saved.kind == ORBAX_GRAIN:
+            return JsonValue(saved.value()) if target is None else self._restore_from_orbax(target, saved)
+        data, state = _read(saved)
+        if target is None:
+            return {**data, "state": state}
+        mark_absl_flags_parsed()
+        if data["grain_version"] != grain_version():
+            _log.warning(
+                "iterator %r was saved with Grain %s, this is Grain %s; Grain only guarantees that a state works with "
+                "the version that created it",
+                saved.name,
+                data["grain_version"],
+                grain_version(),
+            )
+        self._check_run(target, data, saved)
+        self._warn_of_another_order(data["state"])
+        return _set_position(target, state, saved.name, data["grain_version"])
+
+    def _restore_from_orbax(self, target: Any, saved: Saved) -> Any:
+        """Restore a state that Orbax saved with Grain's own handler, which records nothing else."""
+        mark_absl_flags_parsed()
+        return _set_position(target, own_state(saved, *self._who()), saved.name, None)
+
+    def _who(self) -> tuple[int, int]:
+        """Return the number of processes and the number of this process."""
+        job, (processes, process) = current(), self._given
+        if processes is None and process is None:
+            return job.processes, job.process
+        return 1 if processes is None else processes, 0 if process is None else process
+
+    def _current_fingerprint(self) -> str | None:
+        now = current_fingerprint()
+        return self.fingerprint if now is None else now
+
+    def _check_run(self, target: Any, data: Json, saved: Saved) -> None:
+        """Compare everything except the state itself."""
+        name = saved.name
+        if not self.handles(target) or (data["iterator"] == DATA_LOADER) != is_data_loader(target):
+            raise IteratorStateError(
+                f"iterator {name!r}: saved from a {describe(data['iterator'])}, found a {describe(name_of(target))}; "
+                f"pass an iterator of the same kind, {_START_OVER}"
+            )
+        check_fingerprint(name, data["fingerprint"], self._current_fingerprint())
+        processes, process = self._who()
+        refuse_missing(saved, data["processes"])
+        if data["processes"] != processes:
+            _check_processes(target, data, processes, saved)
+        elif saved.values > 1 and data["process"] != process:
+            raise CorruptCheckpointError(
+                f"iterator {name!r}: the file of process {process} says that it is of process {data['process']}"
+            )
+        saved_workers, workers = data["workers"], worker_count(target)
+        if saved_workers is not None and workers is not None and saved_workers != workers:
+            raise IteratorStateError(
+                f"iterator {name!r}: saved with {saved_workers} worker processes, found {workers}; the order of the "
+                f"data depends on them: set the worker count back to {saved_workers}, {_START_OVER}"
+            )
+
+    def _warn_of_another_order(self, state: Json) -> None:
+        version = grain_version() or ""
+        if "window shuffle" not in self._warned and loses_its_order(state, version):
+            self._warned.add("window shuffle")
+            _log.warning(
+                "Grain %s does not resume a WindowShuffleIterDataset exactly: after a resume, its elements have a "
+                "different order; install Grain 0.2.16 or newer",
+                version,
+            )
+
+    def _warn_of_addresses(self, state: Json) -> None:
+        """Warn early that Grain, which compares these texts, will refuse them in the next process."""
+        for key in ("sampler", "data_source"):
+            text = state.get(key) if isinstance(state, dict) else None
+            if isinstance(text, str) and _ADDRESS.search(text) and text not in self._warned:
+                self._warned.add(text)
+                _log.warning(
+                    "Grain identifies the %s of this DataLoader by its repr, %.200s, which contains an address, so a "
+                    "restart will be refused; give the class a __repr__ that identifies its data",
+                    key.replace("_", " "),
+                    text,
+                )
+
+
+def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> None:
+    """Refuse a position from another number of processes, unless it has the same meaning for this one.
+
+    Raises:
+        IteratorStateError: it has not.
+    """
+    name, before, counts = saved.name, _counted(data), what_it_counts(target)
+    several = "" if data["processes"] == 1 else "es"
+    problem = f"iterator {name!r}: saved by {data['processes']} process{several}, found {processes}"
+    same_number = f"restart with {data['processes']}, {_START_OVER}"
+    if saved.values > 1:
         raise IteratorStateError(
-            f"iterator {saved.name!r}: saved with Orbax by {' or '.join(map(str, counts))} process{several}, found "
-            f"{processes}; each was at a position in its own share of the data: restart with {counts[-1]}, or leave it "
-            "out of what is restored, to start the data from the beginning"
+            f"{problem}; each process had its own position, in its own share of the data: {same_number}"
         )
-    name = found.get((processes, process))
-    if name is None:
-        raise CorruptCheckpointError(f"iterator {saved.name!r}: lacks the file of process {process} of {processes}")
+    if before.unit == "share" or before.unit != counts.unit:
+        raise IteratorStateError(
+            f"{problem}; the position counts elements of one share of the data and says nothing about others: use "
+            f"grain.experimental.ElasticIterator, or dataset.shuffle()[i::n].batch(b // n).to_iter_dataset(), in this "
+            f"order; {same_number}"
+        )
+    if before.records != counts.records:
+        raise IteratorStateError(
+            f"{problem}; the position counts batches of {before.records} records in all processes together, but a "
+            f"batch here has {counts.records}: set the batch size of each process to {before.records} // {processes}, "
+            f"or {same_number}"
+        )
+    _log.info("%s: all continue from the common position, in %s of the whole data", problem, before.unit)
+
+
+def _counted(data: Json) -> Counted:
+    """Return what the saved position counts. Older checkpoints do not record it."""
+    counts = data.get("counts")
     try:
-        return state_of(states[name])
+        unit, records = counts
+    except (TypeError, ValueError):
+        return Counted("share")
+    return Counted(unit, records)
+
+
+def _take_state(iterator: Any) -> Json:
+    """Return the state as JSON data that shares nothing with the iterator."""
+    state = iterator.get_state()
+    if is_data_loader(iterator):
+        try:
+            state = json.loads(state)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedLeafError(
+                f"iterator state: expected JSON from {type(iterator).__name__}, found {state!r:.200}"
+            ) from error
+    return encode_state(state)
+
+
+def _read(saved: Saved) -> tuple[Json, Any]:
+    """Return the saved data, and the decoded state in it."""
+    data = saved.value()
+    if not isinstance(data, dict) or not data.keys() >= _FIELDS:
+        expected = ", ".join(sorted(_FIELDS))
+        raise CorruptCheckpointError(f"iterator {saved.name!r}: expected a dict with {expected}, found {data!s:.200}")
+    try:
+        return data, decode_state(data["state"])
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"iterator {saved.name!r}: expected a state of Grain in {name}, which is JSON, but: {error}"
-        ) from error
+        raise CorruptCheckpointError(f"iterator {saved.name!r}: the saved state cannot be read") from error
 
 
-def _by_process(states: Json, name: str) -> dict[tuple[int, int], str]:
-    """The names of the files by the number of processes, and of which of them each is."""
-    matches = [STATE_FILE.fullmatch(file) for file in states] if isinstance(states, dict) else []
-    if not matches or None in matches:
-        raise CorruptCheckpointError(
-            f"iterator {name!r}: expected states by names such as process_0-of-1.json; found {states!s:.200}"
+def _set_position(target: Any, state: Any, name: str, version: str | None) -> Any:
+    """Set the state if its structure fits the pipeline, and start prefetching."""
+    before = _take_state(target)
+    _check_structure(state, decode_state(before), name, version)
+    _set_state(target, state, before, name)
+    start_prefetch = getattr(target, "start_prefetch", None)
+    if start_prefetch is not None:
+        with contextlib.suppress(NotImplementedError):  # raised by most iterators of Grain before 0.2.15
+            start_prefetch()
+    return target
+
+
+def _check_structure(saved: Any, found: Any, name: str, version: str | None) -> None:
+    differences = structure_differences(saved, found)
+    if differences:
+        versions = "" if version in (None, grain_version()) else f", or by Grain {version}"
+        raise IteratorStateError(
+            f"iterator {name!r}: the saved state belongs to another pipeline{versions}:\n  "
+            + "\n  ".join(differences)
+            + f"\nbuild the pipeline that it was saved with, {_START_OVER}"
         )
-    return {(int(match["processes"]), int(match["process"])): match.string for match in matches if match is not None}
+
+
+def _set_state(target: Any, state: Any, before: Json, name: str) -> None:
+    """Set the state; if the iterator refuses it, restore its previous state."""
+    is_loader = is_data_loader(target)
+    try:
+        target.set_state(_for_set_state(state, is_loader))
+    except _REFUSALS as error:
+        with contextlib.suppress(*_REFUSALS):
+            target.set_state(_for_set_state(decode_state(before), is_loader))
+        raise IteratorStateError(_refused(target, state, decode_state(before), name)) from error
+
+
+def _for_set_state(state: Any, is_loader: bool) -> Any:
+    return json.dumps(state, indent=4).encode() if is_loader else state
+
+
+def _refused(target: Any, saved: Any, found: Any, name: str) -> str:
+    if is_data_loader(target) and isinstance(saved, dict) and isinstance(found, dict):
+        for key in ("worker_count", "sampler", "data_source"):  # what Grain compares
+            if saved.get(key) != found.get(key):
+                return (
+                    f"iterator {name!r}: the DataLoader has another {key.replace('_', ' ')}: "
+                    f"saved {saved.get(key)!s:.300}, found {found.get(key)!s:.300}; restore into the DataLoader that "
+                    "it was saved with (Grain compares the repr, so a class whose repr contains an address needs its "
+                    f"own __repr__), {_START_OVER}"
+                )
+    return (
+        f"iterator {name!r}: {type(target).__name__} refused the saved state (the error above says why): "
+        f"saved {saved!s:.300}, found {found!s:.300}; use the data and pipeline that it was saved with, {_START_OVER}"
+    )
+
+
+def mark_absl_flags_parsed() -> None:
+    """Mark absl's flags as parsed, unless they already are or absl is not imported.
+
+    Grain reads absl flags when a pipeline with worker processes is asked for its state or its first element. In a
+    program that `absl.app.run` did not start, such as every Hydra app, they were never parsed, and Grain fails with
+    `UnparsedFlagAccessError`. After the mark, all flags have their defaults; `app.run` may still parse them later.
+    """
+    flags: Any = sys.modules.get("absl.flags")
+    if flags is not None and not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+
+
+def iterator_classes() -> tuple[type, ...]:
+    """Return the classes of Grain's iterators, or none if Grain is not imported."""
+    grain: Any = sys.modules.get("grain")
+    elastic = getattr(getattr(grain, "experimental", None), "ElasticIterator", None)
+    found = [getattr(grain, DATA_LOADER, None), getattr(grain, "DatasetIterator", None), elastic]
+    return tuple(each for each in found if isinstance(each, type))
+
+
+def is_data_loader(iterator: object) -> bool:
+    """Return whether it is the iterator of a `DataLoader`, whose state is JSON bytes, and not of a `Dataset`."""
+    taken = getattr(sys.modules.get("grain"), DATA_LOADER, None)
+    return isinstance(taken, type) and isinstance(iterator, taken)
+
+
+def name_of(iterator: object) -> str:
+    """Return the name of the iterator's class; it is the same for all iterators of a DataLoader."""
+    return DATA_LOADER if is_data_loader(iterator) else type(iterator).__name__
+
+
+def describe(name: str) -> str:
+    """Return a description of a name from `name_of`."""
+    return "DataLoader's iterator" if name == DATA_LOADER else f"Dataset's iterator ({name})"
+
+
+def grain_version() -> str | None:
+    """Return the version of the imported Grain, or None if it is not imported."""
+    grain = sys.modules.get("grain")
+    version = getattr(grain, "__version__", None)
+    if grain is None or isinstance(version, str):
+        return version
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("grain")
+    return None
+
+
+def worker_count(iterator: Any) -> int | None:
+    """Return the number of worker processes of the pipeline, or None if this version of Grain does not show it."""
+    if is_data_loader(iterator):
+        options = getattr(getattr(iterator, "_data_loader", None), "multiprocessing_options", None)
+        count = getattr(options, "num_workers", None)
+        return count if isinstance(count, int) else None
+    count, nodes = 0, [iterator]
+    while nodes:
+        node = nodes.pop()
+        nodes.extend(getattr(node, "_parents", ()))
+        count += type(node).__name__ == "ProcessPrefetchDatasetIterator"
+        count += getattr(getattr(node, "_multiprocessing_options", None), "num_workers", 0)  # for an elastic iterator
+        shards = getattr(node, "_datasets", ())  # for an interleave; do not evaluate a lazy MapDataset of data sets
+        if isinstance(shards, (list, tuple)):
+            count += sum(type(shard).__name__ == "ProcessPrefetchIterDataset" for shard in shards)
+    return count
 
 
 class Counted(NamedTuple):
     """What a position counts.
 
     Attributes:
-        unit: "records": of the whole data; "batches": of all processes together; "share": of one process's share.
-        records: in a batch of all processes together; 0: it counts no batches.
+        unit: "records": records of the whole data. "batches": batches of all processes together. "share": elements of
+            one process's share.
+        records: the number of records in a batch of all processes together; 0 if it does not count batches.
     """
 
     unit: str
@@ -129,14 +402,14 @@ SHARE = Counted("share")
 
 
 def what_it_counts(iterator: Any) -> Counted:
-    """What the position of an iterator counts.
+    """Return what the position of an iterator counts.
 
-    Of `ElasticIterator` it is records of the whole data. Of `dataset.shuffle()[i::n].batch(b // n).to_iter_dataset()`
-    it is batches of `b` records, and so of `dataset.shuffle().batch(b).to_iter_dataset()`. If the batch comes after
-    `to_iter_dataset`, or a shuffle or repeat after the slice, it is elements of the share of this process, which
-    another number of processes cuts otherwise.
+    For an `ElasticIterator`, it counts records of the whole data. For `dataset.shuffle()[i::n].batch(b //
+    n).to_iter_dataset()`, it counts batches of `b` records, and so it does for
+    `dataset.shuffle().batch(b).to_iter_dataset()`. If the batch comes after `to_iter_dataset`, or a shuffle or repeat
+    after the slice, it counts elements of this process's share, which another number of processes divides differently.
     """
-    iterator = getattr(iterator, "_default_iterator", iterator)  # an ElasticIterator that is its own iterator
+    iterator = getattr(iterator, "_default_iterator", iterator)  # set if an ElasticIterator is its own iterator
     for node in _chain(iterator):
         name = type(node).__name__
         if name == _ELASTIC:
@@ -154,37 +427,102 @@ def _of_map(dataset: Any) -> Counted:
         name = type(node).__name__
         if name == _SLICE:
             step = _whole(node, "_step")
-            if is_global or not batch or not _is_every_so_manieth(node, step):
+            if is_global or not batch or not _is_strided_slice(node, step):
                 return SHARE
             if step > 1:
                 return Counted("batches", batch * step)
         if name == _BATCH and not is_global:
             batch = (batch or 1) * _whole(node, "_batch_size")
         elif name not in _ONE_TO_ONE:
-            is_global = True  # of a shuffle of a share: seen by the slice that comes before it
+            is_global = True  # if this shuffles a share, the loop finds the slice before it
         if len(getattr(node, "_parents", ())) > 1:
-            return SHARE  # a mix or a zip may be one of shares
+            return SHARE  # a mix or a zip may combine shares
     return Counted("batches", batch) if batch else SHARE
 
 
-def _is_every_so_manieth(node: Any, step: int) -> bool:
-    """Whether a slice is `[i::n]` with an i below n; parts that lie side by side begin elsewhere for another n."""
+def _is_strided_slice(node: Any, step: int) -> bool:
+    """Return whether a slice is `[i::n]` with i below n. Contiguous parts start elsewhere for another n."""
     start, stop, length = (getattr(node, name, None) for name in ("_start", "_stop", "_parent_length"))
     return type(start) is int and 0 <= start < step and stop is not None and stop == length
 
 
 def _whole(node: Any, name: str) -> int:
-    """A number that this version of Grain keeps there; 0: it does not."""
+    """Return a positive number from an attribute, or 0 if this version of Grain has no such attribute."""
     found = getattr(node, name, None)
     return found if type(found) is int and found > 0 else 0
 
 
 def _chain(node: Any) -> Iterator[Any]:
-    """A step, and those before it, as long as each has one."""
+    """Yield a node and its ancestors, as long as each has exactly one parent."""
     while node is not None:
         yield node
         parents = getattr(node, "_parents", ())
         node = parents[0] if isinstance(parents, (list, tuple)) and len(parents) == 1 else None
+
+
+def loses_its_order(state: Any, version: str) -> bool:
+    """Return whether the state has a window shuffle, which Grain before 0.2.16 resumes in another order."""
+    return [int(part) for part in re.findall(r"\d+", version)[:3]] < [0, 2, 16] and _has_window_shuffle(state)
+
+
+def _has_window_shuffle(state: Any) -> bool:
+    if isinstance(state, dict):
+        return state.keys() >= _WINDOW_SHUFFLE or any(map(_has_window_shuffle, state.values()))
+    return isinstance(state, list) and any(map(_has_window_shuffle, state))
+
+
+def state_of(shown: Any) -> Any:
+    """Return the state that is stored for one process.
+
+    Raises:
+        ValueError: it is text, but not JSON.
+    """
+    return json.loads(shown) if isinstance(shown, str) else shown
+
+
+def own_state(saved: Saved, processes: int, process: int) -> Any:
+    """Return the state of one process in the form that Grain accepts.
+
+    Args:
+        saved: the states of all processes, by the names of their files.
+        processes: the current number of processes.
+        process: the number of this process.
+
+    Raises:
+        IteratorStateError: another number of processes saved the states.
+        CorruptCheckpointError: the state of this process is missing or is not a state.
+    """
+    states = saved.value()
+    found = _by_process(states, saved.name)
+    counts = sorted({count for count, _ in found})
+    if processes not in counts:
+        several = "" if counts == [1] else "es"
+        raise IteratorStateError(
+            f"iterator {saved.name!r}: saved with Orbax by {' or '.join(map(str, counts))} process{several}, found "
+            f"{processes}; each position is in that process's own share of the data: restart with {counts[-1]}, "
+            f"{_START_OVER}"
+        )
+    name = found.get((processes, process))
+    if name is None:
+        raise CorruptCheckpointError(
+            f"iterator {saved.name!r}: the file of process {process} of {processes} is missing"
+        )
+    try:
+        return state_of(states[name])
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"iterator {saved.name!r}: expected a state of Grain in {name}, as JSON, but: {error}"
+        ) from error
+
+
+def _by_process(states: Json, name: str) -> dict[tuple[int, int], str]:
+    """Return the names of the files by the number of processes and the number of the process."""
+    matches = [STATE_FILE.fullmatch(file) for file in states] if isinstance(states, dict) else []
+    if not matches or None in matches:
+        raise CorruptCheckpointError(
+            f"iterator {name!r}: expected states with names such as process_0-of-1.json, found {states!s:.200}"
+        )
+    return {(int(match["processes"]), int(match["process"])): match.string for match in matches if match is not None}
 
 
 _GRAIN_NODES = frozenset(
@@ -212,75 +550,11 @@ _GRAIN_NODES = frozenset(
 )
 
 
-def iterator_classes() -> tuple[type, ...]:
-    """The classes of Grain's iterators; none where Grain was not imported."""
-    grain: Any = sys.modules.get("grain")
-    elastic = getattr(getattr(grain, "experimental", None), "ElasticIterator", None)
-    found = [getattr(grain, DATA_LOADER, None), getattr(grain, "DatasetIterator", None), elastic]
-    return tuple(each for each in found if isinstance(each, type))
-
-
-def is_data_loader(iterator: object) -> bool:
-    """Whether it is the iterator of a `DataLoader`, whose state is JSON bytes, and not of a `Dataset`."""
-    taken = getattr(sys.modules.get("grain"), DATA_LOADER, None)
-    return isinstance(taken, type) and isinstance(iterator, taken)
-
-
-def name_of(iterator: object) -> str:
-    """The name of its class; of a DataLoader's always the same."""
-    return DATA_LOADER if is_data_loader(iterator) else type(iterator).__name__
-
-
-def describe(name: str) -> str:
-    """What `name_of` gave, for people."""
-    return "DataLoader's iterator" if name == DATA_LOADER else f"Dataset's iterator ({name})"
-
-
-def grain_version() -> str | None:
-    """The version of the imported Grain; None if nobody imported it."""
-    grain = sys.modules.get("grain")
-    version = getattr(grain, "__version__", None)
-    if grain is None or isinstance(version, str):
-        return version
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("grain")
-    return None
-
-
-def loses_its_order(state: Any, version: str) -> bool:
-    """Whether the state has a window shuffle, to which this version of Grain (before 0.2.16) gives another order."""
-    return [int(part) for part in re.findall(r"\d+", version)[:3]] < [0, 2, 16] and _has_window_shuffle(state)
-
-
-def _has_window_shuffle(state: Any) -> bool:
-    if isinstance(state, dict):
-        return state.keys() >= _WINDOW_SHUFFLE or any(map(_has_window_shuffle, state.values()))
-    return isinstance(state, list) and any(map(_has_window_shuffle, state))
-
-
-def worker_count(iterator: Any) -> int | None:
-    """How many worker processes the pipeline has; None where this version of Grain does not show it."""
-    if is_data_loader(iterator):
-        options = getattr(getattr(iterator, "_data_loader", None), "multiprocessing_options", None)
-        count = getattr(options, "num_workers", None)
-        return count if isinstance(count, int) else None
-    count, nodes = 0, [iterator]
-    while nodes:
-        node = nodes.pop()
-        nodes.extend(getattr(node, "_parents", ()))
-        count += type(node).__name__ == "ProcessPrefetchDatasetIterator"
-        count += getattr(getattr(node, "_multiprocessing_options", None), "num_workers", 0)  # an elastic iterator
-        shards = getattr(node, "_datasets", ())  # an interleave; a lazy MapDataset of data sets is not evaluated
-        if isinstance(shards, (list, tuple)):
-            count += sum(type(shard).__name__ == "ProcessPrefetchIterDataset" for shard in shards)
-    return count
-
-
 def structure_differences(saved: Any, found: Any) -> list[str]:
-    """Where a saved state cannot be one of the pipeline that has the state `found`: one line of text each.
+    """Return why a saved state cannot belong to the pipeline with the state `found`, one line for each difference.
 
-    Values are not compared, nor what legitimately changes while a pipeline runs: what is None at times, what is in
-    lists, which data sets an interleave has open, and what iterators that are not Grain's own keep for themselves.
+    The function compares neither values nor parts that change while a pipeline runs: optional values, the contents of
+    lists, the data sets that an interleave has open, and the states of iterators that are not Grain's own.
     """
     return list(_differences(saved, found, "state", True))
 
@@ -311,7 +585,7 @@ def _dict_differences(saved: dict[Any, Any], found: dict[Any, Any], path: str, s
 
 
 def _children_differences(saved: Any, found: Any, path: str) -> Iterator[str]:
-    """Of the parents of a mix or a zip: a list, or a dict by name."""
+    """Yield the differences between the parents of a mix or a zip, which are a list, or a dict by name."""
     pair = [dict(enumerate(side)) if isinstance(side, (list, tuple)) else side for side in (saved, found)]
     if not all(isinstance(side, dict) for side in pair) or pair[0].keys() != pair[1].keys():
         yield f"{path}: saved {_children_text(saved)}; found {_children_text(found)}"
@@ -321,13 +595,13 @@ def _children_differences(saved: Any, found: Any, path: str) -> Iterator[str]:
 
 
 def _interleave_differences(saved: dict[Any, Any], found: dict[Any, Any], path: str) -> Iterator[str]:
-    """Of an interleave: what it has open may be of any structure, so only states of the same data set are compared."""
+    """Yield the differences of an interleave. Its open data sets may have any structure, so compare equal ones only."""
     states = [side["iterators_in_use_states"] for side in (saved, found)]
     indices = [side["iterators_in_use_indices"] for side in (saved, found)]
     if not all(isinstance(part, (list, tuple)) for part in states + indices):
         return
     if len(states[0]) != len(states[1]):
-        yield f"{path}: saved {len(states[0])} iterators side by side; found {len(states[1])}"
+        yield f"{path}: saved {len(states[0])} interleaved iterators; found {len(states[1])}"
         return
     for i, (one, other) in enumerate(zip(*indices, strict=False)):
         if one == other and i < len(states[0]):
@@ -353,276 +627,3 @@ def _children_text(parents: Any) -> str:
     if isinstance(parents, (list, tuple)):
         return f"{len(parents)} parents"
     return f"parents {_keys_text(parents)}" if isinstance(parents, dict) else _kind_of(parents)
-
-
-def mark_absl_flags_parsed() -> None:
-    """Mark absl's flags as parsed, unless they are or absl is not imported. Calling it twice does nothing more.
-
-    Grain reads absl flags as soon as a pipeline with worker processes is asked for its state or its first element. In
-    a program that is not started by `absl.app.run` (every Hydra app) they were never parsed, and Grain fails with
-    `UnparsedFlagAccessError`. Marked as parsed, all flags have their defaults; `app.run` may still parse them later.
-    """
-    flags: Any = sys.modules.get("absl.flags")
-    if flags is not None and not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-
-
-class GrainHandler:
-    """Iterators of Grain's `DataLoader` and of its `Dataset` pipelines.
-
-    Args:
-        processes: how many processes take part in the training; None: those of this job.
-        process: the index of this one; None: its number in this job.
-        fingerprint: says what data this is. A restore is refused when both sides have one and they differ.
-
-    Raises:
-        SettingsError: there is no such process.
-    """
-
-    kind = "grain"
-    restores = (ORBAX_GRAIN,)
-    early = True
-
-    def __init__(
-        self, *, processes: int | None = None, process: int | None = None, fingerprint: str | None = None
-    ) -> None:
-        if not 0 <= (process or 0) < (processes or 1):
-            raise SettingsError(f"GrainHandler: expected 0 <= process < processes, found {process} and {processes}")
-        self._given = processes, process
-        self.fingerprint = fingerprint
-        self._warned: set[str] = set()
-
-    def handles(self, value: object) -> bool:
-        """Whether it is a Grain iterator. Never imports Grain: where nobody did, nothing can be one."""
-        return isinstance(value, iterator_classes())
-
-    def stage(self, value: Any) -> Staged:
-        """The position after the last element that `value` gave, with what a restore compares.
-
-        Raises:
-            UnsupportedLeafError: the state of an iterator that is not Grain's own is no plain data.
-        """
-        mark_absl_flags_parsed()
-        state = _take_state(value)
-        if is_data_loader(value):
-            self._warn_of_addresses(state)
-        self._warn_of_another_order(state)
-        processes, process = self._who()
-        same = {
-            "grain_version": grain_version(),
-            "iterator": name_of(value),
-            "workers": worker_count(value),
-            "processes": processes,
-            "counts": list(what_it_counts(value)),
-            "fingerprint": self._current_fingerprint(),
-            "state": state,
-        }
-        return Staged(value={**same, "process": process}, same=same)
-
-    def restore(self, target: Any, saved: Saved) -> Any:
-        """Set `target` to the saved position, and let it start prefetching.
-
-        Returns:
-            `target` itself. Without a target the saved data as a dict, for which Grain is not needed.
-
-        Raises:
-            IteratorStateError: the position does not fit the target, which then is where it was.
-            CorruptCheckpointError: the saved data is not what `stage` writes.
-        """
-        if saved.kind == ORBAX_GRAIN:
-            return JsonValue(saved.value()) if target is None else self._restore_from_orbax(target, saved)
-        data, state = _read(saved)
-        if target is None:
-            return {**data, "state": state}
-        mark_absl_flags_parsed()
-        if data["grain_version"] != grain_version():
-            _log.warning(
-                "iterator %r was saved with Grain %s, this is Grain %s: Grain promises only that a state fits the "
-                "version that made it",
-                saved.name,
-                data["grain_version"],
-                grain_version(),
-            )
-        self._check_run(target, data, saved)
-        self._warn_of_another_order(data["state"])
-        return _go_on_from(target, state, saved.name, data["grain_version"])
-
-    def _restore_from_orbax(self, target: Any, saved: Saved) -> Any:
-        """The same with what Grain's own handler had Orbax save: states alone, with nothing said about them."""
-        mark_absl_flags_parsed()
-        return _go_on_from(target, own_state(saved, *self._who()), saved.name, None)
-
-    def _who(self) -> tuple[int, int]:
-        """How many processes there are, and which of them this is."""
-        job, (processes, process) = current(), self._given
-        if processes is None and process is None:
-            return job.processes, job.process
-        return 1 if processes is None else processes, 0 if process is None else process
-
-    def _current_fingerprint(self) -> str | None:
-        now = current_fingerprint()
-        return self.fingerprint if now is None else now
-
-    def _check_run(self, target: Any, data: Json, saved: Saved) -> None:
-        """Compare all but the state itself."""
-        name = saved.name
-        if not self.handles(target) or (data["iterator"] == DATA_LOADER) != is_data_loader(target):
-            raise IteratorStateError(
-                f"iterator {name!r}: saved from a {describe(data['iterator'])}, found a {describe(name_of(target))}; "
-                f"give an iterator of the same kind, {_START_ANEW}"
-            )
-        check_fingerprint(name, data["fingerprint"], self._current_fingerprint())
-        processes, process = self._who()
-        refuse_missing(saved, data["processes"])
-        if data["processes"] != processes:
-            _check_processes(target, data, processes, saved)
-        elif saved.values > 1 and data["process"] != process:
-            raise CorruptCheckpointError(
-                f"iterator {name!r}: the file of process {process} says that it is of process {data['process']}"
-            )
-        saved_workers, workers = data["workers"], worker_count(target)
-        if saved_workers is not None and workers is not None and saved_workers != workers:
-            raise IteratorStateError(
-                f"iterator {name!r}: saved with {saved_workers} worker processes, found {workers}; the order of the "
-                f"data depends on them: set the worker count back to {saved_workers}, {_START_ANEW}"
-            )
-
-    def _warn_of_another_order(self, state: Json) -> None:
-        version = grain_version() or ""
-        if "window shuffle" not in self._warned and loses_its_order(state, version):
-            self._warned.add("window shuffle")
-            _log.warning(
-                "Grain %s does not resume a WindowShuffleIterDataset exactly: its elements come in another order "
-                "after a resume; install Grain 0.2.16 or newer",
-                version,
-            )
-
-    def _warn_of_addresses(self, state: Json) -> None:
-        """Tell before it is too late that Grain, which compares these texts, will refuse them in the next process."""
-        for key in ("sampler", "data_source"):
-            text = state.get(key) if isinstance(state, dict) else None
-            if isinstance(text, str) and _ADDRESS.search(text) and text not in self._warned:
-                self._warned.add(text)
-                _log.warning(
-                    "Grain knows the %s of this DataLoader by its repr, %.200s; it has an address in it, so that a "
-                    "restart will be refused: give the class a __repr__ that says what data it is",
-                    key.replace("_", " "),
-                    text,
-                )
-
-
-def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> None:
-    """Refuse a position of another number of processes, unless it means the same to this one.
-
-    Raises:
-        IteratorStateError: it does not.
-    """
-    name, before, counts = saved.name, _counted(data), what_it_counts(target)
-    several = "" if data["processes"] == 1 else "es"
-    told = f"iterator {name!r}: saved by {data['processes']} process{several}, found {processes}"
-    same_number = f"restart with {data['processes']}, {_START_ANEW}"
-    if saved.values > 1:
-        raise IteratorStateError(
-            f"{told}; each was at a position of its own, in its own share of the data: {same_number}"
-        )
-    if before.unit == "share" or before.unit != counts.unit:
-        raise IteratorStateError(
-            f"{told}; its position counts elements of one share of the data, and says nothing about others: use "
-            f"grain.experimental.ElasticIterator, or dataset.shuffle()[i::n].batch(b // n).to_iter_dataset(), in this "
-            f"order; {same_number}"
-        )
-    if before.records != counts.records:
-        raise IteratorStateError(
-            f"{told}; its position counts batches, of {before.records} records in all processes together, and here of "
-            f"{counts.records}: set the batch size to {before.records} // {processes} in each, or {same_number}"
-        )
-    _log.info("%s: each goes on from the position that all had, in %s of the whole data", told, before.unit)
-
-
-def _counted(data: Json) -> Counted:
-    """What the saved position counts; older checkpoints do not tell."""
-    counts = data.get("counts")
-    try:
-        unit, records = counts
-    except (TypeError, ValueError):
-        return Counted("share")
-    return Counted(unit, records)
-
-
-def _take_state(iterator: Any) -> Json:
-    """The state as JSON data that shares nothing with the iterator."""
-    state = iterator.get_state()
-    if is_data_loader(iterator):
-        try:
-            state = json.loads(state)
-        except (TypeError, ValueError) as error:
-            raise UnsupportedLeafError(
-                f"iterator state: {type(iterator).__name__} gives no JSON: {state!r:.200}"
-            ) from error
-    return encode_state(state)
-
-
-def _read(saved: Saved) -> tuple[Json, Any]:
-    """The saved data, and the state in it decoded."""
-    data = saved.value()
-    if not isinstance(data, dict) or not data.keys() >= _FIELDS:
-        expected = ", ".join(sorted(_FIELDS))
-        raise CorruptCheckpointError(f"iterator {saved.name!r}: expected a dict with {expected}; found {data!s:.200}")
-    try:
-        return data, decode_state(data["state"])
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"iterator {saved.name!r}: the saved state cannot be read") from error
-
-
-def _go_on_from(target: Any, state: Any, name: str, version: str | None) -> Any:
-    """Set the state if it is one of such a pipeline, and let it start prefetching."""
-    before = _take_state(target)
-    _check_structure(state, decode_state(before), name, version)
-    _set_state(target, state, before, name)
-    start_prefetch = getattr(target, "start_prefetch", None)
-    if start_prefetch is not None:
-        with contextlib.suppress(NotImplementedError):  # most iterators of Grain before 0.2.15
-            start_prefetch()
-    return target
-
-
-def _check_structure(saved: Any, found: Any, name: str, version: str | None) -> None:
-    differences = structure_differences(saved, found)
-    if differences:
-        versions = "" if version in (None, grain_version()) else f", or by Grain {version}"
-        raise IteratorStateError(
-            f"iterator {name!r}: the saved state is of another pipeline{versions}:\n  "
-            + "\n  ".join(differences)
-            + f"\nbuild the pipeline that it was saved with, {_START_ANEW}"
-        )
-
-
-def _set_state(target: Any, state: Any, before: Json, name: str) -> None:
-    """Set the state; where the iterator refuses, set it back to what it was."""
-    is_loader = is_data_loader(target)
-    try:
-        target.set_state(_for_set_state(state, is_loader))
-    except _REFUSALS as error:
-        with contextlib.suppress(*_REFUSALS):
-            target.set_state(_for_set_state(decode_state(before), is_loader))
-        raise IteratorStateError(_refused(target, state, decode_state(before), name)) from error
-
-
-def _for_set_state(state: Any, is_loader: bool) -> Any:
-    return json.dumps(state, indent=4).encode() if is_loader else state
-
-
-def _refused(target: Any, saved: Any, found: Any, name: str) -> str:
-    if is_data_loader(target) and isinstance(saved, dict) and isinstance(found, dict):
-        for key in ("worker_count", "sampler", "data_source"):  # what Grain compares
-            if saved.get(key) != found.get(key):
-                return (
-                    f"iterator {name!r}: the DataLoader has another {key.replace('_', ' ')}: "
-                    f"saved {saved.get(key)!s:.300}, found {found.get(key)!s:.300}; restore into the DataLoader it was "
-                    "saved with (Grain compares the repr, so a class whose repr has an address in it needs its own "
-                    f"__repr__), {_START_ANEW}"
-                )
-    return (
-        f"iterator {name!r}: {type(target).__name__} refused the saved state (the error above says why): "
-        f"saved {saved!s:.300}, found {found!s:.300}; use the data and the pipeline it was saved with, {_START_ANEW}"
-    )

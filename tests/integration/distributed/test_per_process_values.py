@@ -124,7 +124,7 @@ def test_each_process_gets_back_what_it_saved(tmp_path: Path, job_of: JobOf) -> 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("data", "IteratorStateError: .*saved by 4 processes, found 2; each was at a position of its own"),
+        ("data", "IteratorStateError: .*saved by 4 processes, found 2; each process had its own position"),
         ("random", "MismatchError: .*'random': each of 4 processes saved a value of its own, found 2"),
         ("position", "MismatchError: .*'position': each of 4 processes saved a value of its own, found 2"),
         ("same", None),
