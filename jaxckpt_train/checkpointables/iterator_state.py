@@ -1,17 +1,14 @@
-"""Values that each process of a job has for itself: one file of each, or one for all where all are equal.
+"""Positions of data iterators, and values that each process of a job has for itself.
 
-The state of a data iterator as JSON data, without loss.
-
-JSON has no tuples, no numpy values, no keys but text. Each of these is written as an object with one key, its tag:
+`CountedIterator` and `PerProcess` are public. `encode_state` stores the state of an iterator as JSON data without loss.
+JSON has no tuples, no numpy values, and only text as keys. Each of these is written as an object with one key, its tag:
 
     {"__numpy__": ["<i8", null, 5]}             a scalar; integers and booleans as numbers,
     {"__numpy__": ["<f4", [2], "AACAPwAAAEA="]}  everything else as base64 of the row-major bytes
     {"__tuple__": [...]}    {"__bytes__": "..."}    {"__int__": "0x..."}  beyond 64 bits    {"__float__": "nan"}
-    {"__dict__": [[key, value], ...]}           keys that are no text, or one key that is itself a tag
+    {"__dict__": [[key, value], ...]}           keys that are not text, or a single key that is itself a tag
 
-The fingerprint of a run's data: set while the callback saves or restores, compared for its data iterator.
-
-CountedIterator: a position in data that cannot tell its own, as the number of items taken.
+The fingerprint of a run's data is set while the callback saves or restores, and is compared for its iterators.
 """
 
 from __future__ import annotations
@@ -40,28 +37,29 @@ from jaxckpt_train.errors import (
 
 T = TypeVar("T")
 DATA_NAME = "data"
-"""The checkpointable that is the loop's data iterator."""
+"""The name of the checkpointable with the loop's data iterator."""
 _fingerprint: ContextVar[str | None] = ContextVar("jaxckpt_train_fingerprint", default=None)
-# What `dtype.str` is for these kinds. Numpy evaluates other texts, and may raise whatever comes of it.
+# The values of `dtype.str` for these kinds. Numpy evaluates other texts, which may raise any error.
 _DTYPE = re.compile(r"[<>|]([biufcSU][0-9]{1,10}|[mM]8(\[[0-9]{0,10}[a-zA-Z]{1,7}\])?)")
 _TAGS = frozenset({"__numpy__", "__tuple__", "__bytes__", "__int__", "__float__", "__dict__"})
 _READABLE_KINDS = "biu"  # numpy kinds whose elements are written as numbers
-_OTHER_KINDS = "fcmMSU"  # and those written as bytes; objects, records and foreign dtypes are refused
+_OTHER_KINDS = "fcmMSU"  # numpy kinds whose elements are written as bytes; objects and records are refused
 
 
 class CountedIterator(Generic[T]):
-    """An iterator over any data that saves its position as the number of items taken so far.
+    """An iterator over any data whose saved position is the number of items taken so far.
 
-    For data without `get_state` and `set_state`: `tf.data`, PyTorch loaders, generators, NumPy arrays. After a resume
-    the data goes on with the first item that the saved loop had not taken, if `items_from(n)` gives the same items in
-    every process that runs it: derive shuffles and random numbers from a seed and the item's number.
+    Use it for data without `get_state` and `set_state`: `tf.data`, PyTorch loaders, generators, NumPy arrays. After a
+    resume, the data continues with the first item that the saved loop had not taken. This requires that `items_from(n)`
+    yields the same items in every process that runs it, so derive shuffles and random numbers from a seed and the
+    number of the item.
 
-    In a job of several processes each counts its own items; where all have taken equally many, as in a loop that takes
-    one item for each update, a job of another number of processes can resume.
+    In a multi-process job, each process counts its own items. If all of them have taken the same number, as in a loop
+    that takes one item for each update, a job with another number of processes can resume.
 
     Args:
-        items_from: called with a number n, gives the items from the n-th on (the first is number 0). Called when the
-            first item is taken, and again after a restore.
+        items_from: called with a number n, returns the items from the n-th on (the first is number 0). It is called
+            when the first item is taken, and again after a restore.
 
     Raises:
         SettingsError: `items_from` cannot be called.
@@ -80,7 +78,8 @@ class CountedIterator(Generic[T]):
     def __init__(self, items_from: Callable[[int], Iterable[T]]) -> None:
         if not callable(items_from):
             raise SettingsError(
-                f"CountedIterator: expected a function that gives the items from a number on, found {items_from!r:.100}"
+                f"CountedIterator: expected a function that returns the items from a number on, found "
+                f"{items_from!r:.100}"
             )
         self._items_from = items_from
         self._items: Iterator[T] | None = None
@@ -88,7 +87,7 @@ class CountedIterator(Generic[T]):
 
     @property
     def taken(self) -> int:
-        """How many items were taken."""
+        """The number of items taken."""
         return self._taken
 
     def __iter__(self) -> CountedIterator[T]:
@@ -105,30 +104,30 @@ class CountedIterator(Generic[T]):
         return f"CountedIterator({self._items_from!r}, taken={self._taken})"
 
     def get_state(self) -> dict[str, int]:
-        """The position: {"taken": number of items taken}."""
+        """Return the position: {"taken": number of items taken}."""
         return {"taken": self._taken}
 
     def set_state(self, state: Any) -> None:
-        """Go to a position that `get_state` gave.
+        """Go to a position that `get_state` returned.
 
         Raises:
-            IteratorStateError: it is no such position.
+            IteratorStateError: `state` is not such a position.
         """
         taken = state.get("taken") if isinstance(state, dict) and len(state) == 1 else None
         if not isinstance(taken, int) or isinstance(taken, bool) or taken < 0:
             raise IteratorStateError(
-                f"CountedIterator: expected a position as {{'taken': 12}}, found {state!r:.200}; the checkpoint was "
-                "saved with other data: use that, or leave the data out of what is restored"
+                f"CountedIterator: expected a position such as {{'taken': 12}}, found {state!r:.200}; the checkpoint "
+                "was saved with other data: use that data, or omit the data from the restore"
             )
         self._taken, self._items = taken, None
 
 
 @contextlib.contextmanager
 def with_fingerprint(fingerprint: str | None) -> Iterator[None]:
-    """What is saved or restored meanwhile, on this thread, has this fingerprint.
+    """Use this fingerprint for everything that this thread saves or restores within the context.
 
     Args:
-        fingerprint: says what data this is; None leaves each handler its own.
+        fingerprint: identifies the data. None: each handler uses its own.
     """
     token = _fingerprint.set(fingerprint)
     try:
@@ -138,51 +137,52 @@ def with_fingerprint(fingerprint: str | None) -> Iterator[None]:
 
 
 def current_fingerprint() -> str | None:
-    """The fingerprint that holds on this thread now."""
+    """Return the fingerprint that this thread currently uses."""
     return _fingerprint.get()
 
 
 def check_fingerprint(name: str, saved: str | None, found: str | None) -> None:
-    """Refuse data that is not what was saved.
+    """Refuse data other than the saved one.
 
     Args:
-        name: of the checkpointable.
-        saved, found: the two fingerprints; nothing is compared if one is None.
+        name: the name of the checkpointable.
+        saved: the saved fingerprint. None: not compared.
+        found: the current fingerprint. None: not compared.
 
     Raises:
         IteratorStateError: they differ.
     """
     if saved is not None and found is not None and saved != found:
         raise IteratorStateError(
-            f"iterator {name!r}: saved with fingerprint {saved!r}, found {found!r}; use the data it was saved with, "
-            "or leave it out of what is restored, to start the data from the beginning"
+            f"iterator {name!r}: saved with fingerprint {saved!r}, found {found!r}; use the data that it was saved "
+            "with, or omit it from the restore, to start the data from the beginning"
         )
 
 
 class _MalformedTagError(ValueError):
-    """A tag with other content than `encode_state` writes; not told again by each tag around it."""
+    """A tag with other content than `encode_state` writes. Enclosing tags do not wrap it again."""
 
 
 def encode_state(state: Any) -> Json:
-    """A copy of the state as plain JSON data; `decode_state` gives back the same values of the same types.
+    """Copy the state as plain JSON data, from which `decode_state` restores the same values of the same types.
 
     Args:
         state: None, bool, int, float, str, bytes, numpy scalars and arrays, and lists, tuples and dicts of these.
 
     Raises:
-        UnsupportedLeafError: a value of another type; the message names its path inside the state.
+        UnsupportedLeafError: a value has another type; the message names its path inside the state.
     """
     try:
         return _encode(state, "state")
     except RecursionError as error:
-        raise UnsupportedLeafError("iterator state: nested too deep, or it contains itself") from error
+        raise UnsupportedLeafError("iterator state: it is nested too deeply, or it contains itself") from error
 
 
 def decode_state(data: Json) -> Any:
-    """The state that `encode_state` wrote, in containers of its own.
+    """Return the state that `encode_state` wrote, in new containers.
 
     Raises:
-        ValueError: the data has a tag with other content than `encode_state` writes.
+        ValueError: a tag has other content than `encode_state` writes.
     """
     if isinstance(data, list):
         return [decode_state(item) for item in data]
@@ -201,7 +201,7 @@ def decode_state(data: Json) -> Any:
 
 
 def _encode(value: Any, path: str) -> Json:
-    # Exact types: a subclass (an OrderedDict, an IntEnum, a named tuple) would come back as something less.
+    # Compare exact types: a subclass (an OrderedDict, an IntEnum, a named tuple) would be restored as its base class.
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -222,8 +222,8 @@ def _encode(value: Any, path: str) -> Json:
     if isinstance(value, np.generic) or kind is np.ndarray:
         return _encode_numpy(value, path)
     raise UnsupportedLeafError(
-        f"iterator state: {path} is a {kind.__module__}.{kind.__qualname__}, which JSON cannot hold without losing "
-        "something; let get_state return plain data: None, bool, int, float, str, bytes, numpy, list, tuple, dict"
+        f"iterator state: {path} is a {kind.__module__}.{kind.__qualname__}, which JSON cannot hold without loss; let "
+        "get_state return plain data: None, bool, int, float, str, bytes, numpy, list, tuple, dict"
     )
 
 
@@ -286,11 +286,11 @@ def _decode_numpy(dtype_text: str, shape: list[int] | None, data: Json) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PerProcess:
-    """Marks plain data that each process of a job has for itself, and that may differ, as a NumPy generator's state.
+    """Marks plain data that each process of a job has for itself, such as the state of a NumPy generator.
 
-    Each process saves its own and gets its own back, in a job of as many processes. Where all were equal, any number
-    of processes gets it. None, bool, int, float, str, bytes, lists, tuples, dicts, NumPy scalars and arrays. As the
-    target of a load give `PerProcess(None)`.
+    Each process saves its own value, and gets it back in a job with the same number of processes. If all values are
+    equal, any number of processes can restore them. The value may contain None, bool, int, float, str, bytes, lists,
+    tuples, dicts, NumPy scalars and arrays. Pass `PerProcess(None)` as the target of a load.
 
     For example:
 
@@ -301,65 +301,69 @@ class PerProcess:
 
 
 class PerProcessHandler:
-    """A PerProcess."""
+    """The handler of `PerProcess`."""
 
     kind = "per_process"
     early = True
 
     def handles(self, value: object) -> bool:
-        """Whether it is marked so."""
+        """Return whether the value is a `PerProcess`."""
         return isinstance(value, PerProcess)
 
     def is_current(self, value: PerProcess) -> bool:
-        """Whether it stays the current one, as what changes in place does: it does not."""
+        """Return False: the value does not change in place."""
         return False
 
     def stage(self, value: PerProcess) -> Staged:
-        """The data as it is now.
+        """Stage the data as it is now.
 
         Raises:
-            UnsupportedLeafError: it is no plain data.
+            UnsupportedLeafError: it is not plain data.
         """
         return stage_own(value.value)
 
     def restore(self, target: Any, saved: Saved) -> PerProcess:
-        """What this process has saved.
+        """Return the value that this process saved.
 
         Raises:
-            MismatchError: there is a target, and another number of processes has saved what is not equal in all.
+            MismatchError: there is a target, and another number of processes saved values that are not all equal.
         """
         return PerProcess(own_value(saved, is_wanted=target is not None))
 
 
 def stage_own(value: Any) -> Staged:
-    """Plain data of this process."""
+    """Stage plain data of this process."""
     same = {"processes": current().processes, "state": encode_state(value)}
     return Staged(value=same, same=same["state"])
 
 
 def refuse_missing(saved: Saved, processes: object) -> None:
-    """Raise CorruptCheckpointError if there are neither one value for all nor one of each of so many processes."""
+    """Raise CorruptCheckpointError unless there is one value for all processes, or one for each of them."""
     if saved.values > 1 and saved.values != processes:
         raise CorruptCheckpointError(
-            f"{saved.name!r}: expected a value of each of {processes} processes, or one for all, found {saved.values}"
+            f"{saved.name!r}: expected a value for each of {processes} processes, or one for all, found {saved.values}"
         )
 
 
 def own_value(saved: Saved, *, is_wanted: bool = True) -> Any:
-    """What `stage_own` took in this process; without `is_wanted`, of any process where there is none of this one.
+    """Return the value that `stage_own` staged in this process.
+
+    Args:
+        saved: the saved values.
+        is_wanted: whether it must be this process's value. If False and there is none, any process's value is returned.
 
     Raises:
-        MismatchError: another number of processes has saved what is not equal in all.
-        CorruptCheckpointError: the saved data is not what `stage_own` gives.
+        MismatchError: another number of processes saved values that are not all equal.
+        CorruptCheckpointError: the saved data is not what `stage_own` returns.
     """
     data: Json = saved.value()
     if not isinstance(data, dict) or "state" not in data:
-        raise CorruptCheckpointError(f"{saved.name!r}: expected a dict with processes, state; found {data!s:.200}")
+        raise CorruptCheckpointError(f"{saved.name!r}: expected a dict with processes, state, found {data!s:.200}")
     refuse_missing(saved, data.get("processes"))
     if is_wanted and saved.values > 1 and saved.values != current().processes:
         raise MismatchError(
-            f"{saved.name!r}: each of {saved.values} processes saved a value of its own, found {current().processes} "
-            f"processes; restart with {saved.values}, or leave it out of what is restored, to begin it anew"
+            f"{saved.name!r}: each of {saved.values} processes saved its own value, found {current().processes} "
+            f"processes; restart with {saved.values}, or omit it from the restore, to start it afresh"
         )
     try:
         return decode_state(data["state"])

@@ -125,8 +125,8 @@ def test_each_process_gets_back_what_it_saved(tmp_path: Path, job_of: JobOf) -> 
     ("name", "expected"),
     [
         ("data", "IteratorStateError: .*saved by 4 processes, found 2; each process had its own position"),
-        ("random", "MismatchError: .*'random': each of 4 processes saved a value of its own, found 2"),
-        ("position", "MismatchError: .*'position': each of 4 processes saved a value of its own, found 2"),
+        ("random", "MismatchError: .*'random': each of 4 processes saved its own value, found 2"),
+        ("position", "MismatchError: .*'position': each of 4 processes saved its own value, found 2"),
         ("same", None),
     ],
 )
@@ -193,4 +193,4 @@ def test_a_value_that_is_missing_is_found_out(tmp_path: Path, job_of: JobOf, nam
     commit |= {"manifest_bytes": len(data), "manifest_sha256": hashlib.sha256(data).hexdigest()}
     (step / "COMMIT").write_text(json.dumps(commit))
     for outcome in job_of(2, 1).outcomes(restore_own, str(run), [name]):
-        assert "expected a value of each of 4 processes, or one for all, found 2" in outcome["error"], outcome
+        assert "expected a value for each of 4 processes, or one for all, found 2" in outcome["error"], outcome
