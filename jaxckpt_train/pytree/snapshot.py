@@ -1,8 +1,8 @@
 """The snapshot of a pytree: its present values, safe from donation and in-place changes, as sources for the store.
 
 Arrays on the CPU are held as views where possible. A training step that donates an array whose memory is held makes JAX
-copy it into new memory, which is slow; so the module detects donation (`HeldViews`) and then copies into kept memory.
-The value guard (`ValueGuard`) finds nan and inf, on the devices that hold the arrays.
+copy it into new memory, which is slow; so the module detects donation (`DonationDetector`) and then copies into kept
+memory. The value guard (`ValueGuard`) finds nan and inf, on the devices that hold the arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.pytree._jax import without_caller_settings
-from jaxckpt_train.pytree.colocated.transfer import HostParts, HostTaker, host_taker
+from jaxckpt_train.pytree.colocated.transfer import HostParts, HostSnapshot, host_snapshot
 from jaxckpt_train.pytree.copies import (
     TransferBudget,
     Transfers,
@@ -66,7 +66,7 @@ class Snapshot:
         arrays: what the store writes.
         transfers: fetches what is still on devices; None if all is on the host.
         is_taken: open once the caller may do anything with what it saved.
-        held: detects whether the loop donates what is held here; None if there are no views.
+        donation: detects whether the loop donates what is held here; None if there are no views.
         guard: finds leaves that hold nan or inf; None: not asked for.
         local: in a multi-process job, numbers of the arrays that each process has for itself, as far as this one
             knows. An array that lies wholly on this process is among them until `own` is called.
@@ -81,7 +81,7 @@ class Snapshot:
     arrays: list[ArraySource]
     transfers: Transfers | None
     is_taken: Latch
-    held: HeldViews | None
+    donation: DonationDetector | None
     guard: ValueGuard | None
     local: list[int] = dataclasses.field(default_factory=list)
     compared: dict[int, tuple[ChunkSource, ...]] = dataclasses.field(default_factory=dict)  # by number of the array
@@ -102,8 +102,8 @@ class Snapshot:
 
     def close(self) -> None:
         """Release what is still on devices: the snapshot is written, or never will be."""
-        if self.held is not None:
-            self.held.end()
+        if self.donation is not None:
+            self.donation.end()
         if self.transfers is not None:
             self.transfers.close()
         if self.on_hosts is not None:
@@ -149,29 +149,29 @@ def snapshot(
     """
     with paused_collection():
         flat = flatten(tree)
-        hosts = host_taker(flat.leaves, colocated)
+        hosts = host_snapshot(flat.leaves, colocated)
     keeps_views = mode in ("auto", "host")
     waited_s = _wait_for_cpus(flat.leaves, hosts) if keeps_views else 0.0
     with paused_collection():
-        taker = _Taker(keeps_views=keeps_views, shares=shares, hosts=hosts)
-        records = taker.take_all(flat.names, flat.leaves)
-        on_hosts = None if hosts is None else hosts.taken()
+        collector = _LeafCollector(keeps_views=keeps_views, shares=shares, hosts=hosts)
+        records = collector.take_all(flat.names, flat.leaves)
+        on_hosts = None if hosts is None else hosts.finish()
     guard = ValueGuard(flat.names, flat.leaves) if is_guarded else None
-    held = None
+    donation = None
     if mode == "host":
-        _copy_views(taker)
+        _copy_views(collector)
     elif mode == "auto" and is_donated(flat.structure):
         with contextlib.suppress(MemoryError, OSError):  # if memory is short, keep the views
-            _copy_views(taker)
-    elif mode == "auto" and flat.structure is not None and not (taker.elsewhere or on_hosts):
-        held = HeldViews(flat, taker.arrays)
+            _copy_views(collector)
+    elif mode == "auto" and flat.structure is not None and not (collector.elsewhere or on_hosts):
+        donation = DonationDetector(flat, collector.arrays)
     transfers = None
-    if taker.elsewhere:
-        numbers, elsewhere = zip(*taker.elsewhere, strict=True)
+    if collector.elsewhere:
+        numbers, elsewhere = zip(*collector.elsewhere, strict=True)
         take: Any = take_from_devices if shares is None else take_local_shards
         chunks, transfers = take(elsewhere, mode, ahead or TransferBudget(64 * MIB))
         for number, found in zip(numbers, chunks, strict=True):
-            taker.arrays[number] = taker.arrays[number]._replace(chunks=found)
+            collector.arrays[number] = collector.arrays[number]._replace(chunks=found)
         waited_s += transfers.waited_s
     is_taken = Latch()
     if mode == "stream" and transfers is not None:
@@ -179,14 +179,14 @@ def snapshot(
     else:
         is_taken.open()
     record = TreeRecord(flat.containers, records, flat.static)
-    compared = {number: tuple(taker.arrays[number].chunks) for number in taker.compared}
+    compared = {number: tuple(collector.arrays[number].chunks) for number in collector.compared}
     for number in compared:
-        taker.arrays[number] = taker.arrays[number]._replace(chunks=())
-    local, owners, arrays = taker.local, taker.owners, taker.arrays
-    return Snapshot(record, arrays, transfers, is_taken, held, guard, local, compared, owners, on_hosts, waited_s)
+        collector.arrays[number] = collector.arrays[number]._replace(chunks=())
+    local, owners, arrays = collector.local, collector.owners, collector.arrays
+    return Snapshot(record, arrays, transfers, is_taken, donation, guard, local, compared, owners, on_hosts, waited_s)
 
 
-def _wait_for_cpus(leaves: Sequence[Any], hosts: HostTaker | None) -> float:
+def _wait_for_cpus(leaves: Sequence[Any], hosts: HostSnapshot | None) -> float:
     """Wait for the leaves on CPU devices, which are held as views; return the seconds."""
     known = dict[jax.sharding.Sharding, bool]()
 
@@ -195,20 +195,20 @@ def _wait_for_cpus(leaves: Sequence[Any], hosts: HostTaker | None) -> float:
         if found is None:
             devices: Any = sharding.device_set
             on_host = all(device.platform == "cpu" for device in devices)
-            is_taken = hosts is not None and hosts.takes(sharding)
+            is_taken = hosts is not None and hosts.accepts(sharding)
             found = known[sharding] = on_host and not is_taken
         return found
 
     return device_wait_s([leaf for leaf in some_arrays(leaves) if is_viewed(leaf.sharding)])
 
 
-def _copy_views(taker: _Taker) -> None:
+def _copy_views(collector: _LeafCollector) -> None:
     """Replace views of arrays on the CPU by copies; numpy leaves were copied before."""
-    held = [chunk.data for array in taker.arrays for chunk in array.chunks if _is_view(chunk.data)]
-    copies = {id(view): copy for view, copy in zip(held, copy_all(list(map(np.asarray, held))), strict=True)}
-    for number, array in enumerate(taker.arrays):
+    views = [chunk.data for array in collector.arrays for chunk in array.chunks if _is_view(chunk.data)]
+    copies = {id(view): copy for view, copy in zip(views, copy_all(list(map(np.asarray, views))), strict=True)}
+    for number, array in enumerate(collector.arrays):
         chunks = tuple(_copied(chunk, copies.get(id(chunk.data))) for chunk in array.chunks)
-        taker.arrays[number] = array._replace(chunks=chunks)
+        collector.arrays[number] = array._replace(chunks=chunks)
 
 
 def _copied(chunk: ChunkSource, copy: np.ndarray | None) -> ChunkSource:
@@ -232,7 +232,7 @@ class _ShardingFacts(NamedTuple):
     is_of_hosts: bool
 
 
-class _Taker:
+class _LeafCollector:
     """Takes the leaves of a tree. What it finds out about a sharding, dtype or shape is cached for later leaves.
 
     Attributes:
@@ -243,7 +243,9 @@ class _Taker:
         owners: numbers of the arrays that lie wholly on another process, and that process.
     """
 
-    def __init__(self, keeps_views: bool, shares: JobPartition | None = None, hosts: HostTaker | None = None) -> None:
+    def __init__(
+        self, keeps_views: bool, shares: JobPartition | None = None, hosts: HostSnapshot | None = None
+    ) -> None:
         self.arrays: list[ArraySource] = []
         self.elsewhere: list[tuple[int, jax.Array | Sequence[LocalShard]]] = []
         self.local: list[int] = []
@@ -331,11 +333,11 @@ class _Taker:
         single = len(devices) == 1
         on_host = all(device.platform == "cpu" for device in devices)
         described = None if single else describe_sharding(sharding)
-        of_hosts = self._hosts is not None and self._hosts.takes(sharding)
+        is_of_hosts = self._hosts is not None and self._hosts.accepts(sharding)
         local = sharding.is_fully_addressable
         processes = set() if local else {device.process_index for device in devices}
         owner = processes.pop() if len(processes) == 1 else None
-        form = _ShardingFacts(single, on_host, described, local, owner, of_hosts)
+        form = _ShardingFacts(single, on_host, described, local, owner, is_of_hosts)
         self._facts[sharding] = form
         return form
 
@@ -482,7 +484,7 @@ def _host_flaw(array: np.ndarray) -> int:
     return INF if np.isinf(wide).any() else 0
 
 
-class HeldViews:
+class DonationDetector:
     """Detects, for one save, whether the loop donates the CPU arrays whose memory the save holds.
 
     JAX does not mark an array as donated while its memory is held. So this class copies a few small arrays instead of

@@ -1,7 +1,7 @@
 """Lets the hosts of a single-controller runtime write and read what their devices hold.
 
-For a save, `HostTaker` copies arrays to the memory of the hosts, and `write_on_hosts` lets each host write its part and
-merges the results. For a load, `HostReads` lets the hosts read, and makes arrays from the boxes where they are.
+For a save, `HostSnapshot` copies arrays to the memory of the hosts, and `write_on_hosts` lets each host write its part
+and merges the results. For a load, `HostReads` lets the hosts read, and makes arrays from the boxes where they are.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class HostParts:
         self._whole = self._apart = ()
 
 
-class HostTaker:
+class HostSnapshot:
     """Collects the leaves of one tree that hosts write, and distributes them.
 
     Args:
@@ -295,7 +295,7 @@ class HostTaker:
         self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], Sequence[HeldBox]] = {}
         self._host_shardings: dict[jax.sharding.Sharding, jax.sharding.Sharding | None] = {}
 
-    def takes(self, sharding: jax.sharding.Sharding) -> bool:
+    def accepts(self, sharding: jax.sharding.Sharding) -> bool:
         """Return whether hosts write arrays of this sharding."""
         return runs_on_hosts(sharding, self._setting)
 
@@ -316,7 +316,7 @@ class HostTaker:
             self._found.append((number, box, data if box == whole else cut_out(data, slices_within(box, whole))))
             self._devices.append(cpu_device_of(here[holder].device))
 
-    def taken(self) -> HostParts | None:
+    def finish(self) -> HostParts | None:
         """Start the copies of all added leaves; None: there are none.
 
         Whole arrays are copied in one call: JAX takes as long for an array as for one part.
@@ -364,8 +364,8 @@ class HostTaker:
         return found
 
 
-def host_taker(leaves: Sequence[Any], setting: Colocated) -> HostTaker | None:
-    """Create the taker for the leaves of a tree; None: no hosts take part.
+def host_snapshot(leaves: Sequence[Any], setting: Colocated) -> HostSnapshot | None:
+    """Create the snapshot for the leaves of a tree; None: no hosts take part.
 
     Some leaves may belong to another runtime of this process, for example on its own CPU.
 
@@ -378,7 +378,7 @@ def host_taker(leaves: Sequence[Any], setting: Colocated) -> HostTaker | None:
     if not any(runs_on_hosts(sharding, setting) for sharding in shardings):
         return None
     refuse_without_pickler()  # here, because the background thread could raise it only later
-    return HostTaker(setting)
+    return HostSnapshot(setting)
 
 
 def _is_traced(leaf: jax.Array) -> bool:

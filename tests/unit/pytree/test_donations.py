@@ -124,7 +124,7 @@ def test_other_modes_are_taken_at_their_word(mode: Any) -> None:
     taken.close()
     again = snapshot(state, mode)
     assert again.transfers is not None
-    assert again.held is None
+    assert again.donation is None
     with contextlib.closing(again):
         pass
 

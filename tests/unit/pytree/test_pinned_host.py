@@ -110,8 +110,8 @@ def test_full_memory_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: p
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX's arrays on the CPU are taken as those of other devices."""
-    taker = snapshots._Taker
-    monkeypatch.setattr(snapshots, "_Taker", lambda keeps_views, **more: taker(keeps_views=False, **more))
+    collector = snapshots._LeafCollector
+    monkeypatch.setattr(snapshots, "_LeafCollector", lambda keeps_views, **more: collector(keeps_views=False, **more))
     monkeypatch.setattr(snapshots, "_wait_for_cpus", lambda leaves, hosts: 0.0)
 
 
