@@ -243,7 +243,7 @@ def test_an_interrupt_while_python_starts_again_ends_it_with_130(tmp_path: Path)
 
 
 def test_program_that_calls_command_is_not_begun_again(run_python: RunPython) -> None:
-    program = "import sys\nprint('once')\nfrom jaxckpt_train.cli import start\nstart.main()"
+    program = "import sys\nprint('once')\nfrom jaxckpt_train.cli import __main__ as start\nstart.main()"
     done = run_python(program, "import", "--help", check=True, fresh=True)
     assert done.stdout.splitlines().count("once") == 1
 

@@ -100,7 +100,7 @@ def test_wrong_call_is_document_for_who_wants_one(folder: Path) -> None:
 
 INTERRUPTED = """
 import signal, sys
-from jaxckpt_train.cli import start
+from jaxckpt_train.cli import __main__ as start
 class Interrupts:
     def find_spec(self, name, path=None, target=None):
         if name == "jaxckpt_train.cli.main":
@@ -116,15 +116,16 @@ def test_an_interrupt_while_it_is_imported_ends_it_with_130(folder: Path, run_py
 
 
 SAYS_WHEN_IT_WAITS = """
-from jaxckpt_train.cli import start, verify
+from jaxckpt_train.cli import __main__ as start
+from jaxckpt_train.cli import maintain
 
-wait = verify.Latch.wait
+wait = maintain.Latch.wait
 
 def told(latch, timeout_s=None):
     print("waits", flush=True)
     return wait(latch, timeout_s)
 
-verify.Latch.wait = told
+maintain.Latch.wait = told
 start.main()
 """
 
@@ -142,7 +143,7 @@ def test_later_interrupt_is_reported_as_usual(folder: Path) -> None:
 
 IN_A_PROGRAM = """
 import contextlib, io, logging, os, sys, threading
-from jaxckpt_train.cli import start
+from jaxckpt_train.cli import __main__ as start
 before, handlers = (sys.stdout, sys.stderr), list(logging.getLogger("jaxckpt_train").handlers)
 codes = []
 
