@@ -298,14 +298,14 @@ class BestN:
         last_known = max((position for position, has in enumerate(known) if has), default=-1)
         keep = self.keep_checkpoints_without_metrics
         if keep is None and last_known < 0 and len(checkpoints) in _TELL_AT:
-            self._tell(checkpoints)
+            self._warn_of_missing_metric(checkpoints)
         flags: list[bool] = []
         for position, info in enumerate(checkpoints):
             waiting = position > last_known if keep is None else keep
             flags.append(info.step in best if known[position] else waiting)
         return flags
 
-    def _tell(self, checkpoints: Sequence[CheckpointInfo]) -> None:
+    def _warn_of_missing_metric(self, checkpoints: Sequence[CheckpointInfo]) -> None:
         """Warn of a metric that no checkpoint has: if its name is misspelt, the disk fills up."""
         there = sorted({name for info in checkpoints for name in info.metrics or ()})
         _log.warning(

@@ -311,7 +311,7 @@ class _Run:
         self.found: Notice | None = None
         self._stop, self._process = Latch(), os.getpid()
         self._thread: threading.Thread | None = None
-        self._is_told, self._silent_until = False, 0.0
+        self._has_warned, self._silent_until = False, 0.0
 
     def begin(self) -> None:
         thread = threading.Thread(target=self._work, name="jaxckpt-notice", daemon=True)
@@ -347,20 +347,20 @@ class _Run:
             found = self._look(self._server)
         except Exception as error:  # noqa: BLE001  # nothing else would report an error of this thread
             if not self._stop.is_open():
-                self._tell(error)
+                self._warn(error)
             return False
-        if self._is_told:
-            self._is_told = False
+        if self._has_warned:
+            self._has_warned = False
             _log.warning("%s: %s answers again", self._name, self._server.url)
         if found is not None:
             self.found = dataclasses.replace(found, asked_at=asked_at)
         return True
 
-    def _tell(self, error: Exception) -> None:
+    def _warn(self, error: Exception) -> None:
         now = time.monotonic()
-        if self._is_told or now < self._silent_until:
+        if self._has_warned or now < self._silent_until:
             return
-        self._is_told, self._silent_until = True, now + WARN_AGAIN_S
+        self._has_warned, self._silent_until = True, now + WARN_AGAIN_S
         trace = None if isinstance(error, NoAnswerError) else error
         text = "%s: preemption notices are not seen; the next attempt is in %g s: %s; %s"
         _log.warning(text, self._name, self._poll_s, error, self._hint, exc_info=trace)
@@ -375,7 +375,7 @@ class _Rebalance(msgspec.Struct):
     noticeTime: str  # noqa: N815  # Amazon's name
 
 
-_Told = TypeVar("_Told", _Action, _Rebalance)
+_Decoded = TypeVar("_Decoded", _Action, _Rebalance)
 
 
 class AwsNotice(PolledSource):
@@ -450,7 +450,7 @@ class _Imds:
         return server.ask(path, {_TOKEN: self._token})
 
 
-def _decoded(answer: Answer, kind: type[_Told], example: str) -> _Told:
+def _decoded(answer: Answer, kind: type[_Decoded], example: str) -> _Decoded:
     try:
         return msgspec.json.decode(answer.body, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:

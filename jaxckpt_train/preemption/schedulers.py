@@ -113,7 +113,7 @@ class SlurmNotice:
             else:
                 _log.warning("Slurm job %s is not requeued: %s; submit it again", job.id, problem)
         finally:
-            command.is_told.open()
+            command.is_logged.open()
 
 
 class _Command:
@@ -121,13 +121,13 @@ class _Command:
 
     Attributes:
         was_ended: whether it was killed.
-        is_told: opened by the caller after it has logged the result.
+        is_logged: opened by the caller after it has logged the result.
     """
 
     def __init__(self, *command: str) -> None:
         self._command, self._text = command, " ".join(command)
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner, self.was_ended, self.is_told = os.getpid(), False, Latch()
+        self._owner, self.was_ended, self.is_logged = os.getpid(), False, Latch()
 
     def problem(self, timeout_s: float) -> str | None:
         """Run the program; return why it failed, None if it succeeded."""
@@ -157,11 +157,11 @@ class _Command:
 
     def end(self) -> None:
         """Kill the program and wait briefly until that is logged; no-op in a forked child."""
-        if os.getpid() == self._owner and not self.is_told.is_open():
+        if os.getpid() == self._owner and not self.is_logged.is_open():
             self.was_ended = True
             if self._process is not None:
                 self._kill(self._process)
-            self.is_told.wait(ENDING_S)
+            self.is_logged.wait(ENDING_S)
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None:

@@ -186,7 +186,7 @@ def notify_sources(sources: WatchedSources, step: int | None, left_s: float) -> 
     for place, (source, limit_s) in enumerate(notification):
         reserved_s = LEAST_S * (len(notification) - place - 1)
         timeout_s = max(LEAST_S, min(limit_s, ends_at - time.monotonic() - reserved_s))
-        if not call_within(functools.partial(_tell, source, step), timeout_s):
+        if not call_within(functools.partial(_call_left, source, step), timeout_s):
             text = (
                 "%s: its left() method has not finished after %.3g s, and is not waited for any longer: its effect, "
                 "such as requeueing the job, may be missing"
@@ -194,7 +194,7 @@ def notify_sources(sources: WatchedSources, step: int | None, left_s: float) -> 
             _log.warning(text, type(source).__name__, timeout_s)
 
 
-def _tell(source: Any, step: int | None) -> None:
+def _call_left(source: Any, step: int | None) -> None:
     try:
         source.left(step)
     except Exception:  # noqa: BLE001  # an error of a user's source must not end the thread with a traceback

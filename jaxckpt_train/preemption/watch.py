@@ -493,7 +493,7 @@ class PreemptionWatch:
         Args:
             leaving: whether the process ends now. If a shutdown was requested, all watched signals are ignored.
         """
-        self._tell_sources()
+        self._notify_sources()
         self._agreement.leave()
         self._sources.stop()
         is_asked = self.noticed_at is not None or self._signals.received is not None
@@ -508,7 +508,7 @@ class PreemptionWatch:
         """
         self._left = step, None if left_s is None else self._monotonic() + left_s
 
-    def _tell_sources(self) -> None:
+    def _notify_sources(self) -> None:
         left, self._left = self._left, None  # notify only once
         if left is not None and self._sources and self._is_first:
             step, ends_at = left

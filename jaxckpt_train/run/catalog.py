@@ -60,7 +60,7 @@ def refuse_other_steps(backend: Backend, directory: str) -> None:
     entries = _listed(backend, directory)
     steps = orbax_steps(backend, directory, entries)
     if steps:
-        raise _not_gone_on_from(directory, _orbax_text(steps), list(steps.values())[-1])
+        raise _foreign_steps_error(directory, _orbax_text(steps), list(steps.values())[-1])
     folders = step_folders(backend, directory, entries)
     if folders is not None and folders.tool == LEVANTER:
         raise SettingsError(
@@ -68,17 +68,17 @@ def refuse_other_steps(backend: Backend, directory: str) -> None:
             "this package does not read: choose another directory"
         )
     if folders is not None:
-        raise _not_gone_on_from(directory, _folders_text(folders), folders.names[-1])
+        raise _foreign_steps_error(directory, _folders_text(folders), folders.names[-1])
 
 
 def refuse_flax_checkpoints(backend: Backend, directory: str) -> None:
     """Like `refuse_other_steps`, for the files of `flax.training.checkpoints`."""
     names = certain_checkpoints(backend, directory, _listed(backend, directory))
     if names:
-        raise _not_gone_on_from(directory, _flax_text(names), names[-1])
+        raise _foreign_steps_error(directory, _flax_text(names), names[-1])
 
 
-def _not_gone_on_from(directory: str, found: str, newest: str) -> SettingsError:
+def _foreign_steps_error(directory: str, found: str, newest: str) -> SettingsError:
     return SettingsError(
         f"{directory}: expected a run of this package or an empty directory, found {found}, from which a run does not "
         "continue by itself: choose another directory, and load a checkpoint by jaxckpt_train.load, or start the new "
@@ -260,7 +260,7 @@ def unfinished_deletions(
     directory: str,
     committed: Collection[str],
     events: Iterable[Mapping[str, Any]],
-    tell: Callable[[str], object],
+    report: Callable[[str], object],
 ) -> list[str]:
     """The names of step directories whose deletion was started and not finished.
 
@@ -271,7 +271,7 @@ def unfinished_deletions(
         directory: the run directory.
         committed: the names of its committed steps.
         events: the events of its history.
-        tell: called with the name of each deleted step that the history does not report, because its owner died in
+        report: called with the name of each deleted step that the history does not report, because its owner died in
             between. Not called for a name that exists: the step was saved again, or a power cut restored it.
     """
     there = [entry.name for entry in backend.list(directory)]
@@ -279,7 +279,7 @@ def unfinished_deletions(
     last = {str(event.get("name")): event["event"] for event in events if event.get("event") in ("save", "delete")}
     for name in map(shown_name, hidden):
         if last.get(name) != "delete" and name not in there:
-            tell(name)
+            report(name)
     in_place = [name for name in map(shown_name, hidden) if name in there and name not in committed]
     return in_place + [name for name in hidden if shown_name(name) not in in_place]
 
@@ -327,7 +327,7 @@ def scan_with_notes(
 
 
 def refuse_uncommitted(
-    backend: Backend, directory: str, damaged: bool, progress: ReadProgress | None = None, beside_flax: bool = False
+    backend: Backend, directory: str, damaged: bool, progress: ReadProgress | None = None, allows_flax: bool = False
 ) -> None:
     """Raise CorruptCheckpointError if there are step directories, none of which can be restored.
 
@@ -336,7 +336,7 @@ def refuse_uncommitted(
         directory: the run directory.
         damaged: whether steps were set aside.
         progress: called with 0 while waiting for the disk.
-        beside_flax: whether the directory may have checkpoints of Flax.
+        allows_flax: whether the directory may have checkpoints of Flax.
 
     Raises:
         SettingsError: the directory has steps of Orbax, Levanter or TorchTitan, or checkpoints of Flax.
@@ -349,7 +349,7 @@ def refuse_uncommitted(
             f"{directory}: has {', '.join(names[:5])}, but each of its steps is {why}: copy them again, or move them "
             "away to start from scratch"
         )
-    if not beside_flax:
+    if not allows_flax:
         call_with_timeout(directory, lambda _: refuse_flax_checkpoints(backend, directory), progress)
 
 

@@ -357,10 +357,10 @@ class RunDirectory:
         self._next_save.found(self._entries, self._notes.roll_back)
         self._infos = None
 
-    def check_fresh(self, progress: ReadProgress | None = None, beside_flax: bool = False) -> None:
+    def check_fresh(self, progress: ReadProgress | None = None, allows_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if there are step directories but none of them is committed and intact."""
         if not self.entries(progress):
-            refuse_uncommitted(self._backend, self._directory, bool(self.damaged(progress)), progress, beside_flax)
+            refuse_uncommitted(self._backend, self._directory, bool(self.damaged(progress)), progress, allows_flax)
             self._origin.nothing()
 
     def entries(self, progress: ReadProgress | None = None) -> list[Entry]:

@@ -50,7 +50,7 @@ _DAMAGE = {
 _PROVEN = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 _log = logging.getLogger("jaxckpt_train")
 # Each process reads a larger manifest itself: the storage delivers it to many processes faster than the primary.
-MOST_TOLD_BYTES = 4 << 20
+MOST_SENT_BYTES = 4 << 20
 
 
 class ByteMeter:
@@ -255,7 +255,7 @@ class JobRestore:
     ) -> None:
         self._job_sync, self._backend = job_sync, backend
         self._targets, self._settings, self._meter = targets, settings, ByteMeter(progress)
-        self._is_told = False
+        self._is_reported = False
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[Callable[[Committed], dict[str, Any]] | None]:
@@ -271,28 +271,28 @@ class JobRestore:
             yield None
             return
         try:
-            yield self._tell_and_load
+            yield self._send_and_load
         except BaseException as error:
-            if not self._is_told:
-                self._tell_failure(error)
+            if not self._is_reported:
+                self._report_failure(error)
             raise
 
     def restored(self, step: int) -> None:
         """In the primary: report that all processes have restored this step."""
         if not self._job_sync.is_single_process:
-            self._is_told = True
+            self._is_reported = True
             self._job_sync.on_primary("restoring", lambda: _Chosen("", "", b"", step))
 
-    def _tell_failure(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         def say() -> Any:
             raise error
 
         with contextlib.suppress(type(error)):
             self._job_sync.on_primary("restoring", say)
 
-    def _tell_and_load(self, committed: Committed) -> dict[str, Any]:
+    def _send_and_load(self, committed: Committed) -> dict[str, Any]:
         manifest = encode_manifest(committed.manifest)
-        sent = manifest if len(manifest) <= MOST_TOLD_BYTES else b""
+        sent = manifest if len(manifest) <= MOST_SENT_BYTES else b""
         chosen = _Chosen(committed.directory, committed.manifest_sha256, sent, None)
         self._job_sync.on_primary("restoring", lambda: chosen)
         return self._load(committed.directory, lambda: committed)

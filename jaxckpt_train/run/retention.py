@@ -580,7 +580,7 @@ class LinkToBest:
                 self._point(target)
             except StorageError as error:
                 self._is_known = False
-                self._tell(str(error))
+                self._warn(str(error))
             else:
                 self._target, self._is_known = target, True
 
@@ -589,9 +589,9 @@ class LinkToBest:
         if isinstance(self._backend, Linking):
             self._backend.point(f"{self._directory}/{self._link.name}", target)
         else:
-            self._tell(f"{self._directory}: this storage has no links")
+            self._warn(f"{self._directory}: this storage has no links")
 
-    def _tell(self, problem: str) -> None:
+    def _warn(self, problem: str) -> None:
         level = logging.INFO if self._has_warned else logging.WARNING
         self._has_warned = True
         _log.log(level, "no link to the best step: %s", problem)
