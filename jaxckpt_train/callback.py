@@ -19,7 +19,7 @@ from jaxckpt_train.checkpoint import PathLike, load
 from jaxckpt_train.checkpointables.base import NOTHING
 from jaxckpt_train.checkpointables.grain import mark_absl_flags_parsed
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, with_fingerprint
-from jaxckpt_train.checkpointables.state_makers import made, made_abstractly, refuse_abstract
+from jaxckpt_train.checkpointables.state_makers import make_values, refuse_abstract_values, trace_values
 from jaxckpt_train.config import (
     build_notices,
     callback_arguments,
@@ -179,7 +179,7 @@ class CheckpointCallback(LoopForms):
             values = notify_resumed(self.manager, values)
             self.manager.is_in_loop = True
         else:
-            values = made(values)
+            values = make_values(values)
             self._loop.begin(values)
         found = tuple(values.values())
         return found[0] if len(found) == 1 else found
@@ -609,13 +609,13 @@ def _initialise(
     if init_from is not None:
         given, options = path_and_options(init_from)
         path, keeps_some = resolve_directory(given), {"only", "missing"} & options.keys()
-        like = (made if keeps_some else made_abstractly)({"state": values["state"]})["state"]
+        like = (make_values if keeps_some else trace_values)({"state": values["state"]})["state"]
         values["state"] = manager.on_all(
             "loading", lambda: load(path, like, donatable=True, progress=interruptible, **options)
         )
         _log.info("initialised the state from %s", given)
-    values = made(values)
-    refuse_abstract(values, manager.directory)
+    values = make_values(values)
+    refuse_abstract_values(values, manager.directory)
     return values
 
 
@@ -637,7 +637,7 @@ def _restore(
     shown = wants_progress(progress)
     total = size_if_readable(lambda: manager.metadata(progress=shutdown.interruptible(None))) if shown else None
     with with_fingerprint(fingerprint), progress_line("restoring", total, shown) as advance:
-        values = restore_values(manager, made_abstractly(values), on_mismatch, shutdown.interruptible(advance))
+        values = restore_values(manager, trace_values(values), on_mismatch, shutdown.interruptible(advance))
     _log.info("resumed from step %s of %s", manager.restored_step, manager.directory)
     return values
 

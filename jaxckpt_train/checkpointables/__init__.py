@@ -1,1 +1,1 @@
-"""Checkpointables: what can be saved under a name of its own, and the adapters for each kind."""
+"""Checkpointables: values that are saved under their own names, and a handler for each kind of value."""

@@ -1,4 +1,4 @@
-"""What a handler of one kind of checkpointable must do, and what passes between it and a save or a load."""
+"""The interface between handlers of checkpointables and the code that saves and loads them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ class _Nothing:
     def __repr__(self) -> str:
         return "NOTHING"
 
-    __reduce__ = __repr__  # a copy of it is itself
+    __reduce__ = __repr__  # copying or unpickling returns the same object
 
 
 NOTHING: Any = _Nothing()
-"""What `Staged.tree` is when there is no tree: None is a tree too, and a JSON value."""
+"""The value of `Staged.tree` without a tree, since None is a valid tree and a valid JSON value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """One checkpointable as of the call to save, taken on the calling thread. Exactly one part is given.
+    """One checkpointable as of the call to save, taken on the calling thread.
+
+    Give exactly one of `tree`, `value` and `write_files`.
 
     Attributes:
         tree: a pytree whose leaves are stored one by one. It is snapshotted right after `stage` returns.
         value: plain JSON data, stored in the file `<name>/p00000.json`.
-        same: of a `value` that every process of a job has for itself: what is equal in all of them if one value is to
-            stand for all; else each has a file of its own, `<name>/pNNNNN.json`. NOTHING: all must have the same value.
-        write_files: called once on the writer's thread with the existing, empty directory `<name>/` of the
-            attempt; whatever plain files it leaves there are synced, digested and become part of the checkpoint. In a
-            job of several processes all call it with the same directory.
+        same: for a `value` that each process of a job has for itself: the part that must be equal in all processes if
+            one value is to stand for all. If the parts differ, each process gets its own file, `<name>/pNNNNN.json`.
+            NOTHING: all processes must have the same value.
+        write_files: called once on the writer's thread with the existing, empty directory `<name>/` of the attempt. The
+            plain files that it leaves there are synced, digested and become part of the checkpoint. In a multi-process
+            job, all processes call it with the same directory.
     """
 
     tree: Any = NOTHING
@@ -45,48 +48,54 @@ class Staged:
 
 
 class Saved(Protocol):
-    """One checkpointable of a committed checkpoint, as a handler sees it when loading."""
+    """One checkpointable of a committed checkpoint, as its handler sees it in a load.
+
+    Attributes:
+        name: the name of the checkpointable.
+        kind: the kind of the handler that saved it.
+        values: the number of stored values: one that stands for all processes, or one for each of several.
+        process: the number of the process whose value `value` returns.
+    """
 
     name: str
     kind: str
     values: int
-    """How many values there are: one that stands for all processes, or one of each of several."""
     process: int
-    """Number of the process whose value `value` gives."""
 
     def tree(self, like: Any) -> Any:
-        """The stored leaves in the structure of `like`; with None, nested dicts and lists of numpy arrays."""
+        """Return the stored leaves in the structure of `like`, or nested dicts and lists of numpy arrays for None."""
 
     def compare(self, like: Any) -> None:
-        """Raise MismatchError where `tree` would; nothing is read."""
+        """Raise MismatchError if `tree` would raise it, without reading anything."""
 
     def value(self) -> Json:
-        """The JSON data that was staged as `value`; its digest is verified, unless `verify_on_load` is off."""
+        """Return the JSON data that was staged as `value`, with its digest verified unless `verify_on_load` is off."""
 
     def directory(self) -> Path:
-        """The directory with the files that `write_files` left; their digests as well are verified, as for `value`."""
+        """Return the directory with the files from `write_files`, with their digests verified as for `value`."""
 
 
 class Handler(Protocol):
-    """How one kind of checkpointable is taken apart and put together.
+    """Saves and restores one kind of checkpointable.
+
+    A handler may also have `restores`, a tuple of other kinds that it restores, such as those of other tools. It may
+    also have `compare(target, saved)`, which raises MismatchError if `restore` would. This is called for all
+    checkpointables before the first of them is restored, so that a mismatch in one leaves the others unchanged.
 
     Attributes:
-        kind: recorded in the manifest; finds the handler again when there is no target.
-        early: restored before the arrays of the checkpoint (iterators: their prefetch hides behind the arrays).
-
-    A handler may also have `restores`, other kinds than its own that it restores, such as those of other tools. And it
-    may have `compare(target, saved)`, which raises MismatchError where `restore` would: it is called for
-    all checkpointables before the first of them is restored, so that a mismatch of one leaves the others as they were.
+        kind: recorded in the manifest; a load without a target finds the handler by it.
+        early: whether it is restored before the arrays of the checkpoint, so that an iterator prefetches during their
+            load.
     """
 
     kind: str
     early: bool
 
     def handles(self, value: object) -> bool:
-        """Whether this handler takes `value`, as something to save or as the target of a load."""
+        """Return whether this handler accepts `value`, as something to save or as the target of a load."""
 
     def stage(self, value: Any) -> Staged:
-        """Take `value` as it is now. Called on the thread that called save; nothing may change afterwards."""
+        """Stage `value` as it is now, on the thread that called save. Later changes of `value` must have no effect."""
 
     def restore(self, target: Any, saved: Saved) -> Any:
-        """Put the saved content into `target` (or build it anew when target is None) and return it."""
+        """Restore the saved content into `target`, or build it if `target` is None, and return it."""

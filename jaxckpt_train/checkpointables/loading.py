@@ -1,4 +1,4 @@
-"""Loads checkpointables of a committed checkpoint through their handlers."""
+"""Load the checkpointables of a committed checkpoint through their handlers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class OpenPart:
-    """One checkpointable of an opened checkpoint; the `Saved` that handlers are given."""
+    """One checkpointable of an opened checkpoint: the `Saved` that a handler receives."""
 
     def __init__(
         self,
@@ -54,24 +54,24 @@ class OpenPart:
         self.values = sum(value_file(part.name, number) in self._files_by_name for number in range(len(part.files)))
         process = current().process
         self.process = process if process < self.values else 0
-        self._gave_directory = False
+        self._returned_directory = False
 
     def tree(self, like: Any) -> Any:
-        """The stored leaves in the structure of `like`; with None, nested dicts and lists of numpy arrays."""
+        """Return the stored leaves in the structure of `like`, or nested dicts and lists of numpy arrays for None."""
         return self._restore.load(like, self._options, self._progress, self._loads)
 
     def compare(self, like: Any) -> None:
-        """Raise MismatchError where `tree` would; nothing is read."""
+        """Raise MismatchError if `tree` would raise it, without reading anything."""
         self._restore.compare(like, self._options, self._loads)
 
     @unlocked_cached_property
     def _restore(self) -> TreeRestore:
         if not has_tree(self._part) and self._part.files:
-            self.value()  # of another tool, and its tree is gone: reading it tells so
+            self.value()  # the tree of another tool could not be read; this raises the error that says why
         return TreeRestore(self._files, self._committed, self._part, self._settings)
 
     def value(self) -> Json:
-        """The JSON data, its digest verified if that is asked for."""
+        """Return the JSON data, with its digest verified if the settings ask for it."""
         name, manifest = value_file(self.name, self.process), self._committed.manifest
         record = self._files_by_name.get(name)
         if record is None:
@@ -84,15 +84,15 @@ class OpenPart:
             raise CorruptCheckpointError(f"{self._committed.directory}/{name}: not JSON: {error}") from error
 
     def directory(self) -> Path:
-        """The directory of the part's own files: all there, and their digests verified if that is asked for."""
+        """Return the directory of the checkpointable's own files, with their digests verified as for `value`."""
         for problem in self._asked(self._own_problems):
             raise CorruptCheckpointError(problem)
-        self._gave_directory = True
+        self._returned_directory = True
         return Path(self._committed.directory, self.name)
 
     def check_after(self) -> None:
-        """Raise CorruptCheckpointError if files that were read by their names may be another checkpoint's."""
-        if self._gave_directory:
+        """Raise CorruptCheckpointError if files that were read by name may belong to another checkpoint."""
+        if self._returned_directory:
             self._asked(lambda _: check_unchanged(self._files, self._committed, may_be_gone=False))
 
     def _asked(self, ask: Callable[[Callable[[], None]], T]) -> T:
@@ -124,16 +124,17 @@ def load_parts(
     progress: ReadProgress | None = None,
     loads: JobLoads | None = None,
 ) -> dict[str, Any]:
-    """Restore the named checkpointables into their targets; a target of None means without one.
+    """Restore the named checkpointables into their targets, or without a target if it is None.
 
-    With `loads` all processes of their job do so together, as `StoreSettings.read_once` says; again after a failure,
-    too. Whoever made them tells the others what fails.
+    With `loads`, all processes of the job load together, as described in `StoreSettings.read_once`, also after a
+    failure. The owner of `loads` shares errors with the other processes.
 
     Raises:
         MismatchError: the checkpoint has no such checkpointable, or it does not fit its target.
-        IteratorStateError: the position of an iterator was saved with another fingerprint than holds now.
-        CorruptCheckpointError: bytes are not what was saved.
-        CheckpointTimeoutError, OtherProcessError: another process did not come, or got no further, or loads another.
+        IteratorStateError: the position of an iterator was saved with another fingerprint.
+        CorruptCheckpointError: the bytes are not what was saved.
+        CheckpointTimeoutError, OtherProcessError: another process did not join, made no progress, or loads something
+            else.
     """
     files, loads = PreopenedFiles(backend, committed, settings.direct_io), loads or JobLoads(None, settings)
     try:
@@ -144,15 +145,15 @@ def load_parts(
 
 
 def expect_parts(loads: JobLoads, targets: Mapping[str, Any], only: Only = None, shardings: Any = None) -> None:
-    """Before anything can fail: tell the loads of a job what these targets want, so far as that is known by now."""
+    """Tell the loads of a job early what these targets need, as far as it is known before anything can fail."""
     for target in targets.values() if loads.processes > 1 else ():
-        tree_of = getattr(handler_of(target), "tree_of", None)  # others say it when they load
+        tree_of = getattr(handler_of(target), "tree_of", None)  # other handlers state it when they load
         if tree_of is not None:
             loads.expect(requested_shardings(tree_of(target), only, shardings))
 
 
 def compare_parts(backend: Opener, committed: Committed, targets: Mapping[str, Any], settings: StoreSettings) -> None:
-    """Raise MismatchError where `load_parts` would before it reads; nothing is read, and no target is changed."""
+    """Raise MismatchError if `load_parts` would raise it, without reading anything or changing a target."""
     loads = JobLoads(None, settings)
     for name, target in targets.items():
         part = _part_of(committed, name)
@@ -167,8 +168,8 @@ def _part_of(committed: Committed, name: str) -> PartRecord:
     if part is None:
         there = ", ".join(repr(part.name) for part in committed.manifest.parts)
         raise MismatchError(
-            f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}. Ask for those only, "
-            f"and begin {name!r} anew"
+            f"{committed.directory}: has no checkpointable {name!r}; it has {there or 'none'}. Restore only those, and "
+            f"start {name!r} afresh"
         )
     return part
 
@@ -190,10 +191,10 @@ def _load_parts(
             check_fingerprint(name, committed.manifest.info.get("fingerprint"), current_fingerprint())
         jobs.append((handler_for_load(target, part.kind, name), target, opened))
     jobs.sort(key=lambda job: not job[0].early)
-    if len(jobs) > 1:  # retention may remove the checkpoint while the first of them is read
+    if len(jobs) > 1:  # retention may remove the checkpoint during the first read
         parts = [_part_of(committed, opened.name) for *_, opened in jobs]
         call_with_timeout(committed.directory, lambda report: files.open_ahead(parts, report), progress)
-    if len(jobs) > 1:  # else nothing changes before the one is compared
+    if len(jobs) > 1:  # a single one is compared before it changes anything
         for handler, target, opened in jobs:
             compare = getattr(handler, "compare", None)
             if compare is not None:

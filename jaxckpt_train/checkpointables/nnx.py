@@ -1,4 +1,4 @@
-"""The handler of Flax objects: NNX modules, optimizers and Rngs in place, Linen's boxed values under their own path."""
+"""The handler of Flax objects: NNX modules, optimizers and Rngs are restored in place."""
 
 from __future__ import annotations
 
@@ -18,44 +18,45 @@ def _is_object(value: object) -> bool:
 
 
 class NnxHandler:
-    """NNX objects, alone or among the leaves of a pytree; each is stored as the pure dict of its variables.
+    """The handler of NNX objects, alone or among the leaves of a pytree.
 
-    Restored in place; other leaves of the pytree are returned anew.
+    Each object is stored as the pure dict of its variables, and restored in place. Other leaves of the pytree are
+    returned as new values.
     """
 
     kind = "pytree"
     early = False
 
     def handles(self, value: object) -> bool:
-        """Whether there is an NNX object in it."""
+        """Return whether the value contains an NNX object."""
         try:
             leaves = jax.tree_util.tree_leaves(value, is_leaf=_is_object)
-        except ValueError:  # JAX cannot flatten it; the snapshot says where
+        except ValueError:  # JAX cannot flatten it; the snapshot reports where
             return False
         return any(map(_is_object, leaves))
 
     def is_current(self, value: object) -> bool:
-        """Whether it is nothing but NNX objects, which change in place."""
+        """Return whether the value consists of NNX objects only, which change in place."""
         return all(map(_is_object, jax.tree_util.tree_leaves(value, is_leaf=_is_object)))
 
     def stage(self, value: Any) -> Staged:
-        """The states of its objects in their places."""
+        """Stage the value with the states of its objects in their places."""
         return Staged(tree=_states(value))
 
     def tree_of(self, target: Any) -> Any:
-        """What `restore` loads the leaves of: the states of the objects in their places."""
+        """Return the tree that `restore` loads: the states of the objects in their places."""
         return _states(target)
 
     def compare(self, target: Any, saved: Saved) -> None:
-        """Raise all differences to the target."""
+        """Raise an error with all differences to the target."""
         saved.compare(_states(target))
 
-    def made_abstractly(self, make: Callable[[], Any]) -> Any:
-        """What a function makes, with a `jax.ShapeDtypeStruct` in place of each array."""
+    def trace(self, make: Callable[[], Any]) -> Any:
+        """Return what a function makes, with a `jax.ShapeDtypeStruct` in place of each array."""
         return nnx.eval_shape(make)
 
     def restore(self, target: Any, saved: Saved) -> Any:
-        """The target, the variables of its objects set to what was saved."""
+        """Set the variables of the target's objects to the saved values, and return the target."""
         loaded = saved.tree(_states(target))
         return jax.tree_util.tree_map(_update, target, loaded, is_leaf=_is_object)
 

@@ -1,4 +1,4 @@
-"""The handlers of plain content: pytrees, JSON values, and objects with get_state and set_state."""
+"""The handlers of pytrees, JSON values, and objects with `get_state` and `set_state`."""
 
 from __future__ import annotations
 
@@ -14,78 +14,79 @@ from jaxckpt_train.errors import MismatchError, UnsupportedLeafError
 
 
 class PytreeHandler:
-    """Any pytree; the handler of everything that no other handler takes."""
+    """The handler of pytrees, and of everything that no other handler accepts."""
 
     kind = "pytree"
     early = False
 
     def handles(self, value: object) -> bool:
-        """Everything."""
+        """Return True."""
         return True
 
     def stage(self, value: Any) -> Staged:
-        """The tree itself."""
+        """Stage the tree itself."""
         return Staged(tree=value)
 
     def tree_of(self, target: Any) -> Any:
-        """What `restore` loads the leaves of."""
+        """Return the tree that `restore` loads."""
         return target
 
     def compare(self, target: Any, saved: Saved) -> None:
-        """Raise all differences to the target."""
+        """Raise an error with all differences to the target."""
         saved.compare(target)
 
     def restore(self, target: Any, saved: Saved) -> Any:
-        """The stored leaves in the structure of the target."""
+        """Return the stored leaves in the structure of the target."""
         return saved.tree(target)
 
 
 @dataclasses.dataclass(frozen=True)
 class JsonValue:
-    """Marks plain data (None, bool, int, float, str, lists, dicts with text keys) that is stored as a JSON file.
+    """Marks plain data that is stored as a JSON file: None, bool, int, float, str, lists, and dicts with text keys.
 
-    Unlike a pytree it is loaded as it was saved, whatever its structure is by then: use it for configurations and
-    notes. As the target of a load give `JsonValue(None)` or nothing. NaN and infinities come back, too.
+    Unlike a pytree, it is loaded as it was saved, even if its structure has changed since. Use it for configurations
+    and notes. As the target of a load, pass `JsonValue(None)` or None. NaN and infinities are preserved.
     """
 
     value: Json
 
 
 class JsonHandler:
-    """A JsonValue."""
+    """The handler of `JsonValue`."""
 
     kind = "json"
-    restores = (ORBAX_GRAIN,)  # as it is, where there is no iterator to set
+    restores = (ORBAX_GRAIN,)  # as plain data, if there is no iterator to set
     early = True
 
     def handles(self, value: object) -> bool:
-        """Whether it is marked as JSON."""
+        """Return whether the value is marked as JSON."""
         return isinstance(value, JsonValue)
 
     def stage(self, value: JsonValue) -> Staged:
-        """The data; it is encoded before the call to save returns."""
+        """Stage the data; it is encoded before the call to save returns."""
         return Staged(value=value.value)
 
     def restore(self, target: Any, saved: Saved) -> JsonValue:
-        """The data, marked as JSON again."""
+        """Return the data, marked as JSON again."""
         return JsonValue(saved.value())
 
 
 class GetSetStateHandler:
-    """An object with `get_state()` and `set_state(state)`; the state is any pytree, restored without a target.
+    """The handler of objects with `get_state()` and `set_state(state)`.
 
-    In a job of several processes each has its own, as of an iterator: plain data may differ, arrays on devices may not.
+    The state is any pytree, and is restored without a target. In a multi-process job each process has its own state,
+    like that of an iterator. Plain data may differ between processes; arrays on devices may not.
     """
 
     kind = "get_set_state"
     early = True
 
     def handles(self, value: object) -> bool:
-        """Whether it has both methods."""
+        """Return whether the value has both methods."""
         return not inspect.isclass(value) and all(callable(getattr(value, m, None)) for m in ("get_state", "set_state"))
 
     def stage(self, value: Any) -> Staged:
-        """What `get_state` returns now."""
+        """Stage the current result of `get_state`."""
         state = value.get_state()
         if current().processes > 1:
             with contextlib.suppress(UnsupportedLeafError):
@@ -93,11 +94,11 @@ class GetSetStateHandler:
         return Staged(tree=state)
 
     def restore(self, target: Any, saved: Saved) -> Any:
-        """The target after `set_state`; without a target the state itself."""
+        """Call `set_state` on the target and return it; return the state itself without a target."""
         state = own_value(saved, is_wanted=target is not None) if saved.values else saved.tree(None)
         if target is None:
             return state
         if not self.handles(target):
-            raise MismatchError(f"{saved.name!r} was saved from an object with get_state; the target has no set_state")
+            raise MismatchError(f"{saved.name!r}: saved from an object with get_state, but the target has no set_state")
         target.set_state(state)
         return target

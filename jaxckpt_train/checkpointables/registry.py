@@ -1,4 +1,4 @@
-"""Which handler takes which checkpointable."""
+"""The registry of handlers: it finds the handler for a checkpointable."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class _Registered:
 
 
 def register_handler(taken: type, handler: Any) -> None:
-    """Register how objects of a type are saved and loaded; the newest registration that fits an object wins.
+    """Register how objects of a type are saved and loaded. The newest registration that fits an object is used.
 
     Args:
-        taken: the type; instances of subclasses are taken too.
+        taken: the type. Instances of its subclasses are included.
         handler: an object with `stage(value) -> Staged` and `restore(target, saved) -> value`; see
-            `jaxckpt_train.checkpointables.base`. Optional attributes: `kind` (text recorded in the checkpoint, by
-            which the handler is found when there is no target; default: the type's name), `restores`, `early` and
+            `jaxckpt_train.checkpointables.base`. Optional attributes are `kind` (text recorded in the checkpoint, by
+            which a load without a target finds the handler; the default is the type's name), `restores`, `early` and
             `compare`.
 
     Raises:
-        SettingsError: `taken` is no type, or the handler lacks a method.
+        SettingsError: `taken` is not a type, or the handler lacks a method.
     """
     if not isinstance(taken, type):
         raise SettingsError(f"register_handler: expected a type, found {taken!r}")
@@ -73,7 +73,10 @@ def register_handler(taken: type, handler: Any) -> None:
 
 
 def _handlers() -> list[Handler]:
-    """All handlers in the order in which they are asked. Flax's comes in once the user has imported Flax."""
+    """Return all handlers in order of precedence.
+
+    The handler of Flax is included once the program has imported Flax.
+    """
     known: list[Handler] = [*_registered, *_OWN]
     if "flax" in sys.modules:
         from jaxckpt_train.checkpointables.nnx import NnxHandler
@@ -83,50 +86,50 @@ def _handlers() -> list[Handler]:
 
 
 def handler_of(value: object) -> Handler:
-    """The handler that takes a value, as something to save or as a target.
+    """Return the handler that accepts a value, as something to save or as a target.
 
     Raises:
-        UnsupportedLeafError: it is a tree that is too deep to be looked at.
+        UnsupportedLeafError: the value is a tree that is nested too deeply.
     """
     refuse_too_deep("the tree", value)
     return next(handler for handler in _handlers() if handler.handles(value))
 
 
 def keeps_itself_current(value: object) -> bool:
-    """Whether a value given once stays the current one: objects that change in place do, pytrees of arrays do not."""
+    """Return whether a value changes in place, as objects do and pytrees of arrays do not."""
     handler = handler_of(value)
     is_current = getattr(handler, "is_current", None)
     return handler.kind != _PYTREE.kind if is_current is None else bool(is_current(value))
 
 
 def is_tree_in_place(value: object) -> bool:
-    """Whether it is a tree whose arrays are replaced in place, as those of NNX objects are."""
+    """Return whether a value is a tree whose arrays are replaced in place, like those of NNX objects."""
     return keeps_itself_current(value) and handler_of(value).kind == _PYTREE.kind
 
 
 def is_grain_iterator(value: object) -> bool:
-    """Whether it is an iterator of Grain for which the user has registered no handler."""
+    """Return whether a value is a Grain iterator for which the user has not registered a handler."""
     return isinstance(handler_of(value), GrainHandler)
 
 
 def _kinds_of(handler: Handler) -> tuple[str, ...]:
-    """The kinds that a handler restores: its own first."""
+    """Return the kinds that a handler restores, its own first."""
     return handler.kind, *getattr(handler, "restores", ())
 
 
 def handler_for_load(target: object, kind: str, name: str) -> Handler:
-    """The handler that restores a checkpointable of a kind into a target; without a target, the kind's own.
+    """Return the handler that restores a kind into a target, or the handler of the kind without a target.
 
     Raises:
-        MismatchError: the target is of another kind than what was saved, or no handler knows the kind.
+        MismatchError: the target is of another kind than the saved value, or no handler restores the kind.
     """
     if target is None:
         for handler in [_PYTREE, *_handlers()]:
             if kind in _kinds_of(handler):
                 return handler
         raise MismatchError(
-            f"checkpointable {name!r} is of kind {kind!r}, which no handler here knows; register it "
-            "(jaxckpt_train.register_handler), or leave it out of what is loaded"
+            f"checkpointable {name!r}: no handler is registered for its kind {kind!r}; register one "
+            "(jaxckpt_train.register_handler), or omit it from the load"
         )
     handler = handler_of(target)
     if kind not in _kinds_of(handler):

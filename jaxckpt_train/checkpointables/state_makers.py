@@ -1,4 +1,4 @@
-"""A state given as the function that makes it: called on a fresh start, and only traced where a step is restored."""
+"""A state given as the function that makes it: called on a fresh start, and only traced for a restore."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ _NOTABLE_BYTES = 1 << 20
 
 
 def is_maker(value: object) -> bool:
-    """Whether a value is a function that makes a state, and not a state that can be called.
+    """Return whether a value is a function that makes a state, and not a callable state.
 
-    Modules of NNX have a handler of their own, and modules of Equinox are pytrees. Any other callable holds nothing
-    that could be saved.
+    Modules of NNX have their own handler, and modules of Equinox are pytrees. Any other callable contains nothing that
+    could be saved.
     """
     return callable(value) and isinstance(handler_of(value), PytreeHandler) and jax.tree_util.all_leaves([value])
 
 
-def made(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, each function that makes one replaced with its result."""
+def make_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Call each function that makes a value, and return the values."""
     return {name: value() if is_maker(value) else value for name, value in values.items()}
 
 
-def made_abstractly(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As `made`, but no array is computed: each is a `jax.ShapeDtypeStruct`, with its sharding where that is known."""
+def trace_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values like `make_values`, but with a `jax.ShapeDtypeStruct` for each array instead of computing it.
+
+    The structs have shardings if these are known.
+    """
     return {name: _abstract(value) if is_maker(value) else value for name, value in values.items()}
 
 
-def refuse_abstract(values: Mapping[str, Any], directory: str) -> None:
-    """Raise SettingsError if a loop without a step to restore was given an abstract state."""
+def refuse_abstract_values(values: Mapping[str, Any], directory: str) -> None:
+    """Raise SettingsError if a loop without a step to restore passed an abstract state."""
     for name, value in values.items():
         tree_of = getattr(handler_of(value), "tree_of", None)
         if tree_of is None or not any(map(_is_abstract, jax.tree.leaves(tree := tree_of(value)))):
@@ -48,9 +51,9 @@ def refuse_abstract(values: Mapping[str, Any], directory: str) -> None:
         flat = flatten(tree)
         leaf = next(path for path, leaf in zip(flat.names, flat.leaves, strict=True) if _is_abstract(leaf))
         raise SettingsError(
-            f"resume: {name}: expected arrays, as {directory} has no step to restore; found a jax.ShapeDtypeStruct at "
-            f"leaf {leaf!r}: give the function that makes the state, resume(make_state, ...), which is called on a "
-            "fresh start only"
+            f"resume: {name}: expected arrays, because {directory} has no step to restore, found a "
+            f"jax.ShapeDtypeStruct at leaf {leaf!r}; pass the function that makes the state, resume(make_state, ...), "
+            "which is called on a fresh start only"
         )
 
 
@@ -63,8 +66,8 @@ def _abstract(make: Callable[[], Any]) -> Any:
         return _traced(make)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         _log.warning(
-            "resume: the function that makes the state cannot be traced, so it is called, which computes all of its "
-            "arrays: it needs the values of some of them. Compute these outside of it. %s",
+            "resume: the function that makes the state cannot be traced, because it needs the values of some arrays. "
+            "It is called instead, which computes all of its arrays. Compute the needed values outside of it. %s",
             str(error).partition("\n")[0],
         )
     state = make()
@@ -87,7 +90,7 @@ def _traced(make: Callable[[], Any]) -> Any:
     traced, shapes = jax.make_jaxpr(trace, return_shape=True)()
     handler, structure, leaves = seen[-1]
     if structure is None:
-        of_objects: Callable[[Callable[[], Any]], Any] | None = getattr(handler, "made_abstractly", None)
+        of_objects: Callable[[Callable[[], Any]], Any] | None = getattr(handler, "trace", None)
         return make() if of_objects is None else of_objects(make)
     shardings = _shardings(traced.jaxpr)
     arrays = iter([_with_sharding(*each) for each in zip(shapes, shardings, strict=True)])
@@ -97,7 +100,7 @@ def _traced(make: Callable[[], Any]) -> Any:
 
 
 def _warn_of_unknown_shardings(tree: Any) -> None:
-    """Say so if leaves go to the default device although others of the same state are on several devices."""
+    """Warn if leaves go to the default device although other leaves of the state are on several devices."""
     structs = [leaf for leaf in jax.tree.leaves(tree) if _is_abstract(leaf)]
     unknown = [leaf for leaf in structs if leaf.sharding is None]
     if sum(map(_bytes, unknown)) < _NOTABLE_BYTES or not any(_is_on_several_devices(leaf.sharding) for leaf in structs):
@@ -105,9 +108,9 @@ def _warn_of_unknown_shardings(tree: Any) -> None:
     flat, largest = flatten(tree), max(unknown, key=_bytes)
     name = next(name for name, leaf in zip(flat.names, flat.leaves, strict=True) if leaf is largest)
     _log.warning(
-        "resume: leaf %r is restored to the default device (%d bytes in %d such leaves), while others of the state "
-        "are on several devices: tracing the function that makes the state does not tell its sharding. Make it "
-        "whole by jax.jit(make_state, out_shardings=...)",
+        "resume: leaf %r is restored to the default device (%d bytes in %d such leaves), while other leaves of the "
+        "state are on several devices. Tracing the function that makes the state does not show the leaf's sharding; "
+        "specify it by jax.jit(make_state, out_shardings=...)",
         name,
         sum(map(_bytes, unknown)),
         len(unknown),
@@ -128,7 +131,7 @@ def _is_tracer(leaf: object) -> bool:
 
 
 def _form(leaf: Any) -> Any:
-    """A leaf that is computed already, without its values if it is an array."""
+    """Return a computed leaf, without its values if it is an array."""
     if not isinstance(leaf, jax.Array):
         return _host_form(leaf)
     struct: Any = jax.ShapeDtypeStruct
@@ -137,14 +140,15 @@ def _form(leaf: Any) -> Any:
 
 
 def _host_form(leaf: Any) -> Any:
-    """A leaf that is no JAX array: itself, and an array of NumPy without the memory of its values."""
+    """Return a leaf that is not a JAX array unchanged, but a NumPy array without the memory of its values."""
     return np.broadcast_to(np.empty((), leaf.dtype), leaf.shape) if type(leaf) is np.ndarray else leaf
 
 
 def _shardings(jaxpr: Any) -> Sequence[Any]:
-    """The shardings of outputs: of `out_shardings` of a jitted function, a constraint in it, or a `jax.device_put`.
+    """Return the shardings of the outputs of a traced function.
 
-    One that comes with a layout is a `jax.experimental.layout.Format`.
+    They come from the `out_shardings` of a jitted function, a sharding constraint inside it, or a `jax.device_put`. A
+    sharding with a layout is a `jax.experimental.layout.Format`.
     """
     made_by = {id(var): (eqn.params, number) for eqn in jaxpr.eqns for number, var in enumerate(eqn.outvars)}
 

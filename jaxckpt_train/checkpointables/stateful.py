@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class DirectoryAwaitingCreation:
-    """The directory that an object's `save` is given: it exists when the returned awaitable runs, not before."""
+    """The directory that an object's `save` receives. It exists once the returned awaitable runs."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -32,33 +32,33 @@ class DirectoryAwaitingCreation:
         """
         if self._path is None:
             raise CheckpointError(
-                "save(directory) used its directory before returning; do so in the awaitable that it returns"
+                "save(directory) used its directory before it returned; use it in the awaitable that it returns"
             )
         return self._path
 
     async def await_creation(self) -> Path:
-        """The directory; see `path`."""
+        """Return the directory; see `path`."""
         return self.path
 
     def created(self, path: Path) -> None:
-        """Tell that the directory exists."""
+        """Set the path of the created directory."""
         self._path = path
 
 
 class StatefulHandler:
-    """An object with `async save(directory)` and `async load(directory)`, each returning an awaitable."""
+    """The handler of objects with `async save(directory)` and `async load(directory)`, which return awaitables."""
 
     kind = "stateful"
     early = True
 
     def handles(self, value: object) -> bool:
-        """Whether it has both coroutine methods."""
+        """Return whether the value has both coroutine methods."""
         return not inspect.isclass(value) and all(
             inspect.iscoroutinefunction(getattr(value, method, None)) for method in ("save", "load")
         )
 
     def stage(self, value: Any) -> Staged:
-        """Run `save` up to the awaitable that it returns, which writes the files in the background."""
+        """Run `save` until it returns the awaitable, which writes the files in the background."""
         directory = DirectoryAwaitingCreation()
         background = run_coroutine(value.save(directory))
 
@@ -66,15 +66,15 @@ class StatefulHandler:
             directory.created(path)
             run_coroutine(_finish(background))
 
-        if inspect.iscoroutine(background):  # a save that fails before its turn comes never awaits it
+        if inspect.iscoroutine(background):  # a save that fails early never awaits it
             weakref.finalize(write, background.close).atexit = False
         return Staged(write_files=write)
 
     def restore(self, target: Any, saved: Saved) -> Any:
-        """The target after `load` and the awaitable that it returns."""
+        """Run `load` of the target and the awaitable that it returns, and return the target."""
         if target is None or not self.handles(target):
             raise MismatchError(
-                f"{saved.name!r} was saved by an object that reads its own files; pass such an object as the target"
+                f"{saved.name!r}: saved by an object that reads its own files; pass such an object as the target"
             )
         path = saved.directory()
 
@@ -91,7 +91,7 @@ async def _finish(background: Awaitable[None] | None) -> None:
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end; also where this thread runs an event loop already, then on a thread of its own."""
+    """Run a coroutine to its end. If this thread already runs an event loop, use another thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -101,7 +101,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     def run() -> None:
         try:
             result.set_result(asyncio.run(coroutine))
-        except BaseException as error:  # noqa: BLE001  # a thread's edge: raised to the caller by the future
+        except BaseException as error:  # noqa: BLE001  # the future raises it in the caller
             result.set_exception(error)
 
     threading.Thread(target=run, name="jaxckpt-stateful", daemon=True).start()
