@@ -100,7 +100,7 @@ def test_missing_per_process_value_is_requested(tmp_path: Path) -> None:
     with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=1, save_on_exit=False) as ckpt:
         state, _ = ckpt.resume({"w": np.zeros(3)}, rng=jct.PerProcess(generator.bit_generator.state))
         generator.random(5)
-        with pytest.raises(jct.SettingsError, match="expected rng"):
+        with pytest.raises(jct.SettingsError, match="expected the argument rng"):
             ckpt(state)
 
 
@@ -139,7 +139,7 @@ def kept_of_orders(directory: str) -> int:
     save_steps(directory, list(range(1, 40)))
     save_steps(f"{directory}-2", [1])
     coordinator: Any = current()
-    return len(coordinator._orders._there)
+    return len(coordinator._nested._undeleted)
 
 
 def test_no_process_keeps_anything_of_saves_that_are_over(tmp_path: Path) -> None:
