@@ -25,7 +25,7 @@ PIECE = 8192
 
 def _no_retries(patch: pytest.MonkeyPatch) -> None:
     for module in (local, local_names):
-        patch.setattr(module, "again", lambda call, *args, **options: call(*args, **options))
+        patch.setattr(module, "retry_interrupted", lambda call, *args, **options: call(*args, **options))
 
 
 def _writes_ignore(*codes: int) -> Callable[[pytest.MonkeyPatch], None]:
