@@ -217,7 +217,7 @@ def kept() -> Iterator[collections.OrderedDict[Any, Any]]:
 def same_as_walked(tree: Any) -> bool:
     """Flatten a tree twice; whether the second time took what was kept."""
     flatten(tree)
-    found, walked = flatten(tree), flattening._flatten_anew(tree)
+    found, walked = flatten(tree), flattening._flatten_uncached(tree)
     assert list(found.names) == walked.names
     assert [id(leaf) for leaf in found.leaves] == [id(leaf) for leaf in walked.leaves]
     assert found.containers == walked.containers
@@ -235,7 +235,7 @@ def test_names_that_are_kept_are_those_of_tree(parts: list[Any]) -> None:
     large = [{"filling": [object() for _ in range(MANY)], "part": part} for part in parts]
     large += [[part, (Point(None, part), {}), large[0]["filling"]] for part in parts]
     for tree in [*large, *large, *[refilled(tree, object) for tree in large]]:
-        assert same_as_walked(tree) == flattening._has_plain_keys(flattening._flatten_anew(tree))
+        assert same_as_walked(tree) == flattening._has_plain_keys(flattening._flatten_uncached(tree))
         assert unflatten(tree, flatten(tree).leaves) == tree
     assert len(flattening._known) <= 4
 
@@ -286,14 +286,14 @@ def test_similar_structures_are_distinguished(kept: dict[Any, Any], backwards: b
     filling = [object() for _ in range(MANY)]
     large = [{"part": part, "filling": filling} for part in ALIKE]
     for tree in large[::-1] if backwards else large:
-        assert same_as_walked(tree) == flattening._has_plain_keys(flattening._flatten_anew(tree))
+        assert same_as_walked(tree) == flattening._has_plain_keys(flattening._flatten_uncached(tree))
         assert len(kept) <= 4
     for first in large:
         for second in large:
             kept.clear()
             flatten(first)
-            assert list(flatten(second).names) == flattening._flatten_anew(second).names
-            assert flatten(second).containers == flattening._flatten_anew(second).containers
+            assert list(flatten(second).names) == flattening._flatten_uncached(second).names
+            assert flatten(second).containers == flattening._flatten_uncached(second).containers
 
 
 def test_only_large_structures_are_kept(kept: dict[Any, Any]) -> None:
@@ -369,7 +369,7 @@ STATIC = {
 def test_static_data_of_any_kind_is_no_obstacle(kept: dict[Any, Any], name: str) -> None:
     for turn in range(3):
         tree = {"a": WithStatic([object() for _ in range(MANY)], STATIC[name]()), "turn": turn}
-        found, walked = flatten(tree), flattening._flatten_anew(tree)
+        found, walked = flatten(tree), flattening._flatten_uncached(tree)
         assert (list(found.names), found.containers) == (walked.names, walked.containers)
         assert [id(leaf) for leaf in found.leaves] == [id(leaf) for leaf in walked.leaves]
     assert len(kept) <= 4
@@ -387,4 +387,4 @@ def test_keys_that_python_holds_equal_keep_their_own_names(first: object, second
     flattening._known.clear()
     flatten({first: [0] * 64})
     tree = {second: [0] * 64}
-    assert list(flatten(tree).names) == flattening._flatten_anew(tree).names
+    assert list(flatten(tree).names) == flattening._flatten_uncached(tree).names
