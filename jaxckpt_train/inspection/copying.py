@@ -59,7 +59,7 @@ def copy_checked(
     *,
     replace: bool = False,
     every_byte: bool = False,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[int], None] | None = None,
 ) -> Committed:
     """Copy an opened checkpoint.
 
@@ -124,7 +124,9 @@ def refuse_other_tools(source: Opened) -> None:
         )
 
 
-def _check(backend: Backend, source: Opened, directory: str, every_byte: bool, progress: Callable[[int], None]) -> None:
+def _check(
+    backend: Backend, source: Opened, directory: str, every_byte: bool, progress: Callable[[int], None] | None
+) -> None:
     """Compare a copy with its source, before the copy gets its final name."""
     made = dataclasses.replace(source, committed=open_committed(backend, directory), run=None)
     refuse_different_content(source, made)

@@ -82,8 +82,8 @@ def leaves_by_name(opened: Opened) -> dict[str, tuple[LeafRecord, ArrayRecord | 
 def diff_leaves(
     a: Opened,
     b: Opened,
-    selected: Callable[[str], bool] = lambda name: True,
-    progress: Callable[[int], object] = lambda nbytes: None,
+    selected: Callable[[str], bool] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> Iterator[LeafDiff]:
     """Compare all leaves, in the order of `a`, then those only in `b`. Equal leaves are included.
 
@@ -97,7 +97,7 @@ def diff_leaves(
     found: dict[str, LeafDiff] = {}
     to_read: list[tuple[str, ArrayRecord, ArrayRecord]] = []
     for name in [*of_a, *(name for name in of_b if name not in of_a)]:
-        if not selected(name):
+        if selected is not None and not selected(name):
             continue
         one, other = of_a.get(name), of_b.get(name)
         found[name] = diff = _compare_form(name, one, other)
@@ -110,7 +110,8 @@ def diff_leaves(
             diff.kind = "equal" if one[0] == other[0] else "value"
         elif _same_digests(a, one[1], b, other[1]):
             diff.kind, diff.count = "equal", math.prod(one[1].shape)
-            progress(2 * _nbytes(one[1]))
+            if progress is not None:
+                progress(2 * _nbytes(one[1]))
         else:
             to_read.append((name, one[1], other[1]))
     _compare_values(a, b, found, to_read, progress)
@@ -148,7 +149,7 @@ def _compare_values(
     b: Opened,
     found: dict[str, LeafDiff],
     to_read: list[tuple[str, ArrayRecord, ArrayRecord]],
-    progress: Callable[[int], object],
+    progress: Callable[[int], object] | None,
 ) -> None:
     for name, one, _ in to_read:
         found[name].count = math.prod(one.shape)
@@ -156,14 +157,15 @@ def _compare_values(
     sums = {name: Distance() for name, *_ in to_read}
     for piece, (first, second) in over_pieces((a, b), wanted):
         sums[piece.name] = sums[piece.name].plus(distance(first, second))
-        progress(piece.nbytes)
+        if progress is not None:
+            progress(piece.nbytes)
     for name, each in sums.items():
         diff = found[name]
         diff.differing, diff.difference, diff.norm = each.differing, each.difference, each.norm
         diff.kind, diff.max_abs = ("value", each.max_abs) if each.differing else ("equal", None)
 
 
-def diff_containers(a: Opened, b: Opened, selected: Callable[[str], bool] = lambda name: True) -> Iterator[LeafDiff]:
+def diff_containers(a: Opened, b: Opened, selected: Callable[[str], bool] | None = None) -> Iterator[LeafDiff]:
     """Compare containers that exist in both checkpoints, and yield those of different kinds.
 
     A container is selected if all of its leaves are selected in both checkpoints. An empty container is itself a leaf.
@@ -203,7 +205,7 @@ def _container_kind(containers: Mapping[str, str], path: str) -> str:
 
 
 def _emptiness(
-    part: str, record: TreeRecord, paths: Collection[str], selected: Callable[[str], bool]
+    part: str, record: TreeRecord, paths: Collection[str], selected: Callable[[str], bool] | None
 ) -> dict[str, bool]:
     """Return whether each of the paths is an empty container, for those that exist in the tree and are selected."""
     found, left_out = dict[str, bool](), set[str]()
@@ -211,7 +213,7 @@ def _emptiness(
         ancestors = [*_parents(name), name] if isinstance(leaf, EmptyLeaf) else list(_parents(name))
         inside = [path for path in ancestors if path in paths]
         found.update({path: path == name for path in inside})
-        if inside and not selected(f"{part}/{name}"):
+        if inside and selected is not None and not selected(f"{part}/{name}"):
             left_out.update(inside)
     return {path: is_empty for path, is_empty in found.items() if path not in left_out}
 
@@ -231,7 +233,7 @@ def parts_to_compare(a: Opened, b: Opened) -> dict[str, tuple[PartRecord | None,
     return {name: pair for name, pair in pairs.items() if any(each is not None and not has_tree(each) for each in pair)}
 
 
-def diff_parts(a: Opened, b: Opened, selected: Callable[[str], bool] = lambda name: True) -> Iterator[LeafDiff]:
+def diff_parts(a: Opened, b: Opened, selected: Callable[[str], bool] | None = None) -> Iterator[LeafDiff]:
     """Compare all checkpointables that are not trees, by name. Equal ones are included.
 
     Their files are compared by digests if both checkpoints have the same kind, otherwise by bytes. JSON files of
@@ -242,7 +244,7 @@ def diff_parts(a: Opened, b: Opened, selected: Callable[[str], bool] = lambda na
         StorageError: a file cannot be read.
     """
     for name, (one, other) in parts_to_compare(a, b).items():
-        if not selected(name):
+        if selected is not None and not selected(name):
             continue
         if one is None or other is None:
             yield LeafDiff(name, "only_b" if one is None else "only_a", _part_kind(one), _part_kind(other))

@@ -60,7 +60,7 @@ class DiskTrial:
 
 
 def try_disk(
-    backend: Backend, directory: str, nbytes: int, progress: Callable[[int], object] = lambda done: None
+    backend: Backend, directory: str, nbytes: int, progress: Callable[[int], object] | None = None
 ) -> DiskTrial:
     """Write a file of random bytes, sync it, read it, and compare it.
 
@@ -317,10 +317,11 @@ def _in_blocks(size: int, block_bytes: int, work: Callable[[int, int, int], obje
     return time.perf_counter() - start_s
 
 
-def _write(sink: Sink, block: np.ndarray, size: int, progress: Callable[[int], object]) -> tuple[float, float]:
+def _write(sink: Sink, block: np.ndarray, size: int, progress: Callable[[int], object] | None) -> tuple[float, float]:
     def write(at: int, nbytes: int, thread: int) -> None:
         sink.write_at(at, block[:nbytes])
-        progress(nbytes)
+        if progress is not None:
+            progress(nbytes)
 
     write_s = _in_blocks(size, len(block), write)
     start_s = time.perf_counter()
@@ -329,7 +330,9 @@ def _write(sink: Sink, block: np.ndarray, size: int, progress: Callable[[int], o
     return write_s + sync_s, sync_s
 
 
-def _read(source: Source, block: np.ndarray, size: int, directory: str, progress: Callable[[int], object]) -> float:
+def _read(
+    source: Source, block: np.ndarray, size: int, directory: str, progress: Callable[[int], object] | None
+) -> float:
     buffers = [aligned_buffer(len(block)) for _ in range(THREADS)]
     for buffer in buffers:
         buffer[:] = 0  # allocates the pages before the measurement
@@ -338,7 +341,8 @@ def _read(source: Source, block: np.ndarray, size: int, directory: str, progress
     def read(at: int, nbytes: int, thread: int) -> None:
         source.read_into(at, buffers[thread][:nbytes], nbytes)
         filled[thread] = nbytes
-        progress(nbytes)
+        if progress is not None:
+            progress(nbytes)
 
     read_s = _in_blocks(size, len(block), read)
     if not all(np.array_equal(buffer[:last], block[:last]) for buffer, last in zip(buffers, filled, strict=True)):

@@ -76,7 +76,7 @@ def plan_pruning(
     now: datetime.datetime,
     *,
     every_byte: bool,
-    reading: Callable[[int], None] = lambda nbytes: None,
+    reading: Callable[[int], None] | None = None,
 ) -> PrunePlan:
     """Plan the fate of each step. The newest whole step, and steps that links lead to, are added to `pruning.safe`.
 

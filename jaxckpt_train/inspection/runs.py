@@ -353,7 +353,7 @@ def newest_whole_step(
     newest: Sequence[Entry],
     *,
     every_byte: bool,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[int], None] | None = None,
 ) -> NewestWhole:
     """Find the newest step that is whole.
 
@@ -381,7 +381,7 @@ def newest_whole_step(
     return NewestWhole(None, damaged, refused)
 
 
-def _damage(backend: Backend, path: str, progress: Callable[[int], None]) -> str | None:
+def _damage(backend: Backend, path: str, progress: Callable[[int], None] | None) -> str | None:
     try:
         return first_damage(backend, path, progress)
     except CheckpointError as error:

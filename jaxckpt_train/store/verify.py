@@ -120,19 +120,20 @@ class _Meter:
         self.bytes += nbytes
 
 
-def first_damage(backend: Backend, directory: str, pace: Pace) -> str | None:
+def first_damage(backend: Backend, directory: str, pace: Pace | None = None) -> str | None:
     """The first problem of a checkpoint, or None; works on the calling thread and avoids the page cache if possible.
 
     Args:
         backend: the storage.
         directory: the checkpoint.
-        pace: called with the number of bytes before each read; it may wait.
+        pace: called with the number of bytes before each read; it may wait. None: read at full speed.
 
     Raises:
         NotACheckpointError: there is no checkpoint.
         FormatVersionError: a newer version of this library wrote it.
         StorageError: the storage refused, which is not damage.
     """
+    pace = _unpaced if pace is None else pace
     pace(_manifest_bytes(backend, directory))
     try:
         committed = open_committed(backend, directory)
