@@ -1,4 +1,4 @@
-"""Checkpointing for JAX training loops: resumes bit for bit, loses at most the steps since the last save."""
+"""Checkpointing for JAX training loops: resumes bit for bit, and loses at most the updates since the last save."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ __all__ = sorted([*_HOME_OF, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: `import jaxckpt_train` alone stays fast."""
+    """Import a public name at its first use, so that `import jaxckpt_train` alone stays fast."""
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    if _HOME_OF[name] != "errors":  # which is public itself
+    if _HOME_OF[name] != "errors":  # that module is public itself
         _move_here(value)
     globals()[name] = value
     return value
 
 
 def _move_here(value: Any) -> None:
-    """Have a class or function say that it is of this package, and not of the module that defines it."""
-    if isinstance(value, type):  # its annotations are text, which is looked up in the module that it names
+    """Make a class or function report this package as its module, instead of the one that defines it."""
+    if isinstance(value, type):  # evaluate its annotations, which are text, while its module is still the original
         value.__annotations__ = inspect.get_annotations(value, eval_str=True)
     if callable(value):
         value.__module__ = __name__

@@ -1,4 +1,4 @@
-"""An opened checkpoint, of ours or of another tool: what it contains, and how it is read. Needs no JAX."""
+"""Opened checkpoints of this package or of other tools: their contents, and how to read them. Needs no JAX."""
 
 from __future__ import annotations
 

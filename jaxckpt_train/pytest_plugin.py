@@ -1,4 +1,4 @@
-"""The pytest plugin: the fixture `resume_proof`. Imports nothing of this package before it is used, and no JAX."""
+"""The pytest plugin with the fixture `resume_proof`. It imports neither JAX nor this package until it is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def resume_proof(tmp_path: Path) -> Callable[..., Any]:
-    """`jaxckpt_train.testing.assert_resume_exact`, with what the runs leave in the test's temporary directory."""
+    """`jaxckpt_train.testing.assert_resume_exact`, whose runs write to the test's temporary directory."""
     numbers = itertools.count(1)
 
     def prove(make_run: Any, **arguments: Any) -> Any:

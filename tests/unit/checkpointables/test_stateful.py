@@ -135,7 +135,7 @@ def test_a_failure_in_the_background_is_raised_by_wait_and_leaves_nothing(tmp_pa
 @pytest.mark.parametrize(
     ("where", "error", "reason"),
     [
-        ("too early", jct.CheckpointError, r"save\(directory\) used its directory before returning"),
+        ("too early", jct.CheckpointError, r"save\(directory\) used its directory before it returned"),
         ("hidden file", jct.UnsupportedLeafError, r"'tokenizer/\.cache' has a name that cannot be stored"),
     ],
 )
