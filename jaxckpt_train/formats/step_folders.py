@@ -1,4 +1,4 @@
-"""Recognises the checkpoints of Flax, Levanter and TorchTitan in a directory by names and a few bytes. Needs no JAX."""
+"""Recognizes the checkpoints of Flax, Levanter and TorchTitan in a directory by names and a few bytes. Needs no JAX."""
 
 from __future__ import annotations
 

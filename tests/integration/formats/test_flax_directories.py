@@ -1,4 +1,4 @@
-"""Directories that the real Flax has left: what it would restore is loaded, or what keeps it from that is told."""
+"""Directories that Flax itself has written: the checkpoint that Flax would restore is loaded, or an error says why not."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_fresh_run_next_to_flax_prefixes_is_refused(tmp_path: Path) -> None:
 
 
 def test_existing_run_continues_next_to_flax_files(tmp_path: Path) -> None:
-    """A program may do both; and one that was killed before its first save has begun all the same."""
+    """A program may use both. If it was killed before its first save, it has still started a run."""
     with jct.CheckpointCallback(tmp_path) as ckpt:
         ckpt.resume({"w": np.zeros(3)})
     save(tmp_path, 10)

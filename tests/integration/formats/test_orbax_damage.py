@@ -1,4 +1,4 @@
-"""Steps of the real Orbax of which something is missing or altered: told by what is read, and the rest is loaded."""
+"""Damaged steps that Orbax itself has written: loading a damaged item raises an error, and the others are loaded."""
 
 from __future__ import annotations
 
@@ -257,8 +257,8 @@ def test_several_trees_are_chosen_from_by_part(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         trees = {name: ocp.args.StandardSave({"w": np.arange(4)}) for name in ("a", "b")}
         manager.save(7, args=ocp.args.Composite(**trees))
-    told = refused("import", tmp_path / "run" / "7", tmp_path / "out", code=2)
-    assert "has no checkpointable 'state' but several trees, 'a', 'b'; choose one with --part" in told
+    message = refused("import", tmp_path / "run" / "7", tmp_path / "out", code=2)
+    assert "has no checkpointable 'state' but several trees, 'a', 'b'; choose one with --part" in message
 
 
 # Sizes: TensorStore ends the process where it gets no memory.

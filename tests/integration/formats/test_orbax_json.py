@@ -1,4 +1,4 @@
-"""JSON that the real Orbax has written, of Python's own: NaN and infinities are loaded, and damage is told."""
+"""JSON that Orbax itself has written: NaN and infinities are loaded, and damage raises an error."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def assert_all_there(path: Path) -> None:
     found = jct.load_checkpointables(path)
     assert raw(found["state"]["w"]) == raw(np.arange(4))
     assert repr(found["config"].value) == repr(CONFIG)
-    told_of = jct.metadata(path)
-    assert repr(dict(told_of.metrics)) == repr(METRICS)
-    assert told_of.custom_metadata == {"scale": "nan", "limit": ["inf"]}
+    metadata = jct.metadata(path)
+    assert repr(dict(metadata.metrics)) == repr(METRICS)
+    assert metadata.custom_metadata == {"scale": "nan", "limit": ["inf"]}
 
 
 def test_numbers_that_are_none_are_loaded_and_imported(step: Path, tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_damaged_item_is_reported_when_read(content: bytes, step: Path, tmp_path
 @pytest.mark.parametrize("found", [10**30, -1, 3 * 10**20, True, 1.5, "now"])
 def test_a_time_that_is_none_is_left_out(found: object, step: Path) -> None:
     file = step / "_CHECKPOINT_METADATA"
-    told_there = json.loads(file.read_text())
+    saved = json.loads(file.read_text())
     assert told("show", step)["created"] != ""
-    file.write_text(json.dumps({**told_there, "commit_timestamp_nsecs": found}))
+    file.write_text(json.dumps({**saved, "commit_timestamp_nsecs": found}))
     assert raw(jct.load(step)["w"]) == raw(np.arange(4))
     assert "1970" in told("show", step).get("created", "1970")
 
@@ -111,9 +111,9 @@ def test_a_time_that_is_none_is_left_out(found: object, step: Path) -> None:
 @pytest.mark.parametrize("handler", ["my.package.JsonHandler", "my.package.PyTreeHandler"])
 def test_what_a_handler_of_somebodys_own_has_written_is_left_alone(handler: str, step: Path) -> None:
     file = step / "_CHECKPOINT_METADATA"
-    told_there = json.loads(file.read_text())
-    told_there["item_handlers"]["mine"] = handler
-    file.write_text(json.dumps(told_there))
+    saved = json.loads(file.read_text())
+    saved["item_handlers"]["mine"] = handler
+    file.write_text(json.dumps(saved))
     (step / "mine").mkdir()
     (step / "mine" / "a.bin").write_bytes(b"\xff\x00")
     assert set(jct.load_checkpointables(step)) == {"state", "config"}

@@ -1,4 +1,4 @@
-"""Checkpoints that real versions of Orbax have written since 0.1 load equal, byte for byte; damage of them is told."""
+"""Checkpoints that Orbax versions since 0.1 have written are loaded bit for bit, and damage raises an error."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_steps_of_first_versions_are_not_skipped(tmp_path: Path) -> None:
         found = "found steps of Orbax, the last ones 7,"
         with pytest.raises(jct.SettingsError, match=found), jct.CheckpointCallback(run) as ckpt:
             ckpt.resume({"w": np.zeros(3)})
-    told_there = jct.metadata(tmp_path / "7" / "7")
-    assert (told_there.step, told_there.metrics) == (7, {"loss": 0.25})
+    metadata = jct.metadata(tmp_path / "7" / "7")
+    assert (metadata.step, metadata.metrics) == (7, {"loss": 0.25})
 
 
 def test_part_of_an_old_tree_goes_to_devices() -> None:
@@ -181,15 +181,15 @@ def test_truncated_structure_is_reported(tmp_path: Path) -> None:
 
 def test_no_flipped_bit_of_a_structure_raises_what_is_not_ours(tmp_path: Path) -> None:
     whole = (path_of(GOLDEN / "0.1.8/aggregate") / "checkpoint").read_bytes()
-    told_of = 0
+    failures = 0
     for bit in range(0, len(whole) * 8, 3):
         data = bytearray(whole)
         data[bit // 8] ^= 1 << bit % 8
         try:
             decode_aggregate(bytes(data), "a")
         except (jct.CorruptCheckpointError, jct.UnsupportedLeafError):
-            told_of += 1
-    assert told_of > len(whole) // 10
+            failures += 1
+    assert failures > len(whole) // 10
 
 
 def test_array_missing_is_reported_by_leaf(old: Path) -> None:

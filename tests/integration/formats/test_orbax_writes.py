@@ -21,10 +21,10 @@ BACKEND = LocalBackend()
 
 
 def export(source: Path, final: Path, settings: StoreSettings) -> list[int]:
-    """The numbers of bytes that were told while it was written."""
-    told: list[int] = []
-    export_orbax(BACKEND, open_committed(BACKEND, str(source)), BACKEND, str(final), settings, progress=told.append)
-    return told
+    """Export a checkpoint, and return the sizes that the progress callback received."""
+    sizes: list[int] = []
+    export_orbax(BACKEND, open_committed(BACKEND, str(source)), BACKEND, str(final), settings, progress=sizes.append)
+    return sizes
 
 
 def restored(item: Path) -> object:
@@ -40,9 +40,9 @@ def test_many_small_leaves_become_few_files_and_orbax_restores_them(
     state = {f"l{n}": {"w": np.full(3 + n, n, np.float32)} for n in range(1000)} | {"large": large}
     assert large.nbytes > orbax_writes.BATCH_BYTES
     jct.save(tmp_path / "a", state)
-    told = export(tmp_path / "a", tmp_path / "5", StoreSettings())
+    sizes = export(tmp_path / "a", tmp_path / "5", StoreSettings())
     assert sum(each.is_file() for each in (tmp_path / "5").rglob("*")) < 40
-    assert sum(told) == sum(layer["w"].nbytes for layer in list(state.values())[:-1]) + large.nbytes
+    assert sum(sizes) == sum(layer["w"].nbytes for layer in list(state.values())[:-1]) + large.nbytes
     assert_same(restored(tmp_path / "5" / "state"), state)
 
 
@@ -54,8 +54,8 @@ def test_small_leaves_are_committed_as_they_fill_a_part_of_the_budget(tmp_path: 
         "larger than the budget": np.random.default_rng(98).normal(size=200_000),
     }
     jct.save(tmp_path / "a", state)
-    told = export(tmp_path / "a", tmp_path / "5", StoreSettings(read_budget_bytes=1 << 20))
-    assert sum(told) == sum(value.nbytes for value in state.values())
-    small = [nbytes for nbytes in told if nbytes < 400_000]
+    sizes = export(tmp_path / "a", tmp_path / "5", StoreSettings(read_budget_bytes=1 << 20))
+    assert sum(sizes) == sum(value.nbytes for value in state.values())
+    small = [nbytes for nbytes in sizes if nbytes < 400_000]
     assert 0 < max(small) <= 1 << 18
     assert_same(restored(tmp_path / "5" / "state"), state)

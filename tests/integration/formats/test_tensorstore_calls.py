@@ -1,4 +1,4 @@
-"""TensorStore is imported without the loss of an interrupt, and what it says of a failed read is told as what it is."""
+"""Importing TensorStore loses no interrupt, and its errors become storage errors or damage."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Interrupts:
             assert "tensorstore" in sys.modules
             signal.raise_signal(signal.SIGINT)
 
-def told(number, frame):
-    print("told", number)
+def handled(number, frame):
+    print("handled", number)
 
 for name in [each for each in sys.modules if each.partition(".")[0] == "asyncio"]:
     del sys.modules[name]  # the library's own imports may have loaded it
 sys.meta_path.insert(0, Interrupts())
-if sys.argv[1] == "told":
-    signal.signal(signal.SIGINT, told)
+if sys.argv[1] == "handled":
+    signal.signal(signal.SIGINT, handled)
 before = signal.getsignal(signal.SIGINT)
 try:
     found = tensorstore("x is read")
@@ -45,7 +45,7 @@ assert found.open and signal.getsignal(signal.SIGINT) is before
 """
 
 
-@pytest.mark.parametrize(("handler", "said"), [("default", "interrupted\n"), ("told", "told 2\n")])
+@pytest.mark.parametrize(("handler", "said"), [("default", "interrupted\n"), ("handled", "handled 2\n")])
 def test_an_interrupt_while_it_is_imported_is_one(run_python: Any, handler: str, said: str) -> None:
     done = run_python(INTERRUPTED, handler, fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")

@@ -41,8 +41,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     try:
         for process in processes:
-            told = process.communicate(timeout=200)[1]
-            assert process.returncode == 0, told
+            errors = process.communicate(timeout=200)[1]
+            assert process.returncode == 0, errors
     finally:
         for process in processes:
             process.kill()

@@ -210,7 +210,7 @@ def test_a_fresh_run_begins_with_one(tmp_path: Path) -> None:
     assert raw(state["w"]) == np.arange(6, dtype=np.float32).tobytes()
 
 
-def told(*arguments: object) -> Any:
+def printed_json(*arguments: object) -> Any:
     result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
     assert result.exit_code in (0, 1), result.output
     return json.loads(result.output)
@@ -219,17 +219,17 @@ def told(*arguments: object) -> Any:
 def test_the_commands_take_one(tmp_path: Path) -> None:
     state = training()
     save(tmp_path / "a", state)
-    shown = told("show", tmp_path / "a")
+    shown = printed_json("show", tmp_path / "a")
     assert shown["kind"] == "PyTorch"
     assert "model/0.weight" in json.dumps(shown)
-    assert "model/0.weight" in json.dumps(told("stats", tmp_path / "a"))
-    assert told("import", tmp_path / "a", tmp_path / "ours")["kind"] == "PyTorch"
+    assert "model/0.weight" in json.dumps(printed_json("stats", tmp_path / "a"))
+    assert printed_json("import", tmp_path / "a", tmp_path / "ours")["kind"] == "PyTorch"
     assert jct.verify(tmp_path / "ours").ok
     assert_equal(jct.load(tmp_path / "ours"), state)
-    same = told("diff", tmp_path / "a", tmp_path / "ours")
+    same = printed_json("diff", tmp_path / "a", tmp_path / "ours")
     state["model"]["0.weight"][1, 2] += 1
     save(tmp_path / "b", state)
-    other = told("diff", tmp_path / "a", tmp_path / "b")
+    other = printed_json("diff", tmp_path / "a", tmp_path / "b")
     assert "model/0.weight" not in json.dumps(same)
     assert "model/0.weight" in json.dumps(other)
 
@@ -253,8 +253,8 @@ def test_object_that_runs_code_is_skipped(tmp_path: Path, caplog: pytest.LogCapt
     (message,) = [record.getMessage() for record in caplog.records if record.name == "jaxckpt_train"]
     assert "bad (to make it would call 'posix.mkdir')" in message
     assert "args (to make it would call 'argparse.Namespace')" in message
-    assert "bad" not in json.dumps(told("show", tmp_path / "a"))
-    told("import", tmp_path / "a", tmp_path / "ours")
+    assert "bad" not in json.dumps(printed_json("show", tmp_path / "a"))
+    printed_json("import", tmp_path / "a", tmp_path / "ours")
     with pytest.raises(jct.MismatchError, match="bad"):
         jct.load(tmp_path / "a", {"w": jnp.zeros(2), "bad": 0, "step": 0})
     assert not marker.exists()

@@ -27,6 +27,6 @@ def test_a_process_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.S
     with talking_to(TRIAL, tmp_path) as trial:
         assert trial.read() == str(4 << 20)
         trial.process.send_signal(number)
-        trial.tell("go on")  # a thread reads: an interrupt is told to the main one once that has ended
+        trial.tell("go on")  # the main thread handles an interrupt after the reading thread has ended
         trial.process.wait(timeout=60)
     assert list(tmp_path.iterdir()) == []

@@ -36,11 +36,11 @@ def test_what_else_is_tuned_stays() -> None:
 
 
 @pytest.mark.usefixtures("policy")
-@pytest.mark.parametrize("told", [ASKED, "glibc.malloc.hugetlb=0", f"glibc.malloc.arena_max=1:{ASKED}"])
-def test_what_is_decided_stays(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert huge_malloc_environment({"GLIBC_TUNABLES": told}) is None
-    monkeypatch.setenv("GLIBC_TUNABLES", told)
-    assert has_huge_malloc() == told.endswith("1")
+@pytest.mark.parametrize("tunables", [ASKED, "glibc.malloc.hugetlb=0", f"glibc.malloc.arena_max=1:{ASKED}"])
+def test_what_is_decided_stays(tunables: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert huge_malloc_environment({"GLIBC_TUNABLES": tunables}) is None
+    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    assert has_huge_malloc() == tunables.endswith("1")
 
 
 @pytest.mark.parametrize("libc", ["glibc 2.34", "glibc 1.99", "musl", None])

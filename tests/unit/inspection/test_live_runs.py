@@ -1,4 +1,4 @@
-"""Beside a live owner: what it deletes, or saves, while it is looked at is not told as damage."""
+"""Steps that a live owner deletes or saves during an inspection are not reported as damage."""
 
 from __future__ import annotations
 

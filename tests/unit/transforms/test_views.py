@@ -19,7 +19,7 @@ Both = tuple[View, np.ndarray]
 
 
 def stored(array: np.ndarray, most_bytes: int = 1 << 20) -> Stored:
-    """An array as a checkpoint has it, in chunks of at most so many bytes."""
+    """A stored array of a checkpoint, in chunks of a limited size."""
     boxes = [box for box in cut_box(full_box(array.shape), array.itemsize, most_bytes) if array.size]
     chunks = [ChunkRecord(box, number, 0, 1, f"of {box}") for number, box in enumerate(boxes)]
 
