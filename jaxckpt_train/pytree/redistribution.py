@@ -31,7 +31,7 @@ from jaxckpt_train.store.threads import POLL_S
 from jaxckpt_train.store.timeouts import BackgroundCall, StallDetector, abandon_call, start_call
 
 LEAST_ROW_BYTES = 4096
-"""Minimum length of a row: with its sum, XLA's CPU client returns from the call before the program has run."""
+"""Minimum length of a row: summing so long a row makes XLA's CPU client return before the program has run."""
 STEPS = 8
 """Number of distinct row lengths: each needs another compiled program."""
 LEAST_PLACES = 3  # one being read, one being taken, and one for a process that is faster

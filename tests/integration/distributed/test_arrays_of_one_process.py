@@ -1,4 +1,4 @@
-"""Arrays that lie wholly on one process of a job, or on some of them: those that have it save and load it."""
+"""Arrays that lie wholly on one process, or on some processes of a job: their holders save and load them."""
 
 from __future__ import annotations
 

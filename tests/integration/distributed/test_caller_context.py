@@ -1,4 +1,4 @@
-"""Saves and loads of a job within what a training loop sets in JAX for its own programs."""
+"""Saves and loads of a job under JAX settings that a training loop has for its own programs."""
 
 from __future__ import annotations
 

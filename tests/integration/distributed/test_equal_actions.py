@@ -1,4 +1,4 @@
-"""Runs in jobs: what all processes do, and see, alike, also where something is another in one of them."""
+"""Runs of jobs: all processes take the same actions, also if something differs in one of them."""
 
 from __future__ import annotations
 

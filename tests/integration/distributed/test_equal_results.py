@@ -1,4 +1,4 @@
-"""Runs in jobs where one process is slower, or makes calls that the others do not make: the results are equal."""
+"""Runs of jobs where one process is slower, or makes calls that the others do not make: the results are equal."""
 
 from __future__ import annotations
 

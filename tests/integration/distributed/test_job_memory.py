@@ -1,4 +1,4 @@
-"""Near memory: what one process writes before it tells, others see once they hear; and what is left when it goes."""
+"""Colocated memory: others see what a process wrote before its message, and nothing is left when it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads onto devices of several processes: each reads what it needs; any mesh and process count to any other."""
+"""Loads onto devices of several processes: each reads what it needs, on any mesh and number of processes."""
 
 from __future__ import annotations
 

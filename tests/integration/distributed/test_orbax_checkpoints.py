@@ -1,4 +1,4 @@
-"""What a job of several processes has saved with Orbax: one process reads it, and so does a job, sharded otherwise."""
+"""Orbax checkpoints of a multi-process job: read by one process, and by a job with another sharding."""
 
 from __future__ import annotations
 

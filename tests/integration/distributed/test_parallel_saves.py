@@ -1,4 +1,4 @@
-"""One checkpoint saved by all processes of a job: bytes, who writes what, and what is refused in all of them."""
+"""A checkpoint saved by all processes of a job: its bytes, which process writes them, and refusals in all processes."""
 
 from __future__ import annotations
 

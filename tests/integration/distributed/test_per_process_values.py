@@ -1,4 +1,4 @@
-"""What each process of a job has for itself: positions in the data, declared values, objects with own files."""
+"""Values that each process of a job has for itself: data positions, declared values, objects with files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine of a job of several gets a notice from its cloud: all processes save one step, and process 0 requeues."""
+"""One machine of a job gets a preemption notice: all processes save the same step, and process 0 requeues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JAX's preemption service as this package uses it: its private names are as they were, and tell what is expected."""
+"""JAX's preemption service: its private names exist, and behave as this package expects."""
 
 from __future__ import annotations
 

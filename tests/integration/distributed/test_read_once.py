@@ -1,4 +1,4 @@
-"""Loads that the processes of a job do together: the bytes, how many are read, in how many steps, in what memory."""
+"""Loads that read once per job: the bytes, how many are read, the number of steps, and the memory."""
 
 from __future__ import annotations
 

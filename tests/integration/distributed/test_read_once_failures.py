@@ -1,4 +1,4 @@
-"""Loads that the processes of a job do together, when one of them fails, is stopped, or does something else."""
+"""Loads that read once per job, when a process fails, is stopped, or does something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random arrays saved by one job and loaded by another, on any mesh and number of processes to any other."""
+"""Random arrays saved by one job and loaded by another, between any meshes and numbers of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of jobs of several processes: saved and resumed by all of them together, on as many and on others."""
+"""Runs of multi-process jobs: saved and resumed together, by the same or another number of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory in which the processes of a job see each other: what they hear of it, and that nothing of it stays."""
+"""Shared memory in real jobs: what the processes see in it, and that nothing of it remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process that controls hosts which are processes of their own: they write and read, and it commits."""
+"""A single controller whose hosts are separate processes: the hosts write and read, and the controller commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays over all devices of a job, and what is in them: for the functions that its processes call."""
+"""Arrays over all devices of a job, and their contents, for functions that its processes call."""
 
 from __future__ import annotations
 

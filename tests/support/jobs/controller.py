@@ -1,4 +1,4 @@
-"""A fake of a single-controller runtime: each CPU device stands for a host, which is a process of its own.
+"""A fake single-controller runtime: each CPU device acts as a host, which is a separate process.
 
 It takes the place of `jax.experimental.colocated_python.colocated_python`, whose CPU backend runs all in this process.
 As the real one it sends functions by cloudpickle, wants arrays of one device, and holds results to what was promised.

@@ -1,4 +1,4 @@
-"""Loads in jobs that count what each process reads: for the functions that processes of tests call."""
+"""Loads in jobs that count what each process reads, for functions that the processes call."""
 
 from __future__ import annotations
 

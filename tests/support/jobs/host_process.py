@@ -1,4 +1,4 @@
-"""A host of a fake single-controller runtime: a process with one CPU device that runs the functions it is sent."""
+"""A host of a fake single-controller runtime: a process with one CPU device that runs the functions it receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real job: processes of their own, joined by jax.distributed on loopback, that call functions of the tests."""
+"""A real job: processes that are joined by jax.distributed on loopback and call functions of the tests."""
 
 from __future__ import annotations
 

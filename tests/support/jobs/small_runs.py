@@ -1,4 +1,4 @@
-"""Small runs of two processes, and what came of calls as text: for the functions that processes of jobs call."""
+"""Small runs of two processes, and results of calls as text, for functions that the processes of jobs call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small training over all devices of a job, as the functions that its processes call run it."""
+"""A small training over all devices of a job, for functions that its processes call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator of one process, and that JAX's distributed runtime is not used where it was not initialized."""
+"""The coordinator of a single process; JAX's distributed runtime is not used unless it is initialized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mailboxes: messages come whole and in order, to the right process only, and nobody waits longer than asked."""
+"""Mailboxes: messages arrive whole, in order, at the right process; no wait is longer than its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meetings of many: who gives what, in order, each large value read once, and what the key-value store is asked."""
+"""Rendezvous of many processes: values in order, each large value read once, and few calls of the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of one process in which others look: seen by its address only, whole, and not to be changed."""
+"""Shared memory: found only by its address, of fixed size, and read-only for other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays in a layout of their own come back in that layout, so that what was compiled for it takes them."""
+"""Arrays in a custom layout are restored in that layout, so that functions compiled for it accept them."""
 
 from __future__ import annotations
 

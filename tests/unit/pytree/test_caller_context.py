@@ -1,4 +1,4 @@
-"""Saves within a mesh that the loop has set: of arrays that lie elsewhere, and of other meshes."""
+"""Saves under the loop's mesh of arrays on other devices or meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of the arrays of the CPU device: the bytes of one array after the other, whatever their dtype or layout."""
+"""Views of arrays on the CPU device: the bytes of each array, whatever its dtype or layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies on devices: the same bytes in the same places in memory of their own, made only where there is room."""
+"""Copies on devices: the same bytes and shardings in new memory, made only if there is room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`snapshot="auto"` on devices: a copy there where there is room, else through the host, and the state of the call."""
+"""`snapshot="auto"` on devices: a copy there if there is room, else on the host; the state is that of the call."""
 
 from __future__ import annotations
 

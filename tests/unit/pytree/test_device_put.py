@@ -1,4 +1,4 @@
-"""Puts onto devices: JAX's internal call and its public ones give the same arrays, which own their memory."""
+"""Puts onto devices: JAX's internal call and its public ones give equal arrays, which own their memory."""
 
 from __future__ import annotations
 

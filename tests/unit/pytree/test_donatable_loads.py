@@ -1,4 +1,4 @@
-"""Loaded arrays that are donated to a computation give it their memory, on the CPU too."""
+"""Loaded arrays that are donated to a computation give it their memory, also on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop that donates large state while a save holds it: the next save copies it instead of holding it."""
+"""A loop that donates large state while a save holds it: the next save copies the state instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flattening: names, leaves and containers in JAX's order, and back."""
+"""Flattening: names, leaves and containers in JAX's order, and the way back."""
 
 from __future__ import annotations
 

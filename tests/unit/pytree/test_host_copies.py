@@ -1,4 +1,4 @@
-"""Copies in kept memory: the same bytes, used again only when nobody needs them any more."""
+"""Copies in kept memory: the same bytes; the memory is reused only when no copy needs it."""
 
 from __future__ import annotations
 

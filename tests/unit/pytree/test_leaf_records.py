@@ -1,4 +1,4 @@
-"""Leaf records: every Python value survives in the manifest as it is, and nothing else gets in."""
+"""Leaf records: every Python value is stored exactly, and nothing else is accepted."""
 
 from __future__ import annotations
 

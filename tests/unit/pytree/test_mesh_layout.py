@@ -1,4 +1,4 @@
-"""Layouts of meshes from their geometry: as JAX says of every device, and in the end each element once."""
+"""Mesh layouts computed from geometry: equal to JAX's index maps, and each element is written once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences between a checkpoint and a target: all of them in one error, before a byte of data is read."""
+"""Differences between checkpoint and target: all of them in one error, before any data is read."""
 
 from __future__ import annotations
 

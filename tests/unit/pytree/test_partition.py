@@ -1,4 +1,4 @@
-"""Shares: the parts of all processes together are each box once, evenly by bytes."""
+"""Write assignments: the parts of all processes cover each box once, with equal bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaf paths: any keys come back from their text, and no two keys share one."""
+"""Leaf paths: all keys can be parsed from their text, and no two keys have the same text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns of leaf paths: what stars stand for, and what is refused."""
+"""Patterns of leaf paths: what wildcards match, and which patterns are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers into pinned host memory: what was ordered arrives, whatever happens to the arrays."""
+"""Transfers to pinned host memory: the data at the call arrives, whatever happens to the arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement: from any mesh to any other, byte for byte, with exactly the sharding that the target asks for."""
+"""Placement: from any mesh to any other, byte for byte, with exactly the requested sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows that are read ahead: the bytes that were saved, each block once, in order, and an end that waits for none."""
+"""Prefetched windows: the saved bytes, each block once, in order, and a close that does not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows that are read ahead: what they hold, and what becomes of reads that nobody waits for any more."""
+"""Prefetched windows: the memory they hold, and abandoned reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares of a job's load: every block to one process, about as much to each, in long runs; all parts come together."""
+"""Read assignments: every block to one process, equal bytes for each, in long runs; all parts are assembled."""
 
 from __future__ import annotations
 

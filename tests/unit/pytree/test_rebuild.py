@@ -1,4 +1,4 @@
-"""Rebuilding a tree from a checkpoint alone: nested dicts, lists and tuples."""
+"""Rebuilding a tree without a target: nested dicts, lists and tuples."""
 
 from __future__ import annotations
 

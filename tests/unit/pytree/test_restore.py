@@ -1,4 +1,4 @@
-"""Round trips: every kind of leaf and container comes back as it was, with a target and without."""
+"""Round trips: every kind of leaf and container is restored exactly, with a target and without."""
 
 from __future__ import annotations
 

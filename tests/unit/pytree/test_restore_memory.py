@@ -1,4 +1,4 @@
-"""Loads of whole trees keep to `read_budget_bytes` where bytes only pass, and put while others are still being read."""
+"""Loads keep to `read_budget_bytes` for bytes that only pass, and put arrays while others are still being read."""
 
 from __future__ import annotations
 

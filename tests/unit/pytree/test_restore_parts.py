@@ -1,4 +1,4 @@
-"""Loading parts of a tree: patterns, placeholders, renamed and missing leaves, and no more bytes than needed."""
+"""Loading parts of a tree: patterns, placeholders, renamed and missing leaves, and no unneeded bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The snapshot: the state as it was when save was called, whatever happens to it next."""
+"""The snapshot: the state at the call of save, whatever happens to it afterwards."""
 
 from __future__ import annotations
 

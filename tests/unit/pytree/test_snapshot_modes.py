@@ -1,4 +1,4 @@
-"""Ways to take a snapshot: each saves the state at the call, and "stream" lets the caller go when all is taken."""
+"""Snapshot modes: each saves the state at the call, and "stream" releases the caller when all is taken."""
 
 from __future__ import annotations
 

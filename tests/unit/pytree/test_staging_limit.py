@@ -1,4 +1,4 @@
-"""What leaves the devices in one save is bounded by `staging_bytes`, however many checkpointables it is in."""
+"""`staging_bytes` limits what leaves the devices in one save, however many checkpointables there are."""
 
 from __future__ import annotations
 

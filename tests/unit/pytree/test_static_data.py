@@ -1,4 +1,4 @@
-"""Nodes that are registered without keys: their values never change places in silence, and nothing is a false alarm."""
+"""Nodes that are registered without keys: values are never exchanged silently, and there are no false alarms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the leaves of a target want."""
+"""What the leaves of a target ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees that are deeper than calls can be are refused with an error of the package, and the process goes on."""
+"""Trees that are too deep are refused with an error of the package, and the process continues."""
 
 from __future__ import annotations
 

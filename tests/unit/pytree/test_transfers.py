@@ -1,4 +1,4 @@
-"""Transfers run in order, bounded bytes ahead, release each array after one fetch, and announce their end."""
+"""Transfers run in order, a bounded number of bytes ahead, and release each array after one fetch."""
 
 from __future__ import annotations
 

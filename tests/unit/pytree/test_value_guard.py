@@ -1,4 +1,4 @@
-"""The value guard: nan and inf are found in every kind of leaf, on every device; what holds them is not saved."""
+"""The value guard finds nan and inf in every kind of leaf, on every device, and such states are not saved."""
 
 from __future__ import annotations
 
@@ -154,9 +154,7 @@ def test_guard_checks_state_of_the_call(tmp_path: Path) -> None:
     pending = jct.save_async(tmp_path / "c", {"w": state}, settings=REJECT)
     state = step(state)
     pending.wait()
-    with pytest.raises(
-        jct.NonFiniteError, match=r"1 leaf holds nan or inf: 'state/w' \(nan\)"
-    ):
+    with pytest.raises(jct.NonFiniteError, match=r"1 leaf holds nan or inf: 'state/w' \(nan\)"):
         jct.save(tmp_path / "d", {"w": state}, settings=REJECT)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 

@@ -1,4 +1,4 @@
-"""A resumed run computes in the dtypes of the uninterrupted one: weak types and Python numbers of the checkpoint."""
+"""A resumed run computes in the dtypes of the uninterrupted one: weak types and Python numbers are kept."""
 
 from __future__ import annotations
 

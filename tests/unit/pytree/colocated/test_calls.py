@@ -1,4 +1,4 @@
-"""Hosts are called for one thing at a time, and nobody waits for a host that never has done."""
+"""Calls of hosts: one at a time for each host, and none waits for a host that never finishes."""
 
 from __future__ import annotations
 

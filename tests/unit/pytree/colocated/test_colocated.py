@@ -1,4 +1,4 @@
-"""Saving and loading through JAX's Colocated Python, as its CPU backend has it: each device stands for a host."""
+"""Saving and loading through JAX's Colocated Python on its CPU backend: each device acts as a host."""
 
 from __future__ import annotations
 
