@@ -258,7 +258,7 @@ def test_damaged_lines_are_listed_up_to_limit(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(np.ma.masked, "masked"), (10**400, "1000*[.]{3}$"), (10**5000, "int")],
+    [(np.ma.masked, "masked"), (10**400, "1000*[.]{3}$"), (10**5000, "an object of int")],
     ids=["masked", "400 digits", "5000 digits"],
 )
 def test_non_numeric_metric_is_shortened(value: object, said: str) -> None:
