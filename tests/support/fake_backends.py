@@ -148,7 +148,7 @@ class RecordingBackend(LocalBackend):
         super().remove(path)
 
 
-class Told:
+class RecordingListener:
     """In place of a run, for who deletes. Writes down what is gone; all that waits may go."""
 
     def __init__(self) -> None:

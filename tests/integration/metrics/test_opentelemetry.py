@@ -53,7 +53,7 @@ class Collected:
 
 @pytest.fixture
 def collected() -> Collected:
-    """A sink that was told of nothing yet."""
+    """A sink that has received no event yet."""
     return Collected()
 
 

@@ -45,8 +45,8 @@ def test_takeover_and_damaged_step_reach_sinks(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, sinks=[sink]) as manager:
         manager.own()
         manager.restore()
-    told = [kind for kind in kinds(sink.events) if kind in ("take_over", "set_aside", "restore")]
-    assert told == ["take_over", "set_aside", "restore"]
+    received = [kind for kind in kinds(sink.events) if kind in ("take_over", "set_aside", "restore")]
+    assert received == ["take_over", "set_aside", "restore"]
     assert sink.events == history(tmp_path)[len(before) :]
 
 

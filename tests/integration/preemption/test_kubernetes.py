@@ -1,4 +1,4 @@
-"""What would keep the SIGTERM of Kubernetes from a process is told: in name spaces of processes of their own."""
+"""KubernetesNotice warns of what would keep SIGTERM from a process; tested in separate PID namespaces."""
 
 from __future__ import annotations
 

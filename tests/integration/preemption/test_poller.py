@@ -1,4 +1,4 @@
-"""Polled sources against servers that hang, break off, babble, and come back: told once, and never more than that."""
+"""Polled sources against servers that hang, break off, send garbage, and recover: each problem is logged once."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if child == 0:
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 while source.notice() is None:
     threading.Event().wait(0.01)
-[(told, _)] = sources.notification()
-told.left(4)
+[(notified, _)] = sources.notification()
+notified.left(4)
 sources.stop()
 print("threads", threading.active_count(), "jax" in sys.modules)
 """

@@ -1,4 +1,4 @@
-"""A real training for each cloud, told by it: it saves one step, the last, and leaves in time with its exit code."""
+"""A real training per cloud: after the notice, it saves its last step and exits in time with the right exit code."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Training:
 
     process: subprocess.Popen[str]
     directory: Path
-    told_at: float = 0.0
+    noticed_at: float = 0.0
 
     def check_that_it_left(self, reason: str, grace_s: float = GRACE_S) -> int:
         """Exactly one step is in the directory, it is the last, and the history says why; the step."""
         _, errors = self.process.communicate(timeout=60)
-        took_s = time.monotonic() - self.told_at
+        took_s = time.monotonic() - self.noticed_at
         assert self.process.returncode == EXIT_CODE, errors
         assert took_s < grace_s
         assert "Traceback" not in errors
@@ -65,7 +65,7 @@ class Training:
 
 @contextlib.contextmanager
 def training(directory: Path, **options: Any) -> Iterator[Training]:
-    """A training that has begun, and that no signal is to end."""
+    """A training that has started, and that no signal must end."""
     options = {
         "signals": [],
         "save_interval_steps": 10**9,
@@ -104,7 +104,7 @@ def test_google_compute_engine_preempts_it(tmp_path: Path) -> None:
 
 
 def test_amazon_ec2_interrupts_it_and_the_time_of_that_is_its_deadline(tmp_path: Path) -> None:
-    """No grace period is given; the time that is told bounds it."""
+    """No grace period is set; the time in the notice limits the shutdown."""
     imds = Imds()
     with (
         Server(imds) as server,

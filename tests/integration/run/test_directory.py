@@ -27,7 +27,7 @@ backend.reached.wait()
 print("all but committed", flush=True)
 sys.stdin.readline()
 """
-SAVING_BESIDE = """
+SAVING_AT_ONCE = """
 import sys
 import jaxckpt_train as jct
 from jaxckpt_train.settings import StoreSettings
@@ -68,7 +68,7 @@ def test_an_interrupted_attempt_is_no_step_and_its_next_owner_removes_it(interru
 def test_attempts_of_others_in_the_same_directory_are_left_alone(tmp_path: Path) -> None:
     """Someone exports a checkpoint, by `jaxckpt_train.save`, into the directory of a run."""
     (tmp_path / ".notes.tmp-1-0").mkdir()
-    with talking_to(SAVING_BESIDE, tmp_path) as other:
+    with talking_to(SAVING_AT_ONCE, tmp_path) as other:
         assert other.read() == "begun"
         before = names(tmp_path, ".tmp-")
         assert len(before) == 2

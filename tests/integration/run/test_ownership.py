@@ -24,14 +24,14 @@ for step in (1, 2, 3):
 read, write = os.pipe()
 child = os.fork()
 if child == 0:
-    told = []
+    messages = []
     for call in (lambda: manager.save(100, {"state": {"w": np.zeros(3)}}), lambda: manager.pin(3)):
         try:
             call()
         except jct.DirectoryLockedError as error:
-            told.append(str(error))
+            messages.append(str(error))
     manager.close()
-    os.write(write, "\\n".join(told).encode())
+    os.write(write, "\\n".join(messages).encode())
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(os.read(read, 10000).decode().count("a forked child"))

@@ -58,11 +58,11 @@ def test_failing_sink_is_logged_once_and_kept(
     put(feeds, 1, 2, 3)
     feeds.finish()
     assert seen == other.steps == [1, 2, 3]
-    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert told.getMessage().startswith("sink 0 (broken) failed")
-    assert told.exc_info is not None
-    assert isinstance(told.exc_info[1], SystemExit)
-    assert told.exc_info[2] is not None
+    (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert logged.getMessage().startswith("sink 0 (broken) failed")
+    assert logged.exc_info is not None
+    assert isinstance(logged.exc_info[1], SystemExit)
+    assert logged.exc_info[2] is not None
     assert len(warnings(caplog)) == 1
 
 
@@ -160,12 +160,12 @@ def test_where_the_system_has_no_thread_the_next_event_asks_again(
 
 
 def test_an_event_that_comes_while_the_thread_ends_is_handed_over_too() -> None:
-    steps, told = list[int](), threading.Event()
+    steps, received = list[int](), threading.Event()
 
     def sink(event: Mapping[str, Any]) -> None:
         steps.append(event["step"])
         if event["step"] == 3:
-            told.set()
+            received.set()
 
     class Ending(Feed):
         def _next(self, here: threading.Thread) -> Callable[[], object] | None:
@@ -177,7 +177,7 @@ def test_an_event_that_comes_while_the_thread_ends_is_handed_over_too() -> None:
 
     feed = Ending(sink, "sink")
     feed.put(line(1))
-    assert told.wait(LONGEST_S)  # nobody asks for it again
+    assert received.wait(LONGEST_S)  # nobody asks for it again
     assert steps == [1, 2, 3]
 
 

@@ -121,15 +121,15 @@ def test_what_disk_refuses_of_history_reaches_sinks(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_does_not_answer_does_not_keep_an_event_from_them(tmp_path: Path) -> None:
-    told = threading.Event()
+    received = threading.Event()
 
     class Waiting(LocalBackend):
         def append(self, path: str, data: bytes) -> None:
-            assert told.wait(LONGEST_S)
+            assert received.wait(LONGEST_S)
             super().append(path, data)
 
     history = History(Waiting(), str(tmp_path))
-    history.send_to([lambda event: told.set()])
+    history.send_to([lambda event: received.set()])
     history.add("save", START, step=1)
     assert len(history.events()) == 1
 

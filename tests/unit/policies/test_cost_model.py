@@ -32,12 +32,12 @@ class Loop:
         self.clock.left(self.step, is_saving)
 
     def updates(self, count: int) -> None:
-        """So many updates without a save."""
+        """Run `count` updates without a save."""
         for _ in range(count):
             self.update()
 
-    def save(self, blocked_s: float, beside: list[float]) -> None:
-        """An update whose call saves, and those beside the save, which ends in the last of them."""
+    def save(self, blocked_s: float, meanwhile: list[float]) -> None:
+        """An update whose call saves, and the updates during the save, which ends in the last of them."""
         self.now += self.step_s
         self.step += 1
         self.clock.entered(self.step, False)
@@ -46,8 +46,8 @@ class Loop:
         self.now += blocked_s
         self.clock.save_began(self.step)
         self.clock.left(self.step, True)
-        for number, took_s in enumerate(beside, 1):
-            self.update(took_s, saving=True, still=number < len(beside))
+        for number, took_s in enumerate(meanwhile, 1):
+            self.update(took_s, saving=True, still=number < len(meanwhile))
 
 
 def test_nothing_is_known_before_some_updates() -> None:

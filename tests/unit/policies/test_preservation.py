@@ -33,12 +33,12 @@ START = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
 def at(seconds: float) -> datetime:
-    """The time so many seconds after the start of the run."""
+    """The time `seconds` after the start of the run."""
     return START + timedelta(seconds=seconds)
 
 
 def info(step: int, seconds: float | None = None, **metrics: Any) -> CheckpointInfo:
-    """A checkpoint committed so many seconds after the start; one second a step unless told otherwise."""
+    """A checkpoint committed `seconds` after the start; by default one second per step."""
     return CheckpointInfo(step, at(step if seconds is None else seconds), metrics or None)
 
 

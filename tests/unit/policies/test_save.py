@@ -33,17 +33,17 @@ START = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
 def at(seconds: float) -> datetime:
-    """The time so many seconds after the start of the run."""
+    """The time `seconds` after the start of the run."""
     return START + timedelta(seconds=seconds)
 
 
 def info(step: int, seconds: float = 0, **metrics: float) -> CheckpointInfo:
-    """A checkpoint or a step being decided, so many seconds after the start."""
+    """A checkpoint, or the step being decided, `seconds` after the start."""
     return CheckpointInfo(step, at(seconds), metrics or None)
 
 
 def asks(policy: Any, step: CheckpointInfo, previous: list[CheckpointInfo] | None = None, **context: Any) -> bool:
-    """The policy's answer, through `decide`; the run started at `START` unless told otherwise."""
+    """The policy's answer, through `decide`; the run started at `START` by default."""
     context = {"run_started": START, **context}
     return decide(policy, step, previous or [], DecisionContext(step.time, **context)).save
 
@@ -166,8 +166,8 @@ def test_improvement_saves_only_what_is_strictly_better_than_everything_before()
 def test_improvement_policy_reports_missing_metric(caplog: pytest.LogCaptureFixture) -> None:
     for step, previous in [*((step, []) for step in range(1, 1001)), (100, [info(50)])]:
         assert not asks(ImprovementPolicy("cost", "min"), info(step), previous, read_metrics=lambda: {"loss": 1.0})
-    told = "ImprovementPolicy: nothing is saved yet, and step {} has no metric 'cost'; its metrics are: loss"
-    assert [record.getMessage() for record in caplog.records] == [told.format(step) for step in (10, 100, 1000)]
+    text = "ImprovementPolicy: nothing is saved yet, and step {} has no metric 'cost'; its metrics are: loss"
+    assert [record.getMessage() for record in caplog.records] == [text.format(step) for step in (10, 100, 1000)]
 
 
 def test_improvement_saves_the_first_value_and_no_step_without_one() -> None:

@@ -24,7 +24,7 @@ KNOWN = SaveCosts(step_s=1.0, cost_s=2.0, blocked_s=0.5, duration_s=3.0)
 
 
 def asked(policy: Any, since_s: float, costs: SaveCosts = KNOWN, saved: bool = True, **more: Any) -> Decision:
-    """The decision so many seconds after the last save, or, if nothing was saved, after the start."""
+    """The decision `since_s` seconds after the last save, or after the start if nothing was saved."""
     now = START + timedelta(seconds=1e6 + since_s)
     last = START + timedelta(seconds=1e6)
     previous = [CheckpointInfo(10, last)] if saved else []

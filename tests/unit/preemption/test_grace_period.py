@@ -62,13 +62,13 @@ def at_the_end(ckpt: jct.CheckpointCallback) -> None:
     ckpt(state_of(2))
 
 
-def once_poll_has_told(ckpt: jct.CheckpointCallback) -> None:
+def after_poll_returns_true(ckpt: jct.CheckpointCallback) -> None:
     ckpt(state_of(2))
     os.kill(os.getpid(), signal.SIGTERM)
     assert ckpt.poll()
 
 
-@pytest.mark.parametrize("loop", [while_the_next_waits, within_steps, at_the_end, once_poll_has_told])
+@pytest.mark.parametrize("loop", [while_the_next_waits, within_steps, at_the_end, after_poll_returns_true])
 def test_the_deadline_holds_wherever_the_loop_is(tmp_path: Path, loop: Callable[[Any], None]) -> None:
     backend = HoldingBackend("rename", "step-0000000002")
     ckpt = callback_on(backend, tmp_path, grace_period_s=GRACE_S, save_interval_steps=1)
@@ -289,7 +289,7 @@ def test_a_load_that_is_asked_to_leave_ends(tmp_path: Path, reads: HeldReads, ho
     assert left.value.step == (5 if how == "resume" else None)
     assert ckpt.preempted
     reads.go.set()
-    with callback_on(backend, run) as following:  # the directory was let go of
+    with callback_on(backend, run) as following:  # the directory was released
         assert step_of({"state": following.resume(state_of(0))}) == 5
 
 

@@ -104,9 +104,9 @@ def test_server_text_is_escaped_and_shortened(sent: bytes, said: str) -> None:
         try:
             answer = MetadataServer("url", server.url, 60.0).ask("/", {})
         except NoAnswerError as error:
-            told = str(error)
+            message = str(error)
         else:
-            told = str(answer.unusable("TRUE"))
-        assert told.isprintable()
-        assert len(told) < 300
-        assert re.search(said, told), told
+            message = str(answer.unusable("TRUE"))
+        assert message.isprintable()
+        assert len(message) < 300
+        assert re.search(said, message), message

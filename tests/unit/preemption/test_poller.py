@@ -1,4 +1,4 @@
-"""Polled sources against servers that hang, break off, babble, and come back: told once, and never more than that."""
+"""Polled sources against servers that hang, break off, send garbage, and recover: each problem is logged once."""
 
 from __future__ import annotations
 

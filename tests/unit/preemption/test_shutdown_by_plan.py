@@ -36,7 +36,7 @@ def send() -> None:
 
 
 class Loop:
-    """A loop that is sent a signal in the middle of an update, on a disk of which a save takes so many seconds."""
+    """A loop that is sent a signal in the middle of an update, on a disk on which a save takes `save_s` seconds."""
 
     def __init__(self, directory: Path, save_s: float, *, held: int | None = None, **options: Any) -> None:
         part = "" if held is None else f"step-{held:010d}"
@@ -243,7 +243,7 @@ def test_a_save_under_way_that_fails_is_replaced_by_the_last_one(tmp_path: Path)
 
 
 def run_to(ckpt: jct.CheckpointCallback, seconds: float) -> None:
-    """Have so many seconds of the time limit passed."""
+    """Let `seconds` of the time limit pass."""
     limit = ckpt._watch._limit
     assert limit is not None
     limit._monotonic = lambda: limit._began_at + seconds

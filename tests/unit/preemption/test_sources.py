@@ -1,4 +1,4 @@
-"""Sources of notices as the watch takes them: what counts, from when on, until when, and who is told at the end."""
+"""Notice sources in a watch: which notice counts, its times, and which sources are notified at the end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Time:
         return self.now
 
 
-class Told:
+class FakeSource:
     """A source that a test tells what to say; it notes what is called."""
 
     def __init__(self, found: Any = None) -> None:
@@ -63,7 +63,7 @@ class Told:
 
 
 class Silent:
-    """A source that wants to be told nothing: it has no `left`."""
+    """A source without a `left` method, which is not notified."""
 
     def start(self) -> None: ...
 
@@ -72,7 +72,7 @@ class Silent:
     def notice(self) -> None: ...
 
 
-class Broken(Told):
+class Broken(FakeSource):
     """A source of a user's that fails where a run ends."""
 
     def stop(self) -> None:
@@ -95,7 +95,7 @@ def watch_of(*sources: Any, job: SingleProcess | None = None, **options: Any) ->
 
 @pytest.mark.parametrize("found", ["the cluster", jct.Notice("the cluster")])
 def test_what_source_says_asks_job_to_leave(found: Any, caplog: pytest.LogCaptureFixture) -> None:
-    source = Told()
+    source = FakeSource()
     watch, _ = watch_of(Silent(), source)
     watch.start()
     assert (watch.reached(), watch.is_asked(), watch.left_of(30)) == (False, False, 30)
@@ -108,19 +108,19 @@ def test_what_source_says_asks_job_to_leave(found: Any, caplog: pytest.LogCaptur
 
 
 def test_the_grace_period_counts_from_when_the_request_may_have_come() -> None:
-    source = Told()
+    source = FakeSource()
     watch, clock = watch_of(source)
     source.found = jct.Notice("a", asked_at=clock.now)
     clock.now += 12
     assert watch.reached()
     assert watch.left_of(30) == 18
-    late, _ = watch_of(Told(jct.Notice("a", asked_at=960.0)))
+    late, _ = watch_of(FakeSource(jct.Notice("a", asked_at=960.0)))
     assert late.reached()
     assert late.left_of(30) is None
 
 
 def test_when_the_machine_is_gone_bounds_the_grace_period_whatever_was_noticed_first() -> None:
-    source = Told()
+    source = FakeSource()
     watch, clock = watch_of(source, signals=["SIGUSR1"])
     watch.start()
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -137,7 +137,7 @@ def test_when_the_machine_is_gone_bounds_the_grace_period_whatever_was_noticed_f
 
 @pytest.mark.parametrize(("leave_by", "left_s"), [(None, None), (1020.0, 18.0)])
 def test_without_grace_period_only_that_is_deadline(leave_by: float | None, left_s: float | None) -> None:
-    watch, _ = watch_of(Told(jct.Notice("a", leave_by=leave_by)))
+    watch, _ = watch_of(FakeSource(jct.Notice("a", leave_by=leave_by)))
     shutdown = GracefulShutdown(watch, None, 75, lambda: False)
     assert shutdown.left_s() is None
     assert watch.reached()
@@ -145,20 +145,20 @@ def test_without_grace_period_only_that_is_deadline(leave_by: float | None, left
 
 
 def test_a_machine_that_is_there_after_its_time_is_not_believed() -> None:
-    watch, _ = watch_of(Told(jct.Notice("a", leave_by=990.0)))
+    watch, _ = watch_of(FakeSource(jct.Notice("a", leave_by=990.0)))
     assert watch.reached()
     assert watch.left_of(30) == 30
     assert watch.left_of(math.inf) is None
 
 
 def test_one_that_noticed_too_late_for_the_grace_period_still_has_until_then() -> None:
-    watch, _ = watch_of(Told(jct.Notice("a", asked_at=900.0, leave_by=1040.0)))
+    watch, _ = watch_of(FakeSource(jct.Notice("a", asked_at=900.0, leave_by=1040.0)))
     assert watch.reached()
     assert watch.left_of(30) == 40
 
 
 def test_sources_hear_of_exit_before_stop() -> None:
-    source = Told()
+    source = FakeSource()
     watch, _ = watch_of(source, Silent())
     watch.start()
     watch.leaves(7, None)
@@ -169,7 +169,7 @@ def test_sources_hear_of_exit_before_stop() -> None:
 
 
 def test_only_process_0_tells() -> None:
-    source = Told()
+    source = FakeSource()
     watch, _ = watch_of(source, job=Second())
     watch.start()
     watch.leaves(7, None)
@@ -177,7 +177,7 @@ def test_only_process_0_tells() -> None:
     assert source.calls == ["start", "stop"]
 
 
-class Hanging(Told):
+class Hanging(FakeSource):
     """One that is never done, until it is let go on."""
 
     def __init__(self, left_timeout_s: Any = None) -> None:
@@ -190,28 +190,32 @@ class Hanging(Told):
 
 
 @pytest.mark.parametrize(
-    ("limit_s", "left_s", "told_s"), [(0.3, None, "0.3"), (0.3, 1e6, "0.3"), (60.0, 0.5, "0.4"), (60.0, 0.0, "0.1")]
+    ("limit_s", "left_s", "limit_text"), [(0.3, None, "0.3"), (0.3, 1e6, "0.3"), (60.0, 0.5, "0.4"), (60.0, 0.0, "0.1")]
 )
 def test_slow_source_does_not_delay_others(
-    limit_s: float, left_s: float | None, told_s: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    limit_s: float,
+    left_s: float | None,
+    limit_text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """In the time that it says itself, within that which there is; a little of it is kept for those after it."""
     monkeypatch.setattr(telling, "LEAST_S", 0.1)
-    hanging, other = Hanging(limit_s), Told()
+    hanging, other = Hanging(limit_s), FakeSource()
     watch, _ = watch_of(hanging, other)
     watch.start()
     watch.leaves(7, left_s)
     watch.stop()
     assert other.calls == ["start", ("left", 7), "stop"]
     assert hanging.calls == ["start", "stop"]
-    assert f"Hanging: its left() method has not finished after {told_s} s" in caplog.text
+    assert f"Hanging: its left() method has not finished after {limit_text} s" in caplog.text
     assert len(caplog.messages) == 1
     hanging.go.set()
     until(lambda: hanging.calls == ["start", "stop", ("left", 7)])
 
 
 def test_who_does_not_say_how_long_it_may_take_is_given_ten_seconds() -> None:
-    named, plain, silent = Hanging(30), Told(), Silent()
+    named, plain, silent = Hanging(30), FakeSource(), Silent()
     sources = WatchedSources([named, plain, silent])
     sources.start()
     assert sources.notification() == [(named, 30.0), (plain, 10.0)]
@@ -222,7 +226,7 @@ def test_who_does_not_say_how_long_it_may_take_is_given_ten_seconds() -> None:
 
 
 def test_source_that_fails_at_end_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    good = Told()
+    good = FakeSource()
     watch, _ = watch_of(Broken(), good)
     watch.start()
     watch.leaves(3, None)
@@ -235,11 +239,11 @@ def test_source_that_fails_at_end_costs_nothing(caplog: pytest.LogCaptureFixture
 
 
 def test_source_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path) -> None:
-    class Unable(Told):
+    class Unable(FakeSource):
         def start(self) -> None:
             raise RuntimeError("no")
 
-    first = Told()
+    first = FakeSource()
     before = signal.getsignal(signal.SIGTERM)
     ckpt = jct.CheckpointCallback(tmp_path, notices=[first, Unable()])
     with pytest.raises(RuntimeError, match="no"):
@@ -251,7 +255,7 @@ def test_source_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path) -> 
         other.own()
 
 
-def run_until_told(ckpt: jct.CheckpointCallback, source: Told, found: Any) -> None:
+def run_until_noticed(ckpt: jct.CheckpointCallback, source: FakeSource, found: Any) -> None:
     with ckpt:
         ckpt.resume(state_of(0))
         for step in ckpt.steps(100):
@@ -262,7 +266,7 @@ def run_until_told(ckpt: jct.CheckpointCallback, source: Told, found: Any) -> No
 
 
 def test_run_is_released_before_exit_notice(tmp_path: Path) -> None:
-    class Next(Told):
+    class Next(FakeSource):
         def left(self, step: int | None) -> None:
             super().left(step)
             with jct.StepManager(tmp_path) as manager:
@@ -271,7 +275,7 @@ def test_run_is_released_before_exit_notice(tmp_path: Path) -> None:
 
     source = Next()
     with pytest.raises(SystemExit) as left:
-        run_until_told(jct.CheckpointCallback(tmp_path, notices=[source]), source, "the cluster")
+        run_until_noticed(jct.CheckpointCallback(tmp_path, notices=[source]), source, "the cluster")
     assert left.value.code == 75
     assert source.calls == ["start", ("left", 4), [4], "stop"]
     (event,) = [each for each in jct.StepManager(tmp_path).history.events() if each["event"] == "preempted"]
@@ -280,7 +284,7 @@ def test_run_is_released_before_exit_notice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_who_was_not_asked_has_not_left(tmp_path: Path, steps: int) -> None:
-    source = Told()
+    source = FakeSource()
     with jct.CheckpointCallback(tmp_path, notices=[source]) as ckpt:
         ckpt.resume(state_of(0))
         for step in ckpt.steps(steps):
@@ -289,10 +293,10 @@ def test_who_was_not_asked_has_not_left(tmp_path: Path, steps: int) -> None:
 
 
 def test_a_last_save_that_fails_is_no_leaving(tmp_path: Path) -> None:
-    source = Told()
+    source = FakeSource()
     ckpt = callback_on(RefusingBackend("create", "step-0000000004", 28, 100), tmp_path, notices=[source])
     with pytest.raises(jct.StorageError):
-        run_until_told(ckpt, source, "the cluster")
+        run_until_noticed(ckpt, source, "the cluster")
     assert source.calls == ["start", "stop"]
 
 
@@ -300,10 +304,10 @@ def test_a_last_save_that_fails_is_no_leaving(tmp_path: Path) -> None:
 def test_a_save_that_is_not_done_when_the_machine_goes_is_given_up(
     tmp_path: Path, grace_period_s: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend, source = HoldingBackend("rename", "step-0000000004"), Told()
+    backend, source = HoldingBackend("rename", "step-0000000004"), FakeSource()
     ckpt = callback_on(backend, tmp_path, grace_period_s=grace_period_s, notices=[source])
     with pytest.raises(SystemExit) as left:
-        run_until_told(ckpt, source, jct.Notice("the cloud", leave_by=time.monotonic() + 1.0))
+        run_until_noticed(ckpt, source, jct.Notice("the cloud", leave_by=time.monotonic() + 1.0))
     assert left.value.code == 75
     assert "shutdown requested by the cloud; a save was given up: saving step 4" in caplog.text
     assert source.calls == ["start", ("left", None), "stop"]
@@ -315,7 +319,7 @@ def test_a_save_that_is_not_done_when_the_machine_goes_is_given_up(
 
 def test_a_load_is_ended_by_a_notice(tmp_path: Path) -> None:
     made_run(tmp_path, 5)
-    source = Told("the cluster")
+    source = FakeSource("the cluster")
     with (
         pytest.raises(SystemExit) as left,
         jct.CheckpointCallback(tmp_path, notices=[source], grace_period_s=60.0) as ckpt,
@@ -328,16 +332,16 @@ def test_a_load_is_ended_by_a_notice(tmp_path: Path) -> None:
 
 def test_signals_of_other_kinds_are_ignored_once_the_process_ends_for_a_notice(tmp_path: Path) -> None:
     """A machine that goes, and Slurm that requeues, send SIGTERM to who is leaving already."""
-    source = Told()
+    source = FakeSource()
     with pytest.raises(SystemExit):
-        run_until_told(jct.CheckpointCallback(tmp_path, notices=[source]), source, "the cloud")
+        run_until_noticed(jct.CheckpointCallback(tmp_path, notices=[source]), source, "the cloud")
     for number in WATCHED:
         os.kill(os.getpid(), number)
     assert source.calls[-1] == "stop"
 
 
 def test_what_is_switched_off_is_not_started(tmp_path: Path) -> None:
-    source = Told("the cluster")
+    source = FakeSource("the cluster")
     with jct.CheckpointCallback(tmp_path, enabled=False, notices=[source]) as ckpt:
         ckpt.resume(state_of(0))
         assert list(ckpt.steps(2)) == [0, 1]

@@ -13,7 +13,7 @@ from tests.support.runs import state_of
 
 
 class Source:
-    """Tells of a notice, or fails."""
+    """Has a notice, or fails."""
 
     def __init__(self, found: Any = None) -> None:
         self.found, self.asked = found, 0
@@ -30,7 +30,7 @@ class Source:
 
 
 def step_left_at(directory: Path, first: Source, second: Source) -> int | None:
-    """The step at which a training leaves whose second source tells of a notice in update 6."""
+    """The step at which a training shuts down whose second source has a notice in update 6."""
     ckpt = jct.CheckpointCallback(directory, notices=[first, second], on_preemption="raise", progress=False)
     with pytest.raises(jct.Preempted) as left, ckpt:
         ckpt.resume(state_of(0))

@@ -103,17 +103,17 @@ def test_pinned_step_survives_damaged_annotations(tmp_path: Path, damage: Callab
 
 
 def test_damage_unlike_a_crash_is_detected(tmp_path: Path, two_pins: bytes) -> None:
-    told = looked = 0
+    reported = looked = 0
     for damage in (flips, zeros):
         for data in damage(two_pins):
             (tmp_path / NOTES_NAME).write_bytes(data)
             steps, problem = pinned(tmp_path)
             assert steps <= {100, 300}
-            looked, told = looked + 1, told + (problem is not None)
+            looked, reported = looked + 1, reported + (problem is not None)
             if problem is None and steps != {100, 300}:
                 assert data.endswith(b"\0"), data
                 assert two_pins.startswith(data.rstrip(b"\0")), data
-    assert told > looked * 0.6
+    assert reported > looked * 0.6
 
 
 def test_a_line_that_a_crash_cut_short_anywhere_is_left_out(tmp_path: Path, two_pins: bytes) -> None:
@@ -154,7 +154,7 @@ def test_blocks_that_never_reached_disk_are_no_damage(tmp_path: Path, two_pins: 
 
 
 class Full(LocalBackend):
-    """A disk that has room for so many bytes of the next append only."""
+    """A disk with room for only `room` bytes of the next append."""
 
     room: int | None = None
 

@@ -119,7 +119,7 @@ def test_unknown_resume_point_is_last_commit() -> None:
 
 def test_a_clock_that_was_set_back_makes_no_time_negative() -> None:
     (found,) = attempts(at(100, "start"), at(50, "resumed", step=5, resume_s=2.0), at(60, "end", how="finished"))
-    assert (found.wall_s, found.to_resume_s) == (52.0, 2.0)  # the latest time that was told, and the earliest
+    assert (found.wall_s, found.to_resume_s) == (52.0, 2.0)  # the latest time in the events, and the earliest
     assert found.ended == START + datetime.timedelta(seconds=100)
 
 

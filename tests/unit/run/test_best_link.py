@@ -78,10 +78,10 @@ def test_what_is_no_link_stays(tmp_path: Path, kind: str, caplog: pytest.LogCapt
         save(manager, 1, loss=0.3)
         save(manager, 2, loss=0.2)
     assert there.is_dir() if kind == "directory" else there.read_text() == "mine"
-    told = [record for record in caplog.records if "no link to the best step" in record.message]
-    assert [record.levelno for record in told][:1] == [logging.WARNING]
-    assert sum(record.levelno == logging.WARNING for record in told) == 1
-    assert "exists and is not a link" in told[0].message
+    logged = [record for record in caplog.records if "no link to the best step" in record.message]
+    assert [record.levelno for record in logged][:1] == [logging.WARNING]
+    assert sum(record.levelno == logging.WARNING for record in logged) == 1
+    assert "exists and is not a link" in logged[0].message
 
 
 def test_storage_without_links_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Steps that were to be deleted and are still there: who restores or pins them keeps them, or is told that they go."""
+"""Pending deletions: a restore or a pin cancels them, or fails if they have started."""
 
 from __future__ import annotations
 

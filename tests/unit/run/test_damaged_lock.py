@@ -1,4 +1,4 @@
-"""A lock that is damaged: its owner is told by its heartbeat alone, and a dead one stops no start for long."""
+"""A damaged lock: only the heartbeat shows whether its owner is alive, and a dead owner delays a start only briefly."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def test_repeated_save_counts_as_step(tmp_path: Path) -> None:
 
 
 class Misreports(LocalBackend):
-    """Tells of the rename of one step that it failed, and does it all the same, as disks beyond a network may."""
+    """Reports the rename of one step as failed but performs it, as network file systems may."""
 
     def __init__(self, *, is_ill_after: bool) -> None:
         self.is_ill_after, self.is_ill = is_ill_after, False
@@ -277,7 +277,7 @@ class Misreports(LocalBackend):
         super().rename(source, target)
         if target.endswith("/step-0000000030"):
             self.is_ill = self.is_ill_after
-            raise StorageError(errno.EIO, "told as failed", source)
+            raise StorageError(errno.EIO, "reported as failed", source)
 
     def open(self, directory: str, name: str, *, direct: Any) -> Any:
         if self.is_ill:
@@ -290,7 +290,7 @@ def test_denied_publish_is_never_resumed(tmp_path: Path, is_ill_after: bool) -> 
     backend = Misreports(is_ill_after=is_ill_after)
     with jct.StepManager(tmp_path, backend=backend) as steps:
         save_steps(steps, 10, 20)
-        with pytest.raises(StorageError, match="told as failed"):
+        with pytest.raises(StorageError, match="reported as failed"):
             save_steps(steps, 30)
         backend.is_ill = False
         assert step_of(steps.restore(step=10)) == 10

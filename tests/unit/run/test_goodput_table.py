@@ -13,7 +13,7 @@ from tests.support.runs import START
 
 
 def process(number: int, **more: Any) -> Attempt:
-    """The so-manieth of a run; each does 1,000 updates in an hour and loses half of them."""
+    """Attempt `number` of a run; each does 1,000 updates in an hour and loses half of them."""
     began = START + datetime.timedelta(hours=2 * number)
     stretch = Stretch(500 * number, 500 * number + 1000, [500 * number + 500])
     some = {"how": "killed", "stretches": [stretch], "saves": 1, "blocked_s": 1.25, "to_resume_s": 100.0}

@@ -185,7 +185,7 @@ def test_of_very_large_history_end_is_recent(tmp_path: Path, caplog: pytest.LogC
     assert recent[-1] == {"event": "save", "step": 2}
     assert {event["event"] for event in recent[:-1]} == {"delete"}  # none of the halved ones
     assert (len(recent) - 1) * len(filling) <= RECENT_BYTES < (len(recent) + 1) * len(filling)
-    assert caplog.text == ""  # whoever asks for all of it is told
+    assert caplog.text == ""  # only a full read warns
 
 
 def test_a_history_that_grows_beyond_what_is_recent_loses_only_that(tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def test_damaged_lines_are_listed_up_to_limit(tmp_path: Path, caplog: pytest.Log
         file.write(b"\xff\n" * 1000)
     history.add("b", START)
     assert [event["event"] for event in history.events()] == ["a", "b"]
-    told = [message.partition("history.jsonl: ")[2] for message in caplog.messages]
-    assert [text.partition(" is left out")[0] for text in told] == [
+    logged = [message.partition("history.jsonl: ")[2] for message in caplog.messages]
+    assert [text.partition(" is left out")[0] for text in logged] == [
         *[f"line {number}" for number in range(2, 7)],
         "and 995 more lines are left out",
     ]

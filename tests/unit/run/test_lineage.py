@@ -13,7 +13,7 @@ from tests.support.runs import flip_a_payload_byte, made_run, save_steps, state_
 
 
 def rolled_back(tmp_path: Path, *later: int, to: int = 2, keep: int | None = None) -> Path:
-    """Steps 1 to 5, rolled back, and gone on from there by another process."""
+    """Steps 1 to 5, rolled back, and continued by another process."""
     run = made_run(tmp_path / "run", 1, 2, 3, 4, 5)
     policy = None if keep is None else jct.LatestN(keep)
     with jct.StepManager(run, preservation_policy=policy) as manager:
@@ -237,7 +237,7 @@ def test_undone_deletion_leaves_step_abandoned(tmp_path: Path) -> None:
 
 
 def test_the_name_of_a_step_that_is_being_deleted_is_not_given_again(tmp_path: Path) -> None:
-    """The deleter has hidden it, and has not told so yet: it would take the new one for the old."""
+    """The deleter has renamed it but not reported that yet: it would mistake the new step for the old one."""
     manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2))
     save_steps(manager, 1, 2, 3)
     assert manager._run._deleter.wait(60)

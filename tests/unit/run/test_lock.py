@@ -1,4 +1,4 @@
-"""The owner's lock: who gets a directory, who is refused, and how a dead owner is told from a live one."""
+"""The owner's lock: which process gets a directory, which is refused, and how a dead owner is recognised."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def test_it_ends_with_its_manager_however_slow_it_is(
     manager = jct.StepManager(run)
     manager.own()
     started = time.monotonic()
-    monkeypatch.setattr(logging.getLogger("jaxckpt_train"), "disabled", True)  # pytest keeps what is told, with frames
+    monkeypatch.setattr(logging.getLogger("jaxckpt_train"), "disabled", True)  # pytest keeps log records, with frames
     manager.restore(STATE)
     (thread,) = threads()
     if ends == "closed":

@@ -87,7 +87,7 @@ def test_interrupt_while_directory_is_taken_locks_nobody_out(left: Path, tmp_pat
     assert interrupted > 30
 
 
-def test_who_is_interrupted_while_taking_it_lets_go_of_it(left: Path, tmp_path: Path) -> None:
+def test_interrupt_while_taking_it_releases_it(left: Path, tmp_path: Path) -> None:
     for run, manager in interrupted_owners(left, tmp_path):
         manager.close()
         assert ".owner" not in names(run)
@@ -133,9 +133,9 @@ def test_a_lock_of_the_dead_that_cannot_be_removed_stops_no_heartbeat(
 def test_a_deletion_that_fails_in_a_way_nobody_thought_of_hangs_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next job is done all the same, and whoever waits is let go."""
-    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    monkeypatch.setattr(threading, "excepthook", told.put)
+    """The next job is done nevertheless, and waiting threads continue."""
+    errors: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", errors.put)
     deleter, fail = Deleter(LocalBackend(), str(tmp_path), lambda: None), iter([True])
     (tmp_path / "step-0000000002").mkdir()
     hide = deleter._hide
@@ -150,8 +150,8 @@ def test_a_deletion_that_fails_in_a_way_nobody_thought_of_hangs_nobody(
     deleter.delete(["step-0000000002"])
     assert deleter.wait(60)
     deleter.close()
-    assert told.get(timeout=60).exc_type is MemoryError  # told as that thread ends, perhaps after the next has done all
-    assert told.empty()
+    assert errors.get(timeout=60).exc_type is MemoryError  # reported when the thread ends, perhaps after the next one
+    assert errors.empty()
     assert os.listdir(tmp_path) == []
 
 
@@ -166,7 +166,7 @@ def test_heartbeat_begins_before_lock_counts_as_held(tmp_path: Path, monkeypatch
 
 
 class SlowRemoval(LocalBackend):
-    """Removing a step waits until it is told to go on."""
+    """Removing a step waits until `go` is set."""
 
     def __init__(self) -> None:
         self.begun, self.go = threading.Event(), threading.Event()

@@ -22,7 +22,7 @@ from tests.nightly.crash.facts import state_of, token_of
 from tests.nightly.crash.image import Image, Rename
 from tests.nightly.crash.programs import opened, process
 from tests.nightly.crash.states import Order, crash_state
-from tests.support.fake_backends import RefusingBackend, Told
+from tests.support.fake_backends import RecordingListener, RefusingBackend
 from tests.support.runs import made_run, save_steps, step_of, step_path
 
 ONE, TWO, THREE, FOUR, FIVE = (f"step-000000000{step}" for step in range(1, 6))
@@ -77,8 +77,8 @@ def test_a_step_that_is_never_synced_and_is_to_go_keeps_no_other(tmp_path: Path)
 
 def test_nothing_goes_while_neither_it_nor_what_came_after_it_can_be_synced(tmp_path: Path) -> None:
     run, backend = directories(tmp_path, ONE, TWO, THREE, FOUR), Unsynced(TWO, THREE)
-    told = Told()
-    deleter = Deleter(backend, str(run), lambda: told)
+    listener = RecordingListener()
+    deleter = Deleter(backend, str(run), lambda: listener)
     for pending_deletions, instead in (([ONE], [TWO]), ([TWO], [THREE])):
         deleter.delete(pending_deletions, instead=instead)
         assert deleter.wait(60)
@@ -90,8 +90,8 @@ def test_nothing_goes_while_neither_it_nor_what_came_after_it_can_be_synced(tmp_
 
 def test_deletion_waits_for_newer_synced_step(tmp_path: Path) -> None:
     run, backend = directories(tmp_path, ONE, TWO, THREE, FOUR), Unsynced(THREE)
-    told = Told()
-    deleter = Deleter(backend, str(run), lambda: told)
+    listener = RecordingListener()
+    deleter = Deleter(backend, str(run), lambda: listener)
     for pending_deletions, instead in (([ONE], ["step-gone"]), ([TWO], [THREE])):
         deleter.delete(pending_deletions, instead=instead)
         assert deleter.wait(60)
@@ -131,11 +131,11 @@ def test_a_step_that_the_disk_hides_and_says_it_did_not_goes(tmp_path: Path) -> 
             if source.endswith(ONE):
                 raise StorageError(errno.EIO, "too late", source)
 
-    run, told = directories(tmp_path, ONE), Told()
-    deleter = Deleter(Late(), str(run), lambda: told)
+    run, listener = directories(tmp_path, ONE), RecordingListener()
+    deleter = Deleter(Late(), str(run), lambda: listener)
     deleter.delete([ONE])
     deleter.close()
-    assert (names_in(run), told.gone) == ([], [ONE])
+    assert (names_in(run), listener.gone) == ([], [ONE])
 
 
 def test_a_step_of_the_same_name_as_what_was_not_removed_goes_too(tmp_path: Path) -> None:
@@ -161,20 +161,20 @@ def test_a_step_of_the_same_name_as_what_was_not_removed_goes_too(tmp_path: Path
 
 def test_occupied_deletion_name_is_cleared(tmp_path: Path) -> None:
     run = directories(tmp_path, ONE, hidden_name(ONE), TWO, THREE)
-    backend, told = RefusingBackend("remove", hidden_name(ONE), errno.EBUSY, 1), Told()
-    deleter = Deleter(backend, str(run), lambda: told)
+    backend, listener = RefusingBackend("remove", hidden_name(ONE), errno.EBUSY, 1), RecordingListener()
+    deleter = Deleter(backend, str(run), lambda: listener)
     deleter.delete([ONE])
     assert deleter.wait(60)
-    assert (names_in(run), told.gone) == ([hidden_name(ONE), ONE, TWO, THREE], [])
+    assert (names_in(run), listener.gone) == ([hidden_name(ONE), ONE, TWO, THREE], [])
     for name in (TWO, THREE):  # the first of them removes what is in the way, but for one refusal
         deleter.delete([name])
         assert deleter.wait(60)
-        assert ONE in names_in(run) or ONE in told.gone
+        assert ONE in names_in(run) or ONE in listener.gone
     deleter.delete([FOUR])
     deleter.delete([FIVE])
     deleter.close()
     assert names_in(run) == []
-    assert told.gone.count(ONE) == 1
+    assert listener.gone.count(ONE) == 1
 
 
 def test_what_is_hidden_and_no_step_is_somebody_elses(tmp_path: Path) -> None:

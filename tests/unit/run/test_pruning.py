@@ -1,4 +1,4 @@
-"""What becomes of steps under a policy, told beforehand: the same as the owner of the run decides, with the reasons."""
+"""The predicted decisions of a policy equal those of the run's owner, and have reasons."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def entry(step: int, sequence: int, generation: int = 0, **more: Any) -> Entry:
     return Entry(step_name(step, generation), step, generation, sequence, time, None, **{"temporary": False, **more})
 
 
-def told(entries: list[Entry], pruning: Pruning, roll_back: RollBack | None = None) -> dict[str, Fate]:
+def predicted(entries: list[Entry], pruning: Pruning, roll_back: RollBack | None = None) -> dict[str, Fate]:
     return {fate.entry.name: fate for fate in fates(entries, roll_back or RollBack(), pruning, NOW)}
 
 
@@ -34,7 +34,7 @@ def latest(number: int) -> Pruning:
 
 def test_an_older_generation_and_a_temporary_step_go_for_their_own_reasons() -> None:
     entries = [entry(1, 0), entry(1, 1, 1), entry(2, 2, temporary=True), entry(3, 3)]
-    found = told(entries, latest(9))
+    found = predicted(entries, latest(9))
     assert found["step-0000000001"] == Fate(entries[0], True, ("saved again as step-0000000001.g1",))
     assert found["step-0000000002"] == Fate(entries[2], True, ("temporary, and a later step is committed",))
     assert (found["step-0000000001.g1"].goes, found["step-0000000003"].why) == (False, ("newest", "the latest"))
@@ -43,7 +43,7 @@ def test_an_older_generation_and_a_temporary_step_go_for_their_own_reasons() -> 
 def test_the_highest_and_the_last_committed_stay_under_every_policy_whatever_clocks_say() -> None:
     late = dataclasses.replace(entry(1, 0), time=NOW)  # a clock was set back since
     entries = [late, entry(5, 1), entry(2, 2), entry(3, 3)]
-    found = told(entries, Pruning({"none": EveryNSteps(100)}))
+    found = predicted(entries, Pruning({"none": EveryNSteps(100)}))
     assert {name: fate.why for name, fate in found.items() if not fate.goes} == {
         "step-0000000005": ("highest",),
         "step-0000000003": ("newest",),
@@ -54,14 +54,14 @@ def test_all_reasons_are_reported() -> None:
     pruning = Pruning({"the latest": LatestN(3), "even": EveryNSteps(2)})
     pruning.safe[2] = "because"
     entries = [entry(1, 0, damaged="a flipped bit"), entry(2, 1, pinned=True), entry(3, 2, is_held=True), entry(4, 3)]
-    found = told(entries, pruning)
+    found = predicted(entries, pruning)
     assert found["step-0000000001"].why == ("set aside as damaged",)
     assert found["step-0000000002"].why == ("pinned", "because", "the latest", "even")
     assert found["step-0000000003"].why == ("its manifest or its notes cannot be read",)
 
 
 def test_what_the_disk_does_not_keep_replaces_nothing() -> None:
-    found = told([entry(1, 0), entry(2, 1, is_unsynced=True)], latest(1))
+    found = predicted([entry(1, 0), entry(2, 1, is_unsynced=True)], latest(1))
     assert found["step-0000000001"] == Fate(entry(1, 0), False, ("the disk refused to sync the step that replaces it",))
 
 

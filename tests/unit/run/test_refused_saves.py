@@ -133,7 +133,7 @@ def test_a_step_that_could_not_be_read_at_the_restore_is_nobody_elses(tmp_path: 
 
 
 def test_earlier_step_is_refused_without_roll_back(tmp_path: Path) -> None:
-    """It would stand beside them: the next process goes on from it, and meets them again as committed."""
+    """The next process would continue from it, and find the later steps as committed."""
     made_run(tmp_path, 8, 9, 10)
     with jct.StepManager(tmp_path) as steps:
         steps.restore()
@@ -171,7 +171,7 @@ def test_commit_file_makes_run_no_checkpoint(tmp_path: Path) -> None:
 def test_a_process_that_restored_nothing_does_not_begin_below_what_is_there(tmp_path: Path) -> None:
     made_run(tmp_path, 1000, 2000)
     before = content(tmp_path)
-    del before["history.jsonl"]  # of which the end tells of this process
+    del before["history.jsonl"]  # it has the end of this process
     with jct.StepManager(tmp_path) as steps:
         with pytest.raises(jct.SettingsError, match=r"expected a step above 2000, .* found 10: "):
             steps.save(10, {"state": state_of(10)})

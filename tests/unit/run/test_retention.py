@@ -18,7 +18,7 @@ from jaxckpt_train.errors import StorageError
 from jaxckpt_train.run.catalog import half_deleted, hidden_name, unfinished_deletions
 from jaxckpt_train.run.retention import Deleter
 from jaxckpt_train.store.backends.local import LocalBackend
-from tests.support.fake_backends import HoldingBackend, RecordingBackend, RefusingBackend, Told
+from tests.support.fake_backends import HoldingBackend, RecordingBackend, RecordingListener, RefusingBackend
 from tests.support.runs import Clock, made_run, save_steps, state_of, step_of, step_path
 
 DELETING = ".deleting"
@@ -121,8 +121,8 @@ def test_retried_deletion_waits_for_sync(tmp_path: Path) -> None:
     names = [f"step-000000000{name}" for name in ("1", "1.g1", "2", "3")]
     for name in names:
         (tmp_path / name).mkdir()
-    backend, told = Unsynced(), Told()
-    deleter = Deleter(backend, str(tmp_path), lambda: told)
+    backend, listener = Unsynced(), RecordingListener()
+    deleter = Deleter(backend, str(tmp_path), lambda: listener)
     (tmp_path / "step-0000000004").mkdir()
     for pending_deletions, instead in (([names[0]], [names[1], names[3]]), (["step-0000000004"], [names[3]])):
         deleter.delete(pending_deletions, instead=instead)
@@ -189,23 +189,23 @@ def test_next_owner_reports_deletion_once(tmp_path: Path) -> None:
     for step in (1, 2):
         step_path(run, step).rename(run / hidden_name(f"step-{step:010}"))
     backend = RefusingBackend("remove", ".deleting", errno.EACCES, 1000)
-    for _ in range(2):  # what the disk does not let go is there still, and was told
+    for _ in range(2):  # what the disk refuses to remove still exists, and was logged
         with jct.StepManager(run, backend=backend) as owner:
             owner.own()
     with jct.StepManager(run) as owner:
         save_steps(owner, 4)
-    told = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
-    assert [each["name"] for each in told if each["event"] == "delete"] == ["step-0000000001", "step-0000000002"]
+    listener = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    assert [each["name"] for each in listener if each["event"] == "delete"] == ["step-0000000001", "step-0000000002"]
 
 
 def test_a_name_that_is_used_again_may_be_deleted_again(tmp_path: Path) -> None:
     (tmp_path / ".step-0000000001.deleting").mkdir()
     save, delete = ({"event": event, "name": "step-0000000001"} for event in ("save", "delete"))
     others = [{"event": "note", "name": "step-0000000001"}, {"event": "save", "name": []}, {}]
-    for events, told in (([save, delete, *others], []), ([save, delete, save], ["step-0000000001"])):
+    for events, listener in (([save, delete, *others], []), ([save, delete, save], ["step-0000000001"])):
         heard = list[str]()
         found = unfinished_deletions(LocalBackend(), str(tmp_path), (), events, heard.append)
-        assert (found, heard) == ([".step-0000000001.deleting"], told)
+        assert (found, heard) == ([".step-0000000001.deleting"], listener)
 
 
 def test_what_is_left_of_an_older_one_of_its_name_hides_no_step(tmp_path: Path) -> None:

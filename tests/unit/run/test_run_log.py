@@ -28,13 +28,13 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Log(RunLog):
-    """Of a process whose time is told to it."""
+    """The log of a process with a fake clock."""
 
     def __init__(self, directory: Path, backend: LocalBackend | None = None) -> None:
         self.now, self.history = 0.0, History(backend or LocalBackend(), str(directory))
         super().__init__(self.history, Clock(), lambda: self.now)
 
-    def told(self) -> list[dict[str, Any]]:
+    def events(self) -> list[dict[str, Any]]:
         """The events without their times."""
         return [{name: event[name] for name in event if name != "time"} for event in self.history.events()]
 
@@ -52,14 +52,14 @@ def test_a_process_notes_its_begin_and_its_end(log: Log) -> None:
     log.completed = 117
     log.ends_as = "finished"
     log.ended()
-    start, resumed, end = log.told()
+    start, resumed, end = log.events()
     assert start == {"event": "start", "host": "here", "pid": 7}
     assert 0 < resumed.pop("process_age_s") < 1e6
     assert resumed == {"event": "resumed", "step": 100, "resume_s": 2.5}
     assert end == {"event": "end", "how": "finished", "step": 117}
     log.ended()
     log.beat()
-    assert len(log.told()) == 3
+    assert len(log.events()) == 3
 
 
 def test_only_the_first_loop_of_a_process_has_waited_for_its_start(log: Log) -> None:
@@ -67,10 +67,10 @@ def test_only_the_first_loop_of_a_process_has_waited_for_its_start(log: Log) -> 
         log.started(5)
         log.resumed(5, 0.5)
         log.ended()
-    first, second = [event for event in log.told() if event["event"] == "resumed"]
+    first, second = [event for event in log.events() if event["event"] == "resumed"]
     assert ("process_age_s" in first, "process_age_s" in second) == (True, False)
-    assert log.told()[0]["step"] == 5
-    assert log.told()[-1] == {"event": "end", "how": "closed", "step": 5}
+    assert log.events()[0]["step"] == 5
+    assert log.events()[-1] == {"event": "end", "how": "closed", "step": 5}
 
 
 def test_process_without_ownership_logs_nothing(log: Log) -> None:
@@ -79,17 +79,17 @@ def test_process_without_ownership_logs_nothing(log: Log) -> None:
     log.now = 1e6
     log.beat()
     log.ended()
-    assert log.told() == []
+    assert log.events() == []
 
 
 def steps_noted(log: Log, until_s: float, every_s: float = 1.0) -> list[float]:
     """Beats until then, of a loop that does an update each second: when it noted how far it had come."""
-    found, before = [], len(log.told())
+    found, before = [], len(log.events())
     while log.now < until_s:
         log.now += every_s
         log.completed = round(log.now)
         log.beat()
-        if len(log.told()) > before:
+        if len(log.events()) > before:
             before += 1
             found.append(log.now)
     return found
@@ -104,7 +104,7 @@ def test_progress_is_noted_now_and_then_and_more_rarely_in_a_long_run(log: Log) 
     assert min(gaps) >= LEAST_S
     assert gaps[-1] == MOST_S
     assert gaps == sorted(gaps)
-    assert log.told()[-1] == {"event": "progress", "step": round(noted[-1])}
+    assert log.events()[-1] == {"event": "progress", "step": round(noted[-1])}
 
 
 def test_idle_loop_logs_nothing(log: Log) -> None:
@@ -113,10 +113,10 @@ def test_idle_loop_logs_nothing(log: Log) -> None:
     for _ in range(10):
         log.now += 1000.0
         log.beat()
-    assert [event["event"] for event in log.told()] == ["start", "resumed"]
+    assert [event["event"] for event in log.events()] == ["start", "resumed"]
     log.completed = 41
     log.beat()
-    assert log.told()[-1] == {"event": "progress", "step": 41}
+    assert log.events()[-1] == {"event": "progress", "step": 41}
 
 
 def test_the_heartbeat_of_the_lock_notes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ class SilentHistory(HoldingBackend):
 
     def __init__(self, after: int = 0) -> None:
         super().__init__("append", HISTORY_NAME)
-        self.after = after  # so many are answered
+        self.after = after  # the number of calls that are answered
 
     def append(self, path: str, data: bytes) -> None:
         if self._part in path and self.after > 0:
@@ -207,7 +207,7 @@ def test_a_wait_for_a_note_ends_as_its_progress_tells_it_to(tmp_path: Path) -> N
 def test_an_owner_that_was_superseded_says_nothing_of_its_end(tmp_path: Path) -> None:
     first = jct.StepManager(tmp_path)
     first.own()
-    (tmp_path / ".owner").unlink()  # as whoever takes it for dead does
+    (tmp_path / ".owner").unlink()  # as a process that takes over does
     with jct.StepManager(tmp_path) as second:
         second.save(5, {"state": state_of(5)})
         second.wait()

@@ -211,15 +211,15 @@ class WritesItsOwn:
 
 
 def test_plain_files_are_paced_block_by_block_and_the_manifest_as_well(tmp_path: Path) -> None:
-    """Whoever paces ends the reading by raising: no block is read after that."""
+    """An error of the pacing function ends the read: no block is read after that."""
     path = str(tmp_path / "c")
     jct.save_checkpointables(path, {"own": WritesItsOwn(), "state": {str(n): "x" * 1000 for n in range(300)}})
     manifest_bytes = (tmp_path / "c" / "manifest.json").stat().st_size
     assert manifest_bytes > 300_000
-    told = list[int]()
-    assert verify.first_damage(LocalBackend(), path, told.append) is None
-    assert told[0] == manifest_bytes
-    assert sorted(told[1:]) == [2 << 20, 4 << 20, 4 << 20]
+    paced = list[int]()
+    assert verify.first_damage(LocalBackend(), path, paced.append) is None
+    assert paced[0] == manifest_bytes
+    assert sorted(paced[1:]) == [2 << 20, 4 << 20, 4 << 20]
 
     class EndedError(Exception):
         pass

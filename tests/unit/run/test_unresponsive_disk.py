@@ -1,4 +1,4 @@
-"""A disk that stops answering at any single call: who loads, lists or notes waits for a while, and is told then."""
+"""A disk that stops responding at any single call: loads, listings and notes wait for a limited time, then raise."""
 
 from __future__ import annotations
 
