@@ -1,4 +1,4 @@
-"""Directories that Flax itself has written: the checkpoint that Flax would restore is loaded, or an error says why not."""
+"""Directories that Flax itself has written: what Flax would restore is loaded, or an error says why not."""
 
 from __future__ import annotations
 
