@@ -75,9 +75,11 @@ LANGUAGE_PATHS := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.m
 	.ci .github .pre-commit-config.yaml benchmarks configs docs examples tools \
 	$(addprefix jaxckpt_train/,callback.py checkpoint.py config.py distributed errors.py formats loop.py manager.py metrics \
 		pending.py policies preemption pytree run settings.py store transforms _validation.py) \
-	$(addprefix tests/,unit/test_check_language.py unit/metrics unit/policies unit/preemption unit/run unit/store integration/examples integration/metrics integration/preemption integration/pytree integration/run integration/store \
-		integration/testing integration/docs/test_api_reference.py integration/docs/test_repository_files.py \
-		unit/benchmarks/test_goodput.py nightly/checkpointables nightly/examples nightly/integrations nightly/store nightly/testing)
+	$(addprefix tests/,unit/test_check_language.py unit/metrics unit/policies unit/preemption unit/run \
+		unit/store integration/examples integration/metrics integration/preemption integration/pytree \
+		integration/run integration/store integration/testing integration/docs/test_api_reference.py \
+		integration/docs/test_repository_files.py unit/benchmarks/test_goodput.py nightly/checkpointables \
+		nightly/examples nightly/integrations nightly/store nightly/testing)
 .PHONY: language
 language: $(STAMP)  ## look for banned words
 	$(BIN)/python tools/check_language.py $(LANGUAGE_PATHS)
