@@ -76,9 +76,9 @@ _manager: list[jct.StepManager] = []
 
 def go_on(directory: str, first: bool) -> int:
     """Take the directory, restore the newest step, compare it byte for byte, and save one more."""
-    asked = JaxKeyValues._asked
+    asked = JaxKeyValues._call
     if not _manager:
-        JaxKeyValues._asked = lambda self, *given: (_trap.moment(), asked(self, *given))[1]  # type: ignore[method-assign]
+        JaxKeyValues._call = lambda self, *given: (_trap.moment(), asked(self, *given))[1]  # type: ignore[method-assign]
     settings = jct.StoreSettings(barrier_timeout_s=LIMIT_S)
     manager = jct.StepManager(directory, settings=settings, backend=_trap.around(LocalBackend()))
     _manager.append(manager)

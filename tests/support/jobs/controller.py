@@ -121,7 +121,7 @@ def controlled(hosts: Mapping[jax.Device, HostProcess]) -> Iterator[None]:
     """Within, Colocated Python runs in these processes."""
     from jax.experimental import colocated_python
 
-    made = (colocated_calls._writing, colocated_calls._reading, colocated_calls._asked)
+    made = (colocated_calls._writing, colocated_calls._reading, colocated_calls._progress_call)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(colocated_python, "colocated_python", lambda function: _Unspecialized(hosts, function))
         for each in made:
