@@ -126,7 +126,7 @@ def test_what_each_process_has_for_itself_is_saved_once(tmp_path: Path, job_of: 
         ("name", "leaf 'state/other'"),
         ("json", "checkpointable 'note': its value"),
         ("unsupported", "checkpointable 'state': leaf 'object'"),
-        ("path", "all processes of a job save the same steps"),
+        ("path", "must save the same steps"),
     ],
 )
 def test_what_differs_is_refused_in_all_and_named(
