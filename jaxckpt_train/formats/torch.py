@@ -496,7 +496,7 @@ class _Values:
             unknown = self._unsafe_names(value)
             if not unknown:
                 raise CorruptCheckpointError(f"{self._directory}: {name!r} cannot be read: {shown(error)}") from error
-            self._found[name] = Refused(f"it would call {shown(', '.join(unknown))}")
+            self._found[name] = Refused(f"loading it would call {shown(', '.join(unknown))}")
 
     def _unsafe_names(self, value: io.BytesIO) -> list[str]:
         """Return the names in an object that PyTorch does not consider plain data."""

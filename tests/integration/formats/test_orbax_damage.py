@@ -19,7 +19,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp1
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import orbax_metadata as orbax_bounds
+from jaxckpt_train.formats import orbax_metadata
 from tests.support.commands import refused, run
 from tests.support.same_trees import raw
 
@@ -304,9 +304,9 @@ def test_chunks_far_larger_than_their_array_are_reported(tmp_path: Path) -> None
 
 def test_chunks_that_do_not_fit_into_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = plain(tmp_path / "a")
-    monkeypatch.setattr(orbax_bounds, "memory_bytes", lambda: 1199)
+    monkeypatch.setattr(orbax_metadata, "memory_bytes", lambda: 1199)
     with pytest.raises(jct.StorageError, match=r"leaf 'w': reading a chunk of 600 bytes .* has 1,199 bytes") as caught:
         jct.load(path)
     assert caught.value.errno == errno.ENOMEM
-    monkeypatch.setattr(orbax_bounds, "memory_bytes", lambda: 1200)
+    monkeypatch.setattr(orbax_metadata, "memory_bytes", lambda: 1200)
     assert raw(jct.load(path)["w"]) == raw(STATE["w"])

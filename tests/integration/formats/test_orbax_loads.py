@@ -19,8 +19,7 @@ from orbax.checkpoint import v1 as ocp1
 from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import orbax_read as orbax_trees
-from jaxckpt_train.formats import tensorstore_reads as orbax_arrays
+from jaxckpt_train.formats import orbax_read, tensorstore_reads
 from jaxckpt_train.integrations.orbax_manager import CheckpointManager
 from jaxckpt_train.pytree.flatten import flatten
 from jaxckpt_train.pytree.leaves import EMPTY
@@ -221,13 +220,13 @@ def test_a_chunk_of_which_parts_are_asked_for_is_decoded_once(tmp_path: Path, mo
     by_handler()(tmp_path / "orbax", {"wide": wide})
     jct.save(tmp_path / "ours", {"wide": wide + np.float32(1)})
     reads: list[str] = []
-    read_box = orbax_arrays.read_box
+    read_box = tensorstore_reads.read_box
 
     def counted(subject: str, *more: Any) -> None:
         reads.append(subject)
         read_box(subject, *more)
 
-    monkeypatch.setattr(orbax_arrays, "read_box", counted)
+    monkeypatch.setattr(tensorstore_reads, "read_box", counted)
 
     def once(*arguments: Any) -> None:
         reads.clear()
@@ -280,14 +279,14 @@ def test_large_chunks_bypass_page_cache_unchanged(how: str, tmp_path: Path, monk
     state = {f"w{n}": rng.standard_normal((1000 + n, 1049), np.float32) for n in range(3)} | {"b": np.arange(7.0)}
     path = SAVES[how](tmp_path / "saved", state)
     read: list[str] = []
-    copy = orbax_arrays._copy
+    copy = tensorstore_reads._copy
 
     def noted(store: Any, box: Any, target: np.ndarray) -> None:
         read.append(json.dumps(store.spec(retain_context=True).to_json()))
         copy(store, box, target)
 
-    monkeypatch.setattr(orbax_arrays, "_copy", noted)
-    monkeypatch.setattr(orbax_trees, "has_huge_malloc", lambda: True)
+    monkeypatch.setattr(tensorstore_reads, "_copy", noted)
+    monkeypatch.setattr(orbax_read, "has_huge_malloc", lambda: True)
     found = jct.load(path)
     assert all(raw(found[name]) == raw(state[name]) for name in state)
     assert ['"direct"' in each for each in read].count(True) >= 3
@@ -307,7 +306,7 @@ def test_what_cannot_be_read_directly_is_read_as_ever(tmp_path: Path) -> None:
         stores.append(store)
     (tmp_path / "refused" / "0.0").unlink()
     found = np.zeros_like(array)
-    orbax_arrays.read_box("leaf 'w'", stores, ((0, 3), (0, 4)), found)
+    tensorstore_reads.read_box("leaf 'w'", stores, ((0, 3), (0, 4)), found)
     np.testing.assert_array_equal(found, array)
     with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'w': box .* cannot be read"):
-        orbax_arrays.read_box("leaf 'w'", stores[:1], ((0, 3), (0, 4)), found)
+        tensorstore_reads.read_box("leaf 'w'", stores[:1], ((0, 3), (0, 4)), found)

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import jaxckpt_train as jct
 from jaxckpt_train.cli.main import app
-from jaxckpt_train.formats import foreign as held_pieces
+from jaxckpt_train.formats import foreign
 from jaxckpt_train.formats.torch import TorchItems
 from tests.golden.make_torch import FOLDER
 from tests.support.model_states import mesh
@@ -251,8 +251,8 @@ def test_object_that_runs_code_is_skipped(tmp_path: Path, caplog: pytest.LogCapt
         found = jct.load(tmp_path / "a")
     assert sorted(found) == ["step", "w"]
     (message,) = [record.getMessage() for record in caplog.records if record.name == "jaxckpt_train"]
-    assert "bad (to make it would call 'posix.mkdir')" in message
-    assert "args (to make it would call 'argparse.Namespace')" in message
+    assert "bad (loading it would call 'posix.mkdir')" in message
+    assert "args (loading it would call 'argparse.Namespace')" in message
     assert "bad" not in json.dumps(printed_json("show", tmp_path / "a"))
     printed_json("import", tmp_path / "a", tmp_path / "ours")
     with pytest.raises(jct.MismatchError, match="bad"):
@@ -341,15 +341,15 @@ def test_each_piece_is_read_once_however_it_is_cut(tmp_path: Path, monkeypatch: 
 
 
 def test_pieces_in_use_and_the_newest_are_kept_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_pieces, "CACHED_PIECES_BYTES", 100)
-    newest, reads = held_pieces.RecentPieces(), list[int]()
+    monkeypatch.setattr(foreign, "CACHED_PIECES_BYTES", 100)
+    recent, reads = foreign.RecentPieces(), list[int]()
 
-    def piece(number: int) -> held_pieces.CachedPiece:
+    def piece(number: int) -> foreign.CachedPiece:
         def read() -> np.ndarray:
             reads.append(number)
             return np.full(60, number, np.uint8)
 
-        return held_pieces.CachedPiece(f"p{number}", 60, read, newest)
+        return foreign.CachedPiece(f"p{number}", 60, read, recent)
 
     pieces = [piece(number) for number in range(3)]
     data = np.zeros(30, np.uint8)

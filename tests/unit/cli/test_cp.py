@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.inspection import copying as checked_copy
-from jaxckpt_train.inspection import copying as sameness
+from jaxckpt_train.inspection import copying
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import copy as box_to_come
-from jaxckpt_train.store import copy as copying
 from jaxckpt_train.store import copy as kept_chunks
+from jaxckpt_train.store import copy as store_copy
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import open_committed
 from jaxckpt_train.store.copy import LazyBox
@@ -89,8 +88,8 @@ def test_chunks_too_large_for_memory_are_cut_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int, block_bytes: int
 ) -> None:
     """Between blocks where that goes; else the bytes are compared."""
+    monkeypatch.setattr(store_copy, "CHUNK_BYTES", most_bytes)
     monkeypatch.setattr(copying, "CHUNK_BYTES", most_bytes)
-    monkeypatch.setattr(sameness, "CHUNK_BYTES", most_bytes)
     monkeypatch.setattr(kept_chunks, "CUT_UNIT_BYTES", block_bytes)
     tree = {
         "rows": np.arange(70 * 4, dtype=np.float32).reshape(70, 4),
@@ -195,9 +194,7 @@ def test_only_what_is_to_be_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["cp", "mv"])
 def test_what_gets_the_name_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     jct.save(tmp_path / "a", {"w": 1})
-    monkeypatch.setattr(
-        checked_copy, "remove_stale_temporaries", lambda _, final: jct.save(final, {"w": 2}, overwrite=True)
-    )
+    monkeypatch.setattr(copying, "remove_stale_temporaries", lambda _, final: jct.save(final, {"w": 2}, overwrite=True))
     message = refused(command, tmp_path / "a", tmp_path / "b", code=4)
     assert message.startswith(f"{tmp_path / 'b'}: already exists; pass --overwrite")
     assert (jct.load(tmp_path / "a"), jct.load(tmp_path / "b")) == ({"w": 1}, {"w": 2})
@@ -245,7 +242,7 @@ def test_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: 
 
 def test_with_check_a_disk_that_gives_other_bytes_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jct.save(tmp_path / "c", {"w": np.arange(5000, dtype=np.float32)})
-    write_arrays = copying.write_arrays
+    write_arrays = store_copy.write_arrays
 
     def damaging(backend: Any, directory: str, part: str, *more: Any, **options: Any) -> Any:
         written = write_arrays(backend, directory, part, *more, **options)
@@ -255,7 +252,7 @@ def test_with_check_a_disk_that_gives_other_bytes_is_found_out(tmp_path: Path, m
         file.write_bytes(data)
         return written
 
-    monkeypatch.setattr(copying, "write_arrays", damaging)
+    monkeypatch.setattr(store_copy, "write_arrays", damaging)
     message = refused("cp", tmp_path / "c", tmp_path / "copy", "--check", code=1)
     assert "do not trust this disk" in message
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
@@ -288,7 +285,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
     source = open_at(LocalBackend(), str(directory))
     with pytest.raises(KeyboardInterrupt):
-        checked_copy.copy_checked(LocalBackend(), source, f"{tmp_path}/new/copy", progress=interrupt)
+        copying.copy_checked(LocalBackend(), source, f"{tmp_path}/new/copy", progress=interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
