@@ -293,8 +293,7 @@ class ReadAhead:
 
     Running reads and their results stay within the budget, except for a box that is fetched now, which never waits.
     Small boxes need up to `TOGETHER_BYTES` more, plus the memory of those that are still referenced. Use it as a
-    context
-    manager: it starts no read after the end of the block.
+    context manager: it starts no read after the end of the block.
 
     Args:
         budget_bytes: the memory for running reads and their results.
