@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, StorageError
-from jaxckpt_train.formats.detect import find_in_directory
 from jaxckpt_train.formats.foreign import PYTREE, ForeignCheckpoint
 from jaxckpt_train.formats.step_folders import FlaxFile
 from jaxckpt_train.pytree.leaves import TreeRecord, decode_tree, has_tree
@@ -117,6 +116,8 @@ def open_found(backend: Backend, found: ForeignCheckpoint | FlaxFile, settings: 
     try:
         memory, committed = open_flax_file(backend, found, settings)
     except StorageError as error:
+        from jaxckpt_train.formats.detect import find_in_directory  # imports the readers of all formats
+
         newer = find_in_directory(backend, found.directory) if found.directory and found.is_newest else None
         if error.errno not in GONE or newer is None or newer == found:
             raise

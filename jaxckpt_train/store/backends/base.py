@@ -10,11 +10,12 @@ import errno
 import os
 import re
 from collections.abc import Callable, Collection, Hashable
-from typing import Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from jaxckpt_train.errors import StorageError
+
+if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs no numpy
+    import numpy as np
 
 _LOOKS = 3
 P = ParamSpec("P")

@@ -15,9 +15,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import (
@@ -45,6 +43,9 @@ from jaxckpt_train.store.backends.local_names import (
     scan_entries,
 )
 from jaxckpt_train.store.process_identity import open_files_below
+
+if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs no numpy
+    import numpy as np
 
 MOUNTS = "/proc/self/mountinfo"
 IN_MEMORY = {"tmpfs", "ramfs"}
@@ -409,6 +410,8 @@ def _refuse_without_direct(direct: bool | Literal["auto"]) -> None:
 
 def _is_aligned(offset: int, view: memoryview) -> bool:
     """Whether direct I/O must accept this request; otherwise a refusal is the caller's fault."""
+    import numpy as np
+
     address = np.frombuffer(view, np.uint8).ctypes.data
     return not any(number % DIRECT_ALIGNMENT for number in (offset, len(view), address))
 
