@@ -14,7 +14,6 @@ import pytest
 from jaxckpt_train.run import annotations as notes
 from jaxckpt_train.run import directory as taking
 from jaxckpt_train.run import lock, retention
-from jaxckpt_train.run import maintenance as unkept
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.settings import StoreSettings
@@ -178,7 +177,7 @@ def test_retention_that_deletes_too_much_is_found_out(program: str, monkeypatch:
     def all_but_the_newest(newest: list[Entry], *_: object) -> set[int]:
         return {entry.step for entry in newest[:-1]}
 
-    monkeypatch.setattr(unkept, "_steps_to_delete", all_but_the_newest)
+    monkeypatch.setattr(retention, "_steps_to_delete", all_but_the_newest)
     found_out("deleted", program)
 
 
