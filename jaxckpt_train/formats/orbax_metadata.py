@@ -71,7 +71,7 @@ _MAX_STATE_BYTES = 256 << 20
 
 # Limits of arrays
 MOST_METADATA_BYTES = 64 << 20  # of the metadata file of an array or a database
-MORE_STORED = 1 << 20  # the excess of a stored chunk over its decoded size, for its header
+MORE_STORED = 1 << 20  # the largest excess of a stored chunk over its decoded size, for its header
 LARGE_CHUNK_BYTES = 1 << 30  # a chunk up to this size may be larger than its array
 
 

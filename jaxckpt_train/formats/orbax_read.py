@@ -307,7 +307,8 @@ def _open_arrays(
     parameters = {leaf: each.parameter for leaf, each in tree.stored.items() if each.kind is not Kind.STRING}
     use_ocdbt = OCDBT in names if tree.use_ocdbt is None else tree.use_ocdbt
     for leaf, parameter in parameters.items():
-        # Only the first versions have leaves of an unknown kind. They store them at this path, even next to a database.
+        # Otherwise the parameter is a key in the database. In the first versions it may also start with the path of
+        # one.
         is_path = not use_ocdbt or tree.stored[leaf].kind is Kind.UNKNOWN
         if is_path and (parameter.startswith("/") or ".." in parameter.split("/")):
             raise CorruptCheckpointError(

@@ -1,7 +1,7 @@
 """Statistics of arrays: mean, deviation, norm and histogram, computed in double precision from pieces.
 
-The results are exact for values of any magnitude. Sums of squares would lose digits to cancellation, or overflow.
-Arrays are processed in blocks that fit into a cache.
+The results are accurate for values of any magnitude, where plain sums of squares would lose digits to cancellation, or
+overflow. Arrays are processed in blocks that fit into a cache.
 """
 
 from __future__ import annotations
