@@ -340,7 +340,7 @@ def test_fallback_to_abandoned_step_is_reported(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_step_of_nothing_is_refused(tmp_path: Path) -> None:
-    with StepManager(tmp_path / "run") as manager, pytest.raises(jct.SettingsError, match="found nothing"):
+    with StepManager(tmp_path / "run") as manager, pytest.raises(jct.SettingsError, match="found none"):
         manager.save(1, {})
     with pytest.raises(jct.SettingsError, match="checkpointables: expected values by name"):
         jct.save_checkpointables(tmp_path / "c", {})
