@@ -106,8 +106,8 @@ class JobSave:
 
     def stage(self, checkpointables: Mapping[str, Any]) -> None:
         """Stage all checkpointables as they are now, like `stage_all`."""
-        shares = JobPartition(self.job.process, self.job.processes)
-        self.parts = stage_all(checkpointables, self.times, self.settings, shares)
+        partition = JobPartition(self.job.process, self.job.processes)
+        self.parts = stage_all(checkpointables, self.times, self.settings, partition)
         self.tracker = make_tracker(self.parts)
 
     def run(self) -> Committed:

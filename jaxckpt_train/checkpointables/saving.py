@@ -125,7 +125,7 @@ class SaveTimes:
 
 
 def stage_all(
-    checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings, shares: JobPartition | None = None
+    checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings, partition: JobPartition | None = None
 ) -> list[StagedPart]:
     """Stage all checkpointables as they are now. `wait_until_taken` waits until all of them are safe.
 
@@ -133,7 +133,7 @@ def stage_all(
         checkpointables: the values by name.
         times: records the durations.
         settings: how they are saved.
-        shares: in a multi-process job, which parts of the arrays this process saves.
+        partition: in a multi-process job, which parts of the arrays this process saves.
 
     Raises:
         SettingsError: `checkpointables` is not a mapping or is empty, a name cannot be the name of a directory, or the
@@ -149,14 +149,19 @@ def stage_all(
             raise SettingsError(f"checkpointable name {name!r}: expected {plain_name_rule()}")
         try:
             with refused_if_too_deep("the tree"):
-                parts.append(_stage(name, value, times, settings, ahead, shares))
+                parts.append(_stage(name, value, times, settings, ahead, partition))
         except UnsupportedLeafError as error:
             raise UnsupportedLeafError(f"checkpointable {name!r}: {error}") from error
     return parts
 
 
 def _stage(
-    name: str, value: Any, times: SaveTimes, settings: StoreSettings, ahead: TransferBudget, shares: JobPartition | None
+    name: str,
+    value: Any,
+    times: SaveTimes,
+    settings: StoreSettings,
+    ahead: TransferBudget,
+    partition: JobPartition | None,
 ) -> StagedPart:
     started = time.perf_counter()
     staged_value = value if isinstance(value, StagedValue) else take(value)
@@ -174,7 +179,7 @@ def _stage(
         return StagedPart(name, kind, value=encoded, same=same)
     is_guarded = settings.nonfinite != "allow"
     taken = snapshot(
-        staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, shares=shares, colocated=settings.colocated
+        staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, partition=partition, colocated=settings.colocated
     )
     times.device_wait_s += taken.device_wait_s
     times.snapshot_s += time.perf_counter() - now - taken.device_wait_s

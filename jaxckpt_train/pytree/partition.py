@@ -281,20 +281,20 @@ class JobPartition:
 
     def __init__(self, process: int, processes: int) -> None:
         self._process, self._everyone = process, range(processes)
-        self._shares = WriteAssignment(process)
+        self._assignment = WriteAssignment(process)
         self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], _Layout] = {}
         self._meshes: dict[jax.sharding.Mesh, _Mesh] = {}
 
     def writes(self, nbytes: int) -> bool:
         """Return whether this process writes an array that each process has for itself."""
-        return self._shares.of_whole(self._everyone, nbytes)
+        return self._assignment.of_whole(self._everyone, nbytes)
 
     def of(self, leaf: jax.Array) -> list[LocalShard]:
         """Return the parts that this process writes of an array on devices of several processes."""
         layout = self._layout(leaf.sharding, leaf.shape)
         here = {layout.boxes[shard.device]: shard.data for shard in reversed(leaf.addressable_shards)}
         parts = []
-        for number, box in self._shares.of(layout.held, np.dtype(leaf.dtype).itemsize):
+        for number, box in self._assignment.of(layout.held, np.dtype(leaf.dtype).itemsize):
             held = layout.held[number].box
             parts.append(LocalShard(box, here[held], None if box == held else slices_within(box, held)))
         return parts

@@ -116,7 +116,7 @@ def snapshot(
     ahead: TransferBudget | None = None,
     *,
     is_guarded: bool = False,
-    shares: JobPartition | None = None,
+    partition: JobPartition | None = None,
     colocated: Colocated = False,
 ) -> Snapshot:
     """Take a pytree as it is now, safe from later donation and in-place changes.
@@ -140,7 +140,7 @@ def snapshot(
         ahead: how much may be in transit from the devices to the writer at a time ("device" and "stream"), together
             with all other trees of the same save; None: 64 MiB of this one.
         is_guarded: whether to find nan and inf.
-        shares: in a multi-process job, what this process writes; None: all.
+        partition: in a multi-process job, what this process writes; None: all.
         colocated: whether other hosts write what they hold: copies to their memory are started, in every mode.
 
     Raises:
@@ -153,7 +153,7 @@ def snapshot(
     keeps_views = mode in ("auto", "host")
     waited_s = _wait_for_cpus(flat.leaves, hosts) if keeps_views else 0.0
     with paused_collection():
-        collector = _LeafCollector(keeps_views=keeps_views, shares=shares, hosts=hosts)
+        collector = _LeafCollector(keeps_views=keeps_views, partition=partition, hosts=hosts)
         records = collector.take_all(flat.names, flat.leaves)
         on_hosts = None if hosts is None else hosts.finish()
     guard = ValueGuard(flat.names, flat.leaves) if is_guarded else None
@@ -168,7 +168,7 @@ def snapshot(
     transfers = None
     if collector.elsewhere:
         numbers, elsewhere = zip(*collector.elsewhere, strict=True)
-        take: Any = take_from_devices if shares is None else take_local_shards
+        take: Any = take_from_devices if partition is None else take_local_shards
         chunks, transfers = take(elsewhere, mode, ahead or TransferBudget(64 * MIB))
         for number, found in zip(numbers, chunks, strict=True):
             collector.arrays[number] = collector.arrays[number]._replace(chunks=found)
@@ -244,20 +244,20 @@ class _LeafCollector:
     """
 
     def __init__(
-        self, keeps_views: bool, shares: JobPartition | None = None, hosts: HostSnapshot | None = None
+        self, keeps_views: bool, partition: JobPartition | None = None, hosts: HostSnapshot | None = None
     ) -> None:
         self.arrays: list[ArraySource] = []
         self.elsewhere: list[tuple[int, jax.Array | Sequence[LocalShard]]] = []
         self.local: list[int] = []
         self.compared: list[int] = []
         self.owners: dict[int, int] = {}
-        self._keeps_views, self._shares, self._hosts = keeps_views, shares, hosts
+        self._keeps_views, self._partition, self._hosts = keeps_views, partition, hosts
         self._facts: dict[jax.sharding.Sharding, _ShardingFacts] = {}
         self._plain: dict[Any, bool] = {}
 
     def take_all(self, names: Sequence[str], leaves: Sequence[Any]) -> dict[str, LeafRecord]:
         """Take every leaf; plain arrays on the CPU device are taken together."""
-        kinds = plain_kinds(leaves) if self._keeps_views and self._shares is None and self._hosts is None else set()
+        kinds = plain_kinds(leaves) if self._keeps_views and self._partition is None and self._hosts is None else set()
         alike = [type(leaf) in kinds for leaf in leaves]
         together = (names, leaves) if all(alike) else (list(compress(names, alike)), list(compress(leaves, alike)))
         views = take_views(*together) if kinds else None
@@ -315,8 +315,8 @@ class _LeafCollector:
 
     def _add_remote(self, owner: int, name: str, leaf: jax.Array | jax.ShapeDtypeStruct, form: _ShardingFacts) -> None:
         """Record an array that lies wholly on another process, which counts it as its own."""
-        assert self._shares is not None
-        self._shares.writes(math.prod(leaf.shape) * leaf.dtype.itemsize)
+        assert self._partition is not None
+        self._partition.writes(math.prod(leaf.shape) * leaf.dtype.itemsize)
         self.owners[len(self.arrays)] = owner
         self.arrays.append(ArraySource(name, leaf.shape, leaf.dtype, (), form.described))
 
@@ -324,7 +324,7 @@ class _LeafCollector:
         known = self._facts.get(sharding)
         if known is not None:
             return known
-        if not sharding.is_fully_addressable and self._shares is None:
+        if not sharding.is_fully_addressable and self._partition is None:
             raise UnsupportedLeafError(
                 f"leaf {name!r}: the array spans devices of other processes, which cannot be saved here; "
                 "gather it to the devices of one process first"
@@ -358,8 +358,8 @@ class _LeafCollector:
         chunks: tuple[ChunkSource, ...] = ()
         if self._hosts is not None and form.is_of_hosts:
             self._hosts.add(len(self.arrays), leaf)
-        elif self._shares is not None:
-            parts = self._local_shards(self._shares, leaf, form)
+        elif self._partition is not None:
+            parts = self._local_shards(self._partition, leaf, form)
             if form.on_host and self._keeps_views:
                 chunks = tuple(ChunkSource(part.box, np.asarray(part.held)[part.inner or ...]) for part in parts)
             elif self.compared and self.compared[-1] == len(self.arrays):
@@ -375,19 +375,19 @@ class _LeafCollector:
             chunks = tuple(ChunkSource(box_from_index(shard.index, shape), np.asarray(shard.data)) for shard in shards)
         self.arrays.append(ArraySource(name, shape, leaf.dtype, chunks, form.described))
 
-    def _local_shards(self, shares: JobPartition, leaf: jax.Array, form: _ShardingFacts) -> Sequence[LocalShard]:
+    def _local_shards(self, partition: JobPartition, leaf: jax.Array, form: _ShardingFacts) -> Sequence[LocalShard]:
         if not form.local:
-            return shares.of(leaf)
+            return partition.of(leaf)
         self._assign(leaf.nbytes)
         shards = distinct_shards(leaf)
         return [LocalShard(box_from_index(shard.index, leaf.shape), shard.data, None) for shard in shards]
 
     def _assign(self, nbytes: int) -> None:
         """Decide which process writes an array that each process has for itself; the others compare it."""
-        if self._shares is None:
+        if self._partition is None:
             return
         self.local.append(len(self.arrays))
-        if not self._shares.writes(nbytes):
+        if not self._partition.writes(nbytes):
             self.compared.append(len(self.arrays))
 
 

@@ -291,7 +291,7 @@ class HostSnapshot:
         self._whole: list[tuple[int, jax.Array, jax.sharding.Sharding]] = []
         self._found: list[tuple[int, Box, jax.Array]] = []
         self._devices: list[jax.Device] = []
-        self._shares = WriteAssignment(0, LEAST_CUT_BYTES)
+        self._assignment = WriteAssignment(0, LEAST_CUT_BYTES)
         self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], Sequence[HeldBox]] = {}
         self._host_shardings: dict[jax.sharding.Sharding, jax.sharding.Sharding | None] = {}
 
@@ -311,7 +311,7 @@ class HostSnapshot:
                 self._whole.append((number, leaf, host_sharding))
                 return
         here = {shard.device.id: shard for shard in leaf.addressable_shards}
-        for holder, (held, box) in self._shares.of_all(layout, np.dtype(leaf.dtype).itemsize):
+        for holder, (held, box) in self._assignment.of_all(layout, np.dtype(leaf.dtype).itemsize):
             data, whole = here[holder].data, layout[held].box
             self._found.append((number, box, data if box == whole else cut_out(data, slices_within(box, whole))))
             self._devices.append(cpu_device_of(here[holder].device))

@@ -77,10 +77,10 @@ def test_all_processes_write_each_element_once(
     numbers, all_cuts = case
     shape, processes = (64 * 27, 64 * 27), int(numbers.max()) + 1
     layouts = [MeshLayout(numbers, AXES, process) for process in range(processes)]
-    shares = [WriteAssignment(process, 1 << 16) for process in range(processes)]
+    assignments = [WriteAssignment(process, 1 << 16) for process in range(processes)]
     for cuts in all_cuts * times:
         boxes = []
-        for layout, own in zip(layouts, shares, strict=True):
+        for layout, own in zip(layouts, assignments, strict=True):
             boxes += [share.box for share in own.of(layout.held(cuts, shape), 4)]
         check_tiling(boxes, shape, "array")
 
@@ -115,11 +115,11 @@ def test_the_least_loaded_come_first_whichever_form_their_group_has(
 ) -> None:
     plain = [(0, number) for number in range(processes)]
     groups = [range(processes), ProcessSet(range(processes))]
-    shares = [[WriteAssignment(number) for number in range(processes)] for _ in groups]
+    assignments = [[WriteAssignment(number) for number in range(processes)] for _ in groups]
     for size, _ in sizes:
         load, least = min(plain)
         plain[least] = (load + size, least)
-        for group, several in zip(groups, shares, strict=True):
+        for group, several in zip(groups, assignments, strict=True):
             assert [each.of_whole(group, size) for each in several] == [n == least for n in range(processes)]
 
 
@@ -129,13 +129,13 @@ def test_a_leaf_is_shared_alike_by_geometry_and_by_device(spec: tuple[object, ..
     leaf = jax.device_put(
         np.arange(16 * 8 * 4, dtype=np.float32).reshape(16, 8, 4), NamedSharding(mesh, PartitionSpec(*spec))
     )
-    shares = JobPartition(0, 1)
-    geometry = shares._by_geometry(leaf.sharding, leaf.shape)
-    device = shares._by_device(leaf.sharding, leaf.shape)
+    partition = JobPartition(0, 1)
+    geometry = partition._by_geometry(leaf.sharding, leaf.shape)
+    device = partition._by_device(leaf.sharding, leaf.shape)
     assert geometry is not None
     assert geometry.boxes == device.boxes
     assert list(geometry.held) == list(device.held)
-    for part in shares.of(leaf):
+    for part in partition.of(leaf):
         inside = tuple(itertools.starmap(slice, part.box))
         assert np.array_equal(np.asarray(part.held)[part.inner or ...], np.asarray(leaf)[inside])
     assert all(isinstance(each, HeldBox) for each in geometry.held)

@@ -35,7 +35,7 @@ def test_a_cut_box_is_all_of_it_once(shape: tuple[int, ...], parts: int) -> None
 def test_all_processes_together_write_every_element_once(
     arrays: list[tuple[int, ...]], processes: int, least: int
 ) -> None:
-    shares = [WriteAssignment(number, least) for number in range(processes)]
+    assignments = [WriteAssignment(number, least) for number in range(processes)]
     everyone = tuple(range(processes))
     for shape in arrays:
         box: Box = tuple((0, size) for size in shape)
@@ -45,7 +45,7 @@ def test_all_processes_together_write_every_element_once(
             HeldBox(((shape[0] // 2, shape[0]),), everyone[half:] or (0,)),
         ]  # fmt: skip
         counts = np.zeros(shape, np.int8)
-        for each in shares:
+        for each in assignments:
             for share in each.of(layout, 4):
                 counts[tuple(slice(start, stop) for start, stop in share.box)] += 1
         assert (counts == 1).all()
@@ -62,14 +62,14 @@ def test_replicas_share_a_large_array_evenly(shape: tuple[int, ...], processes: 
 
 def test_many_small_arrays_are_shared_whole_and_evenly() -> None:
     layout = [HeldBox(((0, 100),), (0, 1, 2, 3))]
-    shares = [WriteAssignment(number) for number in range(4)]
+    assignments = [WriteAssignment(number) for number in range(4)]
     written = [0] * 4
     for _ in range(1000):
-        found = [each.of(layout, 4) for each in shares]
+        found = [each.of(layout, 4) for each in assignments]
         assert sorted(len(each) for each in found) == [0, 0, 0, 1]
         written = [total + len(each) for total, each in zip(written, found, strict=True)]
     assert written == [250] * 4
-    assert [sum(each.of_whole((0, 1, 2, 3), 8) for each in shares) for _ in range(8)] == [1] * 8
+    assert [sum(each.of_whole((0, 1, 2, 3), 8) for each in assignments) for _ in range(8)] == [1] * 8
     assert LEAST_PART_BYTES > 400
 
 
