@@ -148,7 +148,7 @@ def test_damaged_newest_checkpoint_is_not_skipped(tmp_path: Path, damage: Any, m
     save(tmp_path, 5, 10)
     newest = tmp_path / "checkpoint_10"
     newest.write_bytes(damage(newest.read_bytes()))
-    with pytest.raises(jct.CorruptCheckpointError, match=f"{newest}: .*{message}.*, give {tmp_path}/checkpoint_5"):
+    with pytest.raises(jct.CorruptCheckpointError, match=f"{newest}: .*{message}.*, pass {tmp_path}/checkpoint_5"):
         jct.load(tmp_path)
     assert_is(jct.load(tmp_path / "checkpoint_5"), 5)
     (tmp_path / "checkpoint_5").unlink()

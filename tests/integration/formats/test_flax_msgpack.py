@@ -90,7 +90,9 @@ def test_file_larger_than_memory_is_refused_with_size(tmp_path: Path) -> None:
     path = tmp_path / "file.msgpack"
     path.write_bytes(serialization.to_bytes({"w": np.ones(3)}))
     os.truncate(path, 1 << 42)
-    with pytest.raises(jct.StorageError, match=f"4398046511104 bytes do not fit into memory.* has [0-9]+: '{path}'"):
+    with pytest.raises(
+        jct.StorageError, match=f"4398046511104 bytes do not fit into memory.* has [0-9]+ bytes: '{path}'"
+    ):
         jct.load(path)
 
 
