@@ -26,7 +26,7 @@ from jaxckpt_train import config as hydra_job
         ({"signals": {}}, "checkpoint.signals: expected a list of signal names"),
         ({"save_policy": 5}, r"checkpoint.save_policy: expected an object with should_save\(...\), found 5"),
         ({"keep_policy": 5}, r"checkpoint.keep_policy: expected an object with should_preserve\(...\), found 5"),
-        ({"sinks": [5]}, r"checkpoint.sinks\[0\]: expected an object that is called with every event, found 5"),
+        ({"sinks": [5]}, r"checkpoint.sinks\[0\]: expected an object .*, found 5"),
         ({"fingerprint": "v\udcff"}, "checkpoint.fingerprint: expected valid Unicode"),
     ],
 )
