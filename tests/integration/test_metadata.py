@@ -1,4 +1,4 @@
-"""Metadata: what a checkpoint holds, told on any machine without touching a device or reading the data."""
+"""Metadata: the contents of a checkpoint, read on any machine without touching a device or the data."""
 
 from __future__ import annotations
 

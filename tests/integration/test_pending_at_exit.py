@@ -23,7 +23,7 @@ at_end, never = threading.Event(), threading.Event()
 
 def send():
     at_end.wait()
-    while not pending.given_up:  # again, since one may come before the wait has begun
+    while not pending.given_up:  # repeat it, since a signal may arrive before the wait
         os.kill(os.getpid(), {signal})
         never.wait(5)
     never.wait()
@@ -336,7 +336,7 @@ from jaxckpt_train.pending import start_save
 go, never = threading.Event(), threading.Event()
 save = start_save("x", lambda: (go.wait(), {work}))
 save.give_up(75)
-def ends_late(seconds=0.05):  # who waits knows before its thread has ended
+def ends_late(seconds=0.05):  # the waiting thread continues before this one ends
     is_open = save._ended.open
     save._ended.open = lambda: (is_open(), never.wait(seconds))
 {then}
@@ -344,7 +344,7 @@ def ends_late(seconds=0.05):  # who waits knows before its thread has ended
 
 
 @pytest.mark.parametrize(
-    ("work", "then", "code", "told"),
+    ("work", "then", "code", "reports"),
     [
         ("1 / 0", "go.set(); save._thread.join()", 75, 1),
         ("1 / 0", "go.set(); save.outcome()", 0, 0),
@@ -357,11 +357,11 @@ def ends_late(seconds=0.05):  # who waits knows before its thread has ended
     ],
 )
 def test_a_save_that_was_given_up_is_no_success_unless_it_commits(
-    work: str, then: str, code: int, told: int, run_python: Any
+    work: str, then: str, code: int, reports: int, run_python: Any
 ) -> None:
     done = run_python(GIVES_UP.format(work=work, then=then), fresh=True)
     assert done.returncode == code
-    assert done.stderr.count("saving x failed, and the program did not wait for it") == told
+    assert done.stderr.count("saving x failed, and the program did not wait for it") == reports
 
 
 CHAINED = """

@@ -36,8 +36,8 @@ def train(ckpt: jct.CheckpointCallback, updates: int, asked_at: int | None = Non
             ckpt(state_of(step + 1))
 
 
-def told(found: Goodput) -> list[tuple[Any, ...]]:
-    """What is told of each process."""
+def rows(found: Goodput) -> list[tuple[Any, ...]]:
+    """The row of each process."""
     names = ("how", "first_step", "last_step", "useful_steps", "redone_steps", "saves")
     return [tuple(getattr(each, name) for name in names) for each in found.attempts]
 
@@ -65,11 +65,11 @@ with jct.CheckpointCallback(sys.argv[1], save_interval_steps=10) as ckpt:
 def test_killed_process_and_lost_work_are_counted(tmp_path: Path) -> None:
     with talking_to(OWNER, tmp_path) as owner:
         assert owner.read() == "ready"
-        assert told(jct.StepManager(tmp_path).goodput()) == [("running", 0, 17, 17, 0, 1)]
+        assert rows(jct.StepManager(tmp_path).goodput()) == [("running", 0, 17, 17, 0, 1)]
         owner.kill()
     reader = jct.StepManager(tmp_path)
-    assert told(reader.goodput()) == [("killed", 0, 17, 17, 0, 1)]  # nobody has gone on yet
+    assert rows(reader.goodput()) == [("killed", 0, 17, 17, 0, 1)]  # nobody has gone on yet
     train(callback(tmp_path), 30)
     found = reader.goodput()
-    assert told(found) == [("killed", 0, 17, 10, 7, 1), ("finished", 10, 30, 20, 0, 2)]
+    assert rows(found) == [("killed", 0, 17, 10, 7, 1), ("finished", 10, 30, 20, 0, 2)]
     assert (found.useful_steps, found.redone_steps) == (30, 7)

@@ -21,9 +21,9 @@ checkpoint._BACKEND, answers.GIVE_UP_S = Stuck(), 1.0
 try:
     jct.save_async(sys.argv[1] + "/c", {"w": np.ones(3)})
 except jct.CheckpointTimeoutError:
-    print("told")
+    print("reported")
 """
 
 
 def test_nor_is_the_end_of_the_process(run_python: Any, tmp_path: Path) -> None:
-    assert run_python(AT_EXIT, tmp_path, check=True, timeout_s=45).stdout == "told\n"
+    assert run_python(AT_EXIT, tmp_path, check=True, timeout_s=45).stdout == "reported\n"

@@ -193,7 +193,7 @@ def test_a_failing_save_ends_the_loop_loudly(tmp_path: Path) -> None:
             ckpt(state_of(step + 1))
             done.append(step)
     assert done == [0, 1]
-    assert jct.StepManager(tmp_path).steps == [1, 3], "that of the call which told it had begun"
+    assert jct.StepManager(tmp_path).steps == [1, 3], "the save of the call that raised had started"
 
 
 def test_break_after_reported_update_saves_it(tmp_path: Path) -> None:
@@ -273,10 +273,10 @@ def test_a_loop_of_ones_own_counts_calls(tmp_path: Path) -> None:
 def test_loop_of_ones_own_may_tell_step(tmp_path: Path) -> None:
     with callback(tmp_path, interval=10) as ckpt:
         ckpt.resume(state_of(0))
-        told = {step: ckpt(state_of(step), step=step).saved for step in (5, 10, 15, 20)}
+        saved = {step: ckpt(state_of(step), step=step).saved for step in (5, 10, 15, 20)}
         with pytest.raises(jct.SettingsError, match="expected a whole number"):
             ckpt(state_of(20), step=20.0)  # type: ignore[arg-type]  # what is refused
-    assert told == {5: False, 10: True, 15: False, 20: True}
+    assert saved == {5: False, 10: True, 15: False, 20: True}
 
 
 class Untouchable:

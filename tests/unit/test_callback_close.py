@@ -1,4 +1,4 @@
-"""What a callback waits for besides its last save ends in time too, and leaves the run to the next owner."""
+"""The other waits of a callback at its close also end in time, and the next owner can take the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sent_soon(number: int = signal.SIGTERM) -> None:
 
 
 def check_next_owner(directory: Path, *steps: int) -> None:
-    """The directory was let go of, or is as soon as its disk answers."""
+    """The directory is released, at the latest once its disk answers."""
     with jct.StepManager(directory) as following:
         following.own()
         assert following.steps == list(steps)
@@ -136,7 +136,7 @@ def test_a_fresh_start_leaves_as_soon(tmp_path: Path, use: Callable[[Any], Any])
 
 
 @pytest.mark.parametrize("grace_period_s", [None, 30.0])
-def test_who_is_interrupted_while_it_closes_lets_go_of_the_run(tmp_path: Path, grace_period_s: float | None) -> None:
+def test_interrupted_close_releases_the_run(tmp_path: Path, grace_period_s: float | None) -> None:
     backend = HoldingBackend("rename", "step-0000000002")
     ckpt = callback_on(backend, tmp_path, grace_period_s=grace_period_s, save_interval_steps=1)
     with pytest.raises(KeyboardInterrupt), ckpt:

@@ -1,4 +1,4 @@
-"""Saves that fail: whoever catches the error loses the steps that met it, and no other."""
+"""Failed saves: a loop that catches the error loses only the steps that failed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FullAtTimes(LocalBackend):
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize("full", [(4,), (4, 5, 6, 7, 8), (12,), range(1, 13)], ids=str)
 def test_a_failure_costs_the_step_that_met_it(tmp_path: Path, interval: int, full: tuple[int, ...]) -> None:
-    told = 0
+    raised = 0
     ckpt = callback_on(FullAtTimes(*full), tmp_path, save_interval_steps=interval)
     try:
         with ckpt:
@@ -37,13 +37,13 @@ def test_a_failure_costs_the_step_that_met_it(tmp_path: Path, interval: int, ful
                 try:
                     ckpt(state_of(step + 1))
                 except jct.StorageError:
-                    told += 1
+                    raised += 1
     except jct.StorageError:
-        told += 1  # of the last one
+        raised += 1  # of the last one
     due = [step for step in range(1, 13) if step % interval == 0]
     failed = [step for step in due if step in full]
     assert jct.StepManager(tmp_path).steps == [step for step in due if step not in full]
-    assert told == len(failed)
+    assert raised == len(failed)
 
 
 def test_manual_save_raises_and_may_retry(tmp_path: Path) -> None:

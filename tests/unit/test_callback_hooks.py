@@ -20,11 +20,11 @@ def test_hook_is_called_with_number_of_completed_updates(tmp_path: Path) -> None
         ckpt.resume(state_of(0))
         current = [0]
         hook = ckpt.as_hook(lambda: state_of(current[0]))
-        told = []
+        results = []
         for step in range(1, 6):
             current[0] = step
-            told.append(hook(step, t=1.5))
-    assert told == [False, True, False, True, False]
+            results.append(hook(step, t=1.5))
+    assert results == [False, True, False, True, False]
     assert jct.StepManager(tmp_path).steps == [2, 4, 5]
 
 
@@ -38,11 +38,11 @@ def test_a_hook_of_a_loop_that_counts_from_zero_saves_the_same_labels(tmp_path: 
         ckpt.resume(state_of(0))
         current = [0]
         hook = ckpt.as_hook(lambda: state_of(current[0]), first_step=0)
-        told = []
+        results = []
         for step in range(5):
             current[0] = step + 1
-            told.append(hook(step))
-    assert told == [False, True, False, True, False]
+            results.append(hook(step))
+    assert results == [False, True, False, True, False]
     manager = jct.StepManager(tmp_path)
     assert [(step, step_of(manager.restore(step=step))) for step in manager.steps] == [(2, 2), (4, 4), (5, 5)]
 
@@ -132,7 +132,7 @@ def test_a_loop_that_calls_save_is_preempted_too(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path / "run").steps == [1]
 
 
-def told_three(directory: Path) -> jct.CheckpointCallback:
+def reported_three(directory: Path) -> jct.CheckpointCallback:
     ckpt = jct.CheckpointCallback(str(directory), save_interval_steps=1)
     ckpt.resume(state_of(0))
     for step in (1, 2, 3):
@@ -142,7 +142,7 @@ def told_three(directory: Path) -> jct.CheckpointCallback:
 
 @pytest.mark.parametrize(("step", "error"), [(2, jct.CheckpointExistsError), (0, jct.SettingsError)])
 def test_a_step_back_is_refused_with_what_a_loop_can_do(tmp_path: Path, step: int, error: type[Exception]) -> None:
-    with told_three(tmp_path) as ckpt:
+    with reported_three(tmp_path) as ckpt:
         with pytest.raises(error, match=f"expected a step above 3, .* found {step}: ") as caught:
             ckpt(state_of(step), step=step)
         assert "overwrite" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""A loop that does not tell of all its updates is told so at once: what is not told of is never saved."""
+"""A loop that does not report all its updates is warned at once, since they are never saved."""
 
 from __future__ import annotations
 

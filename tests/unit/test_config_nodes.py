@@ -36,7 +36,7 @@ def test_page_of_configuration_is_closed_with_its_run(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     node = {"_target_": "jaxckpt_train.PrometheusSink", "port": port, "address": "127.0.0.1"}
-    for name in ("a", "b"):  # as the jobs of a multirun, one after the other in one process
+    for name in ("a", "b"):  # like the jobs of a multirun, which run in sequence in one process
         train({"directory": str(tmp_path / name), "save_interval_steps": 1, "sinks": [node]})
         with socket.create_server(("127.0.0.1", port)):
             pass

@@ -1,4 +1,4 @@
-"""A manager that is dropped without close(): whoever happens to collect it waits for no disk, and the lock goes."""
+"""A manager that is dropped without close(): collecting it waits for no disk, and releases the lock."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_nor_does_a_scrubber_that_reads(tmp_path: Path) -> None:
     managers[0].own()
     assert reading.wait(60)
     dropped(managers)
-    assert (run / LOCK_NAME).exists(), "it is told that it may go, and that is not waited for"
+    assert (run / LOCK_NAME).exists(), "the release is requested, but not waited for"
     go.set()
     with jct.StepManager(run) as manager:
         manager.own()

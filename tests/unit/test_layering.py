@@ -108,7 +108,7 @@ def _origin(module: Module, node: ast.ImportFrom) -> str:
 
 
 def _submodule(origin: str, name: str) -> str:
-    """`origin.name` if that is a module of ours, else `origin`: what `from jaxckpt_train import callback` is about."""
+    """Return `origin.name` if that is a module of this package, else `origin`, for `from origin import name`."""
     inner = f"{origin}.{name}".removeprefix(f"{PACKAGE}.")
     return f"{PACKAGE}.{inner}" if origin.split(".")[0] == PACKAGE and inner in MODULES else origin
 

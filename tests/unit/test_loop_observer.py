@@ -1,4 +1,4 @@
-"""The observer of a process's loop: what it is told, when, and what it may put in the place of what is resumed."""
+"""The observer of a process's loop: its calls, their order, and the values that it may replace at a resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxckpt_train.manager import StepManager
 
 
 class Watching:
-    """Notes what it is told; puts a mark in the place of what is called `data`."""
+    """Records its calls, and replaces the value named `data` by a mark."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[Any, ...]] = []
@@ -27,7 +27,7 @@ class Watching:
 
     def update_completed(self, manager: StepManager, loop: LoopState) -> None:
         assert loop.last is not None
-        self.notes.append(("told", loop.step, sorted(loop.last), loop.metrics, manager.is_saved(loop.step)))
+        self.notes.append(("update", loop.step, sorted(loop.last), loop.metrics, manager.is_saved(loop.step)))
 
     def polled(self) -> None:
         self.notes.append(("polled",))
@@ -53,12 +53,12 @@ def train(directory: Path, updates: int, data: Any) -> Any:
 def test_observer_sees_resume_and_updates(watching: Watching, tmp_path: Path) -> None:
     train(tmp_path, 1, jct.JsonValue(1))
     train(tmp_path, 2, jct.JsonValue(2))
-    told = (["data", "state"], {"loss": 0.5}, False)
+    seen = (["data", "state"], {"loss": 0.5}, False)
     assert watching.notes == [
         ("resumed", None, "state", "data"),
-        ("told", 1, *told),
+        ("update", 1, *seen),
         ("resumed", 1, "state", "data"),
-        ("told", 2, *told),
+        ("update", 2, *seen),
     ]
 
 

@@ -280,8 +280,8 @@ def test_the_history_tells_the_metrics_of_each_save_also_of_deleted_steps(tmp_pa
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
         save_steps(manager, 1, metrics={"loss": 0.5, "bad": math.nan})
         save_steps(manager, 2)
-        told = [event.get("metrics") for event in manager.history.events() if event["event"] == "save"]
-    assert told == [{"loss": 0.5, "bad": "nan"}, None]
+        recorded = [event.get("metrics") for event in manager.history.events() if event["event"] == "save"]
+    assert recorded == [{"loss": 0.5, "bad": "nan"}, None]
 
 
 def test_a_reader_sees_steps_as_they_are_committed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Metadata: what a checkpoint holds, told on any machine without touching a device or reading the data."""
+"""Metadata: the contents of a checkpoint, read on any machine without touching a device or the data."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_custom_metadata_that_is_too_large_is_refused_before_anything_is_written
 
 def test_what_is_taken_is_loaded_up_to_the_last_byte(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
-        for size in range(1 << 20, 0, -1):  # how much else there is beside it nobody need know
+        for size in range(1 << 20, 0, -1):  # the size of the rest is not part of the promise
             try:
                 manager.save(1, {"state": {"a": 1}}, custom_metadata="x" * size, force=True)
             except jct.SettingsError:

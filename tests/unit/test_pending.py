@@ -106,10 +106,10 @@ class UnnotedError(Exception):
 
 def test_unprintable_error_is_reported() -> None:
     error = UnshownError()
-    told = failing(error).outcome(timeout_s=60)
-    assert str(told) == "saving x: a call in the background raised UnshownError"
-    assert told is not None
-    assert told.__cause__ is error
+    outcome = failing(error).outcome(timeout_s=60)
+    assert str(outcome) == "saving x: a call in the background raised UnshownError"
+    assert outcome is not None
+    assert outcome.__cause__ is error
     unnoted = UnnotedError()
     assert failing(unnoted).outcome(timeout_s=60) is unnoted
 
@@ -176,7 +176,7 @@ def test_a_save_that_committed_needs_nobody_to_ask() -> None:
     assert save.committed.result(60) == 3
     for thread in threading.enumerate():
         if thread.name == "jaxckpt-save" and thread.is_alive():
-            thread.join()  # it forgets the save right after it told the result
+            thread.join()  # it forgets the save right after it sets the result
     assert save not in under_way()
 
 

@@ -24,8 +24,8 @@ def under_way() -> set[pending.Save]:
     return pending.under_way
 
 
-class Told:
-    """What is told of a save that is about to begin."""
+class Calls:
+    """Records the calls for a save that is about to start."""
 
     def __init__(self) -> None:
         self.saves: list[PendingSave[Any] | None] = []
@@ -50,9 +50,9 @@ def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_threads")
 def test_save_without_a_thread_runs_on_its_caller(caplog: pytest.LogCaptureFixture) -> None:
-    before, told, ran_on = set(under_way()), Told(), list[threading.Thread]()
-    save = start_save("x", lambda: ran_on.append(threading.current_thread()), on_start=told.saves.append)
-    assert (save.done(), ran_on, told.saves) == (True, [threading.current_thread()], [save])
+    before, calls, ran_on = set(under_way()), Calls(), list[threading.Thread]()
+    save = start_save("x", lambda: ran_on.append(threading.current_thread()), on_start=calls.saves.append)
+    assert (save.done(), ran_on, calls.saves) == (True, [threading.current_thread()], [save])
     assert under_way() == before
     assert "ulimit -u" in caplog.text
 
@@ -91,7 +91,7 @@ STARTING = (start_save, PendingSave.__init__, PendingSave._start, threading.Thre
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that was not told to go does not wait long for it."""
+    """A thread that gets no start message does not wait long for it."""
     monkeypatch.setattr(pending_module, "POLL_S", 0.01)
     monkeypatch.setattr(step_save, "CALL_S", 0.01)
 
@@ -100,21 +100,21 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupt_anywhere_in_the_start_leaves_a_save_that_ends_or_none() -> None:
     before, ends = set(under_way()), set()
     for number in itertools.count(1):
-        told, is_interrupted = Told(), True
+        calls, is_interrupted = Calls(), True
         with interrupt_at(number, *STARTING) as seen, contextlib.suppress(KeyboardInterrupt):
-            told.start()
+            calls.start()
             is_interrupted = False
         join_saves()
         assert under_way() == before
-        save = told.saves[-1] if told.saves else None
-        assert told.worked == (save is not None)
-        assert [type(error) for error in told.undone] in ([], [KeyboardInterrupt] * (save is None))
+        save = calls.saves[-1] if calls.saves else None
+        assert calls.worked == (save is not None)
+        assert [type(error) for error in calls.undone] in ([], [KeyboardInterrupt] * (save is None))
         if save is not None:
             assert save.outcome(0) is None
-        ends.add((is_interrupted, save is not None, bool(told.undone)))
+        ends.add((is_interrupted, save is not None, bool(calls.undone)))
         if seen[0] < number:
             break
-    # Nothing had been told of it; it was taken back; it goes on, and is known; it was not interrupted any more.
+    # Not announced; cancelled; continues and is registered; not interrupted.
     assert ends == {(True, False, False), (True, False, True), (True, True, False), (False, True, False)}
 
 

@@ -1,4 +1,4 @@
-"""The outcome of a save as a future: whoever waits for it, and however that is interrupted, the save ends."""
+"""The outcome of a save as a future: the save ends regardless of waiting threads and interrupts."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def assert_ends(save: PendingSave[Any], go: threading.Event) -> None:
     save._thread.join(20)
     assert not save._thread.is_alive()
     seen_done = []
-    beside = threading.Thread(target=lambda: seen_done.extend(futures.wait([save.committed], 20).done), daemon=True)
-    beside.start()
-    beside.join(20)
+    waiting = threading.Thread(target=lambda: seen_done.extend(futures.wait([save.committed], 20).done), daemon=True)
+    waiting.start()
+    waiting.join(20)
     assert seen_done == [save.committed]
 
 

@@ -40,9 +40,9 @@ BOTH = pytest.mark.parametrize("run", [by_a_manager, by_a_callback])
 @BOTH
 @pytest.mark.parametrize("well", [SystemExit(), SystemExit(0), SystemExit(False), SystemExit(256)], ids=repr)
 def test_clean_exit_with_failed_save_raises(tmp_path: Path, run: Callable[..., None], well: SystemExit) -> None:
-    with pytest.raises(jct.NonFiniteError) as told:
+    with pytest.raises(jct.NonFiniteError) as caught:
         run(tmp_path, well)
-    assert told.value.__context__ is well
+    assert caught.value.__context__ is well
 
 
 @BOTH
@@ -50,9 +50,9 @@ def test_clean_exit_with_failed_save_raises(tmp_path: Path, run: Callable[..., N
     "error", [SystemExit(7), SystemExit("text"), KeyboardInterrupt(), ValueError("of the loop")], ids=repr
 )
 def test_original_error_notes_the_second_one(tmp_path: Path, run: Callable[..., None], error: BaseException) -> None:
-    with pytest.raises(type(error)) as told:
+    with pytest.raises(type(error)) as caught:
         run(tmp_path, error)
-    assert told.value is error
+    assert caught.value is error
     assert "hold" in error.__notes__[0]
 
 
@@ -76,7 +76,7 @@ def test_cancelling_a_task_reports_failed_save(tmp_path: Path) -> None:
 
     async def cancelled() -> None:
         task = asyncio.create_task(training())
-        await asyncio.sleep(0)  # it has begun to wait
+        await asyncio.sleep(0)  # it waits now
         task.cancel()
         await task
 
@@ -89,7 +89,7 @@ def test_an_interrupt_while_another_error_is_on_its_way_comes_through(tmp_path: 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     backend = HoldingBackend("rename", "step-0000000001")
     try:
-        with pytest.raises(KeyboardInterrupt) as told, callback_on(backend, tmp_path, save_interval_steps=1) as ckpt:
+        with pytest.raises(KeyboardInterrupt) as caught, callback_on(backend, tmp_path, save_interval_steps=1) as ckpt:
             ckpt.resume(state_of(0))
             ckpt(state_of(1))
             once_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -97,4 +97,4 @@ def test_an_interrupt_while_another_error_is_on_its_way_comes_through(tmp_path: 
     finally:
         backend.go.set()
         signal.signal(signal.SIGINT, before)
-    assert told.value.__context__ is error
+    assert caught.value.__context__ is error

@@ -37,8 +37,8 @@ def train(ckpt: jct.CheckpointCallback, updates: int, asked_at: int | None = Non
             ckpt(state_of(step + 1))
 
 
-def told(found: Goodput) -> list[tuple[Any, ...]]:
-    """What is told of each process."""
+def rows(found: Goodput) -> list[tuple[Any, ...]]:
+    """The row of each process."""
     names = ("how", "first_step", "last_step", "useful_steps", "redone_steps", "saves")
     return [tuple(getattr(each, name) for name in names) for each in found.attempts]
 
@@ -49,15 +49,15 @@ def test_summary_works_during_and_after_run(tmp_path: Path, capsys: pytest.Captu
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0), Counter())
         before = ckpt.summary(show=False)
-        assert told(before) == [("preempted", 0, 15, 15, 0, 2), ("running", 15, 15, 0, 0, 0)]
+        assert rows(before) == [("preempted", 0, 15, 15, 0, 2), ("running", 15, 15, 0, 0, 0)]
         for step in ckpt.steps(30):
             ckpt(state_of(step + 1))
             if step == 22:
                 ckpt.wait_until_finished()
                 during = ckpt.summary(show=False)
-                assert told(during)[1] == ("running", 15, 23, 8, 0, 1)
+                assert rows(during)[1] == ("running", 15, 23, 8, 0, 1)
     after = ckpt.summary(show=False)
-    assert told(after) == [("preempted", 0, 15, 15, 0, 2), ("finished", 15, 30, 15, 0, 2)]
+    assert rows(after) == [("preempted", 0, 15, 15, 0, 2), ("finished", 15, 30, 15, 0, 2)]
     assert (after.useful_steps, after.redone_steps, after.saves) == (30, 0, 4)
     saves = [event for event in ckpt.manager.history.events() if event["event"] == "save"]
     assert after.blocked_s == pytest.approx(sum(event["blocked_s"] for event in saves))
@@ -142,10 +142,10 @@ def test_a_reader_of_a_run_at_work_sees_that_it_is(tmp_path: Path, capsys: pytes
             ckpt(state_of(step + 1))
             if step == 22:
                 ckpt.wait_until_finished()
-                assert told(jct.StepManager(tmp_path).goodput()) == [("running", 0, 20, 20, 0, 2)]
+                assert rows(jct.StepManager(tmp_path).goodput()) == [("running", 0, 20, 20, 0, 2)]
                 reading = callback(tmp_path)
-                assert told(reading.summary()) == [("running", 0, 20, 20, 0, 2)]
-    assert told(jct.StepManager(tmp_path).goodput()) == [("finished", 0, 25, 25, 0, 3)]
+                assert rows(reading.summary()) == [("running", 0, 20, 20, 0, 2)]
+    assert rows(jct.StepManager(tmp_path).goodput()) == [("finished", 0, 25, 25, 0, 3)]
     assert capsys.readouterr().out.startswith("1 process, useful time ")
     assert not (tmp_path / ".owner").exists()
 
@@ -154,7 +154,7 @@ def test_callbacks_of_one_process_in_sequence(tmp_path: Path) -> None:
     for number in range(1, 6):
         train(callback(tmp_path), 10 * number)
     found = jct.StepManager(tmp_path).goodput()
-    assert told(found) == [("finished", 10 * n, 10 * n + 10, 10, 0, 1) for n in range(5)]
+    assert rows(found) == [("finished", 10 * n, 10 * n + 10, 10, 0, 1) for n in range(5)]
     assert found.useful_steps == 50
 
 
@@ -166,7 +166,7 @@ def test_a_callback_that_resumes_again_goes_back(tmp_path: Path) -> None:
         ckpt.wait_until_finished()
         ckpt.resume(state_of(0))
         ckpt(state_of(11), step=11)
-    assert told(ckpt.summary(show=False)) == [("closed", 0, 11, 11, 5, 2)]
+    assert rows(ckpt.summary(show=False)) == [("closed", 0, 11, 11, 5, 2)]
 
 
 def test_own_manager_is_in_summary(tmp_path: Path) -> None:
@@ -177,11 +177,11 @@ def test_own_manager_is_in_summary(tmp_path: Path) -> None:
         manager.restore(step=10)
         manager.save(12, {"state": state_of(12)})
         manager.wait()
-        assert told(manager.goodput()) == [("closed", 0, 30, 10, 20, 3), ("running", 20, 12, 2, 5, 2)]
+        assert rows(manager.goodput()) == [("closed", 0, 30, 10, 20, 3), ("running", 20, 12, 2, 5, 2)]
     with jct.StepManager(tmp_path) as evaluation:
         evaluation.attach_metrics(12, {"loss": 1.0})
     expected = [("closed", 0, 30, 10, 20, 3), ("closed", 20, 12, 2, 5, 2)]
-    assert told(evaluation.goodput()) == expected
+    assert rows(evaluation.goodput()) == expected
 
 
 def test_a_disabled_callback_has_nothing_to_tell_and_touches_no_disk(

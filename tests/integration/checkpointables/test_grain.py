@@ -237,7 +237,7 @@ assert flags.FLAGS.answer == 42
 def test_grain_is_neither_imported_nor_needed_where_nobody_imported_it(run_python: Any) -> None:
     script = """
 import sys
-sys.modules["grain"] = None  # whoever imports it fails
+sys.modules["grain"] = None  # importing it fails
 from jaxckpt_train.checkpointables.grain import GrainHandler
 class Saved:
     name, kind = "data", "grain"

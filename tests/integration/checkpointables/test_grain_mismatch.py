@@ -145,7 +145,7 @@ def test_the_file_of_another_process_is_no_position_of_this_one() -> None:
 
 
 def sharded(process: int, processes: int, batch: int, order: str = "batch last") -> Any:
-    """Of 96 records each process takes every so manieth."""
+    """Of 96 records, each process takes every n-th."""
     records = grain.MapDataset.source(SOURCE[:96])
     if order == "shuffle last":
         return iter(records[process::processes].shuffle(seed=1).batch(batch).to_iter_dataset())

@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 class State(TrainState):
-    """As people write it: statistics and a key beside the parameters."""
+    """A usual train state: statistics and a key in addition to the parameters."""
 
     batch_stats: Any
     key: jax.Array

@@ -17,7 +17,7 @@ PARTS = 5
 
 
 class FewFiles(LocalBackend):
-    """No more than so many files may be open at a time."""
+    """Limits the number of open files."""
 
     def __init__(self, most: int) -> None:
         self._most, self.open_files, self.refused = most, 0, 0

@@ -47,7 +47,7 @@ class Tokenizer:
 
 
 class Failing(Tokenizer):
-    """Fails where it is told to."""
+    """Fails at the given place."""
 
     def __init__(self, where: str) -> None:
         super().__init__({})
