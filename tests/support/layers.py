@@ -101,6 +101,7 @@ MAY_HAVE_ONE_IMPORTER = {
     "callback": "the public object, which users import",
     "checkpointables.state_makers": "states given as functions, traced without computing them",
     "exit_code": "how a process ends with an exit code; nothing about saves",
+    "formats.detect": "the recognition of all formats; its other users import it when they need it",
     "formats.torch_pickle": "a reader of pickles as data, reviewed on its own for safety",
     "inspection.disk_speed": "the measurement of a disk, used by doctor and by reports",
     "integrations.orbax_items": "handlers of Orbax, apart from its manager",
