@@ -176,7 +176,7 @@ class Feeds:
         for feed in self._feeds:
             feed.put(line)
 
-    def finish(self, timeout_s: float = DRAIN_S, until: Callable[[], bool] = lambda: False) -> None:
+    def finish(self, timeout_s: float = DRAIN_S, until: Callable[[], bool] | None = None) -> None:
         """Wait until all queues are empty and the sinks of the run are closed.
 
         Args:
@@ -187,7 +187,7 @@ class Feeds:
         end_s = time.monotonic() + limit_s
         for feed, done in [(feed, feed.finish()) for feed in self._feeds]:
             while not done.wait(max(0.0, min(_SLICE_S, end_s - time.monotonic()))):
-                if (is_asked := until()) or time.monotonic() >= end_s:
+                if (is_asked := until is not None and until()) or time.monotonic() >= end_s:
                     feed.log_undelivered("before the shutdown" if is_asked else f"within {limit_s:.3g} s")
                     break
 

@@ -409,7 +409,7 @@ class TimeNotice:
         self,
         max_run_time_s: float,
         monotonic: Callable[[], float] = time.monotonic,
-        leave_early_s: Callable[[], float] = lambda: 0.0,
+        leave_early_s: Callable[[], float] | None = None,
     ) -> None:
         self._monotonic, self._leave_early_s = monotonic, leave_early_s
         self._limit_s, self._began_at = max_run_time_s, monotonic()
@@ -425,7 +425,8 @@ class TimeNotice:
         return f"the time limit of {self._limit_s:g} s" if self._is_up else None
 
     def _look(self) -> None:
-        self.end = self._began_at + max(0.0, self._limit_s - self._leave_early_s())
+        early_s = 0.0 if self._leave_early_s is None else self._leave_early_s()
+        self.end = self._began_at + max(0.0, self._limit_s - early_s)
         self._next = min(self._monotonic() + POLL_S, self.end)
 
 
@@ -452,7 +453,7 @@ class PreemptionWatch:
         signals: Sequence[str] = (),
         notice_file: PathLike | None = None,
         max_run_time_s: float | None = None,
-        leave_early_s: Callable[[], float] = lambda: 0.0,
+        leave_early_s: Callable[[], float] | None = None,
         sources: Sequence[NoticeSource] = (),
         timeout_s: float = BARRIER_TIMEOUT_S,
         monotonic: Callable[[], float] = time.monotonic,

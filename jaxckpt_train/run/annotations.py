@@ -238,7 +238,7 @@ class NoteBook:
         number: the number of the last note that is certainly on the disk; the manifest of each save records it.
     """
 
-    def __init__(self, backend: Backend, directory: str, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, backend: Backend, directory: str, check: Callable[[], None] | None = None) -> None:
         self._backend, self._directory, self._path = backend, directory, f"{directory}/{NOTES_NAME}"
         self._check = check
         self._guard = threading.Lock()
@@ -277,12 +277,16 @@ class NoteBook:
             is_cut, self._is_cut = self._is_cut, None  # unknown until the append has succeeded
             if is_cut is None:
                 is_cut = self._go_on_after(_read(self._backend, self._directory)[0])
-            self._check()  # the run may have been taken over while this thread waited for the guard
+            self._check_owner()  # the run may have been taken over while this thread waited for the guard
             self._backend.append(self._path, encode_note(note, self.number + 1, after_cut=is_cut))
             self._backend.sync(self._path)
             sync_directory(self._backend, self._directory)  # it may be the first note
-            self._check()  # another process may have taken over meanwhile, and read the notes without this one
+            self._check_owner()  # another process may have taken over meanwhile, and read the notes without this one
             self.number, self._is_cut = self.number + 1, False
+
+    def _check_owner(self) -> None:
+        if self._check is not None:
+            self._check()
 
     def note_roll_back(self, roll_back: RollBack) -> None:
         """Note what was left behind. The manifest of the save says it too, so a refusal is only a warning."""

@@ -86,7 +86,7 @@ def _foreign_steps_error(directory: str, found: str, newest: str) -> SettingsErr
     )
 
 
-def foreign_checkpoints(backend: Backend, directory: str, moved: Callable[[], None] = lambda: None) -> str:
+def foreign_checkpoints(backend: Backend, directory: str, _: object = None) -> str:
     """Describe the checkpoints of other tools in a directory; empty: none that is recognised."""
     entries = _listed(backend, directory)
     steps = orbax_steps(backend, directory, entries)
@@ -311,7 +311,7 @@ def scan(backend: Backend, directory: str) -> list[Entry]:
 
 
 def scan_with_notes(
-    backend: Backend, directory: str, moved: Callable[[], None] = lambda: None
+    backend: Backend, directory: str, moved: Callable[[], None] | None = None
 ) -> tuple[list[Entry], Notes]:
     """Like `scan`, with the notes of the run. `moved` is called once for each step."""
     names = _step_names(backend, directory)
@@ -366,10 +366,11 @@ def warn_about_uncommitted(backend: Backend, directory: str, warned: set[str]) -
             _log.warning("%s/%s: ignored: has no COMMIT; the step is damaged or copied in part", directory, name)
 
 
-def _entries(backend: Backend, directory: str, names: Set[str], moved: Callable[[], None]) -> list[Entry]:
+def _entries(backend: Backend, directory: str, names: Set[str], moved: Callable[[], None] | None) -> list[Entry]:
     entries = []
     for name in sorted(names):
-        moved()
+        if moved is not None:
+            moved()
         parsed, found = parse_step_name(name), _committed_info(backend, f"{directory}/{name}")
         if parsed is not None and found is not None:
             info, is_certain = found

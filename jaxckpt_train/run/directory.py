@@ -203,7 +203,7 @@ def release_later(held: Ownership) -> None:
         held.deleter.end(functools.partial(release, held) if held.lock.may_be_held else None)
 
 
-def finish_and_release(held: Ownership, timeout_s: float | None, until: Callable[[], bool]) -> None:
+def finish_and_release(held: Ownership, timeout_s: float | None, until: Callable[[], bool] | None) -> None:
     """Finish pending deletions, then release the lock.
 
     After an interrupt or the timeout, the background thread continues, and this function returns. In a forked child it
@@ -424,7 +424,7 @@ class RunDirectory:
         *,
         damaged: bool = False,
         progress: ReadProgress | None = None,
-        then: Callable[[T, list[Entry] | None], object] = lambda result, there: None,
+        then: Callable[[T, list[Entry] | None], object] | None = None,
     ) -> T:
         """Call `use` with the candidates, which retention does not delete meanwhile.
 
@@ -443,7 +443,8 @@ class RunDirectory:
                         there = None if self.is_owner else [*self._entries]  # only the owner changes the run
                         held.enter_context(self.reading(candidates))
                     result = use(candidates)
-                    then(result, there)
+                    if then is not None:
+                        then(result, there)
                     return result
             except StepVanishedError as gone:  # the owner deleted it after the scan: scan again
                 self.forget(gone.name)
@@ -678,7 +679,7 @@ class RunDirectory:
             self._entries = [noted(each, entry, note) for each in self._entries]
             self._infos = None
 
-    def close(self, timeout_s: float | None = None, until: Callable[[], bool] = lambda: False) -> None:
+    def close(self, timeout_s: float | None = None, until: Callable[[], bool] | None = None) -> None:
         """Finish deletions and release the directory; see `finish_and_release` for interrupts and the timeout."""
         self.is_owner = False
         finish_and_release(self.held, timeout_s, until)

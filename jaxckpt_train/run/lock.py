@@ -95,7 +95,7 @@ class OwnerLock:
         path: the path of the lock file.
     """
 
-    def __init__(self, backend: Backend, directory: str, beaten: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, backend: Backend, directory: str, beaten: Callable[[], None] | None = None) -> None:
         self._backend, self._directory, self._beaten = backend, directory, beaten
         self.path = f"{directory}/{LOCK_NAME}"
         self._record = _Record(this_process(), uuid.uuid4().hex)  # renewed on acquire: that may be in a forked child
@@ -255,7 +255,8 @@ class OwnerLock:
             _log.warning("%s: heartbeat failed: %s", self.path, error)
         else:
             self.clean()
-            self._beaten()
+            if self._beaten is not None:
+                self._beaten()
         return True
 
     def _acquire(self) -> ProcessIdentity | None:

@@ -190,7 +190,7 @@ class Deleter:
         backend: Backend,
         directory: str,
         listener: Callable[[], DeletionListener | None],
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._backend, self._directory, self._listener, self._check = backend, directory, listener, check
         # Garbage collection may put into a SimpleQueue at any moment: finalizers of dropped managers do.
@@ -243,21 +243,21 @@ class Deleter:
         self._ensure_worker()
         return self._is_reached(done, timeout_s)
 
-    def _is_reached(self, done: Latch, timeout_s: float | None, until: Callable[[], bool] = lambda: False) -> bool:
+    def _is_reached(self, done: Latch, timeout_s: float | None, until: Callable[[], bool] | None = None) -> bool:
         """Wait for `done`, or until no job is left: an interrupt may have dropped the job that sets it."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not done.wait(min(SLICE_S, max(0.0, end - time.monotonic()))):
             if not self._has_work():
                 return True
-            if time.monotonic() >= end or until():
+            if time.monotonic() >= end or (until is not None and until()):
                 return False
         return True
 
     def close(
         self,
-        then: Callable[[], object] = lambda: None,
+        then: Callable[[], object] | None = None,
         timeout_s: float | None = None,
-        until: Callable[[], bool] = lambda: False,
+        until: Callable[[], bool] | None = None,
     ) -> bool:
         """Finish all jobs, call `then`, and end the thread. Must not be called on that thread.
 
@@ -269,7 +269,8 @@ class Deleter:
         def reached() -> None:
             last.append(threading.current_thread())
             try:
-                then()
+                if then is not None:
+                    then()
             finally:
                 done.open()
 
@@ -394,7 +395,8 @@ class Deleter:
 
     def _is_allowed(self) -> bool:
         try:
-            self._check()
+            if self._check is not None:
+                self._check()
         except CheckpointError as error:
             _log.warning("deleting old steps waits: %s", error)
             return False

@@ -128,7 +128,7 @@ class StepSave:
         job_sync: JobSync,
         settings: StoreSettings,
         clock: Clock,
-        took: Callable[[float, float], None] = lambda duration_s, device_wait_s: None,
+        took: Callable[[float, float], None] | None = None,
         drift: Drift | None = None,
     ) -> None:
         started = self._began_at = time.perf_counter()
@@ -270,7 +270,8 @@ class StepSave:
         """The part of a process that is not the primary: write the own shards, and record the outcome."""
         assert self._job_save is not None
         committed = self._job_save.run()
-        self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
+        if self._took is not None:
+            self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
         name, info = committed.directory.rpartition("/")[2], committed.manifest.info
         step, generation = parse_step_name(name) or (self._step, 0)
         self._job_sync.replica.committed(entry_from_manifest(name, step, generation, info), self._job_save.result)
@@ -302,7 +303,8 @@ class StepSave:
     def _conclude(self, committed: Committed) -> list[str]:
         """Record the commit and apply retention; return the names of the steps that are no longer listed."""
         times, self._is_committed = self._times, True
-        self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
+        if self._took is not None:
+            self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
         self._run.committed(committed, self._info)
         is_durable = self._settings.durability == "full"
         self._run.note_roll_back(None if is_durable else committed.directory.rpartition("/")[2])
