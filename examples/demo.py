@@ -1,6 +1,6 @@
 """The demo: a training that is preempted by real SIGTERMs has the same result, byte for byte, as an uninterrupted one.
 
-`train_digits.py` runs in two directories. In one it runs without interruption. In the other it is asked to leave
+`train_digits.py` runs in two directories. In one it runs without interruption. In the other it is preempted
 in the middle, twice, and the same command is given again each time. The results are then compared.
 
     python examples/demo.py [--steps 2000] [--preemptions 2] [--directory DIRECTORY]
@@ -210,7 +210,7 @@ def main() -> int:
     """Run the demo; the exit code is 0 only if everything is equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="updates of each training")
-    parser.add_argument("--preemptions", type=int, default=2, help="how often one of them is asked to leave")
+    parser.add_argument("--preemptions", type=int, default=2, help="how often one of them is preempted")
     parser.add_argument("--directory", type=Path, help="a new one, which is kept; none: a temporary one")
     arguments = parser.parse_args()
     if arguments.directory is not None and arguments.directory.exists():

@@ -1,4 +1,4 @@
-"""A training that is asked to leave, killed, and finished, and a page about all of it.
+"""A training that is preempted, killed, and finished, and an HTML report about the run.
 
 `train_digits.py` runs in its own directory, always by the same command: it gets a SIGTERM, later a SIGKILL, and then
 finishes. A step is pinned in between. `jaxckpt report` makes the page.

@@ -123,7 +123,7 @@ def read_text(files: Sequence[str]) -> np.ndarray:
 def dataset(text: np.ndarray, cfg: DictConfig) -> grain.IterDataset:
     """Endless int32 [batch / processes, window + 1]: this process's part of batches of pieces of the text, shuffled.
 
-    The position in it counts batches of all processes together: another number of processes can go on from there.
+    The position in it counts batches of all processes together: another number of processes can continue from there.
     """
     pieces = grain.MapDataset.range((len(text) - 1) // cfg.window).shuffle(seed=cfg.seed).repeat()
     here = cfg.batch_size // jax.process_count()
@@ -148,7 +148,7 @@ def main(cfg: DictConfig) -> None:
     mesh = jax.make_mesh(tuple(cfg.mesh), ("fsdp", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
     with jax.set_mesh(mesh), jct.CheckpointCallback.from_config(cfg.checkpoint) as ckpt:
         model, optimizer = create(cfg)
-        # Restores the objects in place, each array to the devices that it lies on now: the checkpoint may come from
+        # Restores the objects in place, each array to its current devices: the checkpoint may come from
         # another mesh.
         (model, optimizer), data = ckpt.resume((model, optimizer), data)
         print(f"starting after {ckpt.completed_steps} of {cfg.steps} updates of {len(text):,} bytes of text")
