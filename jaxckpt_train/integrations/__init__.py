@@ -1,1 +1,1 @@
-"""Other loops and managers: Keras, an Orbax-style manager, the Hydra search path."""
+"""Integrations with other tools: Keras, an Orbax-style checkpoint manager, and the Hydra search path."""

@@ -1,7 +1,7 @@
-"""The Hydra plugin: makes the presets and the schema of `checkpoint` known to every Hydra app.
+"""The Hydra plugin: adds the presets and the schema of the `checkpoint` config group to every Hydra app.
 
-Hydra finds it because it is installed as `hydra_plugins/jaxckpt_train_plugin.py`. It is imported whenever any Hydra app
-of the environment starts, so it must import nothing heavy: no jax.
+The package installs this module as `hydra_plugins/jaxckpt_train_plugin.py`, where Hydra finds it. Every Hydra app of
+the environment imports it at start-up, so it must not import JAX.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ PROVIDER = "jaxckpt_train"
 
 
 def presets_directory() -> Path:
-    """Where the presets lie: inside the package when installed, beside it in a checkout."""
+    """Return the directory of the presets: in the installed package, or next to the package in a checkout."""
     package = Path(inspect.getfile(CheckpointConfig)).parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 class JaxckptTrainSearchPath(SearchPathPlugin):
-    """Puts the presets after the app's own configs, so that an app can have a `checkpoint/default.yaml` of its own."""
+    """Appends the presets to the search path. An app can override them with its own `checkpoint/default.yaml`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the directory of the presets; called by Hydra."""
+        """Append the directory of the presets."""
         search_path.append(PROVIDER, f"file://{presets_directory()}")
 
 

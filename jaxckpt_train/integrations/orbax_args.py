@@ -1,13 +1,8 @@
-"""The options of Orbax's manager: own ones, and Orbax's as they are; what cannot be honoured is told by name.
+"""The args, options and policies of the Orbax-style manager, for programs that do not import Orbax.
 
-The names of Orbax's `args`, for programs that have no Orbax: what is saved or restored, and as what.
-
-Each says by its type what the checkpointable is, and has the attributes of Orbax's class of the same name. Those that
-`orbax_manager` refuses, or that have no effect, are told when they are used.
-
-The policies that Orbax's manager options stand for, among them those that call functions of the user.
-
-What Orbax's `logger` is given of each save and restore: when its parts began, and how many seconds they took.
+Each args class has the name and the attributes of Orbax's class; the class itself says what kind of checkpointable it
+saves or restores. `CheckpointManagerOptions` has Orbax's options. `read_options` also accepts Orbax's own objects. An
+option that this package cannot honour raises an error, and one that has no effect is logged; both name the option.
 """
 
 from __future__ import annotations
@@ -45,20 +40,21 @@ from jaxckpt_train.run.entry import parse_step_name
 
 _log = logging.getLogger("jaxckpt_train")
 _REFUSED = {
-    "todelete_full_path": "it is for Google Cloud Storage; todelete_subdir moves steps within the run",
+    "todelete_full_path": "it is for Google Cloud Storage; use todelete_subdir to move deleted steps within the run",
 }
 _WITHOUT_EFFECT = {
-    "step_prefix": "the directory of step 100 is called step-0000000100",
-    "step_format_fixed_length": "the directory of step 100 is called step-0000000100",
-    "step_name_format": "the directory of step 100 is called step-0000000100",
-    "create": "the directory is made by the first save",
-    "num_deletion_threads": "one thread deletes, beside the loop",
-    "atomicity_options": "a step is renamed into place once it is on the disk",
-    "temporary_path_class": "a step is renamed into place once it is on the disk",
-    "enable_should_save_is_saving_in_progress_check": "a policy is told whether a save is under way",
-    "enable_per_process_directory_creation": "process 0 makes directories",
+    "step_prefix": "the directory of step 100 is named step-0000000100",
+    "step_format_fixed_length": "the directory of step 100 is named step-0000000100",
+    "step_name_format": "the directory of step 100 is named step-0000000100",
+    "create": "the first save creates the directory",
+    "num_deletion_threads": "one background thread deletes steps",
+    "atomicity_options": "a step is renamed into place after its files are synced",
+    "temporary_path_class": "a step is renamed into place after its files are synced",
+    "enable_should_save_is_saving_in_progress_check": "the context of a policy says whether a save is in progress",
+    "enable_per_process_directory_creation": "the primary process creates directories",
 }
-_OF_OTHERS: dict[str, Mapping[str, Any]] = {
+# The attributes of nested option objects, with their defaults.
+_NESTED_DEFAULTS: dict[str, Mapping[str, Any]] = {
     "multiprocessing_options": {"primary_host": 0, "active_processes": None, "barrier_sync_key_prefix": None},
     "file_options": {"path_permission_mode": None, "skip_sync_file_validations": False},
     "async_options": {"timeout_secs": 1200, "barrier_sync_fn": None, "create_directories_asynchronously": True},
@@ -66,18 +62,18 @@ _OF_OTHERS: dict[str, Mapping[str, Any]] = {
 
 
 class StandardLogger:
-    """Logs each entry to jaxckpt_train."""
+    """Logs each entry to the logger "jaxckpt_train"."""
 
     def log_entry(self, entry: Any) -> None:
-        """One line, at the level INFO."""
+        """Log an entry as one line with level INFO."""
         _log.info("%s", entry)
 
 
 def checked_logger(logger: Any) -> Any:
-    """The logger that is given, or the standard one.
+    """Return the given logger, or a `StandardLogger` for None.
 
     Raises:
-        SettingsError: it has no `log_entry`.
+        SettingsError: the logger has no `log_entry` method.
     """
     if logger is None:
         return StandardLogger()
@@ -87,12 +83,12 @@ def checked_logger(logger: Any) -> Any:
 
 
 class CallStatistics:
-    """The entry of one call, with Orbax's names.
+    """Collects the start times and durations of the parts of a save or restore, under Orbax's names.
 
     Args:
         event_type: "save" or "restore".
-        step: which one.
-        directory: of the run.
+        step: the step.
+        directory: the directory of the run.
     """
 
     def __init__(self, event_type: str, step: int | None, directory: str) -> None:
@@ -100,21 +96,21 @@ class CallStatistics:
         self.entry: dict[str, Any] = {"step": step, "event_type": event_type, "directory": directory}
 
     def part(self, name: str, started: float, ended: float | None = None) -> None:
-        """Note a part of the call; `ended`: None: now."""
+        """Record a part of the call; `ended` None means now."""
         seconds = max(0.0, (time.time() if ended is None else ended) - started)
         self.entry |= {f"{name}_start_time": started, f"{name}_duration_secs": seconds}
 
     def ended(self, name: str, logger: Any) -> None:
-        """Note the whole call, and log the entry."""
+        """Record the whole call and log the entry."""
         self.part(name, self._started)
         logger.log_entry(self.entry)
 
 
 class EndOfSave:
-    """Notices when a save ends that the next one may wait for.
+    """Records when a pending save ends, for which the next save may have to wait.
 
     Args:
-        pending: the save; None: there is none.
+        pending: the save; None: no save is pending.
     """
 
     def __init__(self, pending: PendingSave[Any] | None) -> None:
@@ -128,13 +124,13 @@ class EndOfSave:
 
 
 def _named(function: object) -> str:
-    """A function as text that is the same in all processes of a job."""
+    """Return a name of a function that is the same in all processes of a job."""
     return getattr(function, "__qualname__", type(function).__name__)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ShouldSaveFunction:
-    """Saves when a function of the step and of the newest step there is (None: none) says so.
+    """Saves if a function of the step and of the newest existing step (or None) returns True.
 
     Source: Orbax, `CheckpointManagerOptions.should_save_fn`.
     """
@@ -147,21 +143,21 @@ class ShouldSaveFunction:
     def should_save(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> bool:
-        """What the function says."""
+        """Return the result of the function."""
         return bool(self.function(step.step, previous_steps[-1].step if previous_steps else None))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BestByFunction:
-    """Keeps the `n` steps whose metrics a function gives the best value; of equal ones the later. nan is the worst.
+    """Keeps the `n` steps with the best value of a function of their metrics. On a tie, the later step is better.
 
-    Source: Orbax, `CheckpointManagerOptions.best_fn`.
+    NaN is the worst value. Source: Orbax, `CheckpointManagerOptions.best_fn`.
 
     Attributes:
-        function: of the metrics of a step.
+        function: computes a value from the metrics of a step.
         mode: "min": lower is better; "max": higher is better.
-        n: how many; None: all.
-        keeps_others: whether steps without metrics are kept.
+        n: the number of steps to keep; None: all.
+        keeps_others: whether steps without metrics are kept too.
     """
 
     function: Callable[[Mapping[str, Any]], float]
@@ -173,7 +169,7 @@ class BestByFunction:
         return f"best_fn={_named(self.function)} ({self.mode}, {self.n})"
 
     def ranked(self, checkpoints: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-        """Those that have metrics, the best last."""
+        """Return the steps that have metrics, the best last."""
         sign = -1 if self.mode == "min" else 1
 
         def quality(info: CheckpointInfo) -> float:
@@ -183,7 +179,7 @@ class BestByFunction:
         return sorted((info for info in checkpoints if info.metrics is not None), key=quality)
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True for the best."""
+        """Return True for the best steps."""
         if self.n is None or len(checkpoints) <= self.n:
             return [True] * len(checkpoints)
         ranked = self.ranked(checkpoints)
@@ -192,13 +188,13 @@ class BestByFunction:
 
 
 class ButDeleted:
-    """Keeps what another policy keeps, but for steps that the user has deleted.
+    """Keeps the steps that another policy keeps, except those that the user has deleted.
 
     Args:
-        policy: the other one; None: it keeps all.
+        policy: the other policy; None: keep all steps.
 
     Attributes:
-        deleted: the steps.
+        deleted: the steps that the user has deleted.
     """
 
     def __init__(self, policy: PreservationPolicy | None) -> None:
@@ -206,7 +202,7 @@ class ButDeleted:
         self.deleted: set[int] = set()
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
-        """True for what is kept."""
+        """Return True for the steps to keep."""
         left = [info for info in checkpoints if info.step not in self.deleted]
         answers = [True] * len(left) if self._policy is None else ask_to_preserve(self._policy, left, context=context)
         kept = {info.step for info, is_kept in zip(left, answers, strict=True) if is_kept}
@@ -218,9 +214,9 @@ class StandardSave:
     """Save a pytree.
 
     Attributes:
-        item: the pytree; numbers, text, keys and NumPy arrays among its leaves come back as such.
-        save_args: a tree of `SaveArgs`; None: each leaf as it is.
-        custom_metadata: None: it belongs to the step, as `save(..., custom_metadata=...)`.
+        item: the pytree; leaves that are numbers, text, PRNG keys or NumPy arrays are restored as such.
+        save_args: a tree of `SaveArgs`; None: save each leaf as it is.
+        custom_metadata: must be None; pass it to `save(..., custom_metadata=...)`.
     """
 
     item: Any
@@ -233,11 +229,11 @@ class StandardRestore:
     """Restore a pytree.
 
     Attributes:
-        item: the target, of arrays, `jax.ShapeDtypeStruct`s, or values; None: as it was saved, in dicts, lists and
-            tuples.
-        strict: True: shapes must fit.
-        support_layout: False.
-        fallback_sharding: of leaves that bring none; None: the default device.
+        item: the target, with arrays, `jax.ShapeDtypeStruct`s or plain values as leaves; None: as it was saved, in
+            dicts, lists and tuples.
+        strict: must be True: shapes must be equal.
+        support_layout: must be False.
+        fallback_sharding: the sharding of leaves that have none; None: the default device.
     """
 
     item: Any = None
@@ -248,10 +244,10 @@ class StandardRestore:
 
 @dataclasses.dataclass
 class PyTreeSave:
-    """As `StandardSave`.
+    """Save a pytree, as `StandardSave` does.
 
     Attributes:
-        ocdbt_target_data_file_size: has no effect; `StoreSettings.segment_bytes` is ours.
+        ocdbt_target_data_file_size: has no effect; use `StoreSettings.segment_bytes`.
     """
 
     item: Any
@@ -262,14 +258,14 @@ class PyTreeSave:
 
 @dataclasses.dataclass
 class PyTreeRestore:
-    """Restore a pytree, each leaf as its own arguments say.
+    """Restore a pytree with separate arguments for each leaf.
 
     Attributes:
-        item: a tree of the structure that is restored, whose leaves may be anything; None: as it was saved.
+        item: a tree with the structure to restore; its leaves are ignored. None: as it was saved.
         restore_args: a tree of `RestoreArgs`, with the structure of `item` or of a part of it.
-        transforms: None; or {}, which is as `partial_restore`.
-        legacy_transform_fn: None.
-        partial_restore: whether what is not in `item` is passed over.
+        transforms: must be None, or {}, which means `partial_restore`.
+        legacy_transform_fn: must be None.
+        partial_restore: whether to skip leaves of the checkpoint that are not in `item`.
     """
 
     item: Any = None
@@ -282,10 +278,10 @@ class PyTreeRestore:
 
 @dataclasses.dataclass
 class SaveArgs:
-    """How one leaf is saved.
+    """Arguments for saving one leaf.
 
     Attributes:
-        dtype: the dtype that it is converted to; None: its own.
+        dtype: the dtype to convert the leaf to; None: its own dtype.
     """
 
     dtype: Any = None
@@ -293,11 +289,11 @@ class SaveArgs:
 
 @dataclasses.dataclass
 class RestoreArgs:
-    """How one leaf is restored.
+    """Arguments for restoring one leaf.
 
     Attributes:
-        restore_type: `np.ndarray`: on the host; `jax.Array`, int, float, str; None: as it was saved.
-        dtype: the dtype that it is converted to; None: that of the checkpoint.
+        restore_type: `np.ndarray` for an array on the host, or `jax.Array`, int, float, str; None: as it was saved.
+        dtype: the dtype to convert the leaf to; None: the dtype in the checkpoint.
     """
 
     restore_type: Any = None
@@ -306,12 +302,12 @@ class RestoreArgs:
 
 @dataclasses.dataclass
 class ArrayRestoreArgs(RestoreArgs):
-    """How one leaf is restored as a `jax.Array`.
+    """Arguments for restoring one leaf as a `jax.Array`.
 
     Attributes:
-        mesh, mesh_axes: its sharding, as a mesh and a `jax.sharding.PartitionSpec`; None: see `sharding`.
-        sharding: its sharding; None: the one that it was saved with, else the default device.
-        global_shape: its shape, which has to be that of the checkpoint; None: not compared.
+        mesh, mesh_axes: the sharding as a mesh and a `jax.sharding.PartitionSpec`; None: see `sharding`.
+        sharding: the sharding; None: the sharding that it was saved with, else the default device.
+        global_shape: the shape, which must equal the shape in the checkpoint; None: not compared.
     """
 
     restore_type: Any = jax.Array
@@ -323,14 +319,14 @@ class ArrayRestoreArgs(RestoreArgs):
 
 @dataclasses.dataclass
 class JsonSave:
-    """Save plain JSON data: None, bool, int, float, text, and lists and dicts of these with text keys."""
+    """Save plain JSON data: None, bool, int, float, str, and lists and dicts of these with str keys."""
 
     item: Any
 
 
 @dataclasses.dataclass
 class JsonRestore:
-    """Restore JSON data as it was saved; `item` is not looked at."""
+    """Restore JSON data as it was saved; `item` is ignored."""
 
     item: Any = None
 
@@ -345,7 +341,7 @@ class ArraySave:
 
 @dataclasses.dataclass
 class ArrayRestore:
-    """Restore one array or number; `restore_args` as one leaf of `PyTreeRestore.restore_args`."""
+    """Restore one array or number; `restore_args` is like one leaf of `PyTreeRestore.restore_args`."""
 
     item: Any = None
     restore_args: Any = None
@@ -353,7 +349,7 @@ class ArrayRestore:
 
 @dataclasses.dataclass
 class JaxRandomKeySave:
-    """Save one PRNG key of JAX."""
+    """Save one JAX PRNG key."""
 
     item: jax.Array
     save_args: Any = None
@@ -361,14 +357,14 @@ class JaxRandomKeySave:
 
 @dataclasses.dataclass
 class JaxRandomKeyRestore:
-    """Restore one PRNG key of JAX."""
+    """Restore one JAX PRNG key."""
 
     restore_args: Any = None
 
 
 @dataclasses.dataclass
 class NumpyRandomKeySave:
-    """Save the state of a NumPy generator: of `np.random.get_state()`, or of a bit generator's `state`."""
+    """Save the state of a NumPy generator: `np.random.get_state()`, or the `state` of a bit generator."""
 
     item: Any
 
@@ -380,20 +376,20 @@ class NumpyRandomKeyRestore:
 
 @dataclasses.dataclass
 class CheckpointSave:
-    """Save the position of a data iterator, as Grain's class of this name: of Grain, or with `get_state`."""
+    """Save the position of a Grain iterator, or of any iterator with `get_state`, as Grain's `CheckpointSave` does."""
 
     item: Any
 
 
 @dataclasses.dataclass
 class CheckpointRestore:
-    """Set a data iterator to the saved position, as Grain's class of this name."""
+    """Set a data iterator to the saved position, as Grain's `CheckpointRestore` does."""
 
     item: Any
 
 
 class Composite(Mapping[str, Any]):
-    """Several checkpointables by name, to save or restore, or as they were restored: `found.state`, `found["state"]`.
+    """The args or the restored values of several checkpointables, by name: `found.state`, `found["state"]`.
 
     Raises:
         SettingsError: a name begins with two underscores.
@@ -418,7 +414,7 @@ class Composite(Mapping[str, Any]):
         raise AttributeError(f"{name!r}: expected one of {', '.join(map(repr, items)) or 'none'}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError("a Composite does not change; make a new one")
+        raise AttributeError(f"a Composite is immutable: create a new one to set {name!r}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._items)
@@ -432,32 +428,32 @@ class Composite(Mapping[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointManagerOptions:
-    """What `CheckpointManager` does by itself; names, defaults and meanings are Orbax's.
+    """The options of `CheckpointManager`, with Orbax's names, defaults and meanings.
 
     Attributes:
-        save_interval_steps: save each step that is a multiple of this.
-        max_to_keep: how many of the newest steps, or with `best_fn` of the best, are kept; None: all. A newest step
-            that is not kept is not listed, and stays on the disk until the next one is there.
-        keep_time_interval: keep at least one step in each such time; None: no rule of this kind.
-        keep_period: keep steps that are a multiple of this; None: no rule of this kind.
-        best_fn: gives the value of a step's metrics, which are numbers by name; None: no step is better.
-        best_mode: "max": higher is better; "min": lower is.
-        keep_checkpoints_without_metrics: whether these are kept beside the best.
+        save_interval_steps: save the steps that are a multiple of this.
+        max_to_keep: the number of steps to keep, the newest ones, or the best ones with `best_fn`; None: all. If the
+            newest step is not kept, it is not listed and stays on disk until the next step is committed.
+        keep_time_interval: keep at least one step in each interval of this length; None: no rule of this kind.
+        keep_period: keep the steps that are a multiple of this; None: no rule of this kind.
+        best_fn: computes the value of a step from its metrics, which are numbers by name; None: steps are not ranked.
+        best_mode: "max": higher is better; "min": lower is better.
+        keep_checkpoints_without_metrics: whether to keep steps without metrics in addition to the best.
         save_on_steps: further steps to save.
-        should_save_fn: of the step and the newest one there is: says instead of the above whether to save.
-        save_decision_policy: says instead of all of the above whether to save.
-        preservation_policy: says instead of all of the above which steps are kept.
-        todelete_subdir: a subdirectory of the run, into which steps are moved that would be deleted; None: none.
-        read_only: nothing is saved and nothing is deleted; each call that would tells so.
-        enable_async_checkpointing: False: `save` returns once the step is on the disk.
-        prevent_write_metrics: True: metrics are not saved.
-        async_options: an object whose `post_finalization_callback` is called once a step is on the disk.
+        should_save_fn: decides whether to save from the step and the newest existing step; replaces the options above.
+        save_decision_policy: decides whether to save; replaces all of the options above.
+        preservation_policy: decides which steps to keep; replaces all of the options above.
+        todelete_subdir: a subdirectory of the run that steps are moved into instead of being deleted; None: delete.
+        read_only: save and delete nothing, and log a warning for each call that would.
+        enable_async_checkpointing: False: `save` returns once the step is committed.
+        prevent_write_metrics: True: do not save metrics.
+        async_options: an object whose `post_finalization_callback` is called after each commit.
 
     `cleanup_tmp_directories`, `single_host_load_and_broadcast`, `enable_background_delete`, `save_root_metadata` and
-    `lightweight_initialize` change nothing: it is done so, or done without. All others are refused or warned about.
+    `lightweight_initialize` need no action. All other options raise an error or log a warning.
 
     Raises:
-        SettingsError: a value is wrong, two exclude each other, or one cannot be honoured.
+        SettingsError: a value is wrong, two options exclude each other, or an option is not supported.
     """
 
     save_interval_steps: int = 1
@@ -496,7 +492,7 @@ class CheckpointManagerOptions:
 
     def __post_init__(self) -> None:
         checks = {
-            "save_interval_steps": whole(0 if self.read_only else 1),  # which Orbax sets so
+            "save_interval_steps": whole(0 if self.read_only else 1),  # Orbax sets 0 in a read-only manager
             "max_to_keep": optional(whole(0)),
             "keep_period": optional(whole(1)),
             "best_mode": one_of("min", "max"),
@@ -505,21 +501,26 @@ class CheckpointManagerOptions:
         }
         for name, check in checks.items():
             check(f"CheckpointManagerOptions.{name}", getattr(self, name))
-        for name, instead in _REFUSED.items():
+        for name, reason in _REFUSED.items():
             if getattr(self, name) is not None:
-                raise SettingsError(f"CheckpointManagerOptions.{name}: expected None: {instead}")
+                found = getattr(self, name)
+                raise SettingsError(f"CheckpointManagerOptions.{name}: expected None, found {found!r}: {reason}")
         folder = self.todelete_subdir
         if folder is not None and (folder in ("", ".", "..") or "/" in folder or parse_step_name(folder) is not None):
             raise SettingsError(f"CheckpointManagerOptions.todelete_subdir: expected a plain name, found {folder!r}")
         limits = ("max_to_keep", "keep_time_interval", "keep_period")
         if self.preservation_policy is not None and any(getattr(self, name) for name in limits):
-            raise SettingsError(f"CheckpointManagerOptions: expected preservation_policy alone, or {', '.join(limits)}")
+            raise SettingsError(
+                f"CheckpointManagerOptions: expected preservation_policy or {', '.join(limits)}, found both"
+            )
         if self.prevent_write_metrics and self.best_fn is not None:
-            raise SettingsError("CheckpointManagerOptions.prevent_write_metrics: expected False with best_fn")
+            raise SettingsError(
+                "CheckpointManagerOptions.prevent_write_metrics: expected False with best_fn, found True"
+            )
 
     @property
     def finalized(self) -> Callable[[], Any] | None:
-        """What is called once a step is on the disk."""
+        """The function to call after each commit, or None."""
         found: Callable[[], Any] | None = getattr(self.async_options, "post_finalization_callback", None)
         return found
 
@@ -529,13 +530,13 @@ def _function(subject: str, value: Any) -> Any:
 
 
 def read_options(options: Any) -> CheckpointManagerOptions:
-    """Options as own ones; None: the defaults. Those that have no effect are warned about, by name.
+    """Convert options to `CheckpointManagerOptions`, and log a warning that names options without effect.
 
     Args:
-        options: own ones, or any object with such attributes, as Orbax's.
+        options: `CheckpointManagerOptions`, or any object with these attributes, such as Orbax's; None: the defaults.
 
     Raises:
-        SettingsError: one cannot be honoured, or is not known here.
+        SettingsError: an option is not supported or unknown.
     """
     if options is not None:
         _refuse_processes(options)
@@ -545,50 +546,50 @@ def read_options(options: Any) -> CheckpointManagerOptions:
     for field in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
         if field.name not in fields and getattr(options, field.name) != field.default:
             raise SettingsError(
-                f"options: {field.name}: expected {field.default!r}, found {getattr(options, field.name)!r}: it is not "
-                "known here what that stands for"
+                f"options: {field.name}: expected {field.default!r}, found {getattr(options, field.name)!r}: this "
+                "option is unknown to jaxckpt_train"
             )
     found = CheckpointManagerOptions(**{name: getattr(options, name, value) for name, value in fields.items()})
-    told = without_effect(found)
-    if told:
-        _log.warning("CheckpointManagerOptions without effect here: %s", "; ".join(told))
+    unused = without_effect(found)
+    if unused:
+        _log.warning("these CheckpointManagerOptions have no effect: %s", "; ".join(unused))
     return found
 
 
 def _refuse_processes(options: Any) -> None:
-    """Refuse to save with some processes of a job only. A single process is the whole job, whatever it is called."""
-    found = _others(options, "multiprocessing_options")
+    """Refuse options under which only some processes of a multi-process job save."""
+    found = _changed_nested(options, "multiprocessing_options")
     is_single_process = current().processes == 1 and found.get("active_processes") in (None, {0})
     if found.keys() - {"barrier_sync_key_prefix"} and not is_single_process:
         raise SettingsError(
-            f"CheckpointManagerOptions.multiprocessing_options: expected all processes of the job, led by process 0, "
-            f"found {found}"
+            "CheckpointManagerOptions.multiprocessing_options: expected all processes of the job with process 0 as the "
+            f"primary, found {found}"
         )
 
 
 def without_effect(options: CheckpointManagerOptions) -> list[str]:
-    """The options that have none, each with what is done instead."""
+    """Return the options that have no effect, each with a description of what happens instead."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
-    is_made = options.read_only  # by Orbax, which sets `create` then
     found = [
         f"{name} ({instead})"
         for name, instead in _WITHOUT_EFFECT.items()
-        if getattr(options, name) != defaults[name] and not (name == "create" and is_made)
+        # Orbax sets `create` itself in a read-only manager.
+        if getattr(options, name) != defaults[name] and not (name == "create" and options.read_only)
     ]
     for name in ("file_options", "async_options"):
-        found += [f"{name}.{each}" for each in _others(options, name)]
+        found += [f"{name}.{each}" for each in _changed_nested(options, name)]
     return found
 
 
-def _others(options: Any, name: str) -> dict[str, Any]:
-    """Of an option that is an object of others, the attributes that are set, with their values."""
-    given, known = getattr(options, name, None), _OF_OTHERS[name]
+def _changed_nested(options: Any, name: str) -> dict[str, Any]:
+    """Return the attributes of a nested option object that differ from their defaults."""
+    given, known = getattr(options, name, None), _NESTED_DEFAULTS[name]
     found = {each: getattr(given, each, default) for each, default in known.items()}
     return {each: value for each, value in found.items() if given is not None and value != known[each]}
 
 
 def save_policy(options: CheckpointManagerOptions) -> SavePolicy:
-    """Which steps are saved."""
+    """Return the save policy that the options describe."""
     if options.save_decision_policy is not None:
         return options.save_decision_policy
     at_preemption = PreemptionCheckpointingPolicy()
@@ -601,7 +602,7 @@ def save_policy(options: CheckpointManagerOptions) -> SavePolicy:
 
 
 def best_policy(options: CheckpointManagerOptions) -> BestByFunction | None:
-    """Which steps are better; None: nobody says."""
+    """Return the policy that ranks steps, or None if the options do not rank them."""
     if options.best_fn is None:
         return None
     keeps_others = options.keep_checkpoints_without_metrics
@@ -609,14 +610,14 @@ def best_policy(options: CheckpointManagerOptions) -> BestByFunction | None:
 
 
 def may_drop_newest(options: CheckpointManagerOptions) -> bool:
-    """Whether a step that was just saved may be one that the options do not keep."""
+    """Return whether the options may discard a step that was just saved."""
     if options.preservation_policy is not None:
         return True
     return options.max_to_keep is not None and (options.best_fn is not None or options.max_to_keep == 0)
 
 
 def preservation_policy(options: CheckpointManagerOptions) -> PreservationPolicy | None:
-    """Which steps are kept; None: all."""
+    """Return the preservation policy that the options describe; None: keep all steps."""
     if options.preservation_policy is not None:
         return options.preservation_policy
     if options.max_to_keep is None:

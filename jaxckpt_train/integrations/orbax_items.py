@@ -1,10 +1,8 @@
-"""What Orbax's `args` mean here: which checkpointable they save, which target they restore into.
+"""The items of the Orbax-style manager: converts Orbax's `args` to checkpointables and restore targets.
 
-Objects of Orbax, of Grain, and those of `orbax_args` are known by the names of their classes; none is imported.
-
-Handlers of Orbax that save and restore in a way of their own: each item writes and reads its own files.
-
-What the manager in Orbax's form says of a run, a step and a tree, with Orbax's names.
+Args objects of Orbax, of Grain and of `orbax_args` are recognised by the names of their classes; neither library is
+imported. An item with a custom Orbax handler is saved and restored by that handler, in its own files (`HandledItem`).
+`RootMetadata`, `StepMetadata` and `TreeMetadata` are the results of the manager's `metadata` methods.
 """
 
 from __future__ import annotations
@@ -42,26 +40,27 @@ _OTHERS = ("Json", "NumpyRandomKey", "Checkpoint", "PyGrainCheckpoint")
 _KINDS = {f"{name}{what}": (name, what) for name in (*_TREES, *_OTHERS) for what in ("Save", "Restore")}
 _COMPOSITE, DEFAULT_ITEM = "Composite", "default"
 _HANDLERS = {f"{name}CheckpointHandler": name for name in (*_TREES, "Json", "NumpyRandomKey")}
-# In which Orbax's checkpointers put a handler that no args are registered for.
+_HANDLERS |= {"CheckpointHandler": "Checkpoint", "PyGrainCheckpointHandler": "PyGrainCheckpoint"}
+# Orbax's checkpointers wrap a handler without registered args in this class.
 _WRAPPER = "LegacyCheckpointHandlerWrapper"
 _SAVES_BY_ITSELF = {"save", "async_save", "restore"}
-# What a load here does not do, by attribute: the values that are fine, and what to do instead.
-_UNDONE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "strict": ((True,), "arrays are neither cut nor padded: restore what was saved, and change it then"),
+# Attributes of args that are not supported: the accepted values, and what to do instead.
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "strict": ((True,), "arrays are neither truncated nor padded: restore the saved shape and change it afterwards"),
     "support_layout": ((False,), "arrays are restored in the default layout of their devices"),
     "transforms": ((None, {}), 'use jaxckpt_train.load(manager.path(step), like, rename={"old/**": "new/**"})'),
     "legacy_transform_fn": ((None,), 'use jaxckpt_train.load(manager.path(step), like, rename={"old/**": "new/**"})'),
-    "custom_metadata": ((None,), "it is kept for a step, not for an item: pass it to save(..., custom_metadata=...)"),
+    "custom_metadata": ((None,), "it belongs to the step, not to an item: pass it to save(..., custom_metadata=...)"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class RootMetadata:
-    """What was given with a run.
+    """The metadata of a run.
 
     Attributes:
-        custom_metadata: as given to the manager that made the run; {}: nothing.
-        internal_metadata: {}.
+        custom_metadata: the metadata passed to the manager that created the run, or {}.
+        internal_metadata: always {}.
     """
 
     custom_metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -70,12 +69,12 @@ class RootMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class StepMetadata:
-    """What a step holds.
+    """The metadata of a step.
 
     Attributes:
-        item_metadata: as `CheckpointManager.item_metadata` gives it.
+        item_metadata: the result of `CheckpointManager.item_metadata`.
         metrics: numbers by name.
-        custom_metadata: as given to `save`; {}: nothing.
+        custom_metadata: the custom metadata passed to `save`, or {}.
     """
 
     item_metadata: Any
@@ -85,11 +84,11 @@ class StepMetadata:
 
 @jax.tree_util.register_pytree_with_keys_class
 class TreeMetadata(Mapping[str, Any]):
-    """What one tree of a step holds: `tree`, and its top level by key. It is a pytree with the leaves of `tree`.
+    """The metadata of one tree of a step. It maps the top-level keys of `tree`, and is a pytree with its leaves.
 
     Attributes:
         tree: nested dicts and lists, with a `jax.ShapeDtypeStruct` for each array and number, else the value itself.
-        custom_metadata: None: such is kept for a step.
+        custom_metadata: always None; custom metadata belongs to the step.
     """
 
     custom_metadata = None
@@ -110,20 +109,20 @@ class TreeMetadata(Mapping[str, Any]):
         return f"TreeMetadata({self.tree!r})"
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
-        """For JAX: `tree` is the only child."""
+        """Return `tree` as the only child."""
         return ((jax.tree_util.GetAttrKey("tree"), self.tree),), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[Any]) -> TreeMetadata:
-        """For JAX."""
+        """Create an object from its child."""
         return cls(children[0])
 
 
 def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
-    """Keep what was given with a run in a file of its own, where Orbax has it, unless there is one.
+    """Write the metadata of a run to the file that Orbax uses, unless the file exists.
 
     Raises:
-        SettingsError: it is no plain JSON data, or 1 MiB of it and more.
+        SettingsError: the metadata are not plain JSON data, or larger than 1 MiB.
     """
     try:
         data = json.dumps({"internal_metadata": {}, "custom_metadata": dict(metadata)}, allow_nan=False)
@@ -137,10 +136,10 @@ def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
 
 
 def read_root_metadata(directory: str) -> dict[str, Any] | None:
-    """What was given with a run, also one that Orbax has written; None: nothing.
+    """Read the metadata of a run, which may be written by Orbax; None: the run has none.
 
     Raises:
-        CorruptCheckpointError: the file holds something else.
+        CorruptCheckpointError: the file is not valid.
     """
     for name in (_FILE, _OLD_FILE):
         data = read_or_none(LocalBackend(), f"{directory}/{_FOLDER}", name, MAX_INFO_BYTES)
@@ -152,20 +151,20 @@ def read_root_metadata(directory: str) -> dict[str, Any] | None:
             raise CorruptCheckpointError(f"{directory}/{_FOLDER}/{name}: expected JSON, found {error}") from error
         custom = found.get("custom_metadata") if name == _FILE and isinstance(found, dict) else found
         if not isinstance(custom, dict):
-            raise CorruptCheckpointError(f"{directory}/{_FOLDER}/{name}: expected an object of JSON, found {custom!r}")
+            raise CorruptCheckpointError(f"{directory}/{_FOLDER}/{name}: expected a JSON object, found {custom!r}")
         return custom
     return None
 
 
 class HandledItem:
-    """What a handler saves, or has restored, as an object of the protocol `StatefulCheckpointable`.
+    """An item that an Orbax handler saves and restores, with the protocol `StatefulCheckpointable`.
 
     Args:
-        handler: Orbax's, or one of a program.
-        args: what its `save` or `restore` is given.
+        handler: a handler of Orbax or of the program.
+        args: the args to pass to its `save` or `restore`.
 
     Attributes:
-        taken: set once the handler needs what is saved no more.
+        taken: set once the handler no longer needs the item to save.
         restored: what the handler has restored.
     """
 
@@ -174,7 +173,7 @@ class HandledItem:
         self.taken, self.restored = threading.Event(), None
 
     async def save(self, directory: DirectoryAwaitingCreation) -> Awaitable[None]:
-        """Have the handler save in the background."""
+        """Return an awaitable that saves in the background."""
         return self._save(directory)
 
     async def _save(self, directory: DirectoryAwaitingCreation) -> None:
@@ -191,33 +190,37 @@ class HandledItem:
         self._handler.finalize(folder)
 
     def give_up(self, _: object) -> None:
-        """Say that it is needed no more, as the save has ended: something else may have failed before."""
+        """Set `taken` at the end of a save that may have failed before the handler was called."""
         self.taken.set()
 
     async def load(self, directory: Path) -> None:
-        """Have the handler restore."""
+        """Restore the item with its handler."""
         self.restored = self._handler.restore(_path(directory), args=self._args)
 
 
 def _path(directory: Path) -> Any:
-    """The directory in the form that Orbax gives it to handlers."""
+    """Return the directory as the `epath.Path` that Orbax passes to handlers."""
     return importlib.import_module("etils.epath").Path(directory)
 
 
 def refuse_many_processes(name: str) -> None:
-    """Raise SettingsError in a job of several processes, whose handlers would have to wait for one another."""
+    """Refuse custom handlers in a multi-process job, because they would have to synchronise with each other.
+
+    Raises:
+        SettingsError: the job has several processes.
+    """
     if current().processes > 1:
         raise SettingsError(
-            f"args of {name!r}: expected args of Orbax or Grain in a job of several processes, found a handler that "
-            "saves in a way of its own: register it by jaxckpt_train.register_handler(type, handler)"
+            f"args of {name!r}: expected args of Orbax or Grain in a multi-process job, found a custom handler: "
+            "register it with jaxckpt_train.register_handler(type, handler)"
         )
 
 
 def args_classes(handler: Any) -> tuple[Any, Any]:
-    """The classes of args with which a handler saves and restores.
+    """Return the args classes with which a handler saves and restores.
 
     Raises:
-        ValueError: none are registered.
+        ValueError: no classes are registered.
     """
     found: tuple[Any, Any] = importlib.import_module("orbax.checkpoint.checkpoint_args").get_registered_args_cls(
         handler
@@ -226,7 +229,7 @@ def args_classes(handler: Any) -> tuple[Any, Any]:
 
 
 def registered_handler_class(args: Any) -> type | None:
-    """The class of the handler that a program has registered for args; None: they are not Orbax's, or it has none."""
+    """Return the handler class that is registered with Orbax for args, or None."""
     known = sys.modules.get("orbax.checkpoint.checkpoint_args")
     if known is None or not isinstance(args, known.CheckpointArgs):
         return None
@@ -237,18 +240,15 @@ def registered_handler_class(args: Any) -> type | None:
     return found
 
 
-_HANDLERS |= {"CheckpointHandler": "Checkpoint", "PyGrainCheckpointHandler": "PyGrainCheckpoint"}
-
-
 class UnknownItemError(SettingsError, KeyError):
-    """A step has no item of this name; Orbax raises KeyError."""
+    """The step has no item of this name. It is also a KeyError, which Orbax raises."""
 
     __str__ = Exception.__str__
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What one checkpointable is loaded into, where it is no tree.
+    """The target of a checkpointable that is not a tree.
 
     Attributes:
         like: the target of the load.
@@ -257,27 +257,27 @@ class Target:
     like: Any
 
     def finished(self, loaded: Any) -> Any:
-        """What was restored, without the mark that says how it was saved."""
+        """Return the restored value without the wrapper that selects its handler."""
         if isinstance(loaded, HandledItem):
             return loaded.restored
         return loaded.value if isinstance(loaded, (JsonValue, PerProcess)) else loaded
 
 
 class Items:
-    """The checkpointables of a manager: one without a name, or several by name, and what args each takes.
+    """The items of a manager, a single unnamed one or several by name, and the args that each accepts.
 
     Args:
-        item_names: their names; None: args say them.
-        item_handlers: Orbax's handlers, one or several by name; None: args say what is saved.
-        handler_registry: a registry of Orbax's handlers; None: args say what is saved.
-        checkpointers: Orbax's checkpointers, one or several by name, whose handlers take `items`; None: `args` only.
+        item_names: the names of the items; None: taken from args.
+        item_handlers: an Orbax handler, or a mapping from names to handlers; None: args decide what is saved.
+        handler_registry: an Orbax handler registry; None: args decide what is saved.
+        checkpointers: an Orbax checkpointer, or a mapping from names to checkpointers, for `items`; None: `args` only.
 
     Attributes:
-        is_async: whether one of the checkpointers saves in the background; None: there are none.
-        is_single: whether there is one without a name; None: nothing has shown it yet.
+        is_async: whether one of the checkpointers saves in the background; None: there are no checkpointers.
+        is_single: whether there is a single unnamed item; None: unknown until the first save or restore.
 
     Raises:
-        SettingsError: two of these exclude each other, or one is no handler.
+        SettingsError: two arguments exclude each other, or a handler is not valid.
     """
 
     def __init__(
@@ -286,7 +286,8 @@ class Items:
         given = {"handler_registry": handler_registry, "checkpointers": checkpointers, "item_handlers": item_handlers}
         named = [name for name, value in given.items() if value is not None]
         if len(named) > 1 or (item_names is not None and named not in ([], ["item_handlers"])):
-            raise SettingsError(f"CheckpointManager: expected one of {', '.join(given)} or item_names, found several")
+            found = ", ".join([*named, *(["item_names"] if item_names is not None else [])])
+            raise SettingsError(f"CheckpointManager: expected one of {', '.join(given)} or item_names, found {found}")
         handlers = item_handlers if checkpointers is None else _handlers_of(checkpointers)
         self.is_async = None if checkpointers is None else _is_async(checkpointers)
         has_names = isinstance(handlers, Mapping)
@@ -297,11 +298,11 @@ class Items:
         if handler_registry is not None:
             entries = dict(handler_registry.get_all_entries())
         self._kinds: dict[str, set[str]] = {}
-        self._own: dict[tuple[str | None, type | None], Any] = {}  # by item and class of args, None: any
+        self._custom: dict[tuple[str | None, type | None], Any] = {}  # by item and args class; None: any
         for (name, cls), handler in entries.items():
             kind = _handler_kind(name, handler)
             if kind is None:
-                self._own[name, cls] = handler
+                self._custom[name, cls] = handler
             elif name is not None:
                 self._kinds.setdefault(name, set()).add(kind)
         self._names = None if item_names is None and not has_names else {*(item_names or ()), *(handlers or ())}
@@ -310,14 +311,14 @@ class Items:
             self.is_single = self._names is None
 
     def to_save(self, args: Any, items: Any = None, save_kwargs: Any = None) -> dict[str, Any]:
-        """What is to be saved, by name.
+        """Return the checkpointables to save, by name.
 
         Raises:
-            SettingsError: these are no args to save with, a name is unknown, or there is one where several are
+            SettingsError: args are not save args, a name is unknown, or there is a single item where several are
                 expected.
         """
         named = self._named(args) if items is None else self._args_of("Save", args, items, save_kwargs)
-        handlers = {name: self._own_handler(name, each) for name, each in named.items()}
+        handlers = {name: self._custom_handler(name, each) for name, each in named.items()}
         for name, each in named.items():
             self._check(name, each, handlers[name])
         return {
@@ -332,16 +333,16 @@ class Items:
         items: Any = None,
         restore_kwargs: Any = None,
     ) -> dict[str, Target | TreeTarget]:
-        """What is restored into what, by name; empty: all, without targets.
+        """Return the restore targets by name; empty: restore everything without targets.
 
         Args:
-            args: those to restore with; None: all, as it was saved.
-            saved: what there is, by name; None: that is not known.
-            items, restore_kwargs: of the deprecated form, instead of args.
+            args: the restore args; None: restore everything as it was saved.
+            saved: the metadata of the saved items by name; None: unknown.
+            items, restore_kwargs: the deprecated form, instead of args.
 
         Raises:
-            UnknownItemError: the step has no such item.
-            SettingsError: these are no args to restore with, or there is one where several are expected.
+            UnknownItemError: the step has no item of this name.
+            SettingsError: args are not restore args, or there is a single item where several are expected.
         """
         if self.is_single is None and saved:
             self.is_single = DEFAULT_ITEM in saved
@@ -356,73 +357,77 @@ class Items:
         return {name: self._target(name, each, (saved or {}).get(name)) for name, each in named.items()}
 
     def _target(self, name: str, args: Any, saved: CheckpointableMetadata | None) -> Target | TreeTarget:
-        handler = self._own_handler(name, args)
+        handler = self._custom_handler(name, args)
         if handler is None:
             return target_of(name, args, saved)
         return Target(HandledItem(handler, args_classes(handler)[1]() if args is None else args))
 
-    def _own_handler(self, name: str, args: Any) -> Any:
-        """The handler that saves and restores an item in a way of its own; None: this package does."""
+    def _custom_handler(self, name: str, args: Any) -> Any:
+        """Return the custom handler of an item; None: this package saves and restores it."""
         keys = [(name, type(args)), (None, type(args)), (name, None)]
-        handler = next((self._own[key] for key in keys if key in self._own), None)
+        handler = next((self._custom[key] for key in keys if key in self._custom), None)
         cls = registered_handler_class(args) if handler is None and name not in self._kinds else None
         if cls is not None and _handler_kind(name, cls) is None:
             try:
                 handler = cls()
             except TypeError as error:
-                raise SettingsError(f"args of {name!r}: pass their handler by item_handlers: {error}") from error
-            self._own[name, None] = handler
+                raise SettingsError(
+                    f"args of {name!r}: expected a handler that is created without arguments, found {cls.__qualname__}"
+                    f": {error}. Pass a handler as item_handlers."
+                ) from error
+            self._custom[name, None] = handler
         if handler is not None:
             refuse_many_processes(name)
         return handler
 
     def found(self, values: Mapping[str, Any]) -> Any:
-        """What a caller gets of these: the one, or a Composite."""
+        """Return the value of a single item, or a `Composite` of several."""
         is_one = self.is_single is not False and values.keys() == {DEFAULT_ITEM}
         return values[DEFAULT_ITEM] if is_one else Composite(**values)
 
     def _named(self, args: Any) -> dict[str, Any]:
         if args is None:
-            raise SettingsError("args: expected one of args.StandardSave, ..., or an args.Composite, found None")
+            raise SettingsError("args: expected args such as args.StandardSave or an args.Composite, found None")
         is_single = not _is_composite(args)
         if self.is_single is None:
             self.is_single = is_single
         if self.is_single != is_single:
             expected = "args of one checkpointable" if self.is_single else "an args.Composite"
-            raise SettingsError(f"args: expected {expected}, as before, found {type(args).__qualname__}")
+            raise SettingsError(f"args: expected {expected} as in the previous calls, found {type(args).__qualname__}")
         return {DEFAULT_ITEM: args} if is_single else dict(args.items())
 
     def _args_of(self, what: str, args: Any, items: Any, kwargs: Any) -> dict[str, Any]:
-        """The args of the deprecated form, in which each item is known by the handler of its checkpointer."""
+        """Convert the deprecated form, in which the handler of its checkpointer decides how an item is saved."""
         if args is not None or _is_composite(items) or any(_plain_name(cls) in _KINDS for cls in type(items).__mro__):
             raise SettingsError(
-                "items: expected None with args, which are given by keyword: args=args.StandardSave(item)"
+                f"items: expected None with args, found {type(items).__qualname__}: pass args by keyword, as in "
+                "args=args.StandardSave(item)"
             )
         if self.is_single:
             items, kwargs = {DEFAULT_ITEM: items}, {DEFAULT_ITEM: kwargs}
         items, kwargs, found = items or {}, kwargs or {}, {}
         for name in {**items, **kwargs}:
-            kinds, own, more = self._kinds.get(name), self._own.get((name, None)), kwargs.get(name) or {}
-            if own is not None:
-                found[name] = args_classes(own)[what == "Restore"](items.get(name), **more)
+            kinds, custom, options = self._kinds.get(name), self._custom.get((name, None)), kwargs.get(name) or {}
+            if custom is not None:
+                found[name] = args_classes(custom)[what == "Restore"](items.get(name), **options)
                 continue
             if kinds is None:
                 raise SettingsError(
-                    f"items: {name!r}: expected one of {', '.join(map(repr, self._kinds)) or 'none'}, whose handlers "
-                    "are known: give what is saved as args, such as args=args.StandardSave(item)"
+                    f"items: expected an item with a handler ({', '.join(map(repr, self._kinds)) or 'none'}), found "
+                    f"{name!r}: pass args instead, as in args=args.StandardSave(item)"
                 )
             cls = getattr(orbax_args, f"{next(iter(kinds))}{what}")
-            found[name] = cls(**({"item": items.get(name)} if "item" in cls.__dataclass_fields__ else {}), **more)
+            found[name] = cls(**({"item": items.get(name)} if "item" in cls.__dataclass_fields__ else {}), **options)
         return found
 
-    def _check(self, name: str, args: Any, own: Any) -> None:
-        """Refuse args that Orbax has no handler for, with these names and handlers."""
+    def _check(self, name: str, args: Any, custom: Any) -> None:
+        """Refuse names and args for which the manager has no handler."""
         if self._names is not None and name not in self._names:
             raise SettingsError(
                 f"item {name!r} does not match with any registered handler: expected one of item_names or "
                 f"item_handlers, {', '.join(map(repr, sorted(self._names)))}"
             )
-        kinds, kind = self._kinds.get(name), None if own is not None else _kind_of(name, args, "Save")
+        kinds, kind = self._kinds.get(name), None if custom is not None else _kind_of(name, args, "Save")
         if kinds is not None and kind not in kinds:
             raise SettingsError(
                 f"args of {name!r}: {kind}Save does not match with any registered handler: expected "
@@ -431,13 +436,13 @@ class Items:
 
 
 def checkpointable_of(name: str, args: Any) -> Any:
-    """What is to be saved under a name.
+    """Return the checkpointable that save args describe.
 
     Raises:
-        SettingsError: it is no args to save with, or asks for what is not done here.
+        SettingsError: args are not save args, or ask for something that is not supported.
     """
     kind = _kind_of(name, args, "Save")
-    _refuse_undone(name, args)
+    _refuse_unsupported(name, args)
     if kind == "Json":
         return JsonValue(args.item)
     if kind == "NumpyRandomKey":
@@ -447,20 +452,20 @@ def checkpointable_of(name: str, args: Any) -> Any:
 
 
 def target_of(name: str, args: Any, saved: CheckpointableMetadata | None) -> Target | TreeTarget:
-    """What a checkpointable is restored into.
+    """Return the restore target that restore args describe.
 
     Args:
-        name: of it.
-        args: those to restore with; None: as it was saved.
-        saved: what it is like; None: that is not known.
+        name: the name of the item.
+        args: the restore args; None: restore the item as it was saved.
+        saved: the metadata of the saved item; None: unknown.
 
     Raises:
-        SettingsError: it is no args to restore with, or asks for what is not done here.
+        SettingsError: args are not restore args, or ask for something that is not supported.
     """
     if args is None:
         return Target(None) if saved is None or saved.tree is None else TreeTarget(name, None, saved)
     kind = _kind_of(name, args, "Restore")
-    _refuse_undone(name, args)
+    _refuse_unsupported(name, args)
     if kind == "Json":
         return Target(JsonValue(None))
     if kind == "NumpyRandomKey":
@@ -495,16 +500,18 @@ def _kind_of(name: str, args: object, what: str) -> str:
             return kind
     cls, known = type(args), ", ".join(f"{kind}{what}" for kind in (*_TREES, *_OTHERS[:-1]))
     raise SettingsError(
-        f"args of {name!r}: expected one of args.{known}, found {cls.__module__}.{cls.__qualname__}; an object of "
-        "another kind is saved as JSON, or by a handler (jaxckpt_train.register_handler) and StandardSave(object)"
+        f"args of {name!r}: expected one of args.{known}, found {cls.__module__}.{cls.__qualname__}: save other "
+        "objects as JSON, or register a handler (jaxckpt_train.register_handler) and use StandardSave(object)"
     )
 
 
 def _handler_kind(name: str | None, handler: Any) -> str | None:
-    """The args that a handler of Orbax, or its class, takes, such as "PyTree"; None: it saves in a way of its own.
+    """Return the kind of args that a known Orbax handler or handler class accepts, such as "PyTree".
+
+    None means that the handler is a custom one.
 
     Raises:
-        SettingsError: it is no handler.
+        SettingsError: the object is not a handler.
     """
     if type(handler).__name__.endswith(_WRAPPER):
         handler = vars(handler)["_handler"]
@@ -519,12 +526,12 @@ def _handler_kind(name: str | None, handler: Any) -> str | None:
 
 
 def _handlers_of(checkpointers: Any) -> Any:
-    """The handlers of Orbax's checkpointers, one or several by name."""
+    """Return the handler of an Orbax checkpointer, or a mapping from names to handlers."""
     if isinstance(checkpointers, Mapping):
         return {name: _handlers_of(each) for name, each in checkpointers.items()}
     handler = getattr(checkpointers, "handler", None)
     if handler is None:
-        raise SettingsError(f"CheckpointManager: checkpointers: expected those of Orbax, found {checkpointers!r}")
+        raise SettingsError(f"CheckpointManager: checkpointers: expected Orbax checkpointers, found {checkpointers!r}")
     return handler
 
 
@@ -533,15 +540,15 @@ def _is_async(checkpointers: Any) -> bool:
     return any(cls.__name__ == "AsyncCheckpointer" for one in each for cls in type(one).__mro__)
 
 
-def _refuse_undone(name: str, args: object) -> None:
-    for attribute, (fine, instead) in _UNDONE.items():
-        found = getattr(args, attribute, fine[0])
-        if not any(found is value or found == value for value in fine):
-            raise SettingsError(f"args of {name!r}: {attribute}: expected {fine[0]}, found {found!r}: {instead}")
+def _refuse_unsupported(name: str, args: object) -> None:
+    for attribute, (accepted, instead) in _UNSUPPORTED.items():
+        found = getattr(args, attribute, accepted[0])
+        if not any(found is value or found == value for value in accepted):
+            raise SettingsError(f"args of {name!r}: {attribute}: expected {accepted[0]}, found {found!r}: {instead}")
 
 
 def _converted(item: Any, save_args: Any) -> Any:
-    """The tree with its leaves in the dtypes that Orbax's `SaveArgs` name."""
+    """Return the tree with its leaves converted to the dtypes in a tree of `SaveArgs`."""
     flat, wanted = flatten(item), flatten(save_args)
     dtypes = {path: getattr(each, "dtype", None) for path, each in zip(wanted.names, wanted.leaves, strict=True)}
     leaves = [_in_dtype(leaf, dtypes.get(path)) for path, leaf in zip(flat.names, flat.leaves, strict=True)]

@@ -1,10 +1,9 @@
-"""A manager in Orbax's form: a program that uses Orbax's `CheckpointManager` moves over by changing its import.
+"""A drop-in replacement for Orbax's `CheckpointManager`: a program migrates by changing its import.
 
     from jaxckpt_train.integrations import orbax_manager as ocp     # was: import orbax.checkpoint as ocp
 
-Orbax need not be installed; its own `args` and options are taken as well, also where Orbax makes them.
-
-Which steps there are for a program written for Orbax: a step counts from when its save has begun.
+Orbax need not be installed. Objects of Orbax's own `args` and options classes are accepted too. As in Orbax, a step
+is listed as soon as its save has started.
 """
 
 from __future__ import annotations
@@ -78,162 +77,6 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.timeouts import call_with_timeout
 
-T = TypeVar("T")
-_SAVING: weakref.WeakValueDictionary[str, CheckpointManager] = weakref.WeakValueDictionary()
-_log = logging.getLogger("jaxckpt_train")
-PathLike = str | os.PathLike[str]
-
-
-class StepAlreadyExistsError(CheckpointExistsError, ValueError):
-    """The step is saved already; what Orbax raises under this name is a ValueError, too."""
-
-
-class MissingStepError(StepNotFoundError, FileNotFoundError):
-    """There is no such step; Orbax raises FileNotFoundError."""
-
-
-class TargetMismatchError(MismatchError, ValueError):
-    """A target does not fit; Orbax raises ValueError."""
-
-
-class MovesDeleted(LocalBackend):
-    """The local file system, where a step that is deleted is moved into a subdirectory of its run instead.
-
-    Args:
-        folder: the name of the subdirectory.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-
-    def remove(self, path: str) -> None:
-        """Move a deleted step, under the name that it had, or the next free one; remove anything else."""
-        directory, _, hidden = path.rpartition("/")
-        name = shown_name(hidden)
-        if name == hidden:
-            return super().remove(path)
-        folder = f"{directory}/{self._folder}"
-        self.make_directory(folder, parents=True, sync=True)
-        taken = {entry.name for entry in self.list(folder)}
-        names = (name if number == 0 else f"{name}.{number}" for number in range(len(taken) + 1))
-        return self.rename(path, f"{folder}/{next(each for each in names if each not in taken)}")
-
-
-class ListedSteps:
-    """The steps that a program of Orbax sees: committed ones that the policy keeps, and one that is being saved.
-
-    A newest step that the policy does not keep is saved as a temporary one: it is on the disk until the next commit,
-    and not listed. In a job, all that decides whether its processes go on together is the same in all of them.
-
-    Args:
-        manager: of the run.
-        kept: which steps are kept.
-        best: which are better; None: nobody says.
-        clock: the time, with a time zone.
-
-    Attributes:
-        has_saved: whether a save has begun here.
-        pending: the last save that was started here; None: none, or its error was raised.
-    """
-
-    def __init__(
-        self, manager: StepManager, kept: PreservationPolicy, best: BestByFunction | None, clock: Clock
-    ) -> None:
-        self._manager, self._kept, self._best, self._clock = manager, kept, best, clock
-        self._newest: CheckpointInfo | None = None
-        self._restored: int | None = None  # unless a save has begun since
-        self.pending: PendingSave[Any] | None = None
-        self._saver: threading.Thread | None = None
-        self.has_saved = False
-
-    def begun(
-        self, step: int, metrics: Mapping[str, Any] | None, pending: PendingSave[Any], *, is_listed: bool
-    ) -> None:
-        """A save of it was started; `is_listed`: whether the policy keeps it."""
-        self.pending, self._saver = pending, threading.current_thread()
-        self._newest = CheckpointInfo(
-            step, self._clock(), None if metrics is None else {**metrics}, temporary=not is_listed
-        )
-        self._restored, self.has_saved = None, True
-
-    def restored(self) -> None:
-        """The run goes on from what was restored, and not from what was saved here."""
-        self._newest, self._restored = None, self._manager.restored_step
-
-    def checked(self, call: Callable[[], T]) -> T:
-        """The result of a call; where it raises the error of a save, that step is not listed any more.
-
-        Raises:
-            StepAlreadyExistsError: the step that it saves is there.
-        """
-        try:
-            return call()
-        except CheckpointExistsError as error:
-            raise StepAlreadyExistsError(str(error).partition(";")[0]) from error
-        except SettingsError:  # of this call
-            raise
-        except BaseException:
-            self._newest = self.pending = None
-            raise
-
-    def wait(self) -> None:
-        """Wait for the save under way. Its error is raised in other threads, too, and stays for the one that saves."""
-        if self.pending is not None and self._saver is not threading.current_thread():
-            self.pending.wait()
-        else:
-            self.checked(self._manager.wait)
-
-    def latest(self) -> int | None:
-        """The newest step that is listed; None: there is none."""
-        if self._newest is not None and not self._newest.temporary:
-            return self._newest.step
-        latest, listed = self._manager.latest, [info.step for info in self.infos()]
-        return latest if latest in listed else max(listed, default=None)
-
-    def is_unlisted(self, step: int) -> bool:
-        """Whether this step, or a later one, is on the disk although the policy does not keep it."""
-        return any(info.temporary and info.step >= step for info in self._every_info())
-
-    def keeps(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
-        """Whether the policy would keep this step if it were saved now."""
-        now = self._clock()
-        infos = [*self.infos(), CheckpointInfo(step, now, None if metrics is None else {**metrics})]
-        return ask_to_preserve(self._kept, infos, context=DecisionContext(now))[-1]
-
-    def is_above(self, step: int) -> bool:
-        """Whether a step is above all that there are; after a restore, above the one that was restored."""
-        newest = self.latest() if self._restored is None else self._restored
-        return newest is None or step > newest
-
-    def all(self) -> list[int]:
-        """The steps, lowest first; what goes once the save under way is committed is not among them."""
-        infos, is_saving = self.infos(), self._newest is not None and self._manager.is_saving_in_progress()
-        leaving = steps_to_delete(infos, self._kept, context=DecisionContext(self._clock())) if is_saving else set()
-        return [info.step for info in infos if info.step not in leaving]
-
-    def best(self) -> int | None:
-        """The step with the best metrics, if somebody says which are better, else the newest; None: there is none."""
-        if self._best is None:
-            return self.latest()
-        ranked = self._best.ranked(self.infos())
-        return ranked[-1].step if ranked else None
-
-    def metrics(self, step: int) -> dict[str, float] | None:
-        """The metrics of a step; None: it has none."""
-        found = next((info.metrics for info in self.infos() if info.step == step), None)
-        return None if found is None else {name: float(value) for name, value in found.items()}
-
-    def infos(self) -> list[CheckpointInfo]:
-        """What is known of the steps that are listed, lowest first."""
-        return [info for info in self._every_info() if not info.temporary]
-
-    def _every_info(self) -> list[CheckpointInfo]:
-        infos, newest = self._manager.infos, self._newest
-        if newest is None or any(info.step == newest.step and info.temporary == newest.temporary for info in infos):
-            return infos
-        return sorted([*(info for info in infos if info.step != newest.step), newest], key=lambda info: info.step)
-
-
 __all__ = [
     "PLACEHOLDER",
     "ArrayRestoreArgs",
@@ -251,25 +94,44 @@ __all__ = [
     "args",
 ]
 
+T = TypeVar("T")
+_SAVING: weakref.WeakValueDictionary[str, CheckpointManager] = weakref.WeakValueDictionary()
+_log = logging.getLogger("jaxckpt_train")
+PathLike = str | os.PathLike[str]
+
+
+class StepAlreadyExistsError(CheckpointExistsError, ValueError):
+    """The step already exists. It is also a ValueError, as Orbax's error of this name is."""
+
+
+class MissingStepError(StepNotFoundError, FileNotFoundError):
+    """The step does not exist. It is also a FileNotFoundError, which Orbax raises."""
+
+
+class TargetMismatchError(MismatchError, ValueError):
+    """A restore target does not match the checkpoint. It is also a ValueError, which Orbax raises."""
+
 
 class CheckpointManager:
-    """The steps of one run, with the calls of Orbax's `CheckpointManager`.
+    """Saves and restores the steps of one run, with the methods of Orbax's `CheckpointManager`.
 
-    Steps have the numbers that they are given. A step is listed from the start of its save, as in Orbax, unless that
+    Step numbers are stored as given. As in Orbax, a step is listed as soon as its save has started, unless the save
     fails.
 
     Args:
-        directory: of the run.
-        checkpointers: Orbax's checkpointers, one or several by name, for programs that give `items` to `save`; or None.
-        options: own ones, or Orbax's.
-        metadata: plain JSON data to keep with the run; where the run has such already, that stays.
-        item_names: names of the checkpointables, and no others; None: args say them.
-        item_handlers: Orbax's handlers, one or several by name, whose args are taken, and no others; or None.
-        logger: an object with `log_entry`, which is given a dict about each save and restore; None: such is logged to
-            jaxckpt_train.
-        handler_registry: Orbax's registry of handlers, by which items take the args of their handlers; or None.
+        directory: the directory of the run.
+        checkpointers: an Orbax checkpointer, or a mapping from item names to checkpointers, for programs that pass
+            `items` to `save`; None: `save` takes `args`.
+        options: `CheckpointManagerOptions` of this package or of Orbax; None: the defaults.
+        metadata: plain JSON data to keep with the run; metadata that the run already has is not replaced.
+        item_names: the names of the checkpointables; no others are accepted. None: taken from `args`.
+        item_handlers: an Orbax handler, or a mapping from item names to handlers; only their args are accepted. None:
+            any args.
+        logger: an object with a `log_entry` method, which gets a dict for each save and restore; None: the entries are
+            logged to the logger "jaxckpt_train".
+        handler_registry: an Orbax handler registry, which decides the args that each item accepts; None: any args.
         settings: how checkpoints are stored; None: the defaults.
-        clock: the time, with a time zone, for tests; None: the wall clock.
+        clock: returns the current time, with a time zone, for tests; None: the wall clock.
 
     Raises:
         SettingsError: an argument cannot be honoured.
@@ -300,17 +162,17 @@ class CheckpointManager:
             refuse_other_steps(LocalBackend(), self._manager.directory)
             refuse_flax_checkpoints(LocalBackend(), self._manager.directory)
         self._watch: PreemptionWatch | None = None
-        self._said: tuple[int, bool] | None = None  # whether to leave at a step, as was found out for it
-        self._is_told = False  # by reached_preemption
+        self._preemption_check: tuple[int, bool] | None = None  # a step, and whether the job is preempted at it
+        self._is_reported = False  # whether reached_preemption has returned that check
         if self._options.create and not self._options.read_only:
             make = functools.partial(LocalBackend().make_directory, self._manager.directory, parents=True, sync=True)
             call_with_timeout(self._manager.directory, lambda _: make())
         self._metadata = None if metadata is None else dict(metadata)
         if metadata is not None and self._options.save_root_metadata and not self._options.read_only:
-            self._manager.on_all("keeping the metadata of the run", self._keep_metadata)
+            self._manager.on_all("writing the metadata of the run", self._keep_metadata)
 
     def _opened(self) -> tuple[StepManager, ListedSteps]:
-        """The run, as a manager that does not own it yet, and its steps."""
+        """Return a manager that does not own the run yet, and the steps of the run."""
         folder = self._options.todelete_subdir
         manager = StepManager(
             self._directory,
@@ -318,7 +180,7 @@ class CheckpointManager:
             preservation_policy=self._kept,
             settings=self._settings,
             clock=self._clock,
-            backend=None if folder is None else MovesDeleted(folder),
+            backend=None if folder is None else MoveDeletedBackend(folder),
         )
         return manager, ListedSteps(manager, self._kept, self._best, self._clock)
 
@@ -329,15 +191,15 @@ class CheckpointManager:
 
     @property
     def directory(self) -> Path:
-        """Of the run."""
+        """The directory of the run."""
         return Path(self._manager.directory)
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` would save this step: it is above all that there are, and the options ask for it."""
+        """Return whether `save` would save this step: it is greater than every existing step and the options match."""
         step = check_step(step)
         if self._is_read_only("saved"):
             return False
-        self._look_whether_to_leave(step)
+        self._check_preemption(step)
         return self._steps.is_above(step) and self._manager.should_save(step)
 
     def save(
@@ -350,30 +212,30 @@ class CheckpointManager:
         args: Any = None,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Save a step if the options ask for it. Returns once the state is taken.
+        """Save a step if the options ask for it. Return once the snapshot of the state is taken.
 
         Args:
-            step: its number, above those that there are.
-            items: what to save where `args` is None: the deprecated form of a manager whose handlers are given.
-            save_kwargs: more arguments of its args, in the same form.
+            step: the step number, greater than every existing step.
+            items: what to save if `args` is None; the deprecated form for a manager that was given handlers.
+            save_kwargs: further arguments of the save, in the same form.
             metrics: numbers by name.
-            force: save it whatever the options say.
-            args: what to save: args of `orbax_args`, of Orbax or of Grain, one, or a Composite of several by name.
+            force: save the step even if the options do not ask for it.
+            args: what to save: one of the args classes of `orbax_args`, Orbax or Grain, or a Composite of several.
             custom_metadata: plain JSON data to keep with the step.
 
         Returns:
-            Whether it is being saved.
+            Whether the step is being saved.
 
         Raises:
-            StepAlreadyExistsError: with `force`: it is there.
-            SettingsError: args cannot be honoured; or with `force`: it is below one that is there.
-            Exception: the original error of the save before, if that failed.
+            StepAlreadyExistsError: with `force`: the step already exists.
+            SettingsError: `args` are not supported; or with `force`: the step is less than an existing one.
+            Exception: the original error of the previous save, if that failed.
         """
         step, values = check_step(step), self._items.to_save(args, items, save_kwargs)
         statistics = CallStatistics("save", step, self._manager.directory)
         if self._is_read_only("saved"):
             return False
-        self._look_whether_to_leave(step)
+        self._check_preemption(step)
         if not (force or self._steps.is_above(step)):
             return False
         metrics = None if self._options.prevent_write_metrics else metrics
@@ -386,16 +248,16 @@ class CheckpointManager:
         if result.pending is None:
             return False
         if self._best is not None and metrics is None:
-            _log.warning("step %d: best_fn is given, and no metrics: it is never the best", step)
-        self._steps.begun(step, metrics, result.pending, is_listed=is_listed)
+            _log.warning("step %d has no metrics, so best_fn can never select it as the best step", step)
+        self._steps.mark_started(step, metrics, result.pending, is_listed=is_listed)
         self._kept.deleted.discard(step)
-        # Its error is raised later: asking it has not seen that.
-        outcome, finalized = cast("SaveFuture[Any]", result.pending.committed), self._options.finalized
+        # Ask the future itself, not the manager: the error of this save must still be raised by the next call.
+        future, finalized = cast("SaveFuture[Any]", result.pending.committed), self._options.finalized
         if finalized is not None:
-            outcome.add_done_callback(lambda done: outcome.error() is None and finalized())
+            future.add_done_callback(lambda _: future.error() is None and finalized())
         for value in values.values():
             if isinstance(value, HandledItem):
-                outcome.add_done_callback(value.give_up)
+                future.add_done_callback(value.give_up)
                 value.taken.wait()
         is_async = self._options.enable_async_checkpointing if self._items.is_async is None else self._items.is_async
         if not is_async:
@@ -404,8 +266,8 @@ class CheckpointManager:
         return True
 
     def _log_save(self, statistics: CallStatistics, began: float, previous: EndOfSave, *, is_async: bool) -> None:
-        """Log what a save took; `began`: when it could begin but for the one before."""
-        reached = self._said is not None and self._said[1]
+        """Log the durations of a save; `began` is when the save was ready to start."""
+        reached = self._preemption_check is not None and self._preemption_check[1]
         statistics.entry |= {
             "reached_preemption": reached,
             "preemption_received_at": time.time() if reached else None,
@@ -418,10 +280,10 @@ class CheckpointManager:
         statistics.ended("checkpoint_manager_blocking", self._logger)
 
     def _begin(self, step: int, values: Mapping[str, Any], more: Mapping[str, Any]) -> SaveResult:
-        """Have the run save a step, also where another manager of this process, or an unlisted step, is in the way."""
+        """Start a save, even if another manager of this process owns the run or an unlisted step has this number."""
         other = _SAVING.get(self._manager.directory)
         if other is not None and other is not self and (more["force"] or self._manager.should_save(step)):
-            other._let_go()  # it can go on: it takes the directory back with its next save
+            other._release()  # it takes the directory back with its next save
         try:
             result = self._steps.checked(lambda: self._manager.save(step, values, **more))
         except (StepAlreadyExistsError, SettingsError):
@@ -432,20 +294,20 @@ class CheckpointManager:
             _SAVING[self._manager.directory] = self
         return result
 
-    def _let_go(self) -> None:
-        """Wait for the save under way, and leave the directory to another manager of this process."""
+    def _release(self) -> None:
+        """Wait for the pending save and release the directory for another manager of this process."""
         self._manager.close()
         self._manager, self._steps = self._opened()
 
     def _is_listed(self, step: int, metrics: Mapping[str, Any] | None, force: bool) -> bool:
-        """Whether a step that is saved now is one that the options keep."""
+        """Return whether the options keep a step that is saved now."""
         if not may_drop_newest(self._options) or not (force or self._manager.should_save(step)):
             return True
         return self._steps.keeps(step, metrics)
 
-    def _is_read_only(self, done: str) -> bool:
+    def _is_read_only(self, action: str) -> bool:
         if self._options.read_only:
-            _log.warning("%s is read only: nothing is %s", self.directory, done)
+            _log.warning("%s is read-only: nothing is %s", self.directory, action)
         return self._options.read_only
 
     def restore(
@@ -458,23 +320,23 @@ class CheckpointManager:
     ) -> Any:
         """Restore a step.
 
-        Until this manager has saved, the run goes on from what was restored last: from an older step, later ones are
-        left behind. After that, restoring an older step only looks at it.
+        Before the first save of this manager, the run continues from the step that was restored last, and the steps
+        after it are abandoned. After the first save, restoring an older step only reads it.
 
         Args:
-            step: which; None: the newest one that is whole.
-            items: the targets where `args` is None: the deprecated form of a manager whose handlers are given.
-            restore_kwargs: more arguments of their args, in the same form.
-            directory: of another run; None: of this one.
-            args: what to restore, and into which targets; None: all, as it was saved.
+            step: the step; None: the newest valid step.
+            items: the targets if `args` is None; the deprecated form for a manager that was given handlers.
+            restore_kwargs: further arguments of the restore, in the same form.
+            directory: the directory of another run; None: the directory of this manager.
+            args: what to restore, and the targets; None: everything, as it was saved.
 
         Returns:
-            What was restored; of several a Composite.
+            The restored item, or a Composite of several items.
 
         Raises:
-            MissingStepError: there is no such step.
-            UnknownItemError: it has no such item.
-            TargetMismatchError: a target does not fit.
+            MissingStepError: the step does not exist.
+            UnknownItemError: the step has no item of this name.
+            TargetMismatchError: a target does not match the checkpoint.
             CorruptCheckpointError: the step is damaged.
         """
         source = self._manager if directory is None else StepManager(directory, settings=self._manager.settings)
@@ -483,7 +345,7 @@ class CheckpointManager:
         if step is None and directory is None and self._steps.is_unlisted(0):
             step = self._steps.latest()
             if step is None:
-                raise MissingStepError(f"{self.directory}: has no steps that the options keep")
+                raise MissingStepError(f"{self.directory}: expected a step that the options keep, found none")
         saved = self._saved(source, step)
         targets = self._items.targets(args, None if saved is None else saved.checkpointables, items, restore_kwargs)
         like = {name: target.like for name, target in targets.items()}
@@ -500,7 +362,7 @@ class CheckpointManager:
         return self._items.found(done)
 
     def _saved(self, source: StepManager, step: int | None) -> CheckpointMetadata | None:
-        """What a step holds; None: it does not say, and another one is restored instead."""
+        """Return the metadata of a step; None: it is unreadable, and the restore falls back to an older step."""
         try:
             return source.metadata(step)
         except StepNotFoundError as error:
@@ -516,30 +378,35 @@ class CheckpointManager:
             return load_checkpointables(source.path(step), targets, settings=source.settings)
         restored = source.restore(targets, step=step)
         if is_own:
-            self._steps.restored()
+            self._steps.mark_restored()
         return restored
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """The steps, lowest first; one whose save is under way is there already, and what goes after it is not."""
+        """Return the steps in ascending order.
+
+        The step of a pending save is included. Steps that its commit will delete are not.
+        """
         return self._steps.all()
 
     def latest_step(self) -> int | None:
-        """The newest step; None: there is none."""
+        """Return the newest step, or None if there is none."""
         return self._steps.latest()
 
     def best_step(self) -> int | None:
-        """The step with the best metrics, by `best_fn`; without that the newest. None: there is none."""
+        """Return the step that `best_fn` ranks highest, or the newest step without `best_fn`, or None."""
         return self._steps.best()
 
     def metrics(self, step: int) -> dict[str, float] | None:
-        """The metrics of a step; None: it has none."""
+        """Return the metrics of a step, or None if it has none."""
         return self._steps.metrics(step)
 
     def item_metadata(self, step: int) -> Any:
-        """What a step holds: `TreeMetadata` of a tree, None of anything else; of several items a Composite of these.
+        """Return the metadata of the items of a step, or a Composite if there are several items.
+
+        The metadata of a tree is a `TreeMetadata`. That of any other item is None.
 
         Raises:
-            MissingStepError: there is no such step.
+            MissingStepError: the step does not exist.
         """
         if step is None:
             raise SettingsError("item_metadata: expected a step, found None")
@@ -552,10 +419,10 @@ class CheckpointManager:
     def metadata(self, step: int) -> StepMetadata: ...
 
     def metadata(self, step: int | None = None) -> RootMetadata | StepMetadata:
-        """What a step holds, its metrics, and what was given with it; None: what was given with the run.
+        """Return the items, metrics and custom metadata of a step, or the metadata of the run if `step` is None.
 
         Raises:
-            MissingStepError: there is no such step.
+            MissingStepError: the step does not exist.
         """
         directory = self._manager.directory
         if step is None:
@@ -572,11 +439,11 @@ class CheckpointManager:
         return StepMetadata(self._items.found(trees), saved.metrics, custom)
 
     def delete(self, step: int) -> None:
-        """Delete a step; the newest one cannot be.
+        """Delete a step. The newest step and pinned steps cannot be deleted.
 
         Raises:
-            MissingStepError: there is no such step.
-            SettingsError: it is the newest, or pinned.
+            MissingStepError: the step does not exist.
+            SettingsError: the step is the newest one, or it is pinned.
         """
         if self._is_read_only("deleted"):
             return
@@ -588,25 +455,25 @@ class CheckpointManager:
         self._manager.retain()
         if step in self._manager.steps:
             self._kept.deleted.discard(step)
-            raise SettingsError(f"{self.directory}: step {step} is the newest, or is pinned: such a step always stays")
+            raise SettingsError(f"{self.directory}: step {step} is the newest step or pinned and cannot be deleted")
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether the process was asked to leave, by SIGTERM. The first call begins to watch for it.
+        """Return whether the job was preempted, that is, whether a process received SIGTERM.
 
-        From then on SIGTERM does not end the process: end your loop when this says so. Call it in every update, in all
-        processes of a job, before or after `save`: both give the same answer of a step, and the one that is left at is
-        saved.
+        The first call installs the signal handler. From then on SIGTERM does not end the process: end your loop when
+        this method returns True. Call it in every update, in all processes of a job, before or after `save`. `save` and
+        this method agree on each step, and the step at which the job is preempted is saved.
         """
-        if self._said is None or self._said[0] != step or self._is_told:
-            self._said = step, self._is_reached()
-        self._is_told = True
-        return self._said[1]
+        if self._preemption_check is None or self._preemption_check[0] != step or self._is_reported:
+            self._preemption_check = step, self._is_reached()
+        self._is_reported = True
+        return self._preemption_check[1]
 
-    def _look_whether_to_leave(self, step: int) -> None:
-        """Once for each step, if that is watched for: by the first `reached_preemption`, or JAX's service of a job."""
+    def _check_preemption(self, step: int) -> None:
+        """Check for a preemption once per step, if `reached_preemption` was called or JAX's service watches for it."""
         is_watched = self._watch is not None or preemption_service() is not None
-        if is_watched and (self._said is None or self._said[0] != step):
-            self._said, self._is_told = (step, self._is_reached()), False
+        if is_watched and (self._preemption_check is None or self._preemption_check[0] != step):
+            self._preemption_check, self._is_reported = (step, self._is_reached()), False
 
     def _is_reached(self) -> bool:
         if self._watch is None:
@@ -621,7 +488,7 @@ class CheckpointManager:
         return reached
 
     def wait_until_finished(self) -> None:
-        """Wait until the save under way is on the disk.
+        """Wait until the pending save is committed.
 
         Raises:
             Exception: the original error of the save, if it failed.
@@ -629,21 +496,21 @@ class CheckpointManager:
         self._steps.wait()
 
     def is_saving_in_progress(self) -> bool:
-        """Whether a save is under way."""
+        """Return whether a save is in progress."""
         return self._manager.is_saving_in_progress()
 
     def check_for_errors(self) -> None:
-        """Raise the original error of a save that has failed, once."""
+        """Raise the original error of a failed save, once."""
         self._steps.checked(self._manager.check)
 
     def reload(self) -> None:
-        """Nothing: who only reads looks at the directory each time, and nobody else changes that of who saves."""
+        """Do nothing: a manager that only reads lists the directory each time, and one that saves owns it."""
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the directory.
+        """Wait for the pending save and release the directory.
 
         Raises:
-            Exception: the original error of a save that failed.
+            Exception: the original error of a failed save.
         """
         try:
             self._manager.close()
@@ -659,3 +526,145 @@ class CheckpointManager:
     ) -> None:
         with suppress_secondary(error, self._manager.directory):
             self.close()
+
+
+class ListedSteps:
+    """The steps that a program written for Orbax sees: committed steps that the policy keeps, and the pending step.
+
+    If the policy does not keep the newest step, that step is saved as temporary: it stays on disk until the next
+    commit and is not listed. In a multi-process job, every value that decides control flow is the same in all
+    processes.
+
+    Args:
+        manager: the manager of the run.
+        kept: the preservation policy.
+        best: ranks the steps; None: no ranking.
+        clock: returns the current time, with a time zone.
+
+    Attributes:
+        has_saved: whether this object has started a save.
+        pending: the last save started here; None: no save was started, or its error was raised.
+    """
+
+    def __init__(
+        self, manager: StepManager, kept: PreservationPolicy, best: BestByFunction | None, clock: Clock
+    ) -> None:
+        self._manager, self._kept, self._best, self._clock = manager, kept, best, clock
+        self._newest: CheckpointInfo | None = None
+        self._restored: int | None = None  # reset when a save starts
+        self.pending: PendingSave[Any] | None = None
+        self._saver: threading.Thread | None = None
+        self.has_saved = False
+
+    def mark_started(
+        self, step: int, metrics: Mapping[str, Any] | None, pending: PendingSave[Any], *, is_listed: bool
+    ) -> None:
+        """Record that a save of the step was started; `is_listed` is whether the policy keeps it."""
+        self.pending, self._saver = pending, threading.current_thread()
+        self._newest = CheckpointInfo(
+            step, self._clock(), None if metrics is None else {**metrics}, temporary=not is_listed
+        )
+        self._restored, self.has_saved = None, True
+
+    def mark_restored(self) -> None:
+        """Record that the run continues from the restored step, not from a step saved here."""
+        self._newest, self._restored = None, self._manager.restored_step
+
+    def checked(self, call: Callable[[], T]) -> T:
+        """Return the result of a call. If it raises the error of a save, stop listing the step of that save.
+
+        Raises:
+            StepAlreadyExistsError: the step to save already exists.
+        """
+        try:
+            return call()
+        except CheckpointExistsError as error:
+            raise StepAlreadyExistsError(str(error).partition(";")[0]) from error
+        except SettingsError:  # caused by the arguments of this call, not by the previous save
+            raise
+        except BaseException:
+            self._newest = self.pending = None
+            raise
+
+    def wait(self) -> None:
+        """Wait for the pending save.
+
+        Any thread may raise its error. Only the thread that saves consumes it.
+        """
+        if self.pending is not None and self._saver is not threading.current_thread():
+            self.pending.wait()
+        else:
+            self.checked(self._manager.wait)
+
+    def latest(self) -> int | None:
+        """Return the newest listed step, or None if there is none."""
+        if self._newest is not None and not self._newest.temporary:
+            return self._newest.step
+        latest, listed = self._manager.latest, [info.step for info in self.infos()]
+        return latest if latest in listed else max(listed, default=None)
+
+    def is_unlisted(self, step: int) -> bool:
+        """Return whether this step or a later one is on disk although the policy does not keep it."""
+        return any(info.temporary and info.step >= step for info in self._every_info())
+
+    def keeps(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
+        """Return whether the policy would keep this step if it were saved now."""
+        now = self._clock()
+        infos = [*self.infos(), CheckpointInfo(step, now, None if metrics is None else {**metrics})]
+        return ask_to_preserve(self._kept, infos, context=DecisionContext(now))[-1]
+
+    def is_above(self, step: int) -> bool:
+        """Return whether a step is greater than the newest listed step or, after a restore, than the restored one."""
+        newest = self.latest() if self._restored is None else self._restored
+        return newest is None or step > newest
+
+    def all(self) -> list[int]:
+        """Return the steps in ascending order, without those that the commit of the pending save will delete."""
+        infos, is_saving = self.infos(), self._newest is not None and self._manager.is_saving_in_progress()
+        leaving = steps_to_delete(infos, self._kept, context=DecisionContext(self._clock())) if is_saving else set()
+        return [info.step for info in infos if info.step not in leaving]
+
+    def best(self) -> int | None:
+        """Return the best step, or the newest step if there is no ranking, or None if there are no steps."""
+        if self._best is None:
+            return self.latest()
+        ranked = self._best.ranked(self.infos())
+        return ranked[-1].step if ranked else None
+
+    def metrics(self, step: int) -> dict[str, float] | None:
+        """Return the metrics of a step, or None if it has none."""
+        found = next((info.metrics for info in self.infos() if info.step == step), None)
+        return None if found is None else {name: float(value) for name, value in found.items()}
+
+    def infos(self) -> list[CheckpointInfo]:
+        """Return the entries of the listed steps in ascending order."""
+        return [info for info in self._every_info() if not info.temporary]
+
+    def _every_info(self) -> list[CheckpointInfo]:
+        infos, newest = self._manager.infos, self._newest
+        if newest is None or any(info.step == newest.step and info.temporary == newest.temporary for info in infos):
+            return infos
+        return sorted([*(info for info in infos if info.step != newest.step), newest], key=lambda info: info.step)
+
+
+class MoveDeletedBackend(LocalBackend):
+    """A local backend that moves deleted steps into a subdirectory of the run instead of removing them.
+
+    Args:
+        folder: the name of the subdirectory.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def remove(self, path: str) -> None:
+        """Move a deleted step and keep its name, with a number appended if taken. Remove any other path."""
+        directory, _, hidden = path.rpartition("/")
+        name = shown_name(hidden)
+        if name == hidden:
+            return super().remove(path)
+        folder = f"{directory}/{self._folder}"
+        self.make_directory(folder, parents=True, sync=True)
+        taken = {entry.name for entry in self.list(folder)}
+        names = (name if number == 0 else f"{name}.{number}" for number in range(len(taken) + 1))
+        return self.rename(path, f"{folder}/{next(each for each in names if each not in taken)}")

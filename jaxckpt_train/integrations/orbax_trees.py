@@ -1,4 +1,4 @@
-"""How a tree is restored for a program that was written for Orbax: what is read for each leaf, and what it becomes."""
+"""Restore targets of the Orbax-style manager: what to read for each leaf of a tree, and how to convert it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NUMBERS = (bool, int, float, complex)
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """One leaf of a restored tree.
+    """The plan for one leaf of a restored tree.
 
     Attributes:
-        target: what is read: an array, `jax.ShapeDtypeStruct`, plain value or PLACEHOLDER.
-        kind: the type that the value is converted to; None: it keeps its own.
-        dtype: the dtype that the value is converted to; None: it keeps its own.
-        sharding: where a value from the host is put; None: nowhere.
+        target: the target of the load: an array, `jax.ShapeDtypeStruct`, plain value or PLACEHOLDER.
+        kind: the type to convert the value to; None: keep its type.
+        dtype: the dtype to convert the value to; None: keep its dtype.
+        sharding: the sharding to put a host value on devices with; None: leave it where it is.
         instead: the value of a leaf that is not read.
     """
 
@@ -42,20 +42,20 @@ class _Leaf:
     instead: Any = PLACEHOLDER
 
     @property
-    def is_read_as_wanted(self) -> bool:
+    def needs_no_conversion(self) -> bool:
         """Whether the value that is read is the result."""
         return (self.kind, self.dtype, self.sharding) == (None, None, None) and self.instead is PLACEHOLDER
 
 
 @dataclasses.dataclass(frozen=True)
-class _Wish:
-    """What a program asks of one leaf, by its target or by its restore arguments; None: as it was saved.
+class _Request:
+    """What a program requests for one leaf, by its target or its restore arguments; None: as it was saved.
 
     Attributes:
         kind: the type.
-        dtype, shape: of an array.
-        sharding: of a `jax.Array`.
-        is_uncommitted: whether the array belongs on the default device, whatever its sharding was.
+        dtype, shape: the dtype and shape of an array.
+        sharding: the sharding of a `jax.Array`.
+        is_uncommitted: whether the array belongs on the default device, whatever sharding was saved.
     """
 
     kind: type | None = None
@@ -66,19 +66,19 @@ class _Wish:
 
 
 class TreeTarget:
-    """The target of one tree: `like` is loaded, and `finished` makes of it what the program asked for.
+    """The target of one tree: load `like`, then call `finished` to convert the loaded tree to the requested one.
 
     Args:
-        name: of the checkpointable.
-        item: the tree that gives the structure, and whose leaves say what is read; None: as it was saved.
-        saved: what the checkpoint has; None: unknown.
-        restore_args: a tree of Orbax's restore arguments; None: no such.
-        fallback: the sharding of leaves that neither bring one nor were saved with one.
-        leaves_count: whether the leaves of `item` say what is read. False: only its structure does.
-        is_partial: whether leaves of the checkpoint that are not in `item` are passed over.
+        name: the name of the checkpointable.
+        item: the tree whose structure, and whose leaves if `leaves_count`, are the target; None: as it was saved.
+        saved: the metadata of the saved tree; None: unknown.
+        restore_args: a tree of Orbax's restore arguments, or None.
+        fallback: the sharding of leaves that have none and were saved with none.
+        leaves_count: whether the leaves of `item` are targets. False: only its structure is used.
+        is_partial: whether to skip leaves of the checkpoint that are not in `item`.
 
     Raises:
-        SettingsError: a leaf is asked to become what it cannot.
+        SettingsError: a leaf cannot be converted to the requested type.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class TreeTarget:
         if saved is None or saved.tree is None or not isinstance(handler_of(item), PytreeHandler):
             return
         try:
-            wishes = {} if restore_args is None else _by_path(restore_args)
+            requests = {} if restore_args is None else _by_path(restore_args)
             there = _by_path(saved.tree)
             given = there if item is None else _by_path(item)
         except TypeError as error:
@@ -106,12 +106,12 @@ class TreeTarget:
         self._tree = saved.tree if item is None else item
         has_leaves = leaves_count and item is not None
         for path, leaf in given.items():
-            wish = _wish_of_leaf(leaf) if has_leaves else _wish_of_args(name, path, wishes.get(path))
+            request = _request_of_leaf(leaf) if has_leaves else _request_of_args(name, path, requests.get(path))
             found = saved.leaves.get(path)
             if found is None:
                 self._leaves[path] = _absent(leaf, is_partial)
             else:
-                planned = _planned(leaf, there[path], found, wish, fallback, leaves_count=has_leaves)
+                planned = _planned(leaf, there[path], found, request, fallback, leaves_count=has_leaves)
                 self._leaves[path] = planned
         self._picked = [*given] if is_partial and item is not None else None
         _refuse_below(name, given, there, is_partial=self._picked is not None)
@@ -122,11 +122,11 @@ class TreeTarget:
             self.like = unflatten(saved.tree, [*leaves])
 
     def finished(self, loaded: Any) -> Any:
-        """The restored tree, in the structure of the item."""
-        if self._picked is None and all(leaf.is_read_as_wanted for leaf in self._leaves.values()):
+        """Return the restored tree with the structure of `item`."""
+        if self._picked is None and all(leaf.needs_no_conversion for leaf in self._leaves.values()):
             return loaded
         values = _by_path(loaded)
-        self._warn(values)
+        self._warn_about_dtypes(values)
         done = [
             leaf if leaf is EMPTY else _finished(self._name, path, self._leaves[path], values.get(path, PLACEHOLDER))
             for path, leaf in _by_path(self._tree).items()
@@ -138,13 +138,13 @@ class TreeTarget:
         return PLACEHOLDER if leaf is None else leaf.target
 
     def _filled(self, tree: Any) -> Any:
-        """The tree with what is read for each leaf; the very object if that is what it has already."""
+        """Return the tree with the target of each leaf; the same object if its leaves are the targets already."""
         own = _by_path(tree)
         targets = [leaf if leaf is EMPTY else self._target_of(path) for path, leaf in own.items()]
         is_same = all(one is other for one, other in zip(targets, own.values(), strict=True))
         return tree if is_same else unflatten(tree, targets)
 
-    def _warn(self, values: Mapping[str, Any]) -> None:
+    def _warn_about_dtypes(self, values: Mapping[str, Any]) -> None:
         changed = [
             f"{path} from {values[path].dtype} to {np.dtype(leaf.dtype)}"
             for path, leaf in self._leaves.items()
@@ -157,7 +157,7 @@ class TreeTarget:
 
 
 def as_saved(saved: CheckpointableMetadata) -> Any:
-    """The tree of a checkpointable as its metadata: `jax.ShapeDtypeStruct`s of arrays and numbers, and other values."""
+    """Return the saved tree with a `jax.ShapeDtypeStruct` for each array and number, and other values as they are."""
     struct: Any = jax.ShapeDtypeStruct
     if saved.tree is None:
         return None
@@ -180,29 +180,31 @@ def _refuse_below(name: str, given: Mapping[str, Any], there: Mapping[str, Any],
 
 
 def _absent(leaf: Any, is_partial: bool) -> _Leaf:
-    """A leaf that the checkpoint lacks: a partial restore keeps it, and any other one is refused by the load."""
+    """Return the plan for a leaf that the checkpoint lacks: a partial restore keeps it, any other load refuses it."""
     if is_partial:
         return _Leaf(PLACEHOLDER, instead=leaf)
-    says_what = leaf is None or leaf is EMPTY or leaf is PLACEHOLDER or hasattr(leaf, "dtype")
-    return _Leaf(leaf if says_what or type(leaf) in _NUMBERS or isinstance(leaf, str) else 0)
+    is_target = leaf is None or leaf is EMPTY or leaf is PLACEHOLDER or hasattr(leaf, "dtype")
+    return _Leaf(leaf if is_target or type(leaf) in _NUMBERS or isinstance(leaf, str) else 0)
 
 
-def _wish_of_leaf(leaf: Any) -> _Wish:
-    """What a leaf of a target asks for, as `StandardRestore` reads it."""
+def _request_of_leaf(leaf: Any) -> _Request:
+    """Return what a leaf of a target requests under `StandardRestore`."""
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return _Wish(np.ndarray, leaf.dtype, leaf.shape)
+        return _Request(np.ndarray, leaf.dtype, leaf.shape)
     if isinstance(leaf, jax.Array):
-        return _Wish(jax.Array, leaf.dtype, leaf.shape, leaf.sharding if leaf.committed else None, not leaf.committed)
+        return _Request(
+            jax.Array, leaf.dtype, leaf.shape, leaf.sharding if leaf.committed else None, not leaf.committed
+        )
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return _Wish(None, leaf.dtype, tuple(leaf.shape), getattr(leaf, "sharding", None))
-    return _Wish(type(leaf) if type(leaf) in _NUMBERS else None)
+        return _Request(None, leaf.dtype, tuple(leaf.shape), getattr(leaf, "sharding", None))
+    return _Request(type(leaf) if type(leaf) in _NUMBERS else None)
 
 
-def _wish_of_args(name: str, path: str, args: Any) -> _Wish:
-    """What the restore arguments of one leaf ask for.
+def _request_of_args(name: str, path: str, args: Any) -> _Request:
+    """Return what the restore arguments of one leaf request.
 
     Raises:
-        SettingsError: the type to restore is none of those that a leaf can have.
+        SettingsError: `restore_type` is not supported.
     """
     kind = getattr(args, "restore_type", None)
     sharding: Any = getattr(args, "sharding", None)
@@ -216,19 +218,21 @@ def _wish_of_args(name: str, path: str, args: Any) -> _Wish:
             f"args of {name!r}: restore_args of {path!r}: restore_type: expected np.ndarray, jax.Array, int, float, "
             f"str or None, found {kind!r}"
         )
-    return _Wish(kind, getattr(args, "dtype", None), None if shape is None else tuple(shape), sharding)
+    return _Request(kind, getattr(args, "dtype", None), None if shape is None else tuple(shape), sharding)
 
 
-def _planned(leaf: Any, abstract: Any, found: LeafMetadata, wish: _Wish, fallback: Any, *, leaves_count: bool) -> _Leaf:
-    """What is read for a leaf that the checkpoint has, and what it becomes.
+def _planned(
+    leaf: Any, abstract: Any, found: LeafMetadata, request: _Request, fallback: Any, *, leaves_count: bool
+) -> _Leaf:
+    """Return the plan for a leaf that the checkpoint has.
 
     Args:
-        leaf: of the target.
+        leaf: the leaf of the target.
         abstract: the leaf as it was saved.
-        found: what the checkpoint says of it.
-        wish: what the program asks for.
-        fallback: the sharding of a leaf that neither brings one nor was saved with one.
-        leaves_count: whether the leaf of the target says what is read.
+        found: the metadata of the saved leaf.
+        request: what the program requests.
+        fallback: the sharding of a leaf that has none and was saved with none.
+        leaves_count: whether the leaf of the target is a target. False: only its place in the tree is used.
     """
     if leaf is PLACEHOLDER or leaf is EMPTY:
         return _Leaf(leaf)
@@ -236,33 +240,35 @@ def _planned(leaf: Any, abstract: Any, found: LeafMetadata, wish: _Wish, fallbac
         return _Leaf(None) if abstract is None else _Leaf(PLACEHOLDER, instead=None)
     if found.shape is None:
         is_number = type(abstract) in _NUMBERS
-        if leaves_count and (not is_number or wish.kind in (np.ndarray, jax.Array)):
-            return _Leaf(leaf)  # and the load compares them
-        kind = None if wish.kind is type(abstract) else wish.kind
-        return _Leaf(abstract, kind) if leaves_count else _Leaf(abstract, kind, wish.dtype, wish.sharding)
-    if leaves_count and wish.shape is None:
+        if leaves_count and (not is_number or request.kind in (np.ndarray, jax.Array)):
+            return _Leaf(leaf)  # the load compares it with the saved value
+        kind = None if request.kind is type(abstract) else request.kind
+        return _Leaf(abstract, kind) if leaves_count else _Leaf(abstract, kind, request.dtype, request.sharding)
+    if leaves_count and request.shape is None:
         return _Leaf(leaf)
-    sharding = wish.sharding
-    if sharding is None and not wish.is_uncommitted:
+    sharding = request.sharding
+    if sharding is None and not request.is_uncommitted:
         sharding = _saved_sharding(found.sharding) or fallback
     if found.host is None:  # a PRNG key
         return _Leaf(leaf if leaves_count else _struct(abstract.shape, abstract.dtype, sharding))
-    shape = abstract.shape if wish.shape is None else wish.shape
-    dtype = None if wish.dtype is None or np.dtype(wish.dtype) == found.dtype else np.dtype(wish.dtype)
-    if wish.kind not in (None, jax.Array) or (wish.kind is None and wish.sharding is None and found.host != "jax"):
-        is_scalar = found.host == "scalar" and wish.kind is None
-        kind = None if wish.kind is np.ndarray else wish.kind
+    shape = abstract.shape if request.shape is None else request.shape
+    dtype = None if request.dtype is None or np.dtype(request.dtype) == found.dtype else np.dtype(request.dtype)
+    if request.kind not in (None, jax.Array) or (
+        request.kind is None and request.sharding is None and found.host != "jax"
+    ):
+        is_scalar = found.host == "scalar" and request.kind is None
+        kind = None if request.kind is np.ndarray else request.kind
         return _Leaf(np.zeros((), found.dtype)[()] if is_scalar else _on_host(shape, found.dtype), kind, dtype)
     if not _fits_jax(found.dtype):
-        is_put = wish.kind is jax.Array or wish.sharding is not None
+        is_put = request.kind is jax.Array or request.sharding is not None
         return _Leaf(_on_host(shape, found.dtype), jax.Array if is_put else None, dtype, sharding if is_put else None)
-    if leaves_count and dtype is None and (wish.is_uncommitted or sharding is getattr(leaf, "sharding", None)):
+    if leaves_count and dtype is None and (request.is_uncommitted or sharding is getattr(leaf, "sharding", None)):
         return _Leaf(leaf)
     return _Leaf(_struct(shape, found.dtype, sharding), dtype=dtype)
 
 
 def _finished(name: str, path: str, leaf: _Leaf, value: Any) -> Any:
-    """What a value that was read becomes."""
+    """Convert a value that was read, as planned."""
     if value is PLACEHOLDER:
         return leaf.instead
     if leaf.kind not in (None, np.ndarray, jax.Array):
@@ -287,10 +293,10 @@ def _finished(name: str, path: str, leaf: _Leaf, value: Any) -> Any:
 
 
 def _saved_sharding(saved: Any) -> jax.sharding.Sharding | None:
-    """The sharding that an array had, over the first devices of this job; None: there are too few, or it had none."""
+    """Return the saved sharding over the first devices of this job; None: no sharding, or too few devices."""
     try:
         axes, spec = dict(saved["mesh"]), [tuple(axis) if isinstance(axis, list) else axis for axis in saved["spec"]]
-    except (KeyError, TypeError, ValueError):  # it may be anything: the manifest keeps it for people
+    except (KeyError, TypeError, ValueError):  # the manifest may hold anything here: the text is for people
         return None
     count = math.prod(axes.values())
     if count > len(jax.devices()):
@@ -306,11 +312,11 @@ def _struct(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
 
 
 def _fits_jax(dtype: Any) -> bool:
-    """Whether JAX can hold the dtype: 64-bit types only where they are switched on."""
+    """Return whether JAX can hold the dtype: 64-bit types only if they are enabled."""
     dtypes: Any = jax.dtypes
     return bool(dtypes.issubdtype(dtype, dtypes.extended) or dtypes.canonicalize_dtype(dtype) == dtype)
 
 
 def _on_host(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A target on the host that takes no memory."""
+    """Return a target on the host that takes no memory."""
     return np.broadcast_to(np.zeros((), dtype), shape)

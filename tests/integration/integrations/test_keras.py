@@ -173,7 +173,7 @@ def test_caught_error_saves_no_partial_update(tmp_path: Path, caplog: pytest.Log
         with pytest.raises(OSError, match="a disk of the data"):
             short_fit(ckpt, None, Breaks(1, 3))
         assert jct.StepManager(tmp_path).latest in (6, 8)
-    assert "fit was left by an error" in caplog.text
+    assert "is not saved, because the weights may belong to a later update" in caplog.text
     assert jct.StepManager(tmp_path).latest == 8
     assert weights(short_fit(KerasCheckpoint(tmp_path))) == weights(short_fit(KerasCheckpoint("none", enabled=False)))
 
@@ -198,7 +198,7 @@ def test_a_training_that_stops_early_is_saved_where_it_stopped(
     assert "put KerasCheckpoint last" not in caplog.text
     first = KerasCheckpoint(tmp_path / "b", save_every_epochs=None)
     build().fit(INPUTS, TARGETS, batch_size=8, epochs=9, verbose=0, callbacks=[first, stop])
-    assert "step 10, the last, is not saved: put KerasCheckpoint last in callbacks" in caplog.text
+    assert "10, is not saved: put KerasCheckpoint last" in caplog.text
     assert jct.StepManager(tmp_path / "b").steps == []
 
 
@@ -207,7 +207,7 @@ def test_data_of_unknown_position_is_reported(tmp_path: Path, caplog: pytest.Log
         short_fit(KerasCheckpoint(tmp_path), None, AskToLeave(1, 2))
     with caplog.at_level(logging.WARNING):
         short_fit(KerasCheckpoint(tmp_path))
-    assert "resumed after batch 3 of epoch 2, both counted from 1, without a position in the data" in caplog.text
+    assert "resumed after batch 3 of epoch 2" in caplog.text
 
 
 def reordered(random: str, **more: Any) -> Reordered:
@@ -260,7 +260,7 @@ def test_data_set_serves_further_fits_but_no_other_training(tmp_path: Path) -> N
     other = KerasCheckpoint(tmp_path / "b")
     whole = short_fit(other, x=other.data(reordered("own")), y=None, batch_size=None, epochs=EPOCHS)
     assert weights(model) == weights(whole)
-    with pytest.raises(jct.SettingsError, match="make it anew"):
+    with pytest.raises(jct.SettingsError, match="ended epochs, found"):
         short_fit(ckpt, x=data, y=None, batch_size=None, epochs=EPOCHS + 1)
 
 
@@ -270,7 +270,7 @@ def test_data_set_that_is_no_epoch_by_itself_is_refused(tmp_path: Path) -> None:
 
     ckpt = KerasCheckpoint(tmp_path)
     for source, steps, found in [
-        (Endless(np.random), None, "without an end"),
+        (Endless(np.random), None, "infinite length"),
         (reordered("own"), 3, "steps_per_epoch=3"),
         (reordered("own", workers=2), None, "workers=2"),
         (reordered("own", use_multiprocessing=True), None, "use_multiprocessing"),
@@ -312,8 +312,8 @@ def test_another_model_is_refused_with_the_names_of_its_variables(tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "compiled", "message"),
     [
-        ({"batch_size": 4}, {}, "batch 3 of epoch 1 with 5 steps; expected the same steps, found 10"),
-        ({}, {"steps_per_execution": 2}, "batch 3 .*expected steps_per_execution to divide that, found 2"),
+        ({"batch_size": 4}, {}, "batch 3 of epoch 1 with 5 steps.* found 10"),
+        ({}, {"steps_per_execution": 2}, "batch 3 .*steps_per_execution.* found 2"),
     ],
 )
 def test_epoch_goes_on_only_as_it_was_begun(
@@ -342,7 +342,7 @@ def test_data_without_position_or_end_is_refused(tmp_path: Path) -> None:
     ckpt = KerasCheckpoint(tmp_path)
     with pytest.raises(jct.SettingsError, match="expected a Grain data set or loader, or an iterator with get_state"):
         ckpt.data([1, 2, 3])
-    with pytest.raises(jct.SettingsError, match="steps_per_epoch: expected a number of batches, since this"):
+    with pytest.raises(jct.SettingsError, match="steps_per_epoch: expected a number of batches"):
         ckpt.data(grain_data())
     with pytest.raises(jct.SettingsError, match="steps_per_epoch"):
         ckpt.data(grain_data(), steps_per_epoch=-1)

@@ -381,7 +381,7 @@ def test_somebody_is_called_once_step_is_on_disk(tmp_path: Path) -> None:
 
 def test_the_newest_step_is_not_deleted(tmp_path: Path) -> None:
     with CheckpointManager(saved(tmp_path, 1, 2)) as manager:
-        with pytest.raises(jct.SettingsError, match="step 2 is the newest, or is pinned"):
+        with pytest.raises(jct.SettingsError, match="step 2 is the newest step or pinned"):
             manager.delete(2)
         assert manager.all_steps() == [1, 2]
         manager.delete(1)
@@ -393,11 +393,11 @@ def test_one_manager_has_one_checkpointable_or_several(tmp_path: Path) -> None:
     one, several = args.StandardSave(state_of(1)), args.Composite(state=args.StandardSave(state_of(1)))
     with CheckpointManager(tmp_path / "a") as manager:
         manager.save(1, args=one)
-        with pytest.raises(jct.SettingsError, match="expected args of one checkpointable, as before, found Composite"):
+        with pytest.raises(jct.SettingsError, match="expected args of one checkpointable as in the previous calls"):
             manager.save(2, args=several)
     with (
         CheckpointManager(tmp_path / "b", item_handlers={"state": ocp.StandardCheckpointHandler()}) as manager,
-        pytest.raises(jct.SettingsError, match=r"expected an args\.Composite, as before, found StandardSave"),
+        pytest.raises(jct.SettingsError, match=r"expected an args\.Composite as in the previous calls"),
     ):
         manager.save(1, args=one)
 
@@ -415,7 +415,7 @@ def test_a_composite_is_a_mapping_with_attributes() -> None:
         _ = found.data
     with pytest.raises(KeyError, match="expected one of 'state'"):
         found["data"]
-    with pytest.raises(AttributeError, match="does not change"):
+    with pytest.raises(AttributeError, match="immutable"):
         found.state = 3
     with pytest.raises(jct.SettingsError, match="__x"):
         args.Composite(__x=1)
@@ -462,7 +462,7 @@ def test_an_option_that_nobody_knows_yet_is_refused_by_name(tmp_path: Path) -> N
 def test_options_without_effect_are_warned_about_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(max_to_keep=1, enable_background_delete=True))
     CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(read_only=True))
-    assert caplog.messages == [message for message in caplog.messages if "without effect" not in message]
+    assert caplog.messages == [message for message in caplog.messages if "have no effect" not in message]
     given = {
         "step_prefix": "run",
         "step_format_fixed_length": 8,
@@ -474,10 +474,10 @@ def test_options_without_effect_are_warned_about_by_name(tmp_path: Path, caplog:
         "async_options": ocp.AsyncOptions(timeout_secs=5),
     }
     CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(**given))
-    told = caplog.messages[-1]
-    assert told.startswith("CheckpointManagerOptions without effect here: step_prefix (")
+    warning = caplog.messages[-1]
+    assert "have no effect: step_prefix (" in warning
     for name in [*given, "file_options.path_permission_mode", "async_options.timeout_secs"]:
-        assert name in told
+        assert name in warning
 
 
 def test_every_option_of_orbax_is_known(tmp_path: Path) -> None:
@@ -494,7 +494,7 @@ REFUSED_ARGS: dict[str, tuple[Any, Any]] = {
     "custom_metadata: .*save": (ocp.args.StandardSave({"n": 1}, custom_metadata={"a": 1}), None),
     "expected one of args.StandardSave.* found .*StandardRestore": (args.StandardRestore(), None),
     "expected one of args.StandardRestore.* found .*JsonSave": (None, args.JsonSave({})),
-    "expected one of args.StandardSave, .* found None": (None, None),
+    "expected args such as args.StandardSave .* found None": (None, None),
 }
 
 
