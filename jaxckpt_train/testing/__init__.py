@@ -1,4 +1,4 @@
-"""For the tests of training loops: a proof that a loop resumes exactly. Imports nothing of JAX."""
+"""Test support for training loops: a proof that a loop resumes exactly. Importing it does not import JAX."""
 
 from jaxckpt_train.testing.attempts import ResumeNotExactError, ResumeNotProvenError
 from jaxckpt_train.testing.resume_proof import ResumeProof, assert_resume_exact

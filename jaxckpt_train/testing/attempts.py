@@ -1,10 +1,10 @@
-"""The runs of a proof: one that is interrupted and started again until it ends, and one that is left alone.
+"""The runs of a resume proof: one is interrupted and restarted until it ends, the other is not interrupted.
 
-What a proof of an exact resume fails with; pytest shows both as failures of the test.
+A failed proof raises one of these errors, which pytest shows as a failure of the test:
 
 AssertionError
 ├── ResumeNotExactError      the interrupted run differs from the uninterrupted one
-└── ResumeNotProvenError     a run crashed, hung, never saved, or never got to its interruption
+└── ResumeNotProvenError     a run crashed, hung, never saved, or never reached its interruption
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from jaxckpt_train.testing.processes import (
 
 
 class ResumeNotExactError(AssertionError):
-    """An interrupted run differs from an uninterrupted one; the message begins with the first difference.
+    """An interrupted run differs from an uninterrupted one. The message starts with the first difference.
 
     Attributes:
-        causes: likely causes, the likeliest first.
+        causes: the likely causes, the most likely first.
     """
 
     def __init__(self, message: str, causes: tuple[str, ...] = ()) -> None:
@@ -48,18 +48,18 @@ class ResumeNotExactError(AssertionError):
 
 
 class ResumeNotProvenError(AssertionError):
-    """The runs did not get so far that they could be compared; the message says why."""
+    """The runs could not be compared. The message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """One process of a run, as it has ended.
+    """One process of a run that has ended.
 
     Attributes:
-        files: of it.
-        plan: what it was to do.
-        exit_code: below 0 for a signal; None: it hung, and was ended.
-        ignores: by its name, whether a metric is left out.
+        files: the files of the process.
+        plan: the plan of the process.
+        exit_code: the exit code, negative for a signal; None: the process hung and was killed.
+        ignores: returns whether to leave out the metric of a name.
     """
 
     files: ProcessFiles
@@ -73,12 +73,12 @@ class Attempt:
 
     @functools.cached_property
     def starts(self) -> list[Resumed]:
-        """Each call of `resume`; there should be one."""
+        """The records of the calls of `resume`; there should be one."""
         return [line for line in self._lines if isinstance(line, Resumed)]
 
     @functools.cached_property
     def updates(self) -> list[Update]:
-        """The updates that it told of, in their order."""
+        """The recorded updates in order, without ignored metrics."""
         return [self._without_ignored(line) for line in self._lines if isinstance(line, Update)]
 
     def _without_ignored(self, update: Update) -> Update:
@@ -87,7 +87,7 @@ class Attempt:
 
     @functools.cached_property
     def ignored(self) -> set[str]:
-        """The metrics that are left out."""
+        """The names of the metrics that are left out."""
         updates = [line for line in self._lines if isinstance(line, Update)]
         return {name for update in updates for name in update.metrics if self.ignores(name)}
 
@@ -98,31 +98,31 @@ class Attempt:
 
     @functools.cached_property
     def between(self) -> dict[int, Between]:
-        """What was seen after `ckpt(...)` of an update and before the next one, by the label of the former."""
+        """The records of what was observed after `ckpt(...)` of an update, by the label of the update."""
         return {line.step: line for line in self._lines if isinstance(line, Between)}
 
     @property
     def start(self) -> Resumed:
-        """What it went on from."""
+        """The record of the call of `resume`."""
         return self.starts[0]
 
     @property
     def resumed_at(self) -> int | None:
-        """The step that it went on from; None: it began anew."""
+        """The step from which the run resumed; None: it started from the beginning."""
         return self.starts[0].step if self.starts else None
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether it got to its interruption."""
+        """Whether the process reached its interruption."""
         return any(isinstance(line, Stopped) for line in self._lines)
 
     @property
     def last(self) -> int | None:
-        """The label of its last update."""
+        """The label of the last update, or None."""
         return self.updates[-1].step if self.updates else None
 
     def array(self, leaf: Leaf) -> np.ndarray | None:
-        """The data of a leaf; None: it is no array, or was not kept."""
+        """Return the data of a leaf; None: it is not an array, or its data were not kept."""
         dtype = np.dtype(np.uint32) if leaf.kind.startswith("key<") else DTYPES.get(leaf.kind)
         if dtype is None:
             return None
@@ -130,8 +130,8 @@ class Attempt:
         return None if data is None else np.frombuffer(data, dtype).reshape(leaf.shape)
 
     def fail(self, problem: str) -> ResumeNotProvenError:
-        """The error that says so, with what the process printed last."""
-        return ResumeNotProvenError(f"{problem}\nits log, {self.files.log}, ends with\n{self.files.log_tail()}")
+        """Return an error with the end of the log of the process."""
+        return ResumeNotProvenError(f"{problem}\nIts log, {self.files.log}, ends with:\n{self.files.log_tail()}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +139,12 @@ class Runner:
     """Starts the processes of one proof.
 
     Args:
-        target: what they run.
-        directory: of the proof.
-        how: they are interrupted.
-        timeout_s: of each process.
+        target: the target to run.
+        directory: the directory of the proof.
+        how: how to interrupt the processes.
+        timeout_s: the time limit of each process.
         start: runs a plan, as `run_child` does.
-        ignores: by its name, whether a metric is left out of all that is compared.
+        ignores: returns whether to leave out the metric of a name.
     """
 
     target: Target
@@ -165,12 +165,12 @@ class Runner:
         """Run one process.
 
         Args:
-            name: of the run, whose processes save in one directory.
-            number: of the process in it, from 1.
-            stop_at, values_from, saves_first: see Plan.
+            name: the name of the run; all processes of a run save in one directory.
+            number: the number of the process in the run, from 1.
+            stop_at, values_from, saves_first: see `Plan`.
 
         Raises:
-            ResumeNotProvenError: it hung, or nothing of it can be compared.
+            ResumeNotProvenError: the process hung, or its records cannot be compared.
         """
         folder = self.directory / name
         files = ProcessFiles(folder / f"process-{number}")
@@ -186,74 +186,74 @@ class Runner:
         )
         code = self.start(files.write_plan(plan), files.log, self.timeout_s)
         attempt = Attempt(files, plan, code, self.ignores)
-        _check_that_it_can_be_compared(attempt, f"the {name} run, process {number}")
+        _check_comparable(attempt, f"the {name} run, process {number}")
         return attempt
 
 
-def _check_that_it_can_be_compared(attempt: Attempt, subject: str) -> None:
+def _check_comparable(attempt: Attempt, subject: str) -> None:
     if attempt.exit_code is None:
         last = "no update" if attempt.last is None else f"update {attempt.last}"
         raise attempt.fail(
-            f"{subject} did not end in {attempt.plan.timeout_s:g} s (timeout_s); {last} was the last one it told of; "
-            "the log shows where its threads were"
+            f"{subject} did not end in {attempt.plan.timeout_s:g} s (timeout_s). It reported {last} last. The log "
+            "shows the stacks of its threads."
         )
     if attempt.updates and not attempt.starts:
         raise attempt.fail(
-            f"{subject} told of updates and never called ckpt.resume, so it begins anew each time: call "
-            "ckpt.resume(state, data) before the loop"
+            f"{subject} reported updates but never called ckpt.resume, so it would start from the beginning each time: "
+            "call ckpt.resume(state, data) before the loop"
         )
     if len(attempt.starts) > 1:
         raise attempt.fail(
-            f"{subject} called ckpt.resume {len(attempt.starts)} times: a proof follows one loop with one "
-            "CheckpointCallback; let make_run run that one only"
+            f"{subject} called ckpt.resume {len(attempt.starts)} times, expected 1: a proof follows one loop with one "
+            "CheckpointCallback. Let make_run run only one loop."
         )
     for start in attempt.starts:
         if not is_below(start.directory, attempt.plan.directory):
             raise attempt.fail(
-                f"{subject} saves to {start.directory}: expected a place in the directory that it was given, "
-                f"{attempt.plan.directory}; each run must have its own"
+                f"{subject} saves to {start.directory}: expected a path inside the directory that was passed to "
+                f"make_run, {attempt.plan.directory}, so that each run has its own"
             )
     if not attempt.updates and attempt.exit_code == 0 and attempt.resumed_at is not None:
         raise attempt.fail(
-            f"{subject} resumed at {attempt.resumed_at} and had no update to do, so nothing is proven: interrupt it "
-            "earlier (kill_at), or let it do more updates"
+            f"{subject} resumed at {attempt.resumed_at} and had no update left, so nothing is proven: interrupt the "
+            "run earlier (kill_at), or let it do more updates"
         )
     if not attempt.updates and attempt.exit_code == 0:
         raise attempt.fail(
-            f"{subject} ended and told no update to a CheckpointCallback: call ckpt.resume(...) and ckpt(...); is it "
-            "enabled, and was there an update to do?"
+            f"{subject} ended without reporting an update to a CheckpointCallback: call ckpt.resume(...) and "
+            "ckpt(...), check that the callback is enabled and that there was an update to do"
         )
 
 
 def run_interrupted(
     runner: Runner, kill_at: Sequence[int], name: str = "interrupted", saves_first: bool = False
 ) -> list[Attempt]:
-    """Run it with its interruptions until it ends.
+    """Run the target with interruptions until it ends.
 
     Args:
-        runner: starts its processes.
-        kill_at: the updates in which it is interrupted.
-        name: of the run.
-        saves_first: whether these updates are saved before, so that the run resumes at each.
+        runner: starts the processes.
+        kill_at: the updates in which to interrupt the run.
+        name: the name of the run.
+        saves_first: whether to save these updates before each interruption, so that the run resumes at them.
 
     Raises:
-        ResumeNotProvenError: it did not get to one of them, did not resume, or ended by itself with an error.
+        ResumeNotProvenError: the run did not reach an interruption, did not resume, or failed by itself.
     """
     attempts: list[Attempt] = []
     for number, stop_at in enumerate([*kill_at, None], 1):
         attempt = runner.run(name, number, stop_at, saves_first=saves_first)
         if attempts:
-            _check_that_it_resumed(attempt, attempts[-1])
+            _check_resumed(attempt, attempts[-1])
         _check_end(attempt, f"the {name} run, process {number}{_resumed(attempt)}")
         attempts.append(attempt)
     return attempts
 
 
 def run_uninterrupted(runner: Runner, name: str, values_from: int) -> Attempt:
-    """Run it in one go.
+    """Run the target without an interruption.
 
     Raises:
-        ResumeNotProvenError: it did not end well.
+        ResumeNotProvenError: the run failed.
     """
     attempt = runner.run(name, 1, None, values_from)
     _check_end(attempt, f"the {name} run")
@@ -273,30 +273,30 @@ def _check_end(attempt: Attempt, subject: str) -> None:
         if stop_at is None:
             return
         raise attempt.fail(
-            f"{subject} ended {after} and never got to update {stop_at} (kill_at): let it do more updates, or choose "
-            "an earlier one"
+            f"{subject} ended {after} and never reached update {stop_at} (kill_at): let it do more updates, or choose "
+            "an earlier update"
         )
     if how == "preempt" and code == -15:
         raise attempt.fail(
-            f"{subject} was ended by SIGTERM in update {stop_at} instead of saving and leaving: its "
-            'CheckpointCallback does not watch for it (signals=); use how="kill", or let it'
+            f"{subject} was ended by SIGTERM in update {stop_at} instead of saving and exiting, because its "
+            'CheckpointCallback does not handle this signal: add it to signals=, or use how="kill"'
         )
     if last != stop_at:
         what = "SIGTERM" if how == "preempt" else "the error that ckpt(...) raised"
         raise attempt.fail(
-            f"{subject} went on after {what} in update {stop_at}, to update {last}: whoever asks it to leave is not "
-            "heeded, or the error was caught in the loop"
+            f"{subject} continued after {what} in update {stop_at}, to update {last}: the loop ignores the request to "
+            "exit or catches the error"
         )
 
 
-def _check_that_it_resumed(attempt: Attempt, before: Attempt) -> None:
+def _check_resumed(attempt: Attempt, before: Attempt) -> None:
     if attempt.starts and attempt.start.directory != before.start.directory:
         raise attempt.fail(
             f"the run saves to another directory each time, {before.start.directory} and {attempt.start.directory}, "
-            "so it cannot resume: derive it from the directory that make_run gets, without the time in it"
+            "so it cannot resume: use a fixed path inside the directory that is passed to make_run"
         )
     if attempt.starts and attempt.resumed_at is None:
         raise attempt.fail(
-            f"no step was saved before the interruption in update {before.plan.stop_at}, so the run began anew and "
-            "nothing is proven: let it save earlier (save_interval_steps), or interrupt it later (kill_at)"
+            f"no step was saved before the interruption in update {before.plan.stop_at}, so the run started from the "
+            "beginning and nothing is proven: save earlier (save_interval_steps), or interrupt later (kill_at)"
         )

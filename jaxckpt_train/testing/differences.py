@@ -1,8 +1,7 @@
-"""What is wrong with the batches that a run takes after a resume, told by those of a run without an interruption.
+"""Compares the records of two runs: their starts, batches, metrics and states, and the numbers in differing leaves.
 
-Where two runs differ: in what they go on from, the batches, what they tell of an update, or the state after it.
-
-The numbers in leaves of two runs, and how far, and in which direction, they are apart.
+`differences` yields the differences in order. `fault_of` says what is wrong with the batches after a resume, from the
+batches of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from jaxckpt_train.testing.processes import Batch, Leaf, Leaves, Update
 _SAME_DIRECTION = 0.02
 Kind = Literal["start", "restored", "label", "batch", "metric", "leaf", "end"]
 DataFault = Literal["anew", "ahead", "behind", "order", "parts", "other"]
-"""They begin anew; some are skipped, or come twice; the same examples in another order; only some arrays are others."""
+"""Batches restart; are skipped; come twice; have the same examples in another order; differ in some arrays only."""
 
 
 def relative_difference(one: np.ndarray | None, other: np.ndarray | None) -> float:
-    """The largest difference in relation to the largest value; inf if it cannot be told."""
+    """Return the largest absolute difference divided by the largest absolute value, or inf if it is undefined."""
     if one is None or other is None or one.shape != other.shape or not one.size:
         return np.inf
     largest = float(np.max(np.abs(one)))
@@ -32,7 +31,7 @@ def relative_difference(one: np.ndarray | None, other: np.ndarray | None) -> flo
 
 
 def number_of(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
-    """The data of a leaf as float64 or complex128; None: it has no numbers, or they were not kept."""
+    """Return the data of a leaf as float64 or complex128; None: no numbers, or they were not kept."""
     if leaf.kind == "python float":
         return np.asarray(float.fromhex(leaf.content.decode()))
     if leaf.kind in ("python int", "python complex") and leaf.content:
@@ -46,7 +45,7 @@ def number_of(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
 
 
 def whole_numbers(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
-    """The data of a leaf as Python integers, exact however large they are; None: it has no integers, or none kept."""
+    """Return the data of a leaf as Python integers, which are exact; None: no integers, or they were not kept."""
     if leaf.kind == "python int" and leaf.content:
         return np.array(int(leaf.content.decode()), dtype=object)
     array = attempt.array(leaf)
@@ -54,10 +53,10 @@ def whole_numbers(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
 
 
 def common_factor(moves: Sequence[Sequence[np.ndarray]]) -> float | None:
-    """If all leaves have moved in one direction in two runs: how much further in the second; None: they have not.
+    """Return the ratio of the changes in two runs if all leaves changed in the same direction, or None.
 
     Args:
-        moves: of each leaf: before the update, and after it in both runs, flat.
+        moves: for each leaf, the flat values before the update and after it in both runs.
     """
     if not moves or any(len({array.shape for array in each}) != 1 for each in moves):
         return None
@@ -67,7 +66,7 @@ def common_factor(moves: Sequence[Sequence[np.ndarray]]) -> float | None:
     if size == 0 or not np.isfinite(found).all() or not np.isfinite(size):
         return None
     factor = float(expected @ found) / size
-    # What rounding of the state itself makes of a small move is no other direction.
+    # Rounding of the state can change the direction of a small move, so allow for it.
     rounding = 4 * np.finfo(np.float32).eps * float(np.linalg.norm(old))
     is_same = np.linalg.norm(found - factor * expected) <= _SAME_DIRECTION * np.linalg.norm(found) + rounding
     return factor if is_same and abs(factor - 1) > _SAME_DIRECTION else None
@@ -75,18 +74,18 @@ def common_factor(moves: Sequence[Sequence[np.ndarray]]) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One difference.
+    """One difference between an interrupted and an uninterrupted run.
 
     Attributes:
-        kind: "start": what both begin with, of the same update 0. "restored": what a resume gave, and what there was
-            after the update that it resumed at. "label": the number of the update. "end": how far they got.
-        number: of the process of the interrupted run, from 0.
-        step: of the update.
-        position: how many updates after its start.
-        name: of the leaf, or the metric; the number of the batch among those of its update.
-        straight, resumed: what it is in the uninterrupted and in the other run; None: it is not there. A number: how
-            many batches they take, or which update it is.
-        differing, of: how many leaves, or metrics, differ there, of how many.
+        kind: "start": the initial states. "restored": the restored state, compared with the state after the update that
+            it was saved in. "label": the number of the update. "end": the last update.
+        number: the number of the process of the interrupted run, from 0.
+        step: the label of the update.
+        position: the number of updates since the start of the process.
+        name: the name of the leaf or metric, or the number of the batch in its update.
+        straight, resumed: the leaf or batch in the uninterrupted and in the interrupted run; None: missing. An int is a
+            number of batches or the number of an update.
+        differing, of: the number of leaves or metrics that differ, and their total number.
     """
 
     kind: Kind
@@ -101,7 +100,7 @@ class Difference:
 
 
 def differences(attempts: Sequence[Attempt], straight: Attempt) -> Iterator[Difference]:
-    """All differences of an interrupted run from an uninterrupted one, in the order in which they come about."""
+    """Yield the differences between an interrupted and an uninterrupted run in the order in which they occur."""
     for number, attempt in enumerate(attempts):
         yield from _at_start(number, attempt, straight)
         wanted = [update for update in straight.updates if update.step > (attempt.resumed_at or 0)]
@@ -120,7 +119,7 @@ def differences(attempts: Sequence[Attempt], straight: Attempt) -> Iterator[Diff
 
 
 def firsts(found: Iterator[Difference]) -> dict[Kind, Difference]:
-    """The first difference of each kind, in the order in which these come."""
+    """Return the first difference of each kind, in the order in which they occur."""
     kinds: dict[Kind, Difference] = {}
     for difference in found:
         kinds.setdefault(difference.kind, difference)
@@ -143,7 +142,7 @@ def _at_start(number: int, attempt: Attempt, straight: Attempt) -> Iterator[Diff
 
 
 def _in_form_of(target: Leaf | None, leaf: Leaf, attempt: Attempt, straight: Attempt) -> Leaf:
-    """A scalar comes back in the form of its target, such as a Python int: if it is the same number, as that leaf."""
+    """Return the restored leaf in place of a saved scalar if both are the same number, as in an int and an array."""
     if target is None or target.kind == leaf.kind or target.shape or leaf.shape:
         return leaf
     restored, saved = whole_numbers(attempt, target), whole_numbers(straight, leaf)
@@ -187,7 +186,7 @@ def _same(first: Leaf | None, second: Leaf | None) -> bool:
 
 
 def fault_of(found: Difference, attempts: Sequence[Attempt], straight: Attempt) -> tuple[DataFault, int]:
-    """What is wrong with the batches from a difference on, and of how many if they are skipped or come twice."""
+    """Return what is wrong with the batches from a difference on, and how many are skipped or come twice."""
     attempt = attempts[found.number]
     expected = _batches(update for update in straight.updates)
     taken = _batches(update for update in attempt.updates if update.step >= found.step)
@@ -200,7 +199,7 @@ def fault_of(found: Difference, attempts: Sequence[Attempt], straight: Attempt) 
     if at:
         offset = min((place - before for place in at), key=abs)
         if offset == 0 and isinstance(found.straight, int) and isinstance(found.resumed, int):
-            offset = found.resumed - found.straight  # each start takes so many ahead
+            offset = found.resumed - found.straight  # each start takes this many batches ahead
         return ("ahead" if offset > 0 else "behind"), abs(offset)
     if isinstance(found.straight, Batch) and isinstance(found.resumed, Batch):
         return _of_content(found.straight, found.resumed, expected), 0
@@ -212,7 +211,7 @@ def _batches(updates: Iterable[Update]) -> list[Batch]:
 
 
 def _is_continued(expected: Sequence[Batch], place: int, taken: Sequence[Batch]) -> bool:
-    """Whether the batches that were taken are those from a place on, as far as both go."""
+    """Return whether the taken batches equal the expected ones from a place on, up to the shorter of both."""
     return all(one.digest == other.digest for one, other in zip(expected[place:], taken, strict=False))
 
 

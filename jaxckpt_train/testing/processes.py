@@ -1,10 +1,7 @@
-"""Processes of a proof: started anew with this one's import path, waited for, and ended with all that they started.
+"""The processes of a resume proof: what they run, the records that they write, and how they are started.
 
-The files of one watched process: its plan, its log, its records, and the values of its leaves.
-
-What a proof runs: a function that a fresh process finds by its file and name, or a script with arguments.
-
-What is recorded of a run that is watched: what it went on from, and each of its updates, in digests.
+The proof starts each process with a plan file. The process runs the training loop under the recorder, which writes
+records with digests of each update. The proof reads them after the process has ended. This module does not import JAX.
 """
 
 from __future__ import annotations
@@ -35,17 +32,17 @@ from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.store.files import digest_function
 
 SMALL_BYTES = 64
-OBJECT = "object "  # how the kind begins of what only has a type that can be compared
+OBJECT = "object "  # prefix of the kind of a leaf of which only the type can be compared
 DIRECTORY = "{directory}"
-"""What stands in the arguments of a script for the directory of the run."""
+"""The placeholder for the directory of the run in the arguments of a script."""
 _INTERPRETERS = ("python", "python3")
 _PLAIN = "None, bool, int, float, str, and lists and dicts of these"
 MakeRun = Callable[..., object] | Sequence[str]
 How = Literal["kill", "preempt", "raise"]
 MOST_VALUE_BYTES = 256 << 20
-"""So much of the values one process keeps before the update from which on they are wanted, and again from there."""
+"""The limit of the values that one process keeps before the update `Plan.values_from`, and again from there on."""
 LOG_LINES = 30
-# The path comes first: a fresh process imports this package, and the user's modules, from where this one does.
+# Set the path first: the new process must import this package and the user's modules from the same places.
 _PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv.pop())
@@ -55,14 +52,14 @@ main(sys.argv.pop())
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """One array or value.
+    """One recorded array or value.
 
     Attributes:
-        kind: its dtype; "key<...>" of a PRNG key, "python float" and the like of a Python value.
-        shape: of an array, or of the data of keys.
-        digest: of its bytes.
-        content: its bytes, if there are few.
-        at: where they begin in the file of values; -1: they are not there.
+        kind: the dtype; "key<...>" for a PRNG key; "python float" and so on for a Python value.
+        shape: the shape of an array, or of the data of keys.
+        digest: the digest of the bytes.
+        content: the bytes, if there are at most `SMALL_BYTES`.
+        at: the offset of the bytes in the file of values; -1: they are not stored there.
     """
 
     kind: str
@@ -72,11 +69,11 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     at: int = -1
 
     def same(self, other: Leaf) -> bool:
-        """Whether dtype, shape and bytes are equal."""
+        """Return whether dtype, shape and bytes are equal."""
         return (self.kind, self.shape, self.digest) == (other.kind, other.shape, other.digest)
 
     def form(self) -> str:
-        """Dtype and shape as text."""
+        """Return dtype and shape as text."""
         is_value = self.kind.startswith("python") or self.kind in ("none", "empty")
         return self.kind if is_value else f"{self.kind}[{','.join(map(str, self.shape))}]"
 
@@ -88,30 +85,30 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     """One element that the loop took from its data.
 
     Attributes:
-        digest: of all of it.
-        leaves: its arrays by path.
-        rows: digests of its examples, if its arrays have as many rows each.
+        digest: the digest of the whole element.
+        leaves: the arrays by path.
+        rows: the digests of the examples, if all arrays have the same number of rows.
     """
 
     digest: str
     leaves: Leaves
     rows: tuple[str, ...] = ()
 
-    def unseen(self) -> str | None:
-        """What is in it of which only the type can be compared; None: nothing."""
+    def opaque_leaf(self) -> str | None:
+        """Return the first leaf of which only the type can be compared, as text, or None."""
         kinds = (f"{name}, an {leaf.kind}" for name, leaf in self.leaves.items() if leaf.kind.startswith(OBJECT))
         return next(kinds, None)
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed", tag_field="line"):
-    """What a run goes on from.
+    """The record of a call of `resume`.
 
     Attributes:
-        step: that was restored; None: it begins anew.
-        directory: where it saves.
-        names: of what the loop gave to `resume`.
-        leaves: of all of it but the data, as the loop gets them.
-        host: digests of the states of the random generators of Python and numpy that are global, by name.
+        step: the restored step; None: the run starts from the beginning.
+        directory: the directory in which the run saves.
+        names: the names of the values that the loop passed to `resume`.
+        leaves: the leaves of what `resume` returns, except the data.
+        host: digests of the states of the global random generators of Python and NumPy, by name.
     """
 
     step: int | None
@@ -122,14 +119,14 @@ class Resumed(msgspec.Struct, frozen=True, tag="resumed", tag_field="line"):
 
 
 class Update(msgspec.Struct, frozen=True, tag="update", tag_field="line"):
-    """One completed update.
+    """The record of one completed update.
 
     Attributes:
-        step: its label.
-        batches: what was taken from the data since the update before.
-        elsewhere: how many more were taken on other threads than that of the loop, which belong to no update.
-        metrics, leaves: what the loop told of it, as in Resumed.
-        host: as in Resumed.
+        step: the label of the update.
+        batches: the batches taken from the data since the previous update.
+        elsewhere: the number of batches taken on other threads, which cannot be assigned to an update.
+        metrics, leaves: what the loop passed to `ckpt(...)`.
+        host: see `Resumed`.
     """
 
     step: int
@@ -141,12 +138,12 @@ class Update(msgspec.Struct, frozen=True, tag="update", tag_field="line"):
 
 
 class Between(msgspec.Struct, frozen=True, tag="between", tag_field="line"):
-    """What happens after `ckpt(...)` of an update and before the next update, if anything is seen there.
+    """The record of what was observed between `ckpt(...)` of an update and the next update.
 
     Attributes:
         step: the label of the update.
-        polled: whether `ckpt.poll()` is called there, as in an evaluation.
-        changed: names of the leaves that change in place there. A save of this update does not have the change.
+        polled: whether `ckpt.poll()` was called, as in an evaluation.
+        changed: the names of the leaves that changed in place. A save of this update does not contain the change.
     """
 
     step: int
@@ -155,7 +152,7 @@ class Between(msgspec.Struct, frozen=True, tag="between", tag_field="line"):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped", tag_field="line"):
-    """The run is interrupted in this update."""
+    """The record of the interruption in an update."""
 
     step: int
 
@@ -164,7 +161,7 @@ Line = Resumed | Update | Between | Stopped
 
 
 class FunctionTarget(msgspec.Struct, frozen=True, tag="function"):
-    """A function at the top of a module, and the arguments that follow the directory."""
+    """A function at the top level of a module, and the arguments that follow the directory."""
 
     file: str
     module: str
@@ -173,7 +170,7 @@ class FunctionTarget(msgspec.Struct, frozen=True, tag="function"):
 
 
 class ScriptTarget(msgspec.Struct, frozen=True, tag="script"):
-    """What follows `python` on a command line."""
+    """A script: the words that follow `python` on a command line."""
 
     command: tuple[str, ...]
 
@@ -182,22 +179,22 @@ Target = FunctionTarget | ScriptTarget
 
 
 def target_of(make_run: MakeRun) -> Target:
-    """What to run.
+    """Convert a function or a command to a target that a new process can run.
 
     Raises:
-        SettingsError: a fresh process could not find it, or would not know where to save.
+        SettingsError: a new process could not find the target, or would not know where to save.
     """
     if callable(make_run):
         return _function_target(make_run)
     if isinstance(make_run, str) or not isinstance(make_run, Sequence):
-        _refuse("a function or a list of text", repr(make_run))
+        _refuse("a function or a list of strings", repr(make_run))
     if not make_run or not all(isinstance(word, str) for word in make_run):
-        _refuse("a script and its arguments, all of them text", repr(make_run))
+        _refuse("a script and its arguments, all of them strings", repr(make_run))
     return _script_target(list(make_run))
 
 
 def _refuse(expected: str, found: str) -> NoReturn:
-    raise SettingsError(f"resume proof: make_run: expected {expected}; found {found}")
+    raise SettingsError(f"resume proof: make_run: expected {expected}, found {found}")
 
 
 def _function_target(make_run: Callable[..., object]) -> FunctionTarget:
@@ -205,27 +202,28 @@ def _function_target(make_run: Callable[..., object]) -> FunctionTarget:
     function: Any = make_run
     if isinstance(make_run, functools.partial):
         if make_run.args:
-            _refuse("a partial function with arguments by name only", f"positional ones, {make_run.args!r}")
+            _refuse("a partial function with keyword arguments only", f"positional arguments {make_run.args!r}")
         function, arguments = make_run.func, dict(make_run.keywords)
     name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", None) or "")
     file = getattr(module, "__file__", None)
-    wanted = "a function at the top of a module that is a file: a fresh process must find it"
+    expected = "a function at the top level of a module file, so that a new process can import it"
     if module is None or file is None or not name.replace(".", "").isidentifier():
         _refuse(
-            wanted, f"{make_run!r}; define it there, and give what it needs by functools.partial(function, name=value)"
+            expected,
+            f"{make_run!r}: define it at the top level, and pass arguments by functools.partial(function, name=value)",
         )
     try:
-        is_there = operator.attrgetter(name)(module) is function
+        is_importable = operator.attrgetter(name)(module) is function
     except AttributeError:
-        is_there = False
-    if not is_there:
-        _refuse(wanted, f"{make_run!r}, and {module.__name__}.{name} is not it (is it decorated?)")
+        is_importable = False
+    if not is_importable:
+        _refuse(expected, f"{make_run!r}, but {module.__name__}.{name} is another object (is the function decorated?)")
     _check_arguments(function, arguments)
     return FunctionTarget(os.path.abspath(file), _module_name(module), name, arguments)
 
 
 def _module_name(module: ModuleType) -> str:
-    """Its name; that of a script that was started by `python -m` is known from there."""
+    """Return the name of a module, or the name after `python -m` if it runs as a script."""
     spec = getattr(module, "__spec__", None)
     return spec.name if module.__name__ == "__main__" and spec is not None else module.__name__
 
@@ -234,15 +232,13 @@ def _check_arguments(function: Callable[..., object], arguments: dict[str, Any])
     try:
         inspect.signature(function).bind("directory", **arguments)
     except TypeError as error:
-        _refuse(
-            "a function that can be called with a directory" + (" and its arguments" if arguments else ""), str(error)
-        )
+        _refuse("a function that accepts a directory" + (" and the given arguments" if arguments else ""), str(error))
     try:
         same = msgspec.json.decode(msgspec.json.encode(arguments)) == arguments
     except (TypeError, ValueError) as error:
-        _refuse(f"arguments that another process can be given ({_PLAIN})", str(error))
+        _refuse(f"arguments that can be passed to another process ({_PLAIN})", str(error))
     if not same:
-        _refuse(f"arguments that another process can be given ({_PLAIN})", repr(arguments))
+        _refuse(f"arguments that can be passed to another process ({_PLAIN})", repr(arguments))
 
 
 def _script_target(command: list[str]) -> ScriptTarget:
@@ -252,14 +248,14 @@ def _script_target(command: list[str]) -> ScriptTarget:
         if len(command) < 2:
             _refuse("the name of a module after -m", "nothing")
     elif not command or not Path(command[0]).is_file():
-        _refuse("a Python script, or -m and a module", f"{command[:1]!r}, which is no file in {Path.cwd()}")
+        _refuse("a Python script, or -m and a module", f"{command[:1]!r}, which is not a file in {Path.cwd()}")
     if not any(DIRECTORY in word for word in command):
-        _refuse(f'"{DIRECTORY}" in one of the arguments: there the run must save', repr(command))
+        _refuse(f'"{DIRECTORY}", the directory to save in, in one of the arguments', repr(command))
     return ScriptTarget(tuple(command))
 
 
 def run(target: Target, directory: Path) -> None:
-    """Run it in this process."""
+    """Run a target in this process."""
     if isinstance(target, FunctionTarget):
         function = operator.attrgetter(target.name)(_module_of(target))
         sys.argv = [target.file]
@@ -277,11 +273,11 @@ def run(target: Target, directory: Path) -> None:
 
 
 def _module_of(target: FunctionTarget) -> ModuleType:
-    """The module by its name, if that leads to its file; else of its file, as pytest imports test files."""
+    """Import the module by name if this finds its file, else from its file, as pytest imports test files."""
     is_main = target.module == "__main__"
     if not is_main and (origin := _origin(target.module)) is not None and os.path.samefile(origin, target.file):
         return importlib.import_module(target.module)
-    name = "__mp_main__" if is_main else target.module  # multiprocessing's name for it, too
+    name = "__mp_main__" if is_main else target.module  # the name that multiprocessing uses
     spec = importlib.util.spec_from_file_location(name, target.file)
     assert spec is not None
     assert spec.loader is not None
@@ -291,7 +287,7 @@ def _module_of(target: FunctionTarget) -> ModuleType:
 
 
 def _origin(module: str) -> str | None:
-    """The file that is imported by a name."""
+    """Return the file that the import of a module name would load."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, AttributeError, ValueError):
@@ -303,14 +299,14 @@ class Plan(msgspec.Struct, frozen=True):
     """What one process does.
 
     Attributes:
-        target: what it runs.
-        directory: what that is given, in which it saves.
-        stop_at: the update in which it is interrupted; None: it is not.
-        how: it is interrupted.
-        values_from: the update from which on the values of leaves are wanted most; None: the first.
-        timeout_s: it must have ended by then.
-        ends_at: when that is, by `time.monotonic`, which is one clock for all processes of a machine.
-        saves_first: whether the update in which it is interrupted is saved before, whatever the policy says.
+        target: the target to run.
+        directory: the directory to pass to the target, in which it saves.
+        stop_at: the update in which to interrupt the run; None: do not interrupt it.
+        how: how to interrupt the run.
+        values_from: the update from which on the values of leaves are needed most; None: the first.
+        timeout_s: the time limit of the process.
+        ends_at: the deadline by `time.monotonic`, a clock that all processes of a machine share.
+        saves_first: whether to save the update `stop_at` before the interruption, whatever the policy says.
     """
 
     target: FunctionTarget | ScriptTarget
@@ -325,17 +321,17 @@ class Plan(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessFiles:
-    """Where the files of one process lie."""
+    """The files of one process: its plan, log, records and values of leaves."""
 
     folder: Path
 
     @property
     def log(self) -> Path:
-        """What the process printed."""
+        """The file with the output of the process."""
         return self.folder / "log.txt"
 
     def write_plan(self, plan: Plan) -> Path:
-        """Make the folder, and the directory of the run, and write the plan; returns its file."""
+        """Create the folder and the directory of the run, write the plan, and return its path."""
         self.folder.mkdir(parents=True)
         Path(plan.directory).mkdir(exist_ok=True)
         file = self.folder / "plan.json"
@@ -344,18 +340,18 @@ class ProcessFiles:
 
     @classmethod
     def of_plan(cls, file: Path) -> tuple[ProcessFiles, Plan]:
-        """The files of the process with this plan, and the plan."""
+        """Return the files of the process with a plan file, and the plan."""
         return cls(file.parent), msgspec.json.decode(file.read_bytes(), type=Plan)
 
     def lines(self) -> list[Line]:
-        """All records; a last one that is not whole, as a kill leaves it, is left out."""
+        """Return all records, without a last one that a kill has left incomplete."""
         file = self.folder / "records.jsonl"
-        whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+        complete = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
         decoder = msgspec.json.Decoder(Line)
-        return [decoder.decode(line) for line in whole]
+        return [decoder.decode(line) for line in complete]
 
     def value(self, leaf: Leaf, nbytes: int) -> bytes | None:
-        """The bytes of a leaf; None: they were not kept."""
+        """Return the bytes of a leaf, or None if they were not kept."""
         if len(leaf.content) == nbytes:
             return leaf.content
         if leaf.at < 0:
@@ -365,14 +361,14 @@ class ProcessFiles:
             return file.read(nbytes)
 
     def log_tail(self) -> str:
-        """The last lines that the process printed."""
+        """Return the last lines that the process printed."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         lines = text.splitlines()[-LOG_LINES:]
         return "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
 
 
 class RecordWriter:
-    """Writes the records of this process; what is written is there whatever ends it."""
+    """Writes the records of this process without buffering, so that they survive a kill."""
 
     def __init__(self, files: ProcessFiles) -> None:
         self._records = open(files.folder / "records.jsonl", "ab", buffering=0)  # noqa: SIM115 - as long as the process
@@ -380,12 +376,12 @@ class RecordWriter:
         self._kept: dict[str, int] = {}
         self._end, self._left = 0, MOST_VALUE_BYTES
 
-    def values_are_wanted(self) -> None:
-        """From now on values are kept up to the limit, whatever was kept before."""
+    def reset_value_limit(self) -> None:
+        """Allow values up to the limit again, however many were kept before."""
         self._left = MOST_VALUE_BYTES
 
     def keep(self, leaf: Leaf, data: Callable[[], bytes], nbytes: int) -> Leaf:
-        """The leaf with its bytes in the file of values, as long as there is room for them."""
+        """Write the bytes of a leaf to the file of values, within the limit, and return the leaf with their offset."""
         at = self._kept.get(leaf.digest)
         if at is None:
             if nbytes > self._left:
@@ -406,7 +402,7 @@ class RecordWriter:
 
 
 def digests_of_files(write: Callable[[Path], None]) -> dict[str, bytes]:
-    """The digests of what `write` leaves in a directory, by path below it."""
+    """Return the digests of the files that `write` creates in a directory, by relative path."""
     digest = digest_function("sha256")
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder))
@@ -415,48 +411,48 @@ def digests_of_files(write: Callable[[Path], None]) -> dict[str, bytes]:
 
 
 def new_directory(directory: Path | None) -> Path:
-    """The directory of a proof: a new temporary one, or the one that is named, made if it is not there.
+    """Create the directory of a proof, a temporary one if `directory` is None.
 
     Raises:
-        SettingsError: there is something in it.
+        SettingsError: the directory is not empty.
     """
     if directory is None:
         return Path(tempfile.mkdtemp(prefix="resume-proof-"))
     made = Path(directory).absolute()
     made.mkdir(parents=True, exist_ok=True)
     if any(made.iterdir()):
-        raise SettingsError(f"resume proof: directory: expected a new or empty one, found files in {made}")
+        raise SettingsError(f"resume proof: directory: expected a new or empty directory, found files in {made}")
     return made
 
 
 def remove(directory: Path) -> None:
-    """Remove what the runs have left."""
+    """Remove the directory of a proof."""
     shutil.rmtree(directory)
 
 
 def is_below(path: str, directory: str) -> bool:
-    """Whether a path is that of a directory, or of something in it."""
+    """Return whether a path is a directory or is inside it."""
     return Path(path).resolve().is_relative_to(Path(directory).resolve())
 
 
 def run_child(plan: Path, log: Path, timeout_s: float) -> int | None:
-    """Run a plan in a process of its own.
+    """Run a plan in a new process, and kill all processes that it has started.
 
     Args:
         plan: the file of the plan.
-        log: the file for what it prints.
-        timeout_s: when it is ended.
+        log: the file for the output of the process.
+        timeout_s: the time limit, after which the process is killed.
 
     Returns:
-        Its exit code, below 0 for the signal that has killed it; None: it had to be ended.
+        The exit code, negative for a signal; None: the process was killed at the time limit.
     """
     command = [sys.executable, "-u", "-c", _PROGRAM, str(plan), json.dumps(sys.path)]
     with open(log, "wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-    # It is not reaped until all is over, so that its number stays that of its session. What it has started, such as
-    # workers of a data loader, is in that session, and would outlive a kill.
+    # Do not reap the process before killpg, so that its process ID cannot be reused. Its children, such as workers of a
+    # data loader, are in its session and would survive otherwise.
     waiter = threading.Thread(target=_wait_for, args=[process], name="resume-proof-wait", daemon=True)
     waiter.start()
     has_ended = False
@@ -472,7 +468,7 @@ def run_child(plan: Path, log: Path, timeout_s: float) -> int | None:
 
 
 def _wait_for(process: subprocess.Popen[bytes]) -> None:
-    """Wait for its end, and leave it to be reaped; on macOS, where Python before 3.13 cannot do that, reap it."""
+    """Wait for the end of a process without reaping it. On macOS, Python before 3.13 cannot do that, so reap it."""
     if hasattr(os, "waitid"):
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     else:

@@ -1,10 +1,7 @@
-"""A watched process: records the loop of what its plan names, and runs that.
+"""The recorder of a resume proof: runs a plan in this process, records each update, and interrupts the run as planned.
 
-Records what the loop of this process does, and interrupts it for real in the update that is asked for.
-
-A data iterator that tells of each element that is taken from it, and is like the one it stands for in all else.
-
-What tells two values apart: of each leaf its dtype, shape and a digest of its bytes.
+A value is recorded as its leaves: dtype, shape and a digest of the bytes of each. Batches are recorded when the loop
+takes them, by a wrapper around the data iterator (`ObservedData`).
 """
 
 from __future__ import annotations
@@ -56,19 +53,19 @@ from jaxckpt_train.testing.processes import (
 )
 
 MOST_ROWS = 1024
-MOST_DEEP = 20  # of records within records
+MOST_DEEP = 20  # levels of nested records
 Keep = Callable[[Leaf, Callable[[], bytes], int], Leaf]
-"""Keeps the bytes of a leaf somewhere, and says where in the leaf that it returns."""
+"""Stores the bytes of a leaf and returns the leaf with their location."""
 _digest = digest_function("xxh3-128")
 _PYTHON = (bool, int, float, complex, str, bytes)
 _PASSED_ON = ("__call__", "__contains__", "__enter__", "__exit__", "__getitem__", "__len__")
 STACKS_BEFORE = 0.2
-"""So long before its time is over, as a share of that, it prints where its threads are: if it hangs, the log tells."""
+"""The fraction of the time limit that is left when the process prints the stacks of its threads, to show a hang."""
 LEAST_S = 0.01
 
 
 def leaves_of(checkpointables: Mapping[str, Any], keep: Keep) -> Leaves:
-    """The leaves of some checkpointables as a save would take them; a path begins with the checkpointable's name."""
+    """Return the leaves of checkpointables as a save would take them; a path starts with the checkpointable's name."""
     found: Leaves = {}
     for name, value in checkpointables.items():
         staged = handler_of(value).stage(value)
@@ -84,23 +81,23 @@ def leaves_of(checkpointables: Mapping[str, Any], keep: Keep) -> Leaves:
 
 
 def metrics_of(metrics: Mapping[str, Any] | None) -> Leaves:
-    """What a loop has told of an update beside its state, in the order in which it did."""
+    """Return the leaves of the metrics of an update, in their order."""
     found: Leaves = {}
     for name, value in (metrics or {}).items():
-        found |= _tree_leaves(str(name), value, kept_nowhere)
+        found |= _tree_leaves(str(name), value, drop_bytes)
     return found
 
 
 def batch_of(batch: Any) -> Batch:
-    """An element of the data."""
+    """Return the record of an element of the data."""
     arrays: list[np.ndarray] = []
-    leaves = _tree_leaves("batch", batch, kept_nowhere, arrays)
+    leaves = _tree_leaves("batch", batch, drop_bytes, arrays)
     whole = msgspec.json.encode([(name, leaf.kind, leaf.shape, leaf.digest) for name, leaf in leaves.items()])
     return Batch(_digest(whole), leaves, _rows(arrays))
 
 
 def host_random() -> dict[str, str]:
-    """Digests of the states of the global random generators of Python and numpy."""
+    """Return digests of the states of the global random generators of Python and NumPy, by name."""
     found = {"random": _digest(repr(random.getstate()).encode())}
     if "numpy.random" in sys.modules:
         state: Any = np.random.get_state(legacy=False)
@@ -111,7 +108,7 @@ def host_random() -> dict[str, str]:
 def _tree_leaves(name: str, tree: Any, keep: Keep, arrays: list[np.ndarray] | None = None, depth: int = 0) -> Leaves:
     try:
         flat = flatten(tree)
-    except UnsupportedLeafError:  # only of data and metrics: a state like this cannot be saved
+    except UnsupportedLeafError:  # only data and metrics: a state with this leaf could not be saved
         return {name: _unknown(tree)}
     found: Leaves = {}
     for path, value in zip(flat.names, flat.leaves, strict=True):
@@ -128,14 +125,14 @@ def _tree_leaves(name: str, tree: Any, keep: Keep, arrays: list[np.ndarray] | No
 
 
 def _content_of(value: Any) -> Any:
-    """What a record of fields, or an array of objects, holds, as of data and metrics; None: it is neither."""
+    """Return the content of a dataclass or of an array of objects, or None for any other value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return value.tolist() if isinstance(value, np.ndarray) and value.dtype.hasobject else None
 
 
 def _host_array(value: Any) -> np.ndarray | None:
-    """The data of an array, or of PRNG keys; None: it is none, or one of objects."""
+    """Return the data of an array or of PRNG keys; None: another value, or an array of objects."""
     if value is None or value is EMPTY or type(value) in _PYTHON:
         return None
     if is_key_array(value):
@@ -167,17 +164,17 @@ def _small(leaf: Leaf, content: bytes) -> Leaf:
 
 
 def _unknown(value: Any) -> Leaf:
-    """Something of which only the type can be compared: its text may have an address in it."""
+    """Return a leaf of which only the type can be compared, because its repr may contain an address."""
     return Leaf(f"{OBJECT}{type(value).__module__}.{type(value).__qualname__}", (), "")
 
 
-def kept_nowhere(leaf: Leaf, data: Callable[[], bytes], nbytes: int) -> Leaf:
-    """Keep the digest alone."""
+def drop_bytes(leaf: Leaf, data: Callable[[], bytes], nbytes: int) -> Leaf:
+    """Return the leaf unchanged, without storing its bytes."""
     return leaf
 
 
 def _rows(arrays: Sequence[np.ndarray]) -> tuple[str, ...]:
-    """A digest for each example of a batch: of the same row of all its arrays."""
+    """Return a digest for each example of a batch, that is, for the same row of all its arrays."""
     lengths = {array.shape[0] if array.ndim else 0 for array in arrays}
     if len(lengths) != 1 or not 0 < max(lengths) <= MOST_ROWS:
         return ()
@@ -189,14 +186,14 @@ def _rows(arrays: Sequence[np.ndarray]) -> tuple[str, ...]:
 
 
 class ObservedData:
-    """Stands for `data`; `took` is called with each element before the loop gets it."""
+    """A wrapper of `data` that calls `took` with each element before the loop gets it."""
 
     def __init__(self, data: Any, took: Callable[[Any], None]) -> None:
         self._observed_data, self._observed_took = data, took
 
     @property  # type: ignore[misc]  # isinstance asks for it
     def __class__(self) -> type:
-        """That of the data: for `isinstance` it is one of those."""
+        """The class of the data, so that `isinstance` accepts the wrapper."""
         kind: type = type(self._observed_data)
         return kind
 
@@ -231,12 +228,12 @@ def _passed_on(name: str) -> Callable[..., Any]:
 
 
 def can_be_observed(data: object) -> bool:
-    """Whether a loop can take elements from it: an iterator, or what gives one and has a position."""
+    """Return whether data is an iterator, or an iterable with a position (`get_state`)."""
     return hasattr(data, "__next__") or (hasattr(data, "__iter__") and hasattr(data, "get_state"))
 
 
 def observed(data: Any, took: Callable[[Any], None]) -> Any:
-    """Something like `data` that calls `took` with each element."""
+    """Wrap `data` so that `took` is called with each element."""
     special: dict[str, Any] = {name: _passed_on(name) for name in _PASSED_ON if hasattr(type(data), name)}
     if hasattr(type(data), "__next__"):
         special["__next__"] = _next
@@ -244,20 +241,20 @@ def observed(data: Any, took: Callable[[Any], None]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What it stands for, if it stands for something."""
+    """Return the data inside a wrapper, or the value itself."""
     return value._observed_data if issubclass(type(value), ObservedData) else value
 
 
 class InterruptedRunError(Exception):
-    """The error that ends a run by `how="raise"`; a loop should let it through."""
+    """Ends a run with `how="raise"`. The loop should not catch it."""
 
 
 class Recorder:
-    """The observer of the loop of a watched process.
+    """The observer that records the training loop of this process.
 
     Args:
-        writer: of the records.
-        plan: what the process does.
+        writer: writes the records.
+        plan: the plan of the process.
     """
 
     def __init__(self, writer: RecordWriter, plan: Plan) -> None:
@@ -266,11 +263,11 @@ class Recorder:
         self._batches: list[Batch] = []
         self._elsewhere = 0
         self._last_step, self._is_between, self._polled = 0, False, False
-        self._in_place: dict[str, Any] = {}  # of the last update, what the loop may change without handing it over
+        self._in_place: dict[str, Any] = {}  # values of the last update that the loop may change in place
         self._leaves: Leaves = {}
 
     def resumed(self, manager: StepManager, values: dict[str, Any]) -> dict[str, Any]:
-        """Record it, and have the data watched."""
+        """Record the call of `resume`, and wrap the data."""
         self._thread = threading.get_ident()
         leaves = leaves_of({name: value for name, value in values.items() if name != DATA_NAME}, self._writer.keep)
         self._writer.add(Resumed(manager.restored_step, manager.directory, tuple(values), leaves, host_random()))
@@ -279,33 +276,33 @@ class Recorder:
 
     def _took(self, element: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._end_between(looks=True)
+            self._end_between(compares=True)
             self._batches.append(batch_of(element))
         else:
             self._elsewhere += 1
 
     def polled(self) -> None:
-        """Record that it is called between two updates."""
+        """Record a call of `ckpt.poll()` between two updates."""
         self._polled = True
 
-    def _end_between(self, looks: bool) -> None:
-        """The next update begins, or (`looks` is false) is complete already: record what was seen before it."""
+    def _end_between(self, compares: bool) -> None:
+        """Record what was observed before the next update; `compares` is False if that update is already complete."""
         if not self._is_between:
             return
         self._is_between = False
-        now, before = leaves_of(self._in_place, kept_nowhere) if looks else {}, self._leaves
+        now, before = leaves_of(self._in_place, drop_bytes) if compares else {}, self._leaves
         changed = tuple(name for name, leaf in now.items() if name in before and not leaf.same(before[name]))
         if self._polled or changed:
             self._writer.add(Between(self._last_step, self._polled, changed))
 
     def update_completed(self, manager: StepManager, loop: LoopState) -> None:
-        """Record the update; in the one that is asked for, interrupt the run."""
+        """Record the update. Interrupt the run if the plan says so."""
         assert loop.last is not None
-        self._end_between(looks=False)
+        self._end_between(compares=False)
         loop.last = {name: plain(value) for name, value in loop.last.items()}
         saved = {name: value for name, value in loop.last.items() if name != DATA_NAME}
         if loop.step == self._plan.values_from:
-            self._writer.values_are_wanted()
+            self._writer.reset_value_limit()
         update = Update(
             loop.step,
             tuple(self._batches),
@@ -323,21 +320,19 @@ class Recorder:
         self._leaves = update.leaves
 
     def _interrupt(self, manager: StepManager, loop: LoopState) -> None:
-        """End the run as planned. A kill waits for the save under way, so that each proof resumes at the same step."""
+        """End the run as planned. A kill waits for the pending save, so that each proof resumes at the same step."""
         if self._plan.saves_first and self._plan.how != "preempt":
             manager.save(loop.step, loop.last or {}, force=True)
         if self._plan.how == "kill":
             manager.wait()
         self._writer.add(Stopped(self._plan.stop_at or 0))
         if self._plan.how == "raise":
-            raise InterruptedRunError(
-                f"interrupted in update {self._plan.stop_at}, to see whether the run resumes exactly"
-            )
+            raise InterruptedRunError(f"the resume proof interrupts the run in update {self._plan.stop_at}")
         signal.raise_signal(signal.SIGKILL if self._plan.how == "kill" else signal.SIGTERM)
 
 
 def main(plan_file: str) -> None:
-    """Run what a plan names."""
+    """Run the plan in a file."""
     files, plan = ProcessFiles.of_plan(Path(plan_file))
     faulthandler.enable()
     left_s = plan.ends_at - time.monotonic() - STACKS_BEFORE * plan.timeout_s

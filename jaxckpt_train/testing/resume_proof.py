@@ -1,6 +1,7 @@
-"""The proof that a training loop resumes exactly: with and without an interruption it does the same, byte for byte.
+"""The proof that a training loop resumes exactly: it gives the same bytes with and without an interruption.
 
-What is told of runs that differ: the first difference, what each process did, and likely causes.
+`assert_resume_exact` runs the loop and compares the runs. `report` writes the message of a failure: the first
+difference, likely causes, and what each process did.
 """
 
 from __future__ import annotations
@@ -27,16 +28,156 @@ _TEXT_DIGITS = (4, 6, 9, 17)
 TIMEOUT_S = 300.0
 
 
+@dataclasses.dataclass(frozen=True)
+class ResumeProof:
+    """The result of a successful proof: everything that was compared is equal.
+
+    Attributes:
+        updates: the number of updates of the run.
+        interrupted_in: the updates in which the run was interrupted: `kill_at`, then the one before an evaluation.
+        resumed_at: the steps from which the run resumed.
+        compared_updates: the number of updates compared after a resume; an update that was done twice counts twice.
+        compared_batches: the number of batches in these updates; 0: none was recorded, see
+            docs/how-to/resume-proof.md.
+        ignored_metrics: the metrics that `ignore_metrics` left out.
+    """
+
+    updates: int
+    interrupted_in: tuple[int, ...]
+    resumed_at: tuple[int, ...]
+    compared_updates: int
+    compared_batches: int
+    ignored_metrics: tuple[str, ...] = ()
+
+
+def assert_resume_exact(
+    make_run: MakeRun,
+    *,
+    kill_at: int | Sequence[int],
+    how: How = "kill",
+    timeout_s: float = TIMEOUT_S,
+    ignore_metrics: str | Sequence[str] = (),
+    directory: str | os.PathLike[str] | None = None,
+) -> ResumeProof:
+    """Run a training loop with and without an interruption, in new processes, and compare every update.
+
+    The proof compares the batches that the loop takes, the metrics that it passes to `ckpt(...)`, and every saved leaf.
+    The loop needs nothing but a `CheckpointCallback`. Multi-process jobs are not supported.
+
+    Args:
+        make_run: a function at the top level of a module, called with the directory (a pathlib.Path) to save in; pass
+            further arguments, which must be plain data, with `functools.partial(function, name=value)`. Or a Python
+            script and its arguments, as after `python`, with "{directory}" in one of them.
+        kill_at: the update, or several in ascending order, in which to interrupt the run before that update is saved.
+        how: "kill": send SIGKILL once the pending save is committed. "preempt": send SIGTERM, so that the run saves and
+            exits. "raise": raise an error from `ckpt(...)`.
+        timeout_s: the time limit of each process in seconds.
+        ignore_metrics: metrics to leave out, such as those that depend on the clock: a name, a pattern such as
+            "*_per_s", or several. Nested metrics match "timing/**".
+        directory: a new or empty directory for the files of the runs; None: a temporary one. It is removed if the proof
+            succeeds.
+
+    Returns:
+        What was compared.
+
+    Raises:
+        ResumeNotExactError: the runs differ; the message has the first difference and likely causes.
+        ResumeNotProvenError: the runs could not be compared.
+        SettingsError: an argument is wrong.
+    """
+    __tracebackhide__ = True
+    stops = _stops(kill_at)
+    one_of("kill", "preempt", "raise")("resume proof: how", how)
+    limit_s = seconds("resume proof: timeout_s", timeout_s)
+    ignores, target = _ignored(ignore_metrics), target_of(make_run)
+    place = new_directory(None if directory is None else Path(directory))
+    runner = Runner(target, place, how, limit_s, ignores=ignores)
+    try:
+        return prove(runner, stops)
+    except AssertionError as failure:
+        raise failure.with_traceback(None) from None  # a test's report ends at the line of the test
+
+
+def prove(runner: Runner, stops: Sequence[int]) -> ResumeProof:
+    """Run the target with and without interruptions in these updates, and compare; see `assert_resume_exact`."""
+    attempts = run_interrupted(runner, stops)
+    straight = run_uninterrupted(runner, "uninterrupted", attempts[1].resumed_at or 0)
+    _compare(runner, attempts, straight)
+    if (step := _before_an_evaluation(attempts, straight)) is not None:
+        more = run_interrupted(runner, [step], "interrupted-before-an-evaluation", saves_first=True)
+        _compare(runner, more, straight)
+        attempts += more
+    remove(runner.directory)
+    return _proof(attempts, straight)
+
+
+def _compare(runner: Runner, attempts: list[Attempt], straight: Attempt) -> None:
+    kinds = firsts(differences(attempts, straight))
+    if kinds:
+        evidence = _evidence(runner, attempts, straight, kinds)
+        causes = likely_causes(evidence)
+        raise ResumeNotExactError(report(evidence, causes), tuple(cause.what for cause in causes))
+
+
+def _before_an_evaluation(attempts: list[Attempt], straight: Attempt) -> int | None:
+    """Return the first update after which the loop seems to evaluate, unless the run has resumed at such an update."""
+    found = [each for each in straight.between.values() if each.step != straight.last]
+    changing = [each.step for each in found if each.changed]
+    steps = changing or [each.step for each in found]
+    is_tried = any(attempt.resumed_at in steps for attempt in attempts)
+    return steps[0] if steps and not is_tried else None
+
+
+def _stops(kill_at: int | Sequence[int]) -> list[int]:
+    given: Any = list(kill_at) if isinstance(kill_at, Sequence) else [kill_at]
+    stops = [whole(1)("resume proof: kill_at", stop) for stop in given]
+    if not stops or stops != sorted(set(stops)):
+        raise SettingsError(
+            f"resume proof: kill_at: expected an update, or several in ascending order, found {kill_at!r}"
+        )
+    return stops
+
+
+def _ignored(patterns: str | Sequence[str]) -> Callable[[str], bool]:
+    given: Any = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(given, Collection) or not all(isinstance(each, str) and each for each in given):
+        refuse("resume proof: ignore_metrics", 'a name or pattern of metrics, such as "*_per_s", or several', patterns)
+    return leaf_filter(list(given))
+
+
+def _evidence(runner: Runner, attempts: list[Attempt], straight: Attempt, kinds: dict[Kind, Difference]) -> Evidence:
+    """Repeat the uninterrupted run, to find out whether the loop is repeatable at all."""
+    again = run_uninterrupted(runner, "uninterrupted-again", attempts[1].resumed_at or 0)
+    twin = firsts(differences([again], straight))
+    first = next(iter(kinds.values()))
+    if not twin and first.number == 0:  # before any interruption: the loop is not repeatable, even if rarely
+        return Evidence(attempts, straight, kinds, {first.kind: first}, attempts[0])
+    return Evidence(attempts, straight, kinds, twin, again)
+
+
+def _proof(attempts: list[Attempt], straight: Attempt) -> ResumeProof:
+    starts = [attempt.resumed_at for attempt in attempts if attempt.resumed_at is not None]
+    resumed = [update for attempt in attempts if attempt.resumed_at is not None for update in attempt.updates]
+    return ResumeProof(
+        straight.last or 0,
+        tuple(attempt.plan.stop_at for attempt in attempts if attempt.plan.stop_at is not None),
+        tuple(starts),
+        len(resumed),
+        sum(not batch.opaque_leaf() for update in resumed if not update.elsewhere for batch in update.batches),
+        tuple(sorted(straight.ignored)),
+    )
+
+
 def report(evidence: Evidence, causes: Sequence[Cause]) -> str:
-    """The text of the failure; its first line is the first difference."""
-    lines = [told(evidence, evidence.first)]
+    """Return the message of a failure, which starts with the first difference."""
+    lines = [describe(evidence, evidence.first)]
     for kind, words in (("leaf", "first leaf that differs: "), ("batch", ""), ("metric", "")):
         found = evidence.kinds.get(kind)  # type: ignore[call-overload]  # one of Kind
         if found is not None and found is not evidence.first:
-            lines.append(words + told(evidence, found))
+            lines.append(words + describe(evidence, found))
     if "batch" not in evidence.kinds:
         lines.append(_of_equal_batches(evidence))
-    lines += ["likely causes, the likeliest first:"]
+    lines += ["likely causes, the most likely first:"]
     for number, cause in enumerate(causes, 1):
         lines += _wrapped(f"  {number}. ", cause.what)
         lines += _wrapped("     seen: ", cause.seen) if cause.seen else []
@@ -44,7 +185,7 @@ def report(evidence: Evidence, causes: Sequence[Cause]) -> str:
     lines.append(_of_repetition(evidence))
     lines.append("what the processes did:")
     lines += [f"  {_of_process(attempt)}" for attempt in evidence.attempts]
-    lines.append(f"their logs and records: {evidence.straight.files.folder.parent.parent}")
+    lines.append(f"logs and records: {evidence.straight.files.folder.parent.parent}")
     return "\n".join(lines)
 
 
@@ -52,17 +193,17 @@ def _wrapped(head: str, text: str) -> list[str]:
     return textwrap.wrap(head + text, _WIDTH, subsequent_indent=" " * len(head), break_long_words=False)
 
 
-def told(evidence: Evidence, found: Difference) -> str:
-    """One difference as a line."""
+def describe(evidence: Evidence, found: Difference) -> str:
+    """Return a difference as one line."""
     attempt = evidence.attempts[found.number]
     since = "resumed" if attempt.resumed_at is not None else "interrupted later"
     since += f" at {attempt.resumed_at}" if attempt.resumed_at is not None else ""
     match found.kind:
         case "start":
-            return f"at the start: {_of_leaf(evidence, found, 'a second start')}"
+            return f"at the start: {_of_leaf(evidence, found, 'second start')}"
         case "restored":
-            return f"the state as restored from {found.step} is not the state after update {found.step}: " + _of_leaf(
-                evidence, found, since
+            return f"the state restored from step {found.step} differs from the state after update {found.step}: " + (
+                _of_leaf(evidence, found, since)
             )
         case "label":
             return f"after the resume at {attempt.resumed_at}: expected update {found.straight}, found {found.resumed}"
@@ -79,7 +220,7 @@ def told(evidence: Evidence, found: Difference) -> str:
 def _of_metric(evidence: Evidence, found: Difference, since: str) -> str:
     straight, resumed = found.straight, found.resumed
     if not isinstance(straight, Leaf) or not isinstance(resumed, Leaf):
-        return f"{found.name} is told of by one run only ({'uninterrupted' if isinstance(straight, Leaf) else since})"
+        return f"{found.name} is reported by one run only ({'uninterrupted' if isinstance(straight, Leaf) else since})"
     again = evidence.attempts[found.number]
     one, other = _whole_texts(whole_numbers(evidence.straight, straight), whole_numbers(again, resumed))
     if one == other:
@@ -90,7 +231,7 @@ def _of_metric(evidence: Evidence, found: Difference, since: str) -> str:
 
 
 def _texts(one: np.ndarray | None, other: np.ndarray | None) -> tuple[str, str]:
-    """Two numbers with as many digits as tell them apart; of more numbers, nothing."""
+    """Return two numbers with enough digits to distinguish them, or empty strings for anything but two scalars."""
     if one is None or other is None or one.size != 1 or other.size != 1:
         return "", ""
     for digits in _TEXT_DIGITS:
@@ -101,7 +242,7 @@ def _texts(one: np.ndarray | None, other: np.ndarray | None) -> tuple[str, str]:
 
 
 def _whole_texts(one: np.ndarray | None, other: np.ndarray | None) -> tuple[str, str]:
-    """Two integers, however large; of anything else, nothing."""
+    """Return two integers as text, or empty strings for anything else."""
     if one is None or other is None or one.size != 1 or other.size != 1:
         return "", ""
     return str(one.item()), str(other.item())
@@ -110,7 +251,7 @@ def _whole_texts(one: np.ndarray | None, other: np.ndarray | None) -> tuple[str,
 def _of_batch(found: Difference, since: str) -> str:
     which = f" (number {found.name} of {found.of})" if found.of > 1 else ""
     if not isinstance(found.straight, Batch) or not isinstance(found.resumed, Batch):
-        return f"batches that it takes: {found.straight} (uninterrupted) vs {found.resumed} ({since})"
+        return f"number of batches: {found.straight} (uninterrupted) vs {found.resumed} ({since})"
     differing = [
         name
         for name in found.straight.leaves.keys() | found.resumed.leaves.keys()
@@ -135,14 +276,14 @@ def _of_leaf(evidence: Evidence, found: Difference, since: str) -> str:
 
 
 def _of_values(evidence: Evidence, found: Difference, straight: Leaf, resumed: Leaf) -> str:
-    """How far the values are apart, and where most."""
+    """Return the number of differing values, and the largest difference and its index, as text."""
     again = evidence.attempts[found.number]
     old, new = whole_numbers(evidence.straight, straight), whole_numbers(again, resumed)
     if old is not None and new is not None and old.size and not straight.kind.startswith("key<"):
         return _of_wholes(old, new)
     one, other = number_of(evidence.straight, straight), number_of(again, resumed)
     if one is None or other is None or not one.size:
-        return " (its values were not kept)" if straight.shape and not straight.content else ""
+        return " (the values were not kept)" if straight.shape and not straight.content else ""
     if straight.kind.startswith("key<"):
         return f": key data {_listed(one)} (uninterrupted) vs {_listed(other)}"
     with np.errstate(invalid="ignore"):
@@ -154,13 +295,13 @@ def _of_values(evidence: Evidence, found: Difference, straight: Leaf, resumed: L
         return f": {values}"
     differing = int(np.count_nonzero(~((one == other) | (np.isnan(one) & np.isnan(other)))))
     if not differing:
-        return " in its bits only: in the sign of a zero, or the content of a nan"
+        return " only in bits: the sign of a zero, or the payload of a nan"
     where = ",".join(str(int(index)) for index in place)
     return f" in {differing} of {one.size} values, max abs difference {float(apart[place]):.4g} at [{where}]: {values}"
 
 
 def _of_wholes(one: np.ndarray, other: np.ndarray) -> str:
-    """The same of integers, which no float holds exactly if they are large."""
+    """Return the same as `_of_values` for integers, which a float cannot hold exactly if they are large."""
     apart = np.abs(one - other)
     place = np.unravel_index(int(np.argmax(apart)), one.shape)
     values = f"{one[place]} (uninterrupted) vs {other[place]}"
@@ -177,173 +318,34 @@ def _listed(data: np.ndarray) -> str:
 
 def _of_equal_batches(evidence: Evidence) -> str:
     if evidence.takes_elsewhere:
-        return "batches were taken on other threads than the loop's, and were not compared"
-    if evidence.unseen is not None:
-        return f"batches could not be compared: they have {evidence.unseen}, of which only the type is known"
+        return "batches were not compared, because they were taken on other threads than the loop's"
+    if evidence.opaque_leaf is not None:
+        return f"batches could not be compared: they contain {evidence.opaque_leaf}, of which only the type is known"
     if evidence.sees_batches:
         return "all batches are equal"
-    return "no batches were seen: the loop takes none from an iterator that ckpt.resume(state, data) returned"
+    return "no batches were recorded: the loop takes none from the iterator that ckpt.resume(state, data) returned"
 
 
 def _of_repetition(evidence: Evidence) -> str:
     if not evidence.twin:
-        return (
-            "the uninterrupted run was done once more, as there is a difference: it is repeatable, so the "
-            "interruption makes the difference"
-        )
+        return "the uninterrupted run was repeated and gave the same result, so the interruption causes the difference"
     if evidence.again is evidence.attempts[0]:
         return (
-            "the uninterrupted run was done once more, as there is a difference: it was the same that time, but the "
-            "interrupted run differs before its interruption, so it is NOT repeatable; make it so first"
+            "the uninterrupted run was repeated and gave the same result, but the interrupted run differs before its "
+            "interruption: the loop is NOT repeatable; make it repeatable first"
         )
     first = next(iter(evidence.twin.values()))
     where = "its start" if first.kind == "start" else f"update {first.step}"
     return (
-        "the uninterrupted run was done once more, as there is a difference: it is NOT repeatable, first in "
-        f"{where} ({first.kind}); make it so before looking at the resume"
+        f"the uninterrupted run was repeated and gave another result, first in {where} ({first.kind}): the loop is NOT "
+        "repeatable; make it repeatable first"
     )
 
 
 def _of_process(attempt: Attempt) -> str:
-    began = "began anew" if attempt.resumed_at is None else f"resumed at {attempt.resumed_at}"
-    ends = {"kill": "was killed (SIGKILL)", "preempt": "was asked to leave (SIGTERM)", "raise": "met an error"}
+    start = "started from the beginning" if attempt.resumed_at is None else f"resumed at {attempt.resumed_at}"
+    ends = {"kill": "was killed (SIGKILL)", "preempt": "was preempted (SIGTERM)", "raise": "raised an error"}
     end = f"ended after update {attempt.last}"
     if attempt.was_interrupted:
         end = f"{ends[attempt.plan.how]} in update {attempt.plan.stop_at}"
-    return f"{attempt.files.folder.name.replace('-', ' ')}: {began}, {end}"
-
-
-@dataclasses.dataclass(frozen=True)
-class ResumeProof:
-    """What a proof has compared, all of it equal.
-
-    Attributes:
-        updates: how many updates the run has.
-        interrupted_in: the updates in which it was interrupted: those of `kill_at`, then the one before an evaluation.
-        resumed_at: the steps that it went on from.
-        compared_updates: how many updates after a resume were compared; those done twice count twice.
-        compared_batches: how many batches in them; 0: none were seen, see docs/how-to/resume-proof.md.
-        ignored_metrics: the metrics that were not compared, as `ignore_metrics` says.
-    """
-
-    updates: int
-    interrupted_in: tuple[int, ...]
-    resumed_at: tuple[int, ...]
-    compared_updates: int
-    compared_batches: int
-    ignored_metrics: tuple[str, ...] = ()
-
-
-def assert_resume_exact(
-    make_run: MakeRun,
-    *,
-    kill_at: int | Sequence[int],
-    how: How = "kill",
-    timeout_s: float = TIMEOUT_S,
-    ignore_metrics: str | Sequence[str] = (),
-    directory: str | os.PathLike[str] | None = None,
-) -> ResumeProof:
-    """Run a training loop with and without an interruption, in processes of their own, and compare every update.
-
-    Compared are the batches that the loop takes, the metrics that it gives to `ckpt(...)`, and every leaf of what it
-    saves. The loop needs nothing but a `CheckpointCallback`. Jobs of several processes are not proven.
-
-    Args:
-        make_run: a function at the top of a module, called with the directory (a pathlib.Path) to save in; further
-            arguments, plain data, by `functools.partial(function, name=value)`. Or a Python script and its arguments,
-            as after `python`, with "{directory}" in one of them.
-        kill_at: the update, or several in rising order, in which the run is interrupted: before that update is saved.
-        how: "kill": by SIGKILL, once the save under way is committed. "preempt": by SIGTERM, so that it saves and
-            leaves. "raise": by an error out of `ckpt(...)`.
-        timeout_s: seconds for each process, after which it counts as hung.
-        ignore_metrics: metrics that are not compared, as what is taken from the clock: a name, a pattern such as
-            "*_per_s", or several. Of metrics within metrics "timing/**".
-        directory: a new or empty one for all that the runs leave; None: a temporary one. It is removed if all is equal.
-
-    Returns:
-        What was compared.
-
-    Raises:
-        ResumeNotExactError: the runs differ; the first difference, and likely causes.
-        ResumeNotProvenError: they could not be compared.
-        SettingsError: an argument is wrong.
-    """
-    __tracebackhide__ = True
-    stops = _stops(kill_at)
-    one_of("kill", "preempt", "raise")("resume proof: how", how)
-    limit_s = seconds("resume proof: timeout_s", timeout_s)
-    ignores, target = _ignored(ignore_metrics), target_of(make_run)
-    place = new_directory(None if directory is None else Path(directory))
-    runner = Runner(target, place, how, limit_s, ignores=ignores)
-    try:
-        return prove(runner, stops)
-    except AssertionError as failure:
-        raise failure.with_traceback(None) from None  # a test's report ends at the line of the test
-
-
-def prove(runner: Runner, stops: Sequence[int]) -> ResumeProof:
-    """Run it with and without interruptions in these updates, and compare; see `assert_resume_exact`."""
-    attempts = run_interrupted(runner, stops)
-    straight = run_uninterrupted(runner, "uninterrupted", attempts[1].resumed_at or 0)
-    _compare(runner, attempts, straight)
-    if (step := _before_an_evaluation(attempts, straight)) is not None:
-        more = run_interrupted(runner, [step], "interrupted-before-an-evaluation", saves_first=True)
-        _compare(runner, more, straight)
-        attempts += more
-    remove(runner.directory)
-    return _proof(attempts, straight)
-
-
-def _compare(runner: Runner, attempts: list[Attempt], straight: Attempt) -> None:
-    kinds = firsts(differences(attempts, straight))
-    if kinds:
-        evidence = _evidence(runner, attempts, straight, kinds)
-        causes = likely_causes(evidence)
-        raise ResumeNotExactError(report(evidence, causes), tuple(cause.what for cause in causes))
-
-
-def _before_an_evaluation(attempts: list[Attempt], straight: Attempt) -> int | None:
-    """The update after which the loop changes or polls something first, unless the run has resumed at such a one."""
-    found = [each for each in straight.between.values() if each.step != straight.last]
-    changing = [each.step for each in found if each.changed]
-    steps = changing or [each.step for each in found]
-    is_tried = any(attempt.resumed_at in steps for attempt in attempts)
-    return steps[0] if steps and not is_tried else None
-
-
-def _stops(kill_at: int | Sequence[int]) -> list[int]:
-    given: Any = list(kill_at) if isinstance(kill_at, Sequence) else [kill_at]
-    stops = [whole(1)("resume proof: kill_at", stop) for stop in given]
-    if not stops or stops != sorted(set(stops)):
-        raise SettingsError(f"resume proof: kill_at: expected an update, or several in rising order, found {kill_at!r}")
-    return stops
-
-
-def _ignored(patterns: str | Sequence[str]) -> Callable[[str], bool]:
-    given: Any = [patterns] if isinstance(patterns, str) else patterns
-    if not isinstance(given, Collection) or not all(isinstance(each, str) and each for each in given):
-        refuse("resume proof: ignore_metrics", 'a name or pattern of metrics, such as "*_per_s", or several', patterns)
-    return leaf_filter(list(given))
-
-
-def _evidence(runner: Runner, attempts: list[Attempt], straight: Attempt, kinds: dict[Kind, Difference]) -> Evidence:
-    """Once there is a difference: whether the run is the same each time at all."""
-    again = run_uninterrupted(runner, "uninterrupted-again", attempts[1].resumed_at or 0)
-    twin = firsts(differences([again], straight))
-    first = next(iter(kinds.values()))
-    if not twin and first.number == 0:  # before any interruption: as rarely as it may happen, it happened here
-        return Evidence(attempts, straight, kinds, {first.kind: first}, attempts[0])
-    return Evidence(attempts, straight, kinds, twin, again)
-
-
-def _proof(attempts: list[Attempt], straight: Attempt) -> ResumeProof:
-    starts = [attempt.resumed_at for attempt in attempts if attempt.resumed_at is not None]
-    resumed = [update for attempt in attempts if attempt.resumed_at is not None for update in attempt.updates]
-    return ResumeProof(
-        straight.last or 0,
-        tuple(attempt.plan.stop_at for attempt in attempts if attempt.plan.stop_at is not None),
-        tuple(starts),
-        len(resumed),
-        sum(not batch.unseen() for update in resumed if not update.elsewhere for batch in update.batches),
-        tuple(sorted(straight.ignored)),
-    )
+    return f"{attempt.files.folder.name.replace('-', ' ')}: {start}, {end}"

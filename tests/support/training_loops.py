@@ -89,13 +89,13 @@ def update(state: dict[str, Any], batch: dict[str, np.ndarray], rate: float, noi
     return {**state, "w": w - rate * moment, "moment": moment, "step": state["step"] + 1}, float(np.mean(error**2))
 
 
-def train(directory: Path, mistake: str = "", told: bool = True, updates: int = UPDATES) -> None:
+def train(directory: Path, mistake: str = "", reports_metrics: bool = True, updates: int = UPDATES) -> None:
     """Train, or go on training, with one mistake.
 
     Args:
         directory: where it saves.
         mistake: which; none: it resumes exactly.
-        told: whether it gives metrics to its callback.
+        reports_metrics: whether it passes metrics to its callback.
         updates: of the whole training.
     """
     if mistake in ("host generator", "python's generator", "transform"):
@@ -133,10 +133,10 @@ def train(directory: Path, mistake: str = "", told: bool = True, updates: int = 
             ema.add(state["w"])
             saved = {"w": state["w"]} if mistake == "optimizer left out" else state
             saved = before if mistake == "state before" else saved
-            metrics = {"loss": loss} | ({"learning_rate": rate} if mistake == "schedule that is told" else {})
+            metrics = {"loss": loss} | ({"learning_rate": rate} if mistake == "schedule that is reported" else {})
             metrics |= {"updates_per_s": time.perf_counter()} if mistake.startswith("clock") else {}
             more = {"ema": ema} if mistake in ("forgetful object", "object not restored") else {}
-            ckpt(saved, metrics=metrics if told else None, **more)
+            ckpt(saved, metrics=metrics if reports_metrics else None, **more)
 
 
 def wrapped_anew(data: Any) -> Any:

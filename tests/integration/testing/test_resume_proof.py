@@ -44,7 +44,7 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "data not given": (
         functools.partial(train, mistake="data not given"),
         "update 4: loss differs",
-        "the data is not given to ckpt.resume",
+        "the data is not passed to ckpt.resume",
     ),
     "key not in the state": (
         functools.partial(train_with_key, kept=False),
@@ -54,7 +54,7 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "optimizer left out": (
         functools.partial(train, mistake="optimizer left out"),
         "update 4: state/w float64[3] differs in 3 of 3 values, max abs difference",
-        "the optimizer's state is left out",
+        "the optimizer state is not saved",
     ),
     "schedule": (
         functools.partial(train, mistake="schedule"),
@@ -77,7 +77,7 @@ def test_a_mistake_is_found(mistake: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith(first)
     assert caught.value.causes[0].startswith(cause)
     assert f"  1. {cause}"[:100] in str(caught.value)
-    assert "process 1: began anew, was killed (SIGKILL) in update 5" in str(caught.value)
+    assert "process 1: started from the beginning, was killed (SIGKILL) in update 5" in str(caught.value)
 
 
 def test_script_and_function_are_proven_without_jax(run_python: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One mistake in a loop: what differs first is told, and the mistake is the likeliest cause. All in this process."""
+"""One mistake in a loop gives the expected first difference and the most likely cause. All runs in this process."""
 
 from __future__ import annotations
 
@@ -34,51 +34,54 @@ COUNTER, KEY, GENERATOR = "a counter outside of the state", "a PRNG key outside 
 REPEATABLE = "the run is not repeatable"
 DRAWN = "the host's random generator: np.random is drawn from"
 
-# What is told first of a run that is interrupted in update 5 and resumes at 3, and the likeliest cause.
-TOLD = {
+# The first difference of a run that is interrupted in update 5 and resumes at 3, and the most likely cause.
+EXPECTED = {
     "unseeded shuffle": ("update 1: its batch differs", f"{REPEATABLE}: the data is shuffled without a seed"),
     "host generator": ("update 4: loss differs", f"{DRAWN}, and its state is not saved"),
     "unseeded host generator": ("update 1: loss differs", f"{DRAWN} without a seed"),
     "python's generator": ("update 4: loss differs", "the host's random generator: random is drawn from"),
     "own generator": ("update 4: loss differs", KEY),
-    "device": ("update 1: loss differs", f"{REPEATABLE}: something random without a seed"),
+    "device": ("update 1: loss differs", f"{REPEATABLE}: something random has no seed"),
     "rounding": ("update 1: loss differs", f"{REPEATABLE}: operations of the device"),
-    "start": ("at the start: state/w float64[3] differs", f"{REPEATABLE}: what it begins with"),
+    "start": ("at the start: state/w float64[3] differs", f"{REPEATABLE}: its initial state"),
     "transform": ("update 4: its batch differs: in batch/x, 1 of 2 arrays", DRAWN),
-    "set_state": ("update 4: its batch differs", "the data began anew at the resume"),
-    "data made anew": ("update 4: its batch differs", "the data began anew at the resume"),
+    "set_state": ("update 4: its batch differs", "the data restarted at the resume"),
+    "data made anew": ("update 4: its batch differs", "the data restarted at the resume"),
     "order": ("update 4: its batch differs", "the order of the data is not part of its position"),
-    "prefetch": ("update 4: batches that it takes: 1 (uninterrupted) vs 2", "the position in the data that is saved"),
+    "prefetch": ("update 4: number of batches: 1 (uninterrupted) vs 2", "the saved position in the data"),
     "thread": ("update 4: loss differs", "batches are taken by another thread"),
     "forgetful object": (
-        "the state as restored from 3 is not the state after update 3: ema/count differs: 3 (uninterrupted) vs 0",
-        "the state as restored is not the state as saved",
+        "the state restored from step 3 differs from the state after update 3: ema/count differs: 3 (uninterrupted)",
+        "the restored state differs from the saved state",
     ),
-    "object not restored": ("update 4: ema/count differs: 4 (uninterrupted) vs 1", "saved, and never restored: ema"),
-    "data not given": ("update 4: loss differs", "the data is not given to ckpt.resume"),
-    "state not taken": ("update 4: loss differs", "the loop goes on with the state that it gave to ckpt.resume"),
-    "state before": ("update 4: loss differs", "ckpt(...) is given the state from before the update"),
-    "optimizer left out": ("update 4: state/w float64[3] differs", "the optimizer's state is left out"),
+    "object not restored": ("update 4: ema/count differs: 4 (uninterrupted) vs 1", "saved but never restored: ema"),
+    "data not given": ("update 4: loss differs", "the data is not passed to ckpt.resume"),
+    "state not taken": ("update 4: loss differs", "the loop continues with the state that it passed to ckpt.resume"),
+    "state before": ("update 4: loss differs", "ckpt(...) gets the state from before the update"),
+    "optimizer left out": ("update 4: state/w float64[3] differs", "the optimizer state is not saved"),
     "schedule": ("update 4: state/w float64[3] differs", COUNTER),
-    "schedule that is told": ("update 4: learning_rate differs: 0.025 (uninterrupted) vs 0.1 (resumed at 3)", COUNTER),
+    "schedule that is reported": (
+        "update 4: learning_rate differs: 0.025 (uninterrupted) vs 0.1 (resumed at 3)",
+        COUNTER,
+    ),
     "late counter": ("update 5: state/w float64[3] differs", COUNTER),
 }
-LOSS_IS_FIRST = {mistake for mistake, (first, _) in TOLD.items() if "loss differs" in first}
+LOSS_IS_FIRST = {mistake for mistake, (first, _) in EXPECTED.items() if "loss differs" in first}
 
 
-@pytest.mark.parametrize("mistake", TOLD)
+@pytest.mark.parametrize("mistake", EXPECTED)
 def test_a_mistake_is_found(mistake: str, tmp_path: Path) -> None:
-    first, cause = TOLD[mistake]
+    first, cause = EXPECTED[mistake]
     error = failure(functools.partial(train, mistake=mistake), tmp_path, 5)
     assert str(error).startswith(first)
     assert error.causes[0].startswith(cause)
 
 
-@pytest.mark.parametrize("mistake", TOLD)
+@pytest.mark.parametrize("mistake", EXPECTED)
 def test_a_mistake_is_found_in_a_loop_that_tells_no_metrics(mistake: str, tmp_path: Path) -> None:
-    first, cause = TOLD[mistake]
-    error = failure(functools.partial(train, mistake=mistake, told=False), tmp_path, 5)
-    if mistake in LOSS_IS_FIRST or mistake == "schedule that is told":
+    first, cause = EXPECTED[mistake]
+    error = failure(functools.partial(train, mistake=mistake, reports_metrics=False), tmp_path, 5)
+    if mistake in LOSS_IS_FIRST or mistake == "schedule that is reported":
         first = first.partition(":")[0] + ": state/"
     assert str(error).startswith(first)
     assert error.causes[0].startswith(cause)
@@ -96,10 +99,10 @@ def test_only_unsaved_key_is_found(tmp_path: Path) -> None:
     error = failure(functools.partial(train_with_key, kept=False), tmp_path, 5)
     assert str(error).startswith("update 4: loss differs")
     assert error.causes[0].startswith(KEY)
-    assert "seen: nothing that is saved is a PRNG key" in str(error)
+    assert "seen: no PRNG key is saved" in str(error)
 
 
-CLOCK = "a metric that is taken from the clock"
+CLOCK = "a metric that depends on the clock"
 
 
 def test_a_metric_from_the_clock_is_named_and_can_be_left_out(tmp_path: Path) -> None:
@@ -108,8 +111,8 @@ def test_a_metric_from_the_clock_is_named_and_can_be_left_out(tmp_path: Path) ->
     error = failure(clocked, tmp_path, 5)
     assert str(error).startswith("update 1: updates_per_s differs")
     assert error.causes[0].startswith(CLOCK)
-    said = " ".join(str(error).split())
-    assert "in nothing but metrics: updates_per_s do: leave it out: ignore_metrics=['updates_per_s'];" in said
+    text = " ".join(str(error).split())
+    assert "only in metrics: updates_per_s do: ignore it with ignore_metrics=['updates_per_s'];" in text
     proof = prove_here(clocked, tmp_path / "left out", 5, ignores=lambda name: name == "updates_per_s")
     assert (proof.compared_updates, proof.ignored_metrics) == (6, ("updates_per_s",))
 
@@ -137,16 +140,16 @@ def with_two_keys(directory: Path) -> None:
 
 def test_where_key_is_saved_another_generator_is_likelier(tmp_path: Path) -> None:
     error = failure(with_two_keys, tmp_path, 3)
-    assert error.causes[0].startswith("the data is not given")  # there is none: that cannot be known
+    assert error.causes[0].startswith("the data is not passed")  # there is none: that cannot be known
     assert [cause[: len(GENERATOR)] for cause in error.causes].index(GENERATOR) == 1
 
 
-def counts_anew(directory: Path, told: bool = True) -> None:
+def counts_anew(directory: Path, restarts: bool = True) -> None:
     """Names its updates itself, and begins at 1 after a resume too."""
     state, data = {"w": np.zeros(1)}, Batches()
     with jct.CheckpointCallback(directory, save_interval_steps=2) as ckpt:
         state, data = ckpt.resume(state, data)
-        for step in range(6) if told else range(ckpt.completed_steps, ckpt.completed_steps + 6):
+        for step in range(6) if restarts else range(ckpt.completed_steps, ckpt.completed_steps + 6):
             state = {"w": state["w"] + next(data)["x"].sum()}
             ckpt(state, step=step + 1)
 
@@ -154,11 +157,11 @@ def counts_anew(directory: Path, told: bool = True) -> None:
 def test_updates_that_are_counted_anew_are_found(tmp_path: Path) -> None:
     error = failure(counts_anew, tmp_path, 3)
     assert str(error).startswith("after the resume at 2: expected update 3, found 1")
-    assert error.causes[0].startswith("the loop counts its updates anew")
+    assert error.causes[0].startswith("the loop resets its count of updates")
 
 
 def test_a_training_of_another_length_is_found(tmp_path: Path) -> None:
-    error = failure(functools.partial(counts_anew, told=False), tmp_path, 3)
+    error = failure(functools.partial(counts_anew, restarts=False), tmp_path, 3)
     assert str(error).startswith("the run ended after update 6 (uninterrupted) vs 8 (resumed at 2)")
     assert error.causes[0].startswith("the length of the training")
 
@@ -183,7 +186,7 @@ def test_what_differs_before_the_interruption_is_not_put_down_to_the_resume(tmp_
     error = failure(Rare(), tmp_path, 5)
     assert str(error).startswith("update 1: loss differs")
     assert error.causes[0].startswith(REPEATABLE)
-    assert "it was the same that time, but the interrupted run differs before its interruption" in str(error)
+    assert "the interrupted run differs before its interruption" in str(error)
 
 
 def test_run_is_repeated_only_if_there_is_difference(tmp_path: Path) -> None:
@@ -201,7 +204,7 @@ def test_run_is_repeated_only_if_there_is_difference(tmp_path: Path) -> None:
         "uninterrupted",
         "uninterrupted-again",
     ]
-    assert "the uninterrupted run was done once more, as there is a difference: it is repeatable" in str(error)
+    assert "the uninterrupted run was repeated and gave the same result" in str(error)
 
 
 def counts(directory: Path) -> None:

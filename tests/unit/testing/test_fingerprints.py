@@ -185,11 +185,11 @@ def test_of_records_and_arrays_of_objects_the_content_is_compared() -> None:
     assert one.digest == fingerprints.batch_of(Example(np.zeros(3), np.array(["a", "b"], object))).digest
     assert one.digest != fingerprints.batch_of(Example(np.ones(3), np.array(["a", "b"], object))).digest
     assert one.digest != fingerprints.batch_of(Example(np.zeros(3), np.array(["a", "c"], object))).digest
-    assert one.unseen() is None
-    assert fingerprints.batch_of([1, Example(object())]).unseen() == "batch/1/x, an object builtins.object"
+    assert one.opaque_leaf() is None
+    assert fingerprints.batch_of([1, Example(object())]).opaque_leaf() == "batch/1/x, an object builtins.object"
     itself = Example(None)
     itself.x = itself
-    assert "Example" in (fingerprints.batch_of(itself).unseen() or "")
+    assert "Example" in (fingerprints.batch_of(itself).opaque_leaf() or "")
 
 
 def test_of_strange_objects_only_the_type_is_compared() -> None:

@@ -64,14 +64,14 @@ def test_values_beyond_the_limit_are_not_kept_until_they_are_wanted_most(
     with contextlib.closing(RecordWriter(files)) as writer:
         kept = [writer.keep(leaf(digest), lambda: b"1234", 4) for digest in "abc"]
         assert [files.value(each, 4) for each in kept] == [b"1234", b"1234", None]
-        writer.values_are_wanted()
+        writer.reset_value_limit()
         assert files.value(writer.keep(leaf("d"), lambda: b"5678", 4), 4) == b"5678"
 
 
 def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
     assert record_files.new_directory(tmp_path / "a" / "b") == tmp_path / "a" / "b"
     (tmp_path / "a" / "b" / "file").touch()
-    with pytest.raises(jct.SettingsError, match="directory: expected a new or empty one, found files in"):
+    with pytest.raises(jct.SettingsError, match="directory: expected a new or empty directory, found files in"):
         record_files.new_directory(tmp_path / "a" / "b")
 
 

@@ -38,20 +38,20 @@ def local() -> Any:
 @pytest.mark.parametrize(
     ("make_run", "found"),
     [
-        (local(), "define it there, and give what it needs by functools.partial"),
-        (lambda directory: None, "define it there"),
-        (wrapped, "is not it \\(is it decorated"),
-        (Holder(), "expected a function or a list of text"),
-        ("train.py", "expected a function or a list of text; found 'train.py'"),
+        (local(), "define it at the top level, and pass arguments by functools.partial"),
+        (lambda directory: None, "define it at the top level"),
+        (wrapped, "is another object \\(is the function decorated"),
+        (Holder(), "expected a function or a list of strings"),
+        ("train.py", "expected a function or a list of strings, found 'train.py'"),
         ([], "a script and its arguments"),
-        (["train.py", 3], "all of them text"),
-        (["no_such.py", "{directory}"], "which is no file in"),
+        (["train.py", 3], "all of them strings"),
+        (["no_such.py", "{directory}"], "which is not a file in"),
         (["-m"], "the name of a module after -m"),
-        (["-m", "x", "--to", "a"], r'"\{directory\}" in one of the arguments'),
-        (functools.partial(at_the_top, "positional"), "arguments by name only"),
+        (["-m", "x", "--to", "a"], r'"\{directory\}", the directory to save in, in one of'),
+        (functools.partial(at_the_top, "positional"), "keyword arguments only"),
         (functools.partial(at_the_top, other=1), "unexpected keyword argument 'other'"),
-        (functools.partial(at_the_top, word=(1, 2)), "that another process can be given"),
-        (functools.partial(at_the_top, word=object()), "that another process can be given"),
+        (functools.partial(at_the_top, word=(1, 2)), "that can be passed to another process"),
+        (functools.partial(at_the_top, word=object()), "that can be passed to another process"),
     ],
 )
 def test_what_fresh_process_could_not_run_is_refused(make_run: Any, found: str) -> None:
@@ -61,5 +61,5 @@ def test_what_fresh_process_could_not_run_is_refused(make_run: Any, found: str) 
 
 def test_a_function_that_takes_no_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(at_the_top, "__signature__", inspect.signature(local), raising=False)
-    with pytest.raises(jct.SettingsError, match="that can be called with a directory; found too many positional"):
+    with pytest.raises(jct.SettingsError, match="a function that accepts a directory, found too many positional"):
         target_of(at_the_top)
