@@ -1,1 +1,1 @@
-"""The command `jaxckpt`: looks at runs and checkpoints, moves them, and changes them into other formats and back."""
+"""The command `jaxckpt`, which inspects, verifies, moves and converts runs and checkpoints."""

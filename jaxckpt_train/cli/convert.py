@@ -1,10 +1,6 @@
-"""`jaxckpt average`: makes a checkpoint of the mean of several steps of a run.
+"""The commands that write a converted checkpoint: `jaxckpt import`, `export` and `average`.
 
-`jaxckpt import`: makes a checkpoint of ours of what another tool has written, or of another one of ours.
-
-`jaxckpt export`: writes a checkpoint for another tool.
-
-Operations on trees as commands take them: one by one, or a file of them; and what they would change.
+All three apply operations to a tree, print the plan, and then copy the arrays in pieces, so memory stays limited.
 """
 
 from __future__ import annotations
@@ -71,8 +67,8 @@ Operations = Annotated[
     typer.Option(
         "--op",
         "-o",
-        help="A change of the tree, such as 'rename model/** params/**', 'drop head/**', 'cast ** bfloat16', "
-        "'stack layers/{}/** layers/**', 'transpose */kernel 1,0'; several are applied in their order.",
+        help="An operation on the tree, such as 'rename model/** params/**', 'drop head/**', 'cast ** bfloat16', "
+        "'stack layers/{}/** layers/**', 'transpose */kernel 1,0'. Several are applied in the given order.",
         show_default=False,
     ),
 ]
@@ -80,63 +76,66 @@ OperationsFile = Annotated[
     str | None,
     typer.Option(
         "--transforms",
-        help="A file of such changes, JSON or YAML.",
+        help="A JSON or YAML file with a list of operations.",
         show_default=False,
     ),
 ]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", "-n", help="Print what would be changed and written; write nothing.")
-]
+DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Print what would change, and write nothing.")]
 GB = 10**9
 SHARD_BYTES, SEPARATOR = 5 * GB, "."
 MOST_NAMED = 5
 _NNX = (
-    "Orbax restores this state of Flax NNX onto nested dicts (nnx.to_pure_dict); onto nnx.state(model) with "
-    "--op 'rename ** **/value'"
+    "Orbax restores this state of Flax NNX into nested dicts (nnx.to_pure_dict). To restore it into nnx.state(model), "
+    "export it with --op 'rename ** **/value'."
 )
 ExportOut = Annotated[
     str,
     typer.Argument(
         metavar="OUT",
-        help="The folder to write; safetensors: one file, if its name ends in .safetensors.",
+        help="The folder to write. For safetensors, a name that ends in .safetensors makes a single file.",
         show_default=False,
     ),
 ]
-To = Annotated[str, typer.Option("--to", help="safetensors (as Hugging Face lays models out), or orbax (a step).")]
+To = Annotated[str, typer.Option("--to", help="safetensors (in the layout of Hugging Face) or orbax (a step).")]
 PartToWrite = Annotated[
     str | None,
     typer.Option(
-        "--part", "-p", help="Which checkpointable, a tree; else 'state', or the only tree.", show_default=False
+        "--part", "-p", help="The checkpointable, a tree. Default: 'state', or the only tree.", show_default=False
     ),
 ]
 Only = Annotated[
     list[str] | None,
     typer.Option(
         "--only",
-        help="Leaf paths or patterns to write, as the operations leave the tree; else all.",
+        help="Leaf paths or patterns to write, after all operations. Default: all.",
         show_default=False,
     ),
 ]
 ShardGb = Annotated[
     float | None,
-    typer.Option("--shard-gb", help="safetensors: a file has at most so many GB of tensors.", show_default="5.0"),
+    typer.Option("--shard-gb", help="safetensors: the most GB of tensors in one file.", show_default="5.0"),
 ]
 Separator = Annotated[
     str | None,
-    typer.Option("--separator", help="safetensors: between the keys of a path in a name.", show_default="."),
+    typer.Option("--separator", help="safetensors: the text between the keys of a path.", show_default="."),
 ]
 Item = Annotated[
-    str | None, typer.Option("--item", help="orbax: another name for the item of the tree.", show_default=False)
+    str | None,
+    typer.Option(
+        "--item",
+        help="orbax: the name of the item of the tree. Default: the name of the checkpointable.",
+        show_default=False,
+    ),
 ]
 READ_BUDGET_MIB = 384
-"""Two chunks of 64 MiB can be decoded in it at a time: each is there as it is stored, decoded, and as an array."""
+"""Enough to decode two chunks of 64 MiB at a time: each is held as stored, decoded, and as an array."""
 ImportOut = Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write.", show_default=False)]
 PartToTake = Annotated[
     str | None,
     typer.Option(
         "--part",
         "-p",
-        help="Which checkpointable, a tree; else all, and operations change 'state', or the only tree.",
+        help="The checkpointable, a tree. Default: all, and operations change 'state', or the only tree.",
         show_default=False,
     ),
 ]
@@ -146,30 +145,30 @@ Budget = Annotated[
         metavar="MIB",
         min=1,
         max=1 << 20,
-        help="How much memory reading may take, but for two larger chunks, and for operations that change values or "
-        "shapes; writing takes 96 MiB more.",
+        help="The memory limit for reading, except for larger chunks and for operations that change values or shapes. "
+        "Writing takes 96 MiB more.",
     ),
 ]
 LAST = 5
 LEAVES = "params/**"
 _log = logging.getLogger("jaxckpt_train")
 Last = Annotated[
-    int | None, typer.Option("--last", "-l", min=2, help="How many of the newest whole steps.", show_default=str(LAST))
+    int | None, typer.Option("--last", "-l", min=2, help="The number of newest valid steps.", show_default=str(LAST))
 ]
 LeavesToAverage = Annotated[
-    str, typer.Option("--leaves", help="Leaf path or pattern to average; the rest is that of the newest step.")
+    str, typer.Option("--leaves", help="Leaf path or pattern to average. Other leaves are taken from the newest step.")
 ]
 PartToAverage = Annotated[
     str | None,
-    typer.Option("--part", "-p", help="The checkpointable; else 'state', or the only tree.", show_default=False),
+    typer.Option("--part", "-p", help="The checkpointable. Default: 'state', or the only tree.", show_default=False),
 ]
 
 
 def chosen_operations(file: str | None, texts: list[str] | None) -> tuple[Operation, ...]:
-    """The operations of a file, and then those of the command line.
+    """Parse the operations of a file, followed by those of the command line.
 
     Raises:
-        SettingsError: one is none, or the file holds no list of them.
+        SettingsError: an operation is not valid, or the file does not contain a list of operations.
         StorageError: the file cannot be read.
     """
     found, texts = tuple[Operation, ...](), texts or []
@@ -191,20 +190,20 @@ def _decoded(path: str, data: bytes) -> Any:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
-        raise SettingsError(f"{path}: not JSON: {not_json}; YAML is read where PyYAML is installed") from not_json
+        raise SettingsError(f"{path}: expected JSON, found {not_json}. For YAML install PyYAML.") from not_json
     try:
         return yaml.safe_load(data)
     except yaml.YAMLError as error:
-        raise SettingsError(f"{path}: neither JSON nor YAML: {' '.join(str(error).split())}") from error
+        raise SettingsError(f"{path}: expected JSON or YAML, found {' '.join(str(error).split())}") from error
 
 
 def changed(opened: Opened, part: str, operations: tuple[Operation, ...]) -> Transformed:
-    """The opened checkpoint with operations applied to one of its trees; nothing is read yet."""
+    """Apply operations to one tree of an opened checkpoint, without reading arrays."""
     return apply_operations(opened.files, opened.committed, part, operations, opened.settings)
 
 
 def plan_json(transformed: Transformed) -> list[dict[str, Any]]:
-    """The plan as JSON has it."""
+    """Return the plan of the operations for JSON."""
     return [
         {"op": name, "changes": [{"from": old, "to": new} for old, new in changes]}
         for name, changes in transformed.plan
@@ -212,7 +211,7 @@ def plan_json(transformed: Transformed) -> list[dict[str, Any]]:
 
 
 def print_plan(transformed: Transformed) -> None:
-    """The plan for people; of very many changes of one operation the first ones."""
+    """Print the plan of the operations, with at most `MOST_SHOWN` changes for each."""
     for number, (name, changes) in enumerate(transformed.plan, 1):
         print_text(f"{number}. {name}: {len(changes)} {'change' if len(changes) == 1 else 'changes'}")
         rows = [["  " + old, "->", new] for old, new in changes[:MOST_SHOWN]]
@@ -243,29 +242,29 @@ def export(
         opened = open_at(BACKEND, absolute(path), step_number(step))
         source, name, plan = prepared(opened, part, only, chosen_operations(transforms, op))
         others = [] if part else [each.name for each in opened.committed.manifest.parts if each.name != name]
-        told: dict[str, Any] = {"from": opened.path, "to": absolute(out), "format": to, "plan": plan_json(plan)}
-        told["skipped"] = opened.skipped
+        document: dict[str, Any] = {"from": opened.path, "to": absolute(out), "format": to, "plan": plan_json(plan)}
+        document["skipped"] = opened.skipped
         if not as_json:
             print_plan(plan)
         if dry_run:
-            told |= to_be_written(source, [name])
+            document |= to_be_written(source, [name])
         else:
-            refuse_destination(BACKEND, told["to"])
-            told |= _write(source, name, told["to"], form, as_json)
+            refuse_destination(BACKEND, document["to"])
+            document |= _write(source, name, document["to"], form, as_json)
         if as_json:
-            print_json({**told, "left_out": [*told.get("left_out", ()), *others]})
+            print_json({**document, "left_out": [*document.get("left_out", ()), *others]})
             return
-        print_text(to_be_written_text(told) if dry_run else _written_text(told))
-        if told.get("left_out"):
-            print_text(f"left out, as safetensors has nothing for them: {', '.join(told['left_out'])}")
-        for note in told.get("notes", ()):
+        print_text(to_be_written_text(document) if dry_run else _written_text(document))
+        if document.get("left_out"):
+            print_text(f"left out, because safetensors cannot hold them: {', '.join(document['left_out'])}")
+        for note in document.get("notes", ()):
             print(note, file=sys.stderr)
         if others:
-            print(f"left out, as only {name!r} is written: {', '.join(map(repr, others))}", file=sys.stderr)
+            print(f"left out, because only {name!r} is written: {', '.join(map(repr, others))}", file=sys.stderr)
 
 
 class _Form(NamedTuple):
-    """How a checkpoint is written: for which tool, and what that one has to be told."""
+    """The format to write, with its options."""
 
     to: str
     shard_bytes: int
@@ -278,12 +277,15 @@ def _form(to: str, out: str, shard_gb: float | None, separator: str | None, item
     if to not in ("safetensors", "orbax"):
         raise SettingsError(f'--to: expected "safetensors" or "orbax", found {to!r}')
     if to != "orbax" and item is not None:
-        raise SettingsError("--item: expected --to orbax with it, which it is for")
+        raise SettingsError(f"--item: expected --to orbax, found --to {to}: it has no effect with another format")
     if to != "safetensors" and (shard_gb is not None or separator is not None):
-        raise SettingsError("--shard-gb and --separator: expected --to safetensors with them, which they are for")
+        raise SettingsError(
+            f"--shard-gb and --separator: expected --to safetensors, found --to {to}: they have no effect with another "
+            "format"
+        )
     single_file = to == "safetensors" and out.endswith(".safetensors")
     if single_file and shard_gb is not None:
-        raise SettingsError(f"--shard-gb: expected a folder to write several files into, found the one file {out!r}")
+        raise SettingsError(f"--shard-gb: expected a folder for several files, found the single file {out!r}")
     shard_bytes = SHARD_BYTES if shard_gb is None else _bytes_of(shard_gb)
     own_separator = SEPARATOR if separator is None else text("--separator", separator)
     return _Form(to, shard_bytes, own_separator, item, single_file)
@@ -291,31 +293,31 @@ def _form(to: str, out: str, shard_gb: float | None, separator: str | None, item
 
 def _bytes_of(shard_gb: float) -> int:
     shard_bytes = shard_gb * GB
-    if not 1 <= shard_bytes < math.inf:  # nan neither
+    if not 1 <= shard_bytes < math.inf:  # also refuses nan
         refuse("--shard-gb", "a number of GB above 0", shard_gb)
     return int(shard_bytes)
 
 
-def _written_text(told: dict[str, Any]) -> str:
-    return f"{told['to']}: {bytes_text(told['bytes'])}, {', '.join(told['files'])}"
+def _written_text(document: dict[str, Any]) -> str:
+    return f"{document['to']}: {bytes_text(document['bytes'])}, {', '.join(document['files'])}"
 
 
 def to_be_written(source: Opened, parts: list[str]) -> dict[str, int]:
-    """How many leaves some parts of a checkpoint have, and how many bytes."""
+    """Return the numbers of leaves and bytes of some parts of a checkpoint."""
     leaves = sum(name.partition("/")[0] in parts for name in leaves_by_name(source))
     return {"leaves": leaves, "bytes": sum(part_bytes(source, name) for name in parts)}
 
 
-def to_be_written_text(told: dict[str, Any]) -> str:
-    """What a dry run says of that."""
-    leaves = told["leaves"]
-    return f"{told['to']}: would have {leaves:,} {'leaf' if leaves == 1 else 'leaves'}, {bytes_text(told['bytes'])}"
+def to_be_written_text(document: dict[str, Any]) -> str:
+    """Return the summary that a dry run prints."""
+    leaves, size = document["leaves"], bytes_text(document["bytes"])
+    return f"{document['to']}: would have {leaves:,} {'leaf' if leaves == 1 else 'leaves'}, {size}"
 
 
 def prepared(
     opened: Opened, part: str | None, only: list[str] | None, operations: tuple[Operation, ...]
 ) -> tuple[Opened, str, Any]:
-    """The checkpoint with its tree changed, and without what was not chosen; the name of that; and the plan."""
+    """Apply the operations and `--only` to a tree; return the checkpoint, the name of the tree, and the plan."""
     found = opened.part(part)
     name, trees = found.name, opened.trees
     if name not in trees:
@@ -326,13 +328,13 @@ def prepared(
     transformed = changed(opened, name, operations)
     source = dataclasses.replace(opened, files=transformed.files, committed=transformed.committed)
     if only:
-        chosen = changed(source, name, (_Keep(only, opened.path),))
+        chosen = changed(source, name, (_Select(only, opened.path),))
         source = dataclasses.replace(source, files=chosen.files, committed=chosen.committed)
     return source, name, transformed
 
 
-class _Keep(Operation):
-    """Leave out what was not chosen."""
+class _Select(Operation):
+    """Keeps only the leaves that match `--only`."""
 
     name = "only"
 
@@ -340,11 +342,11 @@ class _Keep(Operation):
         self._only, self._path = only, path
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """Drop the others."""
+        """Drop the leaves that match no pattern."""
         idle = idle_pattern(self._only, leaves)
         if idle is not None:
             raise MismatchError(
-                f"{self._path}: --only {idle!r} selects none of the {len(leaves)} leaves that are there after all "
+                f"{self._path}: --only {idle!r} selects none of the {len(leaves)} leaves after all "
                 f"operations{suggestion(idle, leaves)}: {describe_keys(str(idle), leaves)}"
             )
         selected = leaf_filter(self._only)
@@ -354,7 +356,7 @@ class _Keep(Operation):
 
 
 def _texts(custom: object) -> dict[str, str]:
-    """Of custom metadata what a safetensors file can hold."""
+    """Return the entries of the custom metadata that safetensors can hold: text."""
     return {name: text for name, text in custom.items() if isinstance(text, str)} if isinstance(custom, dict) else {}
 
 
@@ -384,17 +386,17 @@ def _write_safetensors(
         metadata=_texts(metadata_of(source).get("custom_metadata")) | {"format": "pt"},
         progress=advance,
     )
-    notes = [_told_of_keys(found.prng_keys)] if found.prng_keys else []
-    told = {"bytes": found.nbytes, "files": list(found.files), "left_out": list(found.left_out)}
-    return {**told, "prng_keys": list(found.prng_keys), "notes": notes}
+    notes = [_note_of_keys(found.prng_keys)] if found.prng_keys else []
+    document = {"bytes": found.nbytes, "files": list(found.files), "left_out": list(found.left_out)}
+    return {**document, "prng_keys": list(found.prng_keys), "notes": notes}
 
 
-def _told_of_keys(keys: Sequence[str]) -> str:
-    count = f"{len(keys):,} PRNG {'key is' if len(keys) == 1 else 'keys are'} written as bare integers"
+def _note_of_keys(keys: Sequence[str]) -> str:
+    count = f"{len(keys):,} PRNG {'key is' if len(keys) == 1 else 'keys are'} written as plain integers"
     more = f" and {len(keys) - MOST_NAMED:,} more" if len(keys) > MOST_NAMED else ""
     return (
-        f"{count}, as safetensors has none: {', '.join(keys[:MOST_NAMED])}{more}; no target that has keys there takes "
-        "them: leave them out by --op 'drop PATTERN'"
+        f"{count}, because safetensors has no keys: {', '.join(keys[:MOST_NAMED])}{more}. They cannot be loaded into a "
+        "target with keys. Use --op 'drop PATTERN' to leave them out."
     )
 
 
@@ -429,35 +431,35 @@ def import_(
 ) -> None:
     """Convert a checkpoint of Orbax, PyTorch, safetensors or Flax, and transform its tree if asked to.
 
-    Arrays pass through memory one after the other; what is written has digests from then on. Where large chunks are
-    to be decoded, memory in huge pages halves the time: the command begins itself again with GLIBC_TUNABLES set so.
+    Arrays pass through memory in pieces, and the result has digests. If large chunks have to be decoded, the command
+    restarts itself with GLIBC_TUNABLES set for huge pages, which halves the time.
     """
     with reported_errors(as_json):
         final = absolute(out)
         opened = open_at(BACKEND, absolute(path), step_number(step))
         source, name, plan = prepared(opened, part, only, chosen_operations(transforms, op))
-        told: dict[str, Any] = {"from": opened.path, "kind": opened.kind, "to": final, "plan": plan_json(plan)}
-        told["skipped"] = opened.skipped
+        document: dict[str, Any] = {"from": opened.path, "kind": opened.kind, "to": final, "plan": plan_json(plan)}
+        document["skipped"] = opened.skipped
         if not as_json:
             print_plan(plan)
         if dry_run:
             parts = [each.name for each in source.committed.manifest.parts] if part is None else [name]
-            told |= to_be_written(source, parts)
+            document |= to_be_written(source, parts)
         else:
             make_room(final)
             info = {"created": now_text(), **metadata_of(opened), **import_info(opened)}
             chosen = None if part is None else [name]
-            told["bytes"] = write_prepared(source, final, info, chosen, read_budget_mib, as_json)
+            document["bytes"] = write_prepared(source, final, info, chosen, read_budget_mib, as_json)
         if as_json:
-            print_json(told)
+            print_json(document)
         else:
-            print_text(to_be_written_text(told) if dry_run else f"{final}: {bytes_text(told['bytes'])}")
+            print_text(to_be_written_text(document) if dry_run else f"{final}: {bytes_text(document['bytes'])}")
 
 
 def write_prepared(
     source: Opened, final: str, info: dict[str, Any], parts: list[str] | None, read_budget_mib: int, as_json: bool
 ) -> int:
-    """Write what `prepared` gave as a checkpoint of this package, with a progress line; the bytes of its data."""
+    """Write a checkpoint from the result of `prepared` with a progress line, and return its data size in bytes."""
     with progress("writing", None, as_json) as advance:
         committed = copy_checkpoint(
             source.files,
@@ -475,7 +477,7 @@ def write_prepared(
 
 
 def make_room(final: str) -> None:
-    """Refuse a name that is taken or must not be; remove what an import that was killed has left of this one."""
+    """Refuse a name that exists or is not allowed, and remove the temporary files of a killed import of this name."""
     refuse_existing_name(final)
     refuse_temporary_name(final)
     refuse_destination(BACKEND, final)
@@ -483,7 +485,7 @@ def make_room(final: str) -> None:
 
 
 def now_text() -> str:
-    """This moment, as manifests have it."""
+    """Return the current time in the format of manifests."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
@@ -496,7 +498,12 @@ def _checked_steps(steps: list[str] | None) -> list[str] | None:
 Steps = Annotated[
     list[str] | None,
     typer.Option(
-        "--step", "-s", metavar="NUMBER", callback=_checked_steps, help="Which steps, instead.", show_default=False
+        "--step",
+        "-s",
+        metavar="NUMBER",
+        callback=_checked_steps,
+        help="The steps to average, instead of the newest.",
+        show_default=False,
     ),
 ]
 
@@ -515,7 +522,8 @@ def average(
 ) -> None:
     """Write a checkpoint whose parameters are the mean of those of the last steps of a run.
 
-    Floating-point leaves are summed in double precision and rounded once. All else is that of the newest of the steps.
+    Floating-point leaves are summed in double precision and rounded once. Everything else is taken from the newest of
+    the steps.
     """
     with reported_errors(as_json):
         path, final = absolute(run), absolute(out)
@@ -550,32 +558,35 @@ def average(
 
 
 def _steps(path: str, last: int | None, chosen: list[str] | None) -> tuple[list[StepStatus], list[str]]:
-    """The steps to average, the newest last, and the names of those that are damaged and passed over."""
+    """Return the steps to average, the newest last, and the names of the damaged steps that are skipped."""
     looks = inspect_run(BACKEND, path)
-    whole = [look for look in looks if look.entry is not None and look.is_current and look.problem is None]
+    valid = [look for look in looks if look.entry is not None and look.is_current and look.problem is None]
     if chosen:
         if last is not None:
             raise SettingsError("--last and --step: expected one of them, found both")
-        return _named(path, whole, chosen), []
+        return _named(path, valid, chosen), []
     count = LAST if last is None else last
-    if len(whole) < max(2, last or 0):
-        raise StepNotFoundError(f"{path}: expected {max(2, last or 0)} whole steps to average, found {len(whole)}")
-    taken = whole[-count:]
+    if len(valid) < max(2, last or 0):
+        raise StepNotFoundError(f"{path}: expected {max(2, last or 0)} valid steps to average, found {len(valid)}")
+    taken = valid[-count:]
     bad = [each for each in looks if each.problem is not None and each.step > taken[0].step]
     for look in bad:
         if look.refusal is not None:
-            raise look.refusal  # it may be whole
+            raise look.refusal  # the step is unreadable, but it may be valid
         _log.warning("%s/%s is skipped: %s", path, look.name, look.problem)
     return taken, [look.name for look in bad]
 
 
-def _named(path: str, whole: list[StepStatus], chosen: list[str]) -> list[StepStatus]:
+def _named(path: str, valid: list[StepStatus], chosen: list[str]) -> list[StepStatus]:
     wanted = {step_number(step) for step in chosen}
-    found = [look for look in whole if look.step in wanted]
+    found = [look for look in valid if look.step in wanted]
     missing = wanted.difference(look.step for look in found)
     if missing:
-        there = ", ".join(str(look.step) for look in whole[-LAST:]) or "none"
-        raise StepNotFoundError(f"{path}: has no whole step {', '.join(map(str, missing))}; the last ones are {there}")
+        there = ", ".join(str(look.step) for look in valid[-LAST:]) or "none"
+        raise StepNotFoundError(
+            f"{path}: expected valid steps, found no valid step {', '.join(map(str, missing))}; the last "
+            f"ones are {there}"
+        )
     if len(found) < 2:
-        raise SettingsError(f"--step: expected two steps or more, found {', '.join(chosen)}")
+        raise SettingsError(f"--step: expected at least two steps, found {', '.join(chosen)}")
     return found

@@ -1,4 +1,4 @@
-"""`jaxckpt doctor`: is all well with a run, and with the disk that it is on?"""
+"""The command `jaxckpt doctor`, which checks a run and the disk that it is on."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ LEAST_FILES = 1000
 Path = Annotated[
     str,
     typer.Argument(
-        metavar="PATH", help="A run, or any directory to save to; it may not exist yet.", show_default=False
+        metavar="PATH", help="A run, or any directory to save to, which need not exist yet.", show_default=False
     ),
 ]
 Size = Annotated[
-    int, typer.Option("--size-mib", min=0, help="How large a file the disk is tried with; 0: it is not tried.")
+    int, typer.Option("--size-mib", min=0, help="The size of the file for the test of the disk. 0: no test.")
 ]
 
 
@@ -67,11 +67,11 @@ class _Found:
 def doctor(path: Path, size_mib: Size = 256, as_json: Json = False) -> None:
     """Examine a run and its disk: versions, free space, speed, owner, damaged steps, and the cost of a crash.
 
-    Each operation that a run needs is tried in a directory that is removed again, and the speed with a file that has no
-    name. Ends with 1 if there is a warning.
+    It tests each operation that a run needs in a temporary directory, and the speed with an unnamed file. Exits with 1
+    if there is a warning.
     """
     with reported_errors(as_json):
-        found = _look(absolute(path), size_mib * MIB, as_json)
+        found = _examine(absolute(path), size_mib * MIB, as_json)
         if as_json:
             print_json(_json_of(found))
         else:
@@ -80,7 +80,7 @@ def doctor(path: Path, size_mib: Size = 256, as_json: Json = False) -> None:
             raise typer.Exit(int(Code.WRONG))
 
 
-def _look(path: str, nbytes: int, as_json: bool) -> _Found:
+def _examine(path: str, nbytes: int, as_json: bool) -> _Found:
     folder = path if file_exists(path) else os.path.dirname(path)
     if not is_directory(folder):
         found = _what_is_at(folder)
@@ -93,9 +93,9 @@ def _look(path: str, nbytes: int, as_json: bool) -> _Found:
         operations = try_operations(BACKEND, folder) if nbytes else []
         trial = _try(folder, min(nbytes, files.free_bytes // 4), as_json)
     except CheckpointError as error:
-        warnings.append(f"the disk failed its trial: {error}")
+        warnings.append(f"the disk failed its test: {error}")
     warnings += [
-        f"{operation.name} does not work here, which runs need: {operation.problem}"
+        f"{operation.name}, which a run needs, does not work here: {operation.problem}"
         for operation in operations
         if operation.problem and operation.is_needed
     ]
@@ -106,18 +106,18 @@ def _look(path: str, nbytes: int, as_json: bool) -> _Found:
 
 
 def _what_is_at(path: str) -> str:
-    """What there is in place of a directory."""
+    """Describe what exists in place of a directory."""
     if is_file(path):
         return "a file"
     if link_target(path) is not None:
-        return "a link to nothing"
-    return "something else" if file_exists(path) else "neither"
+        return "a broken link"
+    return "another kind of file" if file_exists(path) else "nothing"
 
 
 def _try(folder: str, nbytes: int, as_json: bool) -> DiskTrial | None:
     if not nbytes:
         return None
-    with progress("trying the disk", 2 * nbytes, as_json) as advance:
+    with progress("testing the disk", 2 * nbytes, as_json) as advance:
         return try_disk(BACKEND, folder, nbytes, advance)
 
 
@@ -125,12 +125,12 @@ def _short_of_room(files: FileSystem, newest_bytes: int) -> list[str]:
     found = []
     if files.free_bytes < max(MIB, ROOM_FOR_STEPS * newest_bytes):
         found.append(
-            f"{bytes_text(files.free_bytes)} are free, and a step has {bytes_text(newest_bytes)}: free some space"
+            f"only {bytes_text(files.free_bytes)} is free, a step takes {bytes_text(newest_bytes)}: free some space"
         )
     if files.free_files is not None and files.free_files < LEAST_FILES:
-        found.append(f"the file system takes {files.free_files} more files only: remove some")
+        found.append(f"the file system has room for only {files.free_files} more files: remove some")
     if files.kind in IN_MEMORY:
-        found.append(f"{files.kind} at {files.mount} is memory: all in it is gone once this machine is started anew")
+        found.append(f"{files.kind} at {files.mount} is in memory: its files are lost when this machine restarts")
     return found
 
 
@@ -184,7 +184,7 @@ def _print(found: _Found) -> None:
     print_text(f"file system: {files.kind} at {files.mount}, {bytes_text(files.free_bytes)} of "
           f"{bytes_text(files.total_bytes)} free")  # fmt: skip
     if not found.is_there:
-        print_text(f"{found.path}: is not there yet; looked at was the directory above it")
+        print_text(f"{found.path}: does not exist yet; its parent directory was tested")
     for operation in found.operations:
         if operation.problem and not operation.is_needed:
             print_text(f"{operation.name}: {operation.problem}")
@@ -205,27 +205,27 @@ def _print(found: _Found) -> None:
 
 def _print_run(run: RunHealth) -> None:
     owner = run.owner
-    told = "nobody" if owner is None else f"{owner.name}, {'alive' if owner.is_alive else 'dead'}"
+    owned_by = "none" if owner is None else f"{owner.name}, {'alive' if owner.is_alive else 'dead'}"
     heard = "" if owner is None else f", last heard of {age_text(owner.silent_s)} ago"
-    print_text(f"owner: {told}{heard}")
+    print_text(f"owner: {owned_by}{heard}")
     unread = f"; {len(run.refused):,} cannot be read" if run.refused else ""
     counts = f"{run.committed:,} committed, {len(run.damaged):,} damaged; {len(run.uncommitted):,} not committed"
     print(f"steps: {counts}{unread}")
     if run.newest is not None and run.newest_age_s is not None:
         print_text(
-            f"newest whole step: {run.newest.step}, {age_text(run.newest_age_s)} old, {bytes_text(run.newest.nbytes)}"
+            f"newest valid step: {run.newest.step}, {age_text(run.newest_age_s)} old, {bytes_text(run.newest.nbytes)}"
         )
     if run.at_risk is not None:
         print_text(_risk_text(run.at_risk))
 
 
 def _risk_text(risk: AtRisk) -> str:
-    since = "the beginning" if risk.since is None else f"step {risk.since}"
+    since = "the start" if risk.since is None else f"step {risk.since}"
     updates = (
         f"{risk.updates:,} {'update' if risk.updates == 1 else 'updates'} since {since}" if risk.updates else "nothing"
     )
     heard = age_text(risk.heard_s)
     if risk.is_live:
-        return f"if the job died now: {updates} would be lost, as far as was heard {heard} ago"
+        return f"if the job died now: {updates} would be lost (last record {heard} ago)"
     was = "were" if risk.updates > 1 else "was"
     return f"the last training ended {heard} ago ({risk.how}), and {updates} {was} lost"

@@ -1,11 +1,4 @@
-"""`jaxckpt ls`: the steps of a run.
-
-`jaxckpt stats`: what the values of arrays are.
-
-`jaxckpt diff`: how two checkpoints differ.
-
-`jaxckpt show`: what is in a checkpoint.
-"""
+"""The commands that show runs and checkpoints: `jaxckpt ls`, `show`, `stats` and `diff`."""
 
 from __future__ import annotations
 
@@ -72,10 +65,12 @@ MAX_CHARACTERS = 60
 MOST_EXACT = 1 << 53
 MOST_VALUE_BYTES = 1 << 20
 MAX_VALUE_CHARACTERS = 4000
-MOST_FILES = 8  # of one checkpointable, for people
+MOST_FILES = 8  # printed files of one checkpointable
 _ONLY = {"only_a": "only in the first", "only_b": "only in the second"}
 First = Annotated[str, typer.Argument(metavar="A", help="A checkpoint, step or run.", show_default=False)]
-Second = Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)]
+Second = Annotated[
+    str, typer.Argument(metavar="B", help="The checkpoint, step or run to compare with A.", show_default=False)
+]
 StepOfA = Annotated[str | None, step_option("--step-a", help_text="Of a run: which step of A.")]
 StepOfB = Annotated[str | None, step_option("--step-b", help_text="Of a run: which step of B.")]
 OnlyOption = Annotated[
@@ -85,7 +80,10 @@ Selected = Callable[[str], bool]
 BARS = " ▁▂▃▄▅▆▇█"
 MOST_NAMED = 5
 WithHistogram = Annotated[
-    bool, typer.Option("--histogram/--no-histogram", help="Counts of values in bins of one width; reads twice.")
+    bool,
+    typer.Option(
+        "--histogram/--no-histogram", help="Show counts of values in bins of equal width; needs a second read."
+    ),
 ]
 
 
@@ -107,7 +105,7 @@ def show(
 
 
 class _Item(NamedTuple):
-    """A JSON file of a checkpointable that is no tree: its value, or why there is none."""
+    """A JSON file of a checkpointable that is not a tree: its value, or the reason why it is not shown."""
 
     part: str
     file: str
@@ -134,7 +132,7 @@ def _item(opened: Opened, part: str, file: FileRecord) -> _Item:
     except CheckpointError as error:
         return _Item(part, file.file, why_not=str(error), error=error)
     except (ValueError, RecursionError):
-        return _Item(part, file.file, why_not="no JSON")
+        return _Item(part, file.file, why_not="not JSON")
 
 
 def _whole(digits: str) -> int | str:
@@ -144,12 +142,12 @@ def _whole(digits: str) -> int | str:
 def chosen_leaves(
     opened: Opened, part: str | None, patterns: list[str] | None
 ) -> dict[str, tuple[LeafRecord, ArrayRecord | None]]:
-    """The leaves that a user has chosen, by the name of their checkpointable and their leaf path.
+    """Return the leaves that the options select, by `checkpointable/leaf path`.
 
-    A pattern is of the leaf path, or of that with the name of the checkpointable before it.
+    A pattern may match the leaf path, or the leaf path after the name of the checkpointable.
 
     Raises:
-        MismatchError: it chooses none.
+        MismatchError: a pattern selects no leaf.
     """
     leaves = leaves_by_name(opened)
     if part is not None:
@@ -164,12 +162,12 @@ def chosen_leaves(
             f"{opened.path}: {idle!r} selects none of {len(leaves)} leaves{suggestion(idle, paths)}: "
             f"{describe_keys(str(idle), paths)}"
         )
-    selected = _shown_leaves(patterns)
+    selected = _leaf_selection(patterns)
     return {name: leaf for name, leaf in leaves.items() if selected(name)}
 
 
-def _shown_leaves(only: Only) -> Callable[[str], bool]:
-    """Of leaf paths with the name of their checkpointable before them."""
+def _leaf_selection(only: Only) -> Callable[[str], bool]:
+    """Return a predicate of `checkpointable/leaf path`."""
     chosen = leaf_filter(only)
     return lambda name: chosen(name) or chosen(name.partition("/")[2])
 
@@ -214,19 +212,19 @@ def _leaf_json(opened: Opened, name: str, leaf: LeafRecord, array: ArrayRecord |
 
 
 def json_value(value: Any) -> Any:
-    """A plain value as JSON can hold it: integers that readers of JSON would round, complex and bytes are text."""
+    """Return a value for JSON. Large integers, which readers would round, complex numbers and bytes become text."""
     if isinstance(value, int) and abs(value) > MOST_EXACT:
         return str(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def value_text(value: Any) -> str:
-    """A plain value for people, cut where it is long."""
+    """Return a value as text, truncated if it is long."""
     return _cut(repr(value), MAX_CHARACTERS)
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} letters)"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def _print_checkpoint(
@@ -239,11 +237,11 @@ def _print_checkpoint(
             print_text(f"{name}: {about[name]}")
     for part in opened.committed.manifest.parts:
         print_text(f"part {part.name}: {part.kind}, {bytes_text(part_bytes(opened, part.name))}")
-        own = [item for item in items if item.part == part.name]
-        for item in own[:MOST_FILES]:
+        files = [item for item in items if item.part == part.name]
+        for item in files[:MOST_FILES]:
             print_text(f"  {item.file}: {item.why_not or _cut(json.dumps(item.value), MAX_VALUE_CHARACTERS)}")
-        if len(own) > MOST_FILES:
-            print(f"  and {len(own) - MOST_FILES:,} more files")
+        if len(files) > MOST_FILES:
+            print(f"  and {len(files) - MOST_FILES:,} more files")
     rows = [
         [
             name,
@@ -275,13 +273,13 @@ def diff(
 ) -> None:
     """Compare two checkpoints: structure and every value, bit by bit. Equal leaves are folded into one line.
 
-    Ends with 0 if all is equal, with 1 if something differs.
+    Exits with 0 if everything is equal, and with 1 if something differs.
     """
     with reported_errors(as_json):
         of_a, of_b = step_number(step_a), step_number(step_b)
         first, second = open_at(BACKEND, absolute(a), of_a), open_at(BACKEND, absolute(b), of_b)
-        _refuse_what_selects_nothing(first, second, only or [])
-        selected = _compared_leaves(only or None)
+        _refuse_idle_patterns(first, second, only or [])
+        selected = _selection(only or None)
         total = sum(_bytes(each, selected) for each in (first, second))
         with progress("comparing", total, as_json) as advance:
             found = _compare(first, second, selected, advance)
@@ -293,18 +291,18 @@ def diff(
             raise typer.Exit(int(Code.WRONG))
 
 
-def _compared_leaves(only: list[str] | None) -> Selected:
-    """Of leaf paths with the name of their checkpointable before them, and of such names alone."""
+def _selection(only: list[str] | None) -> Selected:
+    """Return a predicate of `checkpointable/leaf path`, and of names of checkpointables that are not trees."""
     chosen = leaf_filter(only)
     return lambda name: chosen(name) or chosen(name.partition("/")[2]) or ("/" not in name and chosen(f"{name}/"))
 
 
-def _refuse_what_selects_nothing(first: Opened, second: Opened, patterns: list[str]) -> None:
-    """Raise MismatchError for a pattern that fits nothing in either: that is no reason to call them equal."""
+def _refuse_idle_patterns(first: Opened, second: Opened, patterns: list[str]) -> None:
+    """Raise MismatchError for a pattern that selects nothing in either checkpoint, which would make them equal."""
     leaves = leaves_by_name(first).keys() | leaves_by_name(second).keys() if patterns else set()
     others = parts_to_compare(first, second)
     for pattern in patterns:
-        if not any(map(_compared_leaves([pattern]), [*leaves, *others])):
+        if not any(map(_selection([pattern]), [*leaves, *others])):
             paths = sorted(name.partition("/")[2] for name in leaves)
             raise MismatchError(
                 f"{first.path}, {second.path}: {pattern!r} selects none of the {len(leaves)} leaves of both"
@@ -318,7 +316,7 @@ def _compare(first: Opened, second: Opened, selected: Selected, advance: Callabl
     return [
         *diff_parts(first, second, selected),
         *containers.values(),
-        *(each for each in leaves if each.name not in containers),  # one without children is a leaf, too
+        *(each for each in leaves if each.name not in containers),  # an empty container is a leaf too
     ]
 
 
@@ -384,7 +382,7 @@ def _row(each: LeafDiff) -> list[str]:
 
 
 def _side(form: str, value: Any) -> str:
-    """What a leaf is in one of the two; of a plain one with its value."""
+    """Return the form of a leaf in one of the checkpoints, with its value if it is a plain one."""
     return form if value is None else f"{form} {value_text(value)}"
 
 
@@ -398,7 +396,7 @@ def stats(
 ) -> None:
     """Print minimum, maximum, mean, norm and a histogram of arrays, and count the values that are not finite.
 
-    Of complex arrays these are of the magnitudes. Ends with 1 if a value is nan or infinite.
+    For complex arrays, these are computed from the magnitudes. Exits with 1 if a value is NaN or infinite.
     """
     with reported_errors(as_json):
         opened = open_at(BACKEND, absolute(path), step_number(step))
@@ -424,10 +422,10 @@ def stats(
 
 
 def _no_arrays(opened: Opened, patterns: list[str], chosen: dict[str, tuple[LeafRecord, ArrayRecord | None]]) -> str:
-    told, first = ", ".join(map(repr, patterns)), next(iter(chosen))
+    given, first = ", ".join(map(repr, patterns)), next(iter(chosen))
     what = f"{first!r}, {describe_saved(*chosen[first])}"
     more = f", and {len(chosen) - 1} more" if len(chosen) > 1 else ""
-    return f"{opened.path}: {told} selects no arrays, only {what}{more}; `jaxckpt show` tells their values"
+    return f"{opened.path}: {given} selects no arrays, only {what}{more}: `jaxckpt show` prints their values"
 
 
 def _read(opened: Opened, arrays: dict[str, ArrayRecord], advance: Any) -> dict[str, LeafStats]:
@@ -456,14 +454,14 @@ def _histograms(
 
 def _stats_json(name: str, found: LeafStats, bins: Histogram | None, of_magnitudes: bool) -> dict[str, Any]:
     part, _, path = name.partition("/")
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "part": part, "path": path, "count": found.count, "min": found.least, "max": found.most, "mean": found.mean,
         "std": found.deviation, "norm": found.norm, "nan": found.nan, "inf": found.inf, "zeros": found.zeros,
         "of_magnitudes": of_magnitudes,
     }  # fmt: skip
     if bins is not None:
-        told["histogram"] = {"edges": bins.edges.tolist(), "counts": bins.counts.tolist()}
-    return told
+        document["histogram"] = {"edges": bins.edges.tolist(), "counts": bins.counts.tolist()}
+    return document
 
 
 def _print_stats(found: dict[str, LeafStats], bins: dict[str, Histogram]) -> None:
@@ -480,7 +478,9 @@ def _print_stats(found: dict[str, LeafStats], bins: dict[str, Histogram]) -> Non
 def _print_complex(names: list[str]) -> None:
     if names:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        print_text(f"complex, so all but the counts are of magnitudes: {', '.join(names[:MOST_NAMED])}{more}")
+        print_text(
+            f"the statistics of complex values are those of their magnitudes: {', '.join(names[:MOST_NAMED])}{more}"
+        )
 
 
 def _bar(bins: Histogram | None) -> str:
@@ -495,13 +495,13 @@ def _bar(bins: Histogram | None) -> str:
 def ls(run: Run, as_json: Json = False) -> None:
     """List the steps of a run: size, age, metrics, and what keeps a step from being restored.
 
-    Ends with 1 if a step that the run goes on from cannot be restored, with 3 if there is none.
+    Exits with 1 if a step of the current branch cannot be restored, and with 3 if there is no step.
     """
     with reported_errors(as_json):
         directory = absolute(run)
         looks = inspect_run(BACKEND, directory) if not is_file(directory) else []
         if not looks:
-            raise NotACheckpointError(f"{directory}: expected a run, found {_other(directory)}")
+            raise NotACheckpointError(f"{directory}: expected a run, found {_other_content(directory)}")
         now = datetime.datetime.now(datetime.UTC)
         if as_json:
             print_json({"run": directory, "steps": [_steps_json(look) for look in looks]})
@@ -511,11 +511,11 @@ def ls(run: Run, as_json: Json = False) -> None:
             raise typer.Exit(int(Code.WRONG))
 
 
-def _other(directory: str) -> str:
-    """What is there instead, and the command that opens it."""
+def _other_content(directory: str) -> str:
+    """Describe what the path contains instead of a run, with the command that shows it."""
     found, step = describe_other(BACKEND, directory), newest_orbax_step(BACKEND, directory)
     which = "" if step is None else f" --step {step}"
-    return f"{found}; `jaxckpt show {directory}{which}` tells of it" if found else "no steps in it"
+    return f"{found}: use `jaxckpt show {directory}{which}`" if found else "no steps in it"
 
 
 def _steps_json(look: StepStatus) -> dict[str, Any]:

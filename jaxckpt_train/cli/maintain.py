@@ -1,13 +1,4 @@
-"""`jaxckpt verify` and `jaxckpt scrub`: is every byte what was saved?
-
-`jaxckpt prune`: lets steps of a run go that a policy does not keep.
-
-`jaxckpt pin`: keeps a step of a run whatever its policies say.
-
-`jaxckpt mv`: moves a checkpoint, or a step of a run: a verified copy, then the source goes.
-
-`jaxckpt cp`: a verified copy of a checkpoint, or of a step of a run.
-"""
+"""The commands that verify, keep, delete and move steps: `jaxckpt verify`, `scrub`, `prune`, `pin`, `cp` and `mv`."""
 
 from __future__ import annotations
 
@@ -63,20 +54,22 @@ from jaxckpt_train.store.verify import first_damage, verify_opened
 
 Source = Annotated[
     str,
-    typer.Argument(metavar="SRC", help="A checkpoint, a step, or a run: its newest whole step.", show_default=False),
+    typer.Argument(
+        metavar="SRC", help="A checkpoint, a step, or a run, which means its newest valid step.", show_default=False
+    ),
 ]
 Destination = Annotated[
     str,
     typer.Argument(
         metavar="DST",
-        help="Its new path; a run, or a directory with a / at the end: it keeps its name in there.",
+        help="The new path. In a run, or in a directory with a / at the end, the source keeps its name.",
         show_default=False,
     ),
 ]
-CopyCheck = Annotated[bool, typer.Option("--check", help="Read all bytes of the copy again before it gets its name.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint that is there.")]
+CopyCheck = Annotated[bool, typer.Option("--check", help="Read the whole copy again before it gets its name.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")]
 PinnedStep = Annotated[int, typer.Argument(metavar="STEP", help="The number of the step.", show_default=False)]
-Off = Annotated[bool, typer.Option("--off", help="Unpin it: the policies decide again.")]
+Off = Annotated[bool, typer.Option("--off", help="Remove the pin, so that the policies decide again.")]
 KeepLatest = Annotated[
     int | None, typer.Option("--keep-latest", min=1, metavar="N", help="Keep the N highest steps.", show_default=False)
 ]
@@ -90,24 +83,20 @@ KeepBest = Annotated[
 ]
 Metric = Annotated[
     str | None,
-    typer.Option("--metric", metavar="NAME", help="The metric that says which are best.", show_default=False),
+    typer.Option("--metric", metavar="NAME", help="The metric that ranks the steps.", show_default=False),
 ]
 Mode = Annotated[
     Literal["min", "max"] | None,
-    typer.Option("--mode", help="Whether the lowest or the highest value is best.", show_default="min"),
+    typer.Option("--mode", help="Whether the lowest or the highest value is the best.", show_default="min"),
 ]
 PruneCheck = Annotated[
     bool,
-    typer.Option(
-        "--check/--no-check", help="Read all bytes of the newest step first: only what is whole may replace others."
-    ),
+    typer.Option("--check/--no-check", help="Verify the newest step first: only a valid step may replace others."),
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete them; else nothing is changed.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete the steps. Without it, nothing changes.")]
 Rate = Annotated[
     float | None,
-    typer.Option(
-        "--mib-per-second", "-r", help="Read no faster than this; else as fast as it goes.", show_default=False
-    ),
+    typer.Option("--mib-per-second", "-r", help="The highest read rate. Default: no limit.", show_default=False),
 ]
 MIB = 1 << 20
 
@@ -122,22 +111,22 @@ def cp(
 ) -> None:
     """Copy a checkpoint, or one step of a run, and verify it.
 
-    Every byte is compared with its digest as it is read. What the checkpoint says of itself goes along: step, metrics,
-    custom metadata, shardings. Of a damaged one nothing is copied: that ends with 1.
+    Every byte is compared with its digest while it is read. The step number, metrics, custom metadata and shardings are
+    copied too. If the source is damaged, nothing is copied, and the command exits with 1.
     """
     with reported_errors(as_json):
         source = open_at(BACKEND, absolute(src), step_number(step))
         final = destination(BACKEND, dst, source)
         done = copied(source, final, overwrite, check, as_json)
         if as_json:
-            told = {"source": source.path, "path": final, "bytes": done.data_bytes, "read_again": check}
-            print_json({**told, "skipped": source.skipped})
+            document = {"source": source.path, "path": final, "bytes": done.data_bytes, "read_again": check}
+            print_json({**document, "skipped": source.skipped})
         else:
             print_text(f"{source.path} -> {final}: {bytes_text(done.data_bytes)} copied")
 
 
 def copied(source: Opened, final: str, overwrite: bool, check: bool, as_json: bool) -> Committed:
-    """Copy it with a line on the terminal meanwhile; raises as `copy_checked`."""
+    """Copy a checkpoint with a progress line; raises the errors of `copy_checked`."""
     with progress("copying", source.committed.data_bytes * (1 + check), as_json) as advance:
         return copy_checked(BACKEND, source, final, replace=overwrite, every_byte=check, progress=advance)
 
@@ -145,7 +134,7 @@ def copied(source: Opened, final: str, overwrite: bool, check: bool, as_json: bo
 def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = False, as_json: Json = False) -> None:
     """Move a checkpoint, or one step of a run: copy it like `jaxckpt cp --check`, then remove the source.
 
-    A step must be neither the newest of its run nor pinned. While a live process owns the run, that ends with 4.
+    The newest step of a run and pinned steps cannot be moved. Exits with 4 while a live process owns the run.
     """
     with reported_errors(as_json):
         source = open_at(BACKEND, absolute(src), step_number(step))
@@ -158,10 +147,10 @@ def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = 
         else:
             nbytes = _move_step(source, final, overwrite, as_json)
         if file_exists(source.path):
-            raise StorageError(errno.EBUSY, f"is copied to {final}, but the source was not removed", source.path)
+            raise StorageError(errno.EBUSY, f"was copied to {final}, but the source was not removed", source.path)
         if as_json:
-            told = {"source": source.path, "path": final, "bytes": nbytes, "removed": True}
-            print_json({**told, "skipped": source.skipped})
+            document = {"source": source.path, "path": final, "bytes": nbytes, "removed": True}
+            print_json({**document, "skipped": source.skipped})
         else:
             print_text(f"{source.path} -> {final}: {bytes_text(nbytes)} moved")
 
@@ -178,8 +167,8 @@ def _move_step(source: Opened, final: str, overwrite: bool, as_json: bool) -> in
 def pin(run: Run, step: PinnedStep, off: Off = False, as_json: Json = False) -> None:
     """Pin a step, so that no policy and no `jaxckpt prune` deletes it. --off removes the pin.
 
-    Refused with 4 while a live process owns the run: pin it there, by `manager.pin(step)`. Ends with 3 if there is no
-    such step.
+    Exits with 4 while a live process owns the run; use `manager.pin(step)` in that process. Exits with 3 if the step
+    does not exist.
     """
     with reported_errors(as_json):
         directory, number, pinned = absolute(run), check_step(step), not off
@@ -189,8 +178,8 @@ def pin(run: Run, step: PinnedStep, off: Off = False, as_json: Json = False) -> 
         if as_json:
             print_json({"run": directory, "step": number, "pinned": pinned, "was_pinned": was_pinned})
         else:
-            already = " already" if was_pinned == pinned else ""
-            print(f"step {number} is {'pinned' if pinned else 'not pinned'}{already}")
+            change = "already" if was_pinned == pinned else "now"
+            print(f"step {number} is {change} {'pinned' if pinned else 'unpinned'}")
 
 
 def prune(
@@ -206,16 +195,16 @@ def prune(
 ) -> None:
     """Delete the steps of a run that none of the given rules keeps. Without --yes, only list them.
 
-    Always kept: the newest step, the newest that is whole, pinned steps, what a link in the run stands for, and what
-    cannot be judged. Nothing is deleted while a live process owns the run: that ends with 4. Ends with 1 if the newest
-    step is damaged, or cannot be read.
+    The newest step, the newest valid step, pinned steps, targets of links in the run, and steps that cannot be judged
+    are always kept. Exits with 4 and deletes nothing while a live process owns the run. Exits with 1 if the newest step
+    is damaged or cannot be read.
     """
     with reported_errors(as_json):
         directory, pruning = absolute(run), Pruning(_policies(keep_latest, keep_every, keep_best, metric, mode))
         if yes:
             with owned_run(BACKEND, directory, pruning) as owned:
                 plan = _plan(directory, pruning, check, as_json)
-                owned.retain(is_durable=False)  # what stays is on the disk before the others go
+                owned.retain(is_durable=False)  # syncs the kept steps before it deletes others
         else:
             plan = _plan(directory, pruning, check, as_json)
         there = {entry.name for entry in BACKEND.list(directory)} if yes else set[str]()
@@ -236,9 +225,11 @@ def _policies(
     latest: int | None, every: int | None, best: int | None, metric: str | None, mode: Literal["min", "max"] | None
 ) -> dict[str, PreservationPolicy]:
     if best is None and (metric is not None or mode is not None):
-        raise SettingsError("--metric and --mode: expected --keep-best N with them, which they are for")
+        raise SettingsError(
+            "--metric and --mode: expected --keep-best N too, found none: they have no effect without it"
+        )
     if best is not None and metric is None:
-        raise SettingsError("--keep-best: expected --metric NAME with it, which says which steps are better")
+        raise SettingsError("--keep-best: expected --metric NAME too, which ranks the steps, found none")
     policies: dict[str, PreservationPolicy] = {}
     policies |= {} if latest is None else {f"--keep-latest {latest}": LatestN(latest)}
     policies |= {} if every is None else {f"--keep-every {every}": EveryNSteps(every)}
@@ -280,32 +271,34 @@ def _json_of(
 
 
 def _print(plan: PrunePlan, yes: bool, failed: list[str], owned_by: str | None) -> None:
-    gone = "gone" if yes else "goes"
+    deleted = "deleted" if yes else "delete"
     rows = []
     for each in plan.steps:
-        fate = "stays" if not each.goes else "refused" if each.status.name in failed else gone
-        rows.append([str(each.status.step), bytes_text(each.status.nbytes), fate, "; ".join(each.why)])
+        action = "keep" if not each.goes else "failed" if each.status.name in failed else deleted
+        rows.append([str(each.status.step), bytes_text(each.status.nbytes), action, "; ".join(each.why)])
     print_columns(["step", "size", "", "why"], rows, [True, True, False, False])
     count, freed = f"{len(plan.going):,} of {len(plan.steps):,} steps", bytes_text(plan.freed_bytes)
     if failed:
-        print(f"{len(failed):,} steps could not be deleted; the warnings say why. The next process of the run tries it")
+        print(f"{len(failed):,} steps could not be deleted; see the warnings. The next process of the run tries again.")
     elif yes:
-        print(f"{count} are deleted: {freed}")
+        print(f"{count} deleted, {freed} freed")
     else:
-        print(f"{count} would go: {freed}. Nothing is deleted yet: --yes does it")
+        print(f"{count} would be deleted, {freed} freed. Nothing is deleted without --yes.")
         if owned_by is not None:
-            print_text(f"{owned_by} owns the run: --yes is refused while it lives")
+            print_text(f"{owned_by} owns the run: --yes is refused while it is alive")
 
 
 def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
     """Read every byte of a checkpoint and compare it with its digests.
 
-    Ends with 1 if something is damaged, also a newer step of the run, with 4 if some of it cannot be read.
+    Exits with 1 if the checkpoint or a newer step of its run is damaged, and with 4 if a file cannot be read.
     """
     with reported_errors(as_json):
         opened = open_at(BACKEND, absolute(path), step_number(step))
         if opened.kind != OURS:
-            raise NotACheckpointError(f"{opened.path}: of {opened.kind}, which keeps no digests to compare with")
+            raise NotACheckpointError(
+                f"{opened.path}: expected a checkpoint with digests, found one of {opened.kind}, which stores none"
+            )
         with progress("verifying", None, as_json) as advance:
             report = verify_opened(BACKEND, opened.committed, opened.settings, advance)
         if not report.ok and not file_exists(opened.path):
@@ -314,8 +307,13 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
         compared += "" if report.checked_bytes == total else f" of {bytes_text(total)}"
         state = "ok" if report.ok else "DAMAGED" if report.is_damaged else "CANNOT BE READ"
         if as_json:
-            told = {"path": opened.path, "ok": report.ok, "bytes": report.checked_bytes, "problems": report.problems}
-            print_json({**told, "damaged": report.is_damaged, "skipped": opened.skipped})
+            document = {
+                "path": opened.path,
+                "ok": report.ok,
+                "bytes": report.checked_bytes,
+                "problems": report.problems,
+            }
+            print_json({**document, "damaged": report.is_damaged, "skipped": opened.skipped})
         else:
             for problem in report.problems:
                 print_text(problem)
@@ -329,8 +327,8 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
 def scrub(run: Run, rate: Rate = None, as_json: Json = False) -> None:
     """Read every byte of all steps of a run, the newest first, and compare it with its digests.
 
-    Changes nothing: a training that restores sets damaged steps aside by itself. Ends with 1 if a step is damaged, with
-    4 if none is and one cannot be read.
+    Changes nothing; a run that restores sets damaged steps aside itself. Exits with 1 if a step is damaged, and with 4
+    if no step is damaged and one cannot be read.
     """
     with reported_errors(as_json):
         if rate is not None and not rate > 0:
@@ -362,21 +360,21 @@ def scrub(run: Run, rate: Rate = None, as_json: Json = False) -> None:
 
 
 class _Pace:
-    """Keeps reads to a rate, in bytes a second; None: as fast as they go."""
+    """Limits reads to a rate in bytes per second; None: no limit."""
 
     def __init__(self, rate: float | None) -> None:
-        self._rate, self._began, self.nbytes, self._latch = rate, time.monotonic(), 0, Latch()
+        self._rate, self._started, self.nbytes, self._latch = rate, time.monotonic(), 0, Latch()
 
     def __call__(self, nbytes: int) -> None:
         self.nbytes += nbytes
         if self._rate is not None:
-            ahead_s = self.nbytes / self._rate - (time.monotonic() - self._began)
+            ahead_s = self.nbytes / self._rate - (time.monotonic() - self._started)
             if ahead_s > 0:
                 self._latch.wait(ahead_s)
 
 
 class _Scrubbed(NamedTuple):
-    """What was found of a step: a problem, or none; whether it is only that the storage has refused to read it."""
+    """The result for one step: its problem or None, and whether the problem is that the storage refused a read."""
 
     name: str
     problem: str | None
@@ -388,7 +386,7 @@ class _Scrubbed(NamedTuple):
 
 
 def _scrub(directory: str, looks: list[StepStatus], pace: Any) -> list[_Scrubbed]:
-    """What is wrong with each step, the newest first; nothing of those that their owner has deleted meanwhile."""
+    """Verify each step, the newest first, and drop the results of steps that their owner deletes meanwhile."""
     found = []
     for look in reversed(looks):
         each = _scrubbed(directory, look, pace)

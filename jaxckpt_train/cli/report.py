@@ -1,4 +1,4 @@
-"""`jaxckpt report`: one page about a run."""
+"""The command `jaxckpt report`, which writes an HTML page about a run."""
 
 from __future__ import annotations
 
@@ -32,21 +32,25 @@ PAGE = "report.html"
 Output = Annotated[
     str | None,
     typer.Option(
-        "--output", "-o", metavar="FILE", help=f"The page to write; else {PAGE}, with --json none.", show_default=False
+        "--output",
+        "-o",
+        metavar="FILE",
+        help=f"The page to write. Default: {PAGE}, or none with --json.",
+        show_default=False,
     ),
 ]
 ChangePairs = Annotated[
     int | None,
     typer.Option(
         "--changes",
-        help="Compare the leaves of the last so many pairs of steps, 0: none; else of a few that are read quickly.",
+        help="The number of last pairs of steps whose leaves are compared; 0: none. Default: a few that read quickly.",
         min=0,
         show_default=False,
     ),
 ]
 MeasureDisk = Annotated[
     bool,
-    typer.Option("--measure-disk", help="Write 256 MiB beside the steps three times: what the disk takes."),
+    typer.Option("--measure-disk", help="Measure the disk: write 256 MiB next to the steps three times."),
 ]
 
 
@@ -55,8 +59,8 @@ def report(
 ) -> None:
     """Write an HTML page about a run: its timeline, where the time went, its steps, metrics and tree.
 
-    The page needs nothing else to be opened, and fetches nothing. Only a report of before is replaced by it. With
-    --json the data is printed. Ends with 1 if a step that the run goes on from cannot be restored; the page says which.
+    The page is self-contained and loads nothing. An existing file is replaced only if it is a report. With --json the
+    data is printed. Exits with 1 if a step of the current branch cannot be restored; the page says which.
     """
     with reported_errors(as_json):
         directory = absolute(run)
@@ -80,14 +84,14 @@ def _print(gathered: Gathered) -> None:
 
 
 def _checked_page_of(path: str) -> Callable[[Gathered], str]:
-    """What makes a page; that it can be made and written there is seen to before anything that takes long."""
+    """Return the function that makes the page, after checking early that bokeh is installed and the file is allowed."""
     try:
         from jaxckpt_train.report.page import check_place, page_of
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "bokeh":
             raise
         raise SettingsError(
-            "report: a page needs the package bokeh: pip install jaxckpt-train[report]; --json needs nothing more"
+            "report: a page needs the package bokeh: pip install 'jaxckpt-train[report]', or use --json without a page"
         ) from None
     refuse_within_checkpoint(path)
     check_place(BACKEND, path)
@@ -95,7 +99,7 @@ def _checked_page_of(path: str) -> Callable[[Gathered], str]:
 
 
 def _gathered(directory: str, changes: int | None, disk: bool, as_json: bool) -> Gathered:
-    # Here, as no other command needs it.
+    # Imported late, because no other command needs these modules.
     from jaxckpt_train.report.changes import plan_changes
     from jaxckpt_train.report.gather import gather, read_run
     from jaxckpt_train.report.series import measure_disk

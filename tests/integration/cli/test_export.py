@@ -14,7 +14,7 @@ import jaxckpt_train as jct
 from tests.support.commands import refused, run, told
 from tests.support.same_trees import raw
 
-TOLD = "PRNG key is written as bare integers, as safetensors has none: 0/drop/rngs/key; no target that has keys there"
+NOTE = "PRNG key is written as plain integers, because safetensors has no keys: 0/drop/rngs/key"
 
 
 class Model(nnx.Module):
@@ -29,7 +29,7 @@ def test_prng_keys_are_reported_and_what_loads_rest_works(tmp_path: Path) -> Non
     saved = Model(0)
     jct.save(tmp_path / "a", (saved,))
     done = run("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
-    assert (done.exit_code, done.stderr.startswith(f"1 {TOLD}")) == (0, True)
+    assert (done.exit_code, done.stderr.startswith(f"1 {NOTE}")) == (0, True)
     found = told("export", tmp_path / "a", tmp_path / "again", "--to", "safetensors")
     assert found["prng_keys"] == ["0/drop/rngs/key"]
     assert found["left_out"] == []
@@ -58,7 +58,8 @@ def test_of_many_keys_the_first_are_named(tmp_path: Path) -> None:
     assert found["prng_keys"] == [f"keys/k{n}" for n in range(7)]
     named = ", ".join(found["prng_keys"][:5])
     assert (
-        f"7 PRNG keys are written as bare integers, as safetensors has none: {named} and 2 more;" in found["notes"][0]
+        f"7 PRNG keys are written as plain integers, because safetensors has no keys: {named} and 2 more"
+        in found["notes"][0]
     )
 
 
@@ -66,7 +67,7 @@ def test_what_is_left_out_is_not_called_no_number(tmp_path: Path) -> None:
     """A complex number of Python's own has 128 bits, for which the format has no name."""
     jct.save(tmp_path / "a", {"w": np.ones(2), "c": 1 + 2j, "none": None})
     done = run("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
-    assert done.stdout.splitlines()[1:] == ["left out, as safetensors has nothing for them: c, none"]
+    assert done.stdout.splitlines()[1:] == ["left out, because safetensors cannot hold them: c, none"]
 
 
 def test_name_of_a_file_makes_one_file(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_what_cannot_be_chosen_is_reported(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     assert told("show", tmp_path / "flax", "--step", 10)["step"] == 10
     message = refused("verify", tmp_path / "flax", "--step", 10, code=3)
-    assert "checkpoint_10: of Flax, which keeps no digests" in message
+    assert "checkpoint_10: expected a checkpoint with digests, found one of Flax" in message
 
 
 def test_no_part_of_an_item_or_a_step_of_orbax_is_a_step(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_no_part_of_an_item_or_a_step_of_orbax_is_a_step(tmp_path: Path) -> None
             for command in (["show", path], ["import", path, tmp_path / "out"]):
                 message = refused(*command, "--step", step, code=3)
                 assert message == f"{path}: expected a run with a step {step}, found none"
-        assert "found a checkpoint of Orbax; `jaxckpt show" in refused("ls", path, code=3)
+        assert "found a checkpoint of Orbax: use `jaxckpt show" in refused("ls", path, code=3)
     (tmp_path / "item" / "manifest.ocdbt").unlink()
     (tmp_path / "item" / "_METADATA").unlink()
     assert "Orbax run" not in refused("show", tmp_path / "item", code=3)
@@ -157,7 +157,7 @@ def test_ls_says_what_another_tool_has_left(tmp_path: Path) -> None:
     for path, text in found.items():
         message = refused("ls", path, code=3)
         hint = f"{path} --step 12" if path == tmp_path / "orbax" else path
-        assert message == f"{path}: expected a run, found {text}; `jaxckpt show {hint}` tells of it"
+        assert message == f"{path}: expected a run, found {text}: use `jaxckpt show {hint}`"
         opened = told("show", *str(hint).split())
         assert opened["path"].startswith(f"{path}")
         assert opened["leaves"]

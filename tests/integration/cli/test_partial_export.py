@@ -23,7 +23,7 @@ def test_position_in_data_is_named_as_left_out(tmp_path: Path, to: str) -> None:
     arguments = ["export", str(tmp_path / "a"), str(tmp_path / "b"), "--to", to]
     result = CliRunner().invoke(app, [*arguments, "--dry-run"])
     assert result.stdout == f"{tmp_path / 'b'}: would have 1 leaf, 24 B\n"
-    assert result.stderr == "left out, as only 'state' is written: 'data'\n"
+    assert result.stderr == "left out, because only 'state' is written: 'data'\n"
     found = told(*arguments, "--dry-run")
     assert (found["leaves"], found["bytes"], found["left_out"]) == (1, 24, ["data"])
     assert not (tmp_path / "b").exists()
@@ -34,8 +34,8 @@ def test_position_in_data_is_named_as_left_out(tmp_path: Path, to: str) -> None:
 
 def test_what_is_taken_without_part_is_what_the_help_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    assert "else 'state', or the only tree" in run("export", "--help")
-    assert "else all, and operations change 'state', or the only tree" in run("import", "--help")
+    assert "Default: 'state', or the only tree" in run("export", "--help")
+    assert "Default: all, and operations change 'state', or the only tree" in run("import", "--help")
     trees = {name: {"w": np.full(3, value)} for value, name in enumerate(("a", "state"))}
     jct.save_checkpointables(tmp_path / "both", trees)
     run("export", tmp_path / "both", tmp_path / "hf", "--to", "safetensors")

@@ -50,12 +50,12 @@ def test_directory_missing_yet_is_not_made(tmp_path: Path) -> None:
     found = told("doctor", tmp_path / "new", *SMALL)
     assert not found["is_there"]
     assert told("doctor", tmp_path, *SMALL)["is_there"]
-    assert f"{tmp_path / 'new'}: is not there yet" in printed("doctor", tmp_path / "new", *SMALL)
-    assert "is not there" not in printed("doctor", tmp_path, *SMALL)
+    assert f"{tmp_path / 'new'}: does not exist yet" in printed("doctor", tmp_path / "new", *SMALL)
+    assert "does not exist" not in printed("doctor", tmp_path, *SMALL)
     assert (found["path"], found["disk"]["bytes"]) == (str(tmp_path / "new"), 1 << 20)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    assert "found neither" in refused("doctor", tmp_path / "new" / "deep", code=3)
+    assert "found nothing" in refused("doctor", tmp_path / "new" / "deep", code=3)
     assert "found a file" in refused("doctor", tmp_path / "file", code=3)
     assert "found a file" in refused("doctor", tmp_path / "file" / "below", code=3)
 
@@ -80,8 +80,8 @@ def test_of_a_run_it_tells_the_newest_step_and_changes_nothing(tmp_path: Path) -
     assert found["owner"] is None
     assert files_below(directory) == before
     text = printed("doctor", directory, *SMALL)
-    assert "owner: nobody" in text
-    assert "newest whole step: 2, " in text
+    assert "owner: none" in text
+    assert "newest valid step: 2, " in text
 
 
 def test_pins_do_not_hide_last_training(tmp_path: Path) -> None:
@@ -126,16 +126,16 @@ def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
     found = told("doctor", tmp_path, *SMALL, code=1)
     assert found["disk"] is None
     (warning,) = found["warnings"]
-    assert warning.startswith("the disk failed its trial: ")
+    assert warning.startswith("the disk failed its test: ")
     assert "No space left" in warning
 
 
 @pytest.mark.parametrize(
     ("files", "warning"),
     [
-        (FileSystem("ext4", "/", 1 << 40, 20_000, 1 << 20), "are free"),
-        (FileSystem("ext4", "/", 1 << 40, 1 << 39, 3), "takes 3 more files only"),
-        (FileSystem("tmpfs", "/dev/shm", 1 << 40, 1 << 39, None), "is memory"),
+        (FileSystem("ext4", "/", 1 << 40, 20_000, 1 << 20), "is free"),
+        (FileSystem("ext4", "/", 1 << 40, 1 << 39, 3), "only 3 more files"),
+        (FileSystem("tmpfs", "/dev/shm", 1 << 40, 1 << 39, None), "is in memory"),
         (FileSystem("ext4", "/", 1 << 40, 1 << 39, 1 << 20), None),
     ],
 )
@@ -159,7 +159,7 @@ def test_history_that_cannot_be_read_is_warning(tmp_path: Path) -> None:
 
 def test_dangling_link_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
-    assert "found a link to nothing" in refused("doctor", tmp_path / "link", code=3)
+    assert "found a broken link" in refused("doctor", tmp_path / "link", code=3)
 
 
 def test_end_of_training_is_shown_in_one_line(tmp_path: Path) -> None:

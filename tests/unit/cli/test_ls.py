@@ -117,7 +117,7 @@ def test_where_there_is_no_run_it_ends_with_3(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     assert "expected a directory, found nothing" in refused("ls", tmp_path / "gone", code=3)
-    assert "expected a run, found a file; `jaxckpt show" in refused("ls", tmp_path / "file", code=3)
+    assert "expected a run, found a file: use `jaxckpt show" in refused("ls", tmp_path / "file", code=3)
     assert "found nothing" in refused("ls", tmp_path / "file" / "below", code=3)
     assert "found no steps" in refused("ls", tmp_path / "empty", code=3)
     assert "found one checkpoint of this package" in refused("ls", tmp_path / "single", code=3)

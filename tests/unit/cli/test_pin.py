@@ -22,10 +22,10 @@ def test_a_pin_is_written_and_taken_back(tmp_path: Path) -> None:
     assert found == {"run": str(directory), "step": 2, "pinned": True, "was_pinned": False}
     assert pinned(directory) == [2]
     assert told("pin", directory, 2)["was_pinned"] is True
-    assert printed("pin", directory, 2) == "step 2 is pinned already\n"
-    assert printed("pin", directory, 2, "--off") == "step 2 is not pinned\n"
+    assert printed("pin", directory, 2) == "step 2 is already pinned\n"
+    assert printed("pin", directory, 2, "--off") == "step 2 is now unpinned\n"
     assert pinned(directory) == []
-    assert printed("pin", directory, 2, "--off") == "step 2 is not pinned already\n"
+    assert printed("pin", directory, 2, "--off") == "step 2 is already unpinned\n"
     assert not (directory / ".owner").exists()
 
 

@@ -57,8 +57,8 @@ def test_a_dry_run_tells_what_goes_what_stays_and_why_and_changes_nothing(tmp_pa
     assert why(found, 5) == ["--keep-latest 2"]
     assert why(found, 6) == ["newest", "--keep-latest 2", "--keep-every 3"]
     text = printed("prune", directory, "--keep-latest", 2, "--keep-every", 3, "--keep-best", 1, "--metric", "loss")
-    assert "2 of 6 steps would go" in text
-    assert "--yes does it" in text
+    assert "2 of 6 steps would be deleted" in text
+    assert "Nothing is deleted without --yes" in text
     assert files_below(tmp_path) == before
     assert not (directory / ".owner").exists()
 
@@ -84,8 +84,8 @@ def test_yes_deletes_just_what_the_dry_run_tells(tmp_path: Path) -> None:
 def test_the_text_says_that_they_are_gone(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     text = printed("prune", directory, "--keep-latest", 1, "--yes")
-    assert "1 of 2 steps are deleted: 15.7 KiB" in text
-    assert "gone   no policy keeps it" in text
+    assert "1 of 2 steps deleted, 15.7 KiB" in text
+    assert "deleted  no policy keeps it" in text
 
 
 def test_pinned_steps_stay(tmp_path: Path) -> None:
@@ -187,9 +187,9 @@ def test_a_disk_that_keeps_nothing_keeps_what_would_be_replaced(
     ("options", "message"),
     [
         ([], "expected at least one of --keep-latest"),
-        (["--keep-best", 1], "expected --metric NAME with it"),
-        (["--keep-latest", 1, "--metric", "loss"], "expected --keep-best N with them"),
-        (["--keep-latest", 1, "--mode", "max"], "expected --keep-best N with them"),
+        (["--keep-best", 1], "expected --metric NAME too"),
+        (["--keep-latest", 1, "--metric", "loss"], "expected --keep-best N too"),
+        (["--keep-latest", 1, "--mode", "max"], "expected --keep-best N too"),
         (["--keep-best", 1, "--metric", "accuracy"], '--mode: expected "max" or "min"'),
         (["--keep-best", 1, "--metric", "lose"], "'lose', found none; the metrics are loss"),
     ],

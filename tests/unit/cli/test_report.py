@@ -163,5 +163,5 @@ def test_the_documentation_tells_all_options_and_all_keys(tmp_path: Path, repo_r
 def test_its_help_says_what_it_is_for() -> None:
     code, out, _ = report("--help")
     assert code == 0
-    for word in ("--output", "--changes", "--measure-disk", "--json", "Make one HTML page about a run"):
+    for word in ("--output", "--changes", "--measure-disk", "--json", "Write an HTML page about a run"):
         assert word in out

@@ -67,7 +67,7 @@ def test_the_text_says_the_same(single: Path) -> None:
     lines = {line.split()[0]: " ".join(line.split()) for line in text.splitlines()}
     assert lines["state/params/kernel"] == "state/params/kernel bfloat16[4,3] 24 B"
     assert lines["state/n"] == "state/n Python int 7"
-    assert lines["state/name"].endswith("a... (102 letters)")
+    assert lines["state/name"].endswith("a... (102 characters)")
     assert text.splitlines()[-1] == "9 leaves, 44 B"
 
 
@@ -162,7 +162,7 @@ def test_large_and_damaged_json_items_are_named_not_printed(tmp_path: Path) -> N
     parts = {"state": {"w": np.zeros(2)}, "long": jct.JsonValue("x" * 5000), "huge": jct.JsonValue("y" * (2 << 20))}
     jct.save_checkpointables(tmp_path / "c", parts)
     text = printed("show", tmp_path / "c")
-    assert "(5,002 letters)" in text
+    assert "(5,002 characters)" in text
     assert "huge/p00000.json: 2.0 MiB, not shown" in text
     (tmp_path / "c" / "long" / "p00000.json").write_text("[]".ljust(5002))
     done = run("show", tmp_path / "c")

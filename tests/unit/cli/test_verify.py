@@ -77,7 +77,7 @@ def test_foreign_directory_exits_with_3(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file({"w": np.zeros(3)}, tmp_path / "w.safetensors")
-    assert "which keeps no digests" in refused("verify", tmp_path / "w.safetensors", code=3)
+    assert "expected a checkpoint with digests" in refused("verify", tmp_path / "w.safetensors", code=3)
     refused("verify", tmp_path / "gone", code=3)
 
 
