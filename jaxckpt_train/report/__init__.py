@@ -1,1 +1,1 @@
-"""One page about a run: what its files tell is gathered, drawn, and put together."""
+"""The HTML report about a run: gathers its data, draws the charts and writes the page."""

@@ -1,6 +1,7 @@
-"""The leaves of a checkpoint with their sizes, and the files of checkpointables that are no trees.
+"""The sizes of the leaves of a step, and the changes of leaves between consecutive steps.
 
-How far each leaf moved between consecutive steps that are kept: the newest pairs, as many as are wanted.
+`plan_changes` chooses the newest pairs of steps, and `compare` reads them. `tree_sizes` also lists the files of
+checkpointables that are not trees.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from jaxckpt_train.store.manifest import ArrayRecord
 
 FEW_PAIRS = 4
 FEW_BYTES = 1 << 30
-"""What is compared where nobody has said how many pairs: seconds on any disk."""
-FILE = "file"  # the form of what is no leaf
+"""The default limits for the comparison, which takes seconds on any disk."""
+FILE = "file"  # the form of a file that is not a leaf
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafChange:
-    """How a leaf changed.
+    """The change of a leaf.
 
     Attributes:
-        kind: "value", or "only_a", "only_b", "form": there is no number then.
-        relative: the norm of the difference by that of the values before; None: there is none.
+        kind: "value"; or "only_a", "only_b" or "form", which have no numbers.
+        relative: the norm of the difference divided by the norm of the earlier values, or None.
     """
 
     name: str
@@ -46,13 +47,13 @@ class LeafChange:
 
 @dataclasses.dataclass(frozen=True)
 class PairChange:
-    """Two consecutive steps.
+    """The changes between two consecutive steps.
 
     Attributes:
-        leaves: those that changed.
-        equal: how many did not.
-        relative: of all values together; None: of none that is a number.
-        problem: why they could not be compared; empty: they were.
+        leaves: the leaves that changed.
+        equal: the number of leaves that did not change.
+        relative: the relative change of all values together; None: no numbers were compared.
+        problem: why the steps could not be compared, or empty.
     """
 
     before: int
@@ -65,7 +66,7 @@ class PairChange:
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """The pairs that were compared, oldest first, and what was left out, in a sentence; empty: nothing."""
+    """The compared pairs, oldest first, and a sentence about the pairs that were left out, or the empty text."""
 
     pairs: tuple[PairChange, ...]
     left_out: str
@@ -73,7 +74,7 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which pairs are to be compared, oldest first, how many bytes that may read, and what is left out."""
+    """The pairs to compare, oldest first, the bytes that this may read, and a sentence about what is left out."""
 
     pairs: tuple[tuple[StepStatus, StepStatus], ...]
     bytes: int
@@ -84,8 +85,8 @@ def plan_changes(looks: Sequence[StepStatus], wanted: int | None) -> Plan:
     """Choose the newest pairs of steps.
 
     Args:
-        looks: the steps that are there.
-        wanted: how many pairs; None: a few, as far as they are read quickly.
+        looks: the existing steps.
+        wanted: the number of pairs; None: a few pairs that are quick to read.
     """
     good = [look for look in looks if look.entry is not None and look.is_current and look.problem is None]
     pairs = list(itertools.pairwise(good))
@@ -106,17 +107,17 @@ def _left_out(there: int, chosen: int, wanted: int | None) -> str:
         return ""
     pairs = f"{there - chosen:,} of {there:,} pairs of consecutive steps were not compared"
     if wanted is None:
-        return f"{pairs}, to be quick: `--changes {there}` compares all of them."
-    return f"{pairs}, as `--changes {wanted}` asked for."
+        return f"{pairs}, to save time. `--changes {there}` compares all of them."
+    return f"{pairs}, because of `--changes {wanted}`."
 
 
 def compare(backend: Backend, directory: str, plan: Plan, progress: Callable[[int], object]) -> Changes:
-    """Compare the pairs of a plan; of one that cannot be read it is told why.
+    """Compare the pairs of a plan. A pair that cannot be read gets a `problem`.
 
     Args:
-        backend, directory: of the run.
-        plan: which ones.
-        progress: told of bytes as they are read.
+        backend, directory: the storage and directory of the run.
+        plan: the pairs to compare.
+        progress: called with the number of bytes after each read.
     """
     pairs = tuple(_compared(backend, directory, *pair, progress) for pair in plan.pairs)
     return Changes(pairs, plan.left_out)
@@ -149,7 +150,7 @@ def _leaf(diff: LeafDiff) -> LeafChange:
 
 
 def _relative(diffs: Sequence[LeafDiff]) -> float | None:
-    """Of the values that were compared: those of equal leaves were not read."""
+    """Return the relative change of the values that were read; equal leaves are not read."""
     read = [diff for diff in diffs if diff.max_abs is not None]
     if not read:
         return None
@@ -159,12 +160,12 @@ def _relative(diffs: Sequence[LeafDiff]) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class LeafSize:
-    """A leaf or a file.
+    """The size of a leaf or a file.
 
     Attributes:
-        name: its checkpointable and leaf path.
+        name: the checkpointable and the leaf path.
         form: dtype and shape, or kind.
-        bytes: of its data; 0: it is no array.
+        bytes: the size of the data; 0 for a leaf that is not an array.
     """
 
     name: str
@@ -174,11 +175,11 @@ class LeafSize:
 
 @dataclasses.dataclass(frozen=True)
 class TreeSizes:
-    """What a step holds.
+    """The sizes of all leaves and files of a step.
 
     Attributes:
-        step, name: of the step and its directory.
-        leaves: in the order of the tree.
+        step, name: the number of the step and the name of its directory.
+        leaves: the leaves in the order of the tree, then the files.
     """
 
     step: int | None
@@ -187,7 +188,7 @@ class TreeSizes:
 
 
 def tree_sizes(opened: Opened, step: int | None) -> TreeSizes:
-    """The sizes of all that a checkpoint holds.
+    """Return the sizes of all leaves and files of a checkpoint.
 
     Raises:
         CorruptCheckpointError: the record of a tree is damaged.
@@ -205,5 +206,5 @@ def tree_sizes(opened: Opened, step: int | None) -> TreeSizes:
 
 
 def array_bytes(array: ArrayRecord) -> int:
-    """Bytes of the data of an array."""
+    """Return the size of the data of an array in bytes."""
     return math.prod(array.shape) * DTYPES[array.dtype].itemsize

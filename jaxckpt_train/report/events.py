@@ -1,4 +1,4 @@
-"""What became of each step that was saved: when it came and went, and what keeps it, or keeps it from being used."""
+"""The life of each saved step from the events of a history: when it was saved and deleted, and its present state."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.store.manifest import metrics_from_json
 
 MOST_THERE = 20_000
-"""Of steps that a history does not call deleted, and that are not there."""
-MOST_STEP_BYTES = 1 << 50  # so that sums of them fit into 64 bits
+"""The most steps to remember that no longer exist and that the history does not call deleted."""
+MOST_STEP_BYTES = 1 << 50  # so that sums fit into 64 bits
 EPOCH, MICROSECOND = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC), datetime.timedelta(microseconds=1)
 STATES = ("kept", "pinned", "temporary", "left behind", "damaged", "not committed", "deleted", "gone")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StepLife:
-    """One committed generation of a step, or what should be one.
+    """One committed generation of a step, or a directory that should be one.
 
     Attributes:
-        name: of its directory; may be given again once it is deleted.
-        saved: when it was committed; None: not known.
-        deleted: when retention has deleted it.
-        left: when the run has gone on from an earlier step and saved, so that this one is no part of it any more.
-        set_aside: when it was proven to be damaged.
-        bytes: of its data files; of one that is gone what the history tells, which did not count the heads of files
-            once. None: not known.
-        is_there: whether its directory is.
-        is_current: whether the run goes on from it or from a later one.
-        problem: why it cannot be restored; empty: nothing that a look at its manifest tells.
-        metrics: of its save, and of later evaluations, until they are part of the series of the run.
+        name: the name of the directory, which may be used again after a deletion.
+        saved: when the step was committed; None: unknown.
+        deleted: when retention deleted it.
+        left: when the run saved after a restore of an earlier step, which abandoned this step.
+        set_aside: when the step was found to be damaged.
+        bytes: the size of the data files; for a deleted step the size in the history, which in old versions excluded
+            the headers of files. None: unknown.
+        is_there: whether the directory exists.
+        is_current: whether the step belongs to the current branch of the run.
+        problem: why the step cannot be restored; empty: its manifest shows no problem.
+        metrics: the metrics of the save and of later evaluations, until they are added to the series of the run.
     """
 
     name: str
@@ -68,7 +68,7 @@ class StepLife:
 
     @property
     def state(self) -> str:
-        """One of `STATES`: the one that matters most for whoever wants to use it."""
+        """The state of the step, one of `STATES`; the most important one if several apply."""
         if not self.is_there:
             return "gone" if self.deleted is None else "deleted"
         checks = (
@@ -83,7 +83,7 @@ class StepLife:
 
 @dataclasses.dataclass(frozen=True)
 class DiskUse:
-    """How many steps there were from some time on, and how many bytes."""
+    """The number of steps and their bytes from a time on."""
 
     time: datetime.datetime
     steps: int
@@ -92,15 +92,15 @@ class DiskUse:
 
 @dataclasses.dataclass(frozen=True)
 class StepsFound:
-    """What became of all steps.
+    """The lives of all steps.
 
     Attributes:
-        lives: in the order in which they were saved; all that are there, and of very many others a part.
-        states: how many there were in each state.
-        uses: the bytes on the disk over time; of very many changes a part.
-        changes: how many changes there were.
-        metrics: by name; of very many values a part.
-        values: how many values of each metric there were.
+        lives: the steps in the order of their saves: all existing steps, and of very many others a sample.
+        states: the number of steps in each state.
+        uses: the disk use over time; of very many changes a sample.
+        changes: the number of changes of the disk use.
+        metrics: the values by name; of very many values a sample.
+        values: the number of values of each metric.
     """
 
     lives: list[StepLife]
@@ -115,22 +115,22 @@ class Lives:
     """Follows the steps of a run through the events of its history.
 
     Args:
-        names: of the directories that were there before the history was read.
+        names: the names of the directories that existed before the history was read.
     """
 
     def __init__(self, names: Collection[str] = ()) -> None:
         self._names = names
-        self._there: dict[str, StepLife] = {}  # in the order in which they were saved
+        self._there: dict[str, StepLife] = {}  # in the order of the saves
         self._ended = Sample[StepLife](lambda life: 0.0)
-        self._last = -1  # the step that was saved last
-        self._passed_over: list[StepLife] = []  # by the last restore: left behind once the run saves
+        self._last = -1  # the last saved step
+        self._skipped: list[StepLife] = []  # later than the restored step: abandoned once the run saves
         self._states = collections.Counter[str]()
         self._series = MetricSeries()
-        # The changes of the room on the disk: when, whether a step came (1) or went (-1), and its bytes.
+        # The changes of the disk use: the time, whether a step was saved (1) or deleted (-1), and its bytes.
         self._times, self._signs, self._sizes = array.array("q"), array.array("b"), array.array("q")
 
     def add(self, event: ReportEvent) -> None:
-        """Take note of the next event."""
+        """Add the next event."""
         kind, name = event.event, text(event.name)
         if kind == "save" and event.ok:
             self._saved(event, name)
@@ -140,19 +140,19 @@ class Lives:
             self._there[name].set_aside = event.utc
         elif kind == "restore" and parse_step_name(name) is not None:
             self._restored(name)
-        elif kind == "start" and event.step is not None:  # it had restored that before it took the directory
+        elif kind == "start" and event.step is not None:  # the process restored this step before it took the directory
             same = [life.name for life in self._there.values() if life.step == event.step]
             self._restored(same[-1] if same else "")
 
     def _restored(self, name: str) -> None:
         later = itertools.dropwhile(lambda life: life.name != name, self._there.values())
-        self._pass_over(list(later)[1:])
+        self._skip(list(later)[1:])
 
-    def _pass_over(self, lives: list[StepLife]) -> None:
-        for life in self._passed_over:
+    def _skip(self, lives: list[StepLife]) -> None:
+        for life in self._skipped:
             if life.deleted is not None:
                 self._end(life)
-        self._passed_over = lives
+        self._skipped = lives
 
     def _saved(self, event: ReportEvent, name: str) -> None:
         parsed = parse_step_name(name)
@@ -160,14 +160,14 @@ class Lives:
             return
         step, time = parsed[0], event.utc
         above: list[StepLife] = []
-        if step <= self._last:  # else there is none, and all steps need not be looked at
+        if step <= self._last:  # otherwise no step is above it
             above = [life for life in self._there.values() if life.step >= step and life.name != name]
         self._last = step
-        for life in [*self._passed_over, *above]:
+        for life in [*self._skipped, *above]:
             life.left = life.left or time
-        self._pass_over([])
+        self._skip([])
         removed = self._there.pop(name, None)
-        if removed is not None:  # by somebody else
+        if removed is not None:  # removed without an event
             self._end(removed)
         metrics = metrics_from_json(event.metrics)
         self._there[name] = StepLife(name, step, saved=time, bytes=count(event.bytes), metrics=metrics)
@@ -175,7 +175,7 @@ class Lives:
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        """End the oldest steps that are not in the directory: the history does not say how they went."""
+        """End the oldest steps that no longer exist, for which the history has no deletion."""
         gone = [life for life in self._there.values() if life.name not in self._names]
         for life in gone[: len(gone) // 2]:
             self._end(self._there.pop(life.name))
@@ -188,11 +188,11 @@ class Lives:
                 return
             life = StepLife(name, parsed[0])
         life.deleted = event.utc
-        if life not in self._passed_over:
+        if life not in self._skipped:
             self._end(life)
 
     def _end(self, life: StepLife) -> None:
-        """Nothing more happens to a step that is not there."""
+        """Finish the life of a step that no longer exists."""
         self._ended.add(life)
         self._settle(life)
 
@@ -213,14 +213,14 @@ class Lives:
         self._sizes.append(sign * min(life.bytes or 0, MOST_STEP_BYTES))
 
     def found(self, looks: Sequence[StepStatus]) -> StepsFound:
-        """What became of all steps, once all events were added.
+        """Return the lives of all steps, after all events were added.
 
         Args:
-            looks: the steps that are there.
+            looks: the existing steps.
         """
-        self._pass_over([])
+        self._skip([])
         for look in looks:
-            self._look(look)
+            self._add_existing(look)
         there = list(self._there.values())
         for life in there:
             self._settle(life)
@@ -230,7 +230,7 @@ class Lives:
         states = {state: self._states[state] for state in STATES if self._states[state]}
         return StepsFound(lives, states, self._uses(), len(self._times), *self._series.found())
 
-    def _look(self, look: StepStatus) -> None:
+    def _add_existing(self, look: StepStatus) -> None:
         entry = look.entry
         life = self._there.setdefault(look.name, StepLife(look.name, look.step))
         life.is_there, life.is_committed = True, entry is not None
@@ -240,12 +240,12 @@ class Lives:
         life.left = None if life.is_current else life.left
         if entry is not None:
             life.pinned, life.temporary = entry.pinned, entry.temporary
-            life.metrics = {**life.metrics, **(entry.metrics or {})}  # perhaps of an evaluation after the save
-            if life.saved is None and entry.time.year > 1970:  # else its manifest cannot be read
+            life.metrics = {**life.metrics, **(entry.metrics or {})}  # may include metrics of a later evaluation
+            if life.saved is None and entry.time.year > 1970:  # otherwise its manifest cannot be read
                 life.saved = entry.time.astimezone(datetime.UTC)
 
     def _uses(self) -> list[DiskUse]:
-        """How many steps and bytes there were over time, without steps of which it is not known when they came."""
+        """Return the disk use over time, without steps whose time of saving is unknown."""
         times, signs, sizes = np.asarray(self._times), np.asarray(self._signs), np.asarray(self._sizes)
         order = np.lexsort((sizes, signs, times))
         steps, nbytes = np.cumsum(signs[order], dtype=np.int64), np.cumsum(sizes[order])

@@ -1,8 +1,8 @@
 "use strict";
-// The tree of leaves: opened and closed key by key, and searched by a pattern. Rows are made when they are seen.
+// The tree of leaves, to open key by key or to search by a pattern. Rows are created when they become visible.
 const Explorer = (() => {
   const PAGE = 200;
-  const FEW = 5;  // parts, which are open from the beginning
+  const FEW = 5;  // up to this many branches are open at the start
 
   function sizeText(bytes) {
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -11,7 +11,7 @@ const Explorer = (() => {
     return unit === 0 ? `${bytes} B` : `${bytes.toFixed(1)} ${units[unit]}`;
   }
 
-  // As in the library: `*` within a key, `**` anything, `?` one letter; without any of them, a part of the path.
+  // As in the library: `*` matches within a key, `**` anything, `?` one character. Other text matches a part of the path.
   function matcher(pattern) {
     if (!/[*?]/.test(pattern)) {
       const wanted = pattern.toLowerCase();
@@ -33,7 +33,7 @@ const Explorer = (() => {
         node.bytes += leaf.bytes;
         node.leaves += 1;
         const isLast = depth === keys.length - 1;
-        const label = isLast ? `leaf ${key}` : key;  // a leaf may have the name of a branch beside it
+        const label = isLast ? `leaf ${key}` : key;  // a leaf and a branch may have the same name
         if (!node.children.has(label)) {
           node.children.set(label, isLast ? { name: key, leaf, bytes: leaf.bytes } : { name: key, bytes: 0, leaves: 0, children: new Map() });
         }
@@ -68,7 +68,7 @@ const Explorer = (() => {
     return fill(cell("div", "leaf"), name, leaf.form, leaf.bytes, total, leaf.change);
   }
 
-  // Rows are added page by page: ten thousand at once would stop the browser for seconds.
+  // Add rows page by page: ten thousand at once would block the browser for seconds.
   function addRows(place, items, make) {
     let shown = 0;
     const more = cell("button", "more");

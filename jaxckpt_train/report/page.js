@@ -1,5 +1,5 @@
 "use strict";
-// What the page does by itself: the theme, the charts in its colours, and the tree.
+// The script of the page: the theme, the charts in its colours, and the tree.
 (() => {
   const root = document.documentElement;
   const report = JSON.parse(document.getElementById("report-data").textContent);
@@ -16,8 +16,8 @@
     square_x: "\u22a0", dash: "\u2501", dashed: "\u2505",
   };
 
-  // The names of what a chart shows; a press on one hides and shows it.
-  function nameParts(chart, place) {
+  // The legend of a chart. A click on a name hides and shows its series.
+  function addLegend(chart, place) {
     const names = document.createElement("div");
     names.className = "legend";
     for (const item of chart.tags) {
@@ -39,7 +39,7 @@
     if (chart.tags.length > 0) place.before(names);
   }
 
-  // As many ticks as there is room for.
+  // Set as many ticks as there is room for.
   function fit(chart, width) {
     const ticks = Math.max(2, Math.min(8, Math.floor(width / 140)));
     for (const axis of chart.below) {
@@ -66,7 +66,7 @@
   }
 
   function remember(theme) {
-    try { localStorage.setItem("jaxckpt-report-theme", theme); } catch { /* a page without storage forgets it */ }
+    try { localStorage.setItem("jaxckpt-report-theme", theme); } catch { /* without storage, the choice is not remembered */ }
   }
 
   function recall() {
@@ -91,10 +91,10 @@
     const views = await Bokeh.embed.embed_items({ report: report.document }, [{ docid: "report", roots, root_ids: Object.keys(roots) }]);
     for (const view of views.flatMap((each) => [...each])) {
       const chart = view.model, place = document.getElementById(roots[chart.id]);
-      if (place === null) continue;  // what the pointer tells is a view of its own
+      if (place === null) continue;  // a tooltip is a separate view
       drawn.push(chart);
       paint(chart);
-      nameParts(chart, place);
+      addLegend(chart, place);
       new ResizeObserver(() => fit(chart, place.clientWidth)).observe(place);
     }
   }

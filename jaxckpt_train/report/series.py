@@ -1,14 +1,7 @@
-"""What happened when: the saves, restores, preemptions and other events of a run, with how long each took.
+"""The events and series that a report shows: saves, restores, marks, metrics by step, and the rate of the disk.
 
-Metrics by step, of the line that the run descends from.
-
-Leaves out items where there are too many to keep or draw; the one that stands out most in each group stays.
-
-How fast the disk of a run takes bytes: measured by writing some into its directory, and removing them.
-
-How much of a run a page holds: what is more is left out, and the page says so.
-
-Events of a history with the fields that a report shows; a field of an unexpected kind counts as not given.
+A history may hold anything, so a field of an unexpected type counts as missing. `Sample` and `thinned` reduce very long
+series: they keep the most important item of each group of neighbours.
 """
 
 from __future__ import annotations
@@ -30,27 +23,29 @@ from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Files, Sink
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.manifest import metrics_from_json
 
+PHASES = ("decide_s", "wait_s", "device_wait_s", "snapshot_s", "stage_s", "write_s", "commit_s")
+# Limits of the page and of the series.
 MOST_BYTES = 5_000_000
-"""Of a page. A megabyte and a quarter of it is the library that draws."""
+"""The largest size of a page, of which the drawing library takes 1.25 MB."""
+MOST_KEPT = 10_000
+"""The least number of items that a thinned stream keeps; it keeps at most twice this number."""
+RECENT = 1000  # the last items of a stream are all kept, because tables show them
+BATCH = 4096
+MOST_VALUES = 500_000
+"""The most values to hold for all metrics together."""
+MOST_NAMES = 1000
+# The measurement of the disk.
 BLOCK_BYTES = 8 << 20
 BYTES = 256 << 20
 TRIES = 3
 THREADS = 2
-MOST_KEPT = 10_000
-"""How many items of a thinned stream are kept at least; at most twice this number."""
-RECENT = 1000  # the last ones of a stream are all kept, as tables show them
-BATCH = 4096
 Item = TypeVar("Item")
-MOST_VALUES = 500_000
-"""Of all metrics together, held at once."""
-MOST_NAMES = 1000
-PHASES = ("decide_s", "wait_s", "device_wait_s", "snapshot_s", "stage_s", "write_s", "commit_s")
 
 
 class ReportEvent(RunEvent, gc=False):
-    """One event: what all events have, the fields that goodput is made of, and others, which may hold anything."""
+    """An event with the fields that a report shows. Fields of type Any may hold anything."""
 
-    decide_s: Seconds = math.nan  # not given, which is not the same as no time
+    decide_s: Seconds = math.nan  # NaN: not given, which differs from 0
     wait_s: Seconds = math.nan
     name: Any = None
     bytes: Any = None
@@ -74,239 +69,46 @@ class ReportEvent(RunEvent, gc=False):
 
     @property
     def utc(self) -> datetime.datetime:
-        """Its time, in UTC."""
+        """The time of the event in UTC."""
         return self.time.astimezone(datetime.UTC)
 
     def before(self, seconds: float) -> datetime.datetime:
-        """The time a number of seconds before it, in UTC."""
+        """Return the time a number of seconds before the event, in UTC."""
         return self.utc - datetime.timedelta(seconds=seconds)
 
 
 def number(value: object) -> float | None:
-    """A field that is a number of seconds, bytes or bytes a second; None: it is not."""
+    """Return a field that is a number of seconds, bytes or bytes per second, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 <= value <= 1e18 and math.isfinite(value) else None
 
 
 def count(value: object) -> int | None:
-    """A field that is a whole number; None: it is not."""
+    """Return a field that is a whole number, else None."""
     is_one = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 60
     return value if is_one else None  # type: ignore[return-value]  # mypy does not follow is_one
 
 
 def text(value: object) -> str:
-    """A field that is text; empty if it is not."""
+    """Return a field that is text, else the empty text."""
     return value if isinstance(value, str) else ""
 
 
 def texts(value: object) -> tuple[str, ...]:
-    """A field that is a list of texts, without what is no text in it; empty if it is not."""
+    """Return the texts in a field that is a list, else an empty tuple."""
     return tuple(each for each in value if isinstance(each, str)) if isinstance(value, list) else ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-    """The most of each kind that is drawn.
-
-    Attributes:
-        points: of a metric, and of the room on the disk.
-        changed_leaves: of all pairs of steps together.
-        leaves: in the tree.
-        leaf_letters: of their names together.
-    """
-
-    saves: int = 1500
-    steps: int = 2000
-    processes: int = 1000
-    points: int = 1000
-    changed_leaves: int = 4000
-    leaves: int = 20_000
-    leaf_characters: int = 1_000_000
-
-    def halved(self) -> Limits:
-        """Half of everything."""
-        return Limits(*(max(1, getattr(self, field.name) // 2) for field in dataclasses.fields(self)))
-
-
-@dataclasses.dataclass(frozen=True)
-class DiskRate:
-    """The fastest of some writes of one file, each synced.
-
-    Attributes:
-        bytes_per_s: of the fastest.
-        bytes: that each wrote.
-        tries: how many there were.
-    """
-
-    bytes_per_s: float
-    bytes: int
-    tries: int
-
-
-def measure_disk(files: Files, directory: str, nbytes: int = BYTES, tries: int = TRIES) -> DiskRate:
-    """Write a file and sync it, again and again; it is removed whatever happens.
-
-    Args:
-        files: where.
-        directory: that the file is put into.
-        nbytes: how large it is, in whole blocks.
-        tries: how often.
-
-    Raises:
-        StorageError: the file system refused, such as for want of space.
-    """
-    block = _block()
-    blocks = max(1, nbytes // BLOCK_BYTES)
-    seconds = min(_seconds(files, directory, block, blocks) for _ in range(tries))
-    return DiskRate(blocks * BLOCK_BYTES / seconds, blocks * BLOCK_BYTES, tries)
-
-
-def _block() -> np.ndarray:
-    """Bytes that nothing compresses, where direct I/O takes them from."""
-    block = aligned_buffer(BLOCK_BYTES)
-    block[:] = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES, np.uint8)
-    return block
-
-
-def _seconds(files: Files, directory: str, block: np.ndarray, blocks: int) -> float:
-    path = f"{directory}/{TEMPORARY_PREFIXES[0]}{secrets.token_hex(8)}"
-    began = time.perf_counter()
-    try:
-        sink: Sink = files.create(path, direct="auto")
-        try:
-            with ThreadPoolExecutor(THREADS, thread_name_prefix="jaxckpt-disk") as pool:
-                list(pool.map(lambda number: sink.write_at(number * BLOCK_BYTES, block), range(blocks)))
-        except BaseException:
-            sink.abandon()
-            raise
-        sink.finish(blocks * BLOCK_BYTES, sync=True)
-        return time.perf_counter() - began
-    finally:
-        files.remove(path)
-
-
-def thinned(items: Sequence[Item], most: int, weight: Callable[[Item], float], recent: int = 0) -> list[Item]:
-    """Of each group of neighbours the item of the greatest weight, in order; all of them if they are few enough.
-
-    Args:
-        items: in order.
-        most: how many may stay.
-        weight: what stands out; equal ones: the first.
-        recent: how many of the last items all stay, in addition to `most`.
-    """
-    older = max(0, len(items) - recent)
-    if older <= most:
-        return list(items)
-    edges = [older * number // most for number in range(most + 1)]
-    return [max(items[start:stop], key=weight) for start, stop in itertools.pairwise(edges)] + list(items[older:])
-
-
-class Sample(Generic[Item]):
-    """Items of a stream: all of them while they are few, else the heaviest of each group, and all recent ones.
-
-    All groups have the same size, which doubles whenever there are too many groups.
-
-    Args:
-        weight: what stands out in a group.
-        most: how many groups there are at least, once items are left out; at most twice as many.
-    """
-
-    def __init__(self, weight: Callable[[Item], float], most: int = MOST_KEPT) -> None:
-        self._weight, self._most = weight, most
-        self._kept: list[Item] = []  # one item of each group
-        self._group = 1  # the size of a group
-        self._grouped = 0  # how many items the groups had
-        self._recent: list[Item] = []
-
-    def __len__(self) -> int:
-        return len(self._kept) + len(self._recent)
-
-    @property
-    def count(self) -> int:
-        """How many items there were."""
-        return self._grouped + len(self._recent)
-
-    @property
-    def items(self) -> list[Item]:
-        """The items that are kept, in order."""
-        return [*self._kept, *self._recent]
-
-    def add(self, item: Item) -> None:
-        """Add the next item."""
-        self._recent.append(item)
-        if len(self._recent) >= BATCH + RECENT:
-            self._put_into_groups(BATCH)
-
-    def _put_into_groups(self, count: int) -> None:
-        count -= count % self._group
-        starts = range(0, count, self._group)
-        self._kept += [max(self._recent[at : at + self._group], key=self._weight) for at in starts]
-        self._grouped += count
-        del self._recent[:count]
-        if len(self._kept) > 2 * self._most:
-            self.halve()
-
-    def halve(self) -> None:
-        """Join each two groups to one."""
-        pairs = (self._kept[at : at + 2] for at in range(0, len(self._kept), 2))
-        self._kept = [max(pair, key=self._weight) for pair in pairs]
-        self._group *= 2
-
-
-@dataclasses.dataclass(frozen=True)
-class MetricValue:
-    """What a metric was at a step; may be nan or infinite."""
-
-    step: int
-    value: float
-
-
-class MetricSeries:
-    """Collects the metrics of steps; of very many values it keeps the largest of each group of neighbours."""
-
-    def __init__(self) -> None:
-        self._samples: dict[str, Sample[tuple[int, float]]] = {}
-        self._held = 0
-
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add those of a step; of a step that was added before, the new ones count."""
-        for name, value in metrics.items():
-            sample = self._samples.get(name)
-            if sample is None:
-                if len(self._samples) == MOST_NAMES:
-                    continue
-                sample = self._samples[name] = Sample(_size, MOST_VALUES)
-            sample.add((step, value))
-        self._held += len(metrics)
-        if self._held > MOST_VALUES:
-            for sample in self._samples.values():
-                sample.halve()
-            self._held = sum(map(len, self._samples.values()))
-
-    def found(self) -> tuple[dict[str, list[MetricValue]], dict[str, int]]:
-        """The values of each metric, lowest step first, and how many there were."""
-        found, counts = dict[str, list[MetricValue]](), dict[str, int]()
-        for name, sample in sorted(self._samples.items(), key=lambda each: min(each[1].items)[0]):
-            by_step = dict(sample.items)
-            found[name] = [MetricValue(step, by_step[step]) for step in sorted(by_step)]
-            counts[name] = len(by_step) if sample.count == len(sample) else sample.count
-        return found, counts
-
-
-def _size(each: tuple[int, float]) -> float:
-    return -1.0 if math.isnan(each[1]) else abs(each[1])
-
-
-@dataclasses.dataclass(frozen=True)
 class Save:
-    """A save that was committed, or has failed.
+    """A save that was committed or failed.
 
     Attributes:
-        began, ended: from the call to the commit, without the time in which devices computed queued updates.
-        blocked_s: that the loop was held up.
-        background_s: the rest of it.
-        phases: seconds of each that was told.
+        began, ended: the call and the commit, without the time in which devices computed queued updates.
+        blocked_s: the time for which the loop was blocked.
+        background_s: the rest of the time.
+        phases: the seconds of each recorded phase.
     """
 
     began: datetime.datetime
@@ -327,7 +129,7 @@ class Save:
 
 @dataclasses.dataclass(frozen=True)
 class Restore:
-    """A step that was restored; `skipped`: the names of damaged ones that were passed over."""
+    """A restore of a step; `skipped` has the names of the damaged steps that were skipped."""
 
     began: datetime.datetime
     ended: datetime.datetime
@@ -341,7 +143,7 @@ class Restore:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Another event that a reader wants to see: a preemption, a step set aside, a lock taken over."""
+    """Another event to mark: a preemption, a step that was set aside, a lock that was taken over."""
 
     time: datetime.datetime
     kind: str
@@ -350,12 +152,12 @@ class Mark:
 
 
 def save_s_of(event: ReportEvent) -> float:
-    """Seconds of a save from the call to the commit, without the time in which devices computed queued updates."""
+    """Return the seconds from the call to the commit, without the time in which devices computed queued updates."""
     return max(event.save_s - min(event.save_s, number(event.device_wait_s) or 0.0), event.blocked_s)
 
 
 def save_of(event: ReportEvent) -> Save:
-    """The save that an event is about."""
+    """Return the save that an event records."""
     save_s = save_s_of(event)
     phases = {name: value for name in PHASES if (value := number(getattr(event, name))) is not None}
     return Save(
@@ -377,7 +179,7 @@ def save_of(event: ReportEvent) -> Save:
 
 
 def restore_of(event: ReportEvent) -> Restore:
-    """The restore that an event is about."""
+    """Return the restore that an event records."""
     restore_s = number(event.restore_s)
     return Restore(
         began=event.before(min(restore_s or 0.0, 1e9)),
@@ -392,7 +194,7 @@ def restore_of(event: ReportEvent) -> Restore:
 
 
 def mark_of(event: ReportEvent) -> Mark | None:
-    """The mark of an event that is neither a save nor a restore; None: it is not worth one."""
+    """Return the mark of a preemption or similar event, or None for any other event."""
     if event.event == "preempted":
         about = "; ".join(filter(None, (text(event.reason), text(event.plan))))
     elif event.event == "set_aside":
@@ -402,3 +204,196 @@ def mark_of(event: ReportEvent) -> Mark | None:
     else:
         return None
     return Mark(event.utc, event.event, event.step, about)
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricValue:
+    """The value of a metric at a step; may be NaN or infinite."""
+
+    step: int
+    value: float
+
+
+class MetricSeries:
+    """Collects the metrics of steps. Of very many values, it keeps the largest of each group of neighbours."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, Sample[tuple[int, float]]] = {}
+        self._held = 0
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step. They replace those of the same step that were added before."""
+        for name, value in metrics.items():
+            sample = self._samples.get(name)
+            if sample is None:
+                if len(self._samples) == MOST_NAMES:
+                    continue
+                sample = self._samples[name] = Sample(_size, MOST_VALUES)
+            sample.add((step, value))
+        self._held += len(metrics)
+        if self._held > MOST_VALUES:
+            for sample in self._samples.values():
+                sample.halve()
+            self._held = sum(map(len, self._samples.values()))
+
+    def found(self) -> tuple[dict[str, list[MetricValue]], dict[str, int]]:
+        """Return the values of each metric by ascending step, and the number of values."""
+        found, counts = dict[str, list[MetricValue]](), dict[str, int]()
+        for name, sample in sorted(self._samples.items(), key=lambda each: min(each[1].items)[0]):
+            by_step = dict(sample.items)
+            found[name] = [MetricValue(step, by_step[step]) for step in sorted(by_step)]
+            counts[name] = len(by_step) if sample.count == len(sample) else sample.count
+        return found, counts
+
+
+def _size(each: tuple[int, float]) -> float:
+    return -1.0 if math.isnan(each[1]) else abs(each[1])
+
+
+def thinned(items: Sequence[Item], most: int, weight: Callable[[Item], float], recent: int = 0) -> list[Item]:
+    """Return the item of the greatest weight of each group of neighbours, in order, or all items if they are few.
+
+    Args:
+        items: the items in order.
+        most: the number of items to keep.
+        weight: the importance of an item; of equal ones, the first is kept.
+        recent: the number of last items to keep in addition to `most`.
+    """
+    older = max(0, len(items) - recent)
+    if older <= most:
+        return list(items)
+    edges = [older * number // most for number in range(most + 1)]
+    return [max(items[start:stop], key=weight) for start, stop in itertools.pairwise(edges)] + list(items[older:])
+
+
+class Sample(Generic[Item]):
+    """A sample of a stream: all items while they are few, then the heaviest item of each group and all recent items.
+
+    All groups have the same size, which doubles when there are too many groups.
+
+    Args:
+        weight: the importance of an item.
+        most: the least number of groups once items are left out; there are at most twice as many.
+    """
+
+    def __init__(self, weight: Callable[[Item], float], most: int = MOST_KEPT) -> None:
+        self._weight, self._most = weight, most
+        self._kept: list[Item] = []  # one item of each group
+        self._group = 1  # the size of a group
+        self._grouped = 0  # the number of items in all groups
+        self._recent: list[Item] = []
+
+    def __len__(self) -> int:
+        return len(self._kept) + len(self._recent)
+
+    @property
+    def count(self) -> int:
+        """The number of items of the stream."""
+        return self._grouped + len(self._recent)
+
+    @property
+    def items(self) -> list[Item]:
+        """The kept items in order."""
+        return [*self._kept, *self._recent]
+
+    def add(self, item: Item) -> None:
+        """Add the next item."""
+        self._recent.append(item)
+        if len(self._recent) >= BATCH + RECENT:
+            self._put_into_groups(BATCH)
+
+    def _put_into_groups(self, count: int) -> None:
+        count -= count % self._group
+        starts = range(0, count, self._group)
+        self._kept += [max(self._recent[at : at + self._group], key=self._weight) for at in starts]
+        self._grouped += count
+        del self._recent[:count]
+        if len(self._kept) > 2 * self._most:
+            self.halve()
+
+    def halve(self) -> None:
+        """Merge each two neighbouring groups."""
+        pairs = (self._kept[at : at + 2] for at in range(0, len(self._kept), 2))
+        self._kept = [max(pair, key=self._weight) for pair in pairs]
+        self._group *= 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The most items of each kind to draw.
+
+    Attributes:
+        points: points of a metric, and of the disk use.
+        changed_leaves: leaves of all pairs of steps together.
+        leaves: leaves in the tree.
+        leaf_characters: characters of the names of the leaves together.
+    """
+
+    saves: int = 1500
+    steps: int = 2000
+    processes: int = 1000
+    points: int = 1000
+    changed_leaves: int = 4000
+    leaves: int = 20_000
+    leaf_characters: int = 1_000_000
+
+    def halved(self) -> Limits:
+        """Return limits that are half as large."""
+        return Limits(*(max(1, getattr(self, field.name) // 2) for field in dataclasses.fields(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskRate:
+    """The fastest of several synced writes of a file.
+
+    Attributes:
+        bytes_per_s: the rate of the fastest write.
+        bytes: the size of each write.
+        tries: the number of writes.
+    """
+
+    bytes_per_s: float
+    bytes: int
+    tries: int
+
+
+def measure_disk(files: Files, directory: str, nbytes: int = BYTES, tries: int = TRIES) -> DiskRate:
+    """Measure the rate of writing and syncing a temporary file, which is always removed.
+
+    Args:
+        files: the storage.
+        directory: the directory for the file.
+        nbytes: the size of the file, rounded down to whole blocks.
+        tries: the number of writes.
+
+    Raises:
+        StorageError: the file system refused the write, for example because the disk is full.
+    """
+    block = _block()
+    blocks = max(1, nbytes // BLOCK_BYTES)
+    seconds = min(_seconds(files, directory, block, blocks) for _ in range(tries))
+    return DiskRate(blocks * BLOCK_BYTES / seconds, blocks * BLOCK_BYTES, tries)
+
+
+def _block() -> np.ndarray:
+    """Return incompressible bytes in a buffer that is aligned for direct I/O."""
+    block = aligned_buffer(BLOCK_BYTES)
+    block[:] = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES, np.uint8)
+    return block
+
+
+def _seconds(files: Files, directory: str, block: np.ndarray, blocks: int) -> float:
+    path = f"{directory}/{TEMPORARY_PREFIXES[0]}{secrets.token_hex(8)}"
+    began = time.perf_counter()
+    try:
+        sink: Sink = files.create(path, direct="auto")
+        try:
+            with ThreadPoolExecutor(THREADS, thread_name_prefix="jaxckpt-disk") as pool:
+                list(pool.map(lambda number: sink.write_at(number * BLOCK_BYTES, block), range(blocks)))
+        except BaseException:
+            sink.abandon()
+            raise
+        sink.finish(blocks * BLOCK_BYTES, sync=True)
+        return time.perf_counter() - began
+    finally:
+        files.remove(path)

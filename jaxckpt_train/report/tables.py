@@ -1,4 +1,4 @@
-"""The tables of a report: the data of each chart as text."""
+"""The tables of a report, which hold the data of each chart as text."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MOST_ROWS = 150
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table of text.
 
     Attributes:
-        headings: of its columns; one that ends with "#" is of numbers.
-        rows: text.
-        last: a row of totals; empty: none.
-        left_out: a sentence, where not all rows are there.
+        headings: the headings of the columns; one that ends with "#" marks a column of numbers.
+        rows: the rows.
+        last: a row of totals, or empty.
+        left_out: a sentence about rows that are left out, or empty.
     """
 
     headings: Sequence[str]
@@ -41,12 +41,12 @@ class Table:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], there: int, kept: int) -> Table:
-    """The last rows, where there are too many for a page.
+    """Return a table with a sentence about the rows that are left out.
 
     Args:
-        headings, rows: of the table, with the rows that a page has room for.
-        there: how many rows there would be.
-        kept: how many of them the data of the report has.
+        headings, rows: the headings, and the last rows that a page has room for.
+        there: the total number of rows.
+        kept: the number of rows in the data of the report.
     """
     has = "all" if kept == there else f"{kept:,}"
     left_out = "" if len(rows) == there else f"The last {len(rows):,} of {there:,}; `--json` has {has} of them."
@@ -54,7 +54,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], there: int, k
 
 
 def processes_table(processes: Sequence[Process], totals: Totals) -> Table:
-    """One row for each process, and the totals."""
+    """Return a table with a row for each process, and the totals."""
     headings = ["#", "began (UTC)", "ended", "where", "steps#", "useful#", "redone#", "saves#", "blocked#", "resume#"]
     headings += ["wall#", "useful time#"]
     rows = []
@@ -74,12 +74,12 @@ def _amounts(of: Process | Totals, share: float) -> list[str]:
 
 
 def spent_table(totals: Totals) -> Table:
-    """What the time of the run went into."""
+    """Return a table of where the time of the run went."""
     parts = [
         ("useful updates", totals.useful_s),
-        ("updates that were lost", totals.lost_s),
+        ("lost updates", totals.lost_s),
         ("blocked by saves", totals.blocked_s),
-        ("until the loop had its state", totals.to_resume_s),
+        ("until the state was restored", totals.to_resume_s),
         ("processes without updates", totals.other_s),
         ("between processes", totals.between_s),
     ]
@@ -89,7 +89,7 @@ def spent_table(totals: Totals) -> Table:
 
 
 def saves_table(saves: Sequence[Save], there: int) -> Table:
-    """How long each save took, and how fast it was."""
+    """Return a table of the saves with their times and rates."""
     headings = ["step#", "ended (UTC)", "blocked#", "background#", "size#", "rate#", "reason", "outcome"]
     rows = [
         [
@@ -108,8 +108,8 @@ def saves_table(saves: Sequence[Save], there: int) -> Table:
 
 
 def restores_table(restores: Sequence[Restore], there: int) -> Table:
-    """What was restored."""
-    headings = ["step#", "ended (UTC)", "took#", "size#", "rate#", "damaged ones passed over"]
+    """Return a table of the restores."""
+    headings = ["step#", "ended (UTC)", "took#", "size#", "rate#", "skipped damaged steps"]
     rows = [
         [
             count_text(each.step),
@@ -125,15 +125,15 @@ def restores_table(restores: Sequence[Restore], there: int) -> Table:
 
 
 def marks_table(marks: Sequence[Mark], there: int) -> Table:
-    """The other events."""
+    """Return a table of the other events."""
     words = {"preempted": "preemption", "set_aside": "step set aside", "take_over": "lock taken over"}
     rows = [[time_text(mark.time), words[mark.kind], count_text(mark.step), mark.text] for mark in marks[-MOST_ROWS:]]
     return _table(["time (UTC)", "what", "step#", "why"], rows, there, len(marks))
 
 
 def steps_table(steps: Sequence[StepLife], there: int) -> Table:
-    """What became of each step; those that are there come last."""
-    headings = ["step#", "directory", "state", "saved (UTC)", "deleted (UTC)", "size#", "about it"]
+    """Return a table of the steps; existing steps come last."""
+    headings = ["step#", "directory", "state", "saved (UTC)", "deleted (UTC)", "size#", "remarks"]
     ordered = [step for step in steps if not step.is_there] + [step for step in steps if step.is_there]
     rows = [
         [
@@ -162,20 +162,20 @@ def _about(step: StepLife) -> str:
 
 
 def use_table(gathered: Gathered) -> Table:
-    """The room that steps took."""
+    """Return a table of the disk use."""
     uses = gathered.disk_use
     rows = [[time_text(use.time), count_text(use.steps), bytes_text(use.bytes)] for use in uses[-MOST_ROWS:]]
     return _table(["from (UTC)", "steps#", "size#"], rows, gathered.counts.changes, len(uses))
 
 
 def metric_table(values: Sequence[MetricValue], there: int) -> Table:
-    """A metric by step."""
+    """Return a table of a metric by step."""
     rows = [[count_text(each.step), number_text(each.value)] for each in values[-MOST_ROWS:]]
     return _table(["step#", "value#"], rows, there, len(values))
 
 
 def largest_table(tree: TreeSizes, most: int = 50) -> Table:
-    """The largest leaves, for whoever has no JavaScript."""
+    """Return a table of the largest leaves, for browsers without JavaScript."""
     largest = sorted(tree.leaves, key=lambda leaf: -leaf.bytes)[:most]
     left_out = "" if len(largest) == len(tree.leaves) else f"The {most} largest of {len(tree.leaves):,} leaves."
     rows = [[leaf.name, leaf.form, bytes_text(leaf.bytes)] for leaf in largest]
@@ -183,17 +183,17 @@ def largest_table(tree: TreeSizes, most: int = 50) -> Table:
 
 
 def changes_table(pairs: Sequence[PairChange], names: Sequence[str]) -> Table:
-    """Relative changes: one row for each leaf, one column for each pair; what moved most in the last one first."""
-    told = [{leaf.name: leaf for leaf in pair.leaves} for pair in pairs]
+    """Return a table of relative changes with a column for each pair, sorted by the change in the last pair."""
+    by_name = [{leaf.name: leaf for leaf in pair.leaves} for pair in pairs]
     order: dict[str, float] = {}
-    for pair in told:  # the last one counts
+    for pair in by_name:  # the last pair counts
         for name, leaf in pair.items():
             order[name] = leaf.relative if leaf.relative is not None and not math.isnan(leaf.relative) else math.inf
     chosen = sorted(order, key=lambda name: -order[name])
     words = {"only_a": "removed", "only_b": "new", "form": "another form"}
     rows = []
     for name in chosen[:MOST_ROWS]:
-        leaves = [pair.get(name) for pair in told]
+        leaves = [pair.get(name) for pair in by_name]
         cells = [
             "equal" if leaf is None else words.get(leaf.kind) or number_text(leaf.relative) or "changed"
             for leaf in leaves

@@ -120,7 +120,7 @@ def test_damaged_step_does_not_stop_the_page(tmp_path: Path) -> None:
 def test_a_run_of_which_only_an_empty_history_is_left_has_a_page(tmp_path: Path) -> None:
     run, page = write_history(tmp_path / "run"), tmp_path / "page.html"
     assert report(run, "-o", page)[0] == 0
-    assert "The history tells of nothing yet." in page.read_text()
+    assert "The history has no events yet." in page.read_text()
 
 
 @pytest.mark.parametrize("as_json", [True, False])
@@ -129,7 +129,7 @@ def test_what_is_no_run_ends_with_3_in_one_line(tmp_path: Path, as_json: bool) -
     code, out, error = report(tmp_path / "nothing", "-o", tmp_path / "page.html", *(["--json"] if as_json else []))
     assert code == 3
     told = json.loads(out)["message"] if as_json else error.removeprefix("jaxckpt: ").rstrip("\n")
-    assert told == f"{tmp_path / 'nothing'}: expected a run, found neither a step nor a history.jsonl in it"
+    assert told == f"{tmp_path / 'nothing'}: expected a run, found neither a step nor history.jsonl"
     assert not (tmp_path / "page.html").exists()
 
 
@@ -138,7 +138,7 @@ def test_what_is_no_report_is_not_replaced(tmp_path: Path) -> None:
     page.write_bytes(b"precious")
     code, _, error = report(run, "-o", page)
     assert (code, page.read_bytes()) == (4, b"precious")
-    assert error.startswith(f"jaxckpt: {page}: expected nothing there, or a report of before, found something else")
+    assert error.startswith(f"jaxckpt: {page}: expected a new file or an earlier report, found another file")
     assert error.count("\n") == 1
 
 

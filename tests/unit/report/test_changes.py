@@ -69,9 +69,9 @@ def test_leaves_that_only_one_has_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "chosen", "left_out"),
     [
-        (None, [(2, 3), (3, 4), (4, 5), (5, 6)], "1 of 5 pairs of consecutive steps were not compared, to be quick"),
-        (2, [(4, 5), (5, 6)], "3 of 5 pairs of consecutive steps were not compared, as `--changes 2` asked for"),
-        (0, [], "5 of 5 pairs of consecutive steps were not compared, as `--changes 0` asked for"),
+        (None, [(2, 3), (3, 4), (4, 5), (5, 6)], "1 of 5 pairs of consecutive steps were not compared, to save time"),
+        (2, [(4, 5), (5, 6)], "3 of 5 pairs of consecutive steps were not compared, because of `--changes 2`"),
+        (0, [], "5 of 5 pairs of consecutive steps were not compared, because of `--changes 0`"),
         (9, [(1, 2), (2, 3), (3, 4), (4, 5), (5, 6)], ""),
     ],
 )
@@ -93,7 +93,7 @@ def test_without_a_wish_no_more_is_read_than_a_few_bytes(tmp_path: Path, monkeyp
     monkeypatch.setattr(changes, "FEW_BYTES", 2 * size - 1)
     assert pairs(tmp_path, None) == []
     assert compared(tmp_path).left_out == (
-        "2 of 2 pairs of consecutive steps were not compared, to be quick: `--changes 2` compares all of them."
+        "2 of 2 pairs of consecutive steps were not compared, to save time. `--changes 2` compares all of them."
     )
     assert pairs(tmp_path, 2) == [(1, 2), (2, 3)]
 

@@ -98,9 +98,9 @@ def words(directory: Path) -> str:
 def test_an_empty_history(tmp_path: Path) -> None:
     said = words(write_history(tmp_path))
     for sentence in (
-        "The history tells of nothing yet.", "No save or restore has told how fast it was.",
-        "The history tells of no process.", "No step was saved yet.", "No step that is known has metrics.",
-        "There is no step that can be restored.", "There are no two steps to compare.",
+        "The history has no events yet.", "No save or restore has recorded its rate.",
+        "The history has no process.", "No step has been saved yet.", "No known step has metrics.",
+        "There is no valid step.", "There are no two steps to compare.",
     ):  # fmt: skip
         assert sentence in said
 
@@ -108,7 +108,7 @@ def test_an_empty_history(tmp_path: Path) -> None:
 def test_a_run_of_one_step_without_metrics(tmp_path: Path) -> None:
     said = words(made_run(tmp_path, 3))
     assert "1 step: 1 kept." in said
-    assert "No step that is known has metrics." in said
+    assert "No known step has metrics." in said
     assert "There are no two steps to compare." in said
 
 
@@ -117,10 +117,10 @@ def test_damaged_steps_come_first(tmp_path: Path) -> None:
     truncate_the_manifest(step_path(tmp_path, 3))
     flip_a_payload_byte(step_path(tmp_path, 2))
     said = words(tmp_path)
-    assert said.index("What is wrong") < said.index("Step 3, step-0000000003: ") < said.index("Times are in UTC")
+    assert said.index("Problems") < said.index("Step 3, step-0000000003: ") < said.index("Times are in UTC")
     assert "3 steps: 2 kept, 1 damaged." in said
-    assert "What could not be compared" in said
-    assert "step-0000000002" in said.partition("What could not be compared")[2]
+    assert "Could not be compared" in said
+    assert "step-0000000002" in said.partition("Could not be compared")[2]
 
 
 def test_first_of_many_damaged_steps_are_listed(tmp_path: Path) -> None:

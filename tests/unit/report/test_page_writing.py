@@ -32,7 +32,7 @@ def test_a_page_is_written_and_one_of_before_is_replaced(tmp_path: Path) -> None
 def test_something_else_is_not_replaced(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "report.html"
     path.write_bytes(content)
-    with pytest.raises(CheckpointExistsError, match="expected nothing there, or a report of before"):
+    with pytest.raises(CheckpointExistsError, match="expected a new file or an earlier report"):
         write_page(BACKEND, str(path), f"{MARK}one")
     assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]

@@ -37,7 +37,7 @@ def test_damaged_lines_are_counted_not_printed(tmp_path: Path, capfd: pytest.Cap
     assert read.history.events == {"start": 1}
     assert len(read.warnings) == 3
     assert "line 3 is left out" in read.warnings[0]
-    assert read.warnings[-1] == "1 lines of history.jsonl tell of no event of a run, and are left out"
+    assert read.warnings[-1] == "1 lines of history.jsonl are not events of a run and are left out"
     assert capfd.readouterr().err == ""
 
 
