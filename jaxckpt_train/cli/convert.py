@@ -584,8 +584,7 @@ def _named(path: str, valid: list[StepStatus], chosen: list[str]) -> list[StepSt
     if missing:
         there = ", ".join(str(look.step) for look in valid[-LAST:]) or "none"
         raise StepNotFoundError(
-            f"{path}: expected valid steps, found no valid step {', '.join(map(str, missing))}; the last "
-            f"ones are {there}"
+            f"{path}: has no valid step {', '.join(map(str, missing))}; the last valid steps are {there}"
         )
     if len(found) < 2:
         raise SettingsError(f"--step: expected at least two steps, found {', '.join(chosen)}")

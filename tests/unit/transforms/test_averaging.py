@@ -84,8 +84,8 @@ def test_damaged_steps_are_passed_over_or_end_it(directory: Path, tmp_path: Path
     found = told("average", directory, tmp_path / "mean", "--last", 2)
     assert found["steps"] == [2, 4]
     assert found["skipped"] == [step_path(directory, 3).name]
-    assert "has no whole step 3" in refused("average", directory, tmp_path / "x", "--step", 3, "--step", 4, code=3)
-    assert "expected 4 whole steps" in refused("average", directory, tmp_path / "x", "--last", 4, code=3)
+    assert "has no valid step 3" in refused("average", directory, tmp_path / "x", "--step", 3, "--step", 4, code=3)
+    assert "expected 4 valid steps" in refused("average", directory, tmp_path / "x", "--last", 4, code=3)
     flip_a_payload_byte(step_path(directory, 2))
     assert run("average", directory, tmp_path / "x", "--last", 2, "--leaves", "**/float*").exit_code == 1
     assert not (tmp_path / "x").exists()
@@ -99,7 +99,7 @@ def test_damaged_steps_are_passed_over_or_end_it(directory: Path, tmp_path: Path
         (["--leaves", "opt/count"], 2, "selects no floating-point leaves"),
         (["--leaves", "parms/**"], 2, 'did you mean "params/**"?'),
         (["--last", 2, "--step", 3], 2, "found both"),
-        (["--step", 3], 2, "expected two steps or more"),
+        (["--step", 3], 2, "expected at least two steps"),
         (["--step", "x"], 2, "expected a number"),
         (["--part", "data"], 2, "'data'"),
     ],
