@@ -22,9 +22,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.store import committed, manifest_decoding
 from jaxckpt_train.store import manifest as manifest_module
-from jaxckpt_train.store import manifest_decoding
-from jaxckpt_train.store import transaction as transaction_module
 from tests.nightly.crash.explorer import small_sizes
 from tests.nightly.faults.hostile import (
     HAND_OUT,
@@ -160,7 +159,7 @@ def test_an_iterator_whose_dtype_is_no_python() -> None:
 
 @pytest.mark.usefixtures("_small")
 def test_reader_that_expects_only_bad_json_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (manifest_module, manifest_decoding, transaction_module):
+    for module in (manifest_module, manifest_decoding, committed):
         monkeypatch.setattr(module, "NOT_JSON", msgspec.ValidationError)
     assert campaign(3000, seed=0, names=["COMMIT", "manifest"]).problems
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.store import committed
 from jaxckpt_train.store import manifest as manifest_module
-from jaxckpt_train.store import transaction as transaction_module
 from tests.nightly.crash.explorer import small_sizes
 from tests.nightly.faults.hostile import SLOW, Targets
 from tests.nightly.faults.mutations import WORDS, changed
@@ -111,7 +111,7 @@ def test_whatever_piece_of_a_sound_file(name: str) -> None:
 
 
 def test_reader_that_expects_no_bad_json_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (transaction_module, manifest_module):
+    for module in (committed, manifest_module):
         monkeypatch.setattr(module, "NOT_JSON", UnicodeDecodeError)
     for finds in (
         test_whatever_bytes,
