@@ -14,7 +14,7 @@ _HOMES = {
     ),
     "checkpointables.base": ("Saved", "Staged"),
     "checkpointables.iterator_state": ("CountedIterator", "PerProcess"),
-    "checkpointables.pytree": ("JsonValue",),
+    "checkpointables.handlers": ("JsonValue",),
     "checkpointables.registry": ("register_handler",),
     "errors": (
         "CheckpointError", "CheckpointExistsError", "CheckpointTimeoutError", "CorruptCheckpointError",

@@ -14,9 +14,9 @@ from jaxckpt_train.checkpoint import verify as verify
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata as CheckpointMetadata
 from jaxckpt_train.checkpointables.base import Saved as Saved
 from jaxckpt_train.checkpointables.base import Staged as Staged
+from jaxckpt_train.checkpointables.handlers import JsonValue as JsonValue
 from jaxckpt_train.checkpointables.iterator_state import CountedIterator as CountedIterator
 from jaxckpt_train.checkpointables.iterator_state import PerProcess as PerProcess
-from jaxckpt_train.checkpointables.pytree import JsonValue as JsonValue
 from jaxckpt_train.checkpointables.registry import register_handler as register_handler
 from jaxckpt_train.errors import CheckpointError as CheckpointError
 from jaxckpt_train.errors import CheckpointExistsError as CheckpointExistsError

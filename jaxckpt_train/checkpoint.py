@@ -383,7 +383,7 @@ def load(
             only=only, rename=rename, cast=cast, missing=missing, shardings=shardings, donatable=donatable
         )
         there = _to_read(path)
-        operations = parse_operations("transforms", transforms)
+        operations = () if transforms is None else parse_operations("transforms", transforms)
 
         def load_main(source: Opened) -> Any:
             name, changed = main_part(source), transformed(source, operations)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, STATE_FILE, Json, Saved, Staged
+from jaxckpt_train.checkpointables.handlers import JsonValue
 from jaxckpt_train.checkpointables.iterator_state import (
     check_fingerprint,
     current_fingerprint,
@@ -29,7 +30,6 @@ from jaxckpt_train.checkpointables.iterator_state import (
     encode_state,
     refuse_missing,
 )
-from jaxckpt_train.checkpointables.pytree import JsonValue
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
 

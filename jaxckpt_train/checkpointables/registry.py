@@ -9,9 +9,8 @@ from typing import Any
 
 from jaxckpt_train.checkpointables.base import Handler, Saved, Staged
 from jaxckpt_train.checkpointables.grain import GrainHandler
+from jaxckpt_train.checkpointables.handlers import GetSetStateHandler, JsonHandler, PytreeHandler, StatefulHandler
 from jaxckpt_train.checkpointables.iterator_state import PerProcessHandler
-from jaxckpt_train.checkpointables.pytree import GetSetStateHandler, JsonHandler, PytreeHandler
-from jaxckpt_train.checkpointables.stateful import StatefulHandler
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.pytree.paths import refuse_too_deep
 

@@ -21,9 +21,8 @@ import jax
 import numpy as np
 
 from jaxckpt_train.checkpoint_metadata import CheckpointableMetadata
+from jaxckpt_train.checkpointables.handlers import DirectoryAwaitingCreation, JsonValue
 from jaxckpt_train.checkpointables.iterator_state import PerProcess
-from jaxckpt_train.checkpointables.pytree import JsonValue
-from jaxckpt_train.checkpointables.stateful import DirectoryAwaitingCreation
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
 from jaxckpt_train.integrations import orbax_args

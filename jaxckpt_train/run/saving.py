@@ -19,9 +19,9 @@ from typing import Any, Literal
 from jaxckpt_train import pending as unfinished
 from jaxckpt_train.checkpoint import run_info
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
+from jaxckpt_train.checkpointables.handlers import JsonHandler
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, current_fingerprint
 from jaxckpt_train.checkpointables.job_saving import JobSave
-from jaxckpt_train.checkpointables.pytree import JsonHandler
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.checkpointables.saving import (
     SaveTimes,
