@@ -183,7 +183,7 @@ def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
         largest = max(info, key=lambda name: len(msgspec.json.encode(info[name])))
         raise SettingsError(
             f"{largest}: expected at most {MAX_INFO_BYTES:,} bytes of JSON in the manifest's information on this save, "
-            f"found {size:,}; save it as a checkpointable of its own, as JsonValue"
+            f"found {size:,}; save it as a separate checkpointable, as JsonValue"
         )
     return info
 
@@ -205,7 +205,7 @@ def save(
     custom_metadata: Any = None,
     settings: StoreSettings | None = None,
 ) -> CheckpointMetadata:
-    """Save one pytree as a checkpoint of its own, and wait until it is durable. An interrupt only ends the wait.
+    """Save one pytree as a checkpoint, and wait until it is durable. An interrupt only ends the wait.
 
     Args:
         path: the directory to create.
@@ -354,8 +354,8 @@ def load(
         rename: new names for saved leaf paths, `{"old/**": "new/**"}`.
         cast: convert dtypes within floats, within integers, and upwards, but never from float to integer. Floats are
             rounded.
-        missing: what to do with a leaf of `like` that the checkpoint lacks: "error" raises MismatchError, "keep" keeps
-            its value.
+        missing: what to do with a leaf of `like` that is not in the checkpoint: "error" raises MismatchError, "keep"
+            keeps its value.
         shardings: one sharding or a tree of them, for leaves of `like` without a sharding, or for a load without
             `like`.
         transforms: operations on the stored tree that run before all other options; see `jaxckpt_train.transforms`.

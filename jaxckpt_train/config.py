@@ -286,7 +286,7 @@ def check_init_from(subject: str, value: Any) -> Any:
     given = known_keys(subject, value, ("path", *_INIT_FROM_OPTIONS))
     if "path" not in given:
         raise SettingsError(
-            f"{subject}: expected the key path, the path of a checkpoint, found {', '.join(given) or 'nothing'}"
+            f'{subject}: expected the key "path" with the path of a checkpoint, found {", ".join(given) or "nothing"}'
         )
     checked = {"path": path_text(f"{subject}.path", given.pop("path")), **given}
     checked["transforms"] = parse_operations(f"{subject}.transforms", given.get("transforms"))

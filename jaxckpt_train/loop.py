@@ -341,7 +341,7 @@ class LoopForms(abc.ABC):
         name = metric or self._best_metric
         if name is None:
             raise SettingsError(
-                "best_step: expected the argument metric, or best_metric of the callback; found neither"
+                "best_step: expected a metric, found none; pass the argument metric, or set best_metric of the callback"
             )
         own = self._best_mode if self._best_metric in (None, name) else None
         return self.manager.best(name, mode or own) if self.enabled else None

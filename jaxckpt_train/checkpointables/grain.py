@@ -214,11 +214,11 @@ def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> N
     same_number = f"restart with {data['processes']}, {_START_OVER}"
     if saved.values > 1:
         raise IteratorStateError(
-            f"{problem}; each process had its own position, in its own share of the data: {same_number}"
+            f"{problem}; each process had its own position, in its own part of the data: {same_number}"
         )
     if before.unit == "share" or before.unit != counts.unit:
         raise IteratorStateError(
-            f"{problem}; the position counts elements of one share of the data and says nothing about others: use "
+            f"{problem}; the position counts elements of the data of one process, and is not valid for others: use "
             f"grain.experimental.ElasticIterator, or dataset.shuffle()[i::n].batch(b // n).to_iter_dataset(), in this "
             f"order; {same_number}"
         )
@@ -228,7 +228,7 @@ def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> N
             f"batch here has {counts.records}: set the batch size of each process to {before.records} // {processes}, "
             f"or {same_number}"
         )
-    _log.info("%s: all continue from the common position, in %s of the whole data", problem, before.unit)
+    _log.info("%s: all continue from the common position, in %s of all data", problem, before.unit)
 
 
 def _counted(data: Json) -> Counted:
@@ -249,7 +249,7 @@ def _take_state(iterator: Any) -> Json:
             state = json.loads(state)
         except (TypeError, ValueError) as error:
             raise UnsupportedLeafError(
-                f"iterator state: expected JSON from {type(iterator).__name__}, found {state!r:.200}"
+                f"iterator state: expected JSON from get_state of {type(iterator).__name__}, found {state!r:.200}"
             ) from error
     return encode_state(state)
 
@@ -499,7 +499,7 @@ def own_state(saved: Saved, processes: int, process: int) -> Any:
         several = "" if counts == [1] else "es"
         raise IteratorStateError(
             f"iterator {saved.name!r}: saved with Orbax by {' or '.join(map(str, counts))} process{several}, found "
-            f"{processes}; each position is in that process's own share of the data: restart with {counts[-1]}, "
+            f"{processes}; each position counts elements of the data of one process: restart with {counts[-1]}, "
             f"{_START_OVER}"
         )
     name = found.get((processes, process))
@@ -511,7 +511,7 @@ def own_state(saved: Saved, processes: int, process: int) -> Any:
         return state_of(states[name])
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"iterator {saved.name!r}: expected a state of Grain in {name}, as JSON, but: {error}"
+            f"iterator {saved.name!r}: expected the state of a Grain iterator as JSON in {name}: {error}"
         ) from error
 
 

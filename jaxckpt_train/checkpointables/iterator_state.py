@@ -116,8 +116,8 @@ class CountedIterator(Generic[T]):
         taken = state.get("taken") if isinstance(state, dict) and len(state) == 1 else None
         if not isinstance(taken, int) or isinstance(taken, bool) or taken < 0:
             raise IteratorStateError(
-                f"CountedIterator: expected a position such as {{'taken': 12}}, found {state!r:.200}; the checkpoint "
-                "was saved with other data: use that data, or omit the data from the restore"
+                f"CountedIterator: expected a position such as {{'taken': 12}}, found {state!r:.200}; the position "
+                "was saved by another kind of iterator: pass that kind, or omit the data from the restore"
             )
         self._taken, self._items = taken, None
 

@@ -75,7 +75,9 @@ class OpenPart:
         name, manifest = value_file(self.name, self.process), self._committed.manifest
         record = self._files_by_name.get(name)
         if record is None:
-            raise CorruptCheckpointError(f"{self._committed.directory}: the manifest does not name {name}")
+            raise CorruptCheckpointError(
+                f"{self._committed.directory}: expected the file {name} in the manifest, found no entry for it"
+            )
         digest = manifest.digest if self._settings.verify_on_load else None
         data = self._asked(lambda _: self._read_value(record, digest))
         try:

@@ -241,7 +241,7 @@ class Rendezvous:
         if silence.should_report():
             waited = [number for number in silence.numbers if number not in arrived]
             _log.warning(
-                "%s: waiting for %s (%.0f s)",
+                "%s: still waiting for %s, after %.0f s",
                 self._doing,
                 _describe_processes(waited, self._processes),
                 silence.waited_s,

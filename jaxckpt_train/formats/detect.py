@@ -114,10 +114,10 @@ def _find_orbax_step(
         )
     if step is None:
         raise NotACheckpointError(
-            f"{path}: expected one checkpoint, found an Orbax run with {len(steps)} steps, the last ones are {shown}; "
+            f"{path}: expected one checkpoint, found an Orbax run with {len(steps)} steps, the last steps are {shown}; "
             f"pass the path of a step, such as {newest}, or --step on the command line"
         )
     if step not in steps:
-        raise StepNotFoundError(f"{path}: has no step {step}; the last ones are {shown}")
+        raise StepNotFoundError(f"{path}: has no step {step}; the last steps are {shown}")
     chosen = f"{path}/{steps[int(step)]}"
     return open_orbax(backend, chosen, backend.list(chosen))

@@ -330,7 +330,9 @@ class OrbaxTree(NamedTuple):
             elif name in other.stored:
                 self.stored[name] = other.stored[name]
             else:
-                raise CorruptCheckpointError(f"{path}: lacks leaf {name!r}, which the metadata of the tree lists")
+                raise CorruptCheckpointError(
+                    f"{path}: expected leaf {name!r}, which the metadata of the tree lists, found none"
+                )
             if name in other.held:
                 self.held[name] = other.held[name]
             if name in other.containers:

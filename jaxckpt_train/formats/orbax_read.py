@@ -278,8 +278,8 @@ def _read_structure(backend: Backend, directory: str, entries: Sequence[Entry], 
         tree = decode_tree_metadata(_tree_bytes(backend, directory, TREE_METADATA), path)
         if tree.in_aggregate and AGGREGATE not in names:
             raise CorruptCheckpointError(
-                f"{directory}: lacks the file {AGGREGATE!r} with leaf {tree.in_aggregate[0]!r}, "
-                f"which {TREE_METADATA} lists"
+                f"{directory}: expected the file {AGGREGATE!r} with leaf {tree.in_aggregate[0]!r}, "
+                f"which {TREE_METADATA} lists, found no such file"
             )
         if tree.in_aggregate:
             tree.take_from_aggregate(_read_aggregate(backend, directory), f"{directory}/{AGGREGATE}")
@@ -401,7 +401,7 @@ def _stored_leaf(
 ) -> LeafRecord:
     if stored.kind is Kind.STRING:
         if stored.parameter not in texts:
-            raise CorruptCheckpointError(f"{directory}/{STRINGS}: lacks the text of leaf {leaf!r}")
+            raise CorruptCheckpointError(f"{directory}/{STRINGS}: expected the text of leaf {leaf!r}, found none")
         return StrLeaf(texts[stored.parameter])
     if stored.parameter in keys:
         return KeyLeaf(keys[stored.parameter])
@@ -569,7 +569,8 @@ def _joined_array(node: Mapping[Any, Any], subject: str) -> np.ndarray:
     found = sum(len(array) for array in arrays)
     if found != math.prod(shape):
         raise CorruptCheckpointError(
-            f"{subject}: expected pieces that fill the shape {shown(shape)}, found {found} elements"
+            f"{subject}: expected pieces with the {math.prod(shape)} elements of the shape {shown(shape)}, "
+            f"found {found} elements"
         )
     return np.concatenate(arrays).reshape(shape)
 

@@ -139,8 +139,8 @@ def open_safetensors(backend: Backend, path: str) -> ForeignCheckpoint:
     folder, _, name = path.rpartition("/")
     if _missing([name]):
         raise NotACheckpointError(
-            f"{path}: expected a whole model, found the name of one of its files; pass the folder of the files, "
-            f"{folder}"
+            f"{path}: expected the path of a complete model, found that of one of its files; pass the folder of the "
+            f"files, {folder}"
         )
     return _open_files(backend, path, folder, [name], None)
 
@@ -244,7 +244,7 @@ def _open_files(
     for tensor, name in (weight_map or {}).items():
         if leaf_name(tensor) not in arrays:
             raise CorruptCheckpointError(
-                f"{folder}/{name}: lacks tensor {tensor!r}, which the index assigns to this file"
+                f"{folder}/{name}: expected tensor {tensor!r}, which the index assigns to this file, found none"
             )
     if refuse_unlisted and unlisted:
         path, tensor = unlisted[0]
@@ -329,7 +329,9 @@ def read_header(backend: Backend, path: str) -> Header:
 
 def _read(source: Source, offset: int, length: int, path: str) -> bytes:
     if offset + length > source.size:
-        raise CorruptCheckpointError(f"{path}: expected a safetensors file, found {source.size} bytes")
+        raise CorruptCheckpointError(
+            f"{path}: expected a safetensors file of at least {offset + length} bytes, found {source.size} bytes"
+        )
     data = np.empty(length, np.uint8)
     source.read_into(offset, data, length)
     return data.tobytes()

@@ -165,7 +165,7 @@ def choose_checkpoint(directory: str, found: FlaxNames, step: float | None) -> s
     same = [name for name, number in numbers.items() if _NUMBER.fullmatch(number) and float(number) == step]
     if not same:
         there = ", ".join(list(numbers.values())[-_MOST_NAMED:])
-        raise StepNotFoundError(f"{directory}: has no step {step}; the last ones are {there}")
+        raise StepNotFoundError(f"{directory}: has no step {step}; the last steps are {there}")
     exact = f"{found.prefix}{step}"
     return exact if exact in same else same[-1]
 

@@ -208,8 +208,9 @@ class _Unpickler(pickle._Unpickler):
         known = _KNOWN.get((module, name))
         if known is None:
             raise CorruptCheckpointError(
-                f"{self._path}: names {shown(f'{module}.{name}')}, which PyTorch's metadata does not need; nothing "
-                "was run. A pickle can run any code: load it with PyTorch only if you trust its author"
+                f"{self._path}: expected the metadata of PyTorch, found the name {shown(f'{module}.{name}')}, which it "
+                "does not need; no code was run. A pickle can run any code: load it with PyTorch only if you trust its "
+                "author"
             )
         return known
 

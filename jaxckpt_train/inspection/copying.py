@@ -300,7 +300,7 @@ def _difference_error(copy: Opened, what: str) -> CorruptCheckpointError:
 
 
 def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str, name: str) -> None:
-    """Refuse to remove a step that must stay in its run: pinned, newest, newest whole, or the target of a link.
+    """Refuse to remove a step that must stay in its run: pinned, newest, newest valid, or the target of a link.
 
     Args:
         backend: the storage.
@@ -310,7 +310,7 @@ def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str,
 
     Raises:
         SettingsError: the step must stay.
-        StorageError: a newer step cannot be read. If that one is not whole, this step must stay.
+        StorageError: a newer step cannot be read. If that one is not valid, this step must stay.
     """
     newest, left = owned.newest(), owned.left()
     line = [entry for entry in newest if entry.name not in left]
@@ -318,12 +318,12 @@ def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str,
     whole = found.entry
     staying = {step: f"the target of the link {link!r}" for step, link in links_to_steps(backend, directory).items()}
     staying |= {entry.name: "a pinned step" for entry in [*owned.entries(), *owned.damaged()] if entry.pinned}
-    staying |= {whole.name: "the newest whole step"} if whole is not None else {}
+    staying |= {whole.name: "the newest valid step"} if whole is not None else {}
     if line:
         staying |= {max(line, key=lambda entry: entry.step).name: "the highest step", line[-1].name: "the newest step"}
     if name in staying:
         raise SettingsError(
-            f"{directory}/{name}: is {staying[name]}, which stays in its run; copy it with `jaxckpt cp` instead"
+            f"{directory}/{name}: cannot be moved, because it is {staying[name]}; copy it with `jaxckpt cp` instead"
         )
     for refusal in found.refused.values():
         raise refusal

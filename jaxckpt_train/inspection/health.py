@@ -49,7 +49,7 @@ class PrunePlan:
 
     Attributes:
         steps: all steps, including uncommitted ones, which stay.
-        damaged: the damage of steps newer than the newest whole one, by step.
+        damaged: the damage of steps newer than the newest valid one, by step.
         refused: the errors of newer steps that could not be read, by step.
     """
 
@@ -78,7 +78,7 @@ def plan_pruning(
     every_byte: bool,
     reading: Callable[[int], None] | None = None,
 ) -> PrunePlan:
-    """Plan the fate of each step. The newest whole step, and steps that links lead to, are added to `pruning.safe`.
+    """Plan the fate of each step. The newest valid step, and steps that links lead to, are added to `pruning.safe`.
 
     Args:
         backend, directory: the run.
@@ -89,14 +89,14 @@ def plan_pruning(
 
     Raises:
         NotACheckpointError: the directory has no committed step.
-        CorruptCheckpointError: none of the steps is whole.
+        CorruptCheckpointError: none of the steps is valid.
         MismatchError: no step has the metric of a policy.
-        StorageError: none of the steps that can be read is whole.
+        StorageError: none of the steps that can be read is valid.
     """
     statuses = inspect_run(backend, directory)
     entries = sorted((status.entry for status in statuses if status.entry is not None), key=lambda entry: entry.order)
     if not entries:
-        raise NotACheckpointError(f"{directory}: expected a run, found no committed steps")
+        raise NotACheckpointError(f"{directory}: expected a run, found a directory without committed steps")
     _refuse_unknown_metrics(directory, pruning, entries)
     roll_back = Notes(backend, directory).roll_back
     newest = newest_generations(current_line(entries, roll_back))
@@ -105,11 +105,11 @@ def plan_pruning(
         raise next(iter(found.refused.values()))
     if found.entry is None:
         raise CorruptCheckpointError(
-            f"{directory}: none of its steps is whole, so all of them stay; see `jaxckpt scrub` for the damage"
+            f"{directory}: none of its steps is valid, so all of them stay; see `jaxckpt scrub` for the damage"
         )
     links = links_to_steps(backend, directory)
     pruning.safe |= {entry.step: f"the link {links[entry.name]!r}" for entry in newest if entry.name in links}
-    pruning.safe |= {found.entry.step: "newest that is whole"} if found.damaged or found.refused else {}
+    pruning.safe |= {found.entry.step: "newest valid"} if found.damaged or found.refused else {}
     pruning.safe |= {step: f"cannot be read: {error}" for step, error in found.refused.items()}
     pruning.safe |= {step: f"damaged: {problem}" for step, problem in found.damaged.items()}
     by_name = {fate.entry.name: fate for fate in fates(entries, roll_back, pruning, now)}
@@ -161,7 +161,7 @@ class RunHealth:
     Attributes:
         owner: the owner of the lock. None: there is none.
         statuses: all steps.
-        newest: the newest step that is whole according to its manifest and the sizes of its files.
+        newest: the newest step that is valid according to its manifest and the sizes of its files.
         newest_age_s: the seconds since it was saved.
         damaged: the problems of committed steps, by directory name.
         uncommitted: the problems of steps that were never committed, or lost their COMMIT.

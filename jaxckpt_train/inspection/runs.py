@@ -60,7 +60,7 @@ class StepStatus:
         entry: its entry in the run. None: it is not committed.
         nbytes: the size of its data files. None: unknown.
         is_current: whether the run continues from this step or a later one. A step is not current after a roll-back
-            behind it, or after it was saved anew.
+            behind it, or after it was saved again.
         problem: why it cannot be restored. None: its manifest shows no problem.
         refusal: the error of the storage, or of a newer format version, if that is the problem. The step is then not
             known to be damaged.
@@ -171,7 +171,7 @@ def newest_whole(statuses: Sequence[StepStatus]) -> StepStatus | None:
 
 
 def _newer_broken(statuses: Sequence[StepStatus], whole: StepStatus | None) -> list[StepStatus]:
-    """Return the steps newer than the newest whole one that cannot be restored, the newest first.
+    """Return the steps newer than the newest valid one that cannot be restored, the newest first.
 
     Steps before a roll-back are left out. A step without a manifest has no time of its save, so its number counts.
     """
@@ -217,7 +217,7 @@ def open_at(backend: Backend, path: str, step: float | None = None, *, verify: b
     Args:
         backend: the storage.
         path: the absolute path of a checkpoint, a run, or a checkpoint of Orbax, PyTorch, safetensors or Flax.
-        step: the step of a run, or of a directory of Flax, where it may have a fraction. None: the newest whole step
+        step: the step of a run, or of a directory of Flax, where it may have a fraction. None: the newest valid step
             of a run, or the newest checkpoint of Flax.
         verify: whether digests are checked when data is read.
 
@@ -226,7 +226,7 @@ def open_at(backend: Backend, path: str, step: float | None = None, *, verify: b
         StepNotFoundError: the step does not exist.
         SettingsError: the step of a run is not a whole number.
         CorruptCheckpointError: the checkpoint is damaged. Without a step: all steps of the run are damaged.
-        StorageError: the checkpoint cannot be read. Without a step: a newer step cannot be read, and may be whole.
+        StorageError: the checkpoint cannot be read. Without a step: a newer step cannot be read, and may be valid.
     """
     settings = StoreSettings(verify_on_load=verify)
     if _is_run(backend, path):
@@ -257,13 +257,13 @@ def _is_run(backend: Backend, path: str) -> bool:
 
 
 def _choose_newest(path: str, statuses: Sequence[StepStatus]) -> tuple[str, tuple[str, ...]]:
-    """Choose the newest whole step. Log newer damaged steps; raise an error for a newer step that may be whole."""
+    """Choose the newest valid step. Log newer damaged steps; raise an error for a newer step that may be valid."""
     found = newest_whole(statuses)
     bad = _newer_broken(statuses, found)
     refused = next((status.refusal for status in bad if status.refusal is not None), None)
     if refused is not None:
         if found is not None:
-            hint = f"it may be the newest whole step; to take an older one, pass its number: --step {found.step}"
+            hint = f"it may be the newest valid step; to take an older one, pass its number: --step {found.step}"
             if not isinstance(refused, StorageError):
                 raise type(refused)(f"{refused}; {hint}") from refused
             raise StorageError(refused.errno, f"{refused.strerror}; {hint}", refused.filename) from refused
@@ -290,7 +290,7 @@ def _choose_by_number(path: str, statuses: Sequence[StepStatus], step: float) ->
             raise SettingsError(
                 f"{path}: expected a whole number as the step, found {step}; the last steps are {there}"
             )
-        raise StepNotFoundError(f"{path}: has no step {step}; the last ones are {there}")
+        raise StepNotFoundError(f"{path}: has no step {step}; the last steps are {there}")
     return next((each.name for each in same if each.is_current), same[-1].name)
 
 
@@ -334,12 +334,12 @@ def describe_other(backend: Backend, path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class NewestWhole:
-    """The result of a search for the newest whole step.
+    """The result of a search for the newest valid step.
 
     Attributes:
-        entry: the newest whole step. None: there is none.
+        entry: the newest valid step. None: there is none.
         damaged: the damage of newer steps, by step.
-        refused: the errors of newer steps that could not be read, by step. They may be whole.
+        refused: the errors of newer steps that could not be read, by step. They may be valid.
     """
 
     entry: Entry | None
@@ -355,7 +355,7 @@ def newest_whole_step(
     every_byte: bool,
     progress: Callable[[int], None] | None = None,
 ) -> NewestWhole:
-    """Find the newest step that is whole.
+    """Find the newest valid step.
 
     Args:
         backend, directory: the run.

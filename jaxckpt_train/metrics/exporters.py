@@ -403,7 +403,9 @@ class PrometheusSink:
                 for series in measure.series if measure.label else (None,):
                     self._series(metric, measure, series)
         except ValueError as error:
-            raise SettingsError(f"PrometheusSink: {error}; let runs that share a registry share one sink") from error
+            raise SettingsError(
+                f"PrometheusSink: {error}; runs that share a registry need to share one sink"
+            ) from error
 
     @property
     def port(self) -> int | None:

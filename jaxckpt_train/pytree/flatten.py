@@ -66,7 +66,7 @@ def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
     """Return the value, if it is a numpy array or scalar that can be stored.
 
     Raises:
-        UnsupportedLeafError: it is not, or its dtype has no fixed byte form.
+        UnsupportedLeafError: it is not, or its dtype has no fixed binary representation.
     """
     plain = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap))
     if not plain:
@@ -83,7 +83,8 @@ def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
         )
     if not is_storable(value.dtype):
         raise UnsupportedLeafError(
-            f"leaf {name!r}: numpy dtype {value.dtype} has no fixed byte form; convert it, for example to uint8 or text"
+            f"leaf {name!r}: numpy dtype {value.dtype} cannot be stored, because it has no fixed binary "
+            "representation; convert it, for example to uint8 or text"
         )
     storable: np.ndarray | np.generic = value
     return storable

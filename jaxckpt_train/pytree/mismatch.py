@@ -217,7 +217,7 @@ class Differences:
 
     Args:
         subject: what is loaded.
-        keeps: whether leaves that the checkpoint lacks keep the target's value.
+        keeps: whether leaves that are not in the checkpoint keep the target's value.
     """
 
     def __init__(self, subject: str, *, keeps: bool) -> None:
@@ -260,7 +260,7 @@ class Differences:
     def _advice(self) -> str:
         hints = []
         if "missing" in self._categories:
-            hints.append('missing="keep" keeps leaves of the target that the checkpoint lacks')
+            hints.append('missing="keep" keeps leaves of the target that are not in the checkpoint')
         if "without value" in self._categories:
             hints.append(
                 'missing="keep" needs arrays in the target where the checkpoint has none, not ShapeDtypeStructs'

@@ -234,8 +234,9 @@ def _merge_summaries(values: Sequence[bytes]) -> bytes:
             continue
         if each.directory == found[0].directory:
             raise OtherProcessError(
-                f"{each.directory}: process {process} has opened another checkpoint than process 0 at this path: it "
-                "was replaced in the meantime, so load it again; or the path is not on storage that all processes share"
+                f"{each.directory}: process {process} has opened another checkpoint than process 0 at this path: "
+                "either the checkpoint was replaced meanwhile (load it again), or the path is not on storage that all "
+                "processes share"
             )
         raise OtherProcessError(
             f"process {process} loads {each.directory}, but process 0 loads {found[0].directory}, which is another "

@@ -348,7 +348,7 @@ class _LeafCollector:
             known = not is_key_array(leaf)
             if known and not is_storable(np.dtype(leaf.dtype)):
                 raise UnsupportedLeafError(
-                    f"leaf {name!r}: dtype {leaf.dtype} has no fixed byte form (float0 holds no data)"
+                    f"leaf {name!r}: dtype {leaf.dtype} cannot be stored, because it has no fixed binary representation"
                 )
             self._plain[leaf.dtype] = known
         return known

@@ -139,9 +139,7 @@ def check_new_step(directory: str, step: int, line: Sequence[Entry], restored: E
     """
     steps = {entry.step for entry in line}
     if step in steps:
-        raise CheckpointExistsError(
-            f"{directory}: step {step} is committed already; pass overwrite=True to publish it anew"
-        )
+        raise CheckpointExistsError(f"{directory}: step {step} is committed already; pass overwrite=True to replace it")
     latest = max(steps, default=step) if restored is None else restored.step
     if latest > step:
         raise SettingsError(

@@ -525,7 +525,7 @@ class RunDirectory:
             try:
                 self._backend.remove(attempt)
             except StorageError as error:
-                _log.warning("the files of a failed save were not removed: %s", error)
+                _log.warning("cannot remove the files of a failed save: %s", error)
                 self._left_attempts.append(attempt)
 
     def note_roll_back(self, unsynced: str | None = None) -> None:

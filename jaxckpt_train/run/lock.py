@@ -149,7 +149,9 @@ class OwnerLock:
             thread.start()
         except RuntimeError as error:
             if not self._is_without_heartbeat:  # warn once
-                _log.warning("%s: no heartbeat for now: %s", self.path, error)
+                _log.warning(
+                    "%s: cannot start the thread of the heartbeat, so only saves refresh the lock: %s", self.path, error
+                )
             self._is_without_heartbeat = True
             self._backend.touch(self.path)
         else:

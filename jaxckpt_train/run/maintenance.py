@@ -42,7 +42,7 @@ def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | Non
         CheckpointTimeoutError: the disk has not answered for ten minutes.
     """
     if not call_with_timeout(directory, lambda _: scan(backend, directory)):
-        raise NotACheckpointError(f"{directory}: expected a run, found no committed steps in it")
+        raise NotACheckpointError(f"{directory}: expected a run, found a directory without committed steps")
     run = RunDirectory(backend, directory, policy, _now)
     run.log.tends = True
     try:

@@ -349,7 +349,7 @@ class Deleter:
         try:
             batch.names = [] if listener is None else listener.confirm_deletions(batch.names)
         except Exception as error:  # noqa: BLE001  # a user's policy failed; every save asks it again and raises
-            _log.warning("deleting old steps waits, because the preservation policy failed: %r", error)
+            _log.warning("old steps are not deleted yet, because the preservation policy raised an error: %r", error)
             return False
         return True
 

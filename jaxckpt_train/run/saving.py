@@ -481,7 +481,7 @@ class SaveSlot:
             why = f"skipped: {pending.subject} is still in progress, and if_busy is 'skip'"
             _log.info("step %d: %s", step, why)
             return why
-        _log.info("step %d waits: %s is still in progress", step, pending.subject)
+        _log.info("the save of step %d waits, because %s is still in progress", step, pending.subject)
         try:
             error = self.settle(timeout_s, self.patience_s(force), self.is_asked_to_leave)
         except CheckpointTimeoutError as stalled:

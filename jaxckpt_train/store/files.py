@@ -193,7 +193,7 @@ def read_or_none(
         if error.errno in {*GONE, errno.ENOTDIR}:
             return None
         if error.errno in MISSING:
-            raise CorruptCheckpointError(f"{directory}/{name}: expected a file, but: {error}") from error
+            raise CorruptCheckpointError(f"{directory}/{name}: expected a regular file: {error}") from error
         raise
     try:
         if source.size > limit:

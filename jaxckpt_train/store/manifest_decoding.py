@@ -385,14 +385,19 @@ class _Decoding:
         known = DTYPES.get(array.dtype)
         if known is None:
             if len(array.dtype) > _MAX_DTYPE_LETTERS:
-                raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: dtype {shown(array.dtype)}")
+                raise CorruptCheckpointError(
+                    f"{part}: array {shown(array.name)}: expected the name of a dtype, found {shown(array.dtype)}"
+                )
             known = dtype_named(array.dtype, f"{part}: array {shown(array.name)}")
         total = array_bytes(shape, known.itemsize)
         if total is None:
             raise _impossible_shape(array, part)
         if total == 0:
             if array.chunks:
-                raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: has chunks, but no elements")
+                raise CorruptCheckpointError(
+                    f"{part}: array {shown(array.name)}: expected no chunks for an array without elements, "
+                    f"found {len(array.chunks)}"
+                )
             return
         if len(array.chunks) > MANY and self._surely_fine(array, known.itemsize, part):
             return

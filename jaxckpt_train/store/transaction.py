@@ -270,7 +270,9 @@ class Transaction(Attempt):
         """
         found, aside = first_untracked_files(self._backend, self.final), side_name(self.final)
         if found:
-            message = "cannot replace it: its directory cannot be renamed, and holds files of something else"
+            message = (
+                "cannot replace the checkpoint: its directory cannot be renamed, and contains files of other programs"
+            )
             raise StorageError(errno.EXDEV, f"{message}: {', '.join(found)}; move them away", self.final)
         self._backend.rename(self.directory, aside)
         try:

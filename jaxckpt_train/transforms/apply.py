@@ -343,8 +343,9 @@ class Equal(_SeveralInputs):
         for view, path in zip(self._inner[1:], self._paths, strict=True):
             if self._read(view, box).tobytes() != first.tobytes():
                 raise MismatchError(
-                    f"average: leaf {self._name!r} of {self.dtype.name} has no mean, and differs in {path}; select "
-                    "leaves without it, and it keeps the values of the newest checkpoint"
+                    f"average: leaf {self._name!r} of {self.dtype.name} cannot be averaged, so it must be equal in "
+                    f"all checkpoints, but it differs in {path}; select leaves without it, to keep its values of the "
+                    "newest checkpoint"
                 )
         target[...] = first
 

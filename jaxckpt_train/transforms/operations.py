@@ -83,7 +83,7 @@ class Rename(Operation):
             if new in leaves and new not in found:
                 raise MismatchError(f"{subject}: leaf {name!r} would become {new!r}, which already exists")
         if len(set(found.values())) != len(found):
-            raise MismatchError(f"{subject}: several leaves would get the same path; {self.to!r} lacks wildcards")
+            raise MismatchError(f"{subject}: several leaves would get the same path; add wildcards to {self.to!r}")
         renamed = {found.get(name, name): leaf for name, leaf in leaves.items()}
         leaves.clear()
         leaves.update(renamed)
@@ -598,7 +598,7 @@ def _patterns(subject: str, given: object) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Add(Operation):
-    """Add an array, such as an adapter that the checkpoint lacks.
+    """Add an array, such as an adapter that is not in the checkpoint.
 
     Args:
         leaf: the path of the array.

@@ -463,5 +463,5 @@ def test_each_committed_save_is_one_line_of_log(tmp_path: Path, caplog: pytest.L
     assert [int(found[1]) for found in saved] == [1, 2, 3, 4, 5]
     assert all(0 < float(found[2]) < 600 for found in saved)
     assert {found[3].split()[1] for found in saved} <= {"B", "KiB"}
-    rest = [line for line in lines if not line.startswith("saved") and "waits: " not in line]
+    rest = [line for line in lines if not line.startswith("saved") and " waits, " not in line]
     assert rest == [f"resumed from step 3 of {tmp_path}"]

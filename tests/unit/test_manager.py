@@ -119,7 +119,7 @@ def test_second_save_waits_for_first_and_says_so(tmp_path: Path, caplog: pytest.
     done: list[jct.SaveResult] = []
     second = threading.Thread(target=lambda: done.append(manager.save(2, {"state": state_of(2)})))
     second.start()
-    while "step 2 waits: step 1 to" not in caplog.text:
+    while "step 2 waits, because step 1 to" not in caplog.text:
         assert second.is_alive()
     it_waits_since = time.perf_counter()
     assert (manager.latest, done) == (None, [])

@@ -59,7 +59,9 @@ _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follow no link, and do 
 _COPY_BYTES = 16 << 20
 _no_truncate: set[int] = set()  # device numbers of file systems on which files cannot be truncated
 _durable_paths: dict[str, tuple[object, ...]] = {}  # marks of directories whose names and parents' names are durable
-_NO_DIRECT = 'direct_io=True requires direct I/O, which this system or file system lacks; use direct_io="auto"'
+_NO_DIRECT = (
+    'direct_io=True requires direct I/O, which this system or file system does not support; use direct_io="auto"'
+)
 
 
 class LocalBackend:
@@ -502,7 +504,7 @@ def _sync_path(path: str) -> None:
 
 
 def _forget_durable_below(missing: str) -> None:
-    """Forget that paths below a missing directory are durable: they will be created anew."""
+    """Forget that paths below a missing directory are durable: they will be created again."""
     for path in [each for each in list(_durable_paths) if f"{each}/".startswith(f"{missing}/")]:
         _durable_paths.pop(path, None)
 

@@ -192,8 +192,8 @@ def test_elastic_iterators_go_on_with_any_number_of_processes() -> None:
 @pytest.mark.parametrize(
     ("order", "batch", "match"),
     [
-        ("batch of a stream", 8, "position counts elements of one share of the data"),
-        ("shuffle last", 8, "position counts elements of one share of the data"),
+        ("batch of a stream", 8, "position counts elements of the data of one process"),
+        ("shuffle last", 8, "position counts elements of the data of one process"),
         ("batch last", 4, "of 16 records .* has 8: set the batch size .* to 16 // 2"),
     ],
 )

@@ -71,7 +71,7 @@ def test_of_flax_s_step_may_have_fraction(tmp_path: Path) -> None:
     assert first["max_abs"] == 1.5
     assert told("show", tmp_path / "flax", "--step", "8.0")["step"] == 8
     message = refused("show", tmp_path / "flax", "--step", "9.25", code=3)
-    assert message == f"{tmp_path}/flax: has no step 9.25; the last ones are 8, 9.5, 10"
+    assert message == f"{tmp_path}/flax: has no step 9.25; the last steps are 8, 9.5, 10"
 
 
 def test_of_others_a_step_is_a_whole_number(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_of_others_a_step_is_a_whole_number(tmp_path: Path) -> None:
         message = refused(*command, "--step", "1.5", code=2)
         assert message == f"{run}: expected a whole number as the step, found 1.5; the last steps are 1, 2"
     orbax = orbax_run(tmp_path / "orbax", 9, 10)
-    assert f"{orbax}: has no step 9.5; the last ones are 9, 10" in refused("show", orbax, "--step", "9.5", code=3)
+    assert f"{orbax}: has no step 9.5; the last steps are 9, 10" in refused("show", orbax, "--step", "9.5", code=3)
     assert told("show", orbax, "--step", "9.0")["path"] == f"{orbax}/9"
     assert "has no step 9007199254740993;" in refused("show", run, "--step", 2**53 + 1, code=3)
     for text in ("x", "nan", "inf", "1e999", ""):
@@ -95,14 +95,14 @@ def test_of_others_a_step_is_a_whole_number(tmp_path: Path) -> None:
 
 def test_of_orbax_s_step_has_to_be_named(tmp_path: Path) -> None:
     run = orbax_run(tmp_path / "orbax", 9, 10)
-    assert "found an Orbax run with 2 steps, the last ones are 9, 10;" in refused("show", run, code=3)
+    assert "found an Orbax run with 2 steps, the last steps are 9, 10;" in refused("show", run, code=3)
     found = told("show", run, "--step", 9)
     assert (found["path"], found["kind"], found["step"]) == (f"{run}/9", "Orbax", 9)
     printed("import", run, tmp_path / "ours", "--step", 10)
     assert_is(tmp_path / "ours", 10)
     assert told("diff", run, tmp_path / "ours", "--step-a", 10)["differences"] == []
     assert told("stats", run, "params/w", "-s", 9)["leaves"][0]["max"] == 14.0
-    assert f"{run}: has no step 11; the last ones are 9, 10" in refused("show", run, "--step", 11, code=3)
+    assert f"{run}: has no step 11; the last steps are 9, 10" in refused("show", run, "--step", 11, code=3)
 
 
 def test_what_cannot_be_chosen_is_reported(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_what_cannot_be_chosen_is_reported(tmp_path: Path) -> None:
     jct.save(tmp_path / "single", {"w": np.ones(3)})
     for command in ("show", "stats"):
         message = refused(command, tmp_path / "flax", "--step", 12, code=3)
-        assert message == f"{tmp_path}/flax: has no step 12; the last ones are 9, 10, 11"
+        assert message == f"{tmp_path}/flax: has no step 12; the last steps are 9, 10, 11"
     for path in (tmp_path / "flax" / "checkpoint_9", tmp_path / "single"):
         assert refused("show", path, "--step", 9, code=3) == f"{path}: expected a run with a step 9, found none"
     newest = tmp_path / "flax" / "checkpoint_11"

@@ -132,7 +132,7 @@ def test_steps_of_orbax_s_manager_are_named_and_none_is_taken(tmp_path: Path) ->
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
         for step in (1, 2):
             manager.save(step, args=ocp.args.StandardSave(state_of(step)))
-    with pytest.raises(jct.NotACheckpointError, match=r"2 steps, the last ones are 1, 2; .*/checkpoint_2"):
+    with pytest.raises(jct.NotACheckpointError, match=r"2 steps, the last steps are 1, 2; .*/checkpoint_2"):
         jct.load(tmp_path)
 
 

@@ -235,10 +235,10 @@ def test_metadata_of_unknown_leaves_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "item"
     shutil.copytree(path_of(GOLDEN / "0.4.8/flax"), path)
     changed(path, lambda tree: tree.pop("step"))
-    with pytest.raises(jct.CorruptCheckpointError, match="checkpoint: lacks leaf 'step', which the metadata"):
+    with pytest.raises(jct.CorruptCheckpointError, match="checkpoint: expected leaf 'step', which the metadata"):
         jct.load(path)
     (path / "checkpoint").unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match="lacks the file 'checkpoint' with leaf 'step'"):
+    with pytest.raises(jct.CorruptCheckpointError, match="expected the file 'checkpoint' with leaf 'step'"):
         jct.load(path)
 
 

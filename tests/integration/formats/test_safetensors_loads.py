@@ -361,7 +361,7 @@ def test_tensors_go_straight_into_tree_and_its_shardings(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "error", "message"),
     [
-        (b"", jct.CorruptCheckpointError, "expected a safetensors file, found 0 bytes"),
+        (b"", jct.CorruptCheckpointError, "expected a safetensors file of at least 8 bytes, found 0 bytes"),
         (b"\xff" * 8, jct.CorruptCheckpointError, "found a header of 18,446,744,073,709,551,615 bytes in a file of 8"),
         (header(b"not json"), jct.CorruptCheckpointError, "a.safetensors: expected a safetensors file, found"),
         (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', bytes(4)), jct.CorruptCheckpointError,
@@ -404,7 +404,7 @@ def test_foreign_or_damaged_file_is_reported(
         ),
         (
             {"weight_map": {"gone": "model-00001-of-00002.safetensors"}},
-            "00001-of-00002.safetensors: lacks tensor 'gone'",
+            "00001-of-00002.safetensors: expected tensor 'gone'",
         ),
         ({"weights": {}}, "expected an index of tensors, found"),
     ],

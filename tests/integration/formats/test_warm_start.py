@@ -93,7 +93,7 @@ init_from:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"transforms": []}, "checkpoint.init_from: expected the key path, .*, found transforms"),
+        ({"transforms": []}, "checkpoint.init_from: expected the key .path. .*, found transforms"),
         ({"path": "a", "onyl": "b"}, 'checkpoint.init_from: unknown key "onyl", did you mean "only"'),
         ({"path": "a", "missing": "maybe"}, 'checkpoint.init_from: missing: expected "error" or "keep"'),
         (

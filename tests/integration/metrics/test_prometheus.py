@@ -197,7 +197,7 @@ def test_a_port_that_is_taken_does_not_keep_the_file_from_being_written(tmp_path
 def test_two_sinks_cannot_have_one_registry() -> None:
     registry = prometheus_client.CollectorRegistry()
     jct.PrometheusSink(registry=registry)
-    with pytest.raises(jct.SettingsError, match="let runs that share a registry share one sink"):
+    with pytest.raises(jct.SettingsError, match="need to share one sink"):
         jct.PrometheusSink(registry=registry)
 
 

@@ -290,7 +290,7 @@ def test_a_save_that_has_to_wait_or_is_skipped_says_so(tmp_path: Path, caplog: p
     with jct.StepManager(tmp_path / "wait") as manager:
         manager.save(1, large)
         manager.save(2, large)
-    assert any("step 2 waits: step 1" in message for message in caplog.messages)
+    assert any("step 2 waits, because step 1" in message for message in caplog.messages)
     with jct.StepManager(tmp_path / "skip", if_busy="skip") as manager:
         manager.save(1, large)
         second = manager.save(2, large)

@@ -62,11 +62,9 @@ def test_what_its_run_needs_stays(tmp_path: Path) -> None:
         manager.pin(2)
     remove_the_segment(step_path(tmp_path / "run", 5))
     before = files_below(tmp_path)
-    for step, why in ((1, "the target of the link 'best'"), (2, "a pinned step"), (4, "the newest whole step")):
-        assert f"is {why}, which stays in its run" in refused(
-            "mv", tmp_path / "run", tmp_path / "new", "--step", step, code=2
-        )
-    assert "is the newest step, which stays" in refused("mv", tmp_path / "run", tmp_path / "new", "--step", 5, code=2)
+    for step, why in ((1, "the target of the link 'best'"), (2, "a pinned step"), (4, "the newest valid step")):
+        assert f"because it is {why};" in refused("mv", tmp_path / "run", tmp_path / "new", "--step", step, code=2)
+    assert "because it is the newest step;" in refused("mv", tmp_path / "run", tmp_path / "new", "--step", 5, code=2)
     assert files_below(tmp_path) == before
     assert told("mv", tmp_path / "run", tmp_path / "new", "--step", 3)["removed"] is True
 

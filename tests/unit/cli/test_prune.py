@@ -104,7 +104,7 @@ def test_the_newest_whole_step_stays_if_newer_ones_are_damaged(tmp_path: Path, c
     (flip_a_payload_byte if not check else remove_the_segment)(step_path(directory, 3))
     found = told("prune", directory, "--keep-latest", 1, "--yes", *check, code=1)
     assert going(found) == [1]
-    assert why(found, 2) == ["newest that is whole"]
+    assert why(found, 2) == ["newest valid"]
     assert why(found, 3)[0].startswith("damaged: ")
     assert "p00000-s000.safetensors" in why(found, 3)[0]
     assert why(found, 4)[0] == "newest"
@@ -122,7 +122,7 @@ def test_where_no_step_is_whole_nothing_goes(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     for step in (1, 2, 3):
         flip_a_payload_byte(step_path(directory, step))
-    assert "none of its steps is whole" in refused("prune", directory, "--keep-latest", 1, "--yes", code=1)
+    assert "none of its steps is valid" in refused("prune", directory, "--keep-latest", 1, "--yes", code=1)
     assert len(list(directory.glob("step-*"))) == 3
 
 

@@ -176,7 +176,7 @@ def test_show_uses_newest_or_given_step(tmp_path: Path) -> None:
     truncate_the_manifest(step_path(run, 3))
     assert told("show", run)["step"] == 2
     assert told("show", run, "--step", 1)["path"] == str(step_path(run, 1))
-    assert "has no step 7; the last ones are 1, 2, 3" in refused("show", run, "--step", 7, code=3)
+    assert "has no step 7; the last steps are 1, 2, 3" in refused("show", run, "--step", 7, code=3)
     assert "manifest.json: 100 bytes, but COMMIT says" in refused("show", run, "--step", 3, code=1)
 
 

@@ -132,7 +132,7 @@ def test_a_traced_value_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_float0_has_nothing_to_store() -> None:
     gradient = jax.grad(lambda x: 1.0, allow_int=True)(3)
-    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'g': .*(cannot be stored|no fixed byte form)"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'g': .*cannot be stored"):
         snapshot({"g": gradient})
 
 

@@ -1,4 +1,4 @@
-"""Restores of a run: the newest whole step, past damaged ones, and a step by its number."""
+"""Restores of a run: the newest valid step, past damaged ones, and a step by its number."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_damaged_steps_are_passed_over_or_end_it(directory: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        (["--leaves", "opt/**"], 2, "leaf 'opt/count' of int32 has no mean"),
+        (["--leaves", "opt/**"], 2, "leaf 'opt/count' of int32 cannot be averaged"),
         (["--leaves", "**"], 2, "leaf 'step' is int"),
         (["--leaves", "opt/count"], 2, "selects no floating-point leaves"),
         (["--leaves", "parms/**"], 2, 'did you mean "params/**"?'),
