@@ -1,7 +1,7 @@
 """Save, load, inspect and verify single checkpoints.
 
-The first part opens the checkpoint at a path, which may come from this package or from another tool (`Opened`,
-`use_source`). The second part holds the public functions: `save`, `load`, `metadata`, `verify` and their variants.
+The first part opens the checkpoint at a path, which may come from this package or from another tool (`use_source`). The
+second part holds the public functions: `save`, `load`, `metadata`, `verify` and their variants.
 """
 
 from __future__ import annotations

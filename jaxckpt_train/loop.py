@@ -564,9 +564,10 @@ def refuse_unsavable(data: Any) -> None:
         stage_all({DATA_NAME: data}, SaveTimes(), StoreSettings())
     except UnsupportedLeafError as error:
         raise UnsupportedLeafError(
-            f"{error}\nresume: data: expected an iterator with get_state() and set_state(state) to save its position, "
-            f"found {type(data).__name__}; for data without them pass CountedIterator(items_from)"
-        ) from error
+            "resume: data: expected an iterator with get_state() and set_state(state), which save its position, found "
+            f"{type(data).__name__}; for other data pass CountedIterator(items_from), where items_from(n) returns the "
+            f"items from number n on\n{error}"
+        ) from None  # the text has the error
 
 
 def restore_values(

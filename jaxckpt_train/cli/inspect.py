@@ -493,7 +493,7 @@ def _bar(bins: Histogram | None) -> str:
 
 
 def ls(run: Run, as_json: Json = False) -> None:
-    """List the steps of a run: size, age, metrics, and what keeps a step from being restored.
+    """List the steps of a run: size, age, metrics, and visible damage. Reads no arrays.
 
     Exits with 1 if a step of the current branch cannot be restored, and with 3 if there is no step.
     """

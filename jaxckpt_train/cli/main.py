@@ -87,7 +87,7 @@ def _with_fast_conversion(parameter: Any) -> Any:
 
 
 COMMANDS = {
-    "ls": "List the steps of a run: size, age, metrics, and what keeps a step from being restored.",
+    "ls": "List the steps of a run: size, age, metrics, and visible damage. Reads no arrays.",
     "show": "Show a checkpoint: leaf paths, shapes, dtypes, shardings, sizes, and JSON items. Reads no arrays.",
     "stats": "Print minimum, maximum, mean, norm and a histogram of arrays, and count the values that are not finite.",
     "diff": "Compare two checkpoints: structure and every value, bit by bit. Equal leaves are folded into one line.",

@@ -29,7 +29,7 @@ class CheckpointInfo:
 
     Attributes:
         step: the number of completed updates.
-        time: when the checkpoint was committed, or the time of the decision; with a time zone, converted to UTC.
+        time: when the save started, or the time of the decision; with a time zone, converted to UTC.
         metrics: the metrics recorded with the step; None: none so far (an evaluation may attach them later).
         pinned: whether the user has asked to keep this step whatever the policy says.
         temporary: whether it is deleted after the next commit.

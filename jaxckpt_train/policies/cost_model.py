@@ -81,7 +81,7 @@ def choose(now: Situation) -> ShutdownPlan:
     new, waits = f"saving step {now.unsaved}", now.running is not None
     first = f"finishing the save of step {now.running}, then " if waits else ""
     if now.left_s is None:
-        return ShutdownPlan(True, f"{first}{new}: the time limit is unknown or over", waits)
+        return ShutdownPlan(True, f"{first}{new}: no remaining time limit", waits)
     if now.save_s is None:
         return ShutdownPlan(True, f"{first}{new}: the duration of a save is unknown", waits)
     if now.running is not None and now.step_s is not None:

@@ -47,9 +47,11 @@ __all__ = [
     "FixedIntervalPolicy",
     "ImprovementPolicy",
     "InitialSavePolicy",
+    "OverheadBudgetPolicy",
     "PreemptionCheckpointingPolicy",
     "SpecificStepsPolicy",
     "TemporarySavePolicy",
+    "YoungDalyPolicy",
 ]
 _TELL_AT = frozenset(10**power for power in range(1, 10))
 _log = logging.getLogger("jaxckpt_train")

@@ -315,7 +315,7 @@ def removed_error(directory: str) -> NotACheckpointError:
 
 
 def is_removed_with_timeout(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> bool:
-    """`is_gone` with a timeout; raises as `opened`."""
+    """`is_gone` with a timeout; raises as `open_with_timeout`."""
     return call_with_timeout(directory, lambda _: is_gone(backend, directory), progress)
 
 

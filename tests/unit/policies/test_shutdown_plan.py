@@ -73,8 +73,8 @@ def test_what_is_not_known_is_tried() -> None:
 
 
 def test_without_a_limit_all_is_saved() -> None:
-    assert plan(left_s=None)[3] == "saving step 120: the time limit is unknown or over"
-    why = "finishing the save of step 119, then saving step 120: the time limit is unknown or over"
+    assert plan(left_s=None)[3] == "saving step 120: no remaining time limit"
+    why = "finishing the save of step 119, then saving step 120: no remaining time limit"
     assert plan(left_s=None, running=119) == (True, True, False, why)
 
 

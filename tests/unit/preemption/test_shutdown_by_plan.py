@@ -194,8 +194,8 @@ def test_where_nobody_said_how_long_it_lives_all_is_saved(tmp_path: Path) -> Non
     with pytest.raises(SystemExit):
         loop.run(13)
     loop.check_saved(6, 12, 13)
-    plan = "finishing the save of step 12, then saving step 13: the time limit is unknown or over; "
-    assert loop.plan() == plan + "saving step 13: the time limit is unknown or over"
+    plan = "finishing the save of step 12, then saving step 13: no remaining time limit; "
+    assert loop.plan() == plan + "saving step 13: no remaining time limit"
 
 
 @pytest.mark.parametrize("noticed_by", ["call", "poll", "the end of the loop"])
