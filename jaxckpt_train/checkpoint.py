@@ -319,7 +319,7 @@ def _save_in_job(
 
 
 def _abort(transaction: Transaction) -> None:
-    """Remove an abandoned attempt. What cannot be removed now is cleaned up after the end of this process."""
+    """Remove an abandoned attempt. Files that cannot be removed now are cleaned up after this process has ended."""
     with contextlib.suppress(StorageError):
         transaction.abort()
 

@@ -386,10 +386,10 @@ def worker_count(iterator: Any) -> int | None:
 
 
 class Counted(NamedTuple):
-    """What a position counts.
+    """The unit in which a position counts.
 
     Attributes:
-        unit: "records": records of the whole data. "batches": batches of all processes together. "share": elements of
+        unit: "records": records of all data. "batches": batches of all processes together. "share": elements of
             one process's share.
         records: the number of records in a batch of all processes together; 0 if it does not count batches.
     """
@@ -404,7 +404,7 @@ SHARE = Counted("share")
 def what_it_counts(iterator: Any) -> Counted:
     """Return what the position of an iterator counts.
 
-    For an `ElasticIterator`, it counts records of the whole data. For `dataset.shuffle()[i::n].batch(b //
+    For an `ElasticIterator`, it counts records of all data. For `dataset.shuffle()[i::n].batch(b //
     n).to_iter_dataset()`, it counts batches of `b` records, and so it does for
     `dataset.shuffle().batch(b).to_iter_dataset()`. If the batch comes after `to_iter_dataset`, or a shuffle or repeat
     after the slice, it counts elements of this process's share, which another number of processes divides differently.

@@ -43,7 +43,7 @@ _DIFFERS = b"differs"
 
 
 class _Coming(msgspec.Struct):
-    """What a process is about to save. `owners` maps arrays to the process whose devices hold them completely."""
+    """The summary of a process's next save. `owners` maps arrays to the process whose devices hold them completely."""
 
     subject: str
     own_values: dict[str, str]
@@ -114,7 +114,7 @@ class JobSave:
         """Write this process's shards and take part in the commit.
 
         Raises:
-            What failed in this process, or the error of another process; nothing is committed then.
+            Any error in this process, or the error of another process; nothing is committed then.
             CheckpointTimeoutError: another process did not join or made no progress.
         """
         try:
@@ -216,7 +216,7 @@ class JobSave:
 
 
 class _Written:
-    """What a process writes of an attempt.
+    """The part of an attempt that a process writes.
 
     Attributes:
         records: the records of all parts, without chunks.

@@ -60,7 +60,7 @@ def register_handler(taken: type, handler: Any) -> None:
             `compare`.
 
     Raises:
-        SettingsError: `taken` is not a type, or the handler lacks a method.
+        SettingsError: `taken` is not a type, or the handler has a method missing.
     """
     if not isinstance(taken, type):
         raise SettingsError(f"register_handler: expected a type, found {taken!r}")

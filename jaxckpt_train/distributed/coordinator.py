@@ -75,7 +75,7 @@ class Coordinator(Protocol):
             on_progress: called whenever another process that is waited for has made progress.
 
         Raises:
-            What `give` or `merge` raised, in the process that called it.
+            Any error that `give` or `merge` raised, in the process that called it.
             The same error in the others, with the process named; OtherProcessError if its class is not of this package.
             CheckpointTimeoutError: a process did not arrive or made no progress in time; names it.
         """

@@ -122,7 +122,9 @@ class _PipeAddress(msgspec.Struct, array_like=True):
 
 
 class Mailbox:
-    """Receives messages from other processes. What a process did before it sent a message is visible on receipt.
+    """Receives messages from other processes.
+
+    All memory that a process wrote before it sent a message is visible on receipt.
 
     Attributes:
         address: by which others find it.
@@ -261,7 +263,7 @@ class ColocatedMemory:
         self._notify_behind()
 
     def has_unnotified(self) -> bool:
-        """Return whether a process that could not be notified lacks what it has not taken; `wait` tries again."""
+        """Return whether a process that could not be notified still waits for data; `wait` tries again."""
         return any(self._taken[process] < self._given[self.process] for process in self._behind)
 
     def _notify_behind(self) -> None:

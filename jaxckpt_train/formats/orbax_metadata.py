@@ -92,7 +92,7 @@ def is_tree(backend: Backend, directory: str, entries: Sequence[Entry]) -> bool:
 
 
 def holds_items(backend: Backend, directory: str, entries: Sequence[Entry]) -> bool:
-    """Return whether a directory contains items. A step of the first versions has no metadata of its own."""
+    """Return whether a directory contains items. A step of the first versions has no metadata."""
     with contextlib.suppress(StorageError):
         return any(_may_be_item(backend, f"{directory}/{entry.name}") for entry in entries if is_item_folder(entry))
     return False
@@ -480,7 +480,7 @@ def decode_key_implementations(data: bytes, path: str) -> dict[str, str]:
 
 
 def match_target(target: Flat, record: TreeRecord, names: Mapping[str, str]) -> tuple[TreeRecord, dict[str, str]]:
-    """Rename leaves that the target lacks to equivalent leaves that it has.
+    """Rename leaves that are not in the target to equivalent leaves that are.
 
     Orbax does not record whether a key of a mapping is text or an integer. It saves variables of NNX as mappings, and a
     NamedTuple without fields, such as some states of Optax, as None.

@@ -149,7 +149,7 @@ def open_safetensors_index(backend: Backend, path: str) -> ForeignCheckpoint:
     """Open the files that an index names, and ignore others in the folder.
 
     Raises:
-        CorruptCheckpointError: it is not an index, or one of its files is missing, damaged, or lacks a tensor.
+        CorruptCheckpointError: it is not an index, or one of its files is missing or damaged, or has a tensor missing.
         StorageError: a file cannot be read.
     """
     folder, _, name = path.rpartition("/")

@@ -1,1 +1,1 @@
-"""What runs and checkpoints contain, without JAX."""
+"""Inspect the contents of runs and checkpoints, without JAX."""

@@ -180,7 +180,7 @@ class Feeds:
         """Wait until all queues are empty and the sinks of the run are closed.
 
         Args:
-            timeout_s: in seconds, at most `DRAIN_S`. What is late continues while the process lives.
+            timeout_s: in seconds, at most `DRAIN_S`. A sink that needs more time continues while the process lives.
             until: ends the wait when it returns true.
         """
         limit_s = max(0.0, min(timeout_s, DRAIN_S))

@@ -1,4 +1,4 @@
-"""What policies decide on, and how they are asked.
+"""The input of policies, and the functions that ask them.
 
 All functions are pure: the current time is part of the `DecisionContext`. The module also checks the arguments of
 policies, and ranks checkpoints by a metric.
@@ -23,7 +23,7 @@ PRIOR_FAILURES, PRIOR_OBSERVED_S = 0.5, 60.0
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
-    """What a policy knows about one checkpoint, or about the step being decided.
+    """The facts about one checkpoint, or about the step being decided, that a policy can use.
 
     It has the attributes of Orbax's `PolicyCheckpointInfo`, so policies written for Orbax can read it.
 
@@ -68,7 +68,9 @@ class MultiprocessingOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DecisionContext:
-    """What a policy knows apart from the checkpoints. It has the attributes of Orbax's `DecisionContext`.
+    """The facts apart from the checkpoints that a policy can use.
+
+    It has the attributes of Orbax's `DecisionContext`.
 
     Attributes:
         now: the time of the decision; with a time zone, converted to UTC.

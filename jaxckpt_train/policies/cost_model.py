@@ -53,7 +53,7 @@ class Situation:
 
 @dataclasses.dataclass(frozen=True)
 class ShutdownPlan:
-    """What a job that was asked to shut down does, after the running save has ended.
+    """The decision of a job that was asked to shut down, for the time after the running save.
 
     Attributes:
         saves: whether it saves the last completed update.

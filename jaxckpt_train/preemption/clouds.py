@@ -276,7 +276,7 @@ class Poller:
             self._run.join()
 
     def notice(self) -> Notice | None:
-        """The notice found since the last start; None: there is none."""
+        """The notice found since the last start, or None."""
         return None if self._run is None else self._run.found
 
 
@@ -299,7 +299,7 @@ class PolledSource:
         self._poller.stop()
 
     def notice(self) -> Notice | None:
-        """The notice; None: there is none."""
+        """The notice, or None."""
         return self._poller.notice()
 
 

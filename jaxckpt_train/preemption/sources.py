@@ -65,7 +65,7 @@ class NoticeSource(Protocol):
     A source belongs to one callback. Each process of a job has its own; a notice in one process affects all of them.
 
     A source may have another method, `left(step)`. It is called in the primary after the job has shut down on request,
-    whatever the source of the request, with the committed step (None: there is none), when the run directory is
+    whatever the source of the request, with the committed step (None: there is no such step), when the run directory is
     released. The sources are called in order. Each call may take `left_timeout_s` seconds, an attribute of the source
     (ten seconds without it), limited by the rest of the grace period, but at least one second. After that, a warning
     is logged, the call is not waited for, and `stop` is called.
@@ -123,7 +123,7 @@ class WatchedSources:
                 _log.warning("%s: stopping it failed", type(source).__name__, exc_info=True)
 
     def notice(self) -> Notice | None:
-        """The first notice; None: there is none."""
+        """The first notice, or None."""
         return next(self._found(), None)
 
     def asked_at(self) -> float:

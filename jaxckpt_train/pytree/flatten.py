@@ -99,7 +99,7 @@ def register_transparent(kind: type) -> None:
 
 
 class _Known(NamedTuple):
-    """What all trees of one structure share; `others` are the leaves that JAX does not count as leaves."""
+    """The facts that all trees of one structure share; `others` are the leaves that JAX does not count as leaves."""
 
     names: Sequence[str]
     containers: dict[str, str]

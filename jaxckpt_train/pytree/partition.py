@@ -1,4 +1,4 @@
-"""What each process of a multi-process job writes of each array, so that the job writes each byte once.
+"""Assign to each process the part of each array that it writes, so that the job writes each byte once.
 
 All processes compute the same partition from the shardings, without communication. `MeshLayout` derives the boxes of
 arrays over a mesh from its geometry, in time that does not depend on the number of devices. `WriteAssignment`

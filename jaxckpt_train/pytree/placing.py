@@ -136,7 +136,7 @@ _copying_put = _find_copying_put()
 
 
 class _Kind(NamedTuple):
-    """What JAX finds out about the first array of a shape, dtype and sharding; reused for all later ones."""
+    """The objects that JAX derives for the first array of a shape, dtype and sharding; reused for all later ones."""
 
     aval: Any
     sharding: jax.sharding.Sharding

@@ -302,7 +302,7 @@ class Window:
 
 
 class ShardReader:
-    """Reads a stream in order. What a window leaves of its last block is kept for the next window.
+    """Reads a stream in order. The rest of the last block of a window is kept for the next window.
 
     Args:
         files: opens the files.
@@ -454,7 +454,7 @@ class RepeatedReads:
 
 
 class _Common(NamedTuple):
-    """What a box shares with each chunk.
+    """The common part of a box and each chunk.
 
     Attributes:
         elements: of the box.

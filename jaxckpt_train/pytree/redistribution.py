@@ -39,7 +39,7 @@ LEAST_PLACES = 3  # one being read, one being taken, and one for a process that 
 
 @dataclasses.dataclass(eq=False)
 class _PendingWindow:
-    """A window, and the number of reads that it still lacks."""
+    """A window, and the number of reads that are missing."""
 
     window: Window
     left: int

@@ -191,7 +191,7 @@ def read_together(
 
 
 class _LoadSummary(msgspec.Struct, array_like=True):
-    """What a process is about to load."""
+    """The summary of a process's next load, which the processes compare."""
 
     directory: str
     sha256: str
@@ -322,7 +322,7 @@ class JointRead:
             rest: reads what each process needs for itself; gets the function to call with its progress.
 
         Raises:
-            What failed here, or an error of the same class for what failed in another process.
+            Any error in this process, or an error of the same class for one in another process.
             CheckpointTimeoutError: another process did not arrive or made no progress; names it.
             OtherProcessError: another process loads something else.
         """

@@ -233,11 +233,12 @@ class _ShardingFacts(NamedTuple):
 
 
 class _LeafCollector:
-    """Takes the leaves of a tree. What it finds out about a sharding, dtype or shape is cached for later leaves.
+    """Takes the leaves of a tree. It caches facts about a sharding, dtype or shape for later leaves.
 
     Attributes:
         arrays: what the store writes.
-        elsewhere: numbers of the arrays that still lack chunks, each with the JAX array, or its parts, that holds them.
+        elsewhere: numbers of the arrays whose chunks are incomplete, each with the JAX array, or its parts, that holds
+            the rest.
         local: numbers of the arrays that each process has for itself.
         compared: those of them that another process writes.
         owners: numbers of the arrays that lie wholly on another process, and that process.

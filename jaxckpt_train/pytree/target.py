@@ -1,6 +1,6 @@
-"""What a load must produce for each leaf of a target, and where it goes.
+"""Derive from a target the form and the placement of each leaf that a load returns.
 
-What decides results (dtype, weak type) comes from the checkpoint; the target decides the form, shape and placement.
+The checkpoint decides the dtype and weak type; the target decides the form, shape and placement.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _order(found: Any) -> Any:
 
 
 class LeafRequest(NamedTuple):
-    """What a leaf must become.
+    """The required form of a leaf.
 
     Attributes:
         form: "jax", "numpy", "scalar" (numpy scalar), "key", "python", "none", "empty" or "skip".
@@ -96,7 +96,7 @@ class LeafRequest(NamedTuple):
 
 
 def leaf_request(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -> LeafRequest:
-    """Return what a leaf of a target must become; `sharding` is used if the leaf has none of its own.
+    """Return the required form of a leaf of a target; `sharding` is used if the leaf has none of its own.
 
     Raises:
         UnsupportedLeafError: the leaf does not say what to load.

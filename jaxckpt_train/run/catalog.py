@@ -283,7 +283,7 @@ def unfinished_deletions(
 
 
 def remove_attempts(backend: Backend, directory: str) -> None:
-    """Remove the attempts of interrupted saves. What the disk refuses to remove does no harm: it is never read."""
+    """Remove the attempts of interrupted saves. An attempt that cannot be removed does no harm: it is never read."""
     for attempt, final in attempts(backend, directory):
         if parse_step_name(final) is not None:
             _log.info("removing an interrupted attempt, %s", attempt)

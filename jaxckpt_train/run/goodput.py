@@ -350,7 +350,7 @@ def _rated(attempt: Attempt, useful: int) -> AttemptGoodput:
 
 @dataclasses.dataclass(frozen=True)
 class RunStatistics:
-    """What the history of earlier processes gives a new one.
+    """The statistics that a new process takes from the history of earlier ones.
 
     Attributes:
         failures: how often the run has failed, and in which time.

@@ -69,7 +69,7 @@ _BY_TIME: frozenset[type] = frozenset(
 
 
 class KnownRun(Protocol):
-    """What a process can find out about a run without the other processes."""
+    """The facts about a run that a process can find out without the other processes."""
 
     def newest(self) -> list[Entry]:
         """The last generation of each step, in the order of the saves; steps left behind by a roll-back come first."""
@@ -406,7 +406,7 @@ def _short(text: str) -> str:
 
 
 class Outlook(enum.IntEnum):
-    """What a process knows about a decision without asking the primary; the same in every process."""
+    """The result that a process expects of a decision without asking the primary; the same in every process."""
 
     NO = 0
     SOME_TIME = 1  # the primary is asked at the next poll
@@ -481,7 +481,7 @@ class JobDecisions:
 
 
 def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, *, has_steps: bool) -> Outlook:
-    """What is known about the decision for a step; the same in all processes.
+    """Return the expected decision for a step; the same in all processes.
 
     Args:
         policy: the policy.

@@ -398,7 +398,7 @@ class Deleter:
             if self._check is not None:
                 self._check()
         except CheckpointError as error:
-            _log.warning("deleting old steps waits: %s", error)
+            _log.warning("old steps are not deleted yet: %s", error)
             return False
         return True
 

@@ -82,7 +82,7 @@ class SaveResult:
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """What to save under which label, the seconds that the loop has waited before, and the measured cost of a save."""
+    """A save to make: its label, the seconds that the loop has waited before, and the measured cost of a save."""
 
     step: int
     reason: str
@@ -602,7 +602,7 @@ class Drift:
 
 
 def _requests_of(value: Any) -> dict[str, LeafRequest] | None:
-    """What each leaf of a target requires; None: the value is not a pytree, or not a valid target."""
+    """Return the request of each leaf of a target; None: the value is not a pytree, or not a valid target."""
     tree_of = getattr(handler_of(value), "tree_of", None)
     if tree_of is None:
         return None

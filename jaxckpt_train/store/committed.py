@@ -66,7 +66,7 @@ class Committed:
         directory: the directory of the checkpoint.
         manifest: validated. In a process that did not commit it itself, it has no segments and chunks.
         manifest_sha256: the SHA-256 of the stored manifest.
-        recorded_bytes: the size of all data, if `manifest` lacks the segments; else None.
+        recorded_bytes: the size of all data, if `manifest` has no segments; else None.
     """
 
     directory: str
@@ -265,7 +265,7 @@ def open_with_timeout(backend: Backend, directory: str, progress: Callable[[int]
 
     Raises:
         CheckpointTimeoutError: the storage has not responded for ten minutes.
-        What `progress` raises, which is called with 0 repeatedly.
+        Any error that `progress` raises, which is called with 0 repeatedly.
     """
     return call_with_timeout(directory, lambda _: open_committed(backend, directory), progress)
 
@@ -302,7 +302,7 @@ def use_committed(
 
 
 def _identity(committed: Committed) -> tuple[str, str]:
-    """What identifies a checkpoint among those that replace one another, including its temporary location."""
+    """Return the identity of a checkpoint among its replacements, including its temporary location."""
     return committed.directory, committed.manifest_sha256
 
 

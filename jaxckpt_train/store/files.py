@@ -59,7 +59,7 @@ def block_digests(data: np.ndarray, block_bytes: int, digest: HexDigest) -> str:
 
 
 def other_content(data: bytes | bytearray) -> str:
-    """What a file with unexpected content is, by its first bytes; empty if that is unknown."""
+    """Guess the kind of a file with unexpected content from its first bytes; empty if it is unknown."""
     begins = bytes(data).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     return next((text for signature, text in _SIGNATURES if begins.startswith(signature)), "")
 

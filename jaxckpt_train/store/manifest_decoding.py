@@ -108,7 +108,7 @@ def decode_untrusted(data: bytes, kind: Any = Any) -> Any:
 
 
 def _by_python(data: bytes, **options: Any) -> tuple[Any] | None:
-    """What Python's decoder returns, in a tuple; None if that fails too, or if the text is not valid Unicode."""
+    """Return the result of Python's decoder, in a tuple; None if it fails too, or if the text is not valid Unicode."""
     try:
         found = json.loads(data.decode(), **options)
         msgspec.json.encode(found)

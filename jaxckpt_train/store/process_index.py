@@ -161,11 +161,11 @@ def _joined(columns: Iterable[bytes], first: Sequence[int] | None = None) -> np.
 
 
 class PartIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What a process has written of one checkpointable.
+    """The index of the data of one checkpointable that a process has written.
 
     Attributes:
         segments: its segment files.
-        arrays: the indexes of the arrays of which it has written chunks.
+        arrays: the numbers of the arrays that it has written chunks of.
         chunks: the chunks of each of these; their segment numbers index `segments`.
         files: its other files.
     """
@@ -177,7 +177,7 @@ class PartIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class ProcessIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What a process has written of a checkpoint.
+    """The index of the data of a checkpoint that a process has written.
 
     Attributes:
         alike: a digest of what must be equal in all processes.

@@ -497,7 +497,7 @@ def paused_collection() -> Iterator[None]:
 
 
 def _reset_pause_in_child() -> None:
-    """A forked child lacks the thread that would end the pause."""
+    """A forked child does not have the thread that would end the pause."""
     global _guard, _current
     _guard, _current = threading.RLock(), _nobody
     _restore_threshold()

@@ -534,5 +534,5 @@ _known = PerProcess(_unmeasured)
 
 
 def write_depth_for(target: Hashable, staging_bytes: int) -> WriteDepth:
-    """What this process has measured for a disk and a way to write to it, with buffers of this total size."""
+    """Return the measurements of this process for a disk, a way to write to it, and buffers of this total size."""
     return _known.get((target, staging_bytes))

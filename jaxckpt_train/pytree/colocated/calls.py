@@ -159,7 +159,7 @@ def call_hosts(
             error that it raises ends the waiting, but not the running calls.
 
     Raises:
-        What a host raised, of the same class if it is of this package; names the host.
+        The error of a host, of the same class if it is of this package; names the host.
         OtherProcessError: JAX lost the host, or could not run anything there.
         SettingsError: Colocated Python cannot be used here.
         CheckpointTimeoutError: no host has made progress for ten minutes.

@@ -70,7 +70,7 @@ class WrittenArray(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WritePlan(msgspec.Struct, array_like=True, frozen=True):
-    """What one host writes: box `boxes[i]` of `arrays[which[i]]`, which it gets as its i-th array.
+    """The data that one host writes: box `boxes[i]` of `arrays[which[i]]`, which it gets as its i-th array.
 
     `writer` is a number in the names of its files; `directory` is that of the attempt.
     """
@@ -93,7 +93,7 @@ class ReadArray(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ReadPlan(msgspec.Struct, array_like=True, frozen=True):
-    """What one host reads of a checkpoint."""
+    """The data that one host reads of a checkpoint."""
 
     directory: bytes
     manifest_sha256: str
@@ -109,7 +109,7 @@ class UnseenError(CheckpointError):
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """What a host has done, with the number of bytes (`done_bytes`), or the error that it met.
+    """The result of a host's work with its number of bytes (`done_bytes`), or the error that it met.
 
     `is_unseen`: the host does not find what it should read.
     """

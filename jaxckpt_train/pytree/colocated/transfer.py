@@ -97,7 +97,7 @@ class HostReads:
         """Return the arrays in the order of the leaves; none of their bytes passes through this process.
 
         Raises:
-            What a host raised, of the same class; names the host.
+            The error of a host, of the same class; names the host.
             CheckpointError: a host does not find this checkpoint.
         """
         batches = self._batches()
@@ -408,7 +408,7 @@ def write_on_hosts(
         progress: called when a host has made progress.
 
     Raises:
-        What a host raised, of the same class; names the host.
+        The error of a host, of the same class; names the host.
         CheckpointError: a host does not find the controller's directory.
     """
     by_device = parts.by_device()
