@@ -229,7 +229,7 @@ def _open_files(
         metadata |= header.metadata
         if _PARTIAL_TENSORS in header.metadata:
             raise UnsupportedLeafError(
-                f"{path}: expected whole tensors, found the parts that one process of torch.distributed.checkpoint "
+                f"{path}: expected complete tensors, found the parts that one process of torch.distributed.checkpoint "
                 "wrote; merge them with its consolidate_safetensors_files, and load the result"
             )
         for tensor, entry in header.tensors.items():

@@ -157,7 +157,7 @@ class _Line:
         """
         left_s = self.ends_at - time.monotonic()
         if self._is_over or left_s <= 0:
-            raise TimeoutError("no answer in time")
+            raise TimeoutError("no answer within the time limit")
         return left_s
 
     def connect(self, host: str, port: int) -> socket.socket:

@@ -520,7 +520,9 @@ def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
             raise CorruptCheckpointError(f"{subject}: leaf {name!r} is also a container")
         node[last] = _Leaf(name)
     if ROOT in record.leaves and len(record.leaves) > 1:
-        raise CorruptCheckpointError(f"{subject}: the root is a leaf, but there are other leaves")
+        raise CorruptCheckpointError(
+            f"{subject}: expected no other leaf than the root, found {len(record.leaves) - 1} more"
+        )
     return _build_node(root.get(ROOT, root), ROOT, record, leaves, subject)
 
 

@@ -293,7 +293,10 @@ class NoteBook:
         try:
             self.add({"sequence": roll_back.sequence, "left_behind": sorted(roll_back.names)})
         except (StorageError, DirectoryLockedError) as error:
-            _log.warning("only one manifest records what a roll-back left behind: %s", error)
+            _log.warning(
+                "cannot note which steps a roll-back left behind; only the manifest of the new step records them: %s",
+                error,
+            )
 
     def _go_on_after(self, lines: NoteLines | None) -> bool:
         """Sync the notes that were read, so that the next one may follow; return whether a cut line ends the file.

@@ -134,7 +134,9 @@ def descriptor_path(pid: int, descriptor: int, begins: str) -> str:
     """
     path = f"/proc/{pid}/fd/{descriptor}"
     if not os.readlink(path).startswith(begins):  # checked first, because opening a pipe might block for ever
-        raise OSError(errno.ENOENT, "this process number belongs to another process here", path)
+        raise OSError(
+            errno.ENOENT, "the process with this number is another one; it may run in another container", path
+        )
     return path
 
 

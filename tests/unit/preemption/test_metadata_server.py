@@ -26,9 +26,9 @@ from tests.support.metadata_servers import (
 @pytest.mark.parametrize(
     ("misbehave", "said"),
     [
-        (hang, "no answer in time|timed out"),
-        (drip, "no answer in time|timed out"),
-        (drip_the_body, "no answer in time|timed out"),
+        (hang, "no answer within the time limit|timed out"),
+        (drip, "no answer within the time limit|timed out"),
+        (drip_the_body, "no answer within the time limit|timed out"),
         (endless, "the answer is longer than 16384 bytes"),
         (break_off, "the answer is incomplete"),
         (close, "closed|reset"),

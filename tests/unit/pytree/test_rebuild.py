@@ -79,7 +79,7 @@ LEAF = IntLeaf("1")
     [
         ({}, {"a": LEAF, "a/b": LEAF}, "'a/b' is below another leaf"),
         ({}, {"a/b": LEAF, "a": LEAF}, "'a' is also a container"),
-        ({}, {"~": LEAF, "a": LEAF}, "the root is a leaf, but there are other leaves"),
+        ({}, {"~": LEAF, "a": LEAF}, "expected no other leaf than the root, found 1 more"),
         ({"a": "list"}, {"a/0": LEAF, "a/2": LEAF}, "positions of the list 'a' are missing"),
         ({"a": "tuple"}, {"a/x": LEAF}, "positions of the tuple 'a' are missing"),
         ({"a": "list"}, {"a/00": LEAF}, "are missing"),
