@@ -275,8 +275,8 @@ def _mean(name: str, leaf: Leaf, others: Sequence[tuple[str, Leaf]]) -> Leaf:
         same_type = type(other.record) is type(leaf.record) and other.describe() == leaf.describe()
         if not same_type or (leaf.view is None and not _is_float(leaf) and other.record != leaf.record):
             raise MismatchError(
-                f"average: leaf {name!r} is {leaf.describe()} in the first checkpoint, but {other.describe()} or another "
-                f"value in {path}; select leaves without it"
+                f"average: leaf {name!r} is {leaf.describe()} in the first checkpoint, but {other.describe()} or "
+                f"another value in {path}; select leaves without it"
             )
     if leaf.view is not None:
         views = [other.view for _, other in others if other.view is not None]
