@@ -135,7 +135,7 @@ def descriptor_path(pid: int, descriptor: int, begins: str) -> str:
     path = f"/proc/{pid}/fd/{descriptor}"
     if not os.readlink(path).startswith(begins):  # checked first, because opening a pipe might block for ever
         raise OSError(
-            errno.ENOENT, "the process with this number is another one; it may run in another container", path
+            errno.ENOENT, "another process has this number here; the expected one may run in another container", path
         )
     return path
 
