@@ -72,9 +72,7 @@ lint: $(STAMP)  ## check style, imports, formatting, and banned words
 
 # Files and folders without banned words. The list grows as more of them are cleaned.
 LANGUAGE_PATHS := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md Makefile mkdocs.yml pyproject.toml \
-	.ci .github .pre-commit-config.yaml benchmarks configs docs examples tools \
-	$(addprefix jaxckpt_train/,callback.py checkpoint.py config.py distributed errors.py formats loop.py manager.py metrics \
-		pending.py policies preemption pytree run settings.py store transforms _validation.py) \
+	.ci .github .pre-commit-config.yaml benchmarks configs docs examples jaxckpt_train tools \
 	$(addprefix tests/,unit/test_check_language.py unit/metrics unit/policies unit/preemption unit/run \
 		unit/store integration/examples integration/metrics integration/preemption integration/pytree \
 		integration/run integration/store integration/testing integration/docs/test_api_reference.py \
