@@ -86,7 +86,7 @@ def _foreign_steps_error(directory: str, found: str, newest: str) -> SettingsErr
     )
 
 
-def foreign_checkpoints(backend: Backend, directory: str, _: object = None) -> str:
+def foreign_checkpoints(backend: Backend, directory: str) -> str:
     """Describe the checkpoints of other tools in a directory; empty: none that is recognised."""
     entries = _listed(backend, directory)
     steps = orbax_steps(backend, directory, entries)

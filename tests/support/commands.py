@@ -81,7 +81,7 @@ def printed(*arguments: str | int | os.PathLike[str], code: int = 0) -> str:
     return done.stdout
 
 
-def told(*arguments: str | int | os.PathLike[str], code: int = 0) -> dict[str, Any]:
+def json_of(*arguments: str | int | os.PathLike[str], code: int = 0) -> dict[str, Any]:
     """The JSON document of a command that ends with this code."""
     done = run(*arguments, "--json")
     assert done.exit_code == code, done.output
@@ -96,7 +96,7 @@ def refused(*arguments: str | int | os.PathLike[str], code: int) -> str:
     begin, _, message = done.stderr.partition("jaxckpt: ")
     assert begin == ""
     assert message.endswith("\n")
-    as_json = told(*arguments, code=code)
+    as_json = json_of(*arguments, code=code)
     assert set(as_json) == {"error", "message", "notes", "exit_code"}
     assert as_json["exit_code"] == code
     again = "\n".join([as_json["message"], *as_json["notes"], ""])

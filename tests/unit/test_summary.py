@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,32 +12,13 @@ from jaxckpt_train.run.goodput import Goodput
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.support.runs import Counter, made_run, state_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
+from tests.support.summary_runs import callback, rows, train
 
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back() -> Iterator[None]:
     with handlers_put_back(*WATCHED, may_end=True):
         yield
-
-
-def callback(directory: Path, **options: Any) -> jct.CheckpointCallback:
-    return jct.CheckpointCallback(str(directory), **{"save_interval_steps": 10, **options})
-
-
-def train(ckpt: jct.CheckpointCallback, updates: int, asked_at: int | None = None) -> None:
-    with ckpt:
-        _, data = ckpt.resume(state_of(0), Counter())
-        for step in ckpt.steps(updates):
-            next(data)
-            if step + 1 == asked_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            ckpt(state_of(step + 1))
-
-
-def rows(found: Goodput) -> list[tuple[Any, ...]]:
-    """The row of each process."""
-    names = ("how", "first_step", "last_step", "useful_steps", "redone_steps", "saves")
-    return [tuple(getattr(each, name) for name in names) for each in found.attempts]
 
 
 def test_summary_works_during_and_after_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jaxckpt_train as jct
 from tests.conftest import REPO_ROOT
-from tests.support.commands import OWNER, refused, told
+from tests.support.commands import OWNER, json_of, refused
 from tests.support.runs import (
     made_run,
     talking_to,
@@ -22,8 +22,8 @@ def test_nothing_is_put_into_a_run_that_lives(tmp_path: Path) -> None:
     with talking_to(OWNER, other) as owner:
         assert owner.read() == "owned"
         assert f"owned by process {owner.process.pid}" in refused("cp", directory, other, code=4)
-        told("cp", other, tmp_path / "copy")  # from it is fine
-    told("cp", directory, other)  # it is dead
+        json_of("cp", other, tmp_path / "copy")  # from it is fine
+    json_of("cp", directory, other)  # it is dead
     assert jct.StepManager(other).steps == [1, 7]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxckpt_train as jct
-from tests.support.commands import printed, told
+from tests.support.commands import json_of, printed
 from tests.support.runs import (
     save_steps,
     talking_to,
@@ -30,7 +30,7 @@ sys.stdin.readline()
 def test_live_owner_and_what_its_death_would_cost(tmp_path: Path) -> None:
     with talking_to(TRAINING, tmp_path / "run") as training:
         assert training.read() == "at 7"
-        found = told("doctor", tmp_path / "run", *SMALL)
+        found = json_of("doctor", tmp_path / "run", *SMALL)
         assert set(found["owner"]) == {"name", "is_alive", "silent_s"}
         assert found["owner"]["name"].startswith(f"process {training.process.pid} on ")
         assert found["owner"]["is_alive"] is True
@@ -42,7 +42,7 @@ def test_live_owner_and_what_its_death_would_cost(tmp_path: Path) -> None:
         assert "if the job died now: 5 updates since step 2 would be lost" in printed(
             "doctor", tmp_path / "run", *SMALL
         )
-    found = told("doctor", tmp_path / "run", *SMALL)
+    found = json_of("doctor", tmp_path / "run", *SMALL)
     assert found["owner"]["is_alive"] is False
     assert (found["at_risk"]["is_live"], found["at_risk"]["how"], found["at_risk"]["updates"]) == (False, "killed", 5)
     text = printed("doctor", tmp_path / "run", *SMALL)
@@ -70,11 +70,11 @@ def test_what_dead_process_left_is_reported_and_stays(tmp_path: Path, run_python
     (directory / ".step-0000000007.deleting").mkdir()
     left = sorted(path.name for path in directory.iterdir() if path.name.startswith(".step"))
     assert len(left) == 2
-    found = told("doctor", directory, *SMALL, code=1)
+    found = json_of("doctor", directory, *SMALL, code=1)
     assert sorted(found["run"]["stale_files"]) == left
     (warning,) = found["warnings"]
     assert all(name in warning for name in left)
     assert sorted(path.name for path in directory.iterdir() if path.name.startswith(".step")) == left
     with jct.StepManager(directory) as manager:
         save_steps(manager, 3)
-    assert told("doctor", directory, *SMALL)["run"]["stale_files"] == []
+    assert json_of("doctor", directory, *SMALL)["run"]["stale_files"] == []

@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
-from tests.support.commands import refused, run, told
+from tests.support.commands import json_of, refused, run
 from tests.support.same_trees import raw
 
 NOTE = "PRNG key is written as plain integers, because safetensors has no keys: 0/drop/rngs/key"
@@ -30,7 +30,7 @@ def test_prng_keys_are_reported_and_what_loads_rest_works(tmp_path: Path) -> Non
     jct.save(tmp_path / "a", (saved,))
     done = run("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
     assert (done.exit_code, done.stderr.startswith(f"1 {NOTE}")) == (0, True)
-    found = told("export", tmp_path / "a", tmp_path / "again", "--to", "safetensors")
+    found = json_of("export", tmp_path / "a", tmp_path / "again", "--to", "safetensors")
     assert found["prng_keys"] == ["0/drop/rngs/key"]
     assert found["left_out"] == []
     (note,) = found["notes"]
@@ -48,13 +48,13 @@ def test_prng_keys_are_reported_and_what_loads_rest_works(tmp_path: Path) -> Non
         assert raw(model.layer.kernel[...]) == raw(saved.layer.kernel[...])
         assert raw(jax.random.key_data(model.drop.rngs.key[...])) == before
     dropped = ["--op", "drop **/rngs/**"]
-    found = told("export", tmp_path / "a", tmp_path / "plain", "--to", "safetensors", *dropped)
+    found = json_of("export", tmp_path / "a", tmp_path / "plain", "--to", "safetensors", *dropped)
     assert (found["prng_keys"], found["notes"]) == ([], [])
 
 
 def test_of_many_keys_the_first_are_named(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(2), "keys": {f"k{n}": jax.random.key(n) for n in range(7)}})
-    found = told("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
+    found = json_of("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
     assert found["prng_keys"] == [f"keys/k{n}" for n in range(7)]
     named = ", ".join(found["prng_keys"][:5])
     assert (
@@ -74,7 +74,7 @@ def test_name_of_a_file_makes_one_file(tmp_path: Path) -> None:
     tree = {"w": np.arange(6.0), "b": np.ones(3, np.float16)}
     jct.save(tmp_path / "a", tree)
     out = tmp_path / "new" / "x.safetensors"
-    found = told("export", tmp_path / "a", out, "--to", "safetensors")
+    found = json_of("export", tmp_path / "a", out, "--to", "safetensors")
     assert found["files"] == ["x.safetensors"]
     assert found["to"] == str(out)
     assert {name: value.tobytes() for name, value in load_file(out).items()} == {

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jaxckpt_train as jct
-from tests.support.commands import printed, refused, told
+from tests.support.commands import json_of, printed, refused
 from tests.support.flax_saves import save, state_of
 from tests.support.runs import made_run
 from tests.support.same_trees import raw
@@ -37,11 +37,11 @@ def orbax_run(directory: Path, *steps: int) -> Path:
 
 def test_of_flax_s_the_newest_is_taken_or_the_step_that_is_named(tmp_path: Path) -> None:
     save(tmp_path / "flax", 9, 10, 0.5 + 10)
-    found = told("show", tmp_path / "flax")
+    found = json_of("show", tmp_path / "flax")
     assert (found["path"], found["kind"], found.get("step")) == (f"{tmp_path}/flax/checkpoint_10.5", "Flax", None)
-    found = told("show", tmp_path / "flax", "--step", 9)
+    found = json_of("show", tmp_path / "flax", "--step", 9)
     assert (found["path"], found["step"]) == (f"{tmp_path}/flax/checkpoint_9", 9)
-    (leaf,) = told("stats", tmp_path / "flax", "params/w", "--step", 9)["leaves"]
+    (leaf,) = json_of("stats", tmp_path / "flax", "params/w", "--step", 9)["leaves"]
     assert (leaf["min"], leaf["max"], leaf["count"]) == (9.0, 14.0, 6)
     printed("import", tmp_path / "flax", tmp_path / "newest")
     printed("import", tmp_path / "flax", tmp_path / "chosen", "--step", 10)
@@ -49,8 +49,8 @@ def test_of_flax_s_the_newest_is_taken_or_the_step_that_is_named(tmp_path: Path)
     assert_is(tmp_path / "chosen", 10)
     assert jct.verify(tmp_path / "chosen").ok
     assert jct.metadata(tmp_path / "chosen").step == 10
-    assert told("diff", tmp_path / "flax", tmp_path / "chosen", "--step-a", 10)["differences"] == []
-    (first, *_) = told("diff", tmp_path / "flax", tmp_path / "flax", "--step-a", 9, code=1)["differences"]
+    assert json_of("diff", tmp_path / "flax", tmp_path / "chosen", "--step-a", 10)["differences"] == []
+    (first, *_) = json_of("diff", tmp_path / "flax", tmp_path / "flax", "--step-a", 9, code=1)["differences"]
     assert first["max_abs"] == 1.5
     printed("export", tmp_path / "flax", tmp_path / "hf", "--to", "safetensors", "--step", 9)
     assert raw(jct.load(tmp_path / "hf")["params.w"]) == raw(state_of(9)["params"]["w"])
@@ -59,17 +59,17 @@ def test_of_flax_s_the_newest_is_taken_or_the_step_that_is_named(tmp_path: Path)
 def test_of_flax_s_step_may_have_fraction(tmp_path: Path) -> None:
     save(tmp_path / "flax", 8, 9.5, 10)
     for command in ("show", "stats"):
-        assert told(command, tmp_path / "flax", "--step", "9.5")["path"] == f"{tmp_path}/flax/checkpoint_9.5"
+        assert json_of(command, tmp_path / "flax", "--step", "9.5")["path"] == f"{tmp_path}/flax/checkpoint_9.5"
     for text in ("9.5", "9.50", "95e-1"):
         printed("import", tmp_path / "flax", tmp_path / text, "--step", text)
         assert_is(tmp_path / text, 9.5)
     printed("export", tmp_path / "flax", tmp_path / "hf", "--to", "safetensors", "-s", "9.5")
     assert raw(jct.load(tmp_path / "hf")["params.w"]) == raw(state_of(9.5)["params"]["w"])
-    (first, *_) = told("diff", tmp_path / "flax", tmp_path / "flax", "--step-a=8", "--step-b=9.5", code=1)[
+    (first, *_) = json_of("diff", tmp_path / "flax", tmp_path / "flax", "--step-a=8", "--step-b=9.5", code=1)[
         "differences"
     ]
     assert first["max_abs"] == 1.5
-    assert told("show", tmp_path / "flax", "--step", "8.0")["step"] == 8
+    assert json_of("show", tmp_path / "flax", "--step", "8.0")["step"] == 8
     message = refused("show", tmp_path / "flax", "--step", "9.25", code=3)
     assert message == f"{tmp_path}/flax: has no step 9.25; the last steps are 8, 9.5, 10"
 
@@ -81,27 +81,27 @@ def test_of_others_a_step_is_a_whole_number(tmp_path: Path) -> None:
         assert message == f"{run}: expected a whole number as the step, found 1.5; the last steps are 1, 2"
     orbax = orbax_run(tmp_path / "orbax", 9, 10)
     assert f"{orbax}: has no step 9.5; the last steps are 9, 10" in refused("show", orbax, "--step", "9.5", code=3)
-    assert told("show", orbax, "--step", "9.0")["path"] == f"{orbax}/9"
+    assert json_of("show", orbax, "--step", "9.0")["path"] == f"{orbax}/9"
     assert "has no step 9007199254740993;" in refused("show", run, "--step", 2**53 + 1, code=3)
     for text in ("x", "nan", "inf", "1e999", ""):
         for command in (["diff", run, run, f"--step-a={text}"], ["diff", run, run, f"--step-b={text}"]):
-            message = told(*command, code=2)["message"]
+            message = json_of(*command, code=2)["message"]
             assert (
                 message
                 == f"Invalid value for '{command[-1][:8]}': expected a number, such as 100 or 9.5, found {text!r}"
             )
-        assert told("show", run, f"--step={text}", code=2)["error"] == "UsageError"
+        assert json_of("show", run, f"--step={text}", code=2)["error"] == "UsageError"
 
 
 def test_of_orbax_s_step_has_to_be_named(tmp_path: Path) -> None:
     run = orbax_run(tmp_path / "orbax", 9, 10)
     assert "found an Orbax run with 2 steps, the last steps are 9, 10;" in refused("show", run, code=3)
-    found = told("show", run, "--step", 9)
+    found = json_of("show", run, "--step", 9)
     assert (found["path"], found["kind"], found["step"]) == (f"{run}/9", "Orbax", 9)
     printed("import", run, tmp_path / "ours", "--step", 10)
     assert_is(tmp_path / "ours", 10)
-    assert told("diff", run, tmp_path / "ours", "--step-a", 10)["differences"] == []
-    assert told("stats", run, "params/w", "-s", 9)["leaves"][0]["max"] == 14.0
+    assert json_of("diff", run, tmp_path / "ours", "--step-a", 10)["differences"] == []
+    assert json_of("stats", run, "params/w", "-s", 9)["leaves"][0]["max"] == 14.0
     assert f"{run}: has no step 11; the last steps are 9, 10" in refused("show", run, "--step", 11, code=3)
 
 
@@ -118,7 +118,7 @@ def test_what_cannot_be_chosen_is_reported(tmp_path: Path) -> None:
     assert f"{newest}: expected a Flax msgpack file, found" in refused("show", tmp_path / "flax", code=1)
     assert f"pass {tmp_path}/flax/checkpoint_10" in refused("import", tmp_path / "flax", tmp_path / "out", code=1)
     assert not (tmp_path / "out").exists()
-    assert told("show", tmp_path / "flax", "--step", 10)["step"] == 10
+    assert json_of("show", tmp_path / "flax", "--step", 10)["step"] == 10
     message = refused("verify", tmp_path / "flax", "--step", 10, code=3)
     assert "checkpoint_10: expected a checkpoint with digests, found one of Flax" in message
 
@@ -158,7 +158,7 @@ def test_ls_says_what_another_tool_has_left(tmp_path: Path) -> None:
         message = refused("ls", path, code=3)
         hint = f"{path} --step 12" if path == tmp_path / "orbax" else path
         assert message == f"{path}: expected a run, found {text}: use `jaxckpt show {hint}`"
-        opened = told("show", *str(hint).split())
+        opened = json_of("show", *str(hint).split())
         assert opened["path"].startswith(f"{path}")
         assert opened["leaves"]
     (tmp_path / "empty").mkdir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.commands import OWNER, refused, told
+from tests.support.commands import OWNER, json_of, refused
 from tests.support.runs import (
     made_run,
     talking_to,
@@ -18,4 +18,4 @@ def test_a_step_of_a_run_that_lives_stays(tmp_path: Path) -> None:
         message = refused("mv", directory, tmp_path / "new", "--step", 1, code=4)
         assert f"owned by process {owner.process.pid}" in message
         assert not (tmp_path / "new").exists()
-    assert told("mv", directory, tmp_path / "new", "--step", 1)["removed"] is True
+    assert json_of("mv", directory, tmp_path / "new", "--step", 1)["removed"] is True

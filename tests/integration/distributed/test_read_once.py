@@ -16,6 +16,9 @@ from jaxckpt_train.pytree.redistribution import JobTransfer, Transfer
 from jaxckpt_train.store.dtypes import DTYPES
 from tests.support.jobs.arrays import global_array, sharding_of
 from tests.support.jobs.counted_loads import (
+    ARRAYS,
+    MIB,
+    SPECS,
     WAYS,
     Arrays,
     Count,
@@ -26,34 +29,15 @@ from tests.support.jobs.counted_loads import (
     load_counted_apart,
     patterned,
     save_alone,
+    size_of,
     target_of,
 )
 from tests.support.jobs.fixtures import JobOf
 
-MIB = 1 << 20
-ARRAYS: Arrays = {
-    "replicated": ([1031, 2053], "float32"),
-    "columns": ([1024, 4096], "float32"),
-    "grid": ([3000, 2048], "bfloat16"),
-    "rows": ([1024, 512], "float32"),
-    "third": ([48, 64, 1032], "int8"),
-    "odd": ([13, 5], "int16"),
-    "scalar": ([], "float32"),
-    "empty": ([8, 0], "float32"),
-    "long": ([7 * MIB], "uint8"),
-}
-SPECS: dict[str, list[Any]] = {
-    "replicated": [], "columns": [None, "x"], "grid": [None, "y"], "rows": ["x"], "third": [None, "x", "y"],
-    "odd": [], "scalar": [], "empty": ["x"], "long": [],
-}  # fmt: skip
 OTHER_SPECS: dict[str, list[Any]] = {
     **SPECS, "columns": [None, ["x", "y"]], "grid": ["y", "x"], "rows": [None, "y"], "third": [["y", "x"]],
     "long": ["y"],
 }  # fmt: skip
-
-
-def size_of(arrays: Arrays) -> int:
-    return sum(patterned(*each).nbytes for each in arrays.values())
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp1
 
 import jaxckpt_train as jct
-from tests.support.commands import refused, run, told
+from tests.support.commands import json_of, refused, run
 from tests.support.same_trees import raw
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
@@ -55,7 +55,7 @@ def test_numbers_that_are_none_are_loaded_and_imported(step: Path, tmp_path: Pat
     assert run("diff", step, tmp_path / "all").exit_code == 0
     assert json.loads((tmp_path / "all" / "manifest.json").read_text())["info"]["metrics"]["loss"] == "nan"
     for path in (step, tmp_path / "all"):
-        assert told("show", path)["metrics"] == {"loss": "nan", "gain": "-inf", "accuracy": 0.5}
+        assert json_of("show", path)["metrics"] == {"loss": "nan", "gain": "-inf", "accuracy": 0.5}
 
 
 def test_a_run_goes_on_with_them(step: Path, tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ def test_damaged_item_is_reported_when_read(content: bytes, step: Path, tmp_path
 def test_a_time_that_is_none_is_left_out(found: object, step: Path) -> None:
     file = step / "_CHECKPOINT_METADATA"
     saved = json.loads(file.read_text())
-    assert told("show", step)["created"] != ""
+    assert json_of("show", step)["created"] != ""
     file.write_text(json.dumps({**saved, "commit_timestamp_nsecs": found}))
     assert raw(jct.load(step)["w"]) == raw(np.arange(4))
-    assert "1970" in told("show", step).get("created", "1970")
+    assert "1970" in json_of("show", step).get("created", "1970")
 
 
 @pytest.mark.parametrize("handler", ["my.package.JsonHandler", "my.package.PyTreeHandler"])

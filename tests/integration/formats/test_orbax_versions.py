@@ -18,7 +18,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.formats.orbax_read import decode_aggregate, encode_aggregate
 from jaxckpt_train.pytree.flatten import flatten
 from tests.support import paths
-from tests.support.commands import refused, told
+from tests.support.commands import json_of, refused
 from tests.support.orbax_golden import assert_item, blank, expected_items, path_of
 from tests.support.same_trees import assert_same, raw
 
@@ -66,13 +66,13 @@ def test_every_tree_loads_equal_into_a_target(form: str) -> None:
 @pytest.mark.parametrize("form", TREES)
 def test_every_tree_is_shown_and_imported(form: str, tmp_path: Path) -> None:
     path = path_of(GOLDEN / form)
-    shown = told("show", path)
+    shown = json_of("show", path)
     assert shown["kind"] == "Orbax"
     expected = {name: item for name, item in expected_items(GOLDEN / form).items() if name != "config"}
     parts = {each["part"] for each in shown["leaves"]}
     leaves = sum(len(flatten(item).names) for item in expected.values())
     assert (len(parts), len(shown["leaves"])) == (len(expected), leaves)
-    assert told("import", path, tmp_path / "ours")["kind"] == "Orbax"
+    assert json_of("import", path, tmp_path / "ours")["kind"] == "Orbax"
     assert jct.verify(tmp_path / "ours").ok
     for name, item in loaded_items(tmp_path / "ours", expected_items(GOLDEN / form)).items():
         assert_item(item, expected_items(GOLDEN / form)[name], f"{form}: {name}")

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxckpt_train as jct
-from tests.support.commands import refused, told
+from tests.support.commands import json_of, refused
 from tests.support.runs import REPO_ROOT, made_run, state_of
 
 WAYS = {"import": ["import"], "safetensors": ["export", "--to", "safetensors"], "orbax": ["export", "--to", "orbax"]}
@@ -38,7 +38,7 @@ def test_what_killed_one_left_goes_with_next(tmp_path: Path, way: str) -> None:
     process.wait()
     (left,) = names(tmp_path) - {"a"}
     assert left.startswith(".b.tmp-")
-    told(command, tmp_path / "a", tmp_path / "b", *options)
+    json_of(command, tmp_path / "a", tmp_path / "b", *options)
     assert names(tmp_path) == {"a", "b"}
     found = jct.load(tmp_path / "b")
     assert {name: value.tobytes() for name, value in found.items()} == {
@@ -70,9 +70,9 @@ def test_a_name_of_left_overs_is_refused(tmp_path: Path) -> None:
 
 def test_the_manifest_says_where_an_import_comes_from(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(3)})
-    told("export", tmp_path / "a", tmp_path / "orbax", "--to", "orbax")
-    told("import", tmp_path / "orbax", tmp_path / "b")
-    told("import", tmp_path / "b", tmp_path / "c")
+    json_of("export", tmp_path / "a", tmp_path / "orbax", "--to", "orbax")
+    json_of("import", tmp_path / "orbax", tmp_path / "b")
+    json_of("import", tmp_path / "b", tmp_path / "c")
     for name, source in (("b", "orbax"), ("c", "b")):
         info = json.loads((tmp_path / name / "manifest.json").read_bytes())["info"]
         assert (info["imported_from"], info["imported_kind"]) == (str(tmp_path / source), "Orbax")

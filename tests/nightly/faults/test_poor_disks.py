@@ -21,7 +21,7 @@ from jaxckpt_train.store.backends.base import is_removed_in_use
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.nightly.faults.fuse_disk import why_not
 from tests.nightly.faults.poor_disk import FLAWS, poor_disk
-from tests.support.commands import told
+from tests.support.commands import json_of
 from tests.support.runs import talking_to
 
 pytestmark = pytest.mark.timeout(120)
@@ -209,7 +209,7 @@ def test_doctor_names_what_does_not_work(tmp_path: Path, flaw: str | None, faili
 @pytest.mark.parametrize(("flaw", "code"), [("no links", 0), ("no times", 1), ("copies", 1)])
 def test_doctor_ends_with_1_where_no_run_works(tmp_path: Path, flaw: str, code: int) -> None:
     with poor(tmp_path, flaw) as root:
-        found = told("doctor", root, "--size-mib", 1, code=code)
+        found = json_of("doctor", root, "--size-mib", 1, code=code)
         assert bool(found["warnings"]) is bool(code)
         assert found["operations"]["lock"] is None
 

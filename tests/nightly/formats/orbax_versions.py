@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 
 import jaxckpt_train as jct
-from tests.support.commands import told
+from tests.support.commands import json_of
 from tests.support.orbax_golden import assert_item, blank, expected_items, path_of
 from tests.support.paths import REPO_ROOT
 from tests.support.same_trees import assert_same
@@ -137,7 +137,7 @@ def restored_ways(python: str, form: Path, item: str, folder: Path) -> list[str]
     tree = expected_items(form)[item]
     shutil.rmtree(folder, ignore_errors=True)
     jct.save(folder / "ours", tree)
-    told("export", folder / "ours", folder / "run" / "12", "--to", "orbax")
+    json_of("export", folder / "ours", folder / "run" / "12", "--to", "orbax")
     state = {"state": json.loads((form / "expected.json").read_text(encoding="utf-8"))[item]}
     (folder / "expected.json").write_text(json.dumps(state))
     lines = run_script(python, "restore_orbax.py", folder / "run" / "12", folder / "expected.json")

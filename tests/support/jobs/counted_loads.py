@@ -20,6 +20,22 @@ from tests.support.jobs.arrays import sharding_of
 
 Spec = list[Any]
 Arrays = dict[str, tuple[list[int], str]]
+MIB = 1 << 20
+ARRAYS: Arrays = {
+    "replicated": ([1031, 2053], "float32"),
+    "columns": ([1024, 4096], "float32"),
+    "grid": ([3000, 2048], "bfloat16"),
+    "rows": ([1024, 512], "float32"),
+    "third": ([48, 64, 1032], "int8"),
+    "odd": ([13, 5], "int16"),
+    "scalar": ([], "float32"),
+    "empty": ([8, 0], "float32"),
+    "long": ([7 * MIB], "uint8"),
+}
+SPECS: dict[str, list[Any]] = {
+    "replicated": [], "columns": [None, "x"], "grid": [None, "y"], "rows": ["x"], "third": [None, "x", "y"],
+    "odd": [], "scalar": [], "empty": ["x"], "long": [],
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -111,3 +127,7 @@ def holds(array: jax.Array, values: np.ndarray) -> bool:
         np.asarray(shard.data).tobytes() == values[shard.index].tobytes() and shard.data.dtype == values.dtype
         for shard in array.addressable_shards
     )
+
+
+def size_of(arrays: Arrays) -> int:
+    return sum(patterned(*each).nbytes for each in arrays.values())

@@ -20,7 +20,7 @@ from jaxckpt_train.store import copy as store_copy
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import open_committed
 from jaxckpt_train.store.copy import LazyBox
-from tests.support.commands import printed, refused, run, told
+from tests.support.commands import json_of, printed, refused, run
 from tests.support.runs import (
     Clock,
     Counter,
@@ -60,7 +60,7 @@ def saved_step(directory: Path) -> Path:
 
 def test_a_copy_holds_all_that_the_source_does(tmp_path: Path) -> None:
     step = saved_step(tmp_path / "run")
-    found = told("cp", tmp_path / "run", tmp_path / "copy")
+    found = json_of("cp", tmp_path / "run", tmp_path / "copy")
     assert found == {
         "source": str(step), "path": str(tmp_path / "copy"), "bytes": jct.metadata(step).bytes, "read_again": False,
         "skipped": [],
@@ -98,7 +98,7 @@ def test_chunks_too_large_for_memory_are_cut_and_compared(
         "one": np.float32(3),
     }
     jct.save(tmp_path / "c", tree)
-    told("cp", tmp_path / "c", tmp_path / "copy", "--check")
+    json_of("cp", tmp_path / "c", tmp_path / "copy", "--check")
     loaded = jct.load(tmp_path / "copy")
     for name, array in tree.items():
         np.testing.assert_array_equal(loaded[name], array)
@@ -113,8 +113,8 @@ def test_metrics_that_were_attached_since_go_along(tmp_path: Path) -> None:
         manager.attach_metrics(1, {"bleu": float("inf")})
         manager.pin(1)
         save_steps(manager, 2)
-    told("cp", tmp_path / "run", f"{tmp_path}/new/", "--step", 1)
-    told("cp", tmp_path / "run", f"{tmp_path}/new/", "--step", 2)
+    json_of("cp", tmp_path / "run", f"{tmp_path}/new/", "--step", 1)
+    json_of("cp", tmp_path / "run", f"{tmp_path}/new/", "--step", 2)
     manager = jct.StepManager(tmp_path / "new")
     assert [(info.metrics, info.pinned) for info in manager.infos] == [
         ({"loss": 0.5, "bleu": float("inf")}, False),
@@ -131,7 +131,7 @@ def test_a_run_goes_on_from_copied_steps_and_lets_them_go(tmp_path: Path, caplog
         manager.save(3, {"state": state_of(3)}, temporary=True)
         manager.wait()
     for step in (2, 3):
-        told("cp", tmp_path / "run", f"{tmp_path}/new/", "--step", step)
+        json_of("cp", tmp_path / "run", f"{tmp_path}/new/", "--step", step)
     with jct.StepManager(tmp_path / "new", preservation_policy=jct.LatestN(2)) as manager:
         assert step_of(manager.restore()) == 3
         save_steps(manager, 4)
@@ -141,18 +141,18 @@ def test_a_run_goes_on_from_copied_steps_and_lets_them_go(tmp_path: Path, caplog
 
 def test_a_step_keeps_its_name_in_a_run_and_before_a_slash(tmp_path: Path) -> None:
     directory, other = made_run(tmp_path / "run", 1, 2), made_run(tmp_path / "other", 7)
-    assert told("cp", directory, other)["path"] == str(step_path(other, 2))
-    assert told("cp", step_path(directory, 1), other)["path"] == str(step_path(other, 1))
-    assert told("cp", directory, f"{tmp_path}/new/deep/")["path"] == str(step_path(tmp_path / "new" / "deep", 2))
-    assert told("cp", directory, tmp_path / "plain")["path"] == str(tmp_path / "plain")
-    assert told("cp", tmp_path / "plain", f"{tmp_path}/new/")["path"] == f"{tmp_path}/new/plain"
-    assert told("cp", tmp_path / "plain", tmp_path / "new" / "deep", "--overwrite")["path"] == str(
+    assert json_of("cp", directory, other)["path"] == str(step_path(other, 2))
+    assert json_of("cp", step_path(directory, 1), other)["path"] == str(step_path(other, 1))
+    assert json_of("cp", directory, f"{tmp_path}/new/deep/")["path"] == str(step_path(tmp_path / "new" / "deep", 2))
+    assert json_of("cp", directory, tmp_path / "plain")["path"] == str(tmp_path / "plain")
+    assert json_of("cp", tmp_path / "plain", f"{tmp_path}/new/")["path"] == f"{tmp_path}/new/plain"
+    assert json_of("cp", tmp_path / "plain", tmp_path / "new" / "deep", "--overwrite")["path"] == str(
         step_path(tmp_path / "new" / "deep", 2)
     )
     assert jct.StepManager(other).steps == [1, 2, 7]
     jct.save(tmp_path / "single", {"w": 1})
     assert "does not record its step" in refused("cp", tmp_path / "single", other, code=2)
-    assert told("cp", tmp_path / "single", f"{other}/step-0000000003")["path"] == str(step_path(other, 3))
+    assert json_of("cp", tmp_path / "single", f"{other}/step-0000000003")["path"] == str(step_path(other, 3))
 
 
 @pytest.mark.parametrize("target", ["copy", "new/", "new/deep/copy"])
@@ -177,11 +177,11 @@ def test_a_damaged_source_replaces_nothing(tmp_path: Path) -> None:
 
 def test_only_what_is_to_be_is_replaced(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
-    told("cp", directory, tmp_path / "copy", "--step", 1)
+    json_of("cp", directory, tmp_path / "copy", "--step", 1)
     assert "pass --overwrite to replace it" in refused("cp", directory, tmp_path / "copy", code=4)
-    assert told("show", tmp_path / "copy")["step"] == 1
-    told("cp", directory, tmp_path / "copy", "--overwrite")
-    assert told("show", tmp_path / "copy")["step"] == 2
+    assert json_of("show", tmp_path / "copy")["step"] == 1
+    json_of("cp", directory, tmp_path / "copy", "--overwrite")
+    assert json_of("show", tmp_path / "copy")["step"] == 2
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("mine")
     assert "to put the copy into it" in refused("cp", directory, tmp_path / "folder", code=4)
@@ -204,9 +204,9 @@ def test_in_the_working_directory_it_keeps_its_name(tmp_path: Path, monkeypatch:
     made_run(tmp_path / "run", 1)
     (tmp_path / "here" / "deep").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here" / "deep")
-    assert told("cp", "../../run", ".")["path"] == str(step_path(Path.cwd(), 1))
-    assert told("cp", "../../run", "..")["path"] == str(step_path(tmp_path / "here", 1))
-    assert told("cp", "../../run", "name")["path"] == str(Path.cwd() / "name")
+    assert json_of("cp", "../../run", ".")["path"] == str(step_path(Path.cwd(), 1))
+    assert json_of("cp", "../../run", "..")["path"] == str(step_path(tmp_path / "here", 1))
+    assert json_of("cp", "../../run", "name")["path"] == str(Path.cwd() / "name")
 
 
 def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_with_check_a_disk_that_gives_other_bytes_is_found_out(tmp_path: Path, m
     message = refused("cp", tmp_path / "c", tmp_path / "copy", "--check", code=1)
     assert "do not trust this disk" in message
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
-    told("cp", tmp_path / "c", tmp_path / "copy")  # unseen without --check
+    json_of("cp", tmp_path / "c", tmp_path / "copy")  # unseen without --check
 
 
 def test_a_source_that_goes_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.inspection import diff as leaf_reads
-from tests.support.commands import printed, refused, told
+from tests.support.commands import json_of, printed, refused
 from tests.support.runs import flip_a_payload_byte, made_run, segment_of, step_path
 
 KEYS = {"part", "path", "kind", "a", "b", "value_a", "value_b", "differing", "count", "max_abs", "relative_norm"}
@@ -22,7 +22,7 @@ KEYS = {"part", "path", "kind", "a", "b", "value_a", "value_b", "differing", "co
 def differences(tmp_path: Path, a: dict[str, Any], b: dict[str, Any], code: int = 1) -> dict[str, dict[str, Any]]:
     jct.save(tmp_path / "a", a, overwrite=True)
     jct.save(tmp_path / "b", b, overwrite=True)
-    found = told("diff", tmp_path / "a", tmp_path / "b", code=code)
+    found = json_of("diff", tmp_path / "a", tmp_path / "b", code=code)
     assert set(found) == {"a", "b", "equal", "differences", "skipped_a", "skipped_b"}
     assert all(set(each) == KEYS for each in found["differences"])
     return {each["path"]: each for each in found["differences"]}
@@ -111,7 +111,7 @@ def test_what_has_the_same_digests_is_not_read(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1)
     jct.save(tmp_path / "b", jct.load(step_path(run, 1)))
     segment_of(step_path(run, 1)).unlink()
-    assert told("diff", run, tmp_path / "b")["equal"] == 2
+    assert json_of("diff", run, tmp_path / "b")["equal"] == 2
 
 
 def test_damage_in_what_is_compared_ends_with_1_and_names_the_file(tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def test_damage_in_what_is_compared_ends_with_1_and_names_the_file(tmp_path: Pat
 
 def test_steps_of_runs_and_leaves_are_chosen(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2, 3)
-    found = told("diff", run, run, "--step-a", 1, "--step-b", 2, "--only", "step", code=1)
+    found = json_of("diff", run, run, "--step-a", 1, "--step-b", 2, "--only", "step", code=1)
     assert (found["a"], found["b"]) == (str(step_path(run, 1)), str(step_path(run, 2)))
     assert [(each["path"], each["max_abs"]) for each in found["differences"]] == [("step", 1)]
-    assert told("diff", run, run, "--only", "state/w")["equal"] == 1
+    assert json_of("diff", run, run, "--only", "state/w")["equal"] == 1
 
 
 def test_the_relative_norm_is_of_finite_differences_and_nan_if_there_is_none(tmp_path: Path) -> None:

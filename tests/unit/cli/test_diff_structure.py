@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxckpt_train as jct
-from tests.support.commands import printed, refused, told
+from tests.support.commands import json_of, printed, refused
 from tests.support.runs import made_run
 
 STATE = {"w": np.arange(6.0)}
@@ -50,7 +50,7 @@ class Files:
 
 
 def found_in(a: Path, b: Path, *options: str, code: int = 1) -> dict[str, dict[str, Any]]:
-    differences = told("diff", a, b, *options, code=code)["differences"]
+    differences = json_of("diff", a, b, *options, code=code)["differences"]
     names = [each["part"] if each["path"] == "" else f"{each['part']}/{each['path']}" for each in differences]
     assert len(set(names)) == len(names)
     return dict(zip(names, differences, strict=True))

@@ -14,7 +14,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.cli import doctor
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backends.local import FileSystem, LocalBackend
-from tests.support.commands import printed, refused, run, told
+from tests.support.commands import json_of, printed, refused, run
 from tests.support.runs import (
     Clock,
     files_below,
@@ -29,7 +29,7 @@ KEYS = {"path", "is_there", "versions", "file_system", "operations", "disk", "ow
 
 
 def test_of_a_plain_directory_it_tells_versions_room_and_speed(tmp_path: Path) -> None:
-    found = told("doctor", tmp_path, *SMALL)
+    found = json_of("doctor", tmp_path, *SMALL)
     assert set(found) == KEYS
     assert found["versions"]["python"] == platform.python_version()
     assert found["versions"]["jax"] == importlib.metadata.version("jax")
@@ -47,9 +47,9 @@ def test_of_a_plain_directory_it_tells_versions_room_and_speed(tmp_path: Path) -
 
 
 def test_directory_missing_yet_is_not_made(tmp_path: Path) -> None:
-    found = told("doctor", tmp_path / "new", *SMALL)
+    found = json_of("doctor", tmp_path / "new", *SMALL)
     assert not found["is_there"]
-    assert told("doctor", tmp_path, *SMALL)["is_there"]
+    assert json_of("doctor", tmp_path, *SMALL)["is_there"]
     assert f"{tmp_path / 'new'}: does not exist yet" in printed("doctor", tmp_path / "new", *SMALL)
     assert "does not exist" not in printed("doctor", tmp_path, *SMALL)
     assert (found["path"], found["disk"]["bytes"]) == (str(tmp_path / "new"), 1 << 20)
@@ -61,14 +61,14 @@ def test_directory_missing_yet_is_not_made(tmp_path: Path) -> None:
 
 
 def test_the_trial_may_be_left_out(tmp_path: Path) -> None:
-    assert told("doctor", tmp_path, "--size-mib", 0)["disk"] is None
+    assert json_of("doctor", tmp_path, "--size-mib", 0)["disk"] is None
     assert run("doctor", tmp_path, "--size-mib", -1).exit_code == 2
 
 
 def test_of_a_run_it_tells_the_newest_step_and_changes_nothing(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, clock=Clock())
     before = files_below(directory)
-    found = told("doctor", directory, *SMALL)
+    found = json_of("doctor", directory, *SMALL)
     assert set(found["run"]) == {
         "steps", "newest_step", "newest_age_s", "newest_bytes", "damaged", "uncommitted", "unreadable", "stale_files",
     }  # fmt: skip
@@ -87,7 +87,7 @@ def test_of_a_run_it_tells_the_newest_step_and_changes_nothing(tmp_path: Path) -
 def test_pins_do_not_hide_last_training(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     printed("pin", directory, 1)
-    risk = told("doctor", directory, *SMALL)["at_risk"]
+    risk = json_of("doctor", directory, *SMALL)["at_risk"]
     assert (risk["how"], risk["completed"], risk["updates"]) == ("closed", 2, 0)
     assert "(closed), and nothing was lost" in printed("doctor", directory, *SMALL)
 
@@ -97,7 +97,7 @@ def test_a_damaged_newest_step_costs_more_and_is_warned_of(tmp_path: Path) -> No
     remove_the_segment(step_path(directory, 6))
     truncate_the_manifest(step_path(directory, 4))
     (step_path(directory, 9)).mkdir()
-    found = told("doctor", directory, *SMALL, code=1)
+    found = json_of("doctor", directory, *SMALL, code=1)
     assert set(found["run"]["damaged"]) == {step_path(directory, 4).name, step_path(directory, 6).name}
     assert "p00000-s000.safetensors" in found["run"]["damaged"][step_path(directory, 6).name]
     assert list(found["run"]["uncommitted"]) == [step_path(directory, 9).name]
@@ -113,7 +113,7 @@ def test_a_damaged_newest_step_costs_more_and_is_warned_of(tmp_path: Path) -> No
 def test_run_without_whole_step_is_warned_of(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     remove_the_segment(step_path(directory, 1))
-    found = told("doctor", directory, *SMALL, code=1)
+    found = json_of("doctor", directory, *SMALL, code=1)
     assert found["run"]["newest_step"] is None
     assert "none of the steps can be restored" in found["warnings"]
 
@@ -123,7 +123,7 @@ def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
         raise StorageError(28, "cannot create the file: No space left on device", path)
 
     monkeypatch.setattr(LocalBackend, "create", full)
-    found = told("doctor", tmp_path, *SMALL, code=1)
+    found = json_of("doctor", tmp_path, *SMALL, code=1)
     assert found["disk"] is None
     (warning,) = found["warnings"]
     assert warning.startswith("the disk failed its test: ")
@@ -144,7 +144,7 @@ def test_a_file_system_that_is_short_of_room_is_a_warning(
 ) -> None:
     monkeypatch.setattr(doctor, "file_system_of", lambda path: files)
     directory = made_run(tmp_path / "run", 1)
-    found = told("doctor", directory, *SMALL, code=1 if warning else 0)
+    found = json_of("doctor", directory, *SMALL, code=1 if warning else 0)
     assert [warning in each for each in found["warnings"]] == ([True] if warning else [])
 
 
@@ -152,7 +152,7 @@ def test_history_that_cannot_be_read_is_warning(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     (directory / "history.jsonl").unlink()
     (directory / "history.jsonl").mkdir()
-    found = told("doctor", directory, *SMALL, code=1)
+    found = json_of("doctor", directory, *SMALL, code=1)
     assert found["at_risk"] is None
     assert "the history cannot be read" in found["warnings"][0]
 

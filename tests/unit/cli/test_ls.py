@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from tests.support.commands import printed, refused, told
+from tests.support.commands import json_of, printed, refused
 from tests.support.runs import (
     Clock,
     flip_a_payload_byte,
@@ -37,7 +37,7 @@ def test_step_is_listed_with_size_time_metrics_pin(tmp_path: Path) -> None:
         manager.pin(1)
         manager.attach_metrics(1, {"bleu": 30})
         times = [info.time for info in manager.infos]
-    found = told("ls", tmp_path / "run")
+    found = json_of("ls", tmp_path / "run")
     assert found["run"] == str(tmp_path / "run")
     first, second = found["steps"]
     assert set(first) == KEYS
@@ -69,7 +69,7 @@ def test_step_is_listed_with_size_time_metrics_pin(tmp_path: Path) -> None:
 def test_a_step_that_cannot_be_restored_is_listed_with_its_reason(tmp_path: Path, damage, reason: str) -> None:
     run = made_run(tmp_path / "run", 1, 2, 3)
     damage(step_path(run, 2))
-    found = told("ls", run, code=1)["steps"]
+    found = json_of("ls", run, code=1)["steps"]
     assert [(each["step"], each["valid"]) for each in found] == [(1, True), (2, False), (3, True)]
     assert reason in found[1]["problem"]
     assert found[1]["bytes"] is None
@@ -80,7 +80,7 @@ def test_a_step_without_commit_is_listed_as_none(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     (step_path(run, 2) / "COMMIT").unlink()
     step_path(run, 3).symlink_to(step_path(run, 1))
-    found = told("ls", run, code=1)["steps"]
+    found = json_of("ls", run, code=1)["steps"]
     assert [each["valid"] for each in found] == [True, False, False]
     assert "has no COMMIT: never committed, or copied only in part" in found[1]["problem"]
     assert (found[1]["time"], found[1]["current"]) == (None, False)
@@ -93,7 +93,7 @@ def test_abandoned_steps_are_listed_apart(tmp_path: Path) -> None:
         manager.restore(step=1)
         save_steps(manager, 2)
     truncate_the_manifest(step_path(run, 3))  # of no use to anybody
-    found = {each["name"]: each for each in told("ls", run)["steps"]}
+    found = {each["name"]: each for each in json_of("ls", run)["steps"]}
     assert {name: each["current"] for name, each in found.items()} == {
         "step-0000000001": True,
         "step-0000000002.g1": True,
@@ -107,7 +107,7 @@ def test_a_step_that_was_set_aside_says_so(tmp_path: Path) -> None:
     with jct.StepManager(run) as manager:
         manager.restore()
         save_steps(manager, 3)
-    found = {each["step"]: each for each in told("ls", run)["steps"]}
+    found = {each["step"]: each for each in json_of("ls", run)["steps"]}
     assert found[2]["problem"].startswith("set aside as damaged: ")
     assert "p00000-s000.safetensors" in found[2]["problem"]
 
@@ -139,14 +139,14 @@ def test_a_relative_path_and_a_home_are_understood(tmp_path: Path, monkeypatch: 
     run = made_run(tmp_path / "run", 1)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert told("ls", "run") == told("ls", "~/run") == told("ls", run)
+    assert json_of("ls", "run") == json_of("ls", "~/run") == json_of("ls", run)
     shutil.rmtree(run)
 
 
 def test_step_whose_manifest_is_broken_has_no_age(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     truncate_the_manifest(step_path(directory, 2))
-    _, second = told("ls", directory, code=1)["steps"]
+    _, second = json_of("ls", directory, code=1)["steps"]
     assert (second["step"], second["time"]) == (2, None)
     row = rows(printed("ls", directory, code=1))
     assert row[1].endswith(" s ok")

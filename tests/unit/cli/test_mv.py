@@ -14,7 +14,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.inspection import copying as source_removal
 from jaxckpt_train.run.retention import BestLink
-from tests.support.commands import printed, refused, run, told
+from tests.support.commands import json_of, printed, refused, run
 from tests.support.runs import (
     files_below,
     flip_a_payload_byte,
@@ -33,7 +33,7 @@ def names(directory: Path) -> list[str]:
 def test_checkpoint_is_moved_with_all_that_it_holds(tmp_path: Path) -> None:
     saved = jct.save(tmp_path / "c", {"w": np.arange(5000)}, custom_metadata=[1])
     before = files_below(tmp_path / "c")
-    found = told("mv", tmp_path / "c", f"{tmp_path}/new/")
+    found = json_of("mv", tmp_path / "c", f"{tmp_path}/new/")
     assert found == {
         "source": str(tmp_path / "c"), "path": str(tmp_path / "new" / "c"), "bytes": saved.bytes, "removed": True,
         "skipped": [],
@@ -44,8 +44,8 @@ def test_checkpoint_is_moved_with_all_that_it_holds(tmp_path: Path) -> None:
 
 def test_step_is_moved_by_owner_of_its_run(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
-    assert told("mv", directory, f"{tmp_path}/old/", "--step", 1)["path"] == str(step_path(tmp_path / "old", 1))
-    assert told("mv", step_path(directory, 2), tmp_path / "two")["removed"] is True
+    assert json_of("mv", directory, f"{tmp_path}/old/", "--step", 1)["path"] == str(step_path(tmp_path / "old", 1))
+    assert json_of("mv", step_path(directory, 2), tmp_path / "two")["removed"] is True
     manager = jct.StepManager(directory)
     assert manager.steps == [3]
     history = [(event["event"], event.get("name")) for event in manager.history.events()]
@@ -66,7 +66,7 @@ def test_what_its_run_needs_stays(tmp_path: Path) -> None:
         assert f"because it is {why};" in refused("mv", tmp_path / "run", tmp_path / "new", "--step", step, code=2)
     assert "because it is the newest step;" in refused("mv", tmp_path / "run", tmp_path / "new", "--step", 5, code=2)
     assert files_below(tmp_path) == before
-    assert told("mv", tmp_path / "run", tmp_path / "new", "--step", 3)["removed"] is True
+    assert json_of("mv", tmp_path / "run", tmp_path / "new", "--step", 3)["removed"] is True
 
 
 def test_what_roll_back_has_left_behind_may_go(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_what_roll_back_has_left_behind_may_go(tmp_path: Path) -> None:
     with jct.StepManager(directory) as manager:
         manager.restore(step=1)
         save_steps(manager, 2)
-    assert told("mv", directory, tmp_path / "left", "--step", 3)["removed"] is True  # nobody goes on from it
+    assert json_of("mv", directory, tmp_path / "left", "--step", 3)["removed"] is True  # nobody goes on from it
     refused("mv", directory, tmp_path / "new", "--step", 2, code=2)
     assert jct.StepManager(directory).steps == [1, 2]
 
@@ -202,5 +202,5 @@ def test_what_is_being_removed_is_never_taken_for_a_checkpoint(tmp_path: Path, m
     (hidden,) = [name for name in names(tmp_path) if name != "b"]
     assert hidden.startswith(".a.tmp-")
     monkeypatch.setattr(source_removal, "remove_replaced", remove)
-    told("mv", tmp_path / "b", tmp_path / "a")
+    json_of("mv", tmp_path / "b", tmp_path / "a")
     assert "b" not in names(tmp_path)

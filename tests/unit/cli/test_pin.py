@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from tests.support.commands import printed, refused, run, told
+from tests.support.commands import json_of, printed, refused, run
 from tests.support.runs import made_run, save_steps, step_path, truncate_the_manifest
 
 
@@ -18,10 +18,10 @@ def pinned(directory: Path) -> list[int]:
 
 def test_a_pin_is_written_and_taken_back(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
-    found = told("pin", directory, 2)
+    found = json_of("pin", directory, 2)
     assert found == {"run": str(directory), "step": 2, "pinned": True, "was_pinned": False}
     assert pinned(directory) == [2]
-    assert told("pin", directory, 2)["was_pinned"] is True
+    assert json_of("pin", directory, 2)["was_pinned"] is True
     assert printed("pin", directory, 2) == "step 2 is already pinned\n"
     assert printed("pin", directory, 2, "--off") == "step 2 is now unpinned\n"
     assert pinned(directory) == []
@@ -43,7 +43,7 @@ def test_step_that_there_is_not_ends_with_3(tmp_path: Path) -> None:
     refused("pin", tmp_path / "gone", 1, code=3)
     assert not (tmp_path / "gone").exists()
     truncate_the_manifest(step_path(directory, 2))
-    assert told("pin", directory, 2)["pinned"] is True  # it may be brought back from a copy
+    assert json_of("pin", directory, 2)["pinned"] is True  # it may be brought back from a copy
 
 
 @pytest.mark.parametrize("step", ["x", "1.5", ""])
@@ -60,13 +60,13 @@ def test_a_step_below_0_is_refused_with_2(tmp_path: Path) -> None:
 def test_a_command_is_no_process_of_the_training(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     before = jct.StepManager(directory).goodput()
-    told("pin", directory, 2)
-    told("prune", directory, "--keep-latest", 1, "--yes")
-    told("pin", directory, 2, "--off")
-    told("mv", directory / "step-0000000002", tmp_path / "away")
+    json_of("pin", directory, 2)
+    json_of("prune", directory, "--keep-latest", 1, "--yes")
+    json_of("pin", directory, 2, "--off")
+    json_of("mv", directory / "step-0000000002", tmp_path / "away")
     shutil.move(directory, tmp_path / "moved")
     assert jct.StepManager(tmp_path / "moved").goodput() == before
     events = [*jct.StepManager(tmp_path / "moved").history.events()]
     assert [event.get("tends") for event in events if event["event"] == "start"] == [None, True, True, True, True]
-    found = told("report", tmp_path / "moved", "-o", tmp_path / "page.html")
+    found = json_of("report", tmp_path / "moved", "-o", tmp_path / "page.html")
     assert len(found["processes"]) == 1

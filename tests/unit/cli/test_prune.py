@@ -12,7 +12,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.run.retention import BestLink
 from jaxckpt_train.store.backends.local import LocalBackend
-from tests.support.commands import printed, refused, run, told
+from tests.support.commands import json_of, printed, refused, run
 from tests.support.runs import (
     Clock,
     files_below,
@@ -45,7 +45,7 @@ def why(found: dict[str, Any], step: int) -> list[str]:
 def test_a_dry_run_tells_what_goes_what_stays_and_why_and_changes_nothing(tmp_path: Path) -> None:
     directory = run_with_losses(tmp_path / "run", 5, 1, 4, 3, 2, 6)
     before = files_below(tmp_path)
-    found = told("prune", directory, "--keep-latest", 2, "--keep-every", 3, "--keep-best", 1, "--metric", "loss")
+    found = json_of("prune", directory, "--keep-latest", 2, "--keep-every", 3, "--keep-best", 1, "--metric", "loss")
     assert set(found) == KEYS
     assert set(found["steps"][0]) == {"step", "name", "bytes", "goes", "why"}
     assert going(found) == [1, 4]
@@ -66,9 +66,9 @@ def test_a_dry_run_tells_what_goes_what_stays_and_why_and_changes_nothing(tmp_pa
 def test_yes_deletes_just_what_the_dry_run_tells(tmp_path: Path) -> None:
     directory = run_with_losses(tmp_path / "run", 5, 1, 4, 3, 2, 6)
     rules = ("--keep-latest", 1, "--keep-best", 2, "--metric", "loss", "--mode", "max")
-    dry = told("prune", directory, *rules)
+    dry = json_of("prune", directory, *rules)
     assert going(dry) == [2, 3, 4, 5]
-    done = told("prune", directory, *rules, "--yes")
+    done = json_of("prune", directory, *rules, "--yes")
     assert done == {**dry, "deleted": True}
     assert sorted(path.name for path in directory.iterdir()) == [
         "history.jsonl", "step-0000000001", "step-0000000006",
@@ -77,7 +77,7 @@ def test_yes_deletes_just_what_the_dry_run_tells(tmp_path: Path) -> None:
     assert manager.steps == [1, 6]
     deleted = [event["name"] for event in manager.history.events() if event["event"] == "delete"]
     assert deleted == [step_path(directory, step).name for step in (2, 3, 4, 5)]
-    assert going(told("prune", directory, *rules, "--yes")) == []
+    assert going(json_of("prune", directory, *rules, "--yes")) == []
     assert int(manager.restore()["state"]["step"]) == 6
 
 
@@ -92,7 +92,7 @@ def test_pinned_steps_stay(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     with jct.StepManager(directory) as manager:
         manager.pin(1)
-    found = told("prune", directory, "--keep-latest", 1, "--yes")
+    found = json_of("prune", directory, "--keep-latest", 1, "--yes")
     assert (going(found), why(found, 1)) == ([2], ["pinned"])
     assert jct.StepManager(directory).steps == [1, 3]
 
@@ -102,7 +102,7 @@ def test_the_newest_whole_step_stays_if_newer_ones_are_damaged(tmp_path: Path, c
     directory = made_run(tmp_path / "run", 1, 2, 3, 4)
     remove_the_segment(step_path(directory, 4))
     (flip_a_payload_byte if not check else remove_the_segment)(step_path(directory, 3))
-    found = told("prune", directory, "--keep-latest", 1, "--yes", *check, code=1)
+    found = json_of("prune", directory, "--keep-latest", 1, "--yes", *check, code=1)
     assert going(found) == [1]
     assert why(found, 2) == ["newest valid"]
     assert why(found, 3)[0].startswith("damaged: ")
@@ -114,8 +114,8 @@ def test_the_newest_whole_step_stays_if_newer_ones_are_damaged(tmp_path: Path, c
 def test_without_check_flipped_byte_is_not_seen(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     flip_a_payload_byte(step_path(directory, 2))
-    assert going(told("prune", directory, "--keep-latest", 1, code=1)) == []
-    assert going(told("prune", directory, "--keep-latest", 1, "--no-check")) == [1]
+    assert going(json_of("prune", directory, "--keep-latest", 1, code=1)) == []
+    assert going(json_of("prune", directory, "--keep-latest", 1, "--no-check")) == [1]
 
 
 def test_where_no_step_is_whole_nothing_goes(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_link_target_is_kept(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "run", best_link=BestLink("loss")) as manager:
         for step, loss in enumerate([3, 1, 2, 4], 1):
             save_steps(manager, step, metrics={"loss": loss})
-    found = told("prune", tmp_path / "run", "--keep-latest", 1, "--yes")
+    found = json_of("prune", tmp_path / "run", "--keep-latest", 1, "--yes")
     assert (going(found), why(found, 2)) == ([1, 3], ["the link 'best'"])
     assert (tmp_path / "run" / "best" / "COMMIT").exists()
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_judged_stays(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3, 4)
     truncate_the_manifest(step_path(directory, 1))
     (step_path(directory, 2) / "COMMIT").unlink()
-    found = told("prune", directory, "--keep-latest", 1, "--yes")
+    found = json_of("prune", directory, "--keep-latest", 1, "--yes")
     assert going(found) == [3]
     assert why(found, 1) == ["its manifest or its notes cannot be read"]
     assert why(found, 2)[0].startswith("not committed: ")
@@ -153,7 +153,7 @@ def test_what_a_roll_back_left_behind_stays_until_it_is_saved_again(tmp_path: Pa
     with jct.StepManager(directory) as manager:
         manager.restore(step=1)
         save_steps(manager, 2, 4)
-    found = told("prune", directory, "--keep-latest", 1, "--yes")
+    found = json_of("prune", directory, "--keep-latest", 1, "--yes")
     assert {each["name"]: (each["goes"], each["why"]) for each in found["steps"]} == {
         "step-0000000001": (True, ["no policy keeps it"]),
         "step-0000000002.g1": (True, ["no policy keeps it"]),
@@ -178,7 +178,7 @@ def test_a_disk_that_keeps_nothing_keeps_what_would_be_replaced(
         sync(self, path)
 
     monkeypatch.setattr(LocalBackend, "sync", refuse)
-    found = told("prune", directory, "--keep-latest", 1, "--yes", code=4)
+    found = json_of("prune", directory, "--keep-latest", 1, "--yes", code=4)
     assert found["failed"] == [step_path(directory, 1).name]
     assert step_path(directory, 1).exists()
 

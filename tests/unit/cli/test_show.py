@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from tests.support.commands import printed, refused, run, told
+from tests.support.commands import json_of, printed, refused, run
 from tests.support.runs import made_run, remove_the_segment, step_path, truncate_the_manifest
 
 TREE: dict[str, Any] = {
@@ -38,7 +38,7 @@ def leaves(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_all_leaves_are_shown_with_types(single: Path) -> None:
-    found = told("show", single)
+    found = json_of("show", single)
     keys = {"path", "kind", "created", "custom_metadata", "versions", "parts", "bytes", "leaves", "skipped"}
     assert set(found) == keys
     assert (found["path"], found["kind"]) == (str(single), "jaxckpt_train")
@@ -75,7 +75,7 @@ def test_sharding_is_shown(tmp_path: Path) -> None:
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None))
     jct.save(tmp_path / "c", {"w": jax.device_put(jnp.zeros((8, 6)), sharding)})
-    (leaf,) = told("show", tmp_path / "c")["leaves"]
+    (leaf,) = json_of("show", tmp_path / "c")["leaves"]
     assert leaf["chunks"] == 4
     assert leaf["sharding"]["mesh"] == {"data": 4, "model": 2}
     assert leaf["sharding"]["spec"][0] == "data"
@@ -83,15 +83,15 @@ def test_sharding_is_shown(tmp_path: Path) -> None:
 
 
 def test_patterns_choose_leaves_by_path_with_and_without_the_checkpointable(single: Path) -> None:
-    assert set(leaves(told("show", single, "params/*"))) == {"state/params/kernel", "state/params/bias"}
-    assert set(leaves(told("show", single, "state/params/b*", "n"))) == {"state/params/bias", "state/n"}
+    assert set(leaves(json_of("show", single, "params/*"))) == {"state/params/kernel", "state/params/bias"}
+    assert set(leaves(json_of("show", single, "state/params/b*", "n"))) == {"state/params/bias", "state/n"}
     assert "selects none of 9 leaves" in refused("show", single, "parms/*", code=2)
 
 
 def test_a_checkpointable_is_chosen_by_its_name(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", {"a": {"w": np.zeros(2)}, "b": {"w": np.zeros(3)}})
-    assert set(leaves(told("show", tmp_path / "c"))) == {"a/w", "b/w"}
-    assert set(leaves(told("show", tmp_path / "c", "--part", "b"))) == {"b/w"}
+    assert set(leaves(json_of("show", tmp_path / "c"))) == {"a/w", "b/w"}
+    assert set(leaves(json_of("show", tmp_path / "c", "--part", "b"))) == {"b/w"}
     assert "'c'" in refused("show", tmp_path / "c", "--part", "c", code=2)
 
 
@@ -150,7 +150,7 @@ def test_json_items_are_printed(tmp_path: Path) -> None:
     text = printed("show", tmp_path / "c")
     assert '  config/p00000.json: {"lr": 0.5, "note": "tab\\there"' in text
     assert "data/index" in text
-    parts = {part["name"]: part for part in told("show", tmp_path / "c")["parts"]}
+    parts = {part["name"]: part for part in json_of("show", tmp_path / "c")["parts"]}
     (item,) = parts["config"]["items"]
     assert item["value"] == {"lr": 0.5, "note": "tab\there", "large": str(1 << 60), "bad": "nan"}
     assert "items" not in parts["state"]
@@ -174,17 +174,17 @@ def test_large_and_damaged_json_items_are_named_not_printed(tmp_path: Path) -> N
 def test_show_uses_newest_or_given_step(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2, 3)
     truncate_the_manifest(step_path(run, 3))
-    assert told("show", run)["step"] == 2
-    assert told("show", run, "--step", 1)["path"] == str(step_path(run, 1))
+    assert json_of("show", run)["step"] == 2
+    assert json_of("show", run, "--step", 1)["path"] == str(step_path(run, 1))
     assert "has no step 7; the last steps are 1, 2, 3" in refused("show", run, "--step", 7, code=3)
     assert "manifest.json: 100 bytes, but COMMIT says" in refused("show", run, "--step", 3, code=1)
 
 
 def test_it_reads_no_arrays(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1)
-    whole = told("show", run)
+    whole = json_of("show", run)
     remove_the_segment(step_path(run, 1))
-    assert told("show", run) == whole
+    assert json_of("show", run) == whole
 
 
 def test_what_is_no_checkpoint_ends_with_3(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.cli import maintain as verify
-from tests.support.commands import refused, run, told
+from tests.support.commands import json_of, refused, run
 from tests.support.runs import (
     DAMAGE,
     empty_commit,
@@ -66,7 +66,7 @@ def test_skipped_step_is_reported_in_one_line(
 ) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     damage(step_path(directory, 3))
-    found = told("verify", directory, code=1)
+    found = json_of("verify", directory, code=1)
     assert found["path"] == str(step_path(directory, 2))
     assert found["ok"]
     assert found["skipped"] == [step_path(directory, 3).name]
@@ -96,8 +96,8 @@ def test_each_command_tells_it(tmp_path: Path, name: str, caplog: pytest.LogCapt
 def test_mv_of_given_step_reports_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     remove_the_manifest(step_path(directory, 3))
-    assert told("mv", directory, tmp_path / "moved", "--step", 1)["skipped"] == []
-    assert told("verify", directory, "--step", 2)["skipped"] == []
+    assert json_of("mv", directory, tmp_path / "moved", "--step", 1)["skipped"] == []
+    assert json_of("verify", directory, "--step", 2)["skipped"] == []
     assert "skipped" not in caplog.text
 
 
@@ -105,7 +105,7 @@ def test_link_and_empty_step_directory_are_reported(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     step_path(directory, 4).symlink_to(step_path(directory, 1))
     step_path(directory, 3).mkdir()
-    assert told("verify", directory, code=1)["skipped"] == [step_path(directory, step).name for step in (4, 3)]
+    assert json_of("verify", directory, code=1)["skipped"] == [step_path(directory, step).name for step in (4, 3)]
 
 
 def test_older_and_abandoned_steps_are_not_reported(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_older_and_abandoned_steps_are_not_reported(tmp_path: Path) -> None:
     (old,) = (path for path in directory.glob("step-0000000004*"))
     remove_the_manifest(old)
     remove_the_manifest(step_path(directory, 1))
-    found = told("verify", directory)
+    found = json_of("verify", directory)
     assert (found["path"].rpartition("/")[2].partition("-")[2][:10], found["skipped"]) == ("0000000003", [])
 
 
@@ -126,7 +126,7 @@ def test_earlier_quarantined_step_is_not_reported(tmp_path: Path) -> None:
     with jct.StepManager(directory) as manager:
         manager.restore()
         save_steps(manager, 3)
-    found = told("verify", directory)
+    found = json_of("verify", directory)
     assert (found["path"], found["skipped"]) == (str(step_path(directory, 3)), [])
 
 

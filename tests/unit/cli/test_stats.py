@@ -12,7 +12,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.inspection import diff as leaf_reads
-from tests.support.commands import printed, refused, told
+from tests.support.commands import json_of, printed, refused
 from tests.support.runs import flip_a_payload_byte, made_run, step_path
 
 RANDOM = np.random.default_rng(5)
@@ -22,7 +22,7 @@ KEYS = {"part", "path", "of_magnitudes", *NUMBERS}
 
 def stats_of(tmp_path: Path, tree: dict[str, Any], *options: str, code: int = 0) -> dict[str, dict[str, Any]]:
     jct.save(tmp_path / "c", tree, overwrite=True)
-    found = told("stats", tmp_path / "c", *options, code=code)
+    found = json_of("stats", tmp_path / "c", *options, code=code)
     assert set(found) == {"path", "leaves", "skipped"}
     return {each["path"]: each for each in found["leaves"]}
 
@@ -105,7 +105,7 @@ def test_where_no_array_is_chosen_it_says_so(tmp_path: Path) -> None:
     )
     assert printed("stats", tmp_path / "c") == "none of 2 leaves is an array\n"
     assert printed("stats", tmp_path / "c", "--part", "data") == "none of 0 leaves is an array\n"
-    assert told("stats", tmp_path / "c")["leaves"] == []
+    assert json_of("stats", tmp_path / "c")["leaves"] == []
 
 
 def test_complex_values_count_by_their_magnitudes_which_is_said(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store.backends.base import Source
 from jaxckpt_train.store.backends.local import LocalBackend
-from tests.support.commands import refused, told
+from tests.support.commands import json_of, refused
 from tests.support.runs import made_run, step_path
 
 
@@ -54,9 +54,9 @@ def test_what_disk_fails_to_read_may_be_whole(directory: Path, monkeypatch: pyte
     failing = _Failing(step_path(directory, 3), "state/p00000-s000.safetensors")
     monkeypatch.setattr("jaxckpt_train.cli.maintain.BACKEND", failing)
     monkeypatch.setattr("jaxckpt_train.cli.inspect.BACKEND", failing)
-    found = told("verify", directory, code=4)
+    found = json_of("verify", directory, code=4)
     assert (found["ok"], found["damaged"], found["bytes"]) == (False, False, 0)
-    assert [each["damaged"] for each in told("scrub", directory, code=4)["steps"]] == [False] * 3
+    assert [each["damaged"] for each in json_of("scrub", directory, code=4)["steps"]] == [False] * 3
     assert "Input/output error" in refused("stats", directory, code=4)
 
 

@@ -10,13 +10,13 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.cli.maintain import _Pace
-from tests.support.commands import printed, refused, told
+from tests.support.commands import json_of, printed, refused
 from tests.support.runs import DAMAGE, damaged, files_below, flip_a_payload_byte, made_run, save_steps, step_path
 
 
 def test_a_whole_checkpoint_is_fine(tmp_path: Path) -> None:
     saved = jct.save(tmp_path / "c", {"w": np.arange(1000)})
-    assert told("verify", tmp_path / "c") == {
+    assert json_of("verify", tmp_path / "c") == {
         "path": str(tmp_path / "c"),
         "ok": True,
         "bytes": saved.bytes,
@@ -29,15 +29,15 @@ def test_a_whole_checkpoint_is_fine(tmp_path: Path) -> None:
 
 def test_verify_uses_newest_or_given_step(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
-    assert told("verify", run)["path"] == str(step_path(run, 2))
-    assert told("verify", run, "--step", 1)["path"] == str(step_path(run, 1))
+    assert json_of("verify", run)["path"] == str(step_path(run, 2))
+    assert json_of("verify", run, "--step", 1)["path"] == str(step_path(run, 1))
 
 
 def test_a_flipped_byte_ends_with_1_and_the_file_is_named(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     flip_a_payload_byte(step_path(run, 2))
     before = files_below(run)
-    found = told("verify", run, code=1)
+    found = json_of("verify", run, code=1)
     assert found["ok"] is False
     (problem,) = found["problems"]
     assert f"{step_path(run, 2)}/state/p00000-s000.safetensors" in problem
@@ -53,13 +53,13 @@ def test_only_what_was_compared_is_called_so(tmp_path: Path) -> None:
     )
     segment = tmp_path / "c" / "a" / "p00000-s000.safetensors"
     rest = saved.bytes - segment.stat().st_size
-    assert told("verify", tmp_path / "c")["bytes"] == saved.bytes
+    assert json_of("verify", tmp_path / "c")["bytes"] == saved.bytes
     content = bytearray(segment.read_bytes())
     segment.write_bytes(content[:-1] + b"x")
-    assert told("verify", tmp_path / "c", code=1)["bytes"] == saved.bytes  # it is compared, and differs
+    assert json_of("verify", tmp_path / "c", code=1)["bytes"] == saved.bytes  # it is compared, and differs
     assert printed("verify", tmp_path / "c", code=1).endswith("DAMAGED, 36.9 KiB compared\n")
     segment.unlink()
-    assert told("verify", tmp_path / "c", code=1)["bytes"] == rest == jct.verify(tmp_path / "c").checked_bytes
+    assert json_of("verify", tmp_path / "c", code=1)["bytes"] == rest == jct.verify(tmp_path / "c").checked_bytes
     assert printed("verify", tmp_path / "c", code=1).endswith("DAMAGED, 9.5 KiB of 36.9 KiB compared\n")
 
 
@@ -70,7 +70,7 @@ def test_every_damage_ends_with_1_and_its_file_is_named(tmp_path: Path, damage, 
     if file in ("COMMIT", "manifest.json"):  # it cannot be opened
         assert file in refused("verify", step_path(run, 1), code=1)
     else:
-        assert file in "".join(told("verify", step_path(run, 1), code=1)["problems"])
+        assert file in "".join(json_of("verify", step_path(run, 1), code=1)["problems"])
 
 
 def test_foreign_directory_exits_with_3(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_scrub_finds_each_damaged_step_and_changes_nothing(tmp_path: Path) -> No
         damage(step_path(run, step))
         files[step_path(run, step).name] = file
     before = files_below(run)
-    found = {each["name"]: each["problem"] for each in told("scrub", run, code=1)["steps"]}
+    found = {each["name"]: each["problem"] for each in json_of("scrub", run, code=1)["steps"]}
     assert list(found) == [step_path(run, step).name for step in range(len(DAMAGE) + 2, 0, -1)]  # the newest first
     assert {name for name, problem in found.items() if problem is not None} == set(files)
     assert all(files[name] in problem for name, problem in found.items() if problem is not None)
@@ -101,7 +101,7 @@ def test_scrub_finds_each_damaged_step_and_changes_nothing(tmp_path: Path) -> No
 
 def test_scrub_of_whole_run_reads_all_of_it(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
-    found = told("scrub", run)
+    found = json_of("scrub", run)
     assert found == {
         "run": str(run),
         "steps": [{"name": step_path(run, step).name, "problem": None, "damaged": False} for step in (2, 1)],
@@ -112,7 +112,7 @@ def test_scrub_of_whole_run_reads_all_of_it(tmp_path: Path) -> None:
 def test_scrub_reads_what_a_live_owner_has(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "run") as manager:
         save_steps(manager, 1)
-        assert len(told("scrub", tmp_path / "run")["steps"]) == 1
+        assert len(json_of("scrub", tmp_path / "run")["steps"]) == 1
 
 
 def test_scrub_keeps_to_its_rate() -> None:

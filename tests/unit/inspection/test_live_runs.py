@@ -16,7 +16,7 @@ from jaxckpt_train.inspection.health import health_of
 from jaxckpt_train.inspection.runs import inspect_run
 from jaxckpt_train.store.backends.base import Entry, Source
 from jaxckpt_train.store.backends.local import LocalBackend
-from tests.support.commands import told
+from tests.support.commands import json_of
 from tests.support.runs import made_run, save_steps, step_path
 
 
@@ -88,9 +88,9 @@ def test_what_a_live_owner_is_deleting_was_not_left_by_the_dead(tmp_path: Path) 
     with jct.StepManager(directory) as manager:
         save_steps(manager, 1, 2)
         (directory / ".step-0000000009.deleting").mkdir()
-        assert told("doctor", directory, "--size-mib", 0)["run"]["stale_files"] == []
+        assert json_of("doctor", directory, "--size-mib", 0)["run"]["stale_files"] == []
     (directory / ".step-0000000009.deleting").mkdir(exist_ok=True)
-    assert told("doctor", directory, "--size-mib", 0, code=1)["run"]["stale_files"] == [".step-0000000009.deleting"]
+    assert json_of("doctor", directory, "--size-mib", 0, code=1)["run"]["stale_files"] == [".step-0000000009.deleting"]
 
 
 def test_scrub_does_not_tell_of_a_step_that_was_deleted_meanwhile(
@@ -99,6 +99,6 @@ def test_scrub_does_not_tell_of_a_step_that_was_deleted_meanwhile(
     directory = made_run(tmp_path / "run", 1, 2, 3)
     segment = step_path(directory, 1) / "state" / "p00000-s000.safetensors"
     monkeypatch.setattr(verify, "BACKEND", _Busy(segment, 1, hide(directory, 1)))
-    found = told("scrub", directory)
+    found = json_of("scrub", directory)
     assert [each["name"] for each in found["steps"]] == [step_path(directory, step).name for step in (3, 2)]
     assert json.dumps(found).count("problem") == 2

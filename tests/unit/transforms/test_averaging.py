@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
-from tests.support.commands import printed, refused, run, told
+from tests.support.commands import json_of, printed, refused, run
 from tests.support.runs import flip_a_payload_byte, step_path, truncate_the_manifest
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "complex64"]
@@ -54,7 +54,7 @@ def test_last_steps_are_averaged_into_a_new_checkpoint(directory: Path, tmp_path
     assert (found["step"], found["opt"]["mu"].tolist(), found["opt"]["count"]) == (4, [4] * 4, 4)
     assert jct.load_checkpointables(tmp_path / "mean")["data"] == jct.JsonValue({"at": 4})
     assert run("verify", tmp_path / "mean").exit_code == 0
-    shown = told("show", tmp_path / "mean")
+    shown = json_of("show", tmp_path / "mean")
     assert shown["step"] == 4
     assert "metrics" not in shown
 
@@ -64,7 +64,7 @@ def test_last_steps_are_averaged_into_a_new_checkpoint(directory: Path, tmp_path
 )
 def test_steps_and_leaves_are_chosen(directory: Path, tmp_path: Path, more: list[Any], steps: tuple[int, ...]) -> None:
     chosen = ["--leaves", "**/float32", "--only", "params/float*"]
-    found = told("average", directory, tmp_path / "mean", *more, *chosen, "--part", "state")
+    found = json_of("average", directory, tmp_path / "mean", *more, *chosen, "--part", "state")
     assert found["steps"] == list(steps)
     loaded = jct.load(tmp_path / "mean")["params"]
     assert loaded["float32"].tobytes() == mean("float32", *steps).tobytes()
@@ -73,7 +73,7 @@ def test_steps_and_leaves_are_chosen(directory: Path, tmp_path: Path, more: list
 
 
 def test_dry_run_writes_nothing(directory: Path, tmp_path: Path) -> None:
-    found = told("average", directory, tmp_path / "mean", "--dry-run")
+    found = json_of("average", directory, tmp_path / "mean", "--dry-run")
     assert len(found["plan"][0]["changes"]) == len(DTYPES) + 1
     assert found["leaves"] > 0
     assert not (tmp_path / "mean").exists()
@@ -81,7 +81,7 @@ def test_dry_run_writes_nothing(directory: Path, tmp_path: Path) -> None:
 
 def test_damaged_steps_are_passed_over_or_end_it(directory: Path, tmp_path: Path) -> None:
     truncate_the_manifest(step_path(directory, 3))
-    found = told("average", directory, tmp_path / "mean", "--last", 2)
+    found = json_of("average", directory, tmp_path / "mean", "--last", 2)
     assert found["steps"] == [2, 4]
     assert found["skipped"] == [step_path(directory, 3).name]
     assert "has no valid step 3" in refused("average", directory, tmp_path / "x", "--step", 3, "--step", 4, code=3)
