@@ -1,4 +1,4 @@
-"""OpenTelemetrySink: what the real SDK collects of metrics and spans, in memory."""
+"""OpenTelemetrySink: the metrics and spans that the real SDK collects in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.metric_events import DELETED, FAILED, PREEMPTED, RESTORED, SA
 
 
 class Collected:
-    """A sink with providers of its own, and what these have got."""
+    """A sink with its own providers, and what these have collected."""
 
     def __init__(self) -> None:
         self._reader, self._spans = InMemoryMetricReader(), InMemorySpanExporter()
@@ -32,7 +32,7 @@ class Collected:
         )
 
     def metrics(self) -> dict[str, Any]:
-        """Each metric by its name; some versions tell of a gauge only when it was set since the last look."""
+        """Each metric by its name; some versions report a gauge only if it was set since the last report."""
         data = self._reader.get_metrics_data()
         assert data is not None
         (resource,) = data.resource_metrics
@@ -41,13 +41,13 @@ class Collected:
         return self._metrics
 
     def values(self, name: str) -> dict[str, float]:
-        """The series of a metric, by the value of their only label."""
+        """Return the series of a metric, by the value of their only label."""
         points = self.metrics()[name].data.data_points
         assert all(isinstance(point, NumberDataPoint) for point in points)
         return {"".join(str(each) for each in point.attributes.values()): point.value for point in points}
 
     def spans(self) -> list[ReadableSpan]:
-        """All that have ended."""
+        """Return all spans that have ended."""
         return list(self._spans.get_finished_spans())
 
 
@@ -76,7 +76,7 @@ def test_counters_and_gauges_have_their_values_and_units(collected: Collected) -
     assert all(metric.description for metric in collected.metrics().values())
 
 
-def test_how_long_it_took_is_histogram_of_seconds(collected: Collected) -> None:
+def test_durations_are_histograms_of_seconds(collected: Collected) -> None:
     collected.sink(SAVED)
     collected.sink(FAILED)
     (point,) = collected.metrics()["jaxckpt.save.blocked"].data.data_points
@@ -85,7 +85,7 @@ def test_how_long_it_took_is_histogram_of_seconds(collected: Collected) -> None:
     assert list(point.bucket_counts)[list(point.explicit_bounds).index(0.5)] == 2
 
 
-def test_a_save_is_a_span_from_its_call_to_its_commit(collected: Collected) -> None:
+def test_save_is_span_from_call_to_commit(collected: Collected) -> None:
     collected.sink(SAVED)
     (span,) = collected.spans()
     assert span.name == "checkpoint.save"
@@ -104,13 +104,13 @@ def test_metrics_of_save_are_attributes_of_its_span(collected: Collected) -> Non
     assert found == {"checkpoint.metrics.loss": 0.5, "checkpoint.metrics.accuracy": "nan"}
 
 
-def test_save_that_failed_is_span_that_says_why(collected: Collected) -> None:
+def test_failed_save_is_span_with_its_error(collected: Collected) -> None:
     collected.sink(FAILED)
     (span,) = collected.spans()
     assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, "no space left")
 
 
-def test_a_restore_is_a_span_too_and_all_else_is_none(collected: Collected) -> None:
+def test_restore_is_the_only_other_span(collected: Collected) -> None:
     for event in (DELETED, RESTORED, PREEMPTED):
         collected.sink(event)
     (span,) = collected.spans()
@@ -119,7 +119,7 @@ def test_a_restore_is_a_span_too_and_all_else_is_none(collected: Collected) -> N
     assert span.attributes["checkpoint.skipped"] == ("step_100", "step_95")
 
 
-def test_span_is_root_whatever_its_thread_is_in(collected: Collected) -> None:
+def test_save_span_has_no_parent(collected: Collected) -> None:
     with collected.tracer.start_as_current_span("the program's own"):
         collected.sink(SAVED)
     span = collected.spans()[0]
@@ -154,13 +154,13 @@ print(json.dumps([scope.scope.name, len(scope.metrics), [span.name for span in s
 """
 
 
-def test_without_arguments_the_global_providers_are_used_also_if_they_come_later(run_python: Any) -> None:
+def test_global_providers_may_be_set_later(run_python: Any) -> None:
     name, count, spans = json.loads(run_python(PROGRAM, check=True).stdout)
     assert (name, spans) == ("jaxckpt_train", ["checkpoint.save"])
     assert count > 8
 
 
-def test_where_nothing_is_set_up_nothing_happens() -> None:
+def test_noop_providers_are_accepted() -> None:
     sink = jct.OpenTelemetrySink(metrics.NoOpMeter("none"), trace.NoOpTracer())
     for event in (SAVED, FAILED, RESTORED):
         sink(event)

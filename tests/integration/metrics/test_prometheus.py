@@ -22,7 +22,7 @@ Read = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def parsed(text: str) -> Read:
-    """Each sample by its name and labels; when each was begun, which the library adds, is left out."""
+    """Return each sample by its name and labels, without the creation times that the library adds."""
     families = list(text_string_to_metric_families(text))
     read = {
         (each.name, tuple(sorted(each.labels.items()))): each.value for family in families for each in family.samples
@@ -37,7 +37,7 @@ def page(port: int | None) -> Read:
 
 
 def check(read: Read, *labels: tuple[str, str]) -> None:
-    """What SAVED, FAILED, RESTORED, DELETED and PREEMPTED make."""
+    """Check the samples that SAVED, FAILED, RESTORED, DELETED and PREEMPTED make."""
     wanted = {
         ("saves_total", ("outcome", "committed")): 1,
         ("saves_total", ("outcome", "failed")): 1,
@@ -67,7 +67,7 @@ def check(read: Read, *labels: tuple[str, str]) -> None:
     } == wanted
 
 
-def tell(sink: jct.PrometheusSink) -> None:
+def send_all(sink: jct.PrometheusSink) -> None:
     for event in (SAVED, FAILED, RESTORED, DELETED, PREEMPTED):
         sink(event)
 
@@ -86,7 +86,7 @@ def test_file_holds_all_metrics_and_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_each_metric_says_what_it_is() -> None:
     sink = jct.PrometheusSink(registry=prometheus_client.CollectorRegistry())
-    tell(sink)
+    send_all(sink)
     families = {family.name: family for family in sink.registry.collect()}
     assert families["jaxckpt_save_blocked_seconds"].type == "histogram"
     assert families["jaxckpt_saves"].type == "counter"
@@ -103,13 +103,13 @@ def served() -> Iterator[jct.PrometheusSink]:
 
 def test_page_is_there_from_first_event_on(served: jct.PrometheusSink) -> None:
     assert served.port is None
-    tell(served)
+    send_all(served)
     check(page(served.port))
     served(SAVED)
     assert page(served.port)["jaxckpt_saved_bytes_total", ()] == 8192
 
 
-def test_once_it_is_closed_the_port_is_free_and_events_still_count(served: jct.PrometheusSink) -> None:
+def test_closed_sink_frees_port_and_still_counts(served: jct.PrometheusSink) -> None:
     served(SAVED)
     port = served.port
     served.close()
@@ -142,7 +142,7 @@ def test_a_forked_child_does_not_keep_the_port(served: jct.PrometheusSink) -> No
         os.close(each)
 
 
-def test_before_anything_happened_counters_are_zero_and_gauges_are_not_there() -> None:
+def test_counters_start_at_zero_and_gauges_absent() -> None:
     registry = prometheus_client.CollectorRegistry()
     jct.PrometheusSink(registry=registry)
     read = parsed(prometheus_client.generate_latest(registry).decode())
@@ -153,7 +153,7 @@ def test_before_anything_happened_counters_are_zero_and_gauges_are_not_there() -
 
 def test_labels_are_on_every_metric(tmp_path: Path) -> None:
     sink = jct.PrometheusSink(tmp_path / "a.prom", labels={"run": "a", "user": "b"})
-    tell(sink)
+    send_all(sink)
     read = parsed((tmp_path / "a.prom").read_text())
     check(read, ("run", "a"), ("user", "b"))
     assert all({"run": "a", "user": "b"}.items() <= dict(labels).items() for _, labels in read)
@@ -168,13 +168,13 @@ def test_figures_of_other_events_become_gauges() -> None:
     assert sink.registry.get_sample_value("jaxckpt_events_total", {"event": "end"}) == 2
 
 
-def test_its_own_registry_is_not_one_of_program() -> None:
+def test_own_registry_is_not_the_global_one() -> None:
     sink = jct.PrometheusSink(port=0)
     assert sink.registry is not prometheus_client.REGISTRY
     assert prometheus_client.REGISTRY.get_sample_value("jaxckpt_restores_total") is None
 
 
-def test_what_cannot_be_written_is_counted(tmp_path: Path) -> None:
+def test_event_counts_when_file_cannot_be_written(tmp_path: Path) -> None:
     sink = jct.PrometheusSink(tmp_path / "none" / "a.prom")
     with pytest.raises(FileNotFoundError):
         sink(SAVED)
@@ -183,7 +183,7 @@ def test_what_cannot_be_written_is_counted(tmp_path: Path) -> None:
     assert parsed((tmp_path / "none" / "a.prom").read_text())["jaxckpt_saved_bytes_total", ()] == 8192
 
 
-def test_a_port_that_is_taken_does_not_keep_the_file_from_being_written(tmp_path: Path) -> None:
+def test_taken_port_does_not_stop_the_file(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         sink = jct.PrometheusSink(tmp_path / "a.prom", port=taken.getsockname()[1], address="127.0.0.1")
         with pytest.raises(OSError, match="in use"):
@@ -204,12 +204,12 @@ def test_two_sinks_cannot_have_one_registry() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({}, "expected a path, a port or a registry, found none"),
-        ({"path": "a.txt"}, r"PrometheusSink.path: expected a path that ends in .prom"),
+        ({}, "expected a path.*, found none"),
+        ({"path": "a.txt"}, r"PrometheusSink.path: expected .*[.]prom"),
         ({"path": 3}, "PrometheusSink.path: expected a path"),
-        ({"port": 70000}, "PrometheusSink.port: expected a whole number from 0 to 65535"),
+        ({"port": 70000}, "PrometheusSink.port: expected .* 65535"),
         ({"port": 0, "address": ""}, "PrometheusSink.address: expected text"),
-        ({"port": 0, "labels": ["run"]}, "PrometheusSink.labels: expected a mapping of names to text"),
+        ({"port": 0, "labels": ["run"]}, "PrometheusSink.labels: expected a mapping"),
         ({"port": 0, "labels": {"le": "a"}}, "PrometheusSink.labels: expected names such as run"),
         ({"port": 0, "labels": {"event": "a"}}, "PrometheusSink.labels: expected names such as run"),
         ({"port": 0, "labels": {"a-b": "a"}}, "found 'a-b'"),

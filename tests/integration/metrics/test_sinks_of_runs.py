@@ -1,4 +1,4 @@
-"""Sinks of real runs: they get what the history has, and nothing that they do changes what is trained and saved."""
+"""Sinks of real runs: they get the events of the history, and their libraries are imported on first use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_takeover_and_damaged_step_reach_sinks(tmp_path: Path) -> None:
     assert sink.events == history(tmp_path)[len(before) :]
 
 
-def test_nothing_of_what_sinks_need_is_imported_until_one_is_made(run_python: Any) -> None:
+def test_sink_libraries_are_imported_on_first_use(run_python: Any) -> None:
     program = """
 import sys, jaxckpt_train as jct
 jct.PrometheusSink, jct.OpenTelemetrySink, jct.WriterSink

@@ -1,4 +1,4 @@
-"""WriterSink: what real writers of scalars have written, read back from TensorBoard's files and clu's log."""
+"""WriterSink: what real writers of scalars wrote, read back from TensorBoard's files and clu's log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Scalars = dict[tuple[str, int], float]
 
 
 def scalars_in(directory: Path) -> Scalars:
-    """All scalars of the event files: each record has its length, a check of that, the event, and a check of it."""
+    """Return all scalars of the event files. A record is a length and an event, each with a checksum."""
     found = {}
     for file in directory.iterdir():
         data, at = file.read_bytes(), 0
@@ -36,7 +36,7 @@ def scalars_in(directory: Path) -> Scalars:
     return found
 
 
-def test_tensorboard_s_files_have_figures_at_their_steps(tmp_path: Path) -> None:
+def test_tensorboard_files_have_figures_at_their_steps(tmp_path: Path) -> None:
     writer = tensorboardX.SummaryWriter(str(tmp_path))
     sink = jct.WriterSink(writer)
     for event in (SAVED, RESTORED, DELETED, PREEMPTED, FAILED):
@@ -51,13 +51,13 @@ def test_tensorboard_s_files_have_figures_at_their_steps(tmp_path: Path) -> None
     assert found["checkpoint/save/bytes_per_s", 100] == 3277
     assert found["checkpoint/restore/restore_s", 90] == 4.0
     assert found["checkpoint/restore/bytes_per_s", 90] == 2048
-    assert found["checkpoint/delete/count", 90] == 1  # it has no step: that of the last one that has
+    assert found["checkpoint/delete/count", 90] == 1  # without a step: the last known one
     assert found["checkpoint/preempted/count", 100] == 1
     assert len(found) == 12 + 11 + 4 + 1 + 1
 
 
 class Rows:
-    """A run of W&B by its rule: a row is complete once a later step is logged, and an earlier step is dropped."""
+    """A W&B run by its rules: a row is complete once a later step is logged; an earlier step is dropped."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = [{}]
@@ -85,7 +85,7 @@ def test_rows_of_wandb_keep_steps_of_the_loop(is_explicit: bool) -> None:
     for step in range(5):
         run.log({"loss": float(step)}, step=step if is_explicit else None)
         if step == 3:
-            for event in (SAVED, RESTORED, DELETED, PREEMPTED):  # late, and of other steps
+            for event in (SAVED, RESTORED, DELETED, PREEMPTED):  # late, and for other steps
                 sink(event)
         if is_explicit:
             run.log({"accuracy": 1.0}, step=step)
@@ -105,7 +105,7 @@ def test_rows_of_wandb_keep_steps_of_the_loop(is_explicit: bool) -> None:
 
 @pytest.fixture
 def clu_writers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """clu's modules of writers. Its package would import TensorFlow for one that is not used here."""
+    """Return a function that imports one of clu's writers. The whole package would import TensorFlow."""
     found = importlib.util.find_spec("clu")
     assert found is not None
     (folder,) = found.submodule_search_locations or ()
@@ -129,8 +129,8 @@ def test_clu_writers_get_metrics(clu_writers: Any, caplog: pytest.LogCaptureFixt
     assert logged[1] == "[100] checkpoint/delete/count=1"
 
 
-def test_a_loop_can_write_through_clu_s_writer_at_any_time(clu_writers: Any) -> None:
-    """Whose flush shuts the pool of its threads down for as long as it takes."""
+def test_loop_can_write_while_clu_writer_works(clu_writers: Any) -> None:
+    """The flush of this writer shuts its thread pool down for a while, so a sink must not call it at any time."""
     writing, go = threading.Event(), threading.Event()
 
     class Slow:
@@ -179,7 +179,7 @@ def test_each_event_is_flushed_and_only_close_closes() -> None:
     assert calls[4:] == ["close"]
 
 
-def test_a_writer_that_has_nothing_else_will_do() -> None:
+def test_writer_needs_only_add_scalar() -> None:
     class Writer:
         def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
             calls.append((tag, scalar_value, global_step))
@@ -191,6 +191,6 @@ def test_a_writer_that_has_nothing_else_will_do() -> None:
     assert calls == [("checkpoint/delete/count", 1.0, 0)]
 
 
-def test_what_is_no_writer_is_refused() -> None:
+def test_invalid_writer_is_refused() -> None:
     with pytest.raises(jct.SettingsError, match=r"WriterSink.writer: expected an object with write_scalars\(step"):
         jct.WriterSink(print)

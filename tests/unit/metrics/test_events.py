@@ -1,4 +1,4 @@
-"""Feeds: events reach every sink in order, whatever a sink does, and nobody is held up by one."""
+"""Feeds: events reach every sink in order, whatever a sink does, and no sink delays its callers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_every_sink_gets_every_event_in_order_on_another_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_sink_gets_all_events_in_order(caplog: pytest.LogCaptureFixture) -> None:
     sinks = Recorder(), Recorder()
     feeds = Feeds(sinks)
     put(feeds, *range(100))
@@ -32,7 +32,7 @@ def test_every_sink_gets_every_event_in_order_on_another_thread(caplog: pytest.L
     assert warnings(caplog) == []
 
 
-def test_what_a_sink_does_to_its_event_no_other_one_sees() -> None:
+def test_sink_cannot_change_events_of_other_sinks() -> None:
     def spoil(event: Any) -> None:
         event["skipped"].append("mine")
         event.clear()
@@ -45,9 +45,7 @@ def test_what_a_sink_does_to_its_event_no_other_one_sees() -> None:
     assert type(after.events[0]) is dict
 
 
-def test_failing_sink_is_logged_once_and_kept(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_failing_sink_is_logged_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
     seen, other = [], Recorder()
 
     def broken(event: Mapping[str, Any]) -> None:
@@ -66,25 +64,22 @@ def test_failing_sink_is_logged_once_and_kept(
     assert len(warnings(caplog)) == 1
 
 
-def test_a_sink_that_hangs_keeps_neither_the_others_nor_who_closes(
-    held: Held, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hanging_sink_delays_neither_others_nor_close(held: Held, caplog: pytest.LogCaptureFixture) -> None:
     other = Recorder()
     feeds = Feeds([held, other])
     put(feeds, 1, 2, 3)
     assert held.reached.wait(LONGEST_S)
     feeds.finish(0.05)
     assert (held.steps, other.steps) == ([], [1, 2, 3])
-    assert warnings(caplog) == [
-        "sink 0 (Held): 3 events were not delivered within 0.05 s, and are lost if the process ends"
-    ]
+    (warning,) = warnings(caplog)
+    assert warning.startswith("sink 0 (Held): 3 events")
     held.go.set()
     feeds.finish()
     assert held.steps == [1, 2, 3]
     assert len(warnings(caplog)) == 1
 
 
-def test_who_closes_stops_waiting_when_its_time_is_up(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+def test_finish_stops_waiting_when_time_is_up(held: Held, caplog: pytest.LogCaptureFixture) -> None:
     feeds = Feeds([held])
     put(feeds, 1)
     asked = []
@@ -95,7 +90,7 @@ def test_who_closes_stops_waiting_when_its_time_is_up(held: Held, caplog: pytest
 
     feeds.finish(until=is_time_up)
     assert len(asked) == 2
-    assert [": 1 events were not delivered before the shutdown" in each for each in warnings(caplog)] == [True]
+    assert [": 1 events were not delivered" in each for each in warnings(caplog)] == [True]
 
 
 def test_slow_sink_drops_oldest_events(held: Held, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,19 +102,21 @@ def test_slow_sink_drops_oldest_events(held: Held, caplog: pytest.LogCaptureFixt
     held.go.set()
     feeds.finish()
     assert held.steps == [0, *range(8, MOST_WAITING + 8)]
-    assert warnings(caplog) == ["sink 0 (Held) cannot keep up with the events: the oldest 7 were dropped"]
+    (warning,) = warnings(caplog)
+    assert warning.startswith("sink 0 (Held) cannot keep up")
+    assert "oldest 7 " in warning
 
 
-def test_those_that_were_dropped_count_where_it_never_catches_up(held: Held, caplog: pytest.LogCaptureFixture) -> None:
+def test_undelivered_count_includes_dropped_events(held: Held, caplog: pytest.LogCaptureFixture) -> None:
     feeds = Feeds([held])
     put(feeds, 0)
     assert held.reached.wait(LONGEST_S)
     put(feeds, *range(1, MOST_WAITING + 8))
     feeds.finish(0.0)
-    assert f": {MOST_WAITING + 8} events were not delivered within 0 s" in warnings(caplog)[0]
+    assert f": {MOST_WAITING + 8} events were not delivered" in warnings(caplog)[0]
 
 
-def test_a_thread_is_there_only_while_there_is_something_to_tell() -> None:
+def test_thread_lives_only_while_events_wait() -> None:
     sink = Recorder()
     feeds = Feeds([sink])
     for step in range(3):
@@ -134,7 +131,7 @@ def test_a_thread_is_there_only_while_there_is_something_to_tell() -> None:
     assert gone() is None
 
 
-def test_without_anything_to_tell_no_thread_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feed_without_events_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
     Feeds([Recorder()]).finish()
 
@@ -143,7 +140,7 @@ def refuse(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_where_the_system_has_no_thread_the_next_event_asks_again(
+def test_next_event_retries_after_failed_thread_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sink = Recorder()
@@ -153,13 +150,13 @@ def test_where_the_system_has_no_thread_the_next_event_asks_again(
         put(feeds, 1)
         feeds.finish()
     assert sink.steps == []
-    assert warnings(caplog)[0].startswith("sink 0 (Recorder): 1 events were not delivered because no")
+    assert warnings(caplog)[0].startswith("sink 0 (Recorder): 1 events were not delivered")
     put(feeds, 2)
     feeds.finish()
     assert sink.steps == [1, 2]
 
 
-def test_an_event_that_comes_while_the_thread_ends_is_handed_over_too() -> None:
+def test_event_during_thread_exit_is_delivered() -> None:
     steps, received = list[int](), threading.Event()
 
     def sink(event: Mapping[str, Any]) -> None:
@@ -177,11 +174,11 @@ def test_an_event_that_comes_while_the_thread_ends_is_handed_over_too() -> None:
 
     feed = Ending(sink, "sink")
     feed.put(line(1))
-    assert received.wait(LONGEST_S)  # nobody asks for it again
+    assert received.wait(LONGEST_S)  # without another call of put
     assert steps == [1, 2, 3]
 
 
-def test_a_log_that_fails_ends_no_feed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_log_does_not_stop_a_feed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, ended = list[int](), threading.Event()
 
     def broken(event: Mapping[str, Any]) -> None:
@@ -225,11 +222,11 @@ def test_close_that_fails_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         (print, r"^here: expected a list of sinks"),
         ("print", r"^here: expected a list of sinks"),
         ({"a": print}, r"^here: expected a list of sinks"),
-        ([print, 3], r"^here\[1\]: expected an object that can be called with an event, found 3"),
+        ([print, 3], r"^here\[1\]: expected an object.*, found 3"),
         ([Recorder], r"^here\[0\]: expected an object"),
     ],
 )
-def test_what_are_no_sinks_is_refused(wrong: Any, said: str) -> None:
+def test_invalid_sinks_are_refused(wrong: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         checked_sinks("here", wrong)
 
@@ -239,7 +236,7 @@ def test_sinks_come_back_in_their_order() -> None:
     assert checked_sinks("here", sinks) == tuple(sinks)
 
 
-def test_events_of_several_threads_are_all_handed_over() -> None:
+def test_events_of_several_threads_all_arrive() -> None:
     sink = Recorder()
     feeds = Feeds([sink])
 

@@ -1,4 +1,4 @@
-"""What events measure: each figure once, in the right kind, and figures that nothing is known of as gauges."""
+"""What events measure: each figure once, as its kind of metric; unknown figures are gauges."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def test_committed_save_sets_duration_and_last_step() -> None:
     }  # fmt: skip
 
 
-def test_a_wait_for_the_devices_is_measured_apart() -> None:
+def test_device_wait_is_measured_separately() -> None:
     found = measured({**SAVED, "device_wait_s": 3.5})
     assert (found["save.device_wait"], found["save.blocked"]) == (3.5, 0.5)
     assert measured({**FAILED, "device_wait_s": 0.0})["save.device_wait"] == 0.0
 
 
-def test_a_save_that_failed_held_the_loop_up_and_wrote_nothing() -> None:
+def test_failed_save_measures_only_blocked_time() -> None:
     assert measured(FAILED) == {
         "events/save": 1, "saves/failed": 1, "save.blocked": 0.5, "save.wait": 0.25, "save.snapshot": 0.125
     }  # fmt: skip
 
 
-def test_restore_tells_past_how_many_steps_it_went() -> None:
+def test_restore_counts_skipped_steps() -> None:
     assert measured(RESTORED) == {
         "events/restore": 1, "restores": 1, "restore.skipped_steps": 2, "restore.duration": 4.0, "restored": 8192,
         "last_restored_step": 90, "last_restore.rate": 2048, "last_restore.timestamp": TIME_S,
@@ -48,7 +48,7 @@ def test_restore_tells_past_how_many_steps_it_went() -> None:
 
 
 @pytest.mark.parametrize("event", [DELETED, PREEMPTED, TAKEN_OVER])
-def test_what_has_no_figures_is_counted(event: Mapping[str, Any]) -> None:
+def test_event_without_figures_is_counted(event: Mapping[str, Any]) -> None:
     assert measured(event) == {f"events/{event['event']}": 1}
 
 
@@ -94,5 +94,5 @@ def test_no_two_measures_have_one_name() -> None:
     assert len(names) == len(set(names))
 
 
-def test_time_is_that_of_event_whatever_its_zone() -> None:
+def test_event_time_is_read_in_any_zone() -> None:
     assert moment_s(SAVED) == moment_s({"time": "2026-03-01T14:00:30.250+02:00"}) == TIME_S
