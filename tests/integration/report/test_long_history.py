@@ -16,7 +16,7 @@ from tests.support.runs import made_run
 SAVES = 60_000
 SAVES_OF_A_PROCESS = 7001
 BYTES = 1 << 20
-# Reads the history in a process of its own, and prints what it found with the memory that it took.
+# Reads the history in a new process, and prints the report with the memory that it took.
 READ = """
 import dataclasses, datetime, json, sys
 from jaxckpt_train.report.changes import plan_changes
@@ -45,7 +45,7 @@ print(json.dumps({
 
 
 class LongRun:
-    """Writes the history of a run, and counts what a report should find."""
+    """Writes the history of a run, and counts what a report should show."""
 
     def __init__(self, path: Path) -> None:
         self.events: dict[str, int] = {}
@@ -126,9 +126,9 @@ def test_totals_are_exact_and_memory_is_bounded(tmp_path: Path) -> None:
     assert totals["wall_s"] == run.seconds + 1  # the first process began a second before it had its state
     assert [tuple(each) for each in found["processes"]] == run.ends
     assert len([text for text in found["warnings"] if "left out" in text]) == 3
-    # What is left out is not what matters.
+    # The items that remain are the important ones.
     assert found["there"] == [1, 2]
     assert found["last"] == [*range(run.ends[-1][2] // 10 * 10 - 1990, run.ends[-1][2] + 1, 10)]
-    assert set(found["uses"][3:-10]) <= {2, 3}  # in one second a step goes, and another comes
+    assert set(found["uses"][3:-10]) <= {2, 3}  # a step is deleted in the second in which another is saved
     assert found["worst"] == 1e6
     assert max(found["kept"]) < SAVES / 2

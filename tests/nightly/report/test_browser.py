@@ -18,9 +18,9 @@ from jaxckpt_train.report.gather import Gathered
 from jaxckpt_train.report.page import page_of
 from tests.support.chromium import Browser, Tab
 from tests.support.history_events import at
+from tests.support.report_pages import HOSTILE
 from tests.support.report_runs import gathered_of, write_history
 from tests.support.runs import flip_a_payload_byte, made_run, step_path, truncate_the_manifest
-from tests.unit.report.test_markup import HOSTILE
 
 LIGHT, DARK = (255, 255, 255), (0x14, 0x18, 0x1F)
 GREEN, ORANGE, BLUE = (0x2E, 0x9B, 0x6F), (0xDD, 0x84, 0x32), (0x3F, 0x7F, 0xBF)
@@ -30,7 +30,7 @@ CHARTS = ["changes", "disk-use", "metric-0", "retention", "save-times", "through
 
 
 def opened(tab: Tab, directory: Path, gathered: Gathered) -> Path:
-    """The page of a run, in the browser."""
+    """Open the page of a run in the browser."""
     file = directory / "report.html"
     file.write_text(page_of(gathered))
     tab.open(file)
@@ -42,7 +42,7 @@ def pixels(png: bytes) -> np.ndarray:
 
 
 def pixels_of(tab: Tab, selector: str) -> np.ndarray:
-    """What an element looks like."""
+    """Return the pixels of an element."""
     box = tab.value(
         f"(box => [box.x + scrollX, box.y + scrollY, box.width, box.height])"
         f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
@@ -52,12 +52,12 @@ def pixels_of(tab: Tab, selector: str) -> np.ndarray:
 
 
 def like(image: np.ndarray, colour: Sequence[int], within: int = 3) -> np.ndarray:
-    """Which pixels have this colour."""
+    """Return which pixels have this colour."""
     return (np.abs(image - np.asarray(colour)) <= within).all(axis=2)
 
 
 def places(tab: Tab) -> list[str]:
-    """Charts that have a canvas in them."""
+    """Return the charts that contain a canvas."""
     return sorted(
         tab.value("""[...document.querySelectorAll(".chart")].filter(place => {
           const inner = node => [...node.children, ...(node.shadowRoot?.children ?? [])];
@@ -72,7 +72,7 @@ def text_of(tab: Tab, selector: str) -> str:
 
 
 def pointed_at(tab: Tab, selector: str, right: int, down: int) -> str:
-    """What is told once the pointer is over an element, so many pixels from its corner."""
+    """Return the tooltip for a pointer over an element, `right` and `down` pixels from its corner."""
     place = f"document.querySelector({json.dumps(selector)})"
     tab.value(f"{place}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
     tab.value(TWO_FRAMES)
@@ -86,7 +86,7 @@ def pointed_at(tab: Tab, selector: str, right: int, down: int) -> str:
 
 
 def rows_of(tab: Tab) -> list[str]:
-    """The names of the leaves and branches that are shown."""
+    """Return the names of the visible leaves and branches."""
     return list(
         tab.value(
             '[...document.querySelectorAll("#leaves summary, #leaves .leaf:not(.head)")]'
@@ -104,7 +104,7 @@ def page_tab(tab: Tab, preempted_page: Path) -> Tab:
 
 @pytest.fixture(scope="module")
 def seen_tab(browser: Browser, preempted_page: Path) -> Iterator[Tab]:
-    """That page, for all who only look at it or search in it: to draw it takes seconds."""
+    """That page, shared by the tests that only read it or search in it: drawing it takes seconds."""
     made = browser.open_tab()
     made.show_as("light")
     made.open(preempted_page)
@@ -112,19 +112,19 @@ def seen_tab(browser: Browser, preempted_page: Path) -> Iterator[Tab]:
     made.close()
 
 
-def test_nothing_is_asked_for_and_nothing_goes_wrong(seen_tab: Tab, preempted_page: Path) -> None:
+def test_page_makes_no_requests_and_errors(seen_tab: Tab, preempted_page: Path) -> None:
     assert seen_tab.requests == [preempted_page.as_uri()]
     assert seen_tab.errors == []
 
 
-def test_what_a_page_asks_for_and_what_goes_wrong_is_seen(tab: Tab, tmp_path: Path) -> None:
+def test_tab_records_requests_and_errors(tab: Tab, tmp_path: Path) -> None:
     file = tmp_path / "bad.html"
     file.write_text(
-        '<html data-ready="true"><img src="http://127.0.0.1:9/x.png"><script>console.error("told"); missing()</script>'
+        '<html data-ready="true"><img src="http://127.0.0.1:9/x.png"><script>console.error("text"); missing()</script>'
     )
     tab.open(file)
     assert "http://127.0.0.1:9/x.png" in tab.requests
-    assert any("told" in error for error in tab.errors)
+    assert any("text" in error for error in tab.errors)
     assert any("missing is not defined" in error for error in tab.errors)
 
 
@@ -135,22 +135,22 @@ def test_all_charts_are_drawn(seen_tab: Tab) -> None:
     assert like(image, LIGHT).mean() > 0.3
 
 
-def test_bars_are_as_long_as_what_they_stand_for(seen_tab: Tab, preempted_run: Path) -> None:
+def test_bar_lengths_match_the_times(seen_tab: Tab, preempted_run: Path) -> None:
     totals = gathered_of(preempted_run).totals
     image = pixels_of(seen_tab, "#chart-time-spent")
     parts = {"useful": GREEN, "lost": RED, "blocked": ORANGE, "resume": BLUE, "between": GREY, "other": PURPLE}
     in_row = {name: like(image, colour, within=6).sum(axis=1) for name, colour in parts.items()}
     (bars,) = np.nonzero(sum(in_row.values()) > 700)
-    middle = int(bars[0]) + 5  # of the bar of the run, which comes first
+    middle = int(bars[0]) + 5  # of the bar of the whole run, which comes first
     seen = {name: int(counts[middle]) for name, counts in in_row.items()}
     whole = sum(seen.values())
     room = seen_tab.value("Bokeh.documents[0].roots().find(chart => chart.name === 'time-spent').inner_width")
     assert whole == pytest.approx(room, abs=6)
-    told = {
+    shown = {
         "useful": totals.useful_s, "lost": totals.lost_s, "blocked": totals.blocked_s, "resume": totals.to_resume_s,
         "between": totals.between_s, "other": totals.other_s,
     }  # fmt: skip
-    for name, seconds in told.items():
+    for name, seconds in shown.items():
         assert seen[name] / whole == pytest.approx(seconds / totals.wall_s, abs=0.01), name
 
 
@@ -168,7 +168,7 @@ def test_pointer_shows_a_tooltip(page_tab: Tab) -> None:
     assert " steps: 0-24 " in found
 
 
-def test_a_press_on_a_name_hides_and_shows_what_it_names(page_tab: Tab) -> None:
+def test_legend_buttons_hide_and_show_a_series(page_tab: Tab) -> None:
     button = ".legend:has(+ #chart-timeline) button:nth-child(1)"
     assert text_of(page_tab, button).endswith("finished")
     before = like(pixels_of(page_tab, "#chart-timeline"), GREEN, within=40).sum()
@@ -253,7 +253,7 @@ def test_ten_thousand_leaves_stay_usable(tab: Tab, tmp_path: Path) -> None:
     assert text_of(tab, "#leaves .more") == "Show 200 of 9,600 more"
 
 
-def test_the_theme_is_that_of_the_system_until_it_is_chosen(page_tab: Tab) -> None:
+def test_theme_follows_system_until_it_is_chosen(page_tab: Tab) -> None:
     assert tuple(pixels(page_tab.screenshot())[0, 0]) == LIGHT
     page_tab.show_as("dark")
     page_tab.wait_for("document.querySelector('#theme').getAttribute('aria-pressed') === 'true'")
@@ -279,7 +279,7 @@ def test_click_makes_page_and_its_charts_dark(page_tab: Tab) -> None:
     assert page_tab.errors == []
 
 
-def test_all_of_it_can_be_used_by_keys(page_tab: Tab) -> None:
+def test_page_can_be_used_with_keyboard(page_tab: Tab) -> None:
     def focused() -> str:
         return str(page_tab.value("document.activeElement.id || document.activeElement.textContent.trim()"))
 
@@ -306,13 +306,13 @@ def test_all_of_it_can_be_used_by_keys(page_tab: Tab) -> None:
 def test_screen_readers_get_names_of_buttons(seen_tab: Tab) -> None:
     seen_tab.ask("Accessibility.enable")
     nodes = seen_tab.ask("Accessibility.getFullAXTree")["nodes"]
-    told = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
+    elements = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]]
     for role in ("button", "searchbox", "link", "region", "image", "heading", "table", "navigation", "main", "banner"):
-        names = [name for found, name in told if found == role]
+        names = [name for found, name in elements if found == role]
         assert names or role == "region", role
         assert all(names) or role in ("main", "banner"), (role, names)
-    assert ("heading", "Timeline") in told
-    assert sum(role == "image" for role, _ in told) >= len(CHARTS)
+    assert ("heading", "Timeline") in elements
+    assert sum(role == "image" for role, _ in elements) >= len(CHARTS)
 
 
 def test_tables_hold_the_data_of_charts(page_tab: Tab, preempted_run: Path) -> None:
@@ -333,7 +333,7 @@ def test_without_javascript_the_data_is_there(tab: Tab, preempted_page: Path) ->
 HOSTILE_LEAVES = [f"state/{text}/w" for text in HOSTILE]
 
 
-def test_texts_of_files_do_nothing(tab: Tab, tmp_path: Path) -> None:
+def test_hostile_texts_run_no_script(tab: Tab, tmp_path: Path) -> None:
     events = [at(0, "start", host=HOSTILE[0], pid=3), at(0.5, "resumed", step=0)]
     for number, text in enumerate(HOSTILE, 1):
         text = text.replace("alert(1)", "window.hacked=1")
@@ -367,7 +367,7 @@ def test_texts_of_files_do_nothing(tab: Tab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["empty", "one step", "no metrics", "damaged", "no history"])
-def test_runs_with_little_or_damage_in_them_are_shown(tab: Tab, tmp_path: Path, kind: str) -> None:
+def test_small_and_damaged_runs_are_shown(tab: Tab, tmp_path: Path, kind: str) -> None:
     run = tmp_path / "run"
     if kind == "empty":
         write_history(run)

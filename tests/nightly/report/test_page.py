@@ -1,10 +1,8 @@
-"""The text of a page: what it says, that it is one file of a limited size, and that no text ends what it stands in."""
+"""The size of a page is limited, however long the run and its texts are."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +10,12 @@ from jaxckpt_train.report.changes import LeafSize, TreeSizes
 from jaxckpt_train.report.page import page_of
 from jaxckpt_train.report.series import MOST_BYTES
 from tests.support.history_events import at
+from tests.support.report_pages import data_of, words_of
 from tests.support.report_runs import gathered_of, write_history
-from tests.unit.report.test_markup import Seen
-
-
-def data_of(page: str) -> Any:
-    """What the scripts of a page are given."""
-    found = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
-
-
-def words_of(page: str) -> str:
-    """What a reader sees, without scripts and styles."""
-    return Seen(re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)).text
 
 
 def long_run(saves: int, text: str = "forced") -> list[dict[str, Any]]:
-    """The history of a run of one process that saved and deleted very often."""
+    """Return the history of a process that saved and deleted very often."""
     events = [at(0, "start", host=text, pid=1), at(1, "resumed", step=0)]
     for number in range(1, saves + 1):
         second, name = 60.0 * number, f"step-{number:010d}"
@@ -61,20 +47,16 @@ def test_page_of_very_long_run_is_limited(tmp_path: Path) -> None:
     assert f"The {30_000 - shown:,} smallest leaves" in words
 
 
-def test_long_texts_everywhere_do_not_make_it_larger(tmp_path: Path) -> None:
+def test_long_texts_do_not_exceed_the_limit(tmp_path: Path) -> None:
     gathered = gathered_of(write_history(tmp_path, *long_run(2000, text="w" * 5000)))
     page = page_of(dataclasses.replace(gathered, tree=leaves(3000, text="v" * 3000)))
     assert len(page.encode()) < MOST_BYTES
 
 
-def test_the_page_is_smaller_where_less_is_allowed(preempted_run: Path) -> None:
+def test_page_is_smaller_under_a_lower_limit(preempted_run: Path) -> None:
     gathered = dataclasses.replace(gathered_of(preempted_run), tree=leaves(10_000))
     whole = page_of(gathered)
     less = page_of(gathered, len(whole.encode()) - 100_000)
     assert len(data_of(whole)["tree"]["leaves"]) == 10_000
     assert len(data_of(less)["tree"]["leaves"]) == 5_000
     assert len(less.encode()) <= len(whole.encode()) - 100_000
-
-
-def words(directory: Path) -> str:
-    return words_of(page_of(gathered_of(directory)))

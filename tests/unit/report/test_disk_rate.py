@@ -1,4 +1,4 @@
-"""What the disk takes is measured by real writes, and nothing is left of them."""
+"""The rate of the disk is measured by real writes, which leave no file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxckpt_train.store.backends.local import LocalBackend
 
 
 class CountingBackend(LocalBackend):
-    """Says what was created, of which sizes, and whether each was synced."""
+    """Records the size of each created file, and whether it was synced."""
 
     def __init__(self) -> None:
         self.sizes: list[tuple[int, bool]] = []
@@ -32,7 +32,7 @@ class CountingBackend(LocalBackend):
 
 
 class FullBackend(LocalBackend):
-    """Takes the first block of a file, and no second one."""
+    """Accepts the first block of a file, and fails on the second one."""
 
     def create(self, path: str, *, direct: object) -> object:
         sink = super().create(path, direct=direct)  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ class FullBackend(LocalBackend):
         return sink
 
 
-def test_each_try_writes_and_syncs_all_of_it_and_leaves_nothing(tmp_path: Path) -> None:
+def test_each_try_syncs_all_and_removes_it(tmp_path: Path) -> None:
     backend = CountingBackend()
     rate = measure_disk(backend, str(tmp_path), 3 * BLOCK_BYTES, tries=2)
     assert backend.sizes == [(3 * BLOCK_BYTES, True)] * 2
@@ -56,7 +56,7 @@ def test_each_try_writes_and_syncs_all_of_it_and_leaves_nothing(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_disk_that_refuses_is_reported_and_nothing_is_left(tmp_path: Path) -> None:
+def test_full_disk_is_reported_without_leftovers(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no space"):
         measure_disk(FullBackend(), str(tmp_path), 2 * BLOCK_BYTES)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Events are read with the fields that are of the expected kind."""
+"""Fields of events are read if they have the expected type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def event(**fields: Any) -> ReportEvent:
     return msgspec.convert({**at(0, "x"), **fields}, ReportEvent)
 
 
-def test_what_is_no_event_is_counted_and_left_out(tmp_path: Path) -> None:
+def test_invalid_events_are_counted_and_left_out(tmp_path: Path) -> None:
     events = [at(0, "start"), {"event": "save"}, {"time": "2026"}, {"event": 3, "time": "x"}, at(1, "save", step="9")]
     read = read_run(BACKEND, str(write_history(tmp_path, *events, at(2, "end"))), NOW)
     assert read.history.events == {"start": 1, "end": 1}
@@ -28,7 +28,7 @@ def test_what_is_no_event_is_counted_and_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [True, "12", None, -1.0, math.nan, math.inf, 1e30, [3]])
-def test_a_field_that_is_no_number_counts_as_not_given(value: object) -> None:
+def test_field_without_number_counts_as_missing(value: object) -> None:
     assert number(event(bytes=value).bytes) is None
     assert count(event(bytes=value).bytes) is None
 
@@ -43,7 +43,7 @@ def test_fields_are_read_by_their_kind() -> None:
     assert [number(each) for each in (event().decide_s, event(decide_s=0.0).decide_s)] == [None, 0.0]
 
 
-def test_times_are_in_utc_in_whatever_zone_they_were_written() -> None:
+def test_event_times_are_converted_to_utc() -> None:
     found = event(time="2026-03-01T14:30:00+02:00")
     assert found.utc == datetime.datetime(2026, 3, 1, 12, 30, tzinfo=datetime.UTC)
     assert found.utc.utcoffset() == datetime.timedelta(0)

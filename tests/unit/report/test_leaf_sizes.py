@@ -32,7 +32,7 @@ def test_leaves_and_files_have_shape_and_size(tmp_path: Path) -> None:
     }
 
 
-def test_it_is_newest_step_that_can_be_restored(tmp_path: Path) -> None:
+def test_leaves_are_those_of_newest_valid_step(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2)
     truncate_the_manifest(step_path(tmp_path, 2))
     tree = gathered_of(tmp_path).tree

@@ -1,4 +1,4 @@
-"""Metrics by step: of steps that are there, of those that are deleted, and without those that were left behind."""
+"""Metrics by step: those of present and deleted steps, without those left behind by a rollback."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_metrics_of_deleted_steps_come_from_the_history(tmp_path: Path) -> None:
     assert values(tmp_path) == {"loss": [(1, 1.0), (2, 0.5), (3, 1 / 3)], "rare": [(2, 7.0)]}
 
 
-def test_what_a_later_evaluation_noted_goes_before_what_the_save_had(tmp_path: Path) -> None:
+def test_attached_metrics_replace_those_of_save(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1, metrics={"loss": 1.0, "accuracy": 0.1})
         manager.attach_metrics(1, {"accuracy": 0.9})
     assert values(tmp_path) == {"loss": [(1, 1.0)], "accuracy": [(1, 0.9)]}
 
 
-def test_what_was_left_behind_has_none(tmp_path: Path) -> None:
+def test_steps_left_behind_have_no_metrics(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         for step in (1, 2, 3):
             save_steps(manager, step, metrics={"loss": float(step)})

@@ -1,11 +1,9 @@
-"""The text of a page: what it says, that it is one file of a limited size, and that no text ends what it stands in."""
+"""The text of a page: its sentences, its data, and that no text of a run becomes markup."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,21 +15,9 @@ from jaxckpt_train.report.changes import LeafSize, TreeSizes
 from jaxckpt_train.report.gather import Gathered
 from jaxckpt_train.report.page import page_of
 from tests.support.history_events import at
+from tests.support.report_pages import HOSTILE, NO_UNICODE, Seen, data_of, words_of
 from tests.support.report_runs import gathered_of, write_history
 from tests.support.runs import flip_a_payload_byte, made_run, step_path, truncate_the_manifest
-from tests.unit.report.test_markup import HOSTILE, NO_UNICODE, Seen
-
-
-def data_of(page: str) -> Any:
-    """What the scripts of a page are given."""
-    found = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
-
-
-def words_of(page: str) -> str:
-    """What a reader sees, without scripts and styles."""
-    return Seen(re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)).text
 
 
 def leaves(count: int, text: str = "kernel") -> TreeSizes:
@@ -42,7 +28,7 @@ def leaves(count: int, text: str = "kernel") -> TreeSizes:
 
 
 def events_with(text: str) -> list[dict[str, Any]]:
-    """A history that has a text wherever one may be."""
+    """Return a history with the text in each field that holds one."""
     return [
         at(0, "start", host=text, pid=3), at(1, text, name=text),
         at(2, "save", ok=False, step=1, reason=text, error=text), at(3, "preempted", reason=text, plan=text),
@@ -53,12 +39,12 @@ def events_with(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def plain_page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A page with a text that is none but a word."""
+    """A page whose texts are one plain word."""
     return page_of(gathered_of(write_history(tmp_path_factory.mktemp("plain"), *events_with("plain"))))
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_texts_of_files_end_nothing(tmp_path: Path, text: str, plain_page: str) -> None:
+def test_hostile_texts_add_no_elements(tmp_path: Path, text: str, plain_page: str) -> None:
     gathered = gathered_of(write_history(tmp_path / "run", *events_with(text)))
     tree = TreeSizes(1, text, (LeafSize(f"state/{text}", text, 4),))
     page = page_of(dataclasses.replace(gathered, tree=tree, warnings=(text,)))
@@ -70,7 +56,7 @@ def test_texts_of_files_end_nothing(tmp_path: Path, text: str, plain_page: str) 
     assert data_of(page)["tree"]["leaves"][0][2] == 4
 
 
-def test_a_name_that_is_no_unicode_is_shown_as_what_it_is(tmp_path: Path) -> None:
+def test_invalid_unicode_is_shown_with_escapes(tmp_path: Path) -> None:
     gathered = gathered_of(made_run(tmp_path, 1))
     tree = TreeSizes(1, NO_UNICODE, (LeafSize(f"state/{NO_UNICODE}", "float32[1]", 4),))
     page = page_of(dataclasses.replace(gathered, tree=tree, warnings=(NO_UNICODE,)))
@@ -95,7 +81,7 @@ def words(directory: Path) -> str:
     return words_of(page_of(gathered_of(directory)))
 
 
-def test_an_empty_history(tmp_path: Path) -> None:
+def test_empty_history_is_described(tmp_path: Path) -> None:
     said = words(write_history(tmp_path))
     for sentence in (
         "The history has no events yet.", "No save or restore has recorded its rate.",
@@ -105,7 +91,7 @@ def test_an_empty_history(tmp_path: Path) -> None:
         assert sentence in said
 
 
-def test_a_run_of_one_step_without_metrics(tmp_path: Path) -> None:
+def test_run_of_one_step_is_described(tmp_path: Path) -> None:
     said = words(made_run(tmp_path, 3))
     assert "1 step: 1 kept." in said
     assert "No known step has metrics." in said
@@ -151,7 +137,7 @@ def test_a_step_that_was_set_aside_is_marked(tmp_path: Path) -> None:
     assert "set aside as damaged" in words_of(page_of(gathered))
 
 
-def test_times_do_not_depend_on_where_the_page_is_made(tmp_path: Path) -> None:
+def test_page_times_are_in_utc(tmp_path: Path) -> None:
     gathered: Gathered = gathered_of(made_run(tmp_path, 1))
     zone = datetime.timezone(datetime.timedelta(hours=9))
     moved = gathered_of(tmp_path, made=gathered.made.astimezone(zone))

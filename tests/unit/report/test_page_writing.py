@@ -1,4 +1,4 @@
-"""A page takes the place of a report of before, and of nothing else."""
+"""A page replaces an earlier report, and no other file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.report_runs import BACKEND
 
 
 class NoExchange(LocalBackend):
-    """Refuses to swap two names."""
+    """Fails to exchange two names."""
 
     def exchange(self, first: str, second: str, *, sync: bool) -> None:
         raise StorageError(errno.EIO, "refused", first)
 
 
-def test_a_page_is_written_and_one_of_before_is_replaced(tmp_path: Path) -> None:
+def test_page_replaces_an_earlier_page(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     for page in (f"{MARK}one", f"{MARK}another ü"):
         write_page(BACKEND, str(path), page)
@@ -29,10 +29,10 @@ def test_a_page_is_written_and_one_of_before_is_replaced(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"weights", b"<!doctype html>\n<p>"])
-def test_something_else_is_not_replaced(tmp_path: Path, content: bytes) -> None:
+def test_other_files_are_not_replaced(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "report.html"
     path.write_bytes(content)
-    with pytest.raises(CheckpointExistsError, match="expected a new file or an earlier report"):
+    with pytest.raises(CheckpointExistsError, match="or an earlier report"):
         write_page(BACKEND, str(path), f"{MARK}one")
     assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]
@@ -48,12 +48,12 @@ def test_a_directory_or_a_link_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "target").read_text() == f"{MARK}precious"
 
 
-def test_directory_that_is_not_there_is_reported(tmp_path: Path) -> None:
+def test_missing_directory_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="expected the directory of the page"):
         write_page(BACKEND, str(tmp_path / "none" / "report.html"), MARK)
 
 
-def test_where_disk_refuses_page_of_before_stays(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_earlier_page(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_page(BACKEND, str(path), f"{MARK}one")
     with pytest.raises(StorageError):

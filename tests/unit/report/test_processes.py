@@ -1,4 +1,4 @@
-"""Processes as rows, and what became of their time."""
+"""Processes as rows, and how their time was spent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def found(*events: dict[str, Any], is_live: bool = False) -> tuple[list[Process]
     return processes_of(history.attempts(is_live), history.places)
 
 
-def test_each_process_is_row_with_how_it_ended() -> None:
+def test_each_process_has_row_and_ending() -> None:
     rows, _ = found(*RUN)
     assert [(row.number, row.how, row.where) for row in rows] == [
         (1, "killed", "node-1, process 11, Slurm job 7, restart 2"),
@@ -45,7 +45,7 @@ def test_each_process_is_row_with_how_it_ended() -> None:
     assert rows[1].began == START + datetime.timedelta(seconds=130)
 
 
-def test_what_the_time_went_into_adds_up() -> None:
+def test_parts_of_the_time_add_up() -> None:
     rows, totals = found(*RUN)
     assert [(row.useful_s, row.lost_s, row.other_s, row.blocked_s, row.to_resume_s) for row in rows] == [
         (45.0, 45.0, 0.0, 10.0, 10.0), (80.0, 0.0, 0.0, 0.0, 20.0)
@@ -59,11 +59,11 @@ def test_what_the_time_went_into_adds_up() -> None:
     assert (totals.saves, totals.failed_saves, totals.redone_steps) == (2, 1, 50)
 
 
-def test_the_last_one_is_at_work_if_somebody_holds_the_run() -> None:
+def test_last_process_of_live_run_is_running() -> None:
     assert [row.how for row in found(*RUN[:5], is_live=True)[0]] == ["running"]
     assert [row.how for row in found(*RUN[:5])[0]] == ["killed"]
 
 
-def test_no_event_is_no_process() -> None:
+def test_empty_history_has_no_process() -> None:
     rows, totals = found()
     assert (rows, totals.wall_s, totals.share) == ([], 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""What a directory tells is read; what cannot be read is told."""
+"""A run is read from its directory; unreadable parts become warnings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.runs import START, made_run, save_steps
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty", "file", "other"])
-def test_what_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
+def test_path_without_a_run_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
@@ -37,12 +37,12 @@ def test_damaged_lines_are_counted_not_printed(tmp_path: Path, capfd: pytest.Cap
     assert read.history.events == {"start": 1}
     assert len(read.warnings) == 3
     assert "line 3 is left out" in read.warnings[0]
-    assert read.warnings[-1] == "1 lines of history.jsonl are not events of a run and are left out"
+    assert read.warnings[-1].startswith("1 lines of history.jsonl")
     assert capfd.readouterr().err == ""
 
 
 class WarningBackend(LocalBackend):
-    """Has much to say."""
+    """Logs many warnings."""
 
     def list(self, path: str) -> Any:
         for number in range(500):
@@ -50,13 +50,13 @@ class WarningBackend(LocalBackend):
         return super().list(path)
 
 
-def test_of_very_many_warnings_the_first_are_kept(tmp_path: Path) -> None:
+def test_only_the_first_warnings_are_kept(tmp_path: Path) -> None:
     (tmp_path / "history.jsonl").write_bytes(b"x\n" * 500)
     read = read_run(BACKEND, str(tmp_path), NOW)
-    assert read.warnings[-1].endswith("history.jsonl: and 495 more lines are left out")
+    assert "495 more lines" in read.warnings[-1]
     read = read_run(WarningBackend(), str(tmp_path), NOW)
     assert len(read.warnings) == MOST_WARNINGS + 1
-    assert read.warnings[-1] == "more warnings of the same kind are left out"
+    assert read.warnings[-1].startswith("more warnings")
 
 
 def test_unreadable_history_does_not_hide_steps(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_live_owner_is_reported(tmp_path: Path) -> None:
 
 
 class Unwritable(LocalBackend):
-    """A directory whose lock one may not read."""
+    """A directory whose lock this user may not read."""
 
     def modified_ns(self, path: str) -> int:
         raise StorageError(errno.EACCES, "not for this user", path)
@@ -101,7 +101,7 @@ def test_recent_event_means_live_owner(
     assert not read_run(Unwritable(), str(tmp_path), now).is_live
 
 
-def test_to_look_changes_nothing(tmp_path: Path) -> None:
+def test_gathering_changes_no_file(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2)
     before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
     gathered_of(tmp_path)

@@ -1,4 +1,4 @@
-"""What became of each step: from hand-made events and looks, and of real runs that were rolled back and damaged."""
+"""The life of each step: from hand-made events and inspections, and from real runs with rollbacks and damage."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def deleted(second: float, step: int) -> dict[str, Any]:
     return at(second, "delete", name=step_name(step))
 
 
-def there(*steps: int, **fields: Any) -> list[StepStatus]:
+def present(*steps: int, **fields: Any) -> list[StepStatus]:
     nbytes = fields.get("nbytes", 999)
     return [StepStatus(step_name(step), step, None, nbytes, False, fields.get("problem")) for step in steps]
 
 
-def steps_of(*events: dict[str, Any], looks: list[StepStatus] | None = None) -> StepsFound:
-    return history_of(*events).steps(looks or [])
+def steps_of(*events: dict[str, Any], inspected: list[StepStatus] | None = None) -> StepsFound:
+    return history_of(*events).steps(inspected or [])
 
 
-def lives(*events: dict[str, Any], looks: list[StepStatus] | None = None) -> list[StepLife]:
-    return steps_of(*events, looks=looks).lives
+def lives(*events: dict[str, Any], inspected: list[StepStatus] | None = None) -> list[StepLife]:
+    return steps_of(*events, inspected=inspected).lives
 
 
 def second(number: float) -> datetime.datetime:
@@ -43,44 +43,44 @@ def second(number: float) -> datetime.datetime:
 
 
 def test_step_lives_from_its_save_to_its_deletion() -> None:
-    one, two = lives(saved(1, 10), saved(5, 20), deleted(6, 10), looks=there(20))
+    one, two = lives(saved(1, 10), saved(5, 20), deleted(6, 10), inspected=present(20))
     assert (one.saved, one.deleted, one.state, one.bytes) == (second(1), second(6), "deleted", 110)
     assert (two.saved, two.deleted, two.is_there) == (second(5), None, True)
 
 
-def test_name_that_is_given_again_is_another_step() -> None:
+def test_reused_name_is_another_step() -> None:
     found = lives(saved(1, 10), deleted(2, 10), saved(3, 10), deleted(4, 10))
     assert [(life.saved, life.deleted) for life in found] == [(second(1), second(2)), (second(3), second(4))]
 
 
-def test_a_step_that_somebody_removed_is_gone() -> None:
+def test_step_without_deletion_event_is_gone() -> None:
     assert [life.state for life in lives(saved(1, 10))] == ["gone"]
 
 
-def test_unreported_deletion_is_detected() -> None:
+def test_deletion_without_save_event_is_shown() -> None:
     (life,) = lives(deleted(2, 10))
     assert (life.saved, life.deleted, life.state) == (None, second(2), "deleted")
 
 
-def test_a_save_that_failed_and_names_that_are_none_make_no_step() -> None:
+def test_failed_saves_and_invalid_names_are_ignored() -> None:
     failed = {**saved(1, 10), "ok": False}
     assert lives(failed, at(2, "save", ok=True, step=3, name="../../etc"), at(3, "delete", name="best")) == []
 
 
-def test_what_a_roll_back_left_behind_is_so_once_the_run_saves() -> None:
+def test_rollback_leaves_steps_behind_at_next_save() -> None:
     restored = at(4, "restore", step=10, name=step_name(10))
     assert [life.left for life in lives(saved(1, 10), saved(2, 20), restored)] == [None, None]
-    found = lives(saved(1, 10), saved(2, 20), saved(3, 30), restored, saved(5, 15), looks=[])
+    found = lives(saved(1, 10), saved(2, 20), saved(3, 30), restored, saved(5, 15), inspected=[])
     assert {life.step: life.left for life in found} == {10: None, 20: second(5), 30: second(5), 15: None}
 
 
-def test_to_save_a_step_anew_leaves_what_came_after_it() -> None:
+def test_saving_step_again_leaves_later_ones_behind() -> None:
     found = lives(saved(1, 10), saved(2, 20), saved(3, 10, generation=1))
     assert [life.left for life in found] == [second(3), second(3), None]
 
 
-def test_the_room_is_that_of_the_steps_that_were_there_at_a_time() -> None:
-    uses = steps_of(saved(1, 10), saved(5, 20), deleted(6, 10), saved(7, 30), looks=there(20, 30)).uses
+def test_disk_use_follows_saves_and_deletions() -> None:
+    uses = steps_of(saved(1, 10), saved(5, 20), deleted(6, 10), saved(7, 30), inspected=present(20, 30)).uses
     assert [(use.time, use.steps, use.bytes) for use in uses] == [
         (second(1), 1, 110), (second(5), 2, 110 + 999), (second(6), 1, 999), (second(7), 2, 999 + 999)
     ]  # fmt: skip
@@ -88,8 +88,8 @@ def test_the_room_is_that_of_the_steps_that_were_there_at_a_time() -> None:
 
 def test_step_sizes_come_from_disk_or_history() -> None:
     events = saved(1, 10), saved(2, 20), deleted(3, 10)
-    assert [life.bytes for life in lives(*events, looks=there(20))] == [110, 999]
-    assert [life.bytes for life in lives(*events, looks=there(20, nbytes=None))] == [110, 120]
+    assert [life.bytes for life in lives(*events, inspected=present(20))] == [110, 999]
+    assert [life.bytes for life in lives(*events, inspected=present(20, nbytes=None))] == [110, 120]
 
 
 def test_states_of_a_real_run(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_states_of_a_real_run(tmp_path: Path) -> None:
     assert saved_at == sorted(saved_at, key=str)
 
 
-def test_a_real_roll_back_leaves_steps_behind(tmp_path: Path) -> None:
+def test_real_rollback_leaves_steps_behind(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2, 3)
     with jct.StepManager(tmp_path) as manager:
         manager.restore(step=1)
@@ -118,14 +118,14 @@ def test_a_real_roll_back_leaves_steps_behind(tmp_path: Path) -> None:
     assert found == {1: ("kept", False), 2: ("left behind", True), 3: ("left behind", True), 4: ("kept", False)}
 
 
-def test_without_a_history_steps_tell_of_themselves(tmp_path: Path) -> None:
+def test_steps_are_described_without_a_history(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2)
     (tmp_path / "history.jsonl").unlink()
-    looks = inspect_run(BACKEND, str(tmp_path))
-    times = [look.entry.time for look in looks if look.entry is not None]
-    found = lives(looks=looks)
+    inspected = inspect_run(BACKEND, str(tmp_path))
+    times = [status.entry.time for status in inspected if status.entry is not None]
+    found = lives(inspected=inspected)
     assert [(life.step, life.state, life.saved) for life in found] == [(1, "kept", times[0]), (2, "kept", times[1])]
-    assert [life.bytes for life in found] == [look.nbytes for look in looks]
+    assert [life.bytes for life in found] == [status.nbytes for status in inspected]
 
 
 def test_temporary_and_uncommitted_steps_are_reported(tmp_path: Path) -> None:
@@ -137,18 +137,18 @@ def test_temporary_and_uncommitted_steps_are_reported(tmp_path: Path) -> None:
     assert {life.step: life.state for life in gathered_of(tmp_path).steps} == {1: "not committed", 2: "temporary"}
 
 
-def test_of_very_many_steps_that_somebody_removed_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_steps_are_all_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.report.events.MOST_THERE", 10)
     events = [saved(number, number) for number in range(1, 101)]
     history = history_of(*events, deleted(101, 100), names={step_name(2), step_name(99)})
-    found = history.steps(there(2, 99))
+    found = history.steps(present(2, 99))
     assert found.states == {"not committed": 2, "deleted": 1, "gone": 97}
     assert {life.step for life in found.lives if life.is_there} == {2, 99}
     assert all(life.saved is not None for life in found.lives)
     assert [use.steps for use in found.uses] == [1, 2, 3, 2]
 
 
-def test_what_was_passed_over_and_deleted_before_the_next_save_is_left_behind() -> None:
+def test_deleted_steps_can_be_left_behind() -> None:
     restored = at(4, "restore", step=10, name=step_name(10))
     metrics = {"metrics": {"loss": 0.5}}
     events = saved(1, 10, **metrics), saved(2, 20, **metrics), restored, deleted(5, 20)

@@ -1,4 +1,4 @@
-"""Where there is too much, the item that stands out among its neighbours stays."""
+"""Too many items are thinned: of each group of neighbours, the greatest one stays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_few_items_all_stay() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 99])
-def test_of_many_the_greatest_of_each_group_stays_in_order(most: int) -> None:
+def test_greatest_of_many_stays_in_order(most: int) -> None:
     items = [(number, number * 37 % 101) for number in range(100)]
     found = thinned(items, most, lambda item: item[1])
     assert len(found) == most
@@ -23,7 +23,7 @@ def test_of_many_the_greatest_of_each_group_stays_in_order(most: int) -> None:
     assert max(items, key=lambda item: item[1]) in found
 
 
-def test_each_group_of_neighbours_has_one_that_stays() -> None:
+def test_greatest_of_each_group_stays() -> None:
     assert thinned([0, 9, 1, 1, 7, 2], 3, float) == [9, 1, 7]
 
 
@@ -51,7 +51,7 @@ def test_a_short_stream_is_kept_whole(count: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "most"), [(50_000, 100), (50_001, 3000), (123_457, 1000), (40_000, 1)])
-def test_a_long_stream_is_counted_and_its_groups_are_even(count: int, most: int) -> None:
+def test_long_stream_has_even_groups(count: int, most: int) -> None:
     sample = sample_of(count, most)
     items = sample.items
     assert sample.count == count

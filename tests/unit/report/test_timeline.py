@@ -47,7 +47,7 @@ def test_save_spans_call_to_commit() -> None:
     assert len(save.metrics) == 2
 
 
-def test_work_that_devices_had_before_a_save_is_no_part_of_it() -> None:
+def test_save_excludes_device_work_before_it() -> None:
     queued = {**SAVED, "save_s": 15.0, "device_wait_s": 7.0}
     (save,) = saves_of(at(0, "start"), at(20, "save", **queued))
     assert (save.began, save.ended, save.blocked_s, save.background_s) == (second(12), second(20), 2.0, 6.0)
@@ -58,7 +58,7 @@ def test_work_that_devices_had_before_a_save_is_no_part_of_it() -> None:
     assert (save.began, save.background_s) == (second(18), 0.0)
 
 
-def test_save_that_failed_has_reason_and_no_rate() -> None:
+def test_failed_save_has_error_and_no_rate() -> None:
     (save,) = saves_of(at(10, "save", **{**SAVED, "ok": False, "error": "no space"}))
     assert (save.ok, save.error, save.bytes_per_s) == (False, "no space", None)
 
