@@ -1,4 +1,4 @@
-"""Saves under the loop's mesh of arrays on other devices or meshes."""
+"""The caller's settings are read and set in every supported version of JAX."""
 
 from __future__ import annotations
 

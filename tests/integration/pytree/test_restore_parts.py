@@ -1,4 +1,4 @@
-"""Loading parts of a tree: patterns, placeholders, renamed and missing leaves, and no unneeded bytes."""
+"""Loading parts of a tree reads few bytes that are not needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(read_bytes() - before, sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree
 
 
 @pytest.mark.parametrize("only", ["params/**", "opt/1/**", "params/7/w", "**"])
-def test_a_partial_load_reads_what_it_needs_and_little_more(only: str, tmp_path: Path, run_python: Any) -> None:
+def test_partial_load_reads_few_unneeded_bytes(only: str, tmp_path: Path, run_python: Any) -> None:
     array = np.random.default_rng(0).standard_normal((512, 500), np.float32)
     tree = {
         "params": [{"w": array + n, "b": array[n] + n} for n in range(8)],

@@ -45,7 +45,7 @@ def test_every_dtype_and_shape_has_its_bytes(dtypes: tuple[str, ...], tmp_path: 
     assert_same(jct.load(tmp_path / "c", like=tree), tree)
 
 
-def test_an_array_with_a_layout_of_its_own_has_its_bytes(tmp_path: Path) -> None:
+def test_array_with_custom_layout_has_its_bytes(tmp_path: Path) -> None:
     """Python's buffer protocol refuses it."""
     plain = jnp.arange(20.0).reshape(4, 5)
     other = jax.device_put(plain, Format(Layout((1, 0)), plain.sharding))
@@ -76,7 +76,7 @@ def test_views_wait_for_what_is_not_computed_yet() -> None:
         assert raw(data) == np.full((500, 500), times, np.float32).tobytes()
 
 
-def test_deleted_array_is_left_to_who_names_it() -> None:
+def test_deleted_array_has_no_views() -> None:
     tree = leaves_of("float32")
     next(iter(tree.values())).delete()
     assert take_views(list(tree), list(tree.values())) is None
@@ -87,14 +87,14 @@ def test_keys_and_numpy_arrays_are_no_plain_kinds() -> None:
     assert plain_kinds([jnp.arange(3), np.arange(3)]) == {type(jnp.arange(3))}
 
 
-def test_one_device_may_be_named_in_other_ways() -> None:
+def test_one_device_may_have_any_sharding_form() -> None:
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[3:4])
     places = [*jax.devices()[:2], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))]
     tree = {f"x{number}": jax.device_put(jnp.arange(9) + number, place) for number, place in enumerate(places)}
     assert [raw(each) for each in data_of(tree)] == [raw(leaf) for leaf in tree.values()]
 
 
-def test_arrays_on_several_devices_are_left_to_others() -> None:
+def test_arrays_on_several_devices_have_no_views() -> None:
     spread = jax.sharding.NamedSharding(jax.make_mesh((2,), ("x",)), jax.sharding.PartitionSpec("x"))
     tree = {"a": jnp.arange(4), "b": jax.device_put(jnp.arange(4), spread)}
     assert take_views(list(tree), list(tree.values())) is None

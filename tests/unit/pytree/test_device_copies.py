@@ -24,7 +24,7 @@ def over(devices: list[jax.Device], *spec: Any, kind: str | None = None) -> Shar
 
 
 def mixed_arrays() -> list[jax.Array]:
-    """Arrays on several sets of devices, in turn; of several dtypes; one on no device in particular."""
+    """Arrays on several sets of devices and of several dtypes; one is uncommitted."""
     devices = jax.devices()
     shardings: list[Sharding | None] = [
         None,
@@ -60,7 +60,7 @@ def test_copies_are_same_in_all_but_their_memory() -> None:
             assert mine.data.unsafe_buffer_pointer() != theirs.data.unsafe_buffer_pointer()
 
 
-def test_copies_stay_when_the_originals_are_given_away() -> None:
+def test_copies_survive_donation_of_originals() -> None:
     step = jax.jit(lambda tree: [leaf + jnp.ones((), leaf.dtype) for leaf in tree], donate_argnums=0)
     state = step([jax.device_put(np.zeros((64, 64), np.float32), over(jax.devices(), "x", "y")) for _ in range(4)])
     for number in range(20):
@@ -77,12 +77,12 @@ def test_scalars_and_empty_arrays_are_copied(shape: tuple[int, ...]) -> None:
     assert (copy.shape, copy.sharding, raw(copy)) == (shape, array.sharding, raw(array))
 
 
-def test_nothing_is_copied_of_nothing() -> None:
+def test_no_arrays_give_no_copies() -> None:
     assert copy_on_devices([]) == []
 
 
 class FakeDevice:
-    """A device that tells its memory."""
+    """A device that reports its memory."""
 
     def __init__(self, statistics: dict[str, int] | None) -> None:
         self.statistics = statistics
@@ -93,7 +93,7 @@ class FakeDevice:
 
 @dataclasses.dataclass
 class FakeSharding:
-    """Every device has the whole of it."""
+    """A replicated sharding: every device holds the whole array."""
 
     addressable_devices: Sequence[FakeDevice]
 
@@ -129,7 +129,7 @@ def test_device_copy_needs_never_used_memory() -> None:
         assert [have_room([array]) for _ in range(3)] == [False, fits, fits]
 
 
-def test_what_is_asked_later_counts() -> None:
+def test_later_memory_statistics_count() -> None:
     one = device(1000, 0)
     array = array_on(one, size=500)
     assert [have_room([array]), have_room([array])] == [False, True]
@@ -147,7 +147,7 @@ def test_every_device_must_have_room() -> None:
     assert not have_room([large, large, large]), "1200 bytes on the wide one"
 
 
-def test_a_device_that_was_not_asked_before_makes_it_a_no() -> None:
+def test_device_not_measured_before_has_no_room() -> None:
     known, new = device(1000, 0), device(1000, 0)
     have_room([array_on(known, size=1)])
     assert have_room([array_on(known, size=1)])
@@ -157,12 +157,12 @@ def test_a_device_that_was_not_asked_before_makes_it_a_no() -> None:
 
 @pytest.mark.parametrize("statistics", [None, {}, {"bytes_limit": 1 << 40}, {"peak_bytes_in_use": 0}])
 @pytest.mark.parametrize("size", [0, 1])
-def test_device_that_does_not_tell_counts_as_full(statistics: dict[str, int] | None, size: int) -> None:
+def test_device_without_memory_statistics_counts_as_full(statistics: dict[str, int] | None, size: int) -> None:
     array = array_on(FakeDevice(statistics), size=size)
     assert [have_room([array]) for _ in range(3)] == [False] * 3
 
 
 def test_real_devices_are_asked_too() -> None:
     array = jax.device_put(np.zeros((8, 4)), over(jax.devices(), "x", "y"))
-    tells = all(one.memory_stats() for one in array.sharding.device_set)
-    assert [have_room([array]) for _ in range(2)] == [False, tells]  # CPUs do not tell
+    has_statistics = all(one.memory_stats() for one in array.sharding.device_set)  # CPU devices have none
+    assert [have_room([array]) for _ in range(2)] == [False, has_statistics]

@@ -1,4 +1,4 @@
-"""`snapshot="auto"` on devices: a copy there if there is room, else on the host; the state is that of the call."""
+"""`snapshot="auto"` for device arrays: a copy on the device if there is room, else transfers to the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("room", ["there is", "there is none", "there is none after all"])
-def test_auto_copies_on_the_devices_only_where_there_is_room(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_copies_on_devices_only_with_room(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copied, ordered = list[Any](), list[Any]()
     copy_on_devices, start_transfers = device_leaves.copy_on_devices, device_leaves.start_transfers
 

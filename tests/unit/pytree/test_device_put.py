@@ -47,10 +47,10 @@ every_sharding = pytest.mark.parametrize("name", list(SHARDINGS))
 
 
 class CountedFastPut:
-    """Passes on to the fast path and counts."""
+    """Counts the calls of JAX's internal function."""
 
     def __init__(self) -> None:
-        assert device_put._fast_put is not None, "this JAX has the internal call: without it nothing is compared here"
+        assert device_put._fast_put is not None, "this JAX has no internal call, so there is nothing to compare"
         self.inner, self.calls = device_put._fast_put, 0
 
     def __call__(self, *arguments: Any) -> jax.Array:
@@ -83,7 +83,7 @@ def placement_of(sharding: Sharding | None, shape: tuple[int, ...]) -> Placement
 
 
 def put_all(sharding: Sharding | None, contents: list[np.ndarray]) -> list[jax.Array]:
-    """Put several arrays of a kind, the boxes of each in another order, the boxes of all mixed."""
+    """Put several arrays of a kind with interleaved boxes, those of each array in another order."""
     puts, done = DevicePuts(), dict[int, jax.Array]()
     placement = placement_of(sharding, contents[0].shape)
     count = len(placement.boxes)
@@ -99,7 +99,7 @@ def put_all(sharding: Sharding | None, contents: list[np.ndarray]) -> list[jax.A
 
 
 def assert_alike(found: jax.Array, expected: jax.Array) -> None:
-    """Fail unless two arrays are the same in all that a program can see."""
+    """Fail unless a program can see no difference between two arrays."""
     assert raw(found) == raw(expected)
     assert (found.dtype, found.weak_type, found.committed) == (expected.dtype, expected.weak_type, expected.committed)
     assert found.aval == expected.aval
@@ -121,7 +121,7 @@ def test_arrays_are_those_that_jax_makes(fast_put: CountedFastPut | None, name: 
 
 @pytest.mark.parametrize("name", ["uncommitted", "one device", "on all", "pinned"])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5,)])
-def test_scalars_and_empty_arrays_too(fast_put: CountedFastPut | None, name: str, shape: tuple[int, ...]) -> None:
+def test_scalars_and_empty_arrays_are_put(fast_put: CountedFastPut | None, name: str, shape: tuple[int, ...]) -> None:
     contents, sharding = [content(number, shape, "bfloat16") for number in range(3)], SHARDINGS[name]()
     for found, data in zip(put_all(sharding, contents), contents, strict=True):
         assert_alike(found, jax.device_put(data, sharding))
@@ -129,7 +129,7 @@ def test_scalars_and_empty_arrays_too(fast_put: CountedFastPut | None, name: str
 
 
 def test_kinds_are_distinguished(fast_put: CountedFastPut | None) -> None:
-    """What was found out for one shape, dtype or sharding is not taken for another."""
+    """What is cached for one shape, dtype or sharding is not used for another."""
     puts = DevicePuts()
     whole = [SHARDINGS[name]() for name in ("uncommitted", "one device", "on all", "pinned")]
     whole += [SingleDeviceSharding(jax.devices()[0]), named(mesh(8, backwards=True)), named(mesh(4, 2))]
@@ -157,7 +157,7 @@ def test_aligned_box_becomes_memory_of_device(fast_put: CountedFastPut | None, n
         assert array.unsafe_buffer_pointer() == box.ctypes.data
 
 
-def test_so_does_every_box_of_a_sharded_array(fast_put: CountedFastPut | None) -> None:
+def test_aligned_boxes_become_memory_of_sharded_array(fast_put: CountedFastPut | None) -> None:
     puts, sharding = DevicePuts(), SHARDINGS["over 4x2"]()
     placement = placement_of(sharding, (8, 16))
     for number in range(2):
@@ -168,8 +168,8 @@ def test_so_does_every_box_of_a_sharded_array(fast_put: CountedFastPut | None) -
         assert addresses == {device: boxes[box].ctypes.data for device, box in placement.devices}
 
 
-def test_array_keeps_memory_that_its_box_lay_in(fast_put: CountedFastPut | None) -> None:
-    """An arena takes the pages of a box back once nothing holds the box."""
+def test_array_keeps_memory_of_its_box(fast_put: CountedFastPut | None) -> None:
+    """An arena reclaims the pages of a box once nothing holds the box."""
     arena, puts, arrays = Arena(16 * 4096), DevicePuts(), list[jax.Array]()
     for number in range(4):
         box = arena.take(2 * 4096)
@@ -190,7 +190,7 @@ def twice(array: jax.Array) -> jax.Array:
 
 
 @every_sharding
-def test_computations_take_them_and_may_be_given_their_memory(fast_put: CountedFastPut | None, name: str) -> None:
+def test_put_arrays_can_be_used_and_donated(fast_put: CountedFastPut | None, name: str) -> None:
     contents, sharding = [content(number, (8, 16), "float32") for number in range(4)], SHARDINGS[name]()
     if sharding is not None and sharding.memory_kind == "pinned_host":
         sharding = sharding.with_memory_kind("device")
@@ -206,10 +206,8 @@ def test_computations_take_them_and_may_be_given_their_memory(fast_put: CountedF
 
 @pytest.mark.parametrize("name", ["uncommitted", "one device", "on all"])
 @pytest.mark.parametrize("dtype", ["int64", "float64", "uint64", "complex128"])
-def test_sixty_four_bits_are_converted_for_every_array_of_the_kind(
-    fast_put: CountedFastPut | None, name: str, dtype: str
-) -> None:
-    """With 64-bit types off, JAX makes 32 bits of them; their bytes must never be taken for 32-bit ones."""
+def test_64_bit_types_are_converted_in_every_array(fast_put: CountedFastPut | None, name: str, dtype: str) -> None:
+    """With 64-bit types off, JAX makes 32-bit arrays; the 64-bit bytes must never be read as 32-bit values."""
     contents, sharding = [abs(content(number, (6,), "int8")).astype(dtype) for number in range(3)], SHARDINGS[name]()
     for found, data in zip(put_all(sharding, contents), contents, strict=True):
         assert found.dtype.itemsize == data.dtype.itemsize // 2
@@ -231,7 +229,9 @@ def extended(aval: Any, sharding: Any, xs: Any, devices: Any, committed: bool = 
 
 
 @pytest.mark.parametrize(("internal", "taken"), [(renamed, False), (reordered, False), (extended, True)])
-def test_internal_call_is_taken_only_as_it_was(monkeypatch: pytest.MonkeyPatch, internal: Any, taken: bool) -> None:
+def test_internal_call_is_used_only_with_known_signature(
+    monkeypatch: pytest.MonkeyPatch, internal: Any, taken: bool
+) -> None:
     assert device_put._find_fast_put() is pxla.batched_device_put
     monkeypatch.setattr(pxla, "batched_device_put", internal)
     assert (device_put._find_fast_put() is internal) is taken
@@ -240,7 +240,7 @@ def test_internal_call_is_taken_only_as_it_was(monkeypatch: pytest.MonkeyPatch, 
     assert device_put._find_fast_put() is None
 
 
-def test_what_is_put_is_strong_and_on_the_default_device(fast_put: CountedFastPut | None) -> None:
+def test_put_arrays_are_strong_on_default_device(fast_put: CountedFastPut | None) -> None:
     with jax.default_device(jax.devices()[5]):
         arrays = put_all(None, [content(number, (3,), "float32") for number in range(3)])
     assert [array.devices() for array in arrays] == [{jax.devices()[5]}] * 3

@@ -40,7 +40,7 @@ def same_or_more(tree: Any) -> Any:
 
 
 def reused(tree: Any) -> float:
-    """The share of the buffers of a tree that a step which it is donated to has its results in."""
+    """Return the fraction of the buffers of a tree that a step reuses when the tree is donated to it."""
     before = pointers(tree)
     after = pointers(jax.block_until_ready(jax.jit(same_or_more, donate_argnums=0)(tree)))
     return sum(first == second for first, second in zip(before, after, strict=True)) / len(before)
@@ -64,7 +64,7 @@ def test_copied_boxes_are_the_arrays_that_jax_makes(name: str, dtype: str) -> No
         for box, sides in enumerate(placement.boxes):
             part = aligned(whole[(*(slice(*side) for side in sides), ...)])
             array = puts.put(number, placement, box, part, donatable=True)
-            part[...] = part[::-1].copy()  # what becomes of that memory is nothing to the array
+            part[...] = part[::-1].copy()  # later changes of that memory must not change the array
         assert array is not None
         assert_alike(array, jax.device_put(whole, sharding))
 
@@ -80,7 +80,7 @@ def test_step_reuses_memory_of_what_load_returned(tmp_path: Path, donatable: boo
     assert reused(loaded) == 1
 
 
-def test_by_default_what_takes_the_place_of_a_jax_array_can_be_donated(tmp_path: Path) -> None:
+def test_arrays_loaded_into_jax_arrays_are_donatable(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {name: jnp.arange(1 << 18, dtype=jnp.float32) for name in "ab"})
     like = {"a": jnp.zeros(1 << 18), "b": jax.ShapeDtypeStruct((1 << 18,), jnp.float32)}
     loaded = jct.load(tmp_path / "c", like)
@@ -100,7 +100,7 @@ def test_nnx_objects_that_were_loaded_can_be_donated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["one device", "on all", "over 4x2", "over 4 and on 2"])
-def test_so_it_does_with_shards_and_without_target(tmp_path: Path, name: str) -> None:
+def test_shards_loaded_without_target_can_be_donated(tmp_path: Path, name: str) -> None:
     sharding = SHARDINGS[name]()
     made = {f"a{number}": jax.device_put(np.arange(4096.0).reshape(64, 64), sharding) for number in range(2)}
     jct.save(tmp_path / "c", made)
@@ -121,7 +121,7 @@ def test_empty_arrays_are_loaded_in_each_sharding(tmp_path: Path, name: str, sha
         jax.tree.map(assert_alike, ckpt.resume(made), made)
 
 
-def test_so_it_does_after_a_conversion(tmp_path: Path) -> None:
+def test_converted_arrays_can_be_donated(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {"a": np.arange(4096.0), "b": np.arange(4096.0)})
     like = {name: jax.ShapeDtypeStruct((4096,), jnp.float32) for name in "ab"}
     loaded = jct.load(tmp_path / "c", like, cast=True, donatable=True)
@@ -129,7 +129,7 @@ def test_so_it_does_after_a_conversion(tmp_path: Path) -> None:
     assert reused(loaded) == 1
 
 
-def test_a_run_is_resumed_and_restored_so_that_its_state_can_be_donated(tmp_path: Path) -> None:
+def test_resumed_and_restored_state_can_be_donated(tmp_path: Path) -> None:
     made = state()
     with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=1) as ckpt:
         ckpt.resume(state())
@@ -141,7 +141,7 @@ def test_a_run_is_resumed_and_restored_so_that_its_state_can_be_donated(tmp_path
         assert reused(ckpt.manager.restore({"state": state()})) == 1
 
 
-def test_so_can_state_that_run_is_initialised_with(tmp_path: Path) -> None:
+def test_state_from_init_from_can_be_donated(tmp_path: Path) -> None:
     made = state()
     jct.save(tmp_path / "c", made)
     with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=1, init_from=tmp_path / "c") as ckpt:
@@ -158,9 +158,7 @@ def test_memory_that_is_read_into_stays_within_budget(path: Path, watch: Any) ->
     assert watch.most <= BUDGET.read_budget_bytes + 2 * MIB
 
 
-def test_without_a_way_to_copy_arrays_are_loaded_as_they_were_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_work_without_internal_copying_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_put, "_copying_put", None)
     jct.save(tmp_path / "c", state())
     jax.tree.map(assert_alike, jct.load(tmp_path / "c", state(), donatable=True), state())

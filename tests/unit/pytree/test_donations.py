@@ -66,7 +66,7 @@ def test_the_first_save_holds_and_the_next_copies() -> None:
     assert not holds_memory_of(snapshot(state), state["w"])
 
 
-def test_without_memory_for_a_copy_it_is_held_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_is_held_without_memory_for_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(size: int) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
@@ -89,7 +89,7 @@ def test_loop_that_does_not_donate_is_never_copied() -> None:
         taken.close()
 
 
-def test_a_donation_after_the_save_costs_nothing_and_counts_for_nothing() -> None:
+def test_donation_after_save_does_not_cause_copies() -> None:
     state = state_of(LARGE)
     for _ in range(2):
         taken = snapshot(state)
@@ -98,7 +98,7 @@ def test_a_donation_after_the_save_costs_nothing_and_counts_for_nothing() -> Non
         state = step(state)
 
 
-def test_a_little_is_not_worth_a_copy() -> None:
+def test_small_state_is_never_copied() -> None:
     state = state_of(LARGE // 2)
     for _ in range(2):
         taken = snapshot(state)
@@ -117,7 +117,7 @@ def test_other_trees_are_still_held() -> None:
 
 
 @pytest.mark.parametrize("mode", ["device", "stream"])
-def test_other_modes_are_taken_at_their_word(mode: Any) -> None:
+def test_explicit_modes_ignore_earlier_donations(mode: Any) -> None:
     state = state_of(LARGE)
     taken = snapshot(state)
     state = step(state)
@@ -129,7 +129,7 @@ def test_other_modes_are_taken_at_their_word(mode: Any) -> None:
         pass
 
 
-def test_keys_numbers_and_numpy_arrays_do_not_matter() -> None:
+def test_other_leaves_do_not_hide_donation() -> None:
     state = state_of(LARGE)
     more = {"key": jax.random.key(0), "host": np.ones(5), "lr": 0.1, "none": None}
     taken = snapshot({"state": state, **more})
@@ -161,7 +161,7 @@ class WithStatic:
         return cls(*children)
 
 
-def test_static_data_that_cannot_be_compared_is_no_obstacle() -> None:
+def test_state_with_incomparable_static_data_is_held() -> None:
     for _ in range(2):
         tree = WithStatic(jnp.arange(LARGE, dtype=jnp.float32))
         taken = snapshot(tree)

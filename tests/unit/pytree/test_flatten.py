@@ -76,7 +76,7 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_what_is_flattened_comes_back(tree: Any) -> None:
+def test_unflatten_reverses_flatten(tree: Any) -> None:
     flat = flatten(tree)
     assert len(flat.names) == len(flat.leaves) == len(set(flat.names))
     again = unflatten(tree, flat.leaves)
@@ -188,12 +188,12 @@ class Named:
         return id(self) < id(other)
 
 
-def test_two_leaves_with_one_path_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedLeafError, match="'a/1': two leaves of the tree have this path; rename one"):
+def test_two_leaves_with_one_path_are_refused() -> None:
+    with pytest.raises(UnsupportedLeafError, match="'a/1'"):
         flatten({"a": {Named("x"): 1, Named("y"): 2}})
 
 
-def test_a_tree_deeper_than_can_be_read_back_is_refused() -> None:
+def test_tree_too_deep_to_read_is_refused() -> None:
     tree: Any = 1
     for _ in range(250):
         tree = {"d": tree}
@@ -201,21 +201,21 @@ def test_a_tree_deeper_than_can_be_read_back_is_refused() -> None:
         flatten(tree)
 
 
-# Names of large trees are kept. What is found that way must be what a walk over the tree finds.
+# Names of large trees are cached. The cached names must be those that a walk over the tree finds.
 
-MANY = 64  # leaves, from which on names are kept
+MANY = 64  # the least number of leaves of a tree whose names are cached
 
 
 @pytest.fixture
 def kept() -> Iterator[collections.OrderedDict[Any, Any]]:
-    """What is kept, empty at first."""
+    """The cache of names, empty at first."""
     flattening._known.clear()
     yield flattening._known
     flattening._known.clear()
 
 
 def same_as_walked(tree: Any) -> bool:
-    """Flatten a tree twice; whether the second time took what was kept."""
+    """Flatten a tree twice and return whether the second call used the cache."""
     flatten(tree)
     found, walked = flatten(tree), flattening._flatten_uncached(tree)
     assert list(found.names) == walked.names
@@ -303,7 +303,7 @@ def test_only_large_structures_are_kept(kept: dict[Any, Any]) -> None:
     assert same_as_walked([0] * MANY)
 
 
-def test_the_structures_that_come_again_are_kept_and_leaves_are_not(kept: dict[Any, Any]) -> None:
+def test_recent_structures_are_kept_without_leaves(kept: dict[Any, Any]) -> None:
     class Leaf:
         pass
 
@@ -356,7 +356,7 @@ jax.tree_util.register_pytree_with_keys(
 
 STATIC = {
     "no hash": lambda: Static(1, hashable=False),
-    "no truth": lambda: Static(np.arange(3)),  # as arrays compare: the result is no yes or no
+    "no truth": lambda: Static(np.arange(3)),  # the result of a comparison of arrays has no truth value
     "no comparison": lambda: Incomparable(1),
     "array": lambda: np.arange(3),
     "list": lambda: [1, 2],
@@ -366,7 +366,7 @@ STATIC = {
 
 
 @pytest.mark.parametrize("name", list(STATIC))
-def test_static_data_of_any_kind_is_no_obstacle(kept: dict[Any, Any], name: str) -> None:
+def test_static_data_of_any_kind_is_accepted(kept: dict[Any, Any], name: str) -> None:
     for turn in range(3):
         tree = {"a": WithStatic([object() for _ in range(MANY)], STATIC[name]()), "turn": turn}
         found, walked = flatten(tree), flattening._flatten_uncached(tree)
@@ -377,13 +377,13 @@ def test_static_data_of_any_kind_is_no_obstacle(kept: dict[Any, Any], name: str)
 
 def test_error_of_large_tree_is_raised_each_time(kept: dict[Any, Any]) -> None:
     for _ in range(2):
-        with pytest.raises(UnsupportedLeafError, match="two leaves of the tree have this path"):
+        with pytest.raises(UnsupportedLeafError, match="'0/1'"):
             flatten([{Named("x"): 1, Named("y"): 2}, [0] * MANY])
     assert not kept
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, True), (True, 1), (1, 1.0), (1.0, 1), (0.0, -0.0)])
-def test_keys_that_python_holds_equal_keep_their_own_names(first: object, second: object) -> None:
+def test_equal_keys_of_other_types_keep_names(first: object, second: object) -> None:
     flattening._known.clear()
     flatten({first: [0] * 64})
     tree = {second: [0] * 64}

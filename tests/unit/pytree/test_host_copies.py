@@ -37,7 +37,7 @@ def sources() -> list[np.ndarray]:
     ]
 
 
-def test_copies_are_equal_aligned_writable_and_apart_from_everything() -> None:
+def test_copies_are_equal_aligned_writable_and_separate() -> None:
     arrays = sources()
     copies = copy_all(arrays)
     before = [raw(array) for array in arrays]
@@ -51,7 +51,7 @@ def test_copies_are_equal_aligned_writable_and_apart_from_everything() -> None:
     assert [raw(array) for array in arrays] == before
 
 
-def test_memory_is_used_again_once_the_last_copy_is_gone() -> None:
+def test_memory_is_reused_after_last_copy_is_gone() -> None:
     first = copy_all([np.ones(MIB, np.uint8), np.ones(MIB, np.uint8)])
     place = first[0].ctypes.data
     last = first.pop()
@@ -63,7 +63,7 @@ def test_memory_is_used_again_once_the_last_copy_is_gone() -> None:
     assert copy_all([np.zeros(2 * MIB, np.uint8)])[0].ctypes.data == place
 
 
-def test_what_is_too_small_is_replaced_and_only_one_area_is_kept() -> None:
+def test_too_small_area_is_replaced() -> None:
     for size in (1, 4 * MIB, 2 * MIB):
         del_me = copy_all([np.ones(size, np.uint8)])
         assert raw(del_me[0]) == b"\1" * size
@@ -76,8 +76,8 @@ def test_an_empty_state_has_no_copies() -> None:
     assert copy_all([]) == []
 
 
-def test_two_trees_of_a_save_both_find_their_memory_again() -> None:
-    """In whichever order they come and go: the small one must not cost the large one its memory."""
+def test_two_trees_of_save_both_reuse_memory() -> None:
+    """In any order of copies and releases, the small tree must not take the memory of the large one."""
     places = set()
     for turn in range(6):
         order = [8 * MIB, 100] if turn % 2 else [100, 8 * MIB]
@@ -87,13 +87,13 @@ def test_two_trees_of_a_save_both_find_their_memory_again() -> None:
         copies.reverse() if turn % 3 else None
         while copies:
             copies.pop()
-    assert len(places) <= 2, "made at most twice: the second tree of the first turn found nothing"
+    assert len(places) <= 2, "allocated at most twice: the second tree of the first turn found no kept area"
     assert len(host_copies._kept) == 2
     assert sorted(map(len, host_copies._kept))[1] == 8 * MIB
 
 
 class _Contested(list[Any]):
-    """Another thread takes what is kept as soon as one has looked at it."""
+    """Kept areas that another thread takes as soon as they were looked at."""
 
     def __iter__(self) -> Iterator[Any]:
         seen = list(super().__iter__())
@@ -106,7 +106,7 @@ def test_an_empty_array_may_be_the_first() -> None:
     assert [raw(copy) for copy in copy_all(arrays)] == [raw(array) for array in arrays]
 
 
-def test_memory_that_another_thread_takes_first_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_taken_by_another_thread_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copies, "_kept", _Contested())
     first = copy_all([np.ones(MIB, np.uint8)])
     first.clear()

@@ -72,7 +72,7 @@ def test_unusual_floats_and_complex_numbers(value: float) -> None:
     assert repr(through_manifest(complex(value, -value))) == repr(complex(value, -value))
 
 
-def test_what_is_no_plain_value_has_no_inline_record() -> None:
+def test_only_plain_values_have_inline_records() -> None:
     class Number(int):
         pass
 
@@ -81,11 +81,11 @@ def test_what_is_no_plain_value_has_no_inline_record() -> None:
 
 
 def test_overlong_or_invalid_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': text is not valid Unicode.*store it as bytes"):
+    with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': .*Unicode"):
         record_value("x", "\ud800")
     monkeypatch.setattr(leaf_records, "MAX_INLINE_BYTES", 10)
     for value in ("a" * 11, b"a" * 11):
-        with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': .* of length 11, expected at most 10"):
+        with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': .* 11, expected at most 10"):
             record_value("x", value)
 
 
@@ -112,7 +112,7 @@ def test_unsupported_leaf_error_says_how_to_convert(value: Any, reason: str) -> 
     "record",
     [IntLeaf("seven"), IntLeaf(""), IntLeaf("1.5"), FloatLeaf("x"), FloatLeaf("0x1p99999"), ComplexLeaf("1", "?")],
 )
-def test_a_number_that_is_none_is_corrupt(record: Any) -> None:
+def test_invalid_number_record_is_corrupt(record: Any) -> None:
     with pytest.raises(CorruptCheckpointError, match="here: leaf 'x'"):
         python_value("x", record, "here")
 
@@ -129,7 +129,7 @@ def test_a_number_that_is_none_is_corrupt(record: Any) -> None:
         (b'{"containers":{},"leaves":{"' + b"a/" * 200 + b'a":{"kind":"none"}}}', "deeper than 200 levels"),
     ],
 )
-def test_a_tree_record_that_this_package_would_not_write_is_corrupt(detail: bytes, reason: str) -> None:
+def test_tree_record_not_in_written_form_is_corrupt(detail: bytes, reason: str) -> None:
     part = PartRecord("state", "pytree", (), (), msgspec.Raw(detail))
     with pytest.raises(CorruptCheckpointError, match=f"here: tree of 'state'.*{reason}|{reason}"):
         decode_tree(part, "here")

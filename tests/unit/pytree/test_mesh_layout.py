@@ -85,7 +85,7 @@ def test_all_processes_write_each_element_once(
         check_tiling(boxes, shape, "array")
 
 
-def test_what_a_spec_does_not_cut_plainly_is_left_to_jax() -> None:
+def test_irregular_specs_are_left_to_jax() -> None:
     sizes = {"data": 2, "fsdp": 4}
     assert cuts_of(("fsdp", None), 3, sizes) == (("fsdp",), (), ())
     assert cuts_of((("data", "fsdp"),), 1, sizes) == (("data", "fsdp"),)
@@ -110,9 +110,7 @@ def test_holders_are_the_same_in_both_forms(numbers: list[int]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=40), st.integers(1, 9))
-def test_the_least_loaded_come_first_whichever_form_their_group_has(
-    sizes: list[tuple[int, int]], processes: int
-) -> None:
+def test_least_loaded_process_is_assigned_first(sizes: list[tuple[int, int]], processes: int) -> None:
     plain = [(0, number) for number in range(processes)]
     groups = [range(processes), ProcessSet(range(processes))]
     assignments = [[WriteAssignment(number) for number in range(processes)] for _ in groups]
@@ -124,7 +122,7 @@ def test_the_least_loaded_come_first_whichever_form_their_group_has(
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_leaf_is_shared_alike_by_geometry_and_by_device(spec: tuple[object, ...]) -> None:
+def test_geometry_and_devices_give_equal_partitions(spec: tuple[object, ...]) -> None:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), AXES)
     leaf = jax.device_put(
         np.arange(16 * 8 * 4, dtype=np.float32).reshape(16, 8, 4), NamedSharding(mesh, PartitionSpec(*spec))

@@ -36,7 +36,7 @@ def loaded(path: Path, tree: Any, like: Any, **options: Any) -> Any:
 
 def test_the_data_is_opened_only_after_the_comparison(tmp_path: Path) -> None:
     path = saved_without_data(tmp_path / "c", {"w": jnp.ones(3)})
-    with pytest.raises(jct.CorruptCheckpointError, match="the manifest names this segment"):
+    with pytest.raises(jct.CorruptCheckpointError, match="p00000-s000"):
         jct.load(path, {"w": S((3,), F32)})
 
 
@@ -74,7 +74,7 @@ def test_one_error_lists_every_difference_before_reading(tmp_path: Path) -> None
         "fine": S((7,), F32),
     }
     path = saved_without_data(tmp_path / "c", saved)
-    with pytest.raises(jct.MismatchError, match="differ in 16 leaves; nothing was read:") as caught:
+    with pytest.raises(jct.MismatchError, match="differ in 16 leaves") as caught:
         jct.load(path, target)
     assert set(caught.value.differences) == {
         "leaf 'depth': not in the checkpoint, wanted float32[2]",
@@ -133,9 +133,7 @@ EXACT: list[tuple[str, Any, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("saved", "like", "expected"), [c[1:] for c in EXACT], ids=[c[0] for c in EXACT])
-def test_numbers_and_0_d_arrays_fit_each_other_where_nothing_is_lost(
-    saved: Any, like: Any, expected: Any, tmp_path: Path
-) -> None:
+def test_numbers_and_0_d_arrays_fit_without_loss(saved: Any, like: Any, expected: Any, tmp_path: Path) -> None:
     assert_same(loaded(tmp_path / "c", {"x": saved}, {"x": like}), {"x": expected})
 
 
@@ -175,7 +173,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize(("saved", "like", "reason"), REFUSED, ids=[case[2] for case in REFUSED])
-def test_what_would_lose_something_is_refused(saved: Any, like: Any, reason: str, tmp_path: Path) -> None:
+def test_lossy_or_unlike_targets_are_refused(saved: Any, like: Any, reason: str, tmp_path: Path) -> None:
     path = saved_without_data(tmp_path / "c", {"x": saved})
     with pytest.raises(jct.MismatchError, match=f"leaf 'x': .*{reason}"):
         jct.load(path, {"x": like})
@@ -232,12 +230,10 @@ def test_cast_never_goes_down(saved: Any, like: Any, tmp_path: Path) -> None:
 )
 def test_cast_of_integers_keeps_every_value_or_fails(values: list[int], dtype: Any, tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {"x": np.array([0, 1, *values]), "y": np.array(values, np.int64).astype(np.int32)})
-    with pytest.raises(
-        jct.MismatchError, match=r"leaf 'x': cast=True, but .* does not hold all values of the saved int64"
-    ):
+    with pytest.raises(jct.MismatchError, match=r"leaf 'x': cast=True.* int64"):
         jct.load(tmp_path / "c", {"x": np.zeros(3, dtype), "y": ...}, cast=True)
     if dtype is np.uint32:
-        with pytest.raises(jct.MismatchError, match="uint32 does not hold all values of the saved int32"):
+        with pytest.raises(jct.MismatchError, match=r"leaf 'y': .*uint32 .* int32"):
             jct.load(tmp_path / "c", {"x": ..., "y": np.zeros(1, np.uint32)}, cast=True)
 
 
@@ -293,7 +289,7 @@ def test_casts_are_ordered() -> None:
     assert can_cast(np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float4_e2m1fn))
 
 
-def test_exactness() -> None:
+def test_exact_array_holds_the_value_or_refuses() -> None:
     assert exact_array(2**63, np.dtype("uint64")) == 2**63
     assert exact_array(2**63, np.dtype("int64")) is None
     assert exact_array(2**70, np.dtype("float32")) == 2**70
@@ -301,7 +297,7 @@ def test_exactness() -> None:
     assert exact_array(complex(0, 0.1), np.dtype("complex64")) is None
 
 
-def test_rename_rules() -> None:
+def test_rename_maps_patterns_and_refuses_clashes() -> None:
     names = ["old/a", "old/b/c", "single", "rest"]
     assert rename_map(names, {"old/**": "new/x/**", "single": "one"}) == {
         "old/a": "new/x/a",
@@ -309,9 +305,9 @@ def test_rename_rules() -> None:
         "single": "one",
         "rest": "rest",
     }
-    with pytest.raises(jct.MismatchError, match=r"rename: no saved leaf matches 'odl/.*has 'old/"):
+    with pytest.raises(jct.MismatchError, match=r"rename: .* 'odl/.*has 'old/"):
         rename_map(names, {"odl/**": "new/**"})
-    with pytest.raises(jct.MismatchError, match="saved leaves 'single' and 'rest' would both get the path 'rest'"):
+    with pytest.raises(jct.MismatchError, match=r"'single' and 'rest' .* path 'rest'"):
         rename_map(names, {"single": "rest"})
 
 
@@ -354,12 +350,12 @@ def test_error_gives_only_helpful_hints(tmp_path: Path) -> None:
     assert (keeps in cast, shapes in cast, leaves_out in cast) == (False, False, True)
 
 
-def test_escapes_in_paths_are_explained_where_there_are_any(tmp_path: Path) -> None:
+def test_escapes_in_paths_are_explained(tmp_path: Path) -> None:
     path = saved_without_data(tmp_path / "c", {"a/b": np.ones(2), "x": {"~t": 1, "7": 2}})
-    with pytest.raises(jct.MismatchError, match="in a key ~ is written ~0, / is ~1") as caught:
+    with pytest.raises(jct.MismatchError, match="~ is written ~0, / is ~1") as caught:
         jct.load(path, {"a/b": np.ones(3), "x": {"~t": "", "7": ""}})
     assert "leaf 'a~1b'" in caught.value.differences[0]
-    with pytest.raises(jct.MismatchError, match="in a key ~ is written ~0"):
+    with pytest.raises(jct.MismatchError, match="~ is written ~0"):
         jct.load(path, {"a/b": np.ones(2)}, only="a/b")
     plain = message_of(saved_without_data(tmp_path / "p", {"b": 1}), {"b": ""})
     assert "in a key" not in plain

@@ -126,7 +126,7 @@ class Level(enum.IntEnum):
     LOW = 4
 
 
-def test_members_of_enumerations_are_stored_as_the_text_or_number_that_they_are() -> None:
+def test_enum_keys_are_stored_as_their_value() -> None:
     assert key_text(Layer.FIRST, ROOT) == "first"
     assert key_text(Level.LOW, ROOT) == "4"
 
@@ -144,7 +144,7 @@ def test_members_of_enumerations_are_stored_as_the_text_or_number_that_they_are(
         ("\ud800", "not valid Unicode"),
     ],
 )
-def test_a_key_that_cannot_be_stored_is_named_with_its_place(key: Any, reason: str, tmp_path: Path) -> None:
+def test_unsupported_key_is_refused_with_its_place(key: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(jct.UnsupportedLeafError, match=reason):
         key_text(key, "params")
     with pytest.raises(jct.UnsupportedLeafError, match=f"'params'.*{reason}"):
@@ -152,14 +152,14 @@ def test_a_key_that_cannot_be_stored_is_named_with_its_place(key: Any, reason: s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_integer_of_thousands_of_digits_is_refused_as_a_key(tmp_path: Path) -> None:
-    with pytest.raises(jct.UnsupportedLeafError, match="below 'params': an integer of 16610 bits"):
+def test_huge_integer_is_refused_as_key(tmp_path: Path) -> None:
+    with pytest.raises(jct.UnsupportedLeafError, match=r"'params': .* 16610 bits"):
         jct.save(tmp_path / "c", {"params": {10**5000: 1}})
     jct.save(tmp_path / "c", {10**4000: 1})
     assert jct.load(tmp_path / "c") == {10**4000: 1}
 
 
-def test_keys_that_cannot_be_sorted_are_refused_as_jax_refuses_them(tmp_path: Path) -> None:
+def test_unsortable_keys_are_refused(tmp_path: Path) -> None:
     with pytest.raises(jct.UnsupportedLeafError, match="JAX cannot flatten this dict"):
         jct.save(tmp_path / "c", {1: 1, "a": 2})
 

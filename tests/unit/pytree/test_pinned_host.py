@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class FakeDevice:
-    """A device with memory of some kinds; with none it does not even tell."""
+    """A device with memory of the given kinds; without any, asking for them raises an error."""
 
     def __init__(self, *kinds: str) -> None:
         self.kinds = kinds
@@ -61,7 +61,7 @@ def _nothing_is_refused_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("then", ["nothing", "delete", "donate"])
-def test_what_is_ordered_arrives_from_wherever(then: str) -> None:
+def test_transfers_arrive_after_delete_or_donation(then: str) -> None:
     arrays = arrays_on_several_devices()
     expected = [raw(array) for array in arrays]
     found = start_transfers(arrays)
@@ -75,7 +75,7 @@ def test_what_is_ordered_arrives_from_wherever(then: str) -> None:
     assert [raw(array) for array in found] == expected
 
 
-def test_what_is_on_host_stays_where_it_is() -> None:
+def test_arrays_on_host_are_not_transferred() -> None:
     places = [SingleDeviceSharding(jax.devices()[0], memory_kind=kind) for kind in ("pinned_host", "unpinned_host")]
     arrays = [*(jax.device_put(jnp.arange(9), place) for place in places), jnp.arange(9)]
     found = start_transfers(arrays)
@@ -109,7 +109,7 @@ def test_full_memory_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX's arrays on the CPU are taken as those of other devices."""
+    """Treat JAX's arrays on the CPU as arrays of another device."""
     collector = snapshots._LeafCollector
     monkeypatch.setattr(snapshots, "_LeafCollector", lambda keeps_views, **more: collector(keeps_views=False, **more))
     monkeypatch.setattr(snapshots, "_wait_for_cpus", lambda leaves, hosts: 0.0)
@@ -126,7 +126,7 @@ def no_room(*_: Any) -> None:
 def test_host_saves_the_state_at_the_call(
     mode: Any, room: bool, sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call waits for nothing if there is pinned memory; and the state may be donated in either case."""
+    """The call waits for nothing if there is pinned memory. The state may be donated in either case."""
     state = next_state(state_of(sharded))
     for _ in range(10):
         expected = raw_of(state)
@@ -145,7 +145,7 @@ def test_host_saves_the_state_at_the_call(
 
 
 @pytest.mark.usefixtures("as_on_an_accelerator")
-def test_the_call_does_not_wait_for_what_is_not_computed_yet(tmp_path: Path) -> None:
+def test_save_does_not_wait_for_pending_computation(tmp_path: Path) -> None:
     one, times = jnp.eye(500), 400
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, y: y @ one + 1, x))
     slow(one).block_until_ready()
@@ -158,8 +158,8 @@ def test_the_call_does_not_wait_for_what_is_not_computed_yet(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("as_on_an_accelerator")
-def test_a_state_that_is_on_the_host_in_part_may_be_donated() -> None:
-    """Optimizer states are offloaded to pinned memory; the next step is given that memory too."""
+def test_partly_offloaded_state_can_be_donated() -> None:
+    """Optimizer states are offloaded to pinned memory, and the next step may be given that memory."""
     there = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     state = {"a": jnp.arange(5000.0), "b": jax.device_put(jnp.arange(7000.0), there)}
     expected, memory = raw_of(state), state["b"].unsafe_buffer_pointer()
@@ -168,6 +168,6 @@ def test_a_state_that_is_on_the_host_in_part_may_be_donated() -> None:
         leaf.delete()
     data = {array.name: array.chunks[0].data for array in taken.arrays}
     assert isinstance(data["b"], np.ndarray)
-    assert data["b"].ctypes.data != memory, "a step on a GPU that is given the memory of a view fails"
+    assert data["b"].ctypes.data != memory, "on a GPU, a step fails if it is given memory that has a view"
     found = {name: place if isinstance(place, np.ndarray) else place.fetch() for name, place in data.items()}  # type: ignore[union-attr]
     assert raw_of(found) == expected

@@ -113,7 +113,7 @@ def test_every_layout_loads_to_the_host(saved: dict[str, Path]) -> None:
             assert all(type(leaf) is np.ndarray for leaf in found.values())
 
 
-def test_shardings_may_be_one_a_tree_or_end_above_the_leaves(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_shardings_may_be_one_or_tree_prefix(saved: dict[str, Path], tmp_path: Path) -> None:
     everyone = NamedSharding(mesh(4, 2), P())
     abstract = {name: S(leaf.shape, leaf.dtype) for name, leaf in HOST.items()}
     for like in (None, abstract, put(LAYOUTS["uncommitted"])):
@@ -142,7 +142,7 @@ def test_the_sharding_of_the_target_wins(saved: dict[str, Path]) -> None:
         ("odd", P("x"), r"leaf 'odd': shape \(7, 3\) does not fit its sharding"),
     ],
 )
-def test_a_sharding_that_does_not_fit_is_refused_by_name(name: str, spec: P, reason: str, tmp_path: Path) -> None:
+def test_unfit_sharding_is_refused_by_name(name: str, spec: P, reason: str, tmp_path: Path) -> None:
     tree = {**HOST, "odd": np.ones((7, 3), np.float32)}
     jct.save(tmp_path / "c", tree, settings=FAST)
     for segment in tmp_path.rglob("*.safetensors"):
@@ -153,10 +153,8 @@ def test_a_sharding_that_does_not_fit_is_refused_by_name(name: str, spec: P, rea
 
 
 @pytest.mark.parametrize("shardings", [3, {"w": P("x")}, P("x"), {"w": "x"}], ids=str)
-def test_what_is_no_sharding_is_refused_with_what_to_make_of_it(saved: dict[str, Path], shardings: Any) -> None:
-    with pytest.raises(
-        jct.SettingsError, match=r"shardings: leaf .*expected a jax.sharding.Sharding.*NamedSharding\(mesh"
-    ):
+def test_value_that_is_no_sharding_is_refused(saved: dict[str, Path], shardings: Any) -> None:
+    with pytest.raises(jct.SettingsError, match=r"shardings: leaf .*NamedSharding\(mesh"):
         jct.load(saved["4x2"], shardings=shardings)
 
 
@@ -179,13 +177,11 @@ def test_target_made_by_eval_shape_under_explicit_mesh(saved: dict[str, Path]) -
     for name, leaf in found.items():
         assert leaf.sharding.is_equivalent_to(arrays[name].sharding, leaf.ndim)
         assert jax.typeof(leaf) == jax.typeof(arrays[name])
-    with pytest.raises(
-        jct.MismatchError, match=r"its sharding names an abstract mesh .*load inside `with jax.set_mesh"
-    ):
+    with pytest.raises(jct.MismatchError, match="abstract mesh"):
         jct.load(saved["2x4"], abstract)
 
 
-def test_a_target_made_by_eval_shape_of_a_function_with_shardings(saved: dict[str, Path]) -> None:
+def test_target_made_by_eval_shape_with_shardings(saved: dict[str, Path]) -> None:
     wanted = LAYOUTS["2x4"]
     make = jax.jit(
         lambda: {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in HOST.items()}, out_shardings=wanted
@@ -215,7 +211,7 @@ def test_memory_kinds_are_honoured(saved: dict[str, Path]) -> None:
     assert {leaf.sharding.memory_kind for leaf in found.values()} == {"pinned_host"}
 
 
-def test_weak_types_and_keys_keep_their_nature(tmp_path: Path) -> None:
+def test_weak_types_and_sharded_keys_are_kept(tmp_path: Path) -> None:
     spread = NamedSharding(mesh(4, 2), P("x"))
     keys = jax.device_put(jax.random.split(jax.random.key(1), 8), spread)
     tree = {"weak": jnp.asarray(2.0), "weak int": jnp.asarray(2), "strong": jnp.float32(2.0), "keys": keys}
@@ -248,7 +244,7 @@ def test_restored_replicas_may_be_donated_again_and_again(saved: dict[str, Path]
         assert raw(found["b"]) == HOST["b"].tobytes()
 
 
-def test_where_an_array_without_a_sharding_goes() -> None:
+def test_default_platform_ignores_the_default_device_number() -> None:
     assert default_platform() == "cpu"
     with jax.default_device(jax.devices("cpu")[3]):
         assert default_platform() == "cpu"
@@ -260,12 +256,12 @@ def test_all_unfit_shardings_are_in_one_error(has_target: bool, tmp_path: Path) 
     jct.save(tmp_path / "c", tree, settings=FAST)
     like = {key: S(leaf.shape, leaf.dtype) for key, leaf in tree.items()}
     over = NamedSharding(mesh(4, 2), P("x"))
-    with pytest.raises(jct.MismatchError, match="differ in 2 leaves; nothing was read:") as caught:
+    with pytest.raises(jct.MismatchError, match="differ in 2 leaves") as caught:
         jct.load(tmp_path / "c", like if has_target else None, shardings={"odd": over, "n": over})
     assert ["leaf 'n'" in str(caught.value), "leaf 'odd'" in str(caught.value)] == [True, True]
 
 
-def test_a_sharding_that_does_not_fit_leaves_other_checkpointables_as_they_were(tmp_path: Path) -> None:
+def test_unfit_sharding_leaves_other_checkpointables_unchanged(tmp_path: Path) -> None:
     odd = {"odd": np.ones((7, 3), np.float32)}
     jct.save_checkpointables(tmp_path / "c", {"data": Counter(), "state": odd}, settings=FAST)
     data = Counter()

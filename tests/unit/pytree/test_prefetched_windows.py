@@ -55,7 +55,7 @@ def saved(backend: StrictBackend, arrays: Any, boxes: Any, processes: int) -> tu
 
 
 def expected(committed: Committed, stream: Stream, arrays: dict[str, np.ndarray], size: int) -> np.ndarray:
-    """What is to be in the windows, from the arrays themselves; what is between pieces stays as it is."""
+    """Return the expected content of all windows, computed from the arrays; gaps between pieces stay EMPTY."""
     whole = np.full(size, EMPTY, np.uint8)
     for piece in stream.pieces:
         array = arrays[committed.manifest.parts[0].arrays[piece.wanted].name]
@@ -82,9 +82,7 @@ class Answered:
 
 
 @given(saves(), st.integers(1, 3), st.integers(1, 150), st.integers(1, 4), st.integers(1, 4))
-def test_windows_are_what_was_saved_and_each_block_is_read_once(
-    save: Any, processes: int, lines: int, threads: int, ahead_by: int
-) -> None:
+def test_windows_hold_saved_bytes_read_once(save: Any, processes: int, lines: int, threads: int, ahead_by: int) -> None:
     backend = StrictBackend()
     committed, streams = saved(backend, *save, processes)
     window = lines * VIEW_ALIGNMENT
@@ -116,7 +114,7 @@ def counted(verified: list[int], name: str) -> Any:
 
 
 def read_ahead(feed: ShardReader, right: np.ndarray, window: int, threads: int, ahead_by: int) -> np.ndarray:
-    """All windows, some of which are ordered before the first one is complete; each is right when it is said to be."""
+    """Read all windows with `ahead_by` of them ordered in advance, and check each as soon as it is complete."""
     answered, found = Answered(), np.full(len(right), EMPTY, np.uint8)
     ahead, windows, ordered, complete = Prefetcher(feed, threads, answered), len(right) // window, 0, 0
     while complete < windows:
@@ -182,7 +180,7 @@ def test_window_is_complete_only_after_those_before_it() -> None:
     assert backend.open_files == 0
 
 
-def test_after_its_close_nothing_is_read_and_the_windows_stay_as_they_are() -> None:
+def test_closed_prefetcher_reads_and_changes_nothing() -> None:
     backend = StrictBackend()
     committed, stream, _ = large(backend)
     held, answered, found = Held(backend, 2), Answered(), np.full(stream.end, EMPTY, np.uint8)
@@ -201,7 +199,7 @@ def test_after_its_close_nothing_is_read_and_the_windows_stay_as_they_are() -> N
 
 
 @pytest.mark.parametrize("what", ["damaged", "missing"])
-def test_error_of_read_comes_with_look(what: str) -> None:
+def test_read_error_is_raised_by_look(what: str) -> None:
     backend = StrictBackend()
     committed, stream, right = large(backend)
     path = f"/a/b/{committed.manifest.segments[0].file}"
@@ -224,7 +222,7 @@ def test_error_of_read_comes_with_look(what: str) -> None:
     assert backend.open_files == 0
 
 
-def test_a_disk_that_does_not_answer_is_given_up_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_disk_times_out_and_close_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "GIVE_UP_S", 0.2)
     monkeypatch.setattr(feed_ahead, "POLL_S", 0.02)
     backend = StrictBackend()

@@ -58,7 +58,7 @@ def test_windows_become_complete_in_their_order(size: int, has_threads: bool, mo
     assert np.array_equal(target[: len(SAVED)], SAVED)
 
 
-def test_a_read_without_an_answer_is_counted_also_where_another_one_has_failed() -> None:
+def test_abandoned_read_is_counted_after_another_failed() -> None:
     backend, goes_on, answers_again = StrictBackend(), threading.Event(), threading.Event()
     ahead, turns = TransferBudget(backend), iter(range(2))
 

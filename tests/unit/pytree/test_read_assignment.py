@@ -58,7 +58,7 @@ def shared(backend: Any, arrays: dict[str, np.ndarray], boxes: dict[str, list[Bo
 
 
 @given(saves(), st.integers(1, 5))
-def test_each_block_is_of_one_share_and_shares_are_alike(
+def test_each_block_has_one_reader_with_equal_loads(
     save: tuple[dict[str, np.ndarray], dict[str, list[Box]]], processes: int
 ) -> None:
     _, records, streams = shared(StrictBackend(), *save, processes)
@@ -95,7 +95,7 @@ def test_shares_are_long_runs() -> None:
         assert numbers == list(range(numbers[0], numbers[0] + 250))
 
 
-def test_who_needs_a_part_reads_it_where_the_order_says_so() -> None:
+def test_given_order_assigns_parts_to_processes() -> None:
     block = 4 << 20
     streams = assign_reads([record(0, 0, 40 * block)], 4, block, lambda _: [2, 0, 3, 1])
     assert [stream.pieces[0].start // (10 * block) for stream in streams] == [1, 3, 0, 2]
@@ -103,7 +103,7 @@ def test_who_needs_a_part_reads_it_where_the_order_says_so() -> None:
 
 @given(saves(), st.integers(1, 4), st.integers(1, 5), st.data())
 @settings(deadline=None)
-def test_what_is_gathered_window_by_window_is_what_was_saved(
+def test_gathered_windows_make_the_saved_arrays(
     save: tuple[dict[str, np.ndarray], dict[str, list[Box]]], processes: int, pages: int, data: st.DataObject
 ) -> None:
     backend = StrictBackend()
@@ -122,7 +122,7 @@ def test_what_is_gathered_window_by_window_is_what_was_saved(
 
 @given(saves(), st.integers(2, 4), st.integers(1, 5), st.data())
 @settings(deadline=None)
-def test_what_is_exchanged_row_by_row_is_what_was_saved(
+def test_exchanged_rows_make_the_saved_arrays(
     save: tuple[dict[str, np.ndarray], dict[str, list[Box]]], processes: int, pages: int, data: st.DataObject
 ) -> None:
     backend = StrictBackend()
@@ -175,7 +175,7 @@ def _bands_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_bands_of_a_block")
 @given(saves(), st.integers(1, 4), st.data())
-def test_the_bytes_of_direct_reads_are_foreseen(
+def test_bytes_of_direct_reads_are_predicted(
     save: tuple[dict[str, np.ndarray], dict[str, list[Box]]], processes: int, data: st.DataObject
 ) -> None:
     committed = commit(StrictBackend(), "/a/b", save[0], StoreSettings(), boxes=save[1])
@@ -190,7 +190,7 @@ def test_the_bytes_of_direct_reads_are_foreseen(
 
 @pytest.mark.usefixtures("_bands_of_a_block")
 @given(st.data(), st.tuples(*[st.integers(1, 24)] * 3), st.integers(1, 3))
-def test_blocks_between_pieces_of_box_are_not_foreseen(data: st.DataObject, shape: tuple[int, ...], count: int) -> None:
+def test_predicted_bytes_of_boxes_are_upper_bound(data: st.DataObject, shape: tuple[int, ...], count: int) -> None:
     shape = (shape[0], shape[1], shape[2] * 64)
     array = commit(StrictBackend(), "/a/b", {"x": np.zeros(shape, np.float32)}, StoreSettings())
     (record,) = array.manifest.parts[0].arrays
@@ -206,7 +206,7 @@ def test_blocks_between_pieces_of_box_are_not_foreseen(data: st.DataObject, shap
         assert foreseen == read
 
 
-def test_boxes_that_share_blocks_are_not_counted_for_each() -> None:
+def test_blocks_shared_by_boxes_are_counted_once() -> None:
     array = ArrayRecord("x", (64, 64), "float32", (ChunkRecord(((0, 64), (0, 64)), 0, 0, 64 * 64 * 4, ""),))
     columns = tuple(((0, 64), (start, start + 8)) for start in range(0, 64, 8))
     whole = math.prod(array.shape) * 4

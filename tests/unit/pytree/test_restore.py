@@ -89,7 +89,7 @@ def test_big_endian_arrays_stay_big_endian(name: str, tmp_path: Path) -> None:
     assert_same(jct.load(tmp_path / "c", other), other)
 
 
-def test_numpy_arrays_however_they_lie_in_memory(tmp_path: Path) -> None:
+def test_numpy_arrays_of_any_memory_layout(tmp_path: Path) -> None:
     base = np.arange(120.0).reshape(4, 5, 6)
     memory = np.memmap(tmp_path / "memory", np.int16, "w+", shape=(7, 3))
     memory[:] = np.arange(21).reshape(7, 3)
@@ -194,7 +194,7 @@ def test_a_target_with_other_values_changes_nothing(tmp_path: Path) -> None:
     assert other["w"].tolist() == [0, 0, 0, 0]
 
 
-def test_targets_of_another_container_type_with_the_same_paths_fit(tmp_path: Path) -> None:
+def test_target_may_have_another_container_type(tmp_path: Path) -> None:
     found = round_trip({"x": jnp.arange(2), "y": [1, 2]}, tmp_path / "c", Point(jnp.zeros(2, jnp.int32), (0, 0)))
     assert found.x.tolist() == [0, 1]
     assert found.y == (1, 2)
@@ -246,16 +246,12 @@ def test_any_tree_comes_back(tmp_path_factory: pytest.TempPathFactory, tree: Any
 
 
 @pytest.mark.parametrize("like", [None, {"k": jax.random.key(0)}], ids=["no target", "target"])
-def test_a_key_that_this_jax_cannot_make_is_refused_by_name(
-    like: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_of_unknown_implementation_is_refused(like: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jct.save(tmp_path / "c", {"k": jax.random.key(1)})
 
     def refuse(*_: Any, **more: Any) -> None:
         raise ValueError(f"unrecognized PRNG implementation {more['impl']}")
 
     monkeypatch.setattr(jax.random, "wrap_key_data", refuse)
-    with pytest.raises(
-        jct.MismatchError, match=r"leaf 'k': saved as a key of implementation 'threefry2x32', .*unrecognized PRNG"
-    ):
+    with pytest.raises(jct.MismatchError, match=r"leaf 'k': .*'threefry2x32', .*unrecognized PRNG"):
         jct.load(tmp_path / "c", like)

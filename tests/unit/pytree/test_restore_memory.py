@@ -1,4 +1,4 @@
-"""Loads keep to `read_budget_bytes` for bytes that only pass, and put arrays while others are still being read."""
+"""Loads keep temporary bytes within `read_budget_bytes`, and put arrays while others are still being read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def content(number: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of more than the budget."""
+    """A checkpoint that is larger than the budget."""
     path = tmp_path_factory.mktemp("run") / "c"
     jct.save(path, {f"x{n:02d}": content(n) for n in range(LEAVES)})
     return path
@@ -54,7 +54,7 @@ def assert_loaded(found: dict[str, Any], dtype: Any) -> None:
         assert array.tobytes() == content(number).astype(dtype).tobytes()
 
 
-def test_what_is_converted_on_the_host_only_passes(path: Path, watch: Watch) -> None:
+def test_bytes_converted_on_host_keep_read_budget(path: Path, watch: Watch) -> None:
     like = {f"x{n:02d}": np.empty(LEAF_BYTES // 8, np.float32) for n in range(LEAVES)}
     found = jct.load(path, like, cast=True, settings=BUDGET)
     assert_loaded(found, np.float32)
@@ -63,7 +63,7 @@ def test_what_is_converted_on_the_host_only_passes(path: Path, watch: Watch) -> 
 
 
 class SlowDevice(DevicePuts):
-    """An accelerator: it copies what it is given, and has hold of that memory until someone waits for it."""
+    """An accelerator: it copies what it is given, and holds that memory until it is released."""
 
     held: collections.deque[np.ndarray]
 
@@ -77,11 +77,11 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.deque[n
     """A CPU device in the role of one that is slower than the disk: it releases one array for each check."""
     held = SlowDevice.held = collections.deque()
 
-    def let_go(generation: int) -> None:
+    def release_one(generation: int) -> None:
         if held:
             held.popleft()
 
-    monkeypatch.setattr(read_budget, "gc", SimpleNamespace(collect=let_go))
+    monkeypatch.setattr(read_budget, "gc", SimpleNamespace(collect=release_one))
     monkeypatch.setattr(read_budget, "STALL_S", 0.001)
     monkeypatch.setattr(arrivals, "DevicePuts", SlowDevice)
     monkeypatch.setattr(restore, "_leaves_host", lambda job, placement, default: True)
@@ -90,7 +90,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.deque[n
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32], ids=["as saved", "converted"])
-def test_what_goes_to_an_accelerator_only_passes(
+def test_bytes_for_accelerator_keep_read_budget(
     path: Path, watch: Watch, accelerator: collections.deque[np.ndarray], dtype: Any
 ) -> None:
     like = {f"x{n:02d}": jax.ShapeDtypeStruct((LEAF_BYTES // 8,), dtype) for n in range(LEAVES)}
@@ -123,13 +123,13 @@ class Gate(LocalBackend):
 def test_arrays_are_put_while_others_are_being_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Gate(beyond=(LEAVES - 2) * LEAF_BYTES)
 
-    class Telling(DevicePuts):
+    class SignalledPuts(DevicePuts):
         def put(self, *given: Any, **how: Any) -> Any:
             backend.gate.set()
             return super().put(*given, **how)
 
     monkeypatch.setattr(checkpoint, "_BACKEND", backend)
-    monkeypatch.setattr(arrivals, "DevicePuts", Telling)
+    monkeypatch.setattr(arrivals, "DevicePuts", SignalledPuts)
     with enable_x64(True):
         like = {f"x{n:02d}": jax.ShapeDtypeStruct((LEAF_BYTES // 8,), np.float64) for n in range(LEAVES)}
         assert_loaded(jct.load(path, like, settings=BUDGET), np.float64)

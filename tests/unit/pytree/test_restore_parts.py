@@ -57,15 +57,20 @@ def test_leaves_that_are_not_chosen_are_not_compared(path: Path) -> None:
     assert_same(jct.load(path, target, only="params/**"), {**target, "params": state(2.0)["params"]})
 
 
-def test_a_chosen_leaf_that_is_not_in_the_target_is_a_difference(path: Path) -> None:
-    with pytest.raises(jct.MismatchError, match=r"leaf 'params/dense/bias': saved float32\[4\], not in the target"):
+def test_selected_leaf_missing_in_target_is_refused(path: Path) -> None:
+    with pytest.raises(jct.MismatchError, match=r"leaf 'params/dense/bias': saved float32\[4\]"):
         jct.load(path, {"params": {"dense": {"kernel": S((3, 4), jnp.float32)}}}, only="params/**")
 
 
 @pytest.mark.parametrize("like", [None, state(1.0)], ids=["no target", "target"])
-def test_a_pattern_that_chooses_nothing_is_an_error(path: Path, like: Any) -> None:
-    with pytest.raises(jct.MismatchError, match=r"only='parms/\*\*' selects none of 6 leaves"):
-        jct.load(path, like, only="parms/**")
+@pytest.mark.parametrize(
+    ("only", "named"),
+    [("parms/**", r"'parms/\*\*'"), (["params/**", "typo/**"], r"'typo/\*\*'"), ([], r"\[\]")],
+    ids=["one", "one of two", "no pattern"],
+)
+def test_each_pattern_must_select_a_leaf(path: Path, only: Any, named: str, like: Any) -> None:
+    with pytest.raises(jct.MismatchError, match=f"only={named} selects none of 6 leaves"):
+        jct.load(path, like, only=only)
 
 
 def test_placeholders_skip_a_leaf_or_a_whole_subtree(path: Path) -> None:
@@ -78,10 +83,10 @@ def test_placeholders_skip_a_leaf_or_a_whole_subtree(path: Path) -> None:
 
 
 def test_placeholder_does_not_hide_other_leaves(path: Path) -> None:
-    with pytest.raises(
-        jct.MismatchError, match="differ in 1 leaf; nothing was read:\n  leaf 'opt/1/count': saved Python int"
-    ):
+    with pytest.raises(jct.MismatchError) as caught:
         jct.load(path, {"params": ..., "opt": [..., {"mu": ...}], "step": ...})
+    (difference,) = caught.value.differences
+    assert difference.startswith("leaf 'opt/1/count': saved Python int")
 
 
 def test_renamed_leaves_are_found_under_their_new_names(path: Path) -> None:
@@ -94,7 +99,7 @@ def test_renamed_leaves_are_found_under_their_new_names(path: Path) -> None:
 
 def test_missing_leaves_keep_their_value_where_asked(path: Path) -> None:
     target = {**state(1.0), "ema": {"a": jnp.full(3, 9.0), "b": "kept"}}
-    with pytest.raises(jct.MismatchError, match="leaf 'ema/a': not in the checkpoint, wanted float32") as caught:
+    with pytest.raises(jct.MismatchError, match="leaf 'ema/a': not in the checkpoint") as caught:
         jct.load(path, target)
     assert len(caught.value.differences) == 2
     found = jct.load(path, target, missing="keep")
@@ -104,18 +109,18 @@ def test_missing_leaves_keep_their_value_where_asked(path: Path) -> None:
 
 
 def test_an_abstract_leaf_has_no_value_to_keep(path: Path) -> None:
-    with pytest.raises(jct.MismatchError, match=r"leaf 'new': not in the checkpoint, wanted float32\[3\]"):
+    with pytest.raises(jct.MismatchError, match=r"leaf 'new': .* float32\[3\]"):
         jct.load(path, {**state(1.0), "new": S((3,), jnp.float32)}, missing="keep")
 
 
-def test_missing_says_nothing_of_what_is_saved_and_not_wanted(path: Path) -> None:
-    with pytest.raises(jct.MismatchError, match="leaf 'step': saved Python int, not in the target"):
+def test_missing_keep_does_not_allow_unwanted_leaves(path: Path) -> None:
+    with pytest.raises(jct.MismatchError, match=r"leaf 'step': .*not in the target"):
         jct.load(path, {name: leaf for name, leaf in state(1.0).items() if name != "step"}, missing="keep")
 
 
 @pytest.mark.timeout(30)
 def test_cast_that_fails_on_accelerator_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The CPU stands for the accelerator. The same with an out-of-memory error of device_put."""
+    """The CPU acts as the accelerator. An out-of-memory error of device_put takes the same path."""
     monkeypatch.setattr(restore, "_passes_through_host", lambda job, placement, default: True)
     tree = {f"x{n}": np.full(1 << 20, 1 << 20, np.int32) for n in range(20)}
     jct.save(tmp_path / "c", tree)
@@ -126,26 +131,18 @@ def test_cast_that_fails_on_accelerator_is_raised(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("only", ["params", "/params/**", "params/*", "param/**", ["params/**", "params/"]])
-def test_a_pattern_that_chooses_nothing_is_answered_with_one_that_does(path: Path, only: Any) -> None:
-    with pytest.raises(jct.MismatchError, match=r'none of 6 leaves, did you mean "params/\*\*"\?: \'(opt|params)/'):
+def test_pattern_without_match_suggests_one_that_matches(path: Path, only: Any) -> None:
+    with pytest.raises(jct.MismatchError, match=r'did you mean "params/\*\*"\?'):
         jct.load(path, only=only)
 
 
-@pytest.mark.parametrize("like", [None, state(1.0)], ids=["no target", "target"])
-def test_each_of_several_patterns_chooses_something(path: Path, like: Any) -> None:
-    with pytest.raises(jct.MismatchError, match=r"only='typo/\*\*' selects none of 6 leaves"):
-        jct.load(path, like, only=["params/**", "typo/**"])
-    with pytest.raises(jct.MismatchError, match=r"only=\[\] selects none of 6 leaves"):
-        jct.load(path, like, only=[])
-
-
 def test_rename_below_leaf_is_refused_before_reading(path: Path) -> None:
-    with pytest.raises(jct.MismatchError, match=r"leaf 'params/dense/kernel/x' would be below leaf '.*/kernel'"):
+    with pytest.raises(jct.MismatchError, match=r"'params/dense/kernel/x' .* leaf 'params/dense/kernel'"):
         jct.load(path, rename={"params/dense/bias": "params/dense/kernel/x"})
 
 
-def test_a_pattern_like_nothing_is_answered_with_names(path: Path) -> None:
-    with pytest.raises(jct.MismatchError, match=r"selects none of 6 leaves: 'opt/\*\*', 'params/\*\*'"):
+def test_error_for_unrelated_pattern_lists_names(path: Path) -> None:
+    with pytest.raises(jct.MismatchError, match=r"none of 6 leaves: 'opt/\*\*', 'params/\*\*'"):
         jct.load(path, only="zzz")
-    with pytest.raises(jct.MismatchError, match=r"selects none of 6 leaves: 'opt"):
+    with pytest.raises(jct.MismatchError, match=r"none of 6 leaves: 'opt"):
         jct.load(path, only=lambda name: False)

@@ -38,12 +38,12 @@ def donated_states(sharded: bool) -> tuple[dict[str, jax.Array], Any]:
         }
     step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
     first = step(state)
-    assert all(leaf.is_deleted() for leaf in state.values())  # the step donates indeed
+    assert all(leaf.is_deleted() for leaf in state.values()), "the step donates the state"
     return first, step
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one device", "eight devices"])
-def test_a_step_that_donates_the_state_right_after_save_changes_nothing(sharded: bool, tmp_path: Path) -> None:
+def test_donation_after_save_does_not_change_checkpoint(sharded: bool, tmp_path: Path) -> None:
     state, step = donated_states(sharded)
     for number in range(TIMES):
         expected = {name: raw(leaf) for name, leaf in state.items()} if number % 20 == 0 else None
@@ -59,7 +59,7 @@ def test_a_step_that_donates_the_state_right_after_save_changes_nothing(sharded:
             assert {name: raw(leaf) for name, leaf in loaded.items()} == expected
 
 
-def test_steps_go_on_while_several_saves_are_under_way(tmp_path: Path) -> None:
+def test_steps_continue_during_several_saves(tmp_path: Path) -> None:
     state, step = donated_states(sharded=True)
     pending = []
     for number in range(5):
@@ -71,7 +71,7 @@ def test_steps_go_on_while_several_saves_are_under_way(tmp_path: Path) -> None:
         assert raw(jct.load(tmp_path / str(number))["w"]) == raw(np.arange(4096, dtype=np.float32) + 2 * number + 1)
 
 
-def test_a_key_that_is_donated_right_after_save_is_saved_as_it_was(tmp_path: Path) -> None:
+def test_key_donated_after_save_is_saved_unchanged(tmp_path: Path) -> None:
     key = jax.random.split(jax.random.key(7), 4)
     expected = raw(key)
     pending = jct.save_async(tmp_path / "c", {"key": key}, settings=FAST)
@@ -98,7 +98,7 @@ def test_numpy_leaves_are_snapshot_at_call(tmp_path: Path) -> None:
         assert all((leaf == number).all() for leaf in jct.load(tmp_path / "c").values())
 
 
-def test_numpy_arrays_that_share_memory_with_the_state_are_copied() -> None:
+def test_numpy_leaves_that_share_memory_are_copied() -> None:
     array = np.arange(6.0)
     taken = snapshot({"a": array, "b": array[2:]})
     array[:] = -1
@@ -109,12 +109,12 @@ def test_a_deleted_array_is_refused_by_name(tmp_path: Path) -> None:
     array = jnp.arange(4.0)
     jax.jit(lambda x: x + 1, donate_argnums=0)(array)
     assert array.is_deleted()
-    with pytest.raises(jct.UnsupportedLeafError, match=r"'state': leaf 'params/w': the array was donated"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"'state': leaf 'params/w': .* donated"):
         jct.save_async(tmp_path / "c", {"params": {"w": array}})
     key = jax.random.key(0)
     jax.random.key_data(key).delete()
     key.delete()
-    with pytest.raises(jct.UnsupportedLeafError, match="leaf 'key': the array was donated"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'key': .* donated"):
         jct.save_async(tmp_path / "c", {"key": key})
     assert list(tmp_path.iterdir()) == []
 
@@ -125,7 +125,7 @@ def test_a_traced_value_is_refused_by_name(tmp_path: Path) -> None:
         jct.save(tmp_path / "c", {"x": x})
         return x
 
-    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'x': .* traced value; save outside of jit"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'x': .* traced value"):
         step(jnp.ones(3))
     assert list(tmp_path.iterdir()) == []
 
@@ -160,7 +160,7 @@ def test_every_element_is_taken_exactly_once(spec: tuple[Any, ...], boxes: int) 
     assert sum(chunk.data.nbytes for chunk in source.chunks) == array.nbytes
 
 
-def test_a_sharding_is_described_for_people() -> None:
+def test_sharding_is_described_by_mesh_and_spec() -> None:
     mesh = mesh_of(4, 2)
     assert describe_sharding(NamedSharding(mesh, PartitionSpec(("x", "y"), None))) == {
         "mesh": {"x": 4, "y": 2},
@@ -171,7 +171,7 @@ def test_a_sharding_is_described_for_people() -> None:
 
 
 class HalfStatic(NamedTuple):
-    """A node that is walked field by field here, while its JAX registration has another second leaf."""
+    """A node whose fields are all leaves here, while its JAX registration makes `n` static data."""
 
     w: Any
     n: int
@@ -184,7 +184,7 @@ def test_namedtuple_that_jax_flattens_otherwise_keeps_its_fields() -> None:
     assert [array.name for array in taken.arrays] == ["a/w"]
 
 
-def test_axes_whose_names_are_no_unicode_are_described_as_json_can_hold_them() -> None:
+def test_invalid_unicode_in_axis_names_is_escaped() -> None:
     mesh = jax.make_mesh((4, 2), ("x\udcff", "y"), axis_types=(AxisType.Auto,) * 2)
     described = describe_sharding(NamedSharding(mesh, PartitionSpec(("x\udcff", "y"), None)))
     assert described == {"mesh": {"x\\udcff": 4, "y": 2}, "spec": [["x\\udcff", "y"], None]}

@@ -17,11 +17,11 @@ from jaxckpt_train.pytree.copies import TransferBudget
 KIB = 1 << 10
 STAGING_BYTES = 1 << 20
 LEAF_BYTES = 256 * KIB
-BOUND_BYTES = STAGING_BYTES + LEAF_BYTES  # a thread that comes before its turn takes one more
+BOUND_BYTES = STAGING_BYTES + LEAF_BYTES  # a thread that fetches before its turn takes one leaf more
 
 
 class Total:
-    """What all bounds of a test have let through together, and the most of it."""
+    """The bytes under way in all budgets of a test together, now and at most."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -61,7 +61,7 @@ def parts(leaves: int) -> dict[str, Any]:
 
 
 def saved(monkeypatch: pytest.MonkeyPatch, path: Path, mode: Any) -> int:
-    """The most that was on its way at a time."""
+    """Save three checkpointables, and return the most bytes that were under way at a time."""
     total = Total()
     monkeypatch.setattr(saving, "TransferBudget", total.made)
     monkeypatch.setattr(device_leaves, "TransferBudget", total.made)
@@ -76,14 +76,14 @@ def saved(monkeypatch: pytest.MonkeyPatch, path: Path, mode: Any) -> int:
 
 
 @pytest.mark.parametrize("mode", ["stream", "device"])
-def test_all_checkpointables_together_have_no_more_on_their_way(
+def test_checkpointables_together_keep_the_staging_limit(
     mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     most = saved(monkeypatch, tmp_path / "c", mode)
     assert LEAF_BYTES < most <= BOUND_BYTES
 
 
-def test_the_count_would_see_what_is_not_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_counter_detects_transfers_without_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stage = saving._stage
     monkeypatch.setattr(saving, "_stage", lambda *given: stage(*given[:-2], saving.TransferBudget(1 << 40), None))
     assert saved(monkeypatch, tmp_path / "c", "stream") > BOUND_BYTES

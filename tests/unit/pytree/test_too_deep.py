@@ -44,7 +44,7 @@ TREES = [lambda make=make: deep(make) for make in MAKERS] + [lambda: itself(lamb
 
 
 class Counter:
-    """An object whose state is such a tree."""
+    """An object whose state is the given tree."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
@@ -95,16 +95,14 @@ def test_tree_that_is_too_deep_is_refused_everywhere(
     jct.save(tmp_path / "a", {"a": np.arange(3)})
     with pytest.raises(UnsupportedLeafError):
         way(tmp_path, make())
-    jct.save(tmp_path / "c", deep(MAKERS[0], 100))  # the process can go on
+    jct.save(tmp_path / "c", deep(MAKERS[0], 100))  # the process continues
     assert jax.tree.leaves(jct.load(tmp_path / "c"))[0].tolist() == [1.0, 1.0]
     assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize("name", ["transforms", "rename", "only"])
 @pytest.mark.parametrize("make", MAKERS[:3])
-def test_arguments_that_are_too_deep_to_be_shown_are_refused(
-    name: str, make: Callable[[Any], Any], tmp_path: Path
-) -> None:
+def test_too_deep_arguments_are_refused(name: str, make: Callable[[Any], Any], tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"a": np.arange(3)})
     if name == "only" and isinstance(deep(make, 1), dict):
         pytest.skip("a collection of texts")
@@ -112,7 +110,7 @@ def test_arguments_that_are_too_deep_to_be_shown_are_refused(
         jct.load(tmp_path / "a", **{name: deep(make)})
 
 
-def test_a_tree_that_holds_one_container_very_often_is_not_walked_each_time(tmp_path: Path) -> None:
+def test_shared_container_is_not_walked_repeatedly(tmp_path: Path) -> None:
     tree: Any = {"w": np.ones(2)}
     for _ in range(500):
         tree = [tree, tree]

@@ -24,14 +24,14 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Device:
-    """Where fake arrays lie: what it was asked for, and what is under way to the host.
+    """A fake device: records which transfers to the host were started, and checks their limit.
 
     Attributes:
         started: numbers of the arrays whose transfer was started before they were fetched, in that order.
-        alone: numbers of those that were fetched before their turn, and started by that.
+        alone: numbers of the arrays that were fetched before their turn, which started their transfer.
         wanted: numbers of the arrays that were fetched.
-        on_host: sizes of those that are there or on their way, until nobody holds them.
-        ahead: how much that may be when another one is started; one may always be, and what is fetched already.
+        on_host: sizes of the arrays that are on the host or on their way there, until nothing refers to them.
+        ahead: the most bytes on the host after a transfer is started ahead. One array may always be larger.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -73,7 +73,7 @@ class FakeArray:
 
 
 class FakePlace:
-    """What the writer has of it."""
+    """A lazy array as the writer sees it: records that it was fetched."""
 
     def __init__(self, device: Device, number: int, place: Any) -> None:
         self._device, self._number, self._place = device, number, place
@@ -92,10 +92,8 @@ def filled(device: Device, sizes: list[int]) -> tuple[Transfers, list[FakePlace]
 
 
 @given(st.data(), st.lists(st.integers(1, 50), max_size=12), st.sampled_from([1, 10, 60, 10_000]))
-def test_any_order_of_fetches_gives_each_array_and_keeps_within_the_bound(
-    data: st.DataObject, sizes: list[int], ahead: int
-) -> None:
-    """The device itself checks the bound; what was fetched is kept for a while, as a writer does."""
+def test_fetches_in_any_order_keep_the_bound(data: st.DataObject, sizes: list[int], ahead: int) -> None:
+    """The device checks the bound; some fetched arrays are held for a while, as a writer does."""
     device = Device(ahead)
     transfers, places = filled(device, sizes)
     held: list[np.ndarray] = []
@@ -120,7 +118,7 @@ def test_in_order_every_transfer_is_started_ahead() -> None:
     assert transfers.done.is_open()
 
 
-def test_what_is_not_dropped_yet_keeps_the_next_from_coming() -> None:
+def test_held_arrays_delay_further_transfers() -> None:
     device = Device(ahead=25)
     _, places = filled(device, [10] * 6)
     held = [places[0].fetch(), places[1].fetch()]
@@ -130,14 +128,14 @@ def test_what_is_not_dropped_yet_keeps_the_next_from_coming() -> None:
     assert (device.started, device.alone) == ([0, 1, 3], [2])
 
 
-def test_an_array_larger_than_all_comes_alone() -> None:
+def test_array_larger_than_the_bound_comes_alone() -> None:
     device = Device(ahead=25)
     _, places = filled(device, [100, 100, 10])
     assert device.started == [0]
     assert [place.fetch().nbytes for place in places] == [100, 100, 10]
 
 
-def test_an_array_that_was_fetched_before_its_turn_is_not_started_again() -> None:
+def test_array_fetched_early_is_not_started_again() -> None:
     device = Device(ahead=20)
     _, places = filled(device, [10] * 5)
     places[3].fetch()
@@ -147,7 +145,7 @@ def test_an_array_that_was_fetched_before_its_turn_is_not_started_again() -> Non
     assert (device.started, device.alone) == ([0, 1, 2, 4], [3])
 
 
-def test_an_array_without_elements_is_here_at_once() -> None:
+def test_empty_array_needs_no_transfer() -> None:
     transfers = Transfers(TransferBudget(10))
     place = transfers.add(jnp.zeros((0, 8), jnp.bfloat16))
     assert isinstance(place, np.ndarray)
@@ -156,7 +154,7 @@ def test_an_array_without_elements_is_here_at_once() -> None:
     assert transfers.done.is_open()
 
 
-def test_what_is_to_come_tells_its_form() -> None:
+def test_lazy_array_has_shape_and_dtype() -> None:
     array = jnp.ones((3, 5), jnp.bfloat16)
     place = Transfers(TransferBudget(1)).add(array)
     assert isinstance(place, LazyArray)
@@ -165,7 +163,7 @@ def test_what_is_to_come_tells_its_form() -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 1000, 1 << 30])
-def test_arrays_of_real_devices_come_and_are_let_go(ahead: int) -> None:
+def test_arrays_of_real_devices_are_fetched_and_released(ahead: int) -> None:
     pinned = []
 
     def start(several: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -189,8 +187,8 @@ def test_arrays_of_real_devices_come_and_are_let_go(ahead: int) -> None:
 
 
 @pytest.mark.parametrize("is_ours", [False, True])
-def test_view_is_only_taken_of_what_is_ours(is_ours: bool) -> None:
-    """A step on a GPU that is given the memory of a view fails."""
+def test_view_is_taken_only_of_own_arrays(is_ours: bool) -> None:
+    """On a GPU, a step fails if it is given memory that has a view."""
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     array = jax.device_put(jnp.arange(5000.0), there)
     transfers = Transfers(TransferBudget(1 << 20))
@@ -215,7 +213,7 @@ def test_several_threads_fetch_each_once() -> None:
     assert sorted(device.started + device.alone) == list(range(200))
 
 
-def test_nothing_to_bring_is_done_when_it_begins() -> None:
+def test_empty_transfers_are_done_at_once() -> None:
     transfers = Transfers(TransferBudget(10))
     assert not transfers.done.is_open()
     transfers.begin()

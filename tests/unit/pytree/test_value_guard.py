@@ -53,7 +53,7 @@ def test_an_inf_in_an_array_is_found(dtype: str, where: Any) -> None:
 
 @pytest.mark.parametrize("order", ["=", ">"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_and_inf_are_found_in_every_dtype_that_can_hold_them(dtype: str, order: Any) -> None:
+def test_nan_and_inf_are_found_in_every_dtype(dtype: str, order: Any) -> None:
     for value in (np.nan, np.inf):
         array = np.zeros(3, DTYPES[dtype])
         with contextlib.suppress(ValueError, OverflowError), np.errstate(all="ignore"):  # integers and small floats
@@ -87,13 +87,13 @@ def test_single_number_may_be_inf_and_not_nan() -> None:
     assert flaws(tree) == dict.fromkeys(("lost", "lost_host", "lost_python", "lost_complex"), "nan")
 
 
-def test_what_is_no_float_has_no_flaws() -> None:
+def test_leaves_without_floats_have_no_flaws() -> None:
     tree = {"n": jnp.arange(3), "b": np.ones(3, bool), "key": jax.random.key(0), "none": None, "i": 3, "empty": {}}
     assert flaws(tree) == {}
     assert flaws({"nothing": jnp.zeros((0, 4)), "host": np.zeros((0, 4))}) == {}
 
 
-def test_one_shard_of_many_is_enough() -> None:
+def test_nan_in_one_shard_is_found() -> None:
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     array = np.ones((8, 8), np.float32)
     array[7, 7] = np.nan
@@ -117,7 +117,7 @@ def test_arrays_of_many_devices_are_checked_together(monkeypatch: pytest.MonkeyP
     assert flaws(tree) == {f"x{n:02d}": "nan" for n in range(40) if n % 7 == 3}
 
 
-def test_what_is_offloaded_is_looked_at_where_it_is() -> None:
+def test_offloaded_arrays_are_checked() -> None:
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     assert flaws({"w": jax.device_put(jnp.full(4, jnp.inf), there), "good": jax.device_put(jnp.ones(4), there)}) == {
         "w": "inf"
@@ -129,15 +129,14 @@ def test_a_guard_against_transfers_is_not_tripped(tmp_path: Path) -> None:
         assert flaws({"w": jnp.ones(4)}) == {}
 
 
-def test_a_state_with_nan_is_refused_and_the_step_before_stays(tmp_path: Path) -> None:
+def test_state_with_nan_is_rejected_as_a_step(tmp_path: Path) -> None:
     good = {"params": {"w": jnp.ones(5)}, "best": jnp.float32(np.inf)}
     bad = {"params": {"w": jnp.ones(5).at[3].set(jnp.nan)}, "best": jnp.float32(1.0)}
     with jct.StepManager(tmp_path, settings=REJECT) as manager:
         manager.save(1, {"state": good})
         manager.wait()
         manager.save(2, {"state": bad, "ema": {"w": jnp.full(2, -jnp.inf)}})
-        message = r"2 leaves hold nan or inf: 'state/params/w' \(nan\), 'ema/w' \(inf\)"
-        with pytest.raises(jct.NonFiniteError, match=message) as caught:
+        with pytest.raises(jct.NonFiniteError, match=r"\(nan\), .*\(inf\)") as caught:
             manager.wait()
         assert caught.value.leaves == ("state/params/w", "ema/w")
         assert manager.steps == [1]
@@ -154,7 +153,7 @@ def test_guard_checks_state_of_the_call(tmp_path: Path) -> None:
     pending = jct.save_async(tmp_path / "c", {"w": state}, settings=REJECT)
     state = step(state)
     pending.wait()
-    with pytest.raises(jct.NonFiniteError, match=r"1 leaf holds nan or inf: 'state/w' \(nan\)"):
+    with pytest.raises(jct.NonFiniteError, match=r"'state/w' \(nan\)"):
         jct.save(tmp_path / "d", {"w": state}, settings=REJECT)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
@@ -170,12 +169,14 @@ def test_every_way_to_take_a_snapshot_is_guarded(mode: Any, tmp_path: Path) -> N
 def test_a_warning_saves_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tree = {f"w{n}": np.full(3, np.nan) for n in range(7)}
     jct.save(tmp_path / "c", tree, settings=jct.StoreSettings(nonfinite="warn"))
-    assert "7 leaves hold nan or inf: 'state/w0' (nan), " in caplog.text
-    assert "and 2 more; saved anyway" in caplog.text
+    (message,) = caplog.messages
+    assert "7 leaves" in message
+    assert "'state/w0' (nan)" in message
+    assert "2 more" in message
     assert np.isnan(jct.load(tmp_path / "c")["w6"]).all()
 
 
-def test_by_default_nothing_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_not_checked_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.pytree.snapshot.ValueGuard", pytest.fail)
     jct.save(tmp_path / "c", {"w": np.full(3, np.nan)})
 

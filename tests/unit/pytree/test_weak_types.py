@@ -74,7 +74,7 @@ def test_weak_arrays_keep_their_sharding(spec: PartitionSpec, shape: tuple[int, 
     assert_same(jct.load(tmp_path / "c", shardings=place), weak)
 
 
-def test_without_jaxs_internal_call_weak_types_are_kept_or_reported(
+def test_weak_types_without_internal_call_kept_or_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     odd = device_put.weakly_typed("odd", jnp.ones(3, jnp.bfloat16))
@@ -101,9 +101,7 @@ def test_types_that_numpy_cannot_have_are_reported_once(
     assert ["leaf 'a/x'" in message for message in caplog.messages] == [True]
 
 
-def test_64_bit_arrays_load_without_x64_only_as_far_as_nothing_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_64_bit_arrays_load_without_x64_if_lossless(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with enable_x64(True):
         tree = {"weak": jnp.asarray(0.1), "n": jnp.asarray(2**40)}
         jct.save(tmp_path / "c", tree, settings=FAST)

@@ -1,4 +1,4 @@
-"""Saving and loading through JAX's Colocated Python, as its CPU backend has it: each device stands for a host."""
+"""Processes that save through JAX's Colocated Python on its CPU backend: each device acts as a host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.colocated_states import MIB
 
 @pytest.fixture(autouse=True)
 def _cuts_of_a_mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small arrays are cut as large ones are."""
+    """Cut small arrays as large ones are cut."""
     monkeypatch.setattr(colocated_taking, "LEAST_CUT_BYTES", MIB)
 
 
@@ -28,7 +28,8 @@ def test_colocated_python_without_its_pickler_is_reported(run_python: RunPython,
     done = run_python(script, tmp_path / "c")
     assert done.returncode == 1
     assert done.stdout == ""
-    assert "SettingsError: StoreSettings.colocated: JAX's Colocated Python needs the package cloudpickle" in done.stderr
+    assert "SettingsError: StoreSettings.colocated" in done.stderr
+    assert "cloudpickle" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

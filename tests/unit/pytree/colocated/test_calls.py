@@ -1,4 +1,4 @@
-"""Calls of hosts: one at a time for each host, and none waits for a host that never finishes."""
+"""Calls to hosts: one at a time for each host, and none waits for a host that never finishes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.colocated_states import HOSTS, MIB
 from tests.support.same_trees import assert_same
 
 
-def test_the_next_call_is_of_a_host_that_has_nothing_to_do() -> None:
+def test_next_call_goes_to_idle_host() -> None:
     turns = HostQueue(["a", "a", "b", "a", "b"])
     assert [turns.take(), turns.take()] == [0, 2]
     turns.release(2)
@@ -26,7 +26,7 @@ def test_the_next_call_is_of_a_host_that_has_nothing_to_do() -> None:
     assert turns.take() == 1
 
 
-@pytest.mark.parametrize("is_ended", [False, True], ids=["let go", "ended"])
+@pytest.mark.parametrize("is_ended", [False, True], ids=["released", "ended"])
 def test_wait_for_host_ends_on_release(is_ended: bool) -> None:
     turns, taken = HostQueue(["a", "a"]), list[int | None]()
     assert turns.take() == 0
@@ -40,7 +40,7 @@ def test_wait_for_host_ends_on_release(is_ended: bool) -> None:
     assert taken == [None if is_ended else 1]
 
 
-def test_after_the_end_nothing_is_begun() -> None:
+def test_ended_queue_gives_no_calls() -> None:
     turns = HostQueue(["a", "b"])
     turns.end()
     assert [turns.take(), turns.take()] == [None, None]

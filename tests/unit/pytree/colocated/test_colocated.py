@@ -38,7 +38,7 @@ from tests.support.same_trees import assert_same, raw
 
 @pytest.fixture(autouse=True)
 def _cuts_of_a_mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small arrays are cut as large ones are."""
+    """Cut small arrays as large ones are cut."""
     monkeypatch.setattr(colocated_taking, "LEAST_CUT_BYTES", MIB)
 
 
@@ -79,7 +79,7 @@ def test_all_kinds_of_leaves_come_back(tmp_path: Path, saving: jct.StoreSettings
     assert done.bytes == sum(file.stat().st_size for file in (tmp_path / "c" / "state").iterdir())
 
 
-def test_what_is_stored_is_that_of_any_save(tmp_path: Path) -> None:
+def test_hosts_store_same_chunks_as_plain_saves(tmp_path: Path) -> None:
     tree = {"a": spread(numbers(64, 1024), (8,), "x"), "b": jax.device_put(numbers(3), jax.devices()[2])}
     found = []
     for name, settings in (("hosts", HOSTS), ("plain", PLAIN)):
@@ -108,7 +108,7 @@ def test_replicas_are_shared_among_the_writers(tmp_path: Path) -> None:
 
 
 def test_replicas_that_are_small_are_shared_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each cut is compiled for each device: the loop would stand still at the first save."""
+    """Each cut is compiled for each device, which would block the loop at the first save."""
     monkeypatch.undo()
     tree = {str(number): spread(numbers(1024, 1024 + 2 * number), (4, 2), None, "y") for number in range(8)}
     jct.save(tmp_path / "c", tree, settings=HOSTS)
@@ -119,7 +119,7 @@ def test_replicas_that_are_small_are_shared_whole(tmp_path: Path, monkeypatch: p
     assert max(written.values()) <= 0.126 * sum(written.values())
 
 
-def test_each_box_is_read_once_and_copied_to_the_other_devices(tmp_path: Path) -> None:
+def test_box_is_read_once_and_copied_to_replicas(tmp_path: Path) -> None:
     tree = {
         "a": spread(numbers(512, 1024), (8,)),
         "b": spread(numbers(512, 1024), (4, 2), "y"),
@@ -156,7 +156,7 @@ def test_64_bit_types_stay(tmp_path: Path) -> None:
         jct.load(tmp_path / "c", shardings=SingleDeviceSharding(jax.devices()[1]), settings=HOSTS)
 
 
-def test_a_step_that_donates_the_state_right_after_save_changes_nothing(tmp_path: Path) -> None:
+def test_donation_after_save_does_not_change_checkpoint(tmp_path: Path) -> None:
     step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
     state = {"w": spread(numbers(256, 256), (4, 2), "x"), "r": spread(numbers(1024, 1024), (8,))}
     state = step(state)
@@ -180,7 +180,7 @@ def test_steps_of_a_run_are_saved_and_restored(tmp_path: Path) -> None:
     assert set(written_by(tmp_path / "run" / "step-0000000004")) == set(range(1, 9))
 
 
-def test_nan_is_looked_for_as_in_any_save(tmp_path: Path) -> None:
+def test_save_by_hosts_rejects_nan(tmp_path: Path) -> None:
     strict = jct.StoreSettings(colocated=True, nonfinite="reject")
     with pytest.raises(jct.NonFiniteError, match="'state/w'"):
         jct.save(tmp_path / "c", {"w": spread(np.array([1.0, np.nan] * 4, np.float32), (8,), "x")}, settings=strict)
@@ -194,13 +194,13 @@ def test_damage_that_host_finds_names_host_and_leaf(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(jct.CorruptCheckpointError, match=r"^host \S+ \(of cpu:3, process \d+\).*p00004-s000.*leaf 'a'"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"^host \S+ \(of cpu:3, .*p00004-s000.*leaf 'a'"):
         jct.load(tmp_path / "c", like=abstract(tree), settings=HOSTS)
     jct.load(tmp_path / "c", like=abstract(tree), settings=jct.StoreSettings(colocated=True, verify_on_load=False))
 
 
 class _MountedElsewhere(LocalBackend):
-    """The storage of a controller that the hosts do not share: it has the checkpoint by another name."""
+    """The storage of a controller that the hosts do not share: the checkpoint has another name there."""
 
     def __init__(self, name: str, real: str) -> None:
         self._name, self._real = name, real
@@ -210,7 +210,7 @@ class _MountedElsewhere(LocalBackend):
 
 
 @pytest.mark.parametrize("sees_another", [False, True], ids=["none", "another one"])
-def test_a_host_that_does_not_see_the_checkpoint_is_not_taken_for_damage(tmp_path: Path, sees_another: bool) -> None:
+def test_checkpoint_invisible_to_host_is_not_damage(tmp_path: Path, sees_another: bool) -> None:
     array = spread(numbers(16), (8,), "x")
     jct.save(tmp_path / "c", {"a": array}, settings=HOSTS)
     if sees_another:
@@ -219,7 +219,7 @@ def test_a_host_that_does_not_see_the_checkpoint_is_not_taken_for_damage(tmp_pat
     committed = open_committed(files, str(tmp_path / "mounted"))
     record = committed.manifest.parts[0].arrays[0]
     leaf = HostLeaf(record, device_placement("a", array.shape, array.sharding), np.dtype(np.float32))
-    with pytest.raises(CheckpointError, match=r"host \S+ .*that host finds none, or another one") as raised:
+    with pytest.raises(CheckpointError, match=r"host \S+ .*/mounted") as raised:
         HostReads(files, committed, HOSTS, [leaf]).load(None)
     assert type(raised.value) is CheckpointError
 
@@ -261,12 +261,12 @@ def test_long_error_is_cut(tmp_path: Path) -> None:
     assert answered.nbytes == room < 50_000
     answer = decode_answer(np.asarray(answered))
     assert answer.error is not None
-    assert b"SettingsError: StoreSettings.digest: expected one of" in answer.error
+    assert b"SettingsError: StoreSettings.digest" in answer.error
     with pytest.raises(CheckpointError, match="bytes, expected at most"):
         answer_array(Answer("h", 1, error=b"x" * room), room)
 
 
-def test_which_runtimes_have_their_devices_on_other_hosts() -> None:
+def test_single_controller_runtimes_are_recognised() -> None:
     assert [
         kind for kind in ("pjrt_ifrt", "proxy/pathways", "pathways", "proxy", "") if is_single_controller(kind)
     ] == [
@@ -276,7 +276,7 @@ def test_which_runtimes_have_their_devices_on_other_hosts() -> None:
     assert [cpu_device_of(device) for device in jax.devices("cpu")] == jax.devices("cpu")
 
 
-def test_on_such_a_runtime_the_hosts_do_it_without_being_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_single_controller_runtime_uses_hosts_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(colocated_devices, "is_single_controller", lambda kind: kind == "pjrt_ifrt")  # as here
     tree = everything()
     jct.save(tmp_path / "c", tree)
@@ -287,7 +287,7 @@ def test_on_such_a_runtime_the_hosts_do_it_without_being_asked(monkeypatch: pyte
 
 
 def test_controller_arrays_do_not_block_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Such a process has two runtimes; here the first device stands for the other one."""
+    """Such a process has two runtimes; here the first device acts as the local one."""
     first, second = jax.devices()[:2]
     monkeypatch.setattr(colocated_devices, "is_single_controller", lambda kind: True)
     monkeypatch.setattr(colocated_taking, "runs_on_hosts", lambda sharding, _: sharding.device_set != {first})
@@ -299,5 +299,5 @@ def test_controller_arrays_do_not_block_hosts(monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.parametrize("value", ["yes", 1, None, "True"])
 def test_a_wrong_setting_is_refused(value: Any) -> None:
-    with pytest.raises(jct.SettingsError, match=r"StoreSettings\.colocated: expected one of 'auto', True, False"):
+    with pytest.raises(jct.SettingsError, match=r"StoreSettings\.colocated"):
         jct.StoreSettings(colocated=value)
