@@ -1,4 +1,4 @@
-"""A grace period is a deadline wherever the loop is; what devices compute, and time that nobody waited, is no stall."""
+"""A save given up at the end of the grace period, in a real process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back() -> Iterator[None]:
-    """But those of a process that leaves, which ignore the signals that may still come."""
+    """Restore the handlers, which ignore further signals once a process leaves."""
     with handlers_put_back(*WATCHED, may_end=True):
         yield
 

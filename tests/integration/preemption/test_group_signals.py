@@ -1,4 +1,4 @@
-"""Signals to the whole process group, as schedulers send them: helper processes of the loop die of them, too."""
+"""Signals to the whole process group, as schedulers send them: worker processes of the loop die of them, too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.tiers import nightly_after
 
 pytestmark = pytest.mark.timeout(180)
 
-# Each loop waits for a helper process for ever in update 3; the position in the data is checked by what comes next.
+# Each loop waits for a worker process without end in update 3; the next batch shows the position in the data.
 HEAD = """
 import concurrent.futures, functools, multiprocessing, sys, time
 import grain
@@ -114,7 +114,7 @@ if __name__ == "__main__":
         ],
     ),
 )
-def test_death_of_helpers_does_not_win_over_request(
+def test_death_of_workers_keeps_shutdown_request(
     tmp_path: Path, make: str, method: str, update: str, name: str
 ) -> None:
     pytest.importorskip("grain")
@@ -134,7 +134,7 @@ def test_death_of_helpers_does_not_win_over_request(
             errors = job.communicate(timeout=90)[1]
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)  # with the workers, if the job has left some
+                os.killpg(job.pid, signal.SIGKILL)  # with any workers that the job left
     assert job.returncode == 75, errors
     assert "Traceback" in errors  # of the loop's error
     manager = jct.StepManager(run)

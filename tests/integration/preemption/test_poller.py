@@ -1,4 +1,4 @@
-"""Polled sources against servers that hang, break off, send garbage, and recover: each problem is logged once."""
+"""A polled source in a process that forks."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ def test_forked_child_does_not_disturb_polling_parent() -> None:
         assert process.read() == "child 7"
         go_on.set()
         assert process.finish() == (0, "left 4\nthreads 1 False\n")
-        assert server.requests.empty(), "the request that was under way at the fork was answered"
+        assert server.requests.empty()

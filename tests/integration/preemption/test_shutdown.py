@@ -1,4 +1,4 @@
-"""The last save of a job that leaves: signals that keep coming, a disk that is slow, a disk that refuses."""
+"""The last save of a preempted process, with repeated signals and forked children."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _handlers_are_put_back() -> Iterator[None]:
 
 
 def check_saved(directory: Path, step: int) -> None:
-    """Exactly this step is there, with the position in the data that belongs to it."""
+    """Check that the run has exactly this step, with its position in the data."""
     manager = jct.StepManager(directory)
     assert manager.steps == [step]
     restored = manager.restore({"state": state_of(0), "data": Counter()})
@@ -96,7 +96,7 @@ OWN = """
 
 
 @pytest.mark.parametrize("loop", [NESTED, OWN])
-def test_a_signal_that_comes_again_at_the_end_changes_no_exit_code(tmp_path: Path, loop: str, run_python: Any) -> None:
+def test_signal_at_exit_keeps_the_exit_code(tmp_path: Path, loop: str, run_python: Any) -> None:
     assert run_python(AGAIN + loop, tmp_path).returncode == 75
     assert jct.StepManager(tmp_path / "a").steps == [3]
 

@@ -1,4 +1,4 @@
-"""Asked to leave by a real signal, with a disk that is really slow: the last save is begun only if it can end."""
+"""A signal and a slow disk: the last save is started only if it can finish in time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ with callback_on(SlowBackend(12_004 / 1.2), sys.argv[1], **options) as ckpt:
 """
 
 
-def test_a_process_ends_within_the_grace_period_instead_of_beginning_what_cannot_end(tmp_path: Path) -> None:
+def test_process_ends_within_grace_period(tmp_path: Path) -> None:
     with talking_to(IN_TIME, tmp_path) as job:
         assert job.read() == "ready"
         asked_at = time.monotonic()
@@ -53,4 +53,4 @@ def test_a_process_ends_within_the_grace_period_instead_of_beginning_what_cannot
     assert jct.StepManager(tmp_path).steps == [6]
     events = jct.StepManager(tmp_path).history.events()
     assert [event["event"] for event in events] == ["start", "resumed", "save", "preempted", "end"]
-    assert events[-2]["plan"].startswith("keeping step 6: no time to save step ")
+    assert events[-2]["plan"].startswith("keeping step 6: no time")

@@ -1,4 +1,4 @@
-"""Handlers of several notices, of the user and of C, closed in any order or never: no signal is swallowed."""
+"""Handlers of callbacks in real processes, removed in any order or never: no signal is lost."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ send()
 @pytest.mark.parametrize(
     "script", [IN_ORDER, DROPPED, PUT_BACK, FORKED], ids=["in order", "dropped", "put back", "fork"]
 )
-def test_what_is_left_of_callbacks_lets_sigterm_end_the_process(tmp_path: Path, run_python: Any, script: str) -> None:
+def test_closed_callbacks_let_sigterm_end_the_process(tmp_path: Path, run_python: Any, script: str) -> None:
     done = run_python(HEAD + script, tmp_path, timeout_s=60)
     assert (done.returncode, done.stdout) == (-TERM, ""), done.stderr
 
@@ -68,7 +68,7 @@ def test_what_is_left_of_callbacks_lets_sigterm_end_the_process(tmp_path: Path, 
 STILL_ONE = "a, b = started('a'), started('b'); a.close(); send(); assert b.poll(); b.close(); send()"
 
 
-def test_one_that_is_not_closed_still_hears_it(tmp_path: Path, run_python: Any) -> None:
+def test_open_callback_still_gets_signals(tmp_path: Path, run_python: Any) -> None:
     done = run_python(HEAD + STILL_ONE, tmp_path, timeout_s=60)
     assert (done.returncode, done.stdout) == (-TERM, "lives on\n"), done.stderr
 
@@ -84,7 +84,7 @@ with jct.CheckpointCallback(f"{sys.argv[1]}/run", save_interval_steps=10) as ckp
 
 
 @pytest.mark.parametrize("times", [1, 5, 20])
-def test_a_signal_that_is_sent_again_does_not_change_the_exit_code(tmp_path: Path, times: int) -> None:
+def test_repeated_signal_keeps_the_exit_code(tmp_path: Path, times: int) -> None:
     variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", HEAD + LEAVES, str(tmp_path)]
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -129,7 +129,7 @@ with jct.CheckpointCallback(sys.argv[1], **notice, grace_period_s=20) as ckpt:
         ("time", "SIGUSR1 SIGTERM"),
     ],
 )
-def test_another_kind_of_signal_does_not_change_the_exit_code(tmp_path: Path, first: str, second: str) -> None:
+def test_second_kind_of_signal_keeps_exit_code(tmp_path: Path, first: str, second: str) -> None:
     command = [sys.executable, "-c", HEAD + LEAVES_SLOWLY, str(tmp_path / "run"), str(tmp_path / "notice"), first]
     variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_PLATFORMS": "cpu"}
     pipe: Any = subprocess.PIPE
@@ -161,6 +161,6 @@ send()
 """
 
 
-def test_process_that_lives_on_gets_signal_after_while(tmp_path: Path, run_python: Any) -> None:
+def test_surviving_process_gets_signals_after_a_while(tmp_path: Path, run_python: Any) -> None:
     done = run_python(HEAD + LIVES_ON, tmp_path, timeout_s=60)
     assert (done.returncode, done.stdout) == (-TERM, "lives on\nlives on\n"), done.stderr

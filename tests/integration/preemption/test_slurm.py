@@ -1,4 +1,4 @@
-"""Slurm requeues a job that has left: by a stand-in for `scontrol`, which works, refuses, hangs or is missing."""
+"""Slurm requeues a preempted job: with a fake `scontrol` that works, refuses, hangs or is missing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.cluster_programs import in_slurm_job, put_on_path
 from tests.support.metadata_servers import until
 from tests.support.runs import state_of
 
-NOTES_ITS_ARGUMENTS = 'echo "$@" >> $LOG'
-STARTS_ANOTHER_AND_HANGS = "sleep 600 & echo $! $$ >> $LOG; wait"
+LOG_ARGUMENTS = 'echo "$@" >> $LOG'
+START_CHILD_AND_HANG = "sleep 600 & echo $! $$ >> $LOG; wait"
 ARRAY = {"SLURM_JOB_ID": "1200", "SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"}
 
 
 def is_alive(process: int) -> bool:
-    """Whether it runs; one that has ended, and that nobody has waited for, does not."""
+    """Return whether a process runs; a zombie does not."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -30,7 +30,7 @@ def is_alive(process: int) -> bool:
 def test_left_job_or_array_task_is_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variables: Any, job: str
 ) -> None:
-    log = put_on_path(tmp_path / "bin", "scontrol", NOTES_ITS_ARGUMENTS, monkeypatch)
+    log = put_on_path(tmp_path / "bin", "scontrol", LOG_ARGUMENTS, monkeypatch)
     in_slurm_job(monkeypatch, **variables)
     source = jct.SlurmNotice()
     source.start()
@@ -40,13 +40,13 @@ def test_left_job_or_array_task_is_requeued(
     source.left(40)
     source.stop()
     assert log.read_text() == f"requeue Incomplete {job}\n"
-    assert f"Slurm was asked to requeue job {job}, which continues from step 40" in caplog.text
+    assert f"requeue job {job}, which continues from step 40" in caplog.text
 
 
 def test_a_job_without_a_step_is_requeued_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = put_on_path(tmp_path / "bin", "scontrol", NOTES_ITS_ARGUMENTS, monkeypatch)
+    log = put_on_path(tmp_path / "bin", "scontrol", LOG_ARGUMENTS, monkeypatch)
     in_slurm_job(monkeypatch)
     jct.SlurmNotice().left(None)
     assert log.read_text() == "requeue Incomplete 1234\n"
@@ -58,7 +58,7 @@ def test_a_job_without_a_step_is_requeued_too(
     [
         (
             "echo 'Requested operation is presently disabled for job 1234' >&2; exit 1",
-            "scontrol requeue Incomplete 1234 exited with 1: 'Requested operation is presently disabled for job 1234'",
+            "exited with 1: 'Requested operation is presently disabled for job 1234'",
         ),
         ("printf '\\377'; exit 3", "exited with 3: '\ufffd'"),
         ("printf '\\033[2J\\0'; exit 1", r"exited with 1: '\x1b[2J\x00'"),
@@ -73,51 +73,50 @@ def test_failed_requeue_is_reported(
     in_slurm_job(monkeypatch)
     jct.SlurmNotice(timeout_s=60).left(40)
     assert len(caplog.records) == 1
-    assert "Slurm job 1234 is not requeued: scontrol requeue Incomplete 1234" in caplog.text
+    assert "Slurm job 1234 is not requeued" in caplog.text
     assert "submit it again" in caplog.text
     assert said in caplog.text
     assert len(caplog.text) < 1000
 
 
-def test_one_that_hangs_is_ended_with_all_that_it_has_started(
+def test_hanging_scontrol_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = put_on_path(tmp_path / "bin", "scontrol", STARTS_ANOTHER_AND_HANGS, monkeypatch)
+    log = put_on_path(tmp_path / "bin", "scontrol", START_CHILD_AND_HANG, monkeypatch)
     in_slurm_job(monkeypatch)
     jct.SlurmNotice(timeout_s=1.0).left(40)
     until(lambda: not any(is_alive(int(each)) for each in log.read_text().split()))
     (message,) = caplog.messages
-    assert message.startswith(
-        "Slurm job 1234 may not be requeued: scontrol requeue Incomplete 1234 timed out after 1 s"
-    )
+    assert message.startswith("Slurm job 1234 may not be requeued")
+    assert "timed out after 1 s" in message
     assert "squeue" in message
 
 
 def test_running_requeue_is_killed_on_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = put_on_path(tmp_path / "bin", "scontrol", STARTS_ANOTHER_AND_HANGS, monkeypatch)
+    log = put_on_path(tmp_path / "bin", "scontrol", START_CHILD_AND_HANG, monkeypatch)
     in_slurm_job(monkeypatch)
     source = jct.SlurmNotice(timeout_s=600.0)
     thread = threading.Thread(target=source.left, args=(40,))
     thread.start()
     until(lambda: log.exists() and len(log.read_text().split()) == 2)
     source.stop()
-    assert "Slurm job 1234 may not be requeued: scontrol requeue Incomplete 1234 was killed" in caplog.text
+    assert "requeue Incomplete 1234 was killed" in caplog.text
     thread.join()
     until(lambda: not any(is_alive(int(each)) for each in log.read_text().split()))
 
 
 @pytest.mark.parametrize(("timeout_s", "grace_period_s"), [(11.0, None), (600.0, 4.0)])
-def test_a_run_whose_scontrol_hangs_warns_and_leaves(
+def test_run_leaves_while_scontrol_hangs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     timeout_s: Any,
     grace_period_s: Any,
 ) -> None:
-    """As long as the source allows, also beyond ten seconds; but no longer than the grace period."""
-    log = put_on_path(tmp_path / "bin", "scontrol", STARTS_ANOTHER_AND_HANGS, monkeypatch)
+    """The timeout of the source counts, also above ten seconds, but never more than the grace period."""
+    log = put_on_path(tmp_path / "bin", "scontrol", START_CHILD_AND_HANG, monkeypatch)
     in_slurm_job(monkeypatch)
     asked = tmp_path / "leave"
     ckpt = jct.CheckpointCallback(
@@ -132,7 +131,7 @@ def test_a_run_whose_scontrol_hangs_warns_and_leaves(
         for step in ckpt.steps(10**9):
             asked.touch()
             ckpt(state_of(step + 1))
-    assert caplog.text.count("Slurm job 1234 may not be requeued: scontrol requeue Incomplete 1234") == 1
+    assert caplog.text.count("Slurm job 1234 may not be requeued") == 1
     assert ("timed out after 11 seconds" in caplog.text) == (grace_period_s is None)
-    assert ("SlurmNotice: its left() method has not finished after" in caplog.text) != (grace_period_s is None)
+    assert ("its left() method has not finished" in caplog.text) != (grace_period_s is None)
     until(lambda: not any(is_alive(int(each)) for each in log.read_text().split()))

@@ -40,14 +40,14 @@ with jct.CheckpointCallback(sys.argv[1], **json.loads(sys.argv[2])) as ckpt:
 
 @dataclasses.dataclass
 class Training:
-    """A training that is under way, and what came of it once it has left."""
+    """A running training, and checks of how it ended."""
 
     process: subprocess.Popen[str]
     directory: Path
     noticed_at: float = 0.0
 
     def check_that_it_left(self, reason: str, grace_s: float = GRACE_S) -> int:
-        """Exactly one step is in the directory, it is the last, and the history says why; the step."""
+        """Check that the last step is the only one and that the history has the reason; return the step."""
         _, errors = self.process.communicate(timeout=60)
         took_s = time.monotonic() - self.noticed_at
         assert self.process.returncode == EXIT_CODE, errors
@@ -58,14 +58,14 @@ class Training:
         state = jct.load(directory)
         assert state["w"].tobytes() == np.full(1000, float(step)).tobytes()
         lines = (self.directory / "history.jsonl").read_text().splitlines()
-        event = json.loads(lines[-2])  # then comes the end
+        event = json.loads(lines[-2])  # before the end event
         assert (event["event"], event["step"], event["reason"]) == ("preempted", step, reason)
         return step
 
 
 @contextlib.contextmanager
 def training(directory: Path, **options: Any) -> Iterator[Training]:
-    """A training that has started, and that no signal must end."""
+    """Start a training that handles no signals."""
     options = {
         "signals": [],
         "save_interval_steps": 10**9,
@@ -93,7 +93,7 @@ def node(name: str, **arguments: Any) -> list[dict[str, Any]]:
     return [{"_target_": f"jaxckpt_train.{name}", **arguments}]
 
 
-def test_google_compute_engine_preempts_it(tmp_path: Path) -> None:
+def test_google_compute_engine_preempts_training(tmp_path: Path) -> None:
     gce = Gce()
     with (
         Server(gce) as server,
@@ -103,13 +103,13 @@ def test_google_compute_engine_preempts_it(tmp_path: Path) -> None:
         run.check_that_it_left("Google Compute Engine, which preempts this machine")
 
 
-def test_amazon_ec2_interrupts_it_and_the_time_of_that_is_its_deadline(tmp_path: Path) -> None:
+def test_amazon_ec2_interrupts_training_with_a_deadline(tmp_path: Path) -> None:
     """No grace period is set; the time in the notice limits the shutdown."""
     imds = Imds()
     with (
         Server(imds) as server,
         training(tmp_path, notices=node("AwsNotice", url=server.url, poll_s=0.05), grace_period_s=None) as run,
     ):
-        imds.tokens.clear()  # as if its token had expired
+        imds.tokens.clear()  # as if the token had expired
         imds.interrupt("terminate", (datetime.now(UTC) + timedelta(seconds=GRACE_S)).strftime("%Y-%m-%dT%H:%M:%SZ"))
         run.check_that_it_left("Amazon EC2, which is to terminate this spot instance")

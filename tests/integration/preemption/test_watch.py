@@ -1,4 +1,4 @@
-"""Notices of a preemption: signals, a file, the time; each only sets a flag."""
+"""Signal handlers and forked children."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ assert notice.received is None
 """
 
 
-def test_forked_children_die_of_signals_as_they_would_elsewhere(run_python: Any) -> None:
+def test_forked_children_die_of_signals(run_python: Any) -> None:
     run_python(POOL, check=True, timeout_s=60)

@@ -1,4 +1,4 @@
-"""Notices of Amazon EC2, from a server on loopback that speaks as its metadata service does, tokens included."""
+"""Notices of Amazon EC2, from a local server that imitates its metadata service, tokens included."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_s(seconds: float, now: datetime.datetime | None = None) -> str:
 def test_an_interruption_is_noticed_with_its_time(action: str, caplog: pytest.LogCaptureFixture) -> None:
     imds = Imds()
     with Server(imds) as server, started(source(server)) as notice:
-        assert server.wait_for(4) == [TOKEN, ACTION, ACTION, ACTION], "one token serves for all"
+        assert server.wait_for(4) == [TOKEN, ACTION, ACTION, ACTION]
         assert notice.notice() is None
         imds.interrupt(action, in_s(120))
         until(notice.notice)
@@ -39,7 +39,7 @@ def test_an_interruption_is_noticed_with_its_time(action: str, caplog: pytest.Lo
     assert caplog.records == []
 
 
-def test_time_is_by_clock_of_who_tells_it() -> None:
+def test_deadline_uses_the_clock_of_server() -> None:
     imds = Imds()
     there = datetime.datetime(2017, 9, 18, 8, 20, 0, tzinfo=UTC)
     imds.date = email.utils.format_datetime(there, usegmt=True)
@@ -51,7 +51,7 @@ def test_time_is_by_clock_of_who_tells_it() -> None:
 
 
 @pytest.mark.parametrize("date", ["yesterday", "", "Mon, 99 Sep 2017 08:20:00 GMT"])
-def test_without_date_time_is_by_clock_here(date: str) -> None:
+def test_deadline_without_date_uses_local_clock(date: str) -> None:
     imds = Imds()
     imds.date = date
     imds.interrupt("terminate", in_s(120))
@@ -61,7 +61,7 @@ def test_without_date_time_is_by_clock_here(date: str) -> None:
 
 
 @pytest.mark.parametrize("time_", ["soon", "", "2017-09-18T08:22:99Z", None, 5, ["2017"]])
-def test_interruption_at_no_time_is_one_anyway(time_: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_interruption_without_valid_time_is_noticed(time_: Any, caplog: pytest.LogCaptureFixture) -> None:
     imds = Imds()
     imds.answers[Imds.ACTION] = json.dumps({"action": "terminate", "time": time_, "new": {}}).encode()
     with Server(imds) as server, started(source(server)) as notice:
@@ -96,7 +96,7 @@ def test_other_notices_are_logged_only(body: bytes, caplog: pytest.LogCaptureFix
     assert "Traceback (" not in caplog.text
 
 
-def test_a_token_that_expires_is_replaced_unseen(caplog: pytest.LogCaptureFixture) -> None:
+def test_expired_token_is_replaced_silently(caplog: pytest.LogCaptureFixture) -> None:
     imds = Imds()
     with Server(imds) as server, started(source(server)) as notice:
         server.wait_for(3)
@@ -108,9 +108,7 @@ def test_a_token_that_expires_is_replaced_unseen(caplog: pytest.LogCaptureFixtur
     assert caplog.records == []
 
 
-def test_refused_token_is_renewed_once_per_poll(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_refused_token_is_renewed_once_per_poll(caplog: pytest.LogCaptureFixture) -> None:
     def respond(handler: Handler, server: Server) -> None:
         send(handler, *((200, b"token") if handler.command == "PUT" else (401, b"")))
 
@@ -118,13 +116,13 @@ def test_refused_token_is_renewed_once_per_poll(
         assert server.wait_for(6) == [TOKEN, ACTION, TOKEN, ACTION, TOKEN, ACTION]
         assert notice.notice() is None
     assert len(caplog.records) == 1
-    assert "expected status 200 or 404, found status 401" in caplog.text
+    assert "found status 401" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("status", "token"), [(403, b""), (200, b""), (200, b"a\r\nX-Evil: b"), (200, b"\xff"), (200, b"x" * 2000)]
 )
-def test_what_is_no_token_is_not_sent_on(status: int, token: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_token_is_not_sent(status: int, token: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with Server(lambda handler, _: send(handler, status, token)) as server, started(source(server)) as notice:
         assert server.wait_for(3) == [TOKEN] * 3
         assert notice.notice() is None
@@ -132,7 +130,7 @@ def test_what_is_no_token_is_not_sent_on(status: int, token: bytes, caplog: pyte
     assert "HttpPutResponseHopLimit" in caplog.text
 
 
-def test_recommendation_to_rebalance_counts_if_that_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
+def test_rebalance_recommendation_counts_if_enabled(caplog: pytest.LogCaptureFixture) -> None:
     imds = Imds()
     imds.answers[Imds.REBALANCE] = b'{"noticeTime": "2020-10-27T08:22:00Z"}'
     with Server(imds) as server:
@@ -155,5 +153,5 @@ def test_recommendation_to_rebalance_counts_if_that_is_wanted(caplog: pytest.Log
 
 
 def test_a_wrong_option_is_refused() -> None:
-    with pytest.raises(jct.SettingsError, match="AwsNotice: rebalance: expected true or false, found 'no'"):
+    with pytest.raises(jct.SettingsError, match=r"AwsNotice: rebalance: .*'no'"):
         jct.AwsNotice(rebalance="no")  # type: ignore[arg-type]

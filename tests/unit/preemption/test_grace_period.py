@@ -1,4 +1,4 @@
-"""A grace period is a deadline wherever the loop is; what devices compute, and time that nobody waited, is no stall."""
+"""A grace period is a deadline wherever the loop is; slow but steady work is no stall."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ GRACE_S, LATEST_S = 1.5, 6.0
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back() -> Iterator[None]:
-    """But those of a process that leaves, which ignore the signals that may still come."""
+    """Restore the handlers, which ignore further signals once a process leaves."""
     with handlers_put_back(*WATCHED, may_end=True):
         yield
 
 
-def asked_soon() -> threading.Timer:
-    """A SIGTERM while the main thread waits."""
+def sigterm_soon() -> threading.Timer:
+    """Send SIGTERM to this process a moment later, while the main thread waits."""
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     timer.start()
     return timer
@@ -46,19 +46,19 @@ def asked_soon() -> threading.Timer:
 
 def while_the_next_waits(ckpt: jct.CheckpointCallback) -> None:
     ckpt(state_of(2))
-    asked_soon()
+    sigterm_soon()
     ckpt(state_of(3))
-    raise AssertionError("it went on")
+    raise AssertionError("the loop went on")
 
 
 def within_steps(ckpt: jct.CheckpointCallback) -> None:
-    asked_soon()
+    sigterm_soon()
     for step in ckpt.steps(10**6):
         ckpt(state_of(step + 1))
 
 
 def at_the_end(ckpt: jct.CheckpointCallback) -> None:
-    asked_soon()
+    sigterm_soon()
     ckpt(state_of(2))
 
 
@@ -69,7 +69,7 @@ def after_poll_returns_true(ckpt: jct.CheckpointCallback) -> None:
 
 
 @pytest.mark.parametrize("loop", [while_the_next_waits, within_steps, at_the_end, after_poll_returns_true])
-def test_the_deadline_holds_wherever_the_loop_is(tmp_path: Path, loop: Callable[[Any], None]) -> None:
+def test_grace_period_holds_wherever_loop_is(tmp_path: Path, loop: Callable[[Any], None]) -> None:
     backend = HoldingBackend("rename", "step-0000000002")
     ckpt = callback_on(backend, tmp_path, grace_period_s=GRACE_S, save_interval_steps=1)
     started, code = 0.0, None
@@ -82,7 +82,7 @@ def test_the_deadline_holds_wherever_the_loop_is(tmp_path: Path, loop: Callable[
             loop(ckpt)
     except SystemExit as left:
         code = left.code
-    assert code == (None if loop is at_the_end else 75)  # who had finished need not say that it was asked
+    assert code == (None if loop is at_the_end else 75)  # a finished loop exits normally
     took_s = time.monotonic() - started
     given_up = ckpt.manager._save_slot.given_up
     assert given_up is not None
@@ -94,7 +94,7 @@ def test_the_deadline_holds_wherever_the_loop_is(tmp_path: Path, loop: Callable[
 
 def due(ckpt: jct.CheckpointCallback, state: Any) -> None:
     ckpt(state)
-    raise AssertionError("it went on")
+    raise AssertionError("the loop went on")
 
 
 def last(ckpt: jct.CheckpointCallback, state: Any) -> None:
@@ -107,9 +107,7 @@ STREAM = jct.StoreSettings(snapshot="stream")
 
 @pytest.mark.parametrize("if_stalled", ["skip", "raise"])
 @pytest.mark.parametrize("loop", [due, last])
-def test_a_state_that_is_not_taken_in_time_is_given_up(
-    tmp_path: Path, loop: Callable[[Any, Any], None], if_stalled: Any
-) -> None:
+def test_late_snapshot_is_given_up(tmp_path: Path, loop: Callable[[Any, Any], None], if_stalled: Any) -> None:
     backend = HoldingBackend("create", "step-0000000002")
     options: dict[str, Any] = {"grace_period_s": GRACE_S, "save_interval_steps": 1, "if_stalled": if_stalled}
     ckpt = callback_on(backend, tmp_path, store=STREAM, **options)
@@ -119,13 +117,13 @@ def test_a_state_that_is_not_taken_in_time_is_given_up(
         ckpt(state_of(1), step=1)
         ckpt.wait_until_finished()
         started = time.monotonic()
-        asked_soon()
+        sigterm_soon()
         loop(ckpt, state)
     took_s = time.monotonic() - started
     assert left.value.code == 75
     assert took_s < LATEST_S
     for leaf in jax.tree.leaves(state):
-        leaf.delete()  # as a step does that is given its memory
+        leaf.delete()  # as a step with donated arguments does
     given_up = ckpt.manager._save_slot.given_up
     assert given_up is not None
     backend.go.set()
@@ -141,15 +139,15 @@ def test_snapshot_in_time_is_saved(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as left, ckpt:
         ckpt.resume(state_of(0))
         ckpt(state_of(1))
-        asked_soon()
+        sigterm_soon()
         ckpt(state_of(2))
-        raise AssertionError("it went on")
+        raise AssertionError("the loop went on")
     assert left.value.code == 75
     assert jct.StepManager(tmp_path).steps == [2]
 
 
 @pytest.mark.parametrize("grace_period_s", [None, 0.2])
-def test_where_there_is_no_deadline_a_state_is_waited_for(tmp_path: Path, grace_period_s: float | None) -> None:
+def test_snapshot_without_deadline_is_awaited(tmp_path: Path, grace_period_s: float | None) -> None:
     backend = HoldingBackend("create", "step-0000000001")
     ckpt = callback_on(backend, tmp_path, store=STREAM, grace_period_s=grace_period_s, save_interval_steps=1)
     threading.Timer(1.0, backend.go.set).start()
@@ -162,7 +160,7 @@ def test_where_there_is_no_deadline_a_state_is_waited_for(tmp_path: Path, grace_
 
 
 @pytest.mark.parametrize("mode", ["device", "stream"])
-def test_what_is_still_being_computed_is_no_stall(tmp_path: Path, mode: Any) -> None:
+def test_unfinished_computation_is_no_stall(tmp_path: Path, mode: Any) -> None:
     settings = jct.StoreSettings(snapshot=mode)
     start, slow = jnp.ones(100_000), takes_long(1.5)
     with jct.StepManager(tmp_path, settings=settings, stall_timeout_s=0.2) as manager:
@@ -172,8 +170,8 @@ def test_what_is_still_being_computed_is_no_stall(tmp_path: Path, mode: Any) -> 
     assert jct.StepManager(tmp_path).steps == [1, 2]
 
 
-class WritesItsOwn:
-    """An object that takes its time to write its files."""
+class SlowCheckpointable:
+    """A checkpointable that writes its files slowly."""
 
     def __init__(self, seconds: float = 1.5, nbytes: int = 4) -> None:
         self._seconds, self._nbytes = seconds, nbytes
@@ -188,15 +186,15 @@ class WritesItsOwn:
     async def load(self, directory: Any) -> Any: ...
 
 
-def test_an_object_that_takes_its_time_to_write_its_files_is_no_stall(tmp_path: Path) -> None:
+def test_slow_custom_object_is_no_stall(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, stall_timeout_s=0.2) as manager:
-        assert manager.save(1, {"own": WritesItsOwn()}).saved
-        assert manager.save(2, {"own": WritesItsOwn()}).saved
+        assert manager.save(1, {"own": SlowCheckpointable()}).saved
+        assert manager.save(2, {"own": SlowCheckpointable()}).saved
     assert jct.StepManager(tmp_path).steps == [1, 2]
 
 
 class SlowSource:
-    """A file of a disk that takes its time for each read, but answers each."""
+    """A file whose reads are slow, but always succeed."""
 
     def __init__(self, source: Any) -> None:
         self._source, self.size, self.close = source, source.size, source.close
@@ -214,15 +212,15 @@ class SlowlyReadBackend(LocalBackend):
         return SlowSource(source) if name.endswith("data.bin") else source
 
 
-def test_files_that_are_digested_slowly_and_steadily_are_no_stall(tmp_path: Path) -> None:
+def test_slow_steady_digests_are_no_stall(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, backend=SlowlyReadBackend(), stall_timeout_s=1.0) as manager:
-        assert manager.save(1, {"own": WritesItsOwn(0, 40 << 20)}).saved
-        assert manager.save(2, {"own": WritesItsOwn(0, 4)}).saved
+        assert manager.save(1, {"own": SlowCheckpointable(0, 40 << 20)}).saved
+        assert manager.save(2, {"own": SlowCheckpointable(0, 4)}).saved
     assert jct.StepManager(tmp_path).steps == [1, 2]
 
 
 def takes_long(seconds: float) -> Callable[[jax.Array], jax.Array]:
-    """A function that returns at once, and computes for about so long."""
+    """Return a function that returns at once and computes for about `seconds`."""
 
     def compiled(times: int) -> Callable[[jax.Array], jax.Array]:
         looped = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda _, each: jnp.sin(each) + 0.001, x))
@@ -235,7 +233,7 @@ def takes_long(seconds: float) -> Callable[[jax.Array], jax.Array]:
     return compiled(int(20 * seconds / (time.perf_counter() - started)))
 
 
-def test_a_process_that_was_stopped_has_not_waited() -> None:
+def test_stopped_process_counts_no_wait_time() -> None:
     tracker = ProgressTracker()
     tracker.waited(3600.0)
     assert tracker.waited_s == POLL_S
@@ -246,22 +244,22 @@ def test_a_process_that_was_stopped_has_not_waited() -> None:
     assert excused.waited_s == 0
 
 
-def test_wait_ends_when_asked() -> None:
+def test_wait_ends_at_shutdown_request() -> None:
     asked: list[bool] = []
     save: PendingSave[int] = PendingSave("x", lambda: 1)
     latch = Latch()
     threading.Timer(0.2, lambda: asked.append(True)).start()
-    assert save.wait_for(latch, 60, None, lambda: bool(asked)) == "not committed when the job was asked to stop"
+    assert "asked to stop" in str(save.wait_for(latch, 60, None, lambda: bool(asked)))
 
 
 class HeldReads:
-    """Reads of segments that are not answered until `go` is set."""
+    """Holds reads of segments until `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, read_into = threading.Event(), _LocalSource.read_into
 
         def held(source: Any, *more: Any) -> None:
-            assert "safetensors" not in source._path or self.go.wait(60), "it was held and never let go"
+            assert "safetensors" not in source._path or self.go.wait(60), "the read was never released"
             read_into(source, *more)
 
         monkeypatch.setattr(_LocalSource, "read_into", held)
@@ -275,15 +273,15 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldReads]:
 
 
 @pytest.mark.parametrize("how", ["resume", "init_from"])
-def test_a_load_that_is_asked_to_leave_ends(tmp_path: Path, reads: HeldReads, how: str) -> None:
+def test_shutdown_request_ends_a_load(tmp_path: Path, reads: HeldReads, how: str) -> None:
     run = made_run(tmp_path / "run", 5)
     options: dict[str, Any] = {} if how == "resume" else {"init_from": str(run / "step-0000000005")}
     directory = run if how == "resume" else tmp_path / "new"
     backend, started = HoldingBackend("rename", "nothing"), time.monotonic()
     ckpt = callback_on(backend, directory, grace_period_s=20.0, on_preemption="raise", **options)
     ckpt._start()  # with its handlers
-    asked_soon()
-    with pytest.raises(jct.Preempted, match="shutdown requested by signal SIGTERM") as left:
+    sigterm_soon()
+    with pytest.raises(jct.Preempted, match="signal SIGTERM") as left:
         ckpt.resume(state_of(0))
     assert time.monotonic() - started < LATEST_S
     assert left.value.step == (5 if how == "resume" else None)
@@ -293,30 +291,30 @@ def test_a_load_that_is_asked_to_leave_ends(tmp_path: Path, reads: HeldReads, ho
         assert step_of({"state": following.resume(state_of(0))}) == 5
 
 
-def test_load_within_callback_leaves_with_its_exit_code(tmp_path: Path, reads: HeldReads) -> None:
+def test_load_in_callback_ends_with_exit_code(tmp_path: Path, reads: HeldReads) -> None:
     backend = HoldingBackend("rename", "nothing")
     with (
         pytest.raises(SystemExit) as left,
         callback_on(backend, made_run(tmp_path, 5), grace_period_s=20.0, exit_code=13) as ckpt,
     ):
-        asked_soon()
+        sigterm_soon()
         ckpt.resume(state_of(0))
     assert left.value.code == 13
     assert [event["event"] for event in jct.StepManager(tmp_path).history.events()][-2:] == ["preempted", "end"]
 
 
-def test_without_a_deadline_a_load_is_finished_first(tmp_path: Path, reads: HeldReads) -> None:
+def test_load_without_deadline_is_finished_first(tmp_path: Path, reads: HeldReads) -> None:
     with (
         pytest.raises(SystemExit),
         callback_on(HoldingBackend("rename", "nothing"), made_run(tmp_path, 5)) as ckpt,
     ):
-        asked_soon()
+        sigterm_soon()
         threading.Timer(1.5, reads.go.set).start()
         assert step_of({"state": ckpt.resume(state_of(0))}) == 5
         assert list(ckpt.steps(10)) == []
 
 
-def test_progress_that_raises_ends_wait_for_answer() -> None:
+def test_error_in_progress_ends_the_wait() -> None:
     go = threading.Event()
 
     def progress(done: int) -> None:
@@ -327,7 +325,7 @@ def test_progress_that_raises_ends_wait_for_answer() -> None:
     go.set()
 
 
-def test_a_call_that_does_not_end_is_not_waited_for() -> None:
+def test_call_within_returns_at_its_limit() -> None:
     go, done = threading.Event(), []
     assert call_within(lambda: done.append(1), 60)
     assert not call_within(lambda: go.wait(60), 0.05)
@@ -335,7 +333,7 @@ def test_a_call_that_does_not_end_is_not_waited_for() -> None:
     assert done == [1]
 
 
-def test_time_limit_counts_from_when_time_was_up() -> None:
+def test_late_check_shortens_the_lead_time() -> None:
     now = [0.0]
     watch = PreemptionWatch(SingleProcess(), max_run_time_s=100, leave_early_s=lambda: 30.0, monotonic=lambda: now[0])
     now[0] = 95.0  # a long step
@@ -344,7 +342,7 @@ def test_time_limit_counts_from_when_time_was_up() -> None:
     assert watch.left_of(30) == 5.0
 
 
-def test_a_last_save_that_begins_late_may_be_a_short_one(tmp_path: Path) -> None:
+def test_late_last_save_can_be_short(tmp_path: Path) -> None:
     ckpt = callback_on(HoldingBackend("rename", "nothing"), tmp_path, grace_period_s=20.0)
     now = [0.0]
     ckpt._watch._monotonic = ckpt._watch._signals._monotonic = lambda: now[0]
@@ -356,7 +354,7 @@ def test_a_last_save_that_begins_late_may_be_a_short_one(tmp_path: Path) -> None
     assert step_of(jct.StepManager(tmp_path).restore({"state": state_of(0)})) == 1
 
 
-def test_an_owner_that_is_superseded_while_it_writes_publishes_nothing(tmp_path: Path) -> None:
+def test_superseded_owner_publishes_nothing(tmp_path: Path) -> None:
     backend = HoldingBackend("create", ".tmp-")
     manager = jct.StepManager(tmp_path, backend=backend)
     assert manager.save(5, {"state": state_of(5)}).saved

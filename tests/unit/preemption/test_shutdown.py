@@ -1,4 +1,4 @@
-"""The last save of a job that leaves: signals that keep coming, a disk that is slow, a disk that refuses."""
+"""The last save of a preempted job, with slow and failing disks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def send(name: str = "SIGTERM") -> None:
 
 
 def check_saved(directory: Path, step: int) -> None:
-    """Exactly this step is there, with the position in the data that belongs to it."""
+    """Check that the run has exactly this step, with its position in the data."""
     manager = jct.StepManager(directory)
     assert manager.steps == [step]
     restored = manager.restore({"state": state_of(0), "data": Counter()})
@@ -54,7 +54,7 @@ def test_overlong_save_is_abandoned_without_loss(tmp_path: Path, caplog: pytest.
     given_up = ckpt.manager._save_slot.given_up
     assert given_up is not None
     backend.go.set()
-    given_up.wait(60)  # it does no harm: what is committed after all is whole
+    given_up.wait(60)  # harmless: a step that is committed later is complete
     assert jct.StepManager(tmp_path).steps == [1, 2]
     with jct.StepManager(tmp_path) as next_owner:
         assert next_owner.save(3, {"state": state_of(3)}).saved
@@ -89,7 +89,7 @@ def test_save_under_way_is_finished_before_last_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("noticed_by", ["call", "poll", "the end of a step"])
-def test_after_a_save_that_failed_the_last_update_is_saved_all_the_same(
+def test_last_update_is_saved_after_failed_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, noticed_by: str
 ) -> None:
     backend = RefusingBackend("create", "step-0000000002", errno.EIO, 1)
@@ -129,8 +129,8 @@ def test_failed_last_save_raises_its_error(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == []
 
 
-class FullOnceLet(HoldingBackend):
-    """A disk that refuses a step for want of space, after a while."""
+class FullOnceReleased(HoldingBackend):
+    """A disk that reports no space for a step, once it is released."""
 
     def rename(self, source: str, target: str) -> None:
         self._pass("rename", target)
@@ -141,7 +141,7 @@ class FullOnceLet(HoldingBackend):
 
 @pytest.mark.parametrize("asked_by", ["a signal", "the time limit"])
 def test_request_during_close_still_reports_failure(tmp_path: Path, asked_by: str) -> None:
-    backend = FullOnceLet("rename", "step-0000000003")
+    backend = FullOnceReleased("rename", "step-0000000003")
     ckpt = callback_on(backend, tmp_path, grace_period_s=60.0, max_run_time_s=10**6)
     now = [0.0]
 
@@ -167,7 +167,7 @@ def test_request_during_close_still_reports_failure(tmp_path: Path, asked_by: st
 
 @pytest.mark.parametrize("grace_period_s", [None, 60.0])
 def test_broken_loop_reports_failed_last_save(tmp_path: Path, grace_period_s: float | None) -> None:
-    backend = FullOnceLet("rename", "step-0000000001")
+    backend = FullOnceReleased("rename", "step-0000000001")
     ckpt = callback_on(backend, tmp_path, save_interval_steps=1, grace_period_s=grace_period_s)
     with pytest.raises(jct.StorageError, match="no space"), ckpt:
         ckpt.resume(state_of(0))
@@ -178,7 +178,7 @@ def test_broken_loop_reports_failed_last_save(tmp_path: Path, grace_period_s: fl
             break
 
 
-def test_what_was_given_up_is_no_success_whatever_the_exit_code(tmp_path: Path) -> None:
+def test_abandoned_save_never_exits_with_zero(tmp_path: Path) -> None:
     backend = HoldingBackend("rename", "step-0000000001")
     ckpt = callback_on(backend, tmp_path, grace_period_s=0.5, exit_code=0)
     with pytest.raises(SystemExit) as left, ckpt:

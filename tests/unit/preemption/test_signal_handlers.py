@@ -1,4 +1,4 @@
-"""Handlers of several notices, of the user and of C, closed in any order or never: no signal is swallowed."""
+"""Handlers of several notices, of the user and of C, removed in any order: no signal is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _handlers_are_put_back() -> Iterator[None]:
 
 @pytest.fixture
 def seen() -> Iterator[list[int]]:
-    """The signals that came to a handler of the user's own, which is installed first."""
+    """The signals that the user's own handler received; it is installed first."""
     came: list[int] = []
     before = signal.signal(TERM, lambda number, frame: came.append(number))
     yield came
@@ -54,7 +54,7 @@ def test_signal_that_is_named_twice_is_watched_once(names: tuple[str, ...], numb
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
-def test_notices_that_are_stopped_in_any_order_leave_what_was_there_before(seen: list[int], order: Any) -> None:
+def test_notices_stopped_in_any_order_restore_handler(seen: list[int], order: Any) -> None:
     own = signal.getsignal(TERM)
     notices = [installed() for _ in range(3)]
     for stopped in order:
@@ -75,7 +75,7 @@ def test_stopped_handler_gets_no_signal(seen: list[int]) -> None:
     above.restore()
 
 
-def test_a_handler_that_calls_one_that_is_stopped_reaches_what_is_below(seen: list[int]) -> None:
+def test_stopped_handler_forwards_to_earlier_handler(seen: list[int]) -> None:
     own, notice = signal.getsignal(TERM), installed()
     below: Any = signal.getsignal(TERM)
     signal.signal(TERM, lambda number, frame: below(number, frame))
@@ -85,7 +85,7 @@ def test_a_handler_that_calls_one_that_is_stopped_reaches_what_is_below(seen: li
     signal.signal(TERM, own)
 
 
-def test_what_was_ignored_is_ignored_again() -> None:
+def test_ignored_signal_is_ignored_again() -> None:
     before = signal.signal(TERM, signal.SIG_IGN)
     below, above = installed(), installed()
     below.restore()
@@ -95,7 +95,7 @@ def test_what_was_ignored_is_ignored_again() -> None:
     signal.signal(TERM, before)
 
 
-def test_a_notice_that_is_dropped_ends_with_it(seen: list[int]) -> None:
+def test_dropped_notice_removes_its_handler(seen: list[int]) -> None:
     own, dropped = signal.getsignal(TERM), installed()
     above = installed()
     del dropped
@@ -105,7 +105,7 @@ def test_a_notice_that_is_dropped_ends_with_it(seen: list[int]) -> None:
     assert seen == [TERM]
 
 
-def test_one_that_is_stopped_by_another_thread_passes_signals_on(seen: list[int]) -> None:
+def test_notice_stopped_by_thread_forwards_signals(seen: list[int]) -> None:
     own, notice = signal.getsignal(TERM), installed()
     thread = threading.Thread(target=notice.restore)
     thread.start()
@@ -116,10 +116,10 @@ def test_one_that_is_stopped_by_another_thread_passes_signals_on(seen: list[int]
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
-def test_a_handler_that_is_written_in_c_is_there_again(tmp_path: Path, is_stopped: bool) -> None:
+def test_handler_in_c_is_restored(tmp_path: Path, is_stopped: bool) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     with open(tmp_path / "stacks", "w+") as stacks:
-        faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)  # of many it shows the newest
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)  # otherwise it writes only the newest threads
         try:
             notice = installed("SIGUSR1")
             send(signal.SIGUSR1)
@@ -135,9 +135,9 @@ def test_a_handler_that_is_written_in_c_is_there_again(tmp_path: Path, is_stoppe
             faulthandler.unregister(signal.SIGUSR1)
 
 
-def test_one_that_python_does_not_know_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_handler_becomes_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(signal, "getsignal", lambda number: None)  # as for what was set before Python began
+        patch.setattr(signal, "getsignal", lambda number: None)  # as for a handler set before Python started
         notice = installed()
     send()
     assert notice.notice() == "signal SIGTERM"
@@ -145,7 +145,7 @@ def test_one_that_python_does_not_know_is_left_as_it_is(monkeypatch: pytest.Monk
     assert signal.getsignal(TERM) == signal.SIG_DFL
 
 
-def test_interrupt_that_is_sent_again_is_ignored_too() -> None:
+def test_repeated_interrupt_is_ignored() -> None:
     before, notice = signal.getsignal(signal.SIGINT), installed("SIGINT")
     send(signal.SIGINT)
     notice.restore(leaving=True)
@@ -154,7 +154,7 @@ def test_interrupt_that_is_sent_again_is_ignored_too() -> None:
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_handler_of_the_users_own_is_put_back_whatever_the_process_does(seen: list[int]) -> None:
+def test_user_handler_is_restored_when_leaving(seen: list[int]) -> None:
     own, notice = signal.getsignal(TERM), installed()
     send()
     notice.restore(leaving=True)
@@ -163,7 +163,7 @@ def test_a_handler_of_the_users_own_is_put_back_whatever_the_process_does(seen: 
     assert seen == [TERM] * 2
 
 
-def test_all_watched_signals_are_ignored_by_a_process_that_leaves() -> None:
+def test_leaving_process_ignores_all_watched_signals() -> None:
     before, notice = signal.getsignal(signal.SIGUSR1), installed("SIGTERM", "SIGUSR1")
     own = notice._handlers[TERM]._before
     send()

@@ -1,4 +1,4 @@
-"""Slurm requeues a job that has left: by a stand-in for `scontrol`, which works, refuses, hangs or is missing."""
+"""SlurmNotice: its settings, and when it does not call `scontrol`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import jaxckpt_train as jct
 from tests.support.cluster_programs import in_slurm_job, put_on_path
 
-NOTES_ITS_ARGUMENTS = 'echo "$@" >> $LOG'
+LOG_ARGUMENTS = 'echo "$@" >> $LOG'
 
 
-def test_without_requeue_facts_are_only_logged(
+def test_job_is_only_logged_without_requeue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "jaxckpt_train")
-    log = put_on_path(tmp_path / "bin", "scontrol", NOTES_ITS_ARGUMENTS, monkeypatch)
+    log = put_on_path(tmp_path / "bin", "scontrol", LOG_ARGUMENTS, monkeypatch)
     in_slurm_job(monkeypatch, SLURM_RESTART_COUNT="3")
     source = jct.SlurmNotice(requeue=False)
     source.start()
@@ -27,10 +27,10 @@ def test_without_requeue_facts_are_only_logged(
     assert caplog.messages == ["Slurm job 1234, requeued 3 times"]
 
 
-def test_outside_of_job_it_warns_and_does_nothing(
+def test_missing_slurm_job_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = put_on_path(tmp_path / "bin", "scontrol", NOTES_ITS_ARGUMENTS, monkeypatch)
+    log = put_on_path(tmp_path / "bin", "scontrol", LOG_ARGUMENTS, monkeypatch)
     in_slurm_job(monkeypatch)
     monkeypatch.delenv("SLURM_JOB_ID")
     source = jct.SlurmNotice()

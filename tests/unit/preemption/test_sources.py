@@ -16,7 +16,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.distributed.jax_service import SingleProcess
-from jaxckpt_train.preemption import sources as telling
+from jaxckpt_train.preemption import sources as sources_module
 from jaxckpt_train.preemption.shutdown import GracefulShutdown
 from jaxckpt_train.preemption.sources import WatchedSources
 from jaxckpt_train.preemption.watch import PreemptionWatch
@@ -44,7 +44,7 @@ class Time:
 
 
 class FakeSource:
-    """A source that a test tells what to say; it notes what is called."""
+    """A source with a settable notice, which records the calls."""
 
     def __init__(self, found: Any = None) -> None:
         self.found, self.calls = found, list[Any]()
@@ -73,7 +73,7 @@ class Silent:
 
 
 class Broken(FakeSource):
-    """A source of a user's that fails where a run ends."""
+    """A source of the user that fails at the end of a run."""
 
     def stop(self) -> None:
         raise ValueError("stop")
@@ -94,7 +94,7 @@ def watch_of(*sources: Any, job: SingleProcess | None = None, **options: Any) ->
 
 
 @pytest.mark.parametrize("found", ["the cluster", jct.Notice("the cluster")])
-def test_what_source_says_asks_job_to_leave(found: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_notice_of_source_requests_shutdown(found: Any, caplog: pytest.LogCaptureFixture) -> None:
     source = FakeSource()
     watch, _ = watch_of(Silent(), source)
     watch.start()
@@ -104,10 +104,10 @@ def test_what_source_says_asks_job_to_leave(found: Any, caplog: pytest.LogCaptur
     assert watch.left_of(30) == 30
     assert caplog.text.count("shutdown requested: the cluster") == 1
     watch.stop()
-    assert source.calls == ["start", "stop"], "nobody has said that the job has left"
+    assert source.calls == ["start", "stop"]
 
 
-def test_the_grace_period_counts_from_when_the_request_may_have_come() -> None:
+def test_grace_period_counts_from_earliest_request_time() -> None:
     source = FakeSource()
     watch, clock = watch_of(source)
     source.found = jct.Notice("a", asked_at=clock.now)
@@ -119,14 +119,14 @@ def test_the_grace_period_counts_from_when_the_request_may_have_come() -> None:
     assert late.left_of(30) is None
 
 
-def test_when_the_machine_is_gone_bounds_the_grace_period_whatever_was_noticed_first() -> None:
+def test_leave_by_bounds_the_grace_period() -> None:
     source = FakeSource()
     watch, clock = watch_of(source, signals=["SIGUSR1"])
     watch.start()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert watch.reached()
     assert watch.left_of(30) == 30
-    source.found = jct.Notice("a", leave_by=1020.0)  # while it saves
+    source.found = jct.Notice("a", leave_by=1020.0)  # during the save
     assert watch.left_of(30) == 20
     assert watch.left_of(10) == 10
     assert watch.left_of(math.inf) == 20
@@ -136,7 +136,7 @@ def test_when_the_machine_is_gone_bounds_the_grace_period_whatever_was_noticed_f
 
 
 @pytest.mark.parametrize(("leave_by", "left_s"), [(None, None), (1020.0, 18.0)])
-def test_without_grace_period_only_that_is_deadline(leave_by: float | None, left_s: float | None) -> None:
+def test_leave_by_is_deadline_without_grace_period(leave_by: float | None, left_s: float | None) -> None:
     watch, _ = watch_of(FakeSource(jct.Notice("a", leave_by=leave_by)))
     shutdown = GracefulShutdown(watch, None, 75, lambda: False)
     assert shutdown.left_s() is None
@@ -144,20 +144,20 @@ def test_without_grace_period_only_that_is_deadline(leave_by: float | None, left
     assert shutdown.left_s() == left_s
 
 
-def test_a_machine_that_is_there_after_its_time_is_not_believed() -> None:
+def test_past_leave_by_is_ignored() -> None:
     watch, _ = watch_of(FakeSource(jct.Notice("a", leave_by=990.0)))
     assert watch.reached()
     assert watch.left_of(30) == 30
     assert watch.left_of(math.inf) is None
 
 
-def test_one_that_noticed_too_late_for_the_grace_period_still_has_until_then() -> None:
+def test_late_notice_uses_its_leave_by() -> None:
     watch, _ = watch_of(FakeSource(jct.Notice("a", asked_at=900.0, leave_by=1040.0)))
     assert watch.reached()
     assert watch.left_of(30) == 40
 
 
-def test_sources_hear_of_exit_before_stop() -> None:
+def test_sources_are_notified_before_stop() -> None:
     source = FakeSource()
     watch, _ = watch_of(source, Silent())
     watch.start()
@@ -168,7 +168,7 @@ def test_sources_hear_of_exit_before_stop() -> None:
     assert source.calls == ["start", ("left", 7), "stop", "stop"]
 
 
-def test_only_process_0_tells() -> None:
+def test_only_the_primary_notifies_sources() -> None:
     source = FakeSource()
     watch, _ = watch_of(source, job=Second())
     watch.start()
@@ -178,7 +178,7 @@ def test_only_process_0_tells() -> None:
 
 
 class Hanging(FakeSource):
-    """One that is never done, until it is let go on."""
+    """A source whose `left` blocks until `go` is set."""
 
     def __init__(self, left_timeout_s: Any = None) -> None:
         super().__init__()
@@ -199,8 +199,8 @@ def test_slow_source_does_not_delay_others(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In the time that it says itself, within that which there is; a little of it is kept for those after it."""
-    monkeypatch.setattr(telling, "LEAST_S", 0.1)
+    """Its own time limit applies, within the remaining time; a little of that is kept for the other sources."""
+    monkeypatch.setattr(sources_module, "LEAST_S", 0.1)
     hanging, other = Hanging(limit_s), FakeSource()
     watch, _ = watch_of(hanging, other)
     watch.start()
@@ -208,24 +208,22 @@ def test_slow_source_does_not_delay_others(
     watch.stop()
     assert other.calls == ["start", ("left", 7), "stop"]
     assert hanging.calls == ["start", "stop"]
-    assert f"Hanging: its left() method has not finished after {limit_text} s" in caplog.text
+    assert f"not finished after {limit_text} s" in caplog.text
     assert len(caplog.messages) == 1
     hanging.go.set()
     until(lambda: hanging.calls == ["start", "stop", ("left", 7)])
 
 
-def test_who_does_not_say_how_long_it_may_take_is_given_ten_seconds() -> None:
+def test_default_left_timeout_is_ten_seconds() -> None:
     named, plain, silent = Hanging(30), FakeSource(), Silent()
     sources = WatchedSources([named, plain, silent])
     sources.start()
     assert sources.notification() == [(named, 30.0), (plain, 10.0)]
-    with pytest.raises(
-        jct.SettingsError, match=r"Hanging\.left_timeout_s: expected a finite number of seconds above 0"
-    ):
+    with pytest.raises(jct.SettingsError, match=r"Hanging\.left_timeout_s: .* above 0"):
         WatchedSources([Hanging(-1)])
 
 
-def test_source_that_fails_at_end_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_source_does_not_disturb_the_end(caplog: pytest.LogCaptureFixture) -> None:
     good = FakeSource()
     watch, _ = watch_of(Broken(), good)
     watch.start()
@@ -238,7 +236,7 @@ def test_source_that_fails_at_end_costs_nothing(caplog: pytest.LogCaptureFixture
     assert len(caplog.messages) == 2
 
 
-def test_source_that_cannot_be_started_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failed_start_of_source_leaves_nothing_behind(tmp_path: Path) -> None:
     class Unable(FakeSource):
         def start(self) -> None:
             raise RuntimeError("no")
@@ -283,7 +281,7 @@ def test_run_is_released_before_exit_notice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_who_was_not_asked_has_not_left(tmp_path: Path, steps: int) -> None:
+def test_normal_end_is_not_notified(tmp_path: Path, steps: int) -> None:
     source = FakeSource()
     with jct.CheckpointCallback(tmp_path, notices=[source]) as ckpt:
         ckpt.resume(state_of(0))
@@ -292,7 +290,7 @@ def test_who_was_not_asked_has_not_left(tmp_path: Path, steps: int) -> None:
     assert source.calls == ["start", "stop"]
 
 
-def test_a_last_save_that_fails_is_no_leaving(tmp_path: Path) -> None:
+def test_failed_last_save_is_not_notified(tmp_path: Path) -> None:
     source = FakeSource()
     ckpt = callback_on(RefusingBackend("create", "step-0000000004", 28, 100), tmp_path, notices=[source])
     with pytest.raises(jct.StorageError):
@@ -301,7 +299,7 @@ def test_a_last_save_that_fails_is_no_leaving(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("grace_period_s", [None, 3600.0])
-def test_a_save_that_is_not_done_when_the_machine_goes_is_given_up(
+def test_save_is_given_up_at_leave_by(
     tmp_path: Path, grace_period_s: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend, source = HoldingBackend("rename", "step-0000000004"), FakeSource()
@@ -309,7 +307,7 @@ def test_a_save_that_is_not_done_when_the_machine_goes_is_given_up(
     with pytest.raises(SystemExit) as left:
         run_until_noticed(ckpt, source, jct.Notice("the cloud", leave_by=time.monotonic() + 1.0))
     assert left.value.code == 75
-    assert "shutdown requested by the cloud; a save was given up: saving step 4" in caplog.text
+    assert "given up: saving step 4" in caplog.text
     assert source.calls == ["start", ("left", None), "stop"]
     backend.go.set()
     given_up = ckpt.manager._save_slot.given_up
@@ -317,7 +315,7 @@ def test_a_save_that_is_not_done_when_the_machine_goes_is_given_up(
     given_up.wait(60)
 
 
-def test_a_load_is_ended_by_a_notice(tmp_path: Path) -> None:
+def test_notice_ends_a_load(tmp_path: Path) -> None:
     made_run(tmp_path, 5)
     source = FakeSource("the cluster")
     with (
@@ -330,8 +328,8 @@ def test_a_load_is_ended_by_a_notice(tmp_path: Path) -> None:
     assert source.calls.count(("left", 5)) == 1
 
 
-def test_signals_of_other_kinds_are_ignored_once_the_process_ends_for_a_notice(tmp_path: Path) -> None:
-    """A machine that goes, and Slurm that requeues, send SIGTERM to who is leaving already."""
+def test_signals_are_ignored_after_a_notice(tmp_path: Path) -> None:
+    """A stopping machine, and Slurm at a requeue, send SIGTERM to a process that is leaving already."""
     source = FakeSource()
     with pytest.raises(SystemExit):
         run_until_noticed(jct.CheckpointCallback(tmp_path, notices=[source]), source, "the cloud")
@@ -340,7 +338,7 @@ def test_signals_of_other_kinds_are_ignored_once_the_process_ends_for_a_notice(t
     assert source.calls[-1] == "stop"
 
 
-def test_what_is_switched_off_is_not_started(tmp_path: Path) -> None:
+def test_disabled_callback_starts_no_source(tmp_path: Path) -> None:
     source = FakeSource("the cluster")
     with jct.CheckpointCallback(tmp_path, enabled=False, notices=[source]) as ckpt:
         ckpt.resume(state_of(0))
@@ -348,7 +346,7 @@ def test_what_is_switched_off_is_not_started(tmp_path: Path) -> None:
     assert source.calls == ["stop"]
 
 
-def test_look_at_every_step_costs_microsecond_or_two(caplog: pytest.LogCaptureFixture) -> None:
+def test_check_at_every_step_takes_microseconds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "jaxckpt_train")
     watch, _ = watch_of(jct.GceNotice(), jct.AwsNotice(), jct.SlurmNotice(), jct.KubernetesNotice())
     with in_time(1.0):
