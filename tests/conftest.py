@@ -100,8 +100,8 @@ class RunPython(Protocol):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def what_is_there_stays() -> None:
-    """Whoever collects garbage looks through that of this file only: all that is left of others takes a second."""
+def _freeze_earlier_objects() -> None:
+    """Exclude the objects of earlier test files from garbage collections, which would otherwise take a second each."""
     gc.collect()
     gc.freeze()
 

@@ -37,7 +37,7 @@ def callback(directory: Path, interval: int = 100, **options: Any) -> jct.Checkp
 def train(
     directory: Path, num_steps: int, interval: int = 100, stop_at: int | None = None, **options: Any
 ) -> list[int]:
-    """A whole loop; the steps that it did. It raises at `stop_at`."""
+    """Run a whole loop, which raises at `stop_at`, and return the steps that it did."""
     done = []
     with callback(directory, interval, **options) as ckpt:
         state, data = ckpt.resume(state_of(0), Counter())
@@ -71,14 +71,14 @@ def test_last_step_is_saved_despite_busy_disk(tmp_path: Path) -> None:
     assert position_of(tmp_path, 4) == 4
 
 
-def test_a_position_of_any_iterator_is_refused_under_another_fingerprint(tmp_path: Path) -> None:
+def test_position_under_another_fingerprint_is_refused(tmp_path: Path) -> None:
     train(tmp_path, 3, fingerprint="v1 batch=32")
-    with pytest.raises(jct.IteratorStateError, match="'data': saved with fingerprint 'v1 batch=32', found 'v2'"):
+    with pytest.raises(jct.IteratorStateError, match=r"'data': .*'v1 batch=32', found 'v2'"):
         train(tmp_path, 6, fingerprint="v2")
     assert train(tmp_path, 4, fingerprint="v1 batch=32") == [3]
-    assert train(tmp_path, 5) == [4]  # without one nothing is compared
+    assert train(tmp_path, 5) == [4]  # without a fingerprint nothing is compared
     with callback(tmp_path, fingerprint="v2") as ckpt:
-        assert int(ckpt.resume(state_of(0))["step"]) == 5  # nor for what is no data
+        assert int(ckpt.resume(state_of(0))["step"]) == 5  # nor without a data iterator
     with callback(tmp_path / "b", fingerprint="v1") as ckpt:
         ckpt.resume(state_of(0), Counter(), tracker=Counter())
         ckpt(state_of(1))
@@ -125,13 +125,16 @@ def test_labels_past_an_interval_are_saved(
     assert jct.StepManager(tmp_path).steps == due
 
 
-def test_labels_past_an_interval_are_saved_for_good_and_by_every_hook(tmp_path: Path) -> None:
-    with callback(tmp_path / "a", interval=20, temporary_interval_secs=1e-6, save_on_exit=False) as ckpt:
+def test_labels_past_an_interval_are_not_temporary(tmp_path: Path) -> None:
+    with callback(tmp_path, interval=20, temporary_interval_secs=1e-6, save_on_exit=False) as ckpt:
         ckpt.resume(state_of(0))
         for label in range(8, 49, 8):
             ckpt(state_of(label), step=label)
-    assert jct.StepManager(tmp_path / "a").steps == [24, 40, 48]
-    with callback(tmp_path / "b", interval=5, save_on_exit=False) as ckpt:
+    assert jct.StepManager(tmp_path).steps == [24, 40, 48]
+
+
+def test_hook_saves_labels_past_an_interval(tmp_path: Path) -> None:
+    with callback(tmp_path, interval=5, save_on_exit=False) as ckpt:
         state = ckpt.resume(state_of(0))
         hook = ckpt.as_hook(lambda: state)
         assert [step for step in range(1, 31) if step % 3 == 0 and hook(step)] == [6, 12, 15, 21, 27, 30]
@@ -152,7 +155,7 @@ def test_nothing_is_saved_right_after_a_resume(tmp_path: Path) -> None:
     assert files_below(tmp_path) == before
 
 
-def test_nothing_is_saved_at_the_end_if_that_is_not_wanted(tmp_path: Path) -> None:
+def test_save_on_exit_can_be_disabled(tmp_path: Path) -> None:
     train(tmp_path, 7, interval=3, save_on_exit=False)
     assert jct.StepManager(tmp_path).steps == [3, 6]
 
@@ -171,17 +174,6 @@ def test_loop_error_is_raised_without_save(tmp_path: Path) -> None:
     assert getattr(caught.value, "__notes__", []) == []
     assert jct.StepManager(tmp_path).steps == [3]
     assert train(tmp_path, 9) == [3, 4, 5, 6, 7, 8]
-
-
-def test_failing_save_does_not_hide_loops_own_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    backend = RefusingBackend("create", "step-0000000001", errno.EIO, 1)
-    ckpt = callback_on(backend, tmp_path, save_interval_steps=1)
-    with pytest.raises(ValueError, match="own") as caught, ckpt:
-        ckpt.resume(state_of(0))
-        ckpt(state_of(1))
-        raise ValueError("own")
-    assert "refused to create" in caught.value.__notes__[0]
-    assert "closing" in caplog.text
 
 
 def test_a_failing_save_ends_the_loop_loudly(tmp_path: Path) -> None:
@@ -224,9 +216,7 @@ def test_break_before_report_saves_no_wrong_position(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("stops", [(3,), (0, 1), (3, 3, 5)])
-def test_a_loop_that_is_run_again_after_an_interrupt_does_that_update_again(
-    stops: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_rerun_loop_repeats_the_interrupted_update(stops: tuple[int, ...], tmp_path: Path) -> None:
     with callback(tmp_path, interval=1) as ckpt:
         ckpt.resume(state_of(0))
         done = []
@@ -255,7 +245,7 @@ def test_finished_loop_saves_no_interrupted_position(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == []
 
 
-def test_a_loop_of_ones_own_counts_calls(tmp_path: Path) -> None:
+def test_custom_loop_counts_its_calls(tmp_path: Path) -> None:
     with callback(tmp_path, interval=2) as ckpt:
         state = ckpt.resume(state_of(0))
         for _ in range(3):
@@ -270,7 +260,7 @@ def test_a_loop_of_ones_own_counts_calls(tmp_path: Path) -> None:
     assert step_of(jct.StepManager(tmp_path).restore()) == 4
 
 
-def test_loop_of_ones_own_may_tell_step(tmp_path: Path) -> None:
+def test_custom_loop_may_pass_its_step(tmp_path: Path) -> None:
     with callback(tmp_path, interval=10) as ckpt:
         ckpt.resume(state_of(0))
         saved = {step: ckpt(state_of(step), step=step).saved for step in (5, 10, 15, 20)}
@@ -302,7 +292,7 @@ def test_a_call_that_is_not_due_reads_nothing(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == [".owner", "history.jsonl"]
 
 
-def test_a_call_that_is_not_due_does_not_look_at_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_that_is_not_due_touches_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with callback(tmp_path, interval=6, keep_latest=3, save_on_exit=False) as ckpt:
         ckpt.resume(state_of(0))
         for _ in ckpt.steps(2):
@@ -343,9 +333,7 @@ def test_save_now_saves_the_last_completed_update_once(tmp_path: Path) -> None:
         for step in ckpt.steps(4):
             next(data)
             if step == 3:
-                with pytest.raises(
-                    jct.SettingsError, match=r"save_now: update 4 is running.*right after ckpt\(state\)"
-                ):
+                with pytest.raises(jct.SettingsError, match="save_now: update 4 is running"):
                     ckpt.save_now()
             ckpt(state_of(step + 1))
             if step == 1:
@@ -367,7 +355,7 @@ def test_more_checkpointables_are_saved_and_restored_by_name(tmp_path: Path) -> 
     assert jct.StepManager(tmp_path).restore({"notes": notes})["notes"].value == {"tokens": 10}
 
 
-def test_nnx_objects_are_restored_in_place_and_saved_without_naming_them(tmp_path: Path) -> None:
+def test_nnx_objects_are_restored_in_place(tmp_path: Path) -> None:
     def made(seed: int) -> nnx.Module:
         return nnx.Linear(3, 2, rngs=nnx.Rngs(seed))
 
@@ -385,9 +373,7 @@ def test_nnx_objects_are_restored_in_place_and_saved_without_naming_them(tmp_pat
     np.testing.assert_array_equal(np.asarray(other.kernel[...]), np.asarray(model.kernel[...]))
 
 
-def test_past_a_damaged_step_it_resumes_from_the_one_before_and_saves_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_step_is_skipped_and_saved_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, 6, interval=3)
     flip_a_payload_byte(step_path(tmp_path, 6))
     assert train(tmp_path, 6, interval=3) == [3, 4, 5]
@@ -396,7 +382,7 @@ def test_past_a_damaged_step_it_resumes_from_the_one_before_and_saves_again(
     assert position_of(tmp_path, 6) == 6
 
 
-def test_when_all_steps_are_damaged_the_loop_does_not_start_anew(tmp_path: Path) -> None:
+def test_run_of_damaged_steps_does_not_restart(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2)
     for step in (1, 2):
         flip_a_payload_byte(step_path(tmp_path, step))
@@ -406,7 +392,7 @@ def test_when_all_steps_are_damaged_the_loop_does_not_start_anew(tmp_path: Path)
     assert files_below(tmp_path) == before
 
 
-def test_init_from_is_used_only_where_there_is_no_step_of_ones_own(tmp_path: Path) -> None:
+def test_init_from_is_used_only_in_fresh_run(tmp_path: Path) -> None:
     jct.save(tmp_path / "pretrained", state_of(0) | {"w": jnp.full(3000, 7.0)})
     for expected in (7.0, 8.0):
         with callback(tmp_path / "run", init_from=str(tmp_path / "pretrained")) as ckpt:
@@ -416,7 +402,7 @@ def test_init_from_is_used_only_where_there_is_no_step_of_ones_own(tmp_path: Pat
                 ckpt({**state, "w": state["w"] + 1})
 
 
-def test_another_live_job_is_refused_before_anything_is_restored(tmp_path: Path) -> None:
+def test_resume_is_refused_while_another_job_runs(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as other:
         save_steps(other, 1)
         ckpt = callback(tmp_path)
@@ -426,7 +412,7 @@ def test_another_live_job_is_refused_before_anything_is_restored(tmp_path: Path)
     ckpt.close()
 
 
-def test_a_closed_callback_says_so(tmp_path: Path) -> None:
+def test_closed_callback_refuses_calls(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         ckpt(state_of(1))
     with pytest.raises(jct.SettingsError, match="closed"):
@@ -435,7 +421,7 @@ def test_a_closed_callback_says_so(tmp_path: Path) -> None:
         ckpt(state_of(100), step=100)
 
 
-def test_the_state_that_is_handed_over_may_be_donated_at_once(tmp_path: Path) -> None:
+def test_reported_state_may_be_donated_at_once(tmp_path: Path) -> None:
     step_fn = jax.jit(lambda state: {"w": state["w"] + 1, "step": state["step"] + 1}, donate_argnums=0)
     with callback(tmp_path, interval=1) as ckpt:
         state = ckpt.resume(state_of(0))

@@ -1,4 +1,4 @@
-"""A state that drifts from what `resume` was given, data that does not move, and data that ends, are said clearly."""
+"""State that drifts from what `resume` was given, data that does not move, and data that ends are reported."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ DRIFTS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DRIFTS)
-def test_first_save_that_differs_warns_once_as_the_next_start_fails(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_drifted_save_warns_as_next_start_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     initial, update, leaf = DRIFTS[name]
     train(tmp_path, initial, update)
     (warning,) = warnings_of(caplog)
@@ -64,11 +62,11 @@ def test_first_save_that_differs_warns_once_as_the_next_start_fails(
     assert "step 1:" in warning
     (difference,) = refused.value.differences
     assert leaf in difference
-    if name != "grows":  # another step was the first
+    if name != "grows":  # its size differs at each step
         assert difference in warning
 
 
-def test_drift_after_many_saves_is_seen_at_its_first_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_late_drift_is_reported_at_its_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def update(state: Any) -> Any:
         state = {**state, "step": state["step"] + 1}
         return {**state, "w": jnp.float32(state["w"])} if state["step"] == 5 else state
@@ -79,7 +77,7 @@ def test_drift_after_many_saves_is_seen_at_its_first_save(tmp_path: Path, caplog
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_intermediates_of_a_module_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_intermediates_of_a_module_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Model(nnx.Module):
         def __init__(self) -> None:
             self.layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -159,7 +157,7 @@ def drawn(data: Any, state: Any) -> tuple[Any, Any, Any]:
     return next(data), data, {}
 
 
-def test_iterator_that_the_loop_replaces_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_iterator_replaced_by_loop_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     batches(tmp_path, 7, replaced, iter(epochs()))
     (warning,) = warnings_of(caplog)
     assert "step 5:" in warning
@@ -167,7 +165,7 @@ def test_iterator_that_the_loop_replaces_is_warned_of(tmp_path: Path, caplog: py
 
 
 @pytest.mark.parametrize("make", [Counter, lambda: iter(epochs())])
-def test_iterator_that_nothing_is_taken_from_is_warned_of(
+def test_iterator_that_never_moves_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], Any]
 ) -> None:
     batches(tmp_path, 4, lambda data, state: (0, data, {}), make())
@@ -175,7 +173,7 @@ def test_iterator_that_nothing_is_taken_from_is_warned_of(
     assert "step 2:" in warning
 
 
-def test_iterator_that_is_handed_over_resumes_in_its_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reported_iterator_resumes_in_its_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert batches(tmp_path, 6, handed_over, iter(epochs())) == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1], [2, 3]]
     assert batches(tmp_path, 9, handed_over, iter(epochs())) == [[4, 5], [6, 7], [0, 1]]
     assert warnings_of(caplog) == []
@@ -183,10 +181,10 @@ def test_iterator_that_is_handed_over_resumes_in_its_epoch(tmp_path: Path, caplo
 
 @pytest.mark.parametrize("make", [Counter, lambda: iter(epochs())])
 @pytest.mark.parametrize("always", [True, False])
-def test_iterators_that_are_handed_over_may_end_at_one_position(
+def test_reported_iterators_may_end_at_one_position(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], Any], always: bool
 ) -> None:
-    """A save at the end of each epoch, with its iterator given in each call, or in the first one."""
+    """Save at the end of each epoch, and pass its iterator in each call or in the first one."""
     with jct.CheckpointCallback(tmp_path, save_interval_steps=4) as ckpt:
         state, data = ckpt.resume({"w": jnp.zeros(1)}, make())
         for step in ckpt.steps(12):
@@ -257,7 +255,7 @@ def test_data_that_ends_in_loop_is_clear_error(tmp_path: Path, loop: Callable[[P
     assert jct.StepManager(tmp_path).steps == [1, 2, 3]
 
 
-def test_loop_that_ends_with_its_data_by_itself_ends_well(tmp_path: Path) -> None:
+def test_loop_may_end_with_its_data(tmp_path: Path) -> None:
     with jct.CheckpointCallback(tmp_path, save_interval_steps=100) as ckpt:
         state, data = ckpt.resume({"w": jnp.zeros(1)}, Short())
         while True:

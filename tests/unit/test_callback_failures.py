@@ -14,7 +14,7 @@ from tests.support.runs import state_of
 
 
 class FullAtTimes(LocalBackend):
-    """A disk that takes nothing of some steps."""
+    """A disk that is full when some steps are saved."""
 
     def __init__(self, *steps: int) -> None:
         self._names = [f"step-{step:010d}" for step in steps]
@@ -67,7 +67,7 @@ def test_loop_error_is_not_masked_by_save_error(tmp_path: Path, caplog: pytest.L
         assert manager.steps == [2]
 
 
-def test_after_a_save_that_failed_it_begins_anew_where_the_run_is(tmp_path: Path) -> None:
+def test_resume_after_failed_save_starts_anew(tmp_path: Path) -> None:
     ckpt = callback_on(FullAtTimes(10), tmp_path, save_interval_steps=1)
     with ckpt:
         ckpt.resume(state_of(0))
@@ -80,7 +80,7 @@ def test_after_a_save_that_failed_it_begins_anew_where_the_run_is(tmp_path: Path
     assert jct.StepManager(tmp_path).steps == [5]
 
 
-def test_after_a_roll_back_by_the_manager_lower_steps_are_saved(tmp_path: Path) -> None:
+def test_lower_steps_are_saved_after_roll_back(tmp_path: Path) -> None:
     with jct.CheckpointCallback(tmp_path, save_interval_steps=1, keep_latest=9) as ckpt:
         ckpt.resume(state_of(0))
         for step in range(1, 5):

@@ -28,12 +28,12 @@ def test_hook_is_called_with_number_of_completed_updates(tmp_path: Path) -> None
     assert jct.StepManager(tmp_path).steps == [2, 4, 5]
 
 
-def test_a_hook_takes_no_state_from_a_step_of_a_disabled_callback(tmp_path: Path) -> None:
+def test_hook_of_disabled_callback_saves_nothing(tmp_path: Path) -> None:
     with jct.CheckpointCallback(str(tmp_path), enabled=False) as ckpt:
         assert not ckpt.as_hook(lambda: state_of(1))(1)
 
 
-def test_a_hook_of_a_loop_that_counts_from_zero_saves_the_same_labels(tmp_path: Path) -> None:
+def test_hook_counting_from_zero_saves_same_labels(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0))
         current = [0]
@@ -52,7 +52,7 @@ def test_off_by_one_hook_is_refused(tmp_path: Path) -> None:
         ckpt.resume(state_of(0))
         with pytest.raises(jct.SettingsError, match=r"hook\(0\): expected at least 1.*first_step=0"):
             ckpt.as_hook(lambda: state_of(1))(0)
-        with pytest.raises(jct.SettingsError, match="first_step: expected a whole number from 0 to 1, found 2"):
+        with pytest.raises(jct.SettingsError, match=r"first_step: .*0 to 1, found 2"):
             ckpt.as_hook(lambda: state_of(1), first_step=2)
 
 
@@ -69,7 +69,7 @@ def test_a_hook_records_the_metrics_of_its_update(tmp_path: Path) -> None:
         assert ckpt.manager.metadata(2).metrics == {"loss": 0.5}
 
 
-def test_levanters_hook_counts_from_zero(tmp_path: Path) -> None:
+def test_levanter_hook_counts_from_zero(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0))
         for step in range(3):
@@ -80,7 +80,7 @@ def test_levanters_hook_counts_from_zero(tmp_path: Path) -> None:
         assert step_of(ckpt.manager.restore()) == 3
 
 
-def test_levanters_hook_saves_what_the_state_says_is_to_be_saved(tmp_path: Path) -> None:
+def test_levanter_hook_saves_the_saveable_state(tmp_path: Path) -> None:
     trainable = SimpleNamespace(saveable_state=state_of(1), optimizer=print)
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0))
@@ -97,7 +97,7 @@ def test_levanter_hook_may_repeat_last_step(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == [2, 3]
 
 
-def test_the_names_of_other_managers(tmp_path: Path) -> None:
+def test_callback_has_the_methods_of_orbax_manager(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         assert ckpt.latest_step() is None
         assert [ckpt.should_save(step) for step in (1, 2)] == [False, True]
@@ -112,7 +112,7 @@ def test_the_names_of_other_managers(tmp_path: Path) -> None:
         assert ckpt.manager.metadata(3).metrics == {"loss": 1.0}
 
 
-def test_a_step_that_was_just_restored_is_not_saved_again(tmp_path: Path) -> None:
+def test_restored_step_is_not_saved_again(tmp_path: Path) -> None:
     with callback(made_run(tmp_path, 2)) as ckpt:
         ckpt.resume(state_of(0))
         assert not ckpt.save(2, state_of(2))
@@ -141,9 +141,9 @@ def reported_three(directory: Path) -> jct.CheckpointCallback:
 
 
 @pytest.mark.parametrize(("step", "error"), [(2, jct.CheckpointExistsError), (0, jct.SettingsError)])
-def test_a_step_back_is_refused_with_what_a_loop_can_do(tmp_path: Path, step: int, error: type[Exception]) -> None:
+def test_lower_step_is_refused_with_a_remedy(tmp_path: Path, step: int, error: type[Exception]) -> None:
     with reported_three(tmp_path) as ckpt:
-        with pytest.raises(error, match=f"expected a step above 3, .* found {step}: ") as caught:
+        with pytest.raises(error, match=f"above 3, .* found {step}: ") as caught:
             ckpt(state_of(step), step=step)
         assert "overwrite" not in str(caught.value)
         assert "a new directory" in str(caught.value)
@@ -160,7 +160,7 @@ def test_backward_hook_step_warns_once(tmp_path: Path, caplog: pytest.LogCapture
             hook(step)
         assert caplog.messages == []
         hook(1)
-        assert caplog.messages[0].startswith("ckpt(...) was called for update 1 after update 3")
+        assert "update 1 after update 3" in caplog.messages[0]
         hook(0 + 1)
         hook(4)
         assert len(caplog.messages) == 1
@@ -169,22 +169,20 @@ def test_backward_hook_step_warns_once(tmp_path: Path, caplog: pytest.LogCapture
 def test_invalid_hook_arguments_are_refused(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0))
-        with pytest.raises(jct.SettingsError, match="step: expected a whole number of completed updates, found 'x'"):
+        with pytest.raises(jct.SettingsError, match=r"step: .*found 'x'"):
             ckpt.should_save("x")  # type: ignore[arg-type]
-        with pytest.raises(jct.SettingsError, match=r"hook\(step\): expected .* number of the update, found 'x'"):
+        with pytest.raises(jct.SettingsError, match=r"hook\(step\): .*found 'x'"):
             ckpt.as_hook(lambda: state_of(1))("x")  # type: ignore[arg-type]
-        with pytest.raises(
-            jct.SettingsError, match=r"as_hook: get_state: expected a function without .* found an object of dict"
-        ):
+        with pytest.raises(jct.SettingsError, match=r"as_hook: get_state: .*an object of dict"):
             ckpt.as_hook(state_of(1))
-        with pytest.raises(jct.SettingsError, match=r"get_metrics: expected a function .* found an object of int"):
+        with pytest.raises(jct.SettingsError, match=r"get_metrics: .*an object of int"):
             ckpt.as_hook(lambda: state_of(1), get_metrics=5)
-        for info, said in (
-            (5, "info: expected an object with `state` and `step`, found an object of int without `state`"),
-            (SimpleNamespace(step=1), "info: .* found an object of SimpleNamespace without `state`"),
-            (SimpleNamespace(state=state_of(1)), "info: .* found an object of SimpleNamespace without `step`"),
-            (SimpleNamespace(step="x", state=state_of(1)), "info.step: expected a whole number .* found 'x'"),
+        for info, message in (
+            (5, "info: .*object of int without `state`"),
+            (SimpleNamespace(step=1), "info: .*object of SimpleNamespace without `state`"),
+            (SimpleNamespace(state=state_of(1)), "info: .*object of SimpleNamespace without `step`"),
+            (SimpleNamespace(step="x", state=state_of(1)), "info.step: .*found 'x'"),
         ):
-            with pytest.raises(jct.SettingsError, match=f"on_step: {said}"):
+            with pytest.raises(jct.SettingsError, match=f"on_step: {message}"):
                 ckpt.on_step(info)
     assert jct.StepManager(tmp_path).steps == []

@@ -1,4 +1,4 @@
-"""A job that is asked to leave: saves its last completed update, at the right position in the data, and leaves."""
+"""A preempted job saves its last completed update, at the right position in the data, and exits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def send(name: str = "SIGTERM") -> None:
 
 
 def train(directory: Path, asked_at: int, **options: Any) -> None:
-    """A loop that is sent a signal in the middle of one update."""
+    """Run a loop that receives a signal in the middle of one update."""
     with callback(directory, **options) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
         for step in ckpt.steps(50):
@@ -45,7 +45,7 @@ def train(directory: Path, asked_at: int, **options: Any) -> None:
 
 
 def check_saved(directory: Path, step: int) -> None:
-    """Exactly this step is there, with the position in the data that belongs to it."""
+    """Check that exactly this step is saved, with its position in the data."""
     manager = jct.StepManager(directory)
     assert manager.steps == [step]
     restored = manager.restore({"state": state_of(0), "data": Counter()})
@@ -75,14 +75,14 @@ def test_the_exit_code_is_the_configured_one(tmp_path: Path) -> None:
     assert caught.value.code == 13
 
 
-def test_it_raises_ordinary_error_if_that_is_wanted(tmp_path: Path) -> None:
-    with pytest.raises(jct.Preempted, match="shutdown requested by signal SIGTERM; step 2 is saved") as caught:
+def test_preemption_may_raise_an_ordinary_error(tmp_path: Path) -> None:
+    with pytest.raises(jct.Preempted, match="SIGTERM; step 2 is saved") as caught:
         train(tmp_path, 1, on_preemption="raise")
     assert (caught.value.step, caught.value.exit_code) == (2, 75)
     check_saved(tmp_path, 2)
 
 
-def test_in_a_multirun_it_raises_an_ordinary_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_multirun_job_raises_an_ordinary_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.callback.is_multirun", lambda: True)
     with pytest.raises(jct.Preempted, match="step 2 is saved"):
         train(tmp_path / "auto", 1)
@@ -97,7 +97,7 @@ def test_next_run_goes_on_where_preempted_one_left(tmp_path: Path) -> None:
         check_saved(tmp_path, asked_at + 1)
 
 
-def test_loop_of_ones_own_is_left_by_call(tmp_path: Path) -> None:
+def test_signal_ends_custom_loop_at_its_call(tmp_path: Path) -> None:
     data = Counter()
     with pytest.raises(SystemExit) as caught, callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0), data)
@@ -110,7 +110,7 @@ def test_loop_of_ones_own_is_left_by_call(tmp_path: Path) -> None:
     check_saved(tmp_path, 3)
 
 
-def test_without_with_statement_loop_ends_and_tells(tmp_path: Path) -> None:
+def test_preempted_loop_without_with_statement_ends(tmp_path: Path) -> None:
     ckpt = callback(tmp_path)
     _, data = ckpt.resume(state_of(0), Counter())
     for step in ckpt.steps(50):
@@ -146,7 +146,7 @@ def test_inside_evaluation_completed_update_is_saved_at_once(tmp_path: Path) -> 
     check_saved(tmp_path, 3)
 
 
-def test_between_batch_and_update_nothing_is_saved_at_a_wrong_position(tmp_path: Path) -> None:
+def test_poll_before_update_saves_no_wrong_position(tmp_path: Path) -> None:
     with pytest.raises(SystemExit), callback(tmp_path) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
         for step in ckpt.steps(50):
@@ -160,7 +160,7 @@ def test_between_batch_and_update_nothing_is_saved_at_a_wrong_position(tmp_path:
     check_saved(tmp_path, 3)
 
 
-def test_in_a_loop_of_ones_own_polling_saves_nothing_at_a_wrong_position(tmp_path: Path) -> None:
+def test_poll_in_custom_loop_saves_no_wrong_position(tmp_path: Path) -> None:
     data = Counter()
     with pytest.raises(SystemExit), callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0), data)
@@ -188,7 +188,7 @@ def test_signal_during_compilation_waits_for_update(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("polled", [False, True])
-def test_asked_before_the_first_step_it_leaves_with_nothing_saved(tmp_path: Path, polled: bool) -> None:
+def test_request_before_first_step_saves_nothing(tmp_path: Path, polled: bool) -> None:
     with (
         pytest.raises(jct.Preempted, match="no step is saved") as caught,
         callback(tmp_path, on_preemption="raise") as ckpt,
@@ -202,7 +202,7 @@ def test_asked_before_the_first_step_it_leaves_with_nothing_saved(tmp_path: Path
     assert jct.StepManager(tmp_path).steps == []
 
 
-def test_asked_right_after_a_resume_it_leaves_with_what_was_resumed(tmp_path: Path) -> None:
+def test_request_after_resume_keeps_the_resumed_step(tmp_path: Path) -> None:
     with (
         pytest.raises(jct.Preempted, match="step 5 is saved") as caught,
         callback(made_run(tmp_path, 5), on_preemption="raise") as ckpt,
@@ -214,7 +214,7 @@ def test_asked_right_after_a_resume_it_leaves_with_what_was_resumed(tmp_path: Pa
     assert jct.StepManager(tmp_path).steps == [5]
 
 
-def test_the_users_own_handler_is_called_and_is_back_afterwards(tmp_path: Path) -> None:
+def test_users_signal_handler_is_called_and_restored(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def own(number: int, frame: Any) -> None:
@@ -230,7 +230,7 @@ def test_the_users_own_handler_is_called_and_is_back_afterwards(tmp_path: Path) 
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_notice_file_asks_too(tmp_path: Path) -> None:
+def test_notice_file_requests_shutdown(tmp_path: Path) -> None:
     notice = tmp_path / "leave"
     with pytest.raises(SystemExit), callback(tmp_path / "run", notice_file=str(notice), signals=()) as ckpt:
         ckpt.resume(state_of(0))
@@ -250,9 +250,7 @@ def test_time_limit_asks_early_enough_for_last_save(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == [1]
 
 
-def test_in_another_thread_signals_are_not_watched_but_a_file_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_thread_watches_notice_file_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     notice = tmp_path / "leave"
     raised: list[BaseException] = []
 
@@ -277,11 +275,11 @@ def test_in_another_thread_signals_are_not_watched_but_a_file_is(
 
 
 class LoopError(Exception):
-    """What a loop fails with."""
+    """The error of a loop."""
 
 
 def fail_when_asked(directory: Path, error: BaseException, taken: bool, data: Any, **options: Any) -> None:
-    """A loop that is asked to leave in update 3, and fails there before or after it has taken its batch."""
+    """Run a loop that receives a signal in update 3, and fails there before or after it has taken its batch."""
     with callback(directory, **options) as ckpt:
         _, data = ckpt.resume(state_of(0), data)
         for step in ckpt.steps(50):
@@ -321,7 +319,7 @@ def test_error_after_a_request_saves_the_fingerprint(tmp_path: Path, taken: bool
     assert jct.StepManager(tmp_path).load({"data": None}, 3)["data"]["fingerprint"] == "v1"
 
 
-def test_error_after_a_request_in_a_loop_of_ones_own_saves_its_position(tmp_path: Path) -> None:
+def test_error_after_request_saves_position_in_custom_loop(tmp_path: Path) -> None:
     with pytest.raises(SystemExit), callback(tmp_path) as ckpt:
         _, data = ckpt.resume(state_of(0), range_iterator())
         for batch in data:
@@ -334,7 +332,7 @@ def test_error_after_a_request_in_a_loop_of_ones_own_saves_its_position(tmp_path
     assert next(data) == 2
 
 
-def test_error_after_a_request_raises_preempted_where_that_is_wanted(tmp_path: Path) -> None:
+def test_error_after_request_may_raise_preempted(tmp_path: Path) -> None:
     with pytest.raises(jct.Preempted) as caught:
         fail_when_asked(tmp_path, LoopError(), False, range_iterator(), on_preemption="raise")
     assert (caught.value.step, type(caught.value.__cause__)) == (3, LoopError)
@@ -368,9 +366,7 @@ def test_error_after_request_before_any_update_leaves_too(tmp_path: Path) -> Non
     assert jct.StepManager(tmp_path).steps == []
 
 
-def test_iterator_of_another_kind_that_may_have_moved_is_not_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_iterator_that_may_have_moved_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SystemExit) as caught:
         fail_when_asked(tmp_path, LoopError(), True, Counter(), save_interval_steps=2)
     assert caught.value.code == 75
@@ -378,7 +374,7 @@ def test_iterator_of_another_kind_that_may_have_moved_is_not_saved(
     assert "step 3 is not saved" in caplog.text
 
 
-def test_state_that_was_donated_to_the_failed_update_is_not_saved(tmp_path: Path) -> None:
+def test_state_donated_to_failed_update_is_not_saved(tmp_path: Path) -> None:
     update = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
     with pytest.raises(SystemExit) as caught, callback(tmp_path, save_interval_steps=2) as ckpt:
         state = ckpt.resume(state_of(0))
@@ -392,7 +388,7 @@ def test_state_that_was_donated_to_the_failed_update_is_not_saved(tmp_path: Path
     assert jct.StepManager(tmp_path).steps == [2]
 
 
-def test_objects_that_change_in_place_are_saved_while_no_batch_was_taken(tmp_path: Path) -> None:
+def test_nnx_objects_are_saved_until_next_batch(tmp_path: Path) -> None:
     nnx = pytest.importorskip("flax.nnx")
     for taken, steps in ((False, [2, 3]), (True, [2])):
         model, directory = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / str(taken)

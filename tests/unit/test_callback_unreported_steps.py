@@ -1,4 +1,4 @@
-"""A loop that does not report all its updates is warned at once, since they are never saved."""
+"""A loop that does not report all its updates gets a warning at once, since they are never saved."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 import jaxckpt_train as jct
 from tests.support.runs import state_of, step_of
 
-UNTOLD = "ended without a call of ckpt(...)"
+UNREPORTED = "ended without a call of ckpt(...)"
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if UNTOLD in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if UNREPORTED in record.getMessage()]
 
 
 def test_missed_update_warns_once_during_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As people do who decide themselves what to save: at 1, 11, 21, ..., of which none is due."""
+    """The loop decides itself what to save, at 1, 11, 21, ..., of which none is due."""
     with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=10) as ckpt:
         ckpt.resume(state_of(0))
         for step in ckpt.steps(25):
@@ -48,7 +48,7 @@ def test_complete_or_disabled_loop_does_not_warn(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_loop_of_ones_own_counts_its_updates_whether_enabled_or_not(tmp_path: Path, enabled: bool) -> None:
+def test_custom_loop_counts_updates_even_if_disabled(tmp_path: Path, enabled: bool) -> None:
     counts = []
     with jct.CheckpointCallback(tmp_path, enabled=enabled) as ckpt:
         ckpt.resume(state_of(0))
@@ -62,7 +62,7 @@ def test_a_loop_of_ones_own_counts_its_updates_whether_enabled_or_not(tmp_path: 
                 ckpt(state_of(1), step=9)
 
 
-def test_update_missed_by_break_warns_once(tmp_path: Path) -> None:
+def test_calls_after_a_break_continue_the_count(tmp_path: Path) -> None:
     with jct.CheckpointCallback(tmp_path, save_interval_steps=1) as ckpt:
         ckpt.resume(state_of(0))
         for step in ckpt.steps(10):

@@ -18,7 +18,7 @@ import safetensors.numpy
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
-from jaxckpt_train.store import transaction as final_name
+from jaxckpt_train.store import transaction
 from jaxckpt_train.store.verify import verify_opened
 from tests.support.same_trees import assert_same, raw
 
@@ -52,21 +52,21 @@ def test_overwriting_replaces_the_whole_checkpoint(tmp_path: Path) -> None:
 def test_an_overwrite_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", state(1))
     before = {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()}
-    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'x': a builtins.object cannot be stored"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"leaf 'x': a builtins.object"):
         jct.save(tmp_path / "c", {"x": object()}, overwrite=True)
     assert {path: path.read_bytes() for path in (tmp_path / "c").rglob("*") if path.is_file()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_what_exists_is_not_replaced_unasked(tmp_path: Path) -> None:
+def test_existing_checkpoint_is_not_replaced_without_overwrite(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", state(1))
     for save in (jct.save, jct.save_async):
-        with pytest.raises(jct.CheckpointExistsError, match="exists; pass overwrite=True to replace it, or choose"):
+        with pytest.raises(jct.CheckpointExistsError, match="pass overwrite=True"):
             save(tmp_path / "c", state(2))
     assert jct.load(tmp_path / "c")["n"] == 1
 
 
-def test_two_saves_to_one_path_at_once_do_not_mix(tmp_path: Path) -> None:
+def test_concurrent_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
     pending = [jct.save_async(tmp_path / "c", state(number)) for number in range(2)]
     errors = [error for save in pending if (error := save.outcome()) is not None]
     assert len(errors) == 1
@@ -76,7 +76,7 @@ def test_two_saves_to_one_path_at_once_do_not_mix(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_relative_paths_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_and_home_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     jct.save("~/runs/a", state(1))
@@ -91,7 +91,7 @@ def test_relative_paths_and_the_home_directory(tmp_path: Path, monkeypatch: pyte
     assert jct.verify(Path("~/c")).ok
 
 
-def test_inside_a_running_event_loop(tmp_path: Path) -> None:
+def test_save_works_inside_a_running_event_loop(tmp_path: Path) -> None:
     async def loop() -> Any:
         jct.save(tmp_path / "a", state(1))
         pending = jct.save_async(tmp_path / "b", state(2))
@@ -104,7 +104,7 @@ def test_inside_a_running_event_loop(tmp_path: Path) -> None:
     assert_same(second, state(2))
 
 
-def test_the_futures_of_a_save_in_the_background(tmp_path: Path) -> None:
+def test_background_save_has_two_futures(tmp_path: Path) -> None:
     pending = jct.save_async(tmp_path / "c", state(1))
     assert isinstance(pending.staged, Future)
     assert pending.staged.done()
@@ -120,15 +120,13 @@ def test_main_checkpointable_is_state_or_only_one(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "two", {"params": state(1), "state": state(2)})
     assert jct.load(tmp_path / "two")["n"] == 2
     jct.save_checkpointables(tmp_path / "three", {"params": state(1), "ema": state(2)})
-    with pytest.raises(
-        jct.MismatchError, match=r"expected a checkpointable 'state'.*'params', 'ema'; choose with load_ch"
-    ):
+    with pytest.raises(jct.MismatchError, match=r"'state'.*'params', 'ema'"):
         jct.load(tmp_path / "three")
-    with pytest.raises(jct.MismatchError, match="has no checkpointable 'opt'; it has 'params', 'ema'"):
+    with pytest.raises(jct.MismatchError, match="'opt'; it has 'params', 'ema'"):
         jct.load_checkpointables(tmp_path / "three", {"opt": None})
 
 
-def test_several_checkpointables_each_into_its_target(tmp_path: Path) -> None:
+def test_checkpointables_are_loaded_into_their_targets(tmp_path: Path) -> None:
     given = {"state": state(1), "ema": [jnp.ones(3)], "config": jct.JsonValue({"rate": 0.1}), "none": None, "empty": {}}
     jct.save_checkpointables(tmp_path / "c", given)
     found = jct.load_checkpointables(tmp_path / "c", {"ema": [jnp.zeros(3)], "state": state(0)})
@@ -144,9 +142,7 @@ def test_several_checkpointables_each_into_its_target(tmp_path: Path) -> None:
     "name", ["a/b", "", ".hidden", "-x", "a b", "COMMIT", "manifest.json", "é", "x" * 201, 3, None]
 )
 def test_name_that_cannot_name_directory_is_refused(name: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        jct.SettingsError, match=r"checkpointable name .*: expected letters, .* at most 200 .* none of COMMIT"
-    ):
+    with pytest.raises(jct.SettingsError, match=r"checkpointable name .*: expected letters"):
         jct.save_checkpointables(tmp_path / "c", {name: {}})
     assert list(tmp_path.iterdir()) == []
 
@@ -161,7 +157,7 @@ def test_name_that_cannot_name_directory_is_refused(name: Any, tmp_path: Path) -
     ],
     ids=["file", "sha256", "small", "unchecked"],
 )
-def test_settings_change_how_bytes_are_stored_and_never_which(settings: jct.StoreSettings, tmp_path: Path) -> None:
+def test_settings_do_not_change_the_loaded_bytes(settings: jct.StoreSettings, tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((700, 1000), np.float32)
     tree = {"large": jnp.asarray(values), **{str(n): jnp.asarray(values[n : n + 99]) for n in range(6)}}
     jct.save(tmp_path / "c", tree, settings=settings)
@@ -250,7 +246,7 @@ def test_verify_names_every_damage(tmp_path: Path) -> None:
     assert all("are not what was saved" in problem and str(segment) in problem for problem in problems)
 
 
-def test_a_path_may_be_anything_that_names_one(tmp_path: Path) -> None:
+def test_path_may_be_any_path_like(tmp_path: Path) -> None:
     class Place(os.PathLike[str]):
         def __fspath__(self) -> str:
             return str(tmp_path / "c")
@@ -260,7 +256,7 @@ def test_a_path_may_be_anything_that_names_one(tmp_path: Path) -> None:
 
 
 class Replacing:
-    """An iterator in whose restoring, twice, another checkpoint takes the place of the one that is being read."""
+    """An iterator that replaces the checkpoint twice, while it is restored from it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.values = path, [1.0, 2.0]
@@ -274,16 +270,14 @@ class Replacing:
             jct.save_checkpointables(self.path, new, overwrite=True)
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+def test_checkpoint_replaced_during_read_is_read_again(tmp_path: Path) -> None:
     data = Replacing(tmp_path / "c")
     jct.save_checkpointables(tmp_path / "c", {"data": data, "state": {"w": np.zeros(3000)}})
     found = jct.load_checkpointables(tmp_path / "c", {"data": data, "state": None})
     assert (found["state"]["w"] == 2).all()
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_verified_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_replaced_during_verify_is_verified_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jct.save(tmp_path / "c", {"w": np.zeros(3000)})
     swaps = [1.0, 2.0]
 
@@ -307,18 +301,16 @@ def test_missing_digest_package_is_refused(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_another_process_is_replacing_right_now_is_looked_at_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It listed the old one, which was exchanged meanwhile and is being emptied."""
+def test_path_that_another_process_replaces_is_rechecked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save listed the old checkpoint, which another process has replaced and is now emptying."""
     jct.save(tmp_path / "c", state(1))
-    looks = iter([False, False, True])
-    monkeypatch.setattr(final_name, "is_committed", lambda *_: next(looks))
+    answers = iter([False, False, True])
+    monkeypatch.setattr(transaction, "is_committed", lambda *_: next(answers))
     jct.save(tmp_path / "c", state(2), overwrite=True)
     assert jct.load(tmp_path / "c")["n"] == 2
 
 
-def test_settings_of_another_type_are_refused_by_every_call(tmp_path: Path) -> None:
+def test_every_call_refuses_settings_of_another_type(tmp_path: Path) -> None:
     wrong: Any = {"direct_io": False}
     calls = [
         lambda: jct.save(tmp_path / "c", state(1), settings=wrong),
@@ -328,8 +320,6 @@ def test_settings_of_another_type_are_refused_by_every_call(tmp_path: Path) -> N
         lambda: jct.StepManager(tmp_path / "run", settings=wrong),
     ]
     for call in calls:
-        with pytest.raises(
-            jct.SettingsError, match=r"settings: expected a StoreSettings, .*found \{'direct_io': False\}"
-        ):
+        with pytest.raises(jct.SettingsError, match=r"settings: .*found \{'direct_io': False\}"):
             call()
     assert list(tmp_path.iterdir()) == []

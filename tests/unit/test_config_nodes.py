@@ -42,7 +42,7 @@ def test_page_of_configuration_is_closed_with_its_run(tmp_path: Path) -> None:
             pass
 
 
-def test_nodes_of_others_and_objects_are_taken_in_their_order(tmp_path: Path) -> None:
+def test_nodes_and_objects_keep_their_order(tmp_path: Path) -> None:
     given = OwnSink("given")
     node = {"_target_": f"{OwnSink.__module__}.{OwnSink.__qualname__}", "label": "built"}
     built, same = callback_arguments({"sinks": [node, given]})["sinks"]
@@ -51,7 +51,7 @@ def test_nodes_of_others_and_objects_are_taken_in_their_order(tmp_path: Path) ->
     assert [event["step"] for event in given.events if event["event"] == "save"] == [1, 2]
 
 
-def test_omegaconf_takes_them_into_the_typed_configuration() -> None:
+def test_typed_configuration_accepts_sink_nodes() -> None:
     config = omegaconf.OmegaConf.structured(CheckpointConfig)
     node = {"_target_": "jaxckpt_train.PrometheusSink", "port": 0}
     merged = omegaconf.OmegaConf.merge(config, {"sinks": [node]})
@@ -61,11 +61,11 @@ def test_omegaconf_takes_them_into_the_typed_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sinks", "said"),
+    ("sinks", "message"),
     [
         ("often", "checkpoint.sinks: expected a list of sinks"),
         ({"_target_": "jaxckpt_train.PrometheusSink", "port": 0}, "checkpoint.sinks: expected a list of sinks"),
-        ([3], "checkpoint.sinks[0]: expected a node with _target_, or an object, that is called with every event"),
+        ([3], "checkpoint.sinks[0]: expected a node with _target_"),
         ([{"port": 0}], "checkpoint.sinks[0]: expected a node with _target_"),
         (
             [print, {"_target_": "jaxckpt_train.PrometheusSinc"}],
@@ -77,13 +77,13 @@ def test_omegaconf_takes_them_into_the_typed_configuration() -> None:
         ([{"_target_": "jaxckpt_train.CheckpointCallback", "directory": "a"}], "expected a sink, found"),
         ([{"_target_": "jaxckpt_train.WriterSink"}], "missing a required argument: 'writer'"),
         ([{"_target_": "no.such.Sink"}], "cannot build no.such.Sink"),
-        ([{"_target_": "pathlib.PurePath"}], "expected a node with _target_, or an object, that is called"),
+        ([{"_target_": "pathlib.PurePath"}], "expected a node with _target_"),
     ],
 )
-def test_a_sink_that_cannot_be_built_is_refused_by_its_place(sinks: Any, said: str) -> None:
+def test_unbuildable_sink_error_names_its_place(sinks: Any, message: str) -> None:
     with pytest.raises(jct.SettingsError) as caught:
         callback_arguments({"sinks": sinks})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_policy_is_no_place_for_a_sink() -> None:
@@ -92,7 +92,7 @@ def test_a_policy_is_no_place_for_a_sink() -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "said"),
+    ("node", "message"),
     [
         (
             {"_target_": "jaxckpt_train.FixedIntervalPolicy", "interval": -1},
@@ -106,11 +106,11 @@ def test_a_policy_is_no_place_for_a_sink() -> None:
                     {"_target_": "jaxckpt_train.FixedIntervalPolicy", "interval": -1},
                 ],
             },
-            r"save_policy.policies\[1\]: FixedIntervalPolicy.interval: expected a whole number of at least 1, found -1",
+            r"save_policy.policies\[1\]: FixedIntervalPolicy.interval: .*found -1",
         ),
         (
             {"_target_": "jaxckpt_train.AnySavePolicy", "policies": {"a": 1}},
-            r"save_policy: AnySavePolicy.policies: expected a sequence of policies .* found {'a': 1}",
+            r"save_policy: AnySavePolicy.policies: .*found {'a': 1}",
         ),
         ({"_target_": "jaxckpt_train.Nope"}, 'save_policy: jaxckpt_train has no policy "Nope"$'),
         (
@@ -119,6 +119,6 @@ def test_a_policy_is_no_place_for_a_sink() -> None:
         ),
     ],
 )
-def test_unbuildable_policy_error_names_its_place(node: Any, said: str) -> None:
-    with pytest.raises(jct.SettingsError, match=said):
+def test_unbuildable_policy_error_names_its_place(node: Any, message: str) -> None:
+    with pytest.raises(jct.SettingsError, match=message):
         callback_arguments({"save_policy": node})

@@ -18,19 +18,19 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """The threads that were started since."""
+    """The threads that have been started since the fixture was made."""
     threads, start = list[threading.Thread](), threading.Thread.start
 
-    def noting(thread: threading.Thread) -> None:
+    def record(thread: threading.Thread) -> None:
         threads.append(thread)
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", noting)
+    monkeypatch.setattr(threading.Thread, "start", record)
     return threads
 
 
 def dropped(manager: list[jct.StepManager]) -> None:
-    """The last reference goes on this thread."""
+    """Drop the last reference on this thread."""
     manager.clear()
     gc.collect()
 
@@ -50,7 +50,7 @@ def test_collecting_dropped_manager_waits_for_no_disk(tmp_path: Path) -> None:
     assert backend.threads == ["jaxckpt-retention"]
 
 
-def test_nor_does_a_scrubber_that_reads(tmp_path: Path) -> None:
+def test_collecting_a_manager_waits_for_no_scrubber(tmp_path: Path) -> None:
     reading, go = threading.Event(), threading.Event()
 
     class Slow(HoldingBackend):
@@ -76,15 +76,17 @@ def test_nor_does_a_scrubber_that_reads(tmp_path: Path) -> None:
 
 
 def test_dropped_manager_releases_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that ends right after that leaves none: another machine would wait for its silence."""
+    """Else, if the process ended right after that, another machine would have to wait until the lock expires."""
     monkeypatch.setattr("jaxckpt_train.run.retention._MOMENT_S", 60.0)
     managers = [jct.StepManager(tmp_path)]
     save_steps(managers[0], 1)
     dropped(managers)
     assert not (tmp_path / LOCK_NAME).exists()
+    with jct.StepManager(tmp_path) as other:
+        save_steps(other, 2)
 
 
-def test_a_manager_that_holds_nothing_needs_no_thread_to_go(tmp_path: Path, started: list[threading.Thread]) -> None:
+def test_manager_without_lock_is_collected_without_threads(tmp_path: Path, started: list[threading.Thread]) -> None:
     run = made_run(tmp_path, 1)
     closed = [jct.StepManager(run)]
     closed[0].own()

@@ -1,4 +1,4 @@
-"""Errors that are kept, or handed to another process: what they say stays, what their frames hold is freed."""
+"""Errors that are kept or sent to another process: their content stays, and what their frames hold is freed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def raise_holding(holders: list[weakref.ref[Held]]) -> NoReturn:
 
 
 def raise_a_ring(holders: list[weakref.ref[Held]]) -> NoReturn:
-    """The cause, whose context is the error that it is the cause of."""
+    """Raise an error whose context is the error that it caused."""
     try:
         try:
             raise_holding(holders)
@@ -51,7 +51,7 @@ def raise_a_group(holders: list[weakref.ref[Held]]) -> NoReturn:
 
 
 def raise_with_both(holders: list[weakref.ref[Held]]) -> NoReturn:
-    """A cause of its own, and another error that it was raised in the handling of."""
+    """Raise an error that has a cause, and another error as its context."""
     kept: list[Exception] = []
     try:
         raise_holding(holders)
@@ -78,7 +78,7 @@ def test_frames_are_freed_whichever_error_led_to_which(raise_it: Any) -> None:
 
 
 class Refusing(MemoryBackend):
-    """Creates no file in attempts, and says so by an error that led to itself."""
+    """Refuse to create files in attempts, with an error whose context refers back to it."""
 
     def create(self, path: str, *, direct: Any) -> Any:
         if ".tmp-" in path:

@@ -1,4 +1,4 @@
-"""The lines that never move, read from the source: who imports whom, who touches the disk, how long things are."""
+"""Rules that are read from the source: which layer imports which, what touches the disk, how long things are."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def import_cycle(modules: dict[str, Module]) -> list[str]:
 
 
 def offenders(problems_of: Callable[[Module], list[Any]]) -> dict[str, list[Any]]:
-    """What is found in each module in which something is."""
+    """Return the problems of each module that has any."""
     return {name: problems for name, module in MODULES.items() if (problems := problems_of(module))}
 
 
@@ -230,7 +230,7 @@ def test_there_is_no_import_cycle() -> None:
 
 
 def importers(modules: dict[str, Module]) -> dict[str, set[str]]:
-    """Which modules import each module at the top of their files."""
+    """Return, for each module, which modules import it at the top of their files."""
     found: dict[str, set[str]] = {}
     for module in modules.values():
         for each in imports_of(module):
@@ -257,8 +257,8 @@ def source_files() -> list[Path]:
     return [file.relative_to(ROOT) for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def against_the_house(file: Path) -> Iterator[str]:
-    """What is wrong with a file as such."""
+def problems_of_file(file: Path) -> Iterator[str]:
+    """Yield the rules about whole files that a file breaks."""
     text = (ROOT / file).read_text()
     if not ast.get_docstring(ast.parse(text)):
         yield "the first statement must say what the file is for"
@@ -274,10 +274,10 @@ def against_the_house(file: Path) -> Iterator[str]:
 def test_file_says_its_one_job_and_stays_small() -> None:
     files = source_files()
     assert len(files) > 500
-    assert {str(file): problems for file in files if (problems := list(against_the_house(file)))} == {}
+    assert {str(file): problems for file in files if (problems := list(problems_of_file(file)))} == {}
 
 
-# A check that cannot fail is a defect: here is what each of them must find.
+# A check that cannot fail is a defect: these tests show what each check must find.
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_what_only_looks_like_the_disk_is_fine() -> None:
     assert disk_calls(Module("run.history", source)) == []
 
 
-def test_a_long_function_is_found_and_its_docstring_does_not_count() -> None:
+def test_long_function_is_found_without_its_docstring() -> None:
     lines = "\n".join(f"    x{number} = {number}" for number in range(MOST_LINES_OF_A_FUNCTION))
     docstring = textwrap.indent('"""' + "\nword" * 50 + '\n"""', "    ")
     assert long_functions(Module("pytree.flatten", f"def fine():\n{docstring}\n{lines}\n")) == []

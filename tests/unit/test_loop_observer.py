@@ -1,4 +1,4 @@
-"""The observer of a process's loop: its calls, their order, and the values that it may replace at a resume."""
+"""The observer of a loop: its calls, their order, and the values that it may replace at a resume."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train import loop as loop_observer
+from jaxckpt_train import loop as loop_module
 from jaxckpt_train.loop import LoopState
 from jaxckpt_train.manager import StepManager
 
 
-class Watching:
-    """Records its calls, and replaces the value named `data` by a mark."""
+class RecordingObserver:
+    """Records its calls, and replaces the value named `data`."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[Any, ...]] = []
@@ -34,11 +34,11 @@ class Watching:
 
 
 @pytest.fixture
-def watching() -> Iterator[Watching]:
-    observer = Watching()
-    loop_observer.observe(observer)
+def observer() -> Iterator[RecordingObserver]:
+    observer = RecordingObserver()
+    loop_module.observe(observer)
     yield observer
-    loop_observer.observe(None)
+    loop_module.observe(None)
 
 
 def train(directory: Path, updates: int, data: Any) -> Any:
@@ -50,11 +50,11 @@ def train(directory: Path, updates: int, data: Any) -> Any:
     return given
 
 
-def test_observer_sees_resume_and_updates(watching: Watching, tmp_path: Path) -> None:
+def test_observer_sees_resume_and_updates(observer: RecordingObserver, tmp_path: Path) -> None:
     train(tmp_path, 1, jct.JsonValue(1))
     train(tmp_path, 2, jct.JsonValue(2))
     seen = (["data", "state"], {"loss": 0.5}, False)
-    assert watching.notes == [
+    assert observer.notes == [
         ("resumed", None, "state", "data"),
         ("update", 1, *seen),
         ("resumed", 1, "state", "data"),
@@ -62,35 +62,35 @@ def test_observer_sees_resume_and_updates(watching: Watching, tmp_path: Path) ->
     ]
 
 
-def test_observer_may_replace_the_resumed_data(watching: Watching, tmp_path: Path) -> None:
+def test_observer_may_replace_the_resumed_data(observer: RecordingObserver, tmp_path: Path) -> None:
     assert train(tmp_path, 1, jct.JsonValue([7])) == "instead"
     assert jct.load_checkpointables(tmp_path / "step-0000000001", {"data": None})["data"] == jct.JsonValue([7])
 
 
-def test_it_hears_of_polls_by_a_loop_that_is_not_switched_off(watching: Watching, tmp_path: Path) -> None:
+def test_observer_sees_polls_of_enabled_loops(observer: RecordingObserver, tmp_path: Path) -> None:
     for enabled in (True, False):
         with jct.CheckpointCallback(tmp_path, enabled=enabled) as ckpt:
             assert not ckpt.poll()
-    assert watching.notes == [("polled",)]
+    assert observer.notes == [("polled",)]
 
 
-def test_an_error_of_the_observer_ends_the_call(watching: Watching, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_error_of_the_observer_ends_the_call(observer: RecordingObserver, tmp_path: Path, monkeypatch: Any) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("seen")
 
-    monkeypatch.setattr(watching, "update_completed", fail)
+    monkeypatch.setattr(observer, "update_completed", fail)
     with pytest.raises(RuntimeError, match="seen"):
         train(tmp_path, 1, jct.JsonValue(1))
     assert jct.StepManager(tmp_path).steps == []
 
 
-def test_nobody_watches_unless_asked_to(tmp_path: Path) -> None:
+def test_loop_without_observer_keeps_its_data(tmp_path: Path) -> None:
     data = jct.JsonValue(3)
     assert train(tmp_path, 1, data) is data
 
 
-def test_loop_that_is_switched_off_is_not_watched(watching: Watching, tmp_path: Path) -> None:
+def test_disabled_loop_is_not_observed(observer: RecordingObserver, tmp_path: Path) -> None:
     with jct.CheckpointCallback(tmp_path, enabled=False) as ckpt:
         ckpt.resume({"w": np.zeros(2)})
         ckpt({"w": np.ones(2)})
-    assert watching.notes == []
+    assert observer.notes == []

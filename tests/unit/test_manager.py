@@ -50,12 +50,12 @@ def test_the_steps_are_listed_as_policies_see_them(tmp_path: Path) -> None:
         assert manager.infos[0].time < manager.infos[1].time <= clock.now
 
 
-def test_save_tells_that_and_why_it_was_made(tmp_path: Path) -> None:
+def test_save_result_gives_its_reason(tmp_path: Path) -> None:
     policy = jct.FixedIntervalPolicy(10)
     with jct.StepManager(tmp_path, save_decision_policy=policy) as manager:
         not_due = manager.save(9, {"state": state_of(9)})
         assert (not_due.saved, not_due.pending) == (False, None)
-        assert not_due.reason == "not due: no save policy asked for this step"
+        assert not_due.reason.startswith("not due: ")
         due = manager.save(10, {"state": state_of(10)})
         assert (due.saved, due.reason) == (True, "FixedIntervalPolicy(interval=10)")
         assert due.pending is not None
@@ -70,12 +70,12 @@ def test_save_tells_that_and_why_it_was_made(tmp_path: Path) -> None:
 
 def test_without_a_policy_every_call_saves(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
-        assert manager.save(1, {"state": state_of(1)}).reason == "no save policy: every call saves"
+        assert manager.save(1, {"state": state_of(1)}).reason.startswith("no save policy")
 
 
 @pytest.mark.parametrize("step", [True, 1.0, "1", None])
 def test_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: Any) -> None:
-    with pytest.raises(jct.SettingsError, match="expected a whole number of completed updates"):
+    with pytest.raises(jct.SettingsError, match="expected a whole number"):
         jct.StepManager(tmp_path).save(step, {"state": state_of(1)})
     assert list(tmp_path.iterdir()) == []
 
@@ -85,10 +85,10 @@ def test_a_negative_step_is_refused(tmp_path: Path) -> None:
         jct.StepManager(tmp_path).save(-1, {"state": state_of(1)})
 
 
-def test_a_step_that_exists_is_refused_unless_it_is_to_be_overwritten(tmp_path: Path) -> None:
+def test_existing_step_is_refused_without_overwrite(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1, 2)
-        with pytest.raises(jct.CheckpointExistsError, match="step 1 is committed already; pass overwrite=True"):
+        with pytest.raises(jct.CheckpointExistsError, match="step 1 is committed already"):
             manager.save(1, {"state": state_of(5)})
         assert step_of(manager.restore(step=1)) == 1
         for content in (100, 200):
@@ -121,9 +121,9 @@ def test_second_save_waits_for_first_and_says_so(tmp_path: Path, caplog: pytest.
     second.start()
     while "step 2 waits, because step 1 to" not in caplog.text:
         assert second.is_alive()
-    it_waits_since = time.perf_counter()
+    observed_at = time.perf_counter()
     assert (manager.latest, done) == (None, [])
-    at_least_s = time.perf_counter() - it_waits_since
+    at_least_s = time.perf_counter() - observed_at
     backend.go.set()
     second.join()
     assert done[0].saved
@@ -148,7 +148,7 @@ def test_a_busy_manager_may_skip_and_reports_it(tmp_path: Path) -> None:
     assert manager.steps == [1, 3, 4]
 
 
-def test_the_state_is_that_of_the_call_whatever_happens_to_it_next(tmp_path: Path) -> None:
+def test_later_changes_do_not_reach_the_save(tmp_path: Path) -> None:
     manager, backend = held(tmp_path, 1)
     state = {"w": np.arange(3000, dtype=np.float32) + 1, "step": np.int32(1)}
     manager.save(1, {"state": state})
@@ -190,13 +190,13 @@ def test_metrics_are_kept_bit_for_bit(tmp_path: Path) -> None:
         assert found["steps"] == 3.0
 
 
-def test_metrics_that_are_no_numbers_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_metrics_must_be_numbers(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager, pytest.raises(jct.SettingsError, match="metric 'loss'"):
         manager.save(1, {"state": state_of(1)}, metrics={"loss": "low"})
     assert [path.name for path in tmp_path.iterdir() if "step" in path.name] == []
 
 
-def test_best_is_never_nan_and_of_equals_latest(tmp_path: Path) -> None:
+def test_best_is_latest_of_equals_never_nan(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         for step, loss in ((1, 0.5), (2, math.nan), (3, 0.2), (4, 0.2), (5, 0.9), (6, -math.inf), (7, None)):
             save_steps(manager, step, metrics=None if loss is None else {"loss": loss})
@@ -219,7 +219,7 @@ def test_metrics_can_come_later_and_count_then(tmp_path: Path) -> None:
         manager.attach_metrics(1, {"accuracy": jnp.float32(0.75), "bad": math.nan})
         manager.attach_metrics(2, {"accuracy": 0.5})
         assert manager.best("accuracy", mode="max") == 1
-        with pytest.raises(jct.StepNotFoundError, match="has no committed step 9; committed: 1, 2"):
+        with pytest.raises(jct.StepNotFoundError, match="step 9; committed: 1, 2"):
             manager.attach_metrics(9, {"accuracy": 0.5})
     with jct.StepManager(tmp_path, preservation_policy=policy) as manager:
         assert manager.best("accuracy", mode="max") == 1
@@ -260,7 +260,7 @@ def test_custom_metadata_comes_back(tmp_path: Path) -> None:
         assert manager.metadata(1).custom_metadata == note
 
 
-def test_the_history_tells_what_each_save_cost(tmp_path: Path) -> None:
+def test_history_records_what_each_save_cost(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1)
         manager.restore()
@@ -276,7 +276,7 @@ def test_the_history_tells_what_each_save_cost(tmp_path: Path) -> None:
     assert restore["event"] == "restore"
 
 
-def test_the_history_tells_the_metrics_of_each_save_also_of_deleted_steps(tmp_path: Path) -> None:
+def test_history_keeps_metrics_of_deleted_steps(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
         save_steps(manager, 1, metrics={"loss": 0.5, "bad": math.nan})
         save_steps(manager, 2)
@@ -294,7 +294,7 @@ def test_a_reader_sees_steps_as_they_are_committed(tmp_path: Path) -> None:
             assert step_of(reader.restore()) == step
 
 
-def test_a_reader_needs_no_lock_and_an_unfinished_step_is_not_seen(tmp_path: Path) -> None:
+def test_reader_does_not_see_an_unfinished_step(tmp_path: Path) -> None:
     manager, backend = held(tmp_path, 2)
     save_steps(manager, 1)
     manager.save(2, {"state": state_of(2)})
@@ -318,18 +318,10 @@ def test_two_managers_cannot_save_to_one_directory(tmp_path: Path) -> None:
         save_steps(third, 3)
 
 
-def test_a_manager_that_was_dropped_lets_go(tmp_path: Path) -> None:
-    manager = jct.StepManager(tmp_path)
-    save_steps(manager, 1)
-    del manager
-    with jct.StepManager(tmp_path) as other:
-        save_steps(other, 2)
-
-
 def test_short_wait_times_out_save_continues(tmp_path: Path) -> None:
     manager, backend = held(tmp_path, 1)
     manager.save(1, {"state": state_of(1)})
-    with pytest.raises(jct.CheckpointTimeoutError, match=r"step 1 to .*after 0.01 s; the save continues"):
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"step 1 to .*after 0.01 s"):
         manager.wait(0.01)
     backend.go.set()
     manager.wait(60)
@@ -337,7 +329,7 @@ def test_short_wait_times_out_save_continues(tmp_path: Path) -> None:
     manager.close()
 
 
-def test_close_drains(tmp_path: Path) -> None:
+def test_close_waits_for_the_save(tmp_path: Path) -> None:
     manager, backend = held(tmp_path, 1)
     manager.save(1, {"state": state_of(1)})
     closing = threading.Thread(target=manager.close)
@@ -369,18 +361,18 @@ def test_a_closed_manager_refuses_to_change_anything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"if_busy": "drop"}, 'if_busy: expected "wait" or "skip", found \'drop\''),
+        ({"if_busy": "drop"}, "if_busy: .*found 'drop'"),
         ({"save_decision_policy": 5}, r"save_decision_policy: expected an object with should_save"),
         ({"preservation_policy": jct.LatestN}, r"found the class LatestN; write LatestN\(...\)"),
         ({"save_decision_policy": jct.LatestN(1)}, "which is a preservation policy"),
     ],
 )
-def test_wrong_arguments_are_refused_when_it_is_made(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+def test_constructor_refuses_wrong_arguments(tmp_path: Path, options: dict[str, Any], match: str) -> None:
     with pytest.raises(jct.SettingsError, match=match):
         jct.StepManager(tmp_path, **options)
 
 
-def test_a_clock_that_is_passed_in_is_the_one_that_is_used(tmp_path: Path) -> None:
+def test_passed_clock_is_used(tmp_path: Path) -> None:
     policy = jct.EverySecondsPolicy(150)
     with jct.StepManager(tmp_path, save_decision_policy=policy, clock=Clock()) as manager:
         assert [step for step in range(1, 6) if manager.save(step, {"state": state_of(step)}).saved][:1] == [3]

@@ -66,31 +66,29 @@ def test_checkpoint_describes_itself(tmp_path: Path) -> None:
     assert "_committed" not in repr(found)
 
 
-def test_custom_metadata_that_is_no_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_custom_metadata_must_be_json(tmp_path: Path) -> None:
     for notes in ({"when": object()}, {"pair": (1, 2)}, {1: 2}, float("nan")):
-        with pytest.raises(
-            jct.UnsupportedLeafError, match=r"custom_metadata: (not JSON|would not come back from JSON)"
-        ):
+        with pytest.raises(jct.UnsupportedLeafError, match=r"custom_metadata: .*JSON"):
             jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata=notes)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_custom_metadata_that_is_too_large_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    expected = r"custom_metadata: expected at most 1,048,576 bytes .*, found [\d,]+; save it .* JsonValue"
+def test_too_large_metadata_is_refused_before_writing(tmp_path: Path) -> None:
+    expected = r"custom_metadata: .*at most 1,048,576 bytes .*, found [\d,]+"
     with pytest.raises(jct.SettingsError, match=expected):
         jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata={"text": "x" * (1 << 20)})
     assert list(tmp_path.iterdir()) == []
     with jct.StepManager(tmp_path / "run") as manager:
         with pytest.raises(jct.SettingsError, match=expected):
             manager.save(1, {"state": {"a": 1}}, custom_metadata=[[]] * 400_000, force=True)
-        with pytest.raises(jct.SettingsError, match=r"metrics: expected at most 1,048,576 bytes of JSON"):
+        with pytest.raises(jct.SettingsError, match=r"metrics: .*at most 1,048,576 bytes"):
             manager.save(1, {"state": {"a": 1}}, metrics={str(n): 0.5 for n in range(200_000)}, force=True)
         assert manager.steps == []
 
 
-def test_what_is_taken_is_loaded_up_to_the_last_byte(tmp_path: Path) -> None:
+def test_largest_custom_metadata_is_loaded_whole(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
-        for size in range(1 << 20, 0, -1):  # the size of the rest is not part of the promise
+        for size in range(1 << 20, 0, -1):  # how much room the other metadata takes is not part of the promise
             try:
                 manager.save(1, {"state": {"a": 1}}, custom_metadata="x" * size, force=True)
             except jct.SettingsError:
@@ -102,7 +100,7 @@ def test_what_is_taken_is_loaded_up_to_the_last_byte(tmp_path: Path) -> None:
     assert (1 << 20) - 1000 < size < (1 << 20) - 100
 
 
-def test_custom_metadata_that_changes_right_after_save_is_saved_as_it_was(tmp_path: Path) -> None:
+def test_later_changes_do_not_reach_custom_metadata(tmp_path: Path) -> None:
     notes = {"losses": [1.0]}
     pending = jct.save_async(tmp_path / "c", {"a": 1}, custom_metadata=notes)
     notes["losses"].append(2.0)
@@ -117,7 +115,7 @@ def test_no_data_is_read(tmp_path: Path) -> None:
     assert jct.metadata(tmp_path / "c").checkpointables["state"].leaves["w"].bytes == 1024
 
 
-def test_a_key_of_an_implementation_that_is_not_known_here_is_described(tmp_path: Path) -> None:
+def test_key_of_unknown_implementation_is_described(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {"key": jax.random.split(jax.random.key(0), 3), "w": jnp.arange(2.0)})
     rewrite(tmp_path / "c", lambda manifest: manifest["parts"][0]["detail"]["leaves"]["key"].update(impl="mine"))
     part = jct.metadata(tmp_path / "c").checkpointables["state"]
@@ -129,7 +127,7 @@ def test_a_key_of_an_implementation_that_is_not_known_here_is_described(tmp_path
 
 
 @pytest.mark.parametrize("metrics", [[1], "text", 5, {"a": None, "b": [1], "c": 10**400, "d": "x"}])
-def test_metrics_that_are_none_are_left_out(tmp_path: Path, metrics: object) -> None:
+def test_invalid_metrics_are_left_out(tmp_path: Path, metrics: object) -> None:
     jct.save(tmp_path / "c", {"w": np.arange(2.0)})
     rewrite(tmp_path / "c", lambda manifest: manifest["info"].update(metrics=metrics))
     assert jct.metadata(tmp_path / "c").metrics == {}

@@ -1,4 +1,4 @@
-"""Nothing that a checkpoint's files say can become code: the source neither evaluates text nor imports by a name."""
+"""Nothing in a checkpoint's files can become code: the source neither evaluates text nor imports by a name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNPICKLER = {"pickle._Unpickler", "pickle._Unpickler.dispatch"}
 
 
 def code_from_text(module: Module) -> list[str]:
-    """Where text may become code, or a name a module."""
+    """Return where text may become code, or a name may become a module."""
     problems, nodes = [], list(ast.walk(module.tree))
     called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
@@ -59,7 +59,7 @@ def code_from_text(module: Module) -> list[str]:
 
 
 def unpickling(module: Module) -> list[str]:
-    """Where the one file that may import `pickle` takes more of it than an unpickler to restrict."""
+    """Return where the one file that may import `pickle` uses more of it than an unpickler that it restricts."""
     problems = []
     for node in ast.walk(module.tree):
         match node:
@@ -142,7 +142,7 @@ def test_text_that_may_become_code_is_found(line: str) -> None:
         "import importlib",
     ],
 )
-def test_what_only_looks_like_it_is_fine(line: str) -> None:
+def test_what_only_looks_like_code_is_fine(line: str) -> None:
     assert code_from_text(Module("store.manifest", line)) == []
 
 
@@ -152,7 +152,7 @@ def test_no_form_of_pickle_is_imported(name: str) -> None:
         assert foreign_imports(Module("store.manifest", line)) != []
 
 
-def test_one_file_reads_a_pickle_and_takes_from_that_module_what_makes_data() -> None:
+def test_one_file_reads_pickles_and_restricts_them() -> None:
     assert {name for name in MODULES for found in imports_of(MODULES[name]) if found.name == "pickle"} == {
         *MAY_READ_A_PICKLE
     }
@@ -172,5 +172,5 @@ def test_one_file_reads_a_pickle_and_takes_from_that_module_what_makes_data() ->
         "super().load_reduce()",
     ],
 )
-def test_more_than_that_is_found(line: str) -> None:
+def test_unrestricted_unpickling_is_found(line: str) -> None:
     assert unpickling(Module("formats.torch_pickle", line)) != []

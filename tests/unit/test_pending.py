@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,21 +16,21 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train import pending as unfinished
+from jaxckpt_train import pending as pending_module
 from jaxckpt_train.pending import PendingSave, start_save
 
 T = TypeVar("T")
 
 
-def under_way() -> set[unfinished.Save]:
-    return unfinished.under_way
+def under_way() -> set[pending_module.Save]:
+    return pending_module.under_way
 
 
 def started(work: Callable[[], T]) -> PendingSave[T]:
     return start_save("x", work)
 
 
-def test_it_hands_out_the_result_of_its_work() -> None:
+def test_wait_returns_the_result_of_the_work() -> None:
     release = threading.Event()
 
     def work() -> str:
@@ -40,9 +41,9 @@ def test_it_hands_out_the_result_of_its_work() -> None:
     assert not save.done()
     assert save.staged.done()
     assert save in under_way()
-    with pytest.raises(jct.CheckpointTimeoutError, match=r"saving x: not committed after 0.01 s; the save continues"):
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"saving x: .*after 0.01 s"):
         save.wait(timeout_s=0.01)
-    with pytest.raises(jct.CheckpointTimeoutError, match=r"saving x: not committed after 0.01 s; the save continues"):
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"saving x: .*after 0.01 s"):
         save.outcome(timeout_s=0.01)
     assert save in under_way()
     release.set()
@@ -61,13 +62,14 @@ def failing(error: BaseException) -> PendingSave[None]:
 @pytest.mark.parametrize(
     "error", [ValueError("broken"), TimeoutError("of its own"), KeyboardInterrupt(), OSError(28, "full")]
 )
-def test_wait_raises_the_original_error_and_says_what_was_being_saved(error: BaseException) -> None:
+def test_wait_raises_original_error_with_a_note(error: BaseException) -> None:
     save = failing(error)
     for _ in range(2):
         with pytest.raises(type(error)) as caught:
             save.wait(timeout_s=60)
         assert caught.value is error
-    assert error.__notes__ == ["while saving x in the background"]
+    (note,) = error.__notes__
+    assert "saving x" in note
     assert save not in under_way()
 
 
@@ -76,7 +78,7 @@ def test_wait_raises_the_original_error_and_says_what_was_being_saved(error: Bas
 )
 def test_system_exit_of_work_is_raised_as_error(ending: BaseException) -> None:
     save = failing(ending)
-    with pytest.raises(jct.CheckpointError, match=r"saving x: a call in the background raised") as caught:
+    with pytest.raises(jct.CheckpointError, match=r"saving x: .*raised") as caught:
         save.wait(timeout_s=60)
     assert caught.value.__cause__ is ending
     assert save.committed.exception() is caught.value
@@ -93,7 +95,7 @@ def test_error_that_takes_no_note_is_raised_anyway() -> None:
 
 
 class UnshownError(StopIteration):
-    """As one that holds an array that was donated since."""
+    """An error that cannot be shown, like one that holds a donated array."""
 
     def __repr__(self) -> str:
         raise RuntimeError("Array has been deleted")
@@ -107,14 +109,14 @@ class UnnotedError(Exception):
 def test_unprintable_error_is_reported() -> None:
     error = UnshownError()
     outcome = failing(error).outcome(timeout_s=60)
-    assert str(outcome) == "saving x: a call in the background raised UnshownError"
+    assert re.search("saving x: .*UnshownError", str(outcome))
     assert outcome is not None
     assert outcome.__cause__ is error
     unnoted = UnnotedError()
     assert failing(unnoted).outcome(timeout_s=60) is unnoted
 
 
-def test_an_error_that_nobody_asked_for_stays_noted_until_somebody_does() -> None:
+def test_unretrieved_error_stays_registered_until_retrieved() -> None:
     error = ValueError("broken")
     save = failing(error)
     assert save._ended.wait(60)
@@ -124,7 +126,7 @@ def test_an_error_that_nobody_asked_for_stays_noted_until_somebody_does() -> Non
 
 
 @pytest.mark.parametrize("ask", ["exception", "result"])
-def test_who_asks_the_future_has_seen_the_error(ask: str) -> None:
+def test_error_is_retrieved_through_the_future(ask: str) -> None:
     error = ValueError("broken")
     save = failing(error)
     if ask == "exception":
@@ -136,7 +138,7 @@ def test_who_asks_the_future_has_seen_the_error(ask: str) -> None:
     assert save not in under_way()
 
 
-def test_a_future_that_is_not_done_in_time_has_shown_nothing() -> None:
+def test_timed_out_wait_does_not_retrieve_the_error() -> None:
     go = threading.Event()
 
     def work() -> None:
@@ -152,7 +154,7 @@ def test_a_future_that_is_not_done_in_time_has_shown_nothing() -> None:
     assert save.outcome() is not None
 
 
-def test_a_failed_save_that_is_kept_holds_nothing_of_the_state() -> None:
+def test_failed_save_holds_no_reference_to_state() -> None:
     class State:
         pass
 
@@ -171,7 +173,7 @@ def test_a_failed_save_that_is_kept_holds_nothing_of_the_state() -> None:
     assert reference() is None
 
 
-def test_a_save_that_committed_needs_nobody_to_ask() -> None:
+def test_committed_save_needs_no_retrieval() -> None:
     save = started(lambda: 3)
     assert save.committed.result(60) == 3
     for thread in threading.enumerate():
@@ -181,7 +183,7 @@ def test_a_save_that_committed_needs_nobody_to_ask() -> None:
 
 
 class Held:
-    """Writes its files once it is let go on."""
+    """Writes its files once `go` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()

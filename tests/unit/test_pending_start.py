@@ -1,4 +1,4 @@
-"""The start of a save: however it is refused or interrupted, it is known and ends, or it never was."""
+"""The start of a save: after an error or an interrupt, the save is registered and ends, or it does not exist."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import pending
-from jaxckpt_train import pending as pending_module
 from jaxckpt_train.pending import PendingSave, start_save
-from jaxckpt_train.run import saving as step_save
+from jaxckpt_train.run import saving
 from jaxckpt_train.run.saving import StepSave
 from tests.support.interrupts import interrupt_at
 
@@ -58,7 +57,7 @@ def test_save_without_a_thread_runs_on_its_caller(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.usefixtures("_no_threads")
-def test_error_of_a_save_without_a_thread_is_raised_by_wait() -> None:
+def test_wait_raises_error_of_save_without_thread() -> None:
     before = set(under_way())
     save = start_save("x", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -92,12 +91,12 @@ STARTING = (start_save, PendingSave.__init__, PendingSave._start, threading.Thre
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that gets no start message does not wait long for it."""
-    monkeypatch.setattr(pending_module, "POLL_S", 0.01)
-    monkeypatch.setattr(step_save, "CALL_S", 0.01)
+    monkeypatch.setattr(pending, "POLL_S", 0.01)
+    monkeypatch.setattr(saving, "CALL_S", 0.01)
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_an_interrupt_anywhere_in_the_start_leaves_a_save_that_ends_or_none() -> None:
+def test_interrupted_start_leaves_complete_save_or_none() -> None:
     before, ends = set(under_way()), set()
     for number in itertools.count(1):
         calls, is_interrupted = Calls(), True
@@ -119,7 +118,7 @@ def test_an_interrupt_anywhere_in_the_start_leaves_a_save_that_ends_or_none() ->
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_interrupt_anywhere_in_start_loses_no_manager(tmp_path: Path) -> None:
+def test_interrupted_start_keeps_the_manager_usable(tmp_path: Path) -> None:
     manager = jct.StepManager(tmp_path / "run")
     saved = 0
     for number in itertools.count(1):
@@ -135,7 +134,7 @@ def test_interrupt_anywhere_in_start_loses_no_manager(tmp_path: Path) -> None:
     steps = jct.StepManager(tmp_path / "run").steps
     names = {path.name for path in (tmp_path / "run").iterdir()}
     left = names - {"history.jsonl", *(f"step-{step:010d}" for step in steps)}
-    assert len(left) <= 8, "those of interrupts before the start proper"
+    assert len(left) <= 8, "only interrupts before the start leave an attempt"
     assert all(".tmp-" in name for name in left)
     for step in steps:
         assert jct.verify(tmp_path / "run" / f"step-{step:010d}").ok

@@ -1,4 +1,4 @@
-"""The progress line: there for people at a terminal, silent for everybody else."""
+"""The progress line: shown at a terminal, and silent elsewhere."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def test_nothing_is_shown_unless_asked_for(capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("total", [1000, None])
-def test_a_shown_line_counts_from_any_thread_and_leaves_standard_output_alone(
-    total: int | None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_line_leaves_standard_output_alone(total: int | None, capfd: pytest.CaptureFixture[str]) -> None:
     with progress_line("restoring", total, shown=True) as advance:
         assert advance is not None
         threads = [threading.Thread(target=advance, args=(100,)) for _ in range(10)]
@@ -49,6 +47,6 @@ def test_a_shown_line_counts_from_any_thread_and_leaves_standard_output_alone(
     assert capfd.readouterr().out == ""
 
 
-def test_an_error_inside_comes_out() -> None:
+def test_progress_line_passes_errors_through() -> None:
     with pytest.raises(ValueError, match="own"), progress_line("restoring", 10, shown=True):
         raise ValueError("own")

@@ -1,4 +1,4 @@
-"""What users see of public classes and functions names this package, and no module or object inside of it."""
+"""Public classes and functions name this package to users, and no module or object inside of it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train import pending as outcome
+from jaxckpt_train import pending
 from jaxckpt_train.pending import PendingSave, start_save
 
 pytestmark = pytest.mark.timeout(60)
@@ -22,7 +22,7 @@ Ask = Callable[[futures.Future[Any]], object]
 
 @contextlib.contextmanager
 def interrupted_on_return(function: Any) -> Iterator[None]:
-    """Within: a KeyboardInterrupt as the function returns, once; what it has taken stays taken."""
+    """Raise KeyboardInterrupt once, as the function returns: a lock that it has acquired stays acquired."""
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         if frame.f_code is not function.__code__:
@@ -67,7 +67,7 @@ ASKING: list[Ask] = [
 
 
 @pytest.mark.parametrize("ask", ASKING)
-def test_an_interrupt_of_who_asks_does_not_keep_the_save_from_ending(ask: Ask) -> None:
+def test_interrupted_query_does_not_stop_the_save(ask: Ask) -> None:
     go = threading.Event()
     save = start_save("x", go.wait)
     with interrupted_on_return(threading.Condition.__enter__):
@@ -80,7 +80,7 @@ def test_an_interrupt_of_who_asks_does_not_keep_the_save_from_ending(ask: Ask) -
     "ask", [lambda future: futures.wait([future], 0.001), lambda future: list(futures.as_completed([future], 0.001))]
 )
 def test_interrupted_wait_for_several_ends_no_save(ask: Ask, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outcome, "POLL_S", 0.01)  # how long it waits for what is never given back
+    monkeypatch.setattr(pending, "POLL_S", 0.01)  # how long it waits for a lock that is never released
     go = threading.Event()
     save = start_save("x", go.wait)
     with interrupted_on_return(function):
@@ -89,7 +89,7 @@ def test_interrupted_wait_for_several_ends_no_save(ask: Ask, function: Any, monk
 
 
 def once_waited_for(save: PendingSave[Any], call: Callable[[], object]) -> None:
-    """Have it called once somebody waits for the save by a function of `concurrent.futures`."""
+    """Call it once a thread waits for the save by a function of `concurrent.futures`."""
     pause = threading.Event()
 
     def work() -> None:
@@ -155,7 +155,7 @@ def test_a_coroutine_may_wait_for_it(divisor: int, expected: Any) -> None:
     assert found == expected or isinstance(found, expected)
 
 
-def test_what_is_to_be_called_is_called_once_in_order(caplog: pytest.LogCaptureFixture) -> None:
+def test_callbacks_are_called_once_in_order(caplog: pytest.LogCaptureFixture) -> None:
     go, called = threading.Event(), list[object]()
     save = start_save("x", go.wait)
 

@@ -20,7 +20,7 @@ import pytest
 from flax import nnx
 
 import jaxckpt_train as jct
-from jaxckpt_train import loop as loop_state
+from jaxckpt_train import loop as loop_module
 from tests.support.fake_backends import RefusingBackend, callback_on
 from tests.support.runs import Counter, state_of, step_of
 
@@ -32,13 +32,13 @@ def numbers() -> Any:
 
 
 class Failure(Exception):  # noqa: N818
-    """The loop's own."""
+    """The error of a loop."""
 
 
 def train(
     directory: Path, make_data: Callable[[], Any], error: BaseException | None = None, **options: Any
 ) -> list[int]:
-    """Trains to step 5, and fails within update 4 once its batch is taken; what was taken."""
+    """Train to step 5, or fail in update 4 after its batch is taken; return the batches that were taken."""
     seen = []
     with jct.CheckpointCallback(directory, **SELDOM | options) as ckpt:
         state, data = ckpt.resume(state_of(0), make_data())
@@ -67,7 +67,7 @@ def test_last_completed_update_is_saved_with_its_position(
 
 
 class InPlace(Counter):
-    """Its state is an object that each element changes."""
+    """An iterator whose state is one object, which each element changes."""
 
     def __init__(self, make_state: Callable[[], Any]) -> None:
         self.state = make_state()
@@ -94,7 +94,7 @@ class InPlace(Counter):
     [lambda: {"at": [0]}, lambda: {"at": np.zeros(1, np.int64)}, lambda: {"at": {0: np.int64(0)}}],
     ids=["list", "array", "dict"],
 )
-def test_position_that_is_taken_early_is_no_view_of_the_iterator(tmp_path: Path, make_state: Callable[[], Any]) -> None:
+def test_early_position_is_no_view_of_iterator(tmp_path: Path, make_state: Callable[[], Any]) -> None:
     with pytest.raises(Failure):
         train(tmp_path, lambda: InPlace(make_state), Failure())
     assert jct.StepManager(tmp_path).steps == [3]
@@ -103,7 +103,7 @@ def test_position_that_is_taken_early_is_no_view_of_the_iterator(tmp_path: Path,
 
 
 @pytest.mark.parametrize("save_on_error", [True, False])
-def test_position_that_is_taken_early_has_the_fingerprint(tmp_path: Path, save_on_error: bool) -> None:
+def test_early_position_has_the_fingerprint(tmp_path: Path, save_on_error: bool) -> None:
     with (
         pytest.raises(Failure),
         jct.CheckpointCallback(
@@ -144,7 +144,7 @@ def test_error_between_two_updates_saves_too(tmp_path: Path) -> None:
     assert step_of(jct.StepManager(tmp_path).restore({"state": state_of(0)})) == 2
 
 
-def test_donated_state_is_not_saved_and_the_exception_says_so(tmp_path: Path) -> None:
+def test_donated_state_is_not_saved_but_noted(tmp_path: Path) -> None:
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: Any) -> Any:
         return {"w": state["w"] + 1}
@@ -182,9 +182,7 @@ def test_nnx_objects_are_saved_only_until_next_update(
 @pytest.mark.parametrize("per_batch", [1, 2, 3])
 @pytest.mark.parametrize("way", ["save_on_error", "save_now", "signal"])
 @pytest.mark.parametrize("is_changed", [True, False])
-def test_nnx_objects_are_never_saved_as_another_update_left_them(
-    tmp_path: Path, per_batch: int, way: str, is_changed: bool
-) -> None:
+def test_nnx_objects_in_next_update_are_not_saved(tmp_path: Path, per_batch: int, way: str, is_changed: bool) -> None:
     """Also where the position in the data does not say whether an update is under way."""
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     model.kernel[...] = jnp.zeros((2, 2))
@@ -221,9 +219,7 @@ def test_nnx_objects_are_never_saved_as_another_update_left_them(
 
 
 @pytest.mark.parametrize("make_array", [np.zeros, lambda size: np.zeros((2, size))[1], lambda size: jnp.zeros(size)])
-def test_numpy_arrays_are_not_saved_as_the_failed_update_left_them(
-    tmp_path: Path, make_array: Callable[[int], Any]
-) -> None:
+def test_numpy_arrays_of_failed_update_are_not_saved(tmp_path: Path, make_array: Callable[[int], Any]) -> None:
     with pytest.raises(Failure), jct.CheckpointCallback(tmp_path, **SELDOM) as ckpt:
         state = ckpt.resume({"w": make_array(3)})
         for step in ckpt.steps(5):
@@ -237,7 +233,7 @@ def test_numpy_arrays_are_not_saved_as_the_failed_update_left_them(
     assert manager.steps == ([2] if isinstance(state["w"], jax.Array) else [])
 
 
-def test_save_that_fails_on_an_error_is_a_note_of_it(tmp_path: Path) -> None:
+def test_failing_save_is_noted_on_the_error(tmp_path: Path) -> None:
     error = Failure("of the loop")
     with (
         pytest.raises(Failure) as raised,
@@ -254,7 +250,7 @@ def test_save_that_fails_on_an_error_is_a_note_of_it(tmp_path: Path) -> None:
 # save_now in an `except` block ---------------------------------------------------------------------------------------
 
 
-def test_save_now_while_an_exception_is_handled_saves_the_completed_update(tmp_path: Path) -> None:
+def test_save_now_in_except_saves_completed_update(tmp_path: Path) -> None:
     with pytest.raises(Failure), jct.CheckpointCallback(tmp_path, save_interval_steps=100) as ckpt:
         ckpt.resume(state_of(0))
         for step in ckpt.steps(5):
@@ -269,9 +265,7 @@ def test_save_now_while_an_exception_is_handled_saves_the_completed_update(tmp_p
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_save_now_that_cannot_save_does_not_hide_the_exception(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int
-) -> None:
+def test_save_now_does_not_hide_the_exception(tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int) -> None:
     """Before any update is complete, and where the position in the data is already a later one."""
     with pytest.raises(Failure), jct.CheckpointCallback(tmp_path, save_interval_steps=100) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
@@ -333,7 +327,7 @@ def test_save_now_after_update_of_loop_without_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_state: Callable[[], Any], make_data: Callable[[], Any] | None
 ) -> None:
     """Also where taking positions would cost more than its share of the time."""
-    monkeypatch.setattr(loop_state, "MAX_POSITION_TIME_SHARE", -math.inf)
+    monkeypatch.setattr(loop_module, "MAX_POSITION_TIME_SHARE", -math.inf)
     with jct.CheckpointCallback(tmp_path, save_interval_steps=100, save_on_exit=False) as ckpt:
         data: dict[str, Any] = {} if make_data is None else {"data": make_data()}
         found = ckpt.resume(make_state(), **data)

@@ -1,4 +1,4 @@
-"""What fails when a `with` closes a run: who says that all is well does not hide it, and an interrupt comes through."""
+"""Errors while a `with` statement closes a run: a clean exit does not hide them, and an interrupt is raised."""
 
 from __future__ import annotations
 
@@ -49,11 +49,14 @@ def test_clean_exit_with_failed_save_raises(tmp_path: Path, run: Callable[..., N
 @pytest.mark.parametrize(
     "error", [SystemExit(7), SystemExit("text"), KeyboardInterrupt(), ValueError("of the loop")], ids=repr
 )
-def test_original_error_notes_the_second_one(tmp_path: Path, run: Callable[..., None], error: BaseException) -> None:
+def test_original_error_notes_the_second_one(
+    tmp_path: Path, run: Callable[..., None], error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(type(error)) as caught:
         run(tmp_path, error)
     assert caught.value is error
     assert "hold" in error.__notes__[0]
+    assert "closing" in caplog.text
 
 
 def test_closing_a_generator_raises_failed_save(tmp_path: Path) -> None:
@@ -85,7 +88,7 @@ def test_cancelling_a_task_reports_failed_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("of the loop"), SystemExit(0), SystemExit(7)], ids=repr)
-def test_an_interrupt_while_another_error_is_on_its_way_comes_through(tmp_path: Path, error: BaseException) -> None:
+def test_interrupt_during_close_replaces_the_first_error(tmp_path: Path, error: BaseException) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     backend = HoldingBackend("rename", "step-0000000001")
     try:

@@ -1,4 +1,4 @@
-"""`resume` takes the function that makes the state: called on a fresh start only, and else traced for its forms."""
+"""`resume` takes a function that makes the state: it is called on a fresh start, and otherwise only traced."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resumed(directory: Path, state: Any, num_steps: int, **options: Any) -> Any:
 
 
 class Maker:
-    """Counts how often it is asked for arrays, and for their forms."""
+    """Counts how often it is called for arrays, and how often it is traced."""
 
     def __init__(self) -> None:
         self.calls = self.traces = 0
@@ -74,7 +74,7 @@ class Trainer:
 @pytest.mark.parametrize(
     "make", [plain, lambda: plain(), functools.partial(with_argument, 2), jax.jit(plain), Trainer().init]
 )
-def test_every_kind_of_function_is_one_that_makes(tmp_path: Path, make: Callable[[], Any]) -> None:
+def test_every_kind_of_function_may_make_state(tmp_path: Path, make: Callable[[], Any]) -> None:
     for num_steps in (1, 2):
         state = resumed(tmp_path, make, num_steps)
         assert raw(state["w"]) == raw(jnp.full(2, num_steps - 1, jnp.bfloat16))
@@ -82,7 +82,7 @@ def test_every_kind_of_function_is_one_that_makes(tmp_path: Path, make: Callable
 
 @jax.tree_util.register_pytree_node_class
 class CallableState(dict[str, Any]):
-    """A pytree that can be called, as a module of Equinox."""
+    """A pytree that can be called, like a module of Equinox."""
 
     def __call__(self) -> Any:
         raise AssertionError("it is a state")
@@ -150,7 +150,7 @@ def test_nnx_objects_are_made_abstractly_and_trained_on(tmp_path: Path) -> None:
     assert train(make_model, tmp_path / "parts", 4) == whole
 
 
-def test_nnx_module_on_a_mesh_has_the_shardings_of_its_variables(tmp_path: Path) -> None:
+def test_nnx_module_keeps_shardings_of_its_variables(tmp_path: Path) -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def make() -> nnx.Linear:
@@ -168,7 +168,7 @@ def test_nnx_module_on_a_mesh_has_the_shardings_of_its_variables(tmp_path: Path)
                     ckpt()
 
 
-def test_abstract_state_is_refused_on_a_fresh_start_and_restored_into_later(tmp_path: Path) -> None:
+def test_abstract_state_is_refused_on_fresh_start(tmp_path: Path) -> None:
     abstract = {"w": STRUCT((3000,), jnp.float32), "step": STRUCT((), jnp.int32)}
     with jct.CheckpointCallback(tmp_path) as ckpt, pytest.raises(jct.SettingsError, match=r"leaf 'step'.*make_state"):
         ckpt.resume(abstract)
@@ -212,7 +212,7 @@ MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 CUT = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec("x"))
 
 
-def test_arrays_that_a_function_has_not_traced_keep_their_shardings(tmp_path: Path) -> None:
+def test_untraced_arrays_keep_their_shardings(tmp_path: Path) -> None:
     outside = jax.device_put(jnp.arange(16.0), CUT)
     typed = jax.jit(lambda: jnp.arange(16.0), out_shardings=CUT)()
     constrained = jax.jit(lambda: jax.jit(lambda: jax.lax.with_sharding_constraint(jnp.arange(16.0), CUT))())
@@ -251,7 +251,7 @@ def of_nnx() -> nnx.Linear:
 
 
 @pytest.mark.parametrize("make", [of_a_branch, of_numpy, of_a_mask])
-def test_function_that_needs_values_is_called_where_it_cannot_be_traced(
+def test_function_that_needs_values_is_called(
     tmp_path: Path, make: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh = resumed(tmp_path, make, 1)
@@ -266,7 +266,7 @@ def test_function_that_needs_values_is_called_where_it_cannot_be_traced(
         assert raw(restored[name]) == raw(fresh[name])
 
 
-def test_function_of_nnx_objects_that_needs_values_is_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nnx_function_that_needs_values_is_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for num_steps in (1, 2):
         with jct.CheckpointCallback(tmp_path, save_interval_steps=1) as ckpt:
             layer = ckpt.resume(of_nnx)
@@ -277,9 +277,7 @@ def test_function_of_nnx_objects_that_needs_values_is_called(tmp_path: Path, cap
     assert "cannot be traced" in caplog.text
 
 
-def test_large_leaves_without_a_sharding_among_sharded_ones_are_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_large_unsharded_leaves_cause_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def make(rows: int) -> Any:
         params = jax.jit(lambda: {"w": jnp.ones((rows, 256))}, out_shardings=CUT)()
         return {**params, "moments": optax.adam(1e-2).init(params), "key": jax.random.PRNGKey(0)}

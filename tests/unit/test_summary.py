@@ -1,4 +1,4 @@
-"""`ckpt.summary()`: what became of a run's time, while it trains, afterwards, for readers, and over many processes."""
+"""`ckpt.summary()`: how a run spent its time, while it trains, afterwards, for readers, and over many processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_summary_works_during_and_after_run(tmp_path: Path, capsys: pytest.Captu
         (SystemExit(0), "closed"),
     ],
 )
-def test_it_tells_how_each_process_ended(tmp_path: Path, ending: BaseException | None, how: str) -> None:
+def test_summary_reports_how_each_process_ended(tmp_path: Path, ending: BaseException | None, how: str) -> None:
     def loop() -> None:
         with callback(tmp_path) as ckpt:
             ckpt.resume(state_of(0))
@@ -113,7 +113,7 @@ def test_process_without_last_save_is_unfinished(tmp_path: Path) -> None:
     assert (row.how, row.saves) == ("UnsupportedLeafError", 0)
 
 
-def test_a_reader_of_a_run_at_work_sees_that_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reader_sees_that_a_run_is_active(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0))
         for step in ckpt.steps(25):
@@ -162,9 +162,7 @@ def test_own_manager_is_in_summary(tmp_path: Path) -> None:
     assert rows(evaluation.goodput()) == expected
 
 
-def test_a_disabled_callback_has_nothing_to_tell_and_touches_no_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_disabled_callback_has_an_empty_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ckpt = callback(tmp_path / "run", enabled=False)
     train(ckpt, 30)
     assert ckpt.summary() == Goodput()
@@ -172,7 +170,7 @@ def test_a_disabled_callback_has_nothing_to_tell_and_touches_no_disk(
     assert not (tmp_path / "run").exists()
 
 
-def test_of_no_run_there_is_nothing_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_run_has_an_empty_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert callback(tmp_path / "run").summary() == Goodput()
     assert capsys.readouterr().out.startswith("0 processes, useful time 0.0%")
     assert not (tmp_path / "run").exists()
@@ -184,9 +182,7 @@ def test_history_that_cannot_be_read_is_error(tmp_path: Path) -> None:
         callback_on(RefusingBackend("open", "history.jsonl", 5, 1), tmp_path).summary()
 
 
-def test_a_history_whose_disk_does_not_answer_keeps_nobody_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hung_history_disk_raises_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_run(tmp_path, 10)
     monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.02)
     monkeypatch.setattr("jaxckpt_train.store.timeouts.POLL_S", 0.02)

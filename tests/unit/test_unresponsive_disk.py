@@ -1,4 +1,4 @@
-"""A disk that still tells what is there and takes nothing: who saves a single checkpoint there is not held for ever."""
+"""A disk that can be read but does not answer writes: saving a checkpoint to it does not block for ever."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE = {"w": np.arange(1000.0)}
 
 
 class Stuck(LocalBackend):
-    """Makes no attempt (or none of its parents), and removes nothing, until `go` is set."""
+    """Makes no directory for an attempt (or for its parents) until `go` is set."""
 
     def __init__(self, parents: bool = False) -> None:
         self.go, self.removed = threading.Event(), threading.Event()
@@ -51,7 +51,7 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_save_to_stuck_disk_raises(disk: Stuck, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any) -> None:
     monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.1)
     monkeypatch.setattr("jaxckpt_train.store.timeouts.POLL_S", 0.05)
-    with pytest.raises(jct.CheckpointTimeoutError, match=r"runs/c: the storage has not responded for 0 s"):
+    with pytest.raises(jct.CheckpointTimeoutError, match=r"runs/c: .*not responded"):
         save(tmp_path / "runs" / "c", STATE)
     disk.go.set()
     assert disk.removed.wait(30)
@@ -61,7 +61,7 @@ def test_save_to_stuck_disk_raises(disk: Stuck, tmp_path: Path, monkeypatch: pyt
     assert_same(jct.load(tmp_path / "runs" / "c"), STATE)
 
 
-def test_who_interrupts_it_gets_through_and_nothing_is_left(disk: Stuck, tmp_path: Path) -> None:
+def test_interrupt_on_stuck_disk_leaves_nothing(disk: Stuck, tmp_path: Path) -> None:
     main = threading.main_thread().ident or 0
     disk.reached = lambda: signal.pthread_kill(main, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

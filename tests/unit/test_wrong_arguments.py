@@ -29,32 +29,26 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"durability": "always"}, "durability: expected one of 'full', 'file', 'none', found 'always'"),
+        ({"durability": "always"}, "durability: .*'full', 'file', 'none', found 'always'"),
         ({"durability": None}, "durability: expected one of"),
-        ({"digest": "md5"}, "digest: expected one of 'xxh3-128', 'sha256', 'blake3', found 'md5'"),
-        ({"direct_io": "yes"}, "direct_io: expected one of 'auto', True, False, found 'yes'"),
+        ({"digest": "md5"}, "digest: .*'xxh3-128', 'sha256', 'blake3', found 'md5'"),
+        ({"direct_io": "yes"}, "direct_io: .*'auto', True, False, found 'yes'"),
         ({"direct_io": 1}, "direct_io: expected one of"),
-        (
-            {"segment_bytes": 1000},
-            "segment_bytes: expected a whole number of bytes from 1048576 to 1125899906842624, found 1000",
-        ),
+        ({"segment_bytes": 1000}, "segment_bytes: .* from 1048576 to 1125899906842624, found 1000"),
         ({"staging_bytes": 2**63}, f"staging_bytes: expected .* to 1125899906842624, found {2**63}"),
         ({"read_budget_bytes": 2**63}, f"read_budget_bytes: expected .* to 1125899906842624, found {2**63}"),
         ({"segment_bytes": 2**63}, f"segment_bytes: expected .* to 1125899906842624, found {2**63}"),
         ({"scrub_bytes_per_s": 2**63}, f"scrub_bytes_per_s: expected .* to 1125899906842624, found {2**63}"),
-        (
-            {"staging_bytes": 0},
-            "staging_bytes: expected a whole number of bytes from 1048576 to 1125899906842624, found 0",
-        ),
+        ({"staging_bytes": 0}, "staging_bytes: .* from 1048576 to 1125899906842624, found 0"),
         ({"read_budget_bytes": 1e9}, "read_budget_bytes: expected a whole number .*, found 1000000000.0"),
-        ({"io_threads": 0}, "io_threads: expected a whole number from 1 to 64 or 'auto', found 0"),
-        ({"io_threads": 65}, "io_threads: expected a whole number from 1 to 64 or 'auto', found 65"),
-        ({"io_threads": True}, "io_threads: expected a whole number from 1 to 64 or 'auto', found True"),
-        ({"io_threads": "many"}, "io_threads: expected a whole number from 1 to 64 or 'auto', found 'many'"),
+        ({"io_threads": 0}, "io_threads: .* from 1 to 64 or 'auto', found 0"),
+        ({"io_threads": 65}, "io_threads: .* from 1 to 64 or 'auto', found 65"),
+        ({"io_threads": True}, "io_threads: .* from 1 to 64 or 'auto', found True"),
+        ({"io_threads": "many"}, "io_threads: .* from 1 to 64 or 'auto', found 'many'"),
         ({"verify_on_load": "no"}, "verify_on_load: expected true or false, found 'no'"),
     ],
 )
-def test_wrong_settings(settings: dict[str, Any], reason: str) -> None:
+def test_wrong_settings_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(jct.SettingsError, match=rf"StoreSettings.{reason}"):
         jct.StoreSettings(**settings)
 
@@ -62,13 +56,13 @@ def test_wrong_settings(settings: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"missing": "ignore"}, 'missing: expected "error" or "keep", found \'ignore\''),
+        ({"missing": "ignore"}, "missing: .*found 'ignore'"),
         ({"only": 3}, "only: expected a pattern such as"),
         ({"rename": "old/**"}, "rename: expected a mapping such as"),
         ({"shardings": "x"}, "shardings: leaf .*: expected a jax.sharding.Sharding"),
     ],
 )
-def test_wrong_arguments_of_load(options: dict[str, Any], reason: str, checkpoint: Path) -> None:
+def test_wrong_arguments_of_load_are_refused(options: dict[str, Any], reason: str, checkpoint: Path) -> None:
     with pytest.raises(jct.SettingsError, match=reason):
         jct.load(checkpoint, **options)
 
@@ -78,13 +72,13 @@ NO_PATHS = (None, 3, "", b"bytes", "a\0b", "\ud800", "gs://bucket/run", Path("s3
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
 @pytest.mark.parametrize("wrong", NO_PATHS, ids=ascii)
-def test_what_is_no_path(read: Callable[[Any], Any], wrong: object) -> None:
+def test_readers_refuse_what_is_no_path(read: Callable[[Any], Any], wrong: object) -> None:
     with pytest.raises(jct.SettingsError, match=r"^path: expected a path.*, found"):
         read(wrong)
 
 
 @pytest.mark.parametrize("wrong", NO_PATHS, ids=ascii)
-def test_what_is_no_path_to_write_to(wrong: Any) -> None:
+def test_writers_refuse_what_is_no_path(wrong: Any) -> None:
     with pytest.raises(jct.SettingsError, match=r"^path: expected a path.*, found"):
         jct.save(wrong, STATE)
     with pytest.raises(jct.SettingsError, match=r"^path: expected a path.*, found"):
@@ -96,10 +90,10 @@ def test_what_is_no_path_to_write_to(wrong: Any) -> None:
 def test_an_array_is_no_mapping_of_names(checkpoint: Path, tmp_path: Path) -> None:
     wrong: Any = jnp.ones(3)
     with jct.StepManager(tmp_path / "run") as steps:
-        with pytest.raises(jct.SettingsError, match=r"^checkpointables: expected a mapping of names.*found Array"):
+        with pytest.raises(jct.SettingsError, match=r"^checkpointables: .*found Array"):
             steps.save(1, wrong)
         steps.save(1, {"state": STATE})
-        with pytest.raises(jct.SettingsError, match=r"^targets: expected a mapping of names.*found Array"):
+        with pytest.raises(jct.SettingsError, match=r"^targets: .*found Array"):
             steps.restore(wrong)
         assert_same(steps.restore({"state": STATE})["state"], STATE)
     with pytest.raises(jct.SettingsError, match=r"^targets: expected a mapping of names"):
@@ -109,7 +103,7 @@ def test_an_array_is_no_mapping_of_names(checkpoint: Path, tmp_path: Path) -> No
 def test_a_text_does_not_overwrite(checkpoint: Path, tmp_path: Path) -> None:
     wrong: Any = "no"
     before = content(checkpoint)
-    with pytest.raises(jct.SettingsError, match=r"^overwrite: expected true or false, found 'no'"):
+    with pytest.raises(jct.SettingsError, match=r"^overwrite: .*found 'no'"):
         jct.save(checkpoint, {"w": 1}, overwrite=wrong)
     assert content(checkpoint) == before
     with jct.StepManager(tmp_path / "run") as steps:
@@ -123,12 +117,12 @@ def test_a_text_does_not_overwrite(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_wrong_kinds_are_not_guessed(checkpoint: Path, tmp_path: Path) -> None:
     wrong: Any = "yes"
-    with pytest.raises(jct.SettingsError, match=r"^cast: expected true or false, found 'yes'"):
+    with pytest.raises(jct.SettingsError, match=r"^cast: .*found 'yes'"):
         jct.load(checkpoint, cast=wrong)
     with jct.StepManager(tmp_path / "run") as steps:
         saved = steps.save(1, {"state": STATE})
         steps.wait()
-        with pytest.raises(jct.SettingsError, match=r"^pin: pinned: expected true or false, found 'yes'"):
+        with pytest.raises(jct.SettingsError, match=r"^pin: pinned: .*found 'yes'"):
             steps.pin(1, wrong)
         assert saved.pending is not None
         for wait in (saved.pending.wait, steps.wait):
@@ -141,8 +135,8 @@ def test_wrong_kinds_are_not_guessed(checkpoint: Path, tmp_path: Path) -> None:
         assert steps.steps == [1]
 
 
-def test_a_time_limit_that_is_over_is_over_and_endless_is_endless(tmp_path: Path) -> None:
-    """As `deadline - now` gives it, a moment too late."""
+def test_timeout_may_be_negative_or_infinite(tmp_path: Path) -> None:
+    """`deadline - now` is negative a moment after the deadline."""
     backend = HoldingBackend("rename", "step-0000000001")
     steps = jct.StepManager(tmp_path, backend=backend)
     saved = steps.save(1, {"state": STATE})
@@ -168,25 +162,19 @@ def test_whole_numbers_of_jax_are_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [2.0, "3", -1, True, None])
 def test_a_number_of_steps_is_whole(count: Any, tmp_path: Path) -> None:
     with jct.CheckpointCallback(tmp_path / "run") as ckpt:
-        with pytest.raises(jct.SettingsError, match=r"^steps: num_steps: expected a whole number of at least 0, found"):
+        with pytest.raises(jct.SettingsError, match=r"^steps: num_steps: .*at least 0, found"):
             next(iter(ckpt.steps(count)))
         assert list(ckpt.steps(0)) == []
 
 
-def test_short_grace_period_is_named(tmp_path: Path) -> None:
-    said = r"more than checkpoint.grace_period_s, which is 25 seconds"
-    with pytest.raises(jct.SettingsError, match=said):
-        jct.CheckpointCallback(tmp_path / "run", max_run_time_s=20, grace_period_s=25)
-
-
 @pytest.mark.parametrize("seconds", [0.001, 20, 30])
-def test_a_job_may_be_short_where_no_grace_period_is_given(tmp_path: Path, seconds: float) -> None:
+def test_short_job_needs_no_grace_period(tmp_path: Path, seconds: float) -> None:
     with jct.CheckpointCallback(tmp_path / "run", max_run_time_s=seconds, enabled=False) as ckpt:
         assert ckpt._watch._limit is not None
         assert ckpt._watch._limit.end - ckpt._watch._limit._began_at == pytest.approx(seconds / 2)
 
 
-def test_an_endless_limit_is_no_limit(tmp_path: Path) -> None:
+def test_infinite_timeout_is_no_limit(tmp_path: Path) -> None:
     assert jct.save_async(tmp_path / "c", STATE).wait(math.inf).bytes > 0
     with jct.StepManager(tmp_path / "run") as steps:
         steps.save(1, {"state": STATE}, timeout_s=np.inf)
@@ -199,9 +187,9 @@ def test_path_without_root_is_refused(
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(jct.SettingsError, match=r"path '~nobody123/run': expected a user with a home directory"):
+    with pytest.raises(jct.SettingsError, match=r"path '~nobody123/run': .*home directory"):
         use("~nobody123/run")
     (tmp_path / "here").rmdir()
-    with pytest.raises(jct.SettingsError, match=r"path 'c': .* working directory cannot be found"):
+    with pytest.raises(jct.SettingsError, match=r"path 'c': .*working directory"):
         use("c")
     assert list(tmp_path.iterdir()) == []
