@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -227,7 +226,7 @@ def step_not_found(
     which = "" if step is None else f" {step}; committed: {steps}"
     others = ""
     if backend is not None and not there:
-        others = call_with_timeout(directory, functools.partial(foreign_checkpoints, backend, directory), progress)
+        others = call_with_timeout(directory, lambda _: foreign_checkpoints(backend, directory), progress)
     found = f"; found {others}" if others else ""
     if others and LEVANTER not in others:
         found += ", which jaxckpt_train.load can read"
