@@ -1,4 +1,4 @@
-"""Boxes: every function against numpy on small arrays."""
+"""Box arithmetic, compared with numpy on small arrays."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_box_comes_back_from_slices(case: tuple[tuple[int, ...], Box, Box]) ->
 
 
 @given(shapes(4, 9).flatmap(boxes_in), st.data())
-def test_a_range_of_elements_is_a_few_boxes_in_their_order(box: Box, data: st.DataObject) -> None:
+def test_element_range_is_split_into_ordered_boxes(box: Box, data: st.DataObject) -> None:
     elements = box_elements(box)
     first, last = sorted((data.draw(st.integers(0, elements - 1)), data.draw(st.integers(1, elements))))
     assume(first < last)

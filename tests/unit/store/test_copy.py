@@ -1,4 +1,4 @@
-"""In which boxes an array is copied: never in more than a list can hold."""
+"""The boxes in which an array is copied."""
 
 from __future__ import annotations
 

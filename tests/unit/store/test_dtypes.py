@@ -1,4 +1,4 @@
-"""Dtype names: all of numpy's and ml_dtypes' that can be stored, both ways, and as safetensors names them."""
+"""Names of the storable dtypes of numpy and ml_dtypes, in the manifest and in safetensors files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxckpt_train.store.dtypes import safetensors_form as form
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_a_name_goes_there_and_back(name: str) -> None:
+def test_dtype_name_round_trips(name: str) -> None:
     dtype = dtype_named(name, "leaf")
     assert dtype_name(dtype) == name
     assert dtype.isnative
@@ -23,7 +23,7 @@ def test_a_name_goes_there_and_back(name: str) -> None:
     assert SAFETENSORS_ITEM_BYTES[stored] * np.prod(shape) == dtype.itemsize * 15
 
 
-def test_every_scalar_type_of_ml_dtypes_can_be_stored() -> None:
+def test_every_ml_dtypes_scalar_can_be_stored() -> None:
     scalars = {name for name, value in vars(ml_dtypes).items() if inspect.isclass(value) and name.islower()}
     assert {name for name in scalars if name not in {"finfo", "iinfo"}} <= set(DTYPES)
 
@@ -36,7 +36,7 @@ def test_the_other_byte_order_has_the_same_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["O", "U3", "S3", "M8[s]", "m8[s]", "V4", [("a", "i4")]])
-def test_what_is_no_number_cannot_be_stored(dtype: object) -> None:
+def test_non_numeric_dtypes_cannot_be_stored(dtype: object) -> None:
     assert not is_storable(np.dtype(dtype))  # type: ignore[call-overload]
 
 

@@ -1,4 +1,4 @@
-"""What a batch of work leaves in memory, done, failed, or wanted by nobody any more: nothing."""
+"""A batch of work leaves nothing in memory: finished, failed, or abandoned."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("how", ["closed early", "an error of an item", "an error of the consumer", "all at once"])
-def test_what_a_failed_batch_held_is_freed_with_its_error(how: str) -> None:
-    """Without waiting for the collector: a load that failed would else keep what it had read."""
+def test_failed_batch_frees_its_items(how: str) -> None:
+    """Freed without the garbage collector; otherwise a failed load would keep the data that it had read."""
 
     class Held:
         pass
@@ -43,14 +43,14 @@ def test_what_a_failed_batch_held_is_freed_with_its_error(how: str) -> None:
         assert [reference() for reference in references] == [None] * 3
 
 
-def test_once_it_is_done_no_thread_holds_work() -> None:
+def test_finished_batch_releases_its_function() -> None:
     def work(item: int) -> None:
         pass
 
-    there, at_end = weakref.ref(work), list[bool]()
-    batch = _Batch(work, [1, 2], lambda: at_end.append(there() is not None))
+    function, alive_at_end = weakref.ref(work), list[bool]()
+    batch = _Batch(work, [1, 2], lambda: alive_at_end.append(function() is not None))
     del work
     for _ in range(3):
         batch.run_next()
     assert batch.done.is_open()
-    assert at_end == [False]
+    assert alive_at_end == [False]

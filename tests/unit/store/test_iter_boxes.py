@@ -1,4 +1,4 @@
-"""Boxes handed out one by one: the same bytes as all at once, no more memory than allowed, and no hang at any end."""
+"""`iter_boxes` yields the right bytes within its memory budget, and never hangs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import buffers as read_budget
-from jaxckpt_train.store import buffers as staging
-from jaxckpt_train.store import reader
-from jaxckpt_train.store import reader as reading
+from jaxckpt_train.store import buffers, reader
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes, read_boxes
@@ -50,7 +47,7 @@ def loads(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, list[Box]],
 
 @settings(max_examples=150)
 @given(loads(), st.lists(st.booleans(), min_size=4, max_size=4))
-def test_each_box_comes_once_with_the_bytes_that_all_at_once_have(load: Any, passes: list[bool]) -> None:
+def test_iterated_boxes_equal_a_read_at_once(load: Any, passes: list[bool]) -> None:
     found, cuts, boxes, chosen = load
     backend = StrictBackend()
     committed = commit(backend, "/runs/a", found, StoreSettings(segment_bytes=5000), boxes=cuts)
@@ -77,17 +74,15 @@ def test_each_box_comes_once_with_the_bytes_that_all_at_once_have(load: Any, pas
 
 @pytest.mark.parametrize("budget_pages", [1, LEAF_PAGES, 2 * LEAF_PAGES + 1, 5 * LEAF_PAGES])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_passes_through_never_takes_more_than_budget(
-    monkeypatch: pytest.MonkeyPatch, budget_pages: int, threads: int
-) -> None:
-    """But for a single request that is larger than all of it, which waits until it is alone."""
+def test_passing_boxes_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch, budget_pages: int, threads: int) -> None:
+    """Except for a single request larger than the whole budget, which waits until no other memory is lent."""
     backend = StrictBackend()
     committed, wanted = saved(backend)
     chosen = StoreSettings(read_budget_bytes=budget_pages * PAGE, io_threads=threads)
     watch, expected = Watch(monkeypatch), {number: leaf(number).tobytes() for number in range(20)}
     with passing(backend, committed, wanted, chosen) as reading:
         for number, _, data in reading:
-            assert data.tobytes() == expected.pop(number)  # takes longer than a read from memory: others read ahead
+            assert data.tobytes() == expected.pop(number)  # slower than a read from memory, so the threads read ahead
             assert watch.now <= max(chosen.read_budget_bytes, watch.largest)
             del data
     assert not expected
@@ -96,14 +91,14 @@ def test_what_passes_through_never_takes_more_than_budget(
     assert watch.now == 0
 
 
-def test_a_box_that_the_consumer_still_holds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_box_held_by_the_consumer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = StrictBackend()
     committed, wanted = saved(backend)
     watch, budget = Watch(monkeypatch), 3 * LEAF_PAGES * PAGE
     with passing(backend, committed, wanted, StoreSettings(read_budget_bytes=budget)) as reading:
         held: list[np.ndarray] = []
         for number, _, data in reading:
-            held = [*held[-1:], data[100:200]]  # two boxes at a time, by a view of each
+            held = [*held[-1:], data[100:200]]  # hold a view of each of two boxes
             del data
             assert held[-1].tobytes() == leaf(number)[100:200].tobytes()
         assert 2 * LEAF_PAGES * PAGE <= watch.now <= watch.most <= budget
@@ -128,8 +123,8 @@ def test_boxes_share_memory_of_one_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert watch.now == 0
 
 
-def test_memory_of_boxes_that_are_kept_is_not_the_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `passing` the results stay in host memory: a load of more than its budget must not wait for them."""
+def test_kept_boxes_do_not_count_against_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `passing`, results stay in host memory: a load larger than its budget must not wait for them."""
     backend = StrictBackend()
     committed, wanted = saved(backend)
     chosen = StoreSettings(read_budget_bytes=PAGE, io_threads=1)
@@ -173,7 +168,7 @@ def test_an_error_of_the_consumer_ends_the_reading(error: type[BaseException]) -
 
 @pytest.mark.parametrize("budget_pages", [1, 3 * LEAF_PAGES, 1000])
 @pytest.mark.parametrize("passes", [False, True])
-def test_a_damaged_block_in_the_middle_is_raised_and_ends_the_reading(passes: bool, budget_pages: int) -> None:
+def test_damaged_block_is_raised_and_ends_reading(passes: bool, budget_pages: int) -> None:
     backend = StrictBackend()
     committed, wanted = saved(backend)
     chunk = wanted[9].array.chunks[0]
@@ -181,19 +176,19 @@ def test_a_damaged_block_in_the_middle_is_raised_and_ends_the_reading(passes: bo
     backend._nodes[path].data[chunk.offset + 7 * PAGE + 5] ^= 1  # type: ignore[union-attr]
     chosen = StoreSettings(read_budget_bytes=budget_pages * PAGE, io_threads=2)
     reading = iter_boxes(backend, committed, marked(wanted, passes), chosen)
-    named = pytest.raises(CorruptCheckpointError, match="of leaf 'x9' are not what was saved")
-    with named as caught, contextlib.closing(reading):
+    raises = pytest.raises(CorruptCheckpointError, match="leaf 'x9'")
+    with raises as caught, contextlib.closing(reading):
         for number, _, data in reading:
             assert number != 9
             assert data.tobytes() == leaf(number).tobytes()
             del data
     assert f"bytes {chunk.offset + 7 * PAGE} to {chunk.offset + 8 * PAGE} " in str(caught.value)
     assert backend.open_files == 0
-    healthy = read_boxes(backend, committed, [wanted[8]], chosen)  # while the error, and its memory, is still held
+    healthy = read_boxes(backend, committed, [wanted[8]], chosen)  # while the error and its memory are still held
     assert healthy[0][0].tobytes() == leaf(8).tobytes()
 
 
-def test_a_consumer_that_stops_while_it_holds_a_box_ends_the_reading() -> None:
+def test_consumer_may_stop_while_holding_a_box() -> None:
     backend = StrictBackend()
     committed, wanted = saved(backend, 100)
     chosen = StoreSettings(read_budget_bytes=LEAF_PAGES * PAGE, io_threads=1)
@@ -203,7 +198,7 @@ def test_a_consumer_that_stops_while_it_holds_a_box_ends_the_reading() -> None:
     assert backend.open_files == 0
 
 
-def test_an_error_of_the_consumer_whose_frame_holds_a_box_ends_the_reading() -> None:
+def test_consumer_error_with_a_held_box_ends_reading() -> None:
     backend = StrictBackend()
     committed, wanted = saved(backend, 100)
     chosen = StoreSettings(read_budget_bytes=LEAF_PAGES * PAGE, io_threads=1)
@@ -226,9 +221,9 @@ def test_copies_for_the_consumer_count_too(what: str, monkeypatch: pytest.Monkey
         for _, _, data in reading:
             hashlib.sha256(bytes(1 << 23))
             del data
-    # A run and the copies of what is unaligned in it are there at the same time for a moment.
-    begun = reader.READS_PER_THREAD * chosen.known_io_threads * (LEAF_PAGES + 1) * PAGE  # one array for each thread
-    assert watch.most <= chosen.read_budget_bytes + begun
+    # A run and the copies of its unaligned leaves are in memory at the same time.
+    in_progress = reader.READS_PER_THREAD * chosen.known_io_threads * (LEAF_PAGES + 1) * PAGE
+    assert watch.most <= chosen.read_budget_bytes + in_progress
 
 
 def test_kept_results_may_exceed_the_read_budget() -> None:
@@ -246,8 +241,8 @@ def test_kept_results_may_exceed_the_read_budget() -> None:
     assert {number: data.tobytes() for number, data in kept.items()} == {n: leaf(n).tobytes() for n in range(1, 40, 2)}
 
 
-def test_memory_that_goes_back_only_when_python_collects_garbage_is_no_hang() -> None:
-    """As JAX holds host memory of finished transfers: until its next call, or the next collection."""
+def test_memory_freed_only_by_gc_does_not_hang() -> None:
+    """JAX holds the host memory of finished transfers until its next call or the next collection."""
     backend = StrictBackend()
     committed, wanted = saved(backend, 12)
     finished: list[np.ndarray] = []
@@ -270,10 +265,10 @@ def test_memory_that_goes_back_only_when_python_collects_garbage_is_no_hang() ->
     assert not left
 
 
-def test_a_consumer_that_keeps_what_should_pass_gets_it_all_the_same(
+def test_consumer_that_keeps_passing_boxes_gets_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(read_budget, "STALLS", 2)
+    monkeypatch.setattr(buffers, "STALLS", 2)
     backend = StrictBackend()
     committed, wanted = saved(backend, 12)
     chosen = StoreSettings(read_budget_bytes=LEAF_PAGES * PAGE, io_threads=1)
@@ -286,16 +281,14 @@ def test_a_consumer_that_keeps_what_should_pass_gets_it_all_the_same(
 
 
 @pytest.mark.parametrize("passes", [False, True])
-def test_memory_that_the_system_refuses_is_an_error_and_not_a_hang(
-    monkeypatch: pytest.MonkeyPatch, passes: bool
-) -> None:
+def test_refused_memory_is_raised_without_hanging(monkeypatch: pytest.MonkeyPatch, passes: bool) -> None:
     def refuse(size: int) -> np.ndarray:
         raise MemoryError(f"{size} bytes of memory were refused")
 
     backend = StrictBackend()
     committed, wanted = saved(backend)
     columns = [want._replace(boxes=[((3, 3 + 3 * PAGE),), ((3 + 8 * PAGE, 3 + 11 * PAGE),)]) for want in wanted]
-    for module in (reading, staging):
+    for module in (reader, buffers):
         monkeypatch.setattr(module, "aligned_buffer", refuse)
     chosen = StoreSettings(read_budget_bytes=LEAF_PAGES * PAGE, io_threads=2)
     with (

@@ -1,4 +1,4 @@
-"""Chunks that a copy keeps: the largest are cut so that their digests stay those of the source."""
+"""Chunks that a copy keeps: large ones are cut at block boundaries, so that their digests stay valid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def array_of(shape: tuple[int, ...], *boxes: Box) -> ArrayRecord:
 
 
 def digests_of(length: int) -> str:
-    """One digest for each block, all of them different in their first letter."""
+    """Return one digest for each block; the digests differ."""
     return "".join(f"{number:x}".zfill(32) for number in range(-(-length // BLOCK_BYTES)))
 
 
@@ -30,7 +30,7 @@ def manifest_of(digest: str = "xxh3-128", block_bytes: int = BLOCK_BYTES) -> Man
 
 
 def copied(array: ArrayRecord, most_bytes: int) -> ArrayRecord:
-    """The record of a copy with the digests that each piece has by its place."""
+    """Return the record of a copy, whose pieces have the digests of their position in the source."""
     chunks, at = [], 0
     whole = array.chunks[0].digests
     for box in kept_boxes(array, 4, most_bytes):
@@ -38,7 +38,7 @@ def copied(array: ArrayRecord, most_bytes: int) -> ArrayRecord:
         blocks = -(-length // BLOCK_BYTES)
         chunks.append(ChunkRecord(box, 0, 0, length, whole[32 * at : 32 * (at + blocks)]))
         at += blocks
-    return msgspec.structs.replace(array, chunks=tuple(reversed(chunks)))  # the order of the file is another one
+    return msgspec.structs.replace(array, chunks=tuple(reversed(chunks)))  # the file has another order
 
 
 @pytest.mark.parametrize("shape", [(3 << 20,), (3072, 1024), (1, 1536, 2048), (3, 1024, 1024), (12289, 257)])
@@ -66,7 +66,7 @@ def test_digests_of_other_bytes_say_nothing() -> None:
     assert same_digests(manifest_of(), odd, manifest_of(), copied(odd, 5 * MIB), 4, 5 * MIB) is None
     array = array_of((3072, 1024))
     copy = copied(array, 4 * MIB)
-    assert same_digests(manifest_of(), array, manifest_of(), copy, 4, 9 * MIB) is None  # cut otherwise
+    assert same_digests(manifest_of(), array, manifest_of(), copy, 4, 9 * MIB) is None  # cut in other places
     assert same_digests(manifest_of(), array, manifest_of("sha256"), copy, 4, 4 * MIB) is None
     assert same_digests(manifest_of(block_bytes=MIB), array, manifest_of(), copy, 4, 4 * MIB) is None
 

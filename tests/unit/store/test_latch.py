@@ -1,4 +1,4 @@
-"""The latch: opened once for all threads, even if a signal handler interrupts a waiting thread."""
+"""Latches and mailboxes keep working when a signal handler interrupts a waiting thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from jaxckpt_train.store.threads import Latch, Mailbox
 
 
-def test_a_closed_latch_is_waited_for_no_longer_than_asked() -> None:
+def test_wait_on_closed_latch_times_out() -> None:
     latch = Latch()
     assert not latch.wait(0.01)
     assert not latch.wait(0)
@@ -42,8 +42,8 @@ def test_open_wakes_all_waiting_threads() -> None:
     assert latch._waiters == []
 
 
-def test_interrupts_at_any_moment_of_waiting_leave_it_working() -> None:
-    """A `threading.Event` hangs here sooner or later: the lock of its condition is never given back."""
+def test_interrupted_waits_leave_the_latch_working() -> None:
+    """A `threading.Event` eventually hangs here: the lock of its condition is never released."""
     go: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def kick() -> None:
@@ -99,7 +99,7 @@ def test_long_signal_handler_does_not_extend_wait(wait: Any) -> None:
     assert len(handled) == 1
 
 
-def test_a_mailbox_loses_nothing_and_keeps_the_order_of_each_sender() -> None:
+def test_mailbox_keeps_every_message_in_sender_order() -> None:
     box, senders = Mailbox[tuple[int, int]](), 4
 
     def send(sender: int) -> None:

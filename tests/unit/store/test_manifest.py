@@ -1,4 +1,4 @@
-"""The manifest: it goes there and back, and every field that contradicts another or the format is refused."""
+"""The manifest round-trips, and a field that contradicts another or the format is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import manifest_decoding as json_lists
+from jaxckpt_train.store import manifest_decoding
 from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.buffers import empty_array
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES, Manifest, encode_manifest, is_plain_name
@@ -28,7 +28,7 @@ FILE_DIGEST = "0" * 32
 
 
 def manifest_bytes() -> bytes:
-    """Two arrays, one of them in two chunks, an empty one, and a plain file."""
+    """Encode two arrays (one in two chunks), an empty array, and a plain file."""
     arrays = {
         "a": np.arange(12.0).reshape(4, 3),
         "b": np.zeros(5, np.uint8),
@@ -55,7 +55,7 @@ def edited(edit: Edit) -> bytes:
 
 
 def put(*path: Any) -> Edit:
-    """An edit that puts the last item where the others lead."""
+    """Return an edit that assigns the last item at the path given by the others."""
 
     def edit(content: Any) -> None:
         *way, last, value = path
@@ -159,21 +159,21 @@ def test_a_manifest_that_contradicts_itself_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("batch_bytes", [16, 300])
 @pytest.mark.parametrize("name", REFUSED)
-def test_so_is_one_whose_records_are_decoded_one_by_one(
+def test_contradictions_are_found_in_small_batches(
     name: str, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_lists, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(manifest_decoding, "BATCH_BYTES", batch_bytes)
     with pytest.raises(CorruptCheckpointError, match=r"^manifest: "):
         decode_manifest(edited(REFUSED[name][0]), "manifest")
     assert encode_manifest(decode_manifest(GOOD, "manifest")) == GOOD
 
 
-def test_a_dtype_that_is_not_known_here_is_no_damage() -> None:
-    with pytest.raises(FormatVersionError, match="array 'a': unknown dtype 'float7'; a newer ml_dtypes may have it"):
+def test_unknown_dtype_is_not_reported_as_damage() -> None:
+    with pytest.raises(FormatVersionError, match="array 'a': unknown dtype 'float7'"):
         decode_manifest(edited(put(*ARRAY_A, "dtype", "float7")), "manifest")
 
 
-def test_it_goes_there_and_back() -> None:
+def test_manifest_round_trips_byte_for_byte() -> None:
     manifest = decode_manifest(GOOD, "manifest")
     assert encode_manifest(manifest) == GOOD
     assert manifest.part("data") is manifest.parts[1]
@@ -183,23 +183,23 @@ def test_it_goes_there_and_back() -> None:
 NAMES_OF_ARRAYS = st.text(max_size=9) | st.sampled_from(['},{"name":"', '"],["', '"],[[', '"dtype":', "\\", "\0"])
 
 
-@pytest.mark.parametrize("batch_bytes", [16, 300, json_lists.BATCH_BYTES])
+@pytest.mark.parametrize("batch_bytes", [16, 300, manifest_decoding.BATCH_BYTES])
 @given(
     shapes(3).flatmap(lambda shape: st.tuples(st.just(shape), tilings(shape))),
     st.sets(NAMES_OF_ARRAYS, min_size=1, max_size=5),
 )
-def test_whatever_is_written_is_believed(batch_bytes: int, case: Any, names: set[str]) -> None:
+def test_every_written_manifest_is_decoded(batch_bytes: int, case: Any, names: set[str]) -> None:
     shape, boxes = case
     arrays = {name: np.zeros(shape, np.int16) for name in sorted(names)}
     committed = commit(MemoryBackend(), "/runs/a", arrays, StoreSettings(), boxes=dict.fromkeys(arrays, boxes))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_lists, "BATCH_BYTES", batch_bytes)
+        patch.setattr(manifest_decoding, "BATCH_BYTES", batch_bytes)
         assert decode_manifest(encode_manifest(committed.manifest), "manifest") == committed.manifest
 
 
 def test_a_newer_version_says_what_to_upgrade() -> None:
     newer = edited(lambda c: c.update(format_version=2, parts="in some other form"))
-    with pytest.raises(FormatVersionError, match=r"format version 2, .* reads up to 1; upgrade: pip install -U"):
+    with pytest.raises(FormatVersionError, match=r"version 2, .*upgrade: pip install"):
         decode_manifest(newer, "manifest")
 
 
@@ -217,28 +217,28 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_that_is_no_plain_file_of_a_part_is_refused(name: str) -> None:
+def test_unsafe_file_name_is_refused(name: str) -> None:
     for place in ((*SEGMENT, 0, name), (*FILE, 0, name)):
-        with pytest.raises(CorruptCheckpointError, match=r"manifest: .* is not a plain file of a checkpointable"):
+        with pytest.raises(CorruptCheckpointError, match="is not a plain file"):
             decode_manifest(edited(put(*place)), "manifest")
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "a/b", ".a", "-a", "COMMIT", "manifest.json", "a b", "\u00e9", "a\n"])
-def test_name_that_is_no_plain_part_is_refused(name: str) -> None:
+def test_unsafe_checkpointable_name_is_refused(name: str) -> None:
     assert not is_plain_name(name)
     with pytest.raises(CorruptCheckpointError, match="checkpointable names are not plain"):
         decode_manifest(edited(put("parts", 1, "name", name)), "manifest")
 
 
 @pytest.mark.parametrize("key", [b'"format":"jaxckpt"', b'"digest":"xxh3-128"', b'"dtype":"float64"', b'"kind":"json"'])
-def test_a_key_that_appears_twice_is_refused(key: bytes) -> None:
+def test_duplicate_key_is_refused(key: bytes) -> None:
     assert GOOD.count(key) >= 1
     with pytest.raises(CorruptCheckpointError, match="not in canonical form"):
         decode_manifest(GOOD.replace(key, key + b"," + key, 1), "manifest")
 
 
 @pytest.mark.parametrize("change", ["spaces", "order", "escape", "exponent", "more after it"])
-def test_another_form_of_the_same_content_is_refused(change: str) -> None:
+def test_non_canonical_encoding_is_refused(change: str) -> None:
     other = {
         "spaces": json.dumps(json.loads(GOOD)).encode(),
         "order": edited(lambda c: c.update(format=c.pop("format"))),
@@ -252,12 +252,12 @@ def test_another_form_of_the_same_content_is_refused(change: str) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b"[]", b"\xff", b"[" * 100_000, b'{"format":' * 10_000, b'"\\ud800"'])
-def test_what_is_no_manifest_at_all_is_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_no_manifest(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"^manifest: not valid"):
         decode_manifest(data, "manifest")
 
 
-def test_a_hundred_thousand_chunks_that_overlap_are_refused_in_time() -> None:
+def test_many_overlapping_chunks_are_refused_in_time() -> None:
     content = json.loads(GOOD)
     box, segment, offset, length, digests = content["parts"][0]["arrays"][1]["chunks"][0]
     chunks = [[[[number, number + 5]], segment, offset, length, digests] for number in range(0, 500_000, 5)]
@@ -274,14 +274,12 @@ def test_info_never_decides_anything() -> None:
 
 
 @pytest.mark.parametrize("key", ["custom_metadata", "metrics", "anything"])
-def test_info_that_would_take_many_times_its_size_is_refused_before_it_does(key: str) -> None:
+def test_oversized_info_is_refused_before_decoding(key: str) -> None:
     data = GOOD.replace(b'"info":{', f'"info":{{"{key}":[{",".join(["[]"] * 2_000_000)}],'.encode())
     tracemalloc.start()
     with in_time():
         try:
-            with pytest.raises(
-                CorruptCheckpointError, match=r"^x: info of 6,000,\d+ bytes, expected at most 1,048,576$"
-            ):
+            with pytest.raises(CorruptCheckpointError, match=r"^x: info of 6,000,\d+ bytes"):
                 decode_manifest(data, "x")
             assert tracemalloc.get_traced_memory()[1] < len(data) * 2
         finally:
@@ -310,7 +308,7 @@ def test_info_is_an_object(info: Any) -> None:
         decode_manifest(data, "x")
 
 
-def test_info_of_the_largest_size_is_taken() -> None:
+def test_info_of_the_largest_size_is_accepted() -> None:
     room = MAX_INFO_BYTES - len(b'{"a":""}')
     assert len(decode_manifest(edited(put("info", {"a": "x" * room})), "x").info["a"]) == room
     with pytest.raises(CorruptCheckpointError, match="x: info of 1,048,577 bytes"):
@@ -318,12 +316,6 @@ def test_info_of_the_largest_size_is_taken() -> None:
 
 
 @pytest.mark.parametrize("shape", [[1 << 59, 0], [0, 1 << 29, 1 << 30], [0] * 64])
-def test_the_largest_shapes_without_elements_that_numpy_makes_are_taken(shape: list[int]) -> None:
+def test_largest_empty_shapes_are_accepted(shape: list[int]) -> None:
     array = decode_manifest(edited(put(*EMPTY, "shape", shape)), "manifest").parts[0].arrays[2]
     assert empty_array(array.shape, np.dtype(array.dtype)).shape == tuple(shape)
-
-
-def test_lists_of_a_million_lists_take_no_time() -> None:
-    data = edited(put("info", {"custom_metadata": [[] for _ in range(1_000_000)]}))
-    with in_time(), pytest.raises(CorruptCheckpointError, match="expected at most"):
-        decode_manifest(data, "manifest")

@@ -1,4 +1,4 @@
-"""Manifests of many chunks: what is believed of them together is what is believed of each, and nothing else."""
+"""Manifests of many chunks: the bulk checks accept exactly what a check of each chunk accepts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = 3 * MANY
 
 
 def good() -> Any:
-    """The manifest of an array of many chunks in several segments, as plain data."""
+    """Return the manifest of an array of many chunks in several segments, as plain data."""
     arrays = {"w": np.arange(ROWS * 20000.0).reshape(ROWS, 20000), "small": np.zeros(3)}
     boxes = {"w": [((row, row + 1), (0, 20000)) for row in range(ROWS)]}
     settings = StoreSettings(segment_bytes=1 << 20, io_threads=1)
@@ -36,7 +36,7 @@ def good() -> Any:
 GOOD = msgspec.json.encode(good())
 
 
-def test_what_is_right_is_believed_without_a_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_chunks_are_checked_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = decode_manifest(GOOD, "m")
     monkeypatch.setattr(manifest_decoding, "_check_overlaps", None)
     monkeypatch.setattr(manifest_decoding, "check_tiling", None)
@@ -109,7 +109,7 @@ def placed(draw: st.DrawFn) -> tuple[list[SegmentRecord], list[ChunkRecord]]:
 
 
 def fills(segments: list[SegmentRecord], chunks: list[ChunkRecord]) -> bool:
-    """Whether each byte of the data is in one chunk, counted one by one."""
+    """Return whether each byte of the data is in exactly one chunk, counted byte by byte."""
     for number, segment in enumerate(segments):
         found = [byte for c in chunks if c.segment == number for byte in range(c.offset, c.offset + c.length)]
         if sorted(found) != list(range(segment.header_bytes, segment.bytes)) or not found:
@@ -118,7 +118,7 @@ def fills(segments: list[SegmentRecord], chunks: list[ChunkRecord]) -> bool:
 
 
 @given(placed(), st.data())
-def test_segments_are_full_if_every_byte_is_in_one_chunk(
+def test_full_segments_hold_each_byte_once(
     case: tuple[list[SegmentRecord], list[ChunkRecord]], data: st.DataObject
 ) -> None:
     segments, chunks = case

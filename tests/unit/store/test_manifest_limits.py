@@ -1,4 +1,4 @@
-"""How much a manifest may hold: so much is saved and read again, and more is refused before it takes memory."""
+"""Limits of a manifest: content up to a limit is saved and read, and more is refused before it takes memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import writer as segment_writer
+from jaxckpt_train.store import writer
 from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.manifest import MAX_ARRAYS, MAX_PARTS, MIN_BLOCK_BYTES, Manifest, PartRecord, encode_manifest
 from jaxckpt_train.store.manifest_decoding import decode_manifest
@@ -21,12 +21,12 @@ from tests.support.in_time import in_time
 from tests.unit.store.test_manifest import GOOD, edited, put
 
 
-def test_lists_longer_than_are_decoded_at_once_are_believed() -> None:
+def test_lists_longer_than_a_batch_are_decoded() -> None:
     boxes = {"chunks": [((n, n + 1), (0, 2)) for n in range(2000)]}
     arrays = {"chunks": np.zeros((2000, 2)), **{f"x{number}": np.zeros(3) for number in range(2000)}}
     arrays["blocks"] = np.zeros(20 << 20, np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (checkpoints, segment_writer):
+        for module in (checkpoints, writer):
             patch.setattr(module, "BLOCK_BYTES", MIN_BLOCK_BYTES)
         settings = StoreSettings(segment_bytes=1 << 20, io_threads=1)
         committed = commit(MemoryBackend(), "/runs/a", arrays, settings, boxes=boxes)
@@ -38,7 +38,7 @@ def test_lists_longer_than_are_decoded_at_once_are_believed() -> None:
             decode_manifest(data.replace(old, new, 1), "manifest")
 
 
-def test_what_only_reads_like_array_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_looks_like_arrays_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("manifest_decoding", "transaction"):
         monkeypatch.setattr(f"jaxckpt_train.store.{module}.MAX_ARRAYS", 3)
     more = {"custom_metadata": [{"dtype": "float32", "chunks": [], "name": '},{"name":"'}] * 9}
@@ -49,19 +49,19 @@ def test_what_only_reads_like_array_does_not_count(monkeypatch: pytest.MonkeyPat
         decode_manifest(data, "manifest")
 
 
-def test_as_many_checkpointables_as_load_takes_are_saved() -> None:
-    def of(count: int) -> Manifest:
+def test_checkpointable_limit_is_same_for_save_and_load() -> None:
+    def manifest_of(count: int) -> Manifest:
         parts = tuple(PartRecord(f"p{number}", "x", (), (), msgspec.Raw(b"null")) for number in range(count))
         return Manifest("jaxckpt", 1, "xxh3-128", MIN_BLOCK_BYTES, (), parts, {})
 
-    assert decode_manifest(encode_manifest(of(MAX_PARTS)), "manifest") == of(MAX_PARTS)
-    with pytest.raises(UnsupportedLeafError, match="expected at most 1,000 checkpointables, found 1,001"):
-        encode_manifest(of(MAX_PARTS + 1))
+    assert decode_manifest(encode_manifest(manifest_of(MAX_PARTS)), "manifest") == manifest_of(MAX_PARTS)
+    with pytest.raises(UnsupportedLeafError, match="at most 1,000 checkpointables, found 1,001"):
+        encode_manifest(manifest_of(MAX_PARTS + 1))
     with pytest.raises(CorruptCheckpointError, match="at most length 1000"):
-        decode_manifest(msgspec.json.encode(of(MAX_PARTS + 1)), "manifest")
+        decode_manifest(msgspec.json.encode(manifest_of(MAX_PARTS + 1)), "manifest")
 
 
-def test_a_million_arrays_without_elements_are_refused_before_they_take_memory() -> None:
+def test_excess_arrays_are_refused_before_they_take_memory() -> None:
     content = json.loads(GOOD)
     empty = {"name": "", "shape": [0], "dtype": "int8", "chunks": [], "sharding": None}
     content["parts"][0]["arrays"] += [{**empty, "name": f"x{number}"} for number in range(2 * MAX_ARRAYS)]
@@ -81,6 +81,6 @@ def test_more_arrays_than_load_takes_are_not_saved(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("jaxckpt_train.store.transaction.MAX_ARRAYS", 3)
     backend = MemoryBackend()
     commit(backend, "/runs/a", {f"x{number}": np.zeros(3) for number in range(3)}, StoreSettings())
-    with pytest.raises(UnsupportedLeafError, match="/runs/b: 4 arrays, expected at most 3: stack them"):
+    with pytest.raises(UnsupportedLeafError, match="/runs/b: 4 arrays, expected at most"):
         commit(backend, "/runs/b", {f"x{number}": np.zeros(3) for number in range(4)}, StoreSettings())
     assert "b" not in [entry.name for entry in backend.list("/runs")]

@@ -1,4 +1,4 @@
-"""Long lists are read as short ones: the same elements, and no more of them than are asked for."""
+"""Long JSON lists are decoded lazily, in batches, into the same elements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.store import manifest_decoding as json_lists
+from jaxckpt_train.store import manifest_decoding
 from jaxckpt_train.store.manifest_decoding import BATCH_BYTES, elements, length
 
 texts = st.text(max_size=30) | st.sampled_from(['},{"name":"', "},{", '\\},{"', '"},{"name":"', "name", '}]},{"name":'])
@@ -36,22 +36,22 @@ def read(raw: bytes, between: bytes = BETWEEN) -> list[Any]:
 def test_a_list_of_lists_is_read(batch_bytes: int, found: list[Any]) -> None:
     raw = msgspec.json.encode(found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_lists, "BATCH_BYTES", batch_bytes)
+        patch.setattr(manifest_decoding, "BATCH_BYTES", batch_bytes)
         assert read(raw) == json.loads(raw)
         assert length(msgspec.Raw(raw), BETWEEN) == len(found)
 
 
 @pytest.mark.parametrize("batch_bytes", [16, 50, BATCH_BYTES])
 @given(st.lists(objects, max_size=20))
-def test_so_is_one_of_objects_whatever_they_say(batch_bytes: int, found: list[Any]) -> None:
+def test_a_list_of_objects_is_read(batch_bytes: int, found: list[Any]) -> None:
     raw = msgspec.json.encode(found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_lists, "BATCH_BYTES", batch_bytes)
+        patch.setattr(manifest_decoding, "BATCH_BYTES", batch_bytes)
         assert read(raw, b'},{"name":"') == found
         assert length(msgspec.Raw(raw), b'},{"name":"') == len(found)
 
 
-def test_few_are_made_before_first_is_handed_out() -> None:
+def test_elements_are_decoded_in_batches() -> None:
     made = list[int]()
 
     def decode(text: Any) -> list[Any]:
@@ -67,7 +67,7 @@ def test_few_are_made_before_first_is_handed_out() -> None:
     assert max(made) <= BATCH_BYTES + 2
 
 
-def test_an_element_that_is_larger_comes_alone() -> None:
+def test_element_larger_than_a_batch_comes_alone() -> None:
     large = ["x" * BATCH_BYTES, "y"]
     alone = list[int]()
 
@@ -81,7 +81,7 @@ def test_an_element_that_is_larger_comes_alone() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"5", b'{"a":1}', b'"],["', b"null", b"[1,]", b"[{]", b"[,]"])
-def test_what_is_no_list_is_refused(raw: bytes) -> None:
+def test_non_list_is_refused(raw: bytes) -> None:
     decoder = msgspec.json.Decoder(list[int])
     with pytest.raises(msgspec.DecodeError):
         list(elements(msgspec.Raw(raw), BETWEEN, decoder.decode, msgspec.json.decode))

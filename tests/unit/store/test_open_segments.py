@@ -1,4 +1,4 @@
-"""The open segments of a load: never closed under a reader, and never those of another checkpoint."""
+"""The open segments of a load stay open while they are read, and belong to one checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import reader as sources
+from jaxckpt_train.store import reader
 from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import open_committed, use_committed
@@ -49,7 +49,7 @@ def test_segments_close_after_last_read() -> None:
     thread.start()
     assert reading.wait(30)
     assert opened.end() == []
-    assert backend.open_files == 1, "a thread reads it"
+    assert backend.open_files == 1, "a thread is reading it"
     go.set()
     thread.join()
     assert backend.open_files == 0
@@ -59,7 +59,7 @@ def test_segments_close_after_last_read() -> None:
 
 
 class Replacing(MemoryBackend):
-    """Does something right before a segment is opened, once."""
+    """Call `then` once, right before a segment is opened."""
 
     then: Callable[[], Any] | None = None
     after = 0
@@ -76,16 +76,16 @@ class Replacing(MemoryBackend):
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("at_once", [1, 256])
 def test_segments_of_two_checkpoints_are_never_mixed(after: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where nothing is verified: names and sizes are the same in both."""
+    """Also without verification: names and sizes are the same in both."""
     monkeypatch.setattr("jaxckpt_train.settings._MINIMUM", {"io_threads": 1})
-    monkeypatch.setattr(sources, "OPEN_AT_ONCE", at_once)
+    monkeypatch.setattr(reader, "OPEN_AT_ONCE", at_once)
     chosen = StoreSettings(verify_on_load=False, io_threads=1, segment_bytes=5000)
     backend = Replacing()
     commit(backend, "/runs/a", OLD, chosen)
     old = open_committed(backend, "/runs/a")
     assert len(old.manifest.segments) == 2
     backend.after, backend.then = after, lambda: commit(backend, "/runs/a", NEW, chosen, replace=True)
-    with pytest.raises(CorruptCheckpointError, match="was replaced while it was being read"):
+    with pytest.raises(CorruptCheckpointError, match="was replaced"):
         load_committed(backend, old, chosen)
     backend.after, backend.then = after, lambda: commit(backend, "/runs/a", OLD, chosen, replace=True)
     found = use_committed(backend, "/runs/a", lambda committed: load_committed(backend, committed, chosen))
@@ -98,30 +98,30 @@ def test_vanished_checkpoint_is_read_if_verifiable(verified: bool) -> None:
     committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
     backend.then = lambda: backend.remove("/runs/a/COMMIT")
     if not verified:
-        with pytest.raises(NotACheckpointError, match=r"/runs/a: .* was removed while it was being read"):
+        with pytest.raises(NotACheckpointError, match=r"/runs/a: .* was removed"):
             load_committed(backend, committed, UNVERIFIED)
         return
     found = load_committed(backend, committed, StoreSettings())
     assert {name: array.tobytes() for name, (array,) in found.items()} == {n: a.tobytes() for n, a in OLD.items()}
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_called_damaged() -> None:
+def test_removed_checkpoint_is_not_reported_as_damaged() -> None:
     backend = Replacing()
     commit(backend, "/runs/a", OLD, UNVERIFIED)
     backend.then = lambda: backend.remove("/runs/a")
-    with pytest.raises(NotACheckpointError, match=r"/runs/a: .* was removed while it was being read") as caught:
+    with pytest.raises(NotACheckpointError, match=r"/runs/a: .* was removed") as caught:
         use_committed(backend, "/runs/a", lambda found: load_committed(backend, found, StoreSettings()))
     assert isinstance(caught.value.__cause__, CorruptCheckpointError)
 
 
-def test_an_interrupt_while_segments_are_opened_leaves_no_file_open() -> None:
+def test_interrupted_opening_leaves_no_file_open() -> None:
     backend = StrictBackend()
     committed = commit(backend, "/runs/a", OLD, UNVERIFIED)
     for number in itertools.count(1):
         with interrupt_at(number, call_with_timeout) as seen, contextlib.suppress(KeyboardInterrupt):
             load_committed(backend, committed, UNVERIFIED)
         ends_s = time.monotonic() + 30
-        while backend.open_files:  # what was asked goes on, and is closed at its end
+        while backend.open_files:  # a call that was abandoned goes on, and its file is closed at its end
             assert time.monotonic() < ends_s
         if seen[0] < number:
             break

@@ -1,4 +1,4 @@
-"""Indexes of processes: put together they say what one process that had written it all would have said."""
+"""Merged process indexes equal the index of a single process that wrote everything."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chunk(box: Box, segment: int, offset: int = 4096) -> ChunkRecord:
 
 @st.composite
 def written(draw: st.DrawFn) -> tuple[list[PartRecord], list[ProcessIndex]]:
-    """What some processes have written of some checkpointables, of arrays of all kinds."""
+    """Draw checkpointables with arrays of all kinds, and the indexes of the processes that wrote them."""
     processes = draw(st.integers(1, 5))
     parts, indexes = [], [list[PartIndex]() for _ in range(processes)]
     for number in range(draw(st.integers(1, 3))):
@@ -52,8 +52,8 @@ def written(draw: st.DrawFn) -> tuple[list[PartRecord], list[ProcessIndex]]:
     return parts, [ProcessIndex("alike", tuple(each)) for each in indexes]
 
 
-def plainly_merged(parts: list[PartRecord], indexes: list[ProcessIndex]) -> object:
-    """As `merge_indexes`, chunk by chunk."""
+def merged_chunk_by_chunk(parts: list[PartRecord], indexes: list[ProcessIndex]) -> object:
+    """A simple reference implementation of `merge_indexes`."""
     segments: list[SegmentRecord] = []
     arrays: list[list[list[ChunkRecord]]] = []
     for number, part in enumerate(parts):
@@ -67,14 +67,14 @@ def plainly_merged(parts: list[PartRecord], indexes: list[ProcessIndex]) -> obje
 
 
 @given(written())
-def test_merged_indexes_are_what_all_have_written(case: tuple[list[PartRecord], list[ProcessIndex]]) -> None:
+def test_merge_equals_a_chunk_by_chunk_merge(case: tuple[list[PartRecord], list[ProcessIndex]]) -> None:
     parts, indexes = case
     summaries = [decode_index(encode_index(index)) for index in indexes]
     assert [index.alike for index in summaries] == ["alike"] * len(indexes)
     segments, merged = merge_indexes(parts, summaries)
     found = [[list(array.chunks) for array in part.arrays] for part in merged]
-    assert (segments, found) == plainly_merged(parts, indexes)
-    assert msgspec.json.encode(found) == msgspec.json.encode(plainly_merged(parts, indexes)[1])  # type: ignore[index]
+    assert (segments, found) == merged_chunk_by_chunk(parts, indexes)
+    assert msgspec.json.encode(found) == msgspec.json.encode(merged_chunk_by_chunk(parts, indexes)[1])  # type: ignore[index]
     assert [msgspec.structs.replace(part, arrays=()) for part in merged] == [
         msgspec.structs.replace(part, arrays=()) for part in parts
     ]
@@ -113,7 +113,7 @@ def test_what_one_has_lost_written_twice_or_elsewhere_is_found(
         merge_indexes(parts, [decode_index(encode_index(index)) for index in indexes])
 
 
-def test_arrays_that_are_cut_alike_are_each_looked_at() -> None:
+def test_identically_cut_arrays_are_each_checked() -> None:
     part = part_of((64, 2), (64, 2), (64, 2), (2, 64))
     rows = [((n, n + 1), (0, 2)) for n in range(64)]
     good = [[chunk(box, 0, 4096 + 8 * number) for number, box in enumerate(rows)] for _ in range(3)]
@@ -125,20 +125,20 @@ def test_arrays_that_are_cut_alike_are_each_looked_at() -> None:
         return list(merge_indexes([part], [decode_index(encode_index(index))])[1][0].arrays)
 
     assert [list(array.chunks) for array in merged(*good, columns)] == [*good, columns]
-    with pytest.raises(CorruptCheckpointError, match="array 'a1': boxes cover 126 of 128"):
+    with pytest.raises(CorruptCheckpointError, match="'a1': boxes cover 126 of 128"):
         merged(good[0], good[1][:-1], good[2], columns)
     with pytest.raises(CorruptCheckpointError, match="array 'a3'"):
         merged(*good, good[0])
 
 
 @pytest.mark.parametrize(("array", "box"), [(1, ((0, 4),)), (0, ((0, 2), (0, 2))), (0, ()), (7, ())])
-def test_chunks_of_arrays_missing_are_refused(array: int, box: Box) -> None:
+def test_chunks_of_missing_arrays_are_refused(array: int, box: Box) -> None:
     index = ProcessIndex("", (PartIndex((), (array,), ((chunk(box, 0),),)),))
     with pytest.raises(CheckpointError, match="state"):
         merge_indexes([part_of((4,))], [decode_index(encode_index(index))])
 
 
-def test_more_chunks_than_a_manifest_holds_are_refused_before_they_are_put_together(
+def test_too_many_chunks_are_refused_before_merging(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     part, files = part_of((64, 2)), (SegmentRecord("state/x", 9, 8, "d"),)
@@ -149,5 +149,5 @@ def test_more_chunks_than_a_manifest_holds_are_refused_before_they_are_put_toget
     merge_indexes([part], [index])
     monkeypatch.setattr(process_index, "MAX_MANIFEST_BYTES", size // 2)
     monkeypatch.setattr(process_index, "MergedChunks", None)
-    with pytest.raises(UnsupportedLeafError, match=r"64 chunks of 1 processes .* more than"):
+    with pytest.raises(UnsupportedLeafError, match="64 chunks of 1 processes"):
         merge_indexes([part], [index])

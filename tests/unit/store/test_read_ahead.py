@@ -1,4 +1,4 @@
-"""Boxes that are read ahead: what comes, in which order, how much of it at a time, and what errors do."""
+"""Reading boxes ahead: order, memory budget, groups of small boxes, and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 @dataclasses.dataclass
 class FakeBox:
-    """Tells that it is read, waits until it may end, and gives its number."""
+    """A box that reports the begin of its read, waits until it may end, and returns its number."""
 
     number: int
     nbytes: int = 4 * MIB
@@ -50,8 +50,8 @@ def ahead_of(
     return ahead, ahead.of(cast("list[LazyBox]", boxes))
 
 
-def free(count: int, **options: int) -> list[FakeBox]:
-    """Boxes that are read at once."""
+def immediate_boxes(count: int, **options: int) -> list[FakeBox]:
+    """Return boxes whose reads end immediately."""
     boxes = [FakeBox(number, **options) for number in range(count)]
     for box in boxes:
         box.may_end.set()
@@ -70,16 +70,16 @@ def begun(boxes: list[FakeBox]) -> list[int]:
     return [box.number for box in boxes if box.began.is_set()]
 
 
-def test_what_was_read_ahead_comes_in_whatever_order_it_is_wanted() -> None:
-    boxes = free(20)
+def test_boxes_may_be_fetched_in_any_order() -> None:
+    boxes = immediate_boxes(20)
     with ahead_of(boxes)[0] as ahead:
         coming = ahead.of(cast("list[LazyBox]", boxes))
         for number in np.random.default_rng(0).permutation(20):
             assert np.array_equal(coming[number].fetch(), np.full(4 * MIB, number, np.uint8))
 
 
-def test_several_threads_get_each_their_own() -> None:
-    boxes = free(40, nbytes=MIB)
+def test_concurrent_fetches_get_their_own_box() -> None:
+    boxes = immediate_boxes(40, nbytes=MIB)
     ahead, coming = ahead_of(boxes, budget=4 * MIB)
     wrong: list[int] = []
 
@@ -95,8 +95,8 @@ def test_several_threads_get_each_their_own() -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, AT_ONCE, 5])
-def test_next_ones_are_read_while_first_is_written(at_once: int) -> None:
-    boxes = free(10)
+def test_next_boxes_are_read_while_first_is_used(at_once: int) -> None:
+    boxes = immediate_boxes(10)
     ahead, coming = ahead_of(boxes, at_once=at_once)
     with ahead:
         first = coming[0].fetch()
@@ -107,13 +107,13 @@ def test_next_ones_are_read_while_first_is_written(at_once: int) -> None:
 
 
 def test_read_ahead_respects_budget_of_held_boxes() -> None:
-    boxes = free(10)
+    boxes = immediate_boxes(10)
     ahead, coming = ahead_of(boxes, budget=8 * MIB)
     with ahead:
         held = [coming[0].fetch()]
-        held.append(coming[1].fetch())  # read ahead: both together are the budget
+        held.append(coming[1].fetch())  # read ahead: both use the whole budget
         assert begun(boxes) == [0, 1]
-        held.append(coming[2].fetch())  # beyond it, as it is wanted at once
+        held.append(coming[2].fetch())  # exceeds the budget, because the caller needs it now
         assert begun(boxes) == [0, 1, 2]
         held.clear()
         coming[3].fetch()
@@ -124,10 +124,10 @@ def test_read_ahead_respects_budget_of_held_boxes() -> None:
     ("budget", "expected"),
     [(24 * MIB - 1, [0]), (24 * MIB, [0, 1]), (36 * MIB - 1, [0, 1]), (36 * MIB, [0, 1, 2])],
 )
-def test_what_decoding_takes_is_of_the_budget(budget: int, expected: list[int]) -> None:
-    boxes = free(10)
+def test_decoding_memory_counts_against_budget(budget: int, expected: list[int]) -> None:
+    boxes = immediate_boxes(10)
     for box in boxes[1:]:
-        box.may_end.clear()  # one that ends makes room for the next
+        box.may_end.clear()  # a finished read would make room for the next one
     ahead, coming = ahead_of(boxes, budget, decoding=2)
     with ahead:
         coming[0].fetch()
@@ -139,8 +139,8 @@ def test_what_decoding_takes_is_of_the_budget(budget: int, expected: list[int]) 
         assert [each.fetch()[0] for each in coming[1:]] == list(range(1, 10))
 
 
-def test_what_decoding_took_is_free_again_once_it_is_read() -> None:
-    boxes = free(10)
+def test_decoding_memory_is_freed_after_the_read() -> None:
+    boxes = immediate_boxes(10)
     ahead, coming = ahead_of(boxes, 24 * MIB, decoding=2)
     with ahead:
         held = [coming[0].fetch(), coming[1].fetch()]
@@ -148,30 +148,30 @@ def test_what_decoding_took_is_free_again_once_it_is_read() -> None:
         assert begun(boxes) == [0, 1, 2]
         held.append(coming[2].fetch())
         assert boxes[3].began.wait(60)
-        held.append(coming[3].fetch())  # 16 MiB are held: to read another one would take 28
+        held.append(coming[3].fetch())  # 16 MiB are held; another read would need 28
         assert begun(boxes) == [0, 1, 2, 3]
 
 
 def test_a_box_larger_than_the_budget_is_read() -> None:
-    boxes = free(3)
+    boxes = immediate_boxes(3)
     ahead, coming = ahead_of(boxes, budget=MIB)
     with ahead:
         assert [each.fetch()[0] for each in coming] == [0, 1, 2]
 
 
-def test_memory_that_came_back_is_used_again() -> None:
-    ahead, coming = ahead_of(free(12), budget=12 * MIB)
+def test_returned_memory_is_used_again() -> None:
+    ahead, coming = ahead_of(immediate_boxes(12), budget=12 * MIB)
     with ahead:
         places = {each.fetch().ctypes.data for each in coming}
     assert len(places) <= 3
 
 
-def test_small_ones_are_read_when_they_are_wanted_with_those_that_come_next() -> None:
-    boxes = free(12, nbytes=MIB - 1)
+def test_small_boxes_are_read_in_groups_on_demand() -> None:
+    boxes = immediate_boxes(12, nbytes=MIB - 1)
     ahead, coming = ahead_of(boxes)
     with ahead:
         assert coming[3].fetch()[-1] == 3
-        assert begun(boxes) == [3, 4, 5, 6, 7]  # the first of which together are 4 MiB
+        assert begun(boxes) == [3, 4, 5, 6, 7]  # the first boxes that make 4 MiB in total
         assert coming[0].fetch()[0] == 0
         assert begun(boxes) == [*range(8), 8, 9]
         for number in (9, 1, 11, 2, *range(4, 9), 10):
@@ -179,14 +179,14 @@ def test_small_ones_are_read_when_they_are_wanted_with_those_that_come_next() ->
 
 
 def test_group_of_small_boxes_is_limited() -> None:
-    boxes = free(TOGETHER + 2, nbytes=8)
+    boxes = immediate_boxes(TOGETHER + 2, nbytes=8)
     ahead, coming = ahead_of(boxes)
     with ahead:
         coming[0].fetch()
         assert begun(boxes) == list(range(TOGETHER))
 
 
-def test_small_ones_wait_for_no_large_one_between_them() -> None:
+def test_small_boxes_do_not_wait_for_large_ones() -> None:
     boxes = [FakeBox(number, 8 if number % 2 else 4 * MIB) for number in range(8)]
     for box in boxes[1::2]:
         box.may_end.set()
@@ -198,8 +198,8 @@ def test_small_ones_wait_for_no_large_one_between_them() -> None:
         assert [each.fetch()[0] for each in coming[::2]] == [0, 2, 4, 6]
 
 
-def test_threads_that_want_small_ones_get_each_their_own() -> None:
-    boxes = free(3000, nbytes=32)
+def test_concurrent_small_fetches_get_their_own_box() -> None:
+    boxes = immediate_boxes(3000, nbytes=32)
     ahead, coming = ahead_of(boxes)
     right: list[int] = []
 
@@ -211,8 +211,8 @@ def test_threads_that_want_small_ones_get_each_their_own() -> None:
     assert sorted(right) == list(range(3000))
 
 
-def test_last_small_ones_are_not_read_with_first() -> None:
-    boxes = free(12, nbytes=900_000)
+def test_group_of_small_boxes_does_not_wrap_around() -> None:
+    boxes = immediate_boxes(12, nbytes=900_000)
     ahead, coming = ahead_of(boxes)
     with ahead:
         coming[10].fetch()
@@ -221,8 +221,8 @@ def test_last_small_ones_are_not_read_with_first() -> None:
         assert begun(boxes) == [0, 1, 2, 3, 4, 10, 11]
 
 
-def test_small_ones_that_cannot_be_read_are_not_asked_for_again_by_each() -> None:
-    boxes = free(4, nbytes=8)
+def test_failed_group_is_not_read_again() -> None:
+    boxes = immediate_boxes(4, nbytes=8)
     boxes[2].error = CorruptCheckpointError("damaged")
     ahead, coming = ahead_of(boxes)
     with ahead:
@@ -234,8 +234,8 @@ def test_small_ones_that_cannot_be_read_are_not_asked_for_again_by_each() -> Non
         assert begun(boxes) == []
 
 
-def test_those_with_a_smaller_key_are_read_first() -> None:
-    boxes = free(10)
+def test_smaller_sort_keys_are_read_first() -> None:
+    boxes = immediate_boxes(10)
     ahead, coming = ahead_of(boxes)
     with ahead:
         ahead.order(lambda box: -cast("FakeBox", box.box).number)
@@ -245,7 +245,7 @@ def test_those_with_a_smaller_key_are_read_first() -> None:
 
 
 def test_error_is_raised_where_its_box_is_wanted() -> None:
-    boxes = free(4)
+    boxes = immediate_boxes(4)
     boxes[1].error = CorruptCheckpointError("damaged")
     ahead, coming = ahead_of(boxes)
     with ahead:
@@ -257,9 +257,9 @@ def test_error_is_raised_where_its_box_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [8, 4 * MIB], ids=["small", "large"])
-@pytest.mark.parametrize("number", [0, 1], ids=["wanted at once", "read ahead"])
+@pytest.mark.parametrize("number", [0, 1], ids=["fetched", "read ahead"])
 def test_give_up_ends_waiting_fetches(nbytes: int, number: int) -> None:
-    boxes = free(4, nbytes=nbytes)
+    boxes = immediate_boxes(4, nbytes=nbytes)
     boxes[number].may_end.clear()
     ahead, coming = ahead_of(boxes)
     errors: list[BaseException] = []
@@ -268,7 +268,7 @@ def test_give_up_ends_waiting_fetches(nbytes: int, number: int) -> None:
         for each in coming:
             try:
                 each.fetch()
-            except BaseException as error:  # noqa: BLE001  # looked at below
+            except BaseException as error:  # noqa: BLE001  # asserted below
                 errors.append(error)
                 return
 
@@ -285,12 +285,12 @@ def test_give_up_ends_waiting_fetches(nbytes: int, number: int) -> None:
     boxes[number].may_end.set()
 
 
-def test_the_end_waits_for_no_read() -> None:
-    boxes = free(4)
+def test_closing_waits_for_no_read() -> None:
+    boxes = immediate_boxes(4)
     boxes[1].may_end.clear()
     ahead, coming = ahead_of(boxes)
     with ahead:
         coming[0].fetch()
         assert boxes[1].began.wait(60)
-    boxes[1].may_end.set()  # it was still being read, and nothing after the two that were
+    boxes[1].may_end.set()  # this read had begun; no read after it may begin
     assert begun(boxes)[-1] < 3

@@ -1,4 +1,4 @@
-"""The read budget: who is slow does not lift it, and small results do not keep the memory of large reads."""
+"""The read budget holds for slow threads, and small results do not keep the memory of large reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import buffers as read_budget
+from jaxckpt_train.store import buffers
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.read_plan import Wanted
@@ -33,16 +33,16 @@ def _small() -> Iterator[None]:
 def test_slow_thread_does_not_lift_the_limit(
     who: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another thread waits for memory meanwhile, many times longer than it would if nobody were at work."""
-    monkeypatch.setattr(read_budget, "STALL_S", 0.005)
+    """Meanwhile another thread waits for memory much longer than the limit for idle threads."""
+    monkeypatch.setattr(buffers, "STALL_S", 0.005)
     backend = StrictBackend()
     committed, wanted = saved(backend, 6)
     waited, slow = threading.Semaphore(0), iter(range(1))
-    monkeypatch.setattr(read_budget, "gc", SimpleNamespace(collect=lambda generation: waited.release()))
+    monkeypatch.setattr(buffers, "gc", SimpleNamespace(collect=lambda generation: waited.release()))
 
     def be_slow() -> None:
-        for _ in slow:  # once, by one thread
-            for _ in range(2 * read_budget.STALLS):
+        for _ in slow:  # only once, in one thread
+            for _ in range(2 * buffers.STALLS):
                 assert waited.acquire(timeout=30)
 
     backend.before_read = be_slow if who == "disk" else lambda: None
@@ -58,23 +58,23 @@ def test_slow_thread_does_not_lift_the_limit(
 
 
 def kept_by(array: Any) -> np.ndarray:
-    """The memory that goes back only with this array."""
+    """Return the memory that this array keeps alive."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
 
 
-def test_leaves_with_much_between_them_keep_only_themselves() -> None:
+def test_sparse_leaves_keep_only_their_own_memory() -> None:
     backend = StrictBackend()
     committed, wanted = saved(backend, 40, PAGE)
     found = read_boxes(backend, committed, wanted[::3], StoreSettings())
     assert [one.tobytes() for (one,) in found] == [leaf(number, PAGE).tobytes() for number in range(0, 40, 3)]
-    assert len(backend.reads) < len(found), "several in one run"
+    assert len(backend.reads) < len(found), "one run reads several leaves"
     kept = {id(memory): memory.nbytes for (one,) in found for memory in [kept_by(one)]}
     assert sum(kept.values()) <= 2 * len(found) * PAGE
 
 
-def test_large_leaf_next_to_gap_keeps_only_its_memory() -> None:
+def test_large_leaf_near_gap_keeps_only_its_memory() -> None:
     backend = StrictBackend()
     arrays = {"a": np.full(8 * PAGE, 1, np.uint8), "b": np.zeros(3 * PAGE, np.uint8), "c": np.full(PAGE, 2, np.uint8)}
     committed = commit(backend, "/runs/a", arrays, StoreSettings())
@@ -87,7 +87,7 @@ def test_large_leaf_next_to_gap_keeps_only_its_memory() -> None:
 
 
 def mixed(backend: StrictBackend, whole_pages: int, cut_pages: int, pairs: int) -> tuple[Committed, list[Wanted]]:
-    """Pairs of a leaf that is stored as it is wanted, and of one that must be put together of two chunks."""
+    """Save pairs of leaves: one that is read as it is stored, and one that is assembled from two chunks."""
     arrays = {}
     for number in range(pairs):
         arrays[f"x{number}a"] = leaf(2 * number, whole_pages * PAGE)
@@ -99,7 +99,7 @@ def mixed(backend: StrictBackend, whole_pages: int, cut_pages: int, pairs: int) 
 
 
 @pytest.mark.parametrize(("whole_pages", "cut_pages"), [(3, 2), (9, 7), (1, 6), (6, 1), (40, 30)])
-def test_leaves_among_others_that_are_put_together_keep_only_themselves(whole_pages: int, cut_pages: int) -> None:
+def test_leaves_among_cut_ones_keep_only_their_memory(whole_pages: int, cut_pages: int) -> None:
     backend = StrictBackend()
     committed, wanted = mixed(backend, whole_pages, cut_pages, 6)
     found = read_boxes(backend, committed, wanted, StoreSettings())
@@ -115,7 +115,7 @@ def test_leaves_among_others_that_are_put_together_keep_only_themselves(whole_pa
 def test_unaligned_leaf_is_not_held_twice(
     count: int, pages: int, budget_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small ones are moved, which counts beforehand; a large one comes in bands, a quarter of the budget each."""
+    """A small leaf is moved, which counts in advance; a large one is read in bands of a quarter of the budget."""
     backend = StrictBackend()
     arrays = {"a": leaf(0, 3), **{f"x{number}": leaf(number, pages * PAGE + 1) for number in range(1, count + 1)}}
     committed = commit(backend, "/runs/a", arrays, StoreSettings())
@@ -132,11 +132,11 @@ def test_unaligned_leaf_is_not_held_twice(
     assert budget // 3 < watch.most <= budget + ((pages + 1) * PAGE if is_large else 0)
 
 
-def test_small_leaf_next_to_cut_leaf_keeps_only_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are read in one run, whose memory is a passing thing; a view would keep all of it."""
+def test_small_leaf_near_cut_leaf_keeps_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are read in one run with temporary memory; a view would keep all of it."""
     backend = StrictBackend()
-    arrays_there = {"a": np.full(PAGE, 7, np.uint8), "b": np.arange(8 * PAGE, dtype=np.uint8).reshape(8, PAGE)}
-    committed = commit(backend, "/runs/a", arrays_there, StoreSettings())
+    arrays = {"a": np.full(PAGE, 7, np.uint8), "b": np.arange(8 * PAGE, dtype=np.uint8).reshape(8, PAGE)}
+    committed = commit(backend, "/runs/a", arrays, StoreSettings())
     small, cut = committed.manifest.parts[0].arrays
     halves = [((0, 8), (0, PAGE // 2)), ((0, 8), (PAGE // 2, PAGE))]
     watch = Watch(monkeypatch)

@@ -1,4 +1,4 @@
-"""The plan of a load: aligned runs in file order that hold every wanted byte, whole blocks of it, and few others."""
+"""The plan of a load: aligned runs in file order that cover the requested bytes in whole blocks, and few others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(manifest: Manifest, wanted: list[Wanted], runs: list[Run]) -> None:
     if not any(want.passing for want in wanted):
         spans = sorted((run.segment, read.start, read.stop) for run in runs for read in run.reads)
         for (segment, _, stop), (next_segment, start, _) in itertools.pairwise(spans):
-            assert segment < next_segment or stop <= start, "bytes that are read twice"
+            assert segment < next_segment or stop <= start, "bytes are read twice"
     for number, want in enumerate(wanted):
         for index, box in enumerate(want.boxes):
             held = [use.common for run in runs for read in run.reads for use in read.uses
@@ -67,7 +67,7 @@ def test_a_plan_serves_every_wanted_element_once(data: st.DataObject, shape: tup
     check(manifest, wanted, plan_reads(manifest, wanted, band))
 
 
-def test_neighbours_are_read_in_one_run_and_strangers_are_not() -> None:
+def test_adjacent_reads_merge_and_distant_ones_do_not() -> None:
     manifest = saved((PAGE // 8,), [((0, PAGE // 8),)], count=8)
     arrays = manifest.parts[0].arrays
     whole = full_box(arrays[0].shape)
@@ -80,14 +80,14 @@ def test_neighbours_are_read_in_one_run_and_strangers_are_not() -> None:
     assert len(plan_reads(manifest, first_and_third, 1 << 30)) == 1
 
 
-def test_runs_do_not_grow_beyond_what_one_thread_should_hold() -> None:
+def test_runs_are_limited_in_size() -> None:
     manifest = saved((PAGE // 8,), [((0, PAGE // 8),)], count=40)
     wanted = [Wanted(array, [full_box(array.shape)]) for array in manifest.parts[0].arrays]
     assert [run.needed for run in plan_reads(manifest, wanted, 1 << 30)] == [12 * PAGE] * 3 + [4 * PAGE]
     assert {run.needed for run in plan_reads(manifest, wanted, 2 * PAGE)} == {2 * PAGE}
 
 
-def test_a_chunk_that_must_be_cut_up_comes_in_bands() -> None:
+def test_cut_chunk_is_read_in_bands() -> None:
     manifest = saved((64, 512), [((0, 64), (0, 512))])
     (array,) = manifest.parts[0].arrays
     wanted = [Wanted(array, [((0, 64), (0, 100)), ((0, 64), (100, 512))])]
@@ -97,7 +97,7 @@ def test_a_chunk_that_must_be_cut_up_comes_in_bands() -> None:
     assert not any(run.is_destination for run in runs)
 
 
-def test_rows_that_end_within_blocks_are_not_read_twice() -> None:
+def test_rows_that_end_within_blocks_are_read_once() -> None:
     manifest = saved((61, 700), [((0, 61), (0, 700))])
     (array,) = manifest.parts[0].arrays
     wanted = [Wanted(array, [((0, 61), (at, at + 100)) for at in range(0, 700, 100)])]
@@ -125,7 +125,7 @@ def test_blocks_between_pieces_of_part_are_not_read() -> None:
     assert sum(run.needed for run in runs) == array.chunks[0].length // 4
 
 
-def test_memory_with_much_between_leaves_is_not_theirs() -> None:
+def test_run_with_large_gaps_is_no_destination() -> None:
     manifest = saved((PAGE // 8,), [((0, PAGE // 8),)], count=12)
     whole = full_box(manifest.parts[0].arrays[0].shape)
     every_third = [Wanted(array, [whole]) for array in manifest.parts[0].arrays[::3]]
@@ -142,7 +142,7 @@ def test_distant_pieces_skip_bytes_between() -> None:
     assert [run.needed for run in runs] == [PAGE] * 3
 
 
-def test_a_large_leaf_that_no_view_can_be_made_of_comes_in_bands() -> None:
+def test_unaligned_large_leaf_is_read_in_bands() -> None:
     arrays = {"a": np.zeros(3, np.uint8), "x": np.zeros((60, 1001), np.uint8)}
     manifest = commit(MemoryBackend(), "/a/b", arrays, StoreSettings()).manifest
     (array,) = [array for array in manifest.parts[0].arrays if array.name == "x"]
@@ -151,7 +151,7 @@ def test_a_large_leaf_that_no_view_can_be_made_of_comes_in_bands() -> None:
     runs = plan_reads(manifest, wanted, 4 * PAGE)
     check(manifest, wanted, runs)
     assert len(runs) > 2
-    assert all(run.needed <= 5 * PAGE for run in runs)  # from the page on in which it begins
+    assert all(run.needed <= 5 * PAGE for run in runs)  # a run begins with the page that holds its first byte
 
 
 def test_large_passing_boxes_are_read_separately() -> None:

@@ -1,4 +1,4 @@
-"""A segment's head: encoded as safetensors reads it, and nothing else is taken for it."""
+"""The header of a segment is a valid safetensors header, and only its exact bytes are accepted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 @st.composite
 def tensor_lists(draw: st.DrawFn) -> list[Tensor]:
-    """Consecutive tensors that fill a data section."""
+    """Draw consecutive tensors that fill a data section."""
     found, end = [], 0
     for name in draw(st.lists(texts, unique=True, max_size=8)):
         dtype = draw(st.sampled_from(sorted(SAFETENSORS_ITEM_BYTES)))
@@ -40,7 +40,7 @@ def is_head(head: bytes, tensors: list[Tensor]) -> bool:
 
 
 @given(tensor_lists())
-def test_a_head_is_that_of_its_tensors_and_says_where_they_are(tensors: list[Tensor]) -> None:
+def test_header_describes_its_tensors(tensors: list[Tensor]) -> None:
     head = encode_header(tensors)
     assert len(head) % 4096 == 0
     assert int.from_bytes(head[:8], "little") == len(head) - 8
@@ -52,32 +52,32 @@ def test_a_head_is_that_of_its_tensors_and_says_where_they_are(tensors: list[Ten
 
 
 @given(tensor_lists())
-def test_the_share_of_a_tensor_is_never_underestimated(tensors: list[Tensor]) -> None:
+def test_header_share_is_never_underestimated(tensors: list[Tensor]) -> None:
     text = encode_header(tensors)[8:].rstrip(b" ")
     assert len(text) <= 2 + sum(header_share_bytes(tensor.name, len(tensor.shape)) for tensor in tensors)
 
 
 @given(tensor_lists(), tensor_lists())
-def test_it_is_not_that_of_others(tensors: list[Tensor], others: list[Tensor]) -> None:
+def test_header_of_other_tensors_is_refused(tensors: list[Tensor], others: list[Tensor]) -> None:
     assume(tensors != others)
     assert not is_head(encode_header(tensors), others)
 
 
 @given(tensor_lists(), st.randoms())
-def test_a_changed_head_is_none(tensors: list[Tensor], chance: random.Random) -> None:
+def test_changed_header_is_refused(tensors: list[Tensor], chance: random.Random) -> None:
     head = encode_header(tensors)
     other = changed(head, chance)
     assert is_head(other, tensors) == (other == head)
 
 
 @given(tensor_lists(), st.integers(0, 5000))
-def test_a_cut_head_is_none(tensors: list[Tensor], at: int) -> None:
+def test_cut_header_is_refused(tensors: list[Tensor], at: int) -> None:
     head = encode_header(tensors)
     assert not is_head(head[: at % len(head)], tensors)
 
 
 @given(st.binary(max_size=100), tensor_lists())
-def test_whatever_bytes_are_none(head: bytes, tensors: list[Tensor]) -> None:
+def test_arbitrary_bytes_are_no_header(head: bytes, tensors: list[Tensor]) -> None:
     assert not is_head(head, tensors)
 
 
@@ -108,26 +108,26 @@ OTHERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_form_is_none(name: str) -> None:
+def test_other_encoding_of_header_is_refused(name: str) -> None:
     assert is_head(head_of(TEXT), [A, B])
     assert OTHERS[name](TEXT) != TEXT
     assert not is_head(head_of(OTHERS[name](TEXT)), [A, B])
 
 
-def test_a_length_or_padding_that_is_not_the_least_is_none() -> None:
+def test_header_of_unusual_length_is_refused() -> None:
     sound = head_of(TEXT)
     assert sound == encode_header([A, B])
     for other in (head_of(TEXT, 8192), sound[:-1], sound + b" ", sound + b" " * 4096, b"\0" * 8 + sound[8:]):
         assert not is_head(other, [A, B])
 
 
-def test_names_that_are_not_distinct_have_no_head() -> None:
+def test_duplicate_tensor_names_have_no_header() -> None:
     twins = [A, Tensor("a", "U8", (4,), 4, 8)]
     pieces = [encode_header([tensor])[8:].rstrip(b" ")[1:-1] for tensor in twins]
     assert not is_head(head_of(b"{" + b",".join(pieces) + b"}"), twins)
 
 
-def test_of_no_tensor_it_is_a_page() -> None:
+def test_header_without_tensors_is_one_page() -> None:
     assert encode_header([]) == head_of(b"{}")
     assert is_head(head_of(b"{}"), [])
     assert not is_head(head_of(b"{"), [])
@@ -136,7 +136,7 @@ def test_of_no_tensor_it_is_a_page() -> None:
 @pytest.mark.parametrize(
     "kind", nightly_after(3, ["deep", "long name", "zeros", "tensors", "many keys", "large numbers", "lists"])
 )
-def test_head_that_manifest_does_not_know_costs_nothing(kind: str) -> None:
+def test_hostile_header_is_refused_cheaply(kind: str) -> None:
     text = {
         "tensors": b"{" + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(10**6)),
         "deep": b'{"a":' + b'{"a":' * (1 << 18),

@@ -1,4 +1,4 @@
-"""The layout of segments: everything placed once, aligned pieces first, rolled over in time."""
+"""The layout of segments: each chunk is placed once and aligned, and segments roll over at their size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def source(name: str, size: int) -> ArraySource:
 
 
 def check(layouts: Sequence[SegmentLayout], arrays: Sequence[ArraySource]) -> None:
-    """Every chunk with bytes lies in one segment, exactly where that segment's own header says."""
+    """Fail unless each chunk with bytes is in one segment, at the offset in the header of that segment."""
     placed = sorted(chunk.array for layout in layouts for chunk in layout.chunks)
     assert placed == [number for number, array in enumerate(arrays) if array.chunks[0].data.size]
     for layout in layouts:
@@ -55,7 +55,7 @@ def test_segments_hold_everything_once_and_roll_over(sizes: list[int], segment_b
 
 
 @given(st.lists(st.sampled_from([1, 63, 64, 100, 640, 4096, 5000, 8192]), min_size=1, max_size=30))
-def test_chunks_that_can_lie_aligned_do(sizes: list[int]) -> None:
+def test_chunks_are_aligned_where_possible(sizes: list[int]) -> None:
     (layout,) = plan_segments([source(f"leaf{number}", size) for number, size in enumerate(sizes)], 1 << 30)
     for chunk in layout.chunks:
         if chunk.length % 4096 == 0:
@@ -73,7 +73,7 @@ def test_a_header_never_comes_near_its_limit() -> None:
     assert all(len(layout.head) <= MAX_HEADER_BYTES for layout in layouts)
 
 
-def test_a_chunk_is_named_by_its_box_unless_it_is_the_whole_array() -> None:
+def test_name_of_partial_chunk_includes_its_box() -> None:
     assert chunk_name("a/b", ((0, 4), (0, 6)), (4, 6)) == "a/b"
     assert chunk_name("a/b", ((0, 2), (3, 6)), (4, 6)) == "a/b@[0:2,3:6]"
     assert chunk_name("a/b", (), ()) == "a/b"

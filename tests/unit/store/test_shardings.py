@@ -1,4 +1,4 @@
-"""Shardings are kept once each, and within a limit that what is saved keeps to."""
+"""Each distinct sharding is stored once, within a limit on their total size."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from jaxckpt_train.store.writer import write_arrays
 LARGE = "x" * (MAX_SHARDINGS_BYTES - 2)
 
 
-def test_equal_ones_are_same_and_take_room_once() -> None:
+def test_equal_shardings_are_stored_once() -> None:
     shardings = Shardings()
     first = {"mesh": {"x": 4}, "spec": ["x"]}
     found = {id(shardings.storable(dict(first))) for _ in range(10_000)}
     assert len(found) == 1
 
 
-def test_there_is_room_for_so_much() -> None:
+def test_shardings_beyond_the_limit_are_dropped() -> None:
     assert Shardings().storable(LARGE) == LARGE
     assert Shardings().storable(LARGE + "x") is None
     shardings = Shardings()
     assert [shardings.storable(each) for each in ("a", LARGE, "b", None, "a")] == ["a", None, "b", None, "a"]
-    with pytest.raises(msgspec.ValidationError, match="more than 65,536 bytes of distinct shardings"):
+    with pytest.raises(msgspec.ValidationError, match="more than 65,536 bytes"):
         shardings.shared(LARGE)
 
 
-def test_a_raw_one_is_looked_at_first() -> None:
+def test_oversized_raw_sharding_is_refused() -> None:
     assert decode_sharding(msgspec.Raw(msgspec.json.encode(LARGE))) == LARGE
     with pytest.raises(msgspec.ValidationError, match="more than"):
         decode_sharding(msgspec.Raw(b"[" * (MAX_SHARDINGS_BYTES + 1)))

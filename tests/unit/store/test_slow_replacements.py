@@ -1,4 +1,4 @@
-"""Readers of a checkpoint that is replaced by one rename after the other, as where no system call swaps two names."""
+"""Readers of a checkpoint that is replaced by several renames, on systems that cannot swap two names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READS: list[Callable[[Path], Any]] = [jct.load, jct.verify, jct.metadata]
 
 
 def replacements(root: Path) -> Iterator[None]:
-    """Two of them, after each other, in their steps as `LocalBackend.exchange` makes them."""
+    """Replace the checkpoint twice, in the steps of `LocalBackend.exchange`."""
     for number in (1, 2):
         (root / "c").rename(root / ".c.aside")
         yield

@@ -1,4 +1,4 @@
-"""Staging: aligned memory, a fixed number of buffers, and waiting when all of them are lent."""
+"""Staging memory: aligned buffers from a fixed budget; requests wait when all of it is lent."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.store import buffers as staging
+from jaxckpt_train.store import buffers
 from jaxckpt_train.store.buffers import HUGE_PAGE_BYTES, Arena, StagingPool, aligned_buffer, shared_pool
 
 PAGE = 4096
 MIB = 1 << 20
 ROLLUP = Path("/proc/self/smaps_rollup")
-needs_proc = pytest.mark.skipif(not ROLLUP.exists(), reason="the kernel does not tell the memory of a process")
+needs_proc = pytest.mark.skipif(not ROLLUP.exists(), reason="the kernel does not report the memory of a process")
 
 
 @pytest.mark.parametrize("size", [1, 4096, 4097, 5 << 20])
@@ -46,7 +46,7 @@ def address(buffer: np.ndarray) -> int:
     return buffer.ctypes.data
 
 
-def test_memory_that_came_back_is_lent_again() -> None:
+def test_returned_memory_is_lent_again() -> None:
     pool = StagingPool(4 * PAGE)
     with pool.buffer(PAGE) as first:
         begin = address(first)
@@ -64,7 +64,7 @@ def test_a_gap_between_two_buffers_is_used() -> None:
                 assert [address(each) - address(low) for each in (between, last)] == [PAGE, 4 * PAGE]
 
 
-def test_who_comes_too_late_waits_for_memory() -> None:
+def test_late_request_waits_for_memory() -> None:
     pool = StagingPool(2 * PAGE)
     order: list[str] = []
 
@@ -83,7 +83,7 @@ def test_who_comes_too_late_waits_for_memory() -> None:
     assert order == ["early", "late"]
 
 
-def test_small_requests_do_not_overtake_a_large_one_that_waits() -> None:
+def test_small_request_does_not_overtake_waiting_large_one() -> None:
     pool = StagingPool(2 * PAGE)
     order: list[str] = []
 
@@ -114,12 +114,12 @@ def test_memory_comes_back_after_an_error() -> None:
         assert len(buffer) == PAGE
 
 
-def test_more_than_there_is_is_an_error_and_not_a_wait_without_end() -> None:
+def test_request_larger_than_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 4096 bytes, found 4097"), StagingPool(PAGE).buffer(PAGE + 1):
         pass
 
 
-def test_buffers_lent_at_a_time_are_aligned_disjoint_and_within_the_budget() -> None:
+def test_concurrent_buffers_are_disjoint_and_within_budget() -> None:
     pool, budget = StagingPool(16 * PAGE), 16 * PAGE
     lent: set[tuple[int, int]] = set()
     lock = threading.Lock()
@@ -161,7 +161,7 @@ def pages_of(size: int) -> int:
 
 @given(st.lists(st.integers(1, 5 * PAGE), min_size=1, max_size=12), st.data())
 def test_arrays_of_arena_are_aligned_disjoint_and_writable(sizes: list[int], data: st.DataObject) -> None:
-    """Also those that no longer fit, which come from elsewhere."""
+    """Including arrays that no longer fit, which get memory of their own."""
     arena = Arena(data.draw(st.integers(0, sum(map(pages_of, sizes)) // PAGE)) * PAGE)
     arrays = [arena.take(size) for size in sizes]
     for number, (array, size) in enumerate(zip(arrays, sizes, strict=True)):
@@ -173,7 +173,7 @@ def test_arrays_of_arena_are_aligned_disjoint_and_writable(sizes: list[int], dat
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(places))
 
 
-def test_an_arena_is_used_from_end_to_end_and_then_others_are_made() -> None:
+def test_full_arena_falls_back_to_new_memory() -> None:
     arena = Arena(5 * PAGE)
     first, large, second, last, beyond = (arena.take(size) for size in (1, 5 * PAGE, PAGE + 1, 2 * PAGE, 1))
     begin = first.ctypes.data
@@ -183,19 +183,19 @@ def test_an_arena_is_used_from_end_to_end_and_then_others_are_made() -> None:
     assert beyond.tobytes() == b"\0"
 
 
-def test_arrays_share_no_page_of_a_machine_with_larger_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel takes whole pages of its own size back: a neighbour in the same one would read as zero."""
-    monkeypatch.setattr(staging, "PAGE_BYTES", 16 * PAGE)
+def test_arena_respects_a_larger_page_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel frees whole pages of its own size: another array in the same page would read as zero."""
+    monkeypatch.setattr(buffers, "PAGE_BYTES", 16 * PAGE)
     arena = Arena(3 * 16 * PAGE)
     first, second = arena.take(17 * PAGE), arena.take(1)
     assert second.ctypes.data - first.ctypes.data == 32 * PAGE
     assert Arena.room_for(1) == 16 * PAGE
 
 
-def test_memory_that_the_system_refuses_is_named() -> None:
-    with pytest.raises(MemoryError, match=r"the system refused 9007199254740992 bytes of memory"):
+def test_refused_allocation_names_its_size() -> None:
+    with pytest.raises(MemoryError, match="refused 9007199254740992 bytes"):
         aligned_buffer(1 << 53)
-    with pytest.raises(SettingsError, match=r"StoreSettings\.staging_bytes: the system refused 9007199254740992 bytes"):
+    with pytest.raises(SettingsError, match="staging_bytes: the system refused 9007199254740992 bytes"):
         StagingPool(1 << 53).touch()
 
 
@@ -239,7 +239,7 @@ def reported_kib(path: Path, name: str) -> int:
 
 
 @needs_proc
-def test_system_gets_memory_of_array_back() -> None:
+def test_dropped_array_returns_memory_to_system() -> None:
     arena = Arena(96 * MIB)
     small, large = arena.take(32 * MIB), arena.take(64 * MIB)
     untouched = reported_kib(ROLLUP, "Anonymous")
@@ -265,7 +265,7 @@ def test_memory_is_private_to_the_process(take: Any) -> None:
 
 
 def mapping_of(address: int) -> dict[str, str]:
-    """What /proc/self/smaps says of the mapping that an address lies in."""
+    """Return the entry of /proc/self/smaps for the mapping that contains an address."""
     found, inside = dict[str, str](), False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -276,10 +276,10 @@ def mapping_of(address: int) -> dict[str, str]:
             inside = start <= address < stop
         elif inside:
             found[name] = value
-    return found  # of the last one
+    return found  # the last mapping
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no such pages here")
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
 @pytest.mark.parametrize("take", [aligned_buffer, lambda size: Arena(size).take(size)], ids=["buffer", "arena"])
 def test_large_memory_asks_for_huge_pages(take: Any) -> None:
     memory = take(3 * HUGE_PAGE_BYTES)
@@ -287,7 +287,7 @@ def test_large_memory_asks_for_huge_pages(take: Any) -> None:
 
 
 @needs_proc
-def test_a_touched_pool_is_there() -> None:
+def test_touched_pool_is_resident() -> None:
     pool = StagingPool(64 * MIB)
     with pool.buffer(PAGE) as piece:
         piece[:] = 1

@@ -1,4 +1,4 @@
-"""Boxes that are read straight into memory of the caller's: what is, what is copied, and that it is all the same."""
+"""Boxes read directly into memory of the caller, without a copy where alignment permits."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Watched:
-    """A source that tells into which memory it was read."""
+    """A source that records the memory of each read."""
 
     def __init__(self, source: Source, places: list[np.ndarray]) -> None:
         self._source, self._places = source, places
         self.size, self.alignment, self.close = source.size, source.alignment, source.close
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
-        if offset:  # not the head of a segment
+        if offset:  # not the header of a segment
             self._places.append(data)
         self._source.read_into(offset, data, needed)
 
@@ -66,7 +66,7 @@ def read(
     read_box(backend or LocalBackend(), committed, array, box, target, StoreSettings())
 
 
-def test_whole_blocks_are_read_where_they_are_wanted_without_other_memory(saved: Path) -> None:
+def test_whole_blocks_are_read_into_the_target(saved: Path) -> None:
     committed = open_committed(LocalBackend(), str(saved))
     for rows in (slice(0, 12 * 1024), slice(0, 4096), slice(4096, 8192)):
         target = aligned_buffer((rows.stop - rows.start) * 1024)
@@ -75,7 +75,7 @@ def test_whole_blocks_are_read_where_they_are_wanted_without_other_memory(saved:
         assert target.tobytes() == VALUES[rows].tobytes()
         assert sum(place.size for place in backend.places) == target.size
         assert all(np.shares_memory(place, target) for place in backend.places)
-    backend, target = WatchedBackend(), aligned_buffer(4 * MIB + 64)[64:]  # what is read is no page of this one
+    backend, target = WatchedBackend(), aligned_buffer(4 * MIB + 64)[64:]  # does not begin on a page
     read(committed, slice(0, 4096), target, backend=backend)
     assert target.tobytes() == VALUES[:4096].tobytes()
     assert backend.places
@@ -98,9 +98,9 @@ def test_direct_reads_write_nothing_else(saved: Path, data: st.DataObject) -> No
     assert (memory[skip + expected.size :] == FILL).all()
 
 
-def test_damage_is_found_there_too(tmp_path: Path) -> None:
+def test_damage_is_found_in_direct_reads(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"x": VALUES})
     flip_a_payload_byte(tmp_path / "a")
     committed = open_committed(LocalBackend(), str(tmp_path / "a"))
-    with pytest.raises(jct.CorruptCheckpointError, match="leaf 'x' are not what was saved"):
+    with pytest.raises(jct.CorruptCheckpointError, match="leaf 'x'"):
         read(committed, slice(0, 12 * 1024), aligned_buffer(12 * MIB))

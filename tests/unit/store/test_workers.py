@@ -1,4 +1,4 @@
-"""Worker threads: order, errors, interrupts, forks, and work while the interpreter exits."""
+"""Worker threads: results, errors, interrupts, and priorities."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def test_nothing_to_do_is_done_at_once() -> None:
     Workers(1, "test").run_all(pytest.fail, [])
 
 
-def test_a_single_item_needs_no_other_thread_but_where_signals_are_handled() -> None:
+def test_single_item_uses_caller_except_on_main_thread() -> None:
     seen: list[threading.Thread] = []
 
     def run_one() -> None:
@@ -43,14 +44,14 @@ def test_a_single_item_needs_no_other_thread_but_where_signals_are_handled() -> 
     assert seen[1:] == [thread]
 
 
-def test_as_many_items_run_at_once_as_there_are_threads() -> None:
+def test_all_threads_work_at_once() -> None:
     together = threading.Barrier(4)
-    Workers(4, "test").run_all(lambda _: together.wait(10), range(8))  # type: ignore[arg-type, return-value]
+    Workers(4, "test").run_all(lambda _: together.wait(10), range(8))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("granted", [0, 1])
-def test_refused_threads_make_it_slower_and_are_asked_for_again(monkeypatch: pytest.MonkeyPatch, granted: int) -> None:
-    """As at the end of the interpreter, or in a container with too few processes."""
+def test_refused_threads_are_requested_again_later(monkeypatch: pytest.MonkeyPatch, granted: int) -> None:
+    """Threads are refused while the interpreter exits, or in a container with a limit on processes."""
     start, started = threading.Thread.start, list[str]()
 
     def refuse(self: threading.Thread) -> None:
@@ -69,12 +70,12 @@ def test_refused_threads_make_it_slower_and_are_asked_for_again(monkeypatch: pyt
             assert sorted(results) == list(range(100))
     assert len(started) == granted
     together = threading.Barrier(3)
-    workers.run_all(lambda _: together.wait(10), range(3))  # type: ignore[arg-type, return-value]
+    workers.run_all(lambda _: together.wait(10), range(3))  # type: ignore[arg-type]
     assert sum(thread.name.startswith(f"refused-{granted}-") for thread in threading.enumerate()) == 3
 
 
 @pytest.mark.parametrize("error", [ValueError("first"), KeyboardInterrupt("first"), SystemExit("first")])
-def test_the_first_error_is_raised_and_nothing_begins_after_it(error: BaseException) -> None:
+def test_first_error_is_raised_and_stops_new_items(error: BaseException) -> None:
     workers, begun = Workers(1, "test"), list[int]()
 
     def work(item: int) -> None:
@@ -89,49 +90,62 @@ def test_the_first_error_is_raised_and_nothing_begins_after_it(error: BaseExcept
     assert begun == [0, 1, 2, 3, 4, 5]
 
 
-def test_items_that_run_already_end_before_the_error_is_raised() -> None:
-    failed, ended = threading.Event(), list[str]()
+RunItems = Callable[[Workers, Callable[[Any], object], Sequence[object]], object]
+
+
+def exhaust(workers: Workers, work: Callable[[Any], object], items: Sequence[object]) -> None:
+    """Run the items by `run_each`, and take all results."""
+    for _ in workers.run_each(work, items):
+        pass
+
+
+both_ways = pytest.mark.parametrize("run", [Workers.run_all, exhaust], ids=["run_all", "run_each"])
+
+
+@both_ways
+def test_error_is_raised_after_running_items_have_ended(run: RunItems) -> None:
+    failed, ended, together = threading.Event(), list[str](), threading.Barrier(2)
 
     def work(item: str) -> None:
+        together.wait(30)
         if item == "fails":
-            together.wait()
             failed.set()
             raise ValueError("one of two")
-        together.wait()
-        failed.wait()
+        assert failed.wait(30)
+        hashlib.sha256(BUSY)
         ended.append(item)
 
-    together = threading.Barrier(2)
     with pytest.raises(ValueError, match="one of two"):
-        Workers(2, "test").run_all(work, ["fails", "goes on"])
+        run(Workers(2, "test"), work, ["fails", "goes on"])
     assert ended == ["goes on"]
 
 
-def test_an_interrupt_waits_for_what_runs_and_begins_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the caller would close files that a thread still writes to."""
-    handled, ended = queue.SimpleQueue[None](), list[int]()
+@both_ways
+def test_interrupt_waits_for_running_items(run: RunItems) -> None:
+    """Otherwise the caller would close files that a thread still writes to."""
+    handled, begun, ended = queue.SimpleQueue[None](), list[int](), list[int]()
 
     def interrupt(*_: Any) -> None:
         handled.put(None)
         raise KeyboardInterrupt("by hand")
 
     def work(item: int) -> None:
+        begun.append(item)
         if item == 0:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             handled.get()
-        for _ in range(1000):
-            pass
+        hashlib.sha256(BUSY)
         ended.append(item)
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        # A collection would run callbacks of others (Hypothesis has one), and an interrupt that lands there is lost.
+        # A collection could run callbacks (Hypothesis has one), and an interrupt during a callback is lost.
         with pytest.raises(KeyboardInterrupt, match="by hand"), paused_collection():
-            Workers(1, "test").run_all(work, range(5000))
+            run(Workers(1, "test"), work, range(5000))
     finally:
         signal.signal(signal.SIGINT, before)
-    assert ended[0] == 0
-    assert len(ended) < 5000
+    assert begun == ended
+    assert 0 < len(ended) < 5000
 
 
 def test_each_result_comes_once() -> None:
@@ -155,7 +169,7 @@ def test_results_come_while_others_are_worked_on() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("first"), KeyboardInterrupt("first")])
-def test_results_before_the_first_error_come_and_then_it_is_raised(error: BaseException) -> None:
+def test_results_before_the_first_error_are_delivered(error: BaseException) -> None:
     begun, results = list[int](), list[int]()
 
     def work(item: int) -> int:
@@ -172,7 +186,7 @@ def test_results_before_the_first_error_come_and_then_it_is_raised(error: BaseEx
     assert list(workers.run_each(str, [7])) == ["7"]
 
 
-def test_giving_up_sets_free_what_the_running_items_wait_for() -> None:
+def test_giving_up_releases_waiting_items() -> None:
     waits, free, ended = threading.Event(), threading.Event(), list[int]()
 
     def work(item: int) -> int:
@@ -188,23 +202,8 @@ def test_giving_up_sets_free_what_the_running_items_wait_for() -> None:
     assert ended == [1]
 
 
-def test_error_is_raised_after_running_items_have_ended() -> None:
-    ended, together = list[str](), threading.Barrier(2)
-
-    def work(item: str) -> None:
-        together.wait(30)
-        if item == "fails":
-            raise ValueError("one of two")
-        hashlib.sha256(BUSY)
-        ended.append(item)
-
-    with pytest.raises(ValueError, match="one of two"):
-        list(Workers(2, "test").run_each(work, ["fails", "goes on"]))
-    assert ended == ["goes on"]
-
-
 class Running:
-    """Work whose second item runs until the consumer is about to leave, and some time longer."""
+    """Work whose second item ends some time after the consumer leaves."""
 
     def __init__(self) -> None:
         self.begun, self.ended = list[int](), list[int]()
@@ -224,7 +223,7 @@ class Running:
         self.leaving.set()
 
 
-def test_closing_early_waits_for_what_runs_and_begins_nothing_more() -> None:
+def test_closing_early_waits_for_running_items() -> None:
     work, workers = Running(), Workers(1, "test")
     with contextlib.closing(workers.run_each(work, range(50))) as results:
         for _ in results:
@@ -236,7 +235,7 @@ def test_closing_early_waits_for_what_runs_and_begins_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_error_of_consumer_waits_for_what_runs_too(error: type[BaseException]) -> None:
+def test_consumer_error_waits_for_running_items(error: type[BaseException]) -> None:
     work = Running()
     with pytest.raises(error), contextlib.closing(Workers(1, "test").run_each(work, range(50))) as results:
         for _ in results:
@@ -245,35 +244,9 @@ def test_error_of_consumer_waits_for_what_runs_too(error: type[BaseException]) -
     assert work.begun == work.ended == [0, 1]
 
 
-def test_an_interrupt_while_waiting_for_a_result_waits_for_what_runs() -> None:
-    handled, begun, ended = queue.SimpleQueue[None](), list[int](), list[int]()
-
-    def interrupt(*_: Any) -> None:
-        handled.put(None)
-        raise KeyboardInterrupt("by hand")
-
-    def work(item: int) -> None:
-        begun.append(item)
-        if item == 0:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            handled.get()
-        hashlib.sha256(BUSY)
-        ended.append(item)
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        # A collection would run callbacks of others (Hypothesis has one), and an interrupt that lands there is lost.
-        with pytest.raises(KeyboardInterrupt, match="by hand"), paused_collection():
-            list(Workers(1, "test").run_each(work, range(5000)))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert begun == ended
-    assert 0 < len(ended) < 5000
-
-
 @pytest.mark.timeout(60)
 def test_interrupt_right_after_last_result_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What says that there are no more results comes only once."""
+    """The marker of the last result is delivered only once."""
     take = Workers._next
 
     def interrupted(self: Workers, results: Any, moved: Any) -> Any:
@@ -290,11 +263,11 @@ def test_interrupt_right_after_last_result_is_no_hang(monkeypatch: pytest.Monkey
 
 
 class Result:
-    """Something whose death shows."""
+    """An object that supports weak references."""
 
 
-def test_a_result_is_the_consumer_s_alone() -> None:
-    """Dropping it frees memory that other items may wait for."""
+def test_workers_keep_no_reference_to_results() -> None:
+    """The consumer frees memory by dropping a result, and other items may wait for that memory."""
     seen = 0
     for result in Workers(2, "test").run_each(lambda _: Result(), range(50)):
         reference = weakref.ref(result)
@@ -304,8 +277,8 @@ def test_a_result_is_the_consumer_s_alone() -> None:
     assert seen == 50
 
 
-def test_results_that_nobody_takes_are_dropped_while_items_still_run() -> None:
-    """An item may wait for memory that a result holds which the consumer will never see."""
+def test_untaken_results_are_dropped_while_items_run() -> None:
+    """An item may wait for memory held by a result that the consumer never takes."""
     references, freed, second_waits = list[Any](), threading.Event(), threading.Event()
 
     def work(item: int) -> Result | None:
@@ -324,8 +297,8 @@ def test_results_that_nobody_takes_are_dropped_while_items_still_run() -> None:
     assert freed.is_set()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is the whole process's")
-def test_polite_threads_let_others_go_first() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="on other systems a priority applies to the whole process")
+def test_polite_threads_run_at_low_priority() -> None:
     def niceness(_: int) -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 

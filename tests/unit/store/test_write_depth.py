@@ -1,4 +1,4 @@
-"""How many writes are under way: measured once per disk, the default unless another number is clearly faster."""
+"""The number of concurrent writes: measured once per disk; the default stays unless another is clearly faster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import writer as write_depth
+from jaxckpt_train.store import writer
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.buffers import StagingPool
@@ -31,25 +31,25 @@ def _small() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk in memory is known by its address, which the next test's may have too."""
-    monkeypatch.setattr(write_depth, "_known", PerProcess(write_depth._unmeasured))
+    """A disk in memory is identified by its address, which the disk of the next test may share."""
+    monkeypatch.setattr(writer, "_known", PerProcess(writer._unmeasured))
 
 
 class Disk:
-    """A disk with a clock: it has a speed for each depth, and its turns consist of whole buffers."""
+    """A simulated disk with a clock, a speed for each depth, and turns of whole buffers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, speeds: dict[int, float], total: int = LARGE) -> None:
         self.now, self.left, self.speeds = 0.0, total, speeds
         self.depths, self.asked = list[int](), list[int | None]()
         self.prepared = 0
-        monkeypatch.setattr(write_depth, "time", self)
+        monkeypatch.setattr(writer, "time", self)
 
     def perf_counter(self) -> float:
         return self.now
 
     def prepare(self) -> None:
         self.prepared += 1
-        self.now += 1000.0  # must not be in anyone's time
+        self.now += 1000.0  # must not count in a measurement
 
     def write(self, depth: int, most_bytes: int | None) -> int:
         self.depths.append(depth)
@@ -69,7 +69,7 @@ class Disk:
         return list(self.depths)
 
 
-def test_the_first_large_save_tries_every_number_twice_and_the_fastest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_large_save_measures_and_keeps_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 2e9, 8: 3e9})
     assert disk.save(depth) == [2, 4, 8, 8, 4, 2, 8]
     assert disk.prepared == 1
@@ -79,8 +79,8 @@ def test_the_first_large_save_tries_every_number_twice_and_the_fastest_stays(mon
     assert disk.save(depth) == [8]
 
 
-def test_disk_that_does_not_care_is_given_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns end with whole buffers, which are larger the fewer there are; that must not count against anyone."""
+def test_indifferent_disk_gets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns end with whole buffers, and fewer buffers are larger; this must not bias the measurement."""
     depth, disk = WriteDepth(), Disk(monkeypatch, dict.fromkeys(CANDIDATES, 1e9))
     assert disk.save(depth) == [2, 4, 8, 8, 4, 2, DEFAULT]
     assert disk.save(depth) == [DEFAULT]
@@ -108,18 +108,18 @@ def test_a_small_save_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk.save(depth)[-1] == 4
 
 
-def test_several_saves_measure_together_what_one_is_too_small_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the checkpointables of one step, which are written in sequence."""
+def test_small_saves_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example the checkpointables of one step, which are written in sequence."""
     depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 3e9, 8: 2e9}, 4 * TURN_BYTES)
     seen = [disk.save(depth) for _ in range(4)]
     assert [turn for one in seen for turn in one[:-1]] == [2, 4, 8, 8, 4, 2]
     assert (seen[0][-1], seen[-1]) == (DEFAULT, [4])
 
 
-def test_a_save_that_is_over_too_soon_leaves_the_measuring_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_measurement_is_left_to_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
     depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 3e9, 8: 2e9})
     disk.left = 3 * TURN_BYTES
-    depth.run(LARGE, disk.write, disk.prepare)  # buffers so large that few turns take all
+    depth.run(LARGE, disk.write, disk.prepare)  # with large buffers, few turns write everything
     assert disk.left == 0
     assert depth._best is None
     disk.left = LARGE
@@ -141,11 +141,11 @@ def test_a_second_save_meanwhile_measures_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def small_turns(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(write_depth, "TURN_BYTES", size)
+    monkeypatch.setattr(writer, "TURN_BYTES", size)
 
 
 class Counting(StrictBackend):
-    """Counts how many writes are under way; those of `slow` depths take longer on the clock."""
+    """Record the number of concurrent writes, and refuse writes on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_a_save_that_measures_writes_every_byte_once(monkeypatch: pytest.MonkeyP
     assert known(backend) in CANDIDATES
 
 
-def test_memory_is_touched_before_a_measurement_and_not_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_touched_only_before_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     small_turns(monkeypatch, 20 * PAGE)
     backend, touched = Counting(), list[int]()
     monkeypatch.setattr(StagingPool, "touch", lambda pool: touched.append(len(backend.most)))
@@ -218,7 +218,7 @@ def test_number_in_settings_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -
     assert known(backend) is None
 
 
-def test_a_refusal_while_measuring_is_raised_and_measured_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_measurement_is_raised_and_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     small_turns(monkeypatch, 20 * PAGE)
     backend = Counting()
     content = np.random.default_rng(0).integers(0, 256, 300 * PAGE, np.uint8)
@@ -231,7 +231,7 @@ def test_a_refusal_while_measuring_is_raised_and_measured_again_later(monkeypatc
     assert known(backend) is not None
 
 
-def test_what_the_page_cache_takes_tells_nothing_about_direct_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_and_direct_writes_are_measured_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     small_turns(monkeypatch, 20 * PAGE)
     backend = Counting()
     content = np.zeros(300 * PAGE, np.uint8)
@@ -251,7 +251,7 @@ def test_directories_of_one_disk_share_what_is_known(tmp_path: Any) -> None:
     assert here is not write_depth_for("elsewhere", STAGING)
 
 
-def test_with_larger_buffers_a_turn_is_as_long_as_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turn_covers_all_large_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     depth, disk = WriteDepth(4 * TURN_BYTES), Disk(monkeypatch, dict.fromkeys(CANDIDATES, 1e9))
     disk.save(depth)
     asked = [most for most in disk.asked if most is not None]

@@ -1,4 +1,4 @@
-"""Writing: the bytes that land in the files, their digests, and what happens after the first refusal."""
+"""Writing segments: bytes, digests, memory use, and the state after a refused write."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def cut_arrays(draw: st.DrawFn) -> tuple[np.ndarray, list[Box]]:
     st.sampled_from([PAGE, 5 * PAGE]),
     st.integers(1, 3),
 )
-def test_files_hold_every_chunk_row_major_with_its_digests(
-    cases: Any, segment_bytes: int, staging: int, threads: int
-) -> None:
+def test_files_hold_chunks_with_their_digests(cases: Any, segment_bytes: int, staging: int, threads: int) -> None:
     backend = StrictBackend()
     sources = [source(f"leaf{n}", array, boxes) for n, (array, boxes) in enumerate(cases)]
     chosen = StoreSettings(segment_bytes=segment_bytes, staging_bytes=staging, io_threads=threads, digest="sha256")
@@ -87,7 +85,7 @@ def test_files_hold_every_chunk_row_major_with_its_digests(
     assert backend.open_files == 0
 
 
-def test_segments_are_numbered_within_their_part_and_counted_over_all() -> None:
+def test_segment_numbers_begin_at_the_first_segment() -> None:
     backend = StrictBackend()
     backend.make_directory("/runs/a/state", parents=True, sync=False)
     sources = [source(f"x{n}", np.zeros(PAGE, np.uint8)) for n in range(3)]
@@ -97,7 +95,7 @@ def test_segments_are_numbered_within_their_part_and_counted_over_all() -> None:
     assert [array.chunks[0].segment for array in written.arrays] == [7, 8, 9]
 
 
-def test_progress_tells_every_byte_of_the_files() -> None:
+def test_progress_counts_every_file_byte() -> None:
     backend, counts = StrictBackend(), list[int]()
     sources = [source(f"x{n}", np.zeros(n * 5000, np.uint8)) for n in range(6)]
     written = write(backend, sources, StoreSettings(staging_bytes=2 * PAGE), counts.append)
@@ -106,7 +104,7 @@ def test_progress_tells_every_byte_of_the_files() -> None:
 
 
 class FullBackend(StrictBackend):
-    """Takes a number of writes, then refuses."""
+    """Accept a number of writes, then refuse."""
 
     def __init__(self, takes: int) -> None:
         super().__init__()
@@ -129,7 +127,7 @@ class FullBackend(StrictBackend):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("takes", [0, 1, 10])
-def test_nothing_is_begun_after_the_first_refusal_and_all_is_given_back(takes: int, threads: int) -> None:
+def test_first_refusal_stops_writes_and_frees_buffers(takes: int, threads: int) -> None:
     backend = FullBackend(takes)
     sources = [source(f"x{n}", np.zeros(10 * PAGE, np.uint8)) for n in range(20)]
     buffers = threads + FILLING_THREADS
@@ -140,7 +138,7 @@ def test_nothing_is_begun_after_the_first_refusal_and_all_is_given_back(takes: i
     assert backend.writes <= takes + buffers
     assert backend.open_files == 0
     with shared_pool(chosen.staging_bytes).buffer(chosen.staging_bytes):
-        pass  # nothing of it is lent any more
+        pass  # all of it was returned
     backend.takes = 1 << 30
     backend.remove("/runs/a")
     again = write(backend, sources, chosen)
@@ -157,7 +155,7 @@ def test_error_of_progress_line_stops_save() -> None:
     assert backend.open_files == 0
 
 
-def test_no_more_buffers_are_filled_at_once_than_staging_holds() -> None:
+def test_filled_buffers_stay_within_staging() -> None:
     class Watching(StrictBackend):
         most = now = 0
 
@@ -179,13 +177,13 @@ def test_no_more_buffers_are_filled_at_once_than_staging_holds() -> None:
 
     meet = threading.Barrier(2, timeout=30)
     backend, chosen = Watching(), StoreSettings(staging_bytes=12 * PAGE, io_threads=2)
-    windows = 1 + 2 + 30 * 4  # pages: the first ones are smaller; an even number of writes, so that all of them meet
+    windows = 1 + 2 + 30 * 4  # pages: the first windows are smaller; an even number of writes, so that all meet
     write(backend, [source("x", np.zeros((windows - 1) * PAGE, np.uint8))], chosen)
     assert 4 * PAGE < backend.most <= 8 * PAGE
 
 
-def test_an_array_is_not_converted_as_a_whole_if_it_need_not_be() -> None:
-    """A large row-major array goes through the staging buffers; no copy of it is made."""
+def test_large_array_is_not_copied_whole() -> None:
+    """A large row-major array passes through the staging buffers without a copy of the whole."""
     array = np.zeros(1 << 24, np.uint8)
     held = source("x", array)
     assert held.chunks[0].data.base is array or held.chunks[0].data is array
@@ -218,11 +216,11 @@ def test_windows_cover_files_once_and_fit_buffer(sizes: list[int], pages: int, m
         assert [start for start, _ in windows] == [0, *[stop for _, stop in windows[:-1]]]
         assert windows[-1][1] == writer.layout.size
         assert all(start % PAGE == 0 and 0 < stop - start <= pages * PAGE for start, stop in windows)
-    assert jobs[0][1][1] <= max(pages // 4, 1) * PAGE, "the disk begins before a whole buffer is filled"
+    assert jobs[0][1][1] <= max(pages // 4, 1) * PAGE, "the first write begins before a whole buffer is filled"
 
 
-class Come:
-    """Arrays that are not in host memory at first, and how many of them are."""
+class Fetched:
+    """Count the fetched arrays that are in host memory."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -235,22 +233,22 @@ class Come:
 
 
 class LazyArray:
-    """One of them; may be fetched once."""
+    """An array that is fetched into host memory once."""
 
-    def __init__(self, all_of_them: Come, content: np.ndarray) -> None:
-        self.content, self.fetches, self._all = content, 0, all_of_them
+    def __init__(self, fetched: Fetched, content: np.ndarray) -> None:
+        self.content, self.fetches, self._fetched = content, 0, fetched
         self.shape, self.dtype, self.size, self.nbytes = content.shape, content.dtype, content.size, content.nbytes
 
     def fetch(self) -> np.ndarray:
         self.fetches += 1
         copy = self.content.copy(order="K")
-        self._all.count(+1)
-        weakref.finalize(copy, self._all.count, -1)
+        self._fetched.count(+1)
+        weakref.finalize(copy, self._fetched.count, -1)
         return copy
 
 
 class Gone(LazyArray):
-    """An array of a lost device; only the first fetch raises the cause."""
+    """An array on a lost device; only the first fetch raises the cause."""
 
     def fetch(self) -> np.ndarray:
         self.fetches += 1
@@ -258,7 +256,7 @@ class Gone(LazyArray):
 
 
 def test_every_use_of_failed_fetch_raises_its_cause() -> None:
-    gone = Gone(Come(), np.zeros(20 * PAGE, np.uint8))
+    gone = Gone(Fetched(), np.zeros(20 * PAGE, np.uint8))
     (layout,) = plan_segments([ArraySource("x", gone.shape, gone.dtype, [ChunkSource(full_box(gone.shape), gone)])], 1)
     backend = StrictBackend()
     backend.make_directory("/runs", parents=True, sync=False)
@@ -298,11 +296,14 @@ sizes_around_pages = st.one_of(
 @given(
     st.lists(sizes_around_pages, min_size=1, max_size=80), st.lists(st.integers(0, 4)), st.integers(1, 6), st.booleans()
 )
-def test_small_leaves_across_the_borders_of_windows_have_their_bytes(
-    sizes: list[int], kinds: list[int], pages: int, several: bool
-) -> None:
-    """In host memory, of the other byte order, or still to come; all kinds side by side in windows of a few pages."""
-    random, come, contents, sources = np.random.default_rng(pages), Come(), list[np.ndarray](), list[ArraySource]()
+def test_small_leaves_survive_window_borders(sizes: list[int], kinds: list[int], pages: int, several: bool) -> None:
+    """Leaves in host memory, of the other byte order, and not fetched yet share windows of a few pages."""
+    random, fetched, contents, sources = (
+        np.random.default_rng(pages),
+        Fetched(),
+        list[np.ndarray](),
+        list[ArraySource](),
+    )
     for number, size in enumerate(sizes):
         content = random.integers(0, 256, size, np.uint8)
         kind = kinds[number % len(kinds)] if kinds else 0
@@ -311,7 +312,7 @@ def test_small_leaves_across_the_borders_of_windows_have_their_bytes(
         if kind == 4:
             content = np.repeat(content, 2)[::2]
         contents.append(content.astype(content.dtype.newbyteorder("<")))
-        data: Any = LazyArray(come, content) if kind == 2 else memoryview(content) if kind in (3, 4) else content
+        data: Any = LazyArray(fetched, content) if kind == 2 else memoryview(content) if kind in (3, 4) else content
         chunks = [ChunkSource(full_box(content.shape), data)]
         sources.append(ArraySource(f"x{number}", content.shape, contents[-1].dtype, chunks))
     backend, threads = StrictBackend(), 3 if several else 1
@@ -324,16 +325,16 @@ def test_small_leaves_across_the_borders_of_windows_have_their_bytes(
     assert sum(fetches) == sum(
         each.chunks[0].data.nbytes > 0 for each in sources if isinstance(each.chunks[0].data, LazyArray)
     )
-    assert come.now == 0
+    assert fetched.now == 0
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("size", [900, 3 * PAGE + 8, 10 * PAGE])
-def test_what_is_fetched_is_fetched_once_and_dropped_after_its_last_window(threads: int, size: int) -> None:
-    """However many windows and threads share it: else a save of the whole state would hold all of it."""
-    come, buffers, count = Come(), threads + FILLING_THREADS, 150
+def test_fetched_arrays_are_dropped_after_last_window(threads: int, size: int) -> None:
+    """Also if many windows and threads share an array; otherwise a save would hold the whole state."""
+    fetched, buffers, count = Fetched(), threads + FILLING_THREADS, 150
     contents = [np.random.default_rng(n).integers(0, 256, size, np.uint8) for n in range(count)]
-    places = [LazyArray(come, content) for content in contents]
+    places = [LazyArray(fetched, content) for content in contents]
     sources = [
         ArraySource(f"x{n}", (size,), np.dtype(np.uint8), [ChunkSource(full_box((size,)), place)])
         for n, place in enumerate(places)
@@ -343,30 +344,30 @@ def test_what_is_fetched_is_fetched_once_and_dropped_after_its_last_window(threa
     written = write(backend, sources, chosen)
     assert_written(backend, written, contents)
     assert [place.fetches for place in places] == [1] * count
-    assert come.now == 0
+    assert fetched.now == 0
     in_a_window = 2 * PAGE // size + 2
-    assert come.most <= (buffers + 1) * in_a_window
+    assert fetched.most <= (buffers + 1) * in_a_window
 
 
-def test_what_was_fetched_is_dropped_when_save_fails() -> None:
-    come = Come()
+def test_fetched_arrays_are_dropped_when_save_fails() -> None:
+    fetched = Fetched()
     contents = [np.zeros(10 * PAGE, np.uint8) for _ in range(20)]
     box = full_box((10 * PAGE,))
-    places: list[Any] = [LazyArray(come, content) for content in contents]
+    places: list[Any] = [LazyArray(fetched, content) for content in contents]
     sources = [
         ArraySource(f"x{n}", (10 * PAGE,), np.dtype(np.uint8), [ChunkSource(box, p)]) for n, p in enumerate(places)
     ]
     with pytest.raises(StorageError, match="No space left"):
         write(FullBackend(5), sources, StoreSettings(staging_bytes=6 * PAGE, io_threads=2))
-    gc.collect()  # the error's traceback held some
-    assert come.now == 0
+    gc.collect()  # the traceback of the error held some
+    assert fetched.now == 0
     assert sum(place.fetches for place in places) < 20
 
 
 @pytest.mark.parametrize("more", [-1, 1])
-def test_an_array_that_comes_with_another_number_of_bytes_fails_the_save(more: int) -> None:
-    come = LazyArray(Come(), np.zeros(5 * PAGE, np.uint8))
-    come.content = np.zeros(5 * PAGE + more, np.uint8)
-    sources = [ArraySource("x", (5 * PAGE,), come.dtype, (ChunkSource(full_box((5 * PAGE,)), come),))]
+def test_fetched_array_of_wrong_size_fails_save(more: int) -> None:
+    array = LazyArray(Fetched(), np.zeros(5 * PAGE, np.uint8))
+    array.content = np.zeros(5 * PAGE + more, np.uint8)
+    sources = [ArraySource("x", (5 * PAGE,), array.dtype, (ChunkSource(full_box((5 * PAGE,)), array),))]
     with pytest.raises(ValueError, match=f"returned {5 * PAGE + more} bytes, expected {5 * PAGE}"):
         write(StrictBackend(), sources, StoreSettings(staging_bytes=2 * PAGE))

@@ -1,4 +1,4 @@
-"""What is digested is what is written: from staging buffers, across their borders, and in place."""
+"""Digests match the written bytes: from staging buffers, across their borders, and in place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxckpt_train.pytree import copies as host_copies
 from jaxckpt_train.pytree.snapshot import snapshot
 from jaxckpt_train.settings import SnapshotMode, StoreSettings
-from jaxckpt_train.store import writer as segment_writer
+from jaxckpt_train.store import writer
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.segment import ArraySource, ChunkSource, StableChunkSource
 from jaxckpt_train.store.writer import SegmentWriter, WrittenArrays, write_arrays
@@ -26,11 +26,11 @@ BLOCKS = (PAGE, 4 * PAGE, 16 * PAGE)
 
 @pytest.fixture(autouse=True, scope="module", params=BLOCKS, ids=["blocks of a page", "of four", "of sixteen"])
 def block(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The size of a digest block; every test runs with blocks that a window's border can cut, and with others."""
+    """Set the size of a digest block; some sizes let the border of a window cut a block."""
     for _ in small_sizes():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(segment_writer, "BLOCK_BYTES", request.param)
-            patch.setattr(segment_writer, "MIN_IN_PLACE_BYTES", PAGE)
+            patch.setattr(writer, "BLOCK_BYTES", request.param)
+            patch.setattr(writer, "MIN_IN_PLACE_BYTES", PAGE)
             yield request.param
 
 
@@ -41,7 +41,7 @@ def source(number: int, array: np.ndarray, kind: type[ChunkSource] = ChunkSource
 def write(
     backend: Any, sources: list[ArraySource], chosen: StoreSettings, before_digest: Callable[[], None] = lambda: None
 ) -> WrittenArrays:
-    """Write to `/runs/a`, and see that nothing of a cut block is kept."""
+    """Write to `/runs/a`, and assert that no cut block is kept."""
     writers: list[SegmentWriter] = []
     made = SegmentWriter.__init__
 
@@ -62,7 +62,7 @@ def write(
 
 
 def check(backend: Any, written: WrittenArrays, block: int, arrays: list[np.ndarray] | None = None) -> None:
-    """Every digest is that of the bytes in the file; the bytes are those of the arrays, if these are given."""
+    """Fail unless the digests match the file, and the bytes match the arrays if these are given."""
     (segment,) = written.segments
     file = bytes(backend._nodes[f"/runs/a/{segment.file}"].data)
     for number, record in enumerate(written.arrays):
@@ -74,7 +74,7 @@ def check(backend: Any, written: WrittenArrays, block: int, arrays: list[np.ndar
 
 
 class Watching(StrictBackend):
-    """Calls something before every write, with the memory that is written from."""
+    """Call `watch` before every write, with the memory that is written."""
 
     def __init__(self, watch: Callable[[np.ndarray], None]) -> None:
         super().__init__()
@@ -92,12 +92,12 @@ class Watching(StrictBackend):
         return sink
 
 
-def lies_in(data: np.ndarray, array: np.ndarray) -> bool:
+def is_inside(data: np.ndarray, array: np.ndarray) -> bool:
     return bool(array.ctypes.data <= data.ctypes.data < array.ctypes.data + array.nbytes)
 
 
 def paged(size: int, shift: int, seed: int) -> np.ndarray:
-    """A number of bytes at an offset from the start of a page."""
+    """Return random bytes that begin at an offset from the start of a page."""
     memory = np.empty(size + 2 * PAGE, np.uint8)
     start = -memory.ctypes.data % PAGE + shift
     memory[start : start + size] = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
@@ -120,7 +120,7 @@ def test_only_own_memory_is_written_in_place(
     sources = [source(n, array, kind) for n, (array, kind) in enumerate(zip(arrays, kinds, strict=True))]
     others = [array for array, kind in zip(arrays, kinds, strict=True) if kind is ChunkSource]
     wrong: list[np.ndarray] = []
-    backend = Watching(lambda data: wrong.extend(array for array in others if lies_in(data, array)))
+    backend = Watching(lambda data: wrong.extend(array for array in others if is_inside(data, array)))
     io: Any = {"io_threads": threads, "direct_io": "auto" if direct else False}
     written = write(backend, sources, StoreSettings(staging_bytes=staging, digest="sha256", **io))
     check(backend, written, block, arrays)
@@ -131,19 +131,17 @@ def test_only_own_memory_is_written_in_place(
 def test_page_aligned_memory_needs_no_staging(block: int, in_blocks: bool) -> None:
     staging = 3 * block if in_blocks else 48 * PAGE
     arrays, seen = [paged(40 * PAGE, 0, seed) for seed in range(3)], list[int]()
-    backend = Watching(lambda data: seen.append(len(data) if any(lies_in(data, array) for array in arrays) else 0))
+    backend = Watching(lambda data: seen.append(len(data) if any(is_inside(data, array) for array in arrays) else 0))
     sources = [source(n, array, StableChunkSource) for n, array in enumerate(arrays)]
     written = write(backend, sources, StoreSettings(staging_bytes=staging, digest="sha256", io_threads=2))
     check(backend, written, block, arrays)
-    assert sum(seen) >= 3 * 40 * PAGE - max(8 * PAGE, block)  # all but the window that holds the head, and a cut block
+    assert sum(seen) >= 3 * 40 * PAGE - max(8 * PAGE, block)  # except the window that holds the header, and a cut block
 
 
 @settings(max_examples=100)
 @given(st.lists(st.integers(1, 60_000), min_size=1, max_size=4), STAGING, st.integers(1, 3))
-def test_what_is_digested_is_what_is_written_also_if_the_source_changes(
-    block: int, sizes: list[int], staging: int, threads: int
-) -> None:
-    """The owner of the saved memory writes to it at every write to the disk, and before every digest."""
+def test_digests_match_files_while_source_changes(block: int, sizes: list[int], staging: int, threads: int) -> None:
+    """The owner changes the saved memory at every write to the disk, and before every digest."""
     owned = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
 
     def change() -> None:
@@ -156,7 +154,7 @@ def test_what_is_digested_is_what_is_written_also_if_the_source_changes(
     check(backend, written, block)
 
 
-def test_only_copies_are_ours_alone_and_large_ones_begin_on_pages() -> None:
+def test_host_snapshot_copies_are_stable_and_paged() -> None:
     large_bytes = host_copies.LEAST_PAGED_BYTES
     state = {f"x{n}": jnp.arange(n * large_bytes // 8 + 7) for n in range(6)}
     kinds: dict[SnapshotMode, type[ChunkSource]] = {"auto": ChunkSource, "host": StableChunkSource}

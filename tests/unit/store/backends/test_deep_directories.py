@@ -1,4 +1,4 @@
-"""Directories in directories, deeper than calls can be or paths are long: no save fails for them with their depth."""
+"""Removal of directories nested deeper than the recursion limit or the maximum length of a path."""
 
 from __future__ import annotations
 

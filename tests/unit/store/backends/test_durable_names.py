@@ -1,4 +1,4 @@
-"""What is saved into directories that others made: by a link, by a process that died, by a disk that refused once."""
+"""Durability of names in directories that are links, were made by a dead process, or failed to sync once."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ STATES = 60
 
 
 class RefusingDisk(CrashDisk):
-    """Refuses one sync of the directory of the checkpoint, the first after a change of its name."""
+    """Refuse the first sync of the parent directory after a rename or an exchange."""
 
     def __init__(self, machine: Machine, instead: Callable[[], None] = lambda: None) -> None:
         super().__init__(machine)
-        self._instead, self._begun, self.refused = instead, len(machine.log), False
+        self._instead, self._first, self.refused = instead, len(machine.log), False
 
     def sync(self, path: str) -> None:
-        changed = any(isinstance(each, (Rename, Exchange)) for each in self.machine.log[self._begun :])
+        changed = any(isinstance(each, (Rename, Exchange)) for each in self.machine.log[self._first :])
         if path in ("/data", RUN) and changed and not self.refused:
             self.refused = True
             self._instead()
@@ -54,7 +54,7 @@ def loaded(machine: Machine, image: Image | None = None) -> int:
 
 
 @pytest.mark.parametrize("where", ["link/c", "link/new/c", "link"])
-def test_a_directory_by_a_link_is_saved_to(tmp_path: Path, where: str) -> None:
+def test_linked_directory_is_saved_to(tmp_path: Path, where: str) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     if where == "link":
@@ -99,7 +99,7 @@ def test_all_names_on_the_way_are_synced_once(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("order", ["ordered", "any"])
-def test_a_replacement_that_is_taken_back_costs_nothing(can_exchange: bool, order: Order) -> None:
+def test_undone_replacement_loses_nothing(can_exchange: bool, order: Order) -> None:
     machine = Machine(can_exchange=can_exchange)
     with process(1):
         save(CrashDisk(machine), 1)
@@ -114,7 +114,7 @@ def test_a_replacement_that_is_taken_back_costs_nothing(can_exchange: bool, orde
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_who_takes_a_save_back_does_not_take_that_of_another(is_first: bool) -> None:
+def test_undo_of_a_save_keeps_a_newer_one(is_first: bool) -> None:
     machine = Machine()
     with process(1):
         if not is_first:
@@ -124,7 +124,7 @@ def test_who_takes_a_save_back_does_not_take_that_of_another(is_first: bool) -> 
         assert loaded(machine) == 3
 
 
-def test_a_step_that_is_taken_back_is_not_left_in_part() -> None:
+def test_undone_step_is_absent_or_whole() -> None:
     machine = Machine()
     with small_sizes(), process(1):
         disk = RefusingDisk(machine)
@@ -172,8 +172,8 @@ def test_commit_of_dead_process_is_durable() -> None:
         assert opened(CrashDisk(Machine(image)), StoreSettings(), None).steps == [1, 2]
 
 
-def test_a_pin_keeps_its_step_or_says_that_there_is_none() -> None:
-    """A save commits, and retention looks, while the pin is being written."""
+def test_pin_protects_its_step_during_a_save() -> None:
+    """A save commits and retention runs while the pin is being written."""
     machine = Machine()
     with small_sizes(), process(1):
         disk = CrashDisk(machine)

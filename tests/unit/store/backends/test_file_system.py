@@ -1,4 +1,4 @@
-"""The file system of a directory: its kind by the table of mounts, and its room."""
+"""The file system of a directory: its kind from the mount table, and its space."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.manager import StepManager
-from jaxckpt_train.store.backends import local as file_system
+from jaxckpt_train.store.backends import local
 from jaxckpt_train.store.backends.local import LocalBackend, _mount_of, file_system_of, mount_warnings
 
 MOUNTS = """\
@@ -18,7 +18,7 @@ MOUNTS = """\
 31 22 0:26 / /data rw master:1 - nfs4 server:/export rw
 32 31 0:27 / /data/with\\040space rw - xfs /dev/sdb rw
 33 22 0:28 / /data rw - lustre mgs:/fs rw
-a line that is none
+a malformed line
 """
 
 
@@ -33,13 +33,13 @@ a line that is none
         ("/data/with space/run", ("xfs", "/data/with space")),
     ],
 )
-def test_the_longest_mount_point_and_of_equals_the_last_one_counts(path: str, found: tuple[str, str]) -> None:
+def test_longest_then_last_mount_point_wins(path: str, found: tuple[str, str]) -> None:
     assert _mount_of(path, MOUNTS)[:2] == found
 
 
-def test_the_room_is_that_of_the_system(tmp_path: Path) -> None:
-    found, there = file_system_of(str(tmp_path)), os.statvfs(tmp_path)
-    assert found.total_bytes == there.f_blocks * there.f_frsize
+def test_reported_space_is_that_of_statvfs(tmp_path: Path) -> None:
+    found, expected = file_system_of(str(tmp_path)), os.statvfs(tmp_path)
+    assert found.total_bytes == expected.f_blocks * expected.f_frsize
     assert 0 <= found.free_bytes <= found.total_bytes
     assert found.free_files is None or found.free_files > 0
     assert os.path.ismount(found.mount)
@@ -51,8 +51,8 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert file_system_of(str(tmp_path / "link")).mount == file_system_of("/dev/shm").mount
 
 
-def test_a_system_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_system, "MOUNTS", str(tmp_path / "gone"))
+def test_unreadable_mount_table_gives_unknown_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "MOUNTS", str(tmp_path / "gone"))
     assert file_system_of(str(tmp_path)).kind == "unknown"
     with pytest.raises(StorageError, match="cannot inspect the file system"):
         file_system_of(str(tmp_path / "gone"))
@@ -71,12 +71,12 @@ def test_a_system_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("overlay overlay rw,lowerdir=/a,upperdir=/volatile,workdir=/c", None),
     ],
 )
-def test_what_a_run_must_not_rely_on_is_named_when_it_starts(
+def test_unreliable_mounts_are_named_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, line: str, named: str | None
 ) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"{MOUNTS}40 22 0:40 / {tmp_path} rw,relatime shared:1 - {line}\n")
-    monkeypatch.setattr(file_system, "MOUNTS", str(mounts))
+    monkeypatch.setattr(local, "MOUNTS", str(mounts))
     assert [named in each for each in mount_warnings(str(tmp_path / "run"))] == ([True] if named else [])
     with StepManager(tmp_path / "run", backend=LocalBackend()) as manager:
         manager.own()

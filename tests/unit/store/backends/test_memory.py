@@ -1,4 +1,4 @@
-"""The memory back end keeps the contract of all back ends; it is the reference model."""
+"""The memory backend keeps the backend contract; it is the reference model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory that was made anew is made durable with its names again, also if it looks like the one of before."""
+"""A recreated directory is synced again, even if it has the inode number of the previous one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxckpt_train.store.backends import local_names
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.runs import made_run
 
-ROUNDS = 8  # a file system may give another number now and then
+ROUNDS = 8  # a file system may assign another number in some rounds
 
 
 class Synced:
-    """The directories that were synced since it was last asked."""
+    """Record synced directories; `since` returns those synced since its last call."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._paths: list[str] = []
@@ -38,7 +38,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
 
 @pytest.fixture(params=["handles", "no handles"])
 def marks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the kernel's handles, and without, as where the file system has none."""
+    """Run with file handles of the kernel, and without, as on file systems that have none."""
     if request.param == "no handles":
         monkeypatch.setattr(local_names, "_handle_of", lambda path: b"")
     return str(request.param)
@@ -49,24 +49,24 @@ def make(path: Path, *, sync: bool = True) -> None:
 
 
 def make_long_ago(path: Path) -> None:
-    """A directory that is known, in one that was last changed long ago."""
+    """Make a known directory, whose parent was last changed long ago."""
     path.mkdir(parents=True)
     os.utime(path.parent, ns=(10**18, 10**18))
     make(path)
 
 
 def with_the_same_number(path: Path, again: Callable[[], None]) -> None:
-    """Do it again and again; at least once the directory must get the inode number that it had before."""
+    """Recreate the directory several times; skip unless it gets its previous inode number at least once."""
     reused = 0
     for _ in range(ROUNDS):
         before = path.stat().st_ino
         again()
         reused += path.stat().st_ino == before
     if not reused:
-        pytest.skip("this file system gives new numbers")
+        pytest.skip("this file system does not reuse inode numbers")
 
 
-def test_a_directory_that_this_process_makes_anew(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_directory_recreated_by_this_process_is_synced(tmp_path: Path, synced: Synced, marks: str) -> None:
     run = tmp_path / "a" / "run"
     make(run)
     synced.since()
@@ -79,7 +79,7 @@ def test_a_directory_that_this_process_makes_anew(tmp_path: Path, synced: Synced
     with_the_same_number(run, again)
 
 
-def test_directory_above_it_that_this_process_makes_anew(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_recreated_parent_directory_is_synced(tmp_path: Path, synced: Synced, marks: str) -> None:
     run = tmp_path / "a" / "b" / "run"
     make(run)
     synced.since()
@@ -94,7 +94,7 @@ def test_directory_above_it_that_this_process_makes_anew(tmp_path: Path, synced:
     with_the_same_number(run, again)
 
 
-def test_directory_that_was_made_anew_without_being_synced(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_directory_recreated_unsynced_is_synced_later(tmp_path: Path, synced: Synced, marks: str) -> None:
     run = tmp_path / "a" / "run"
     make(run)
 
@@ -109,7 +109,7 @@ def test_directory_that_was_made_anew_without_being_synced(tmp_path: Path, synce
 
 
 @pytest.mark.parametrize("above", [False, True])
-def test_a_directory_that_somebody_else_makes_anew(tmp_path: Path, synced: Synced, marks: str, above: bool) -> None:
+def test_directory_recreated_by_others_is_synced(tmp_path: Path, synced: Synced, marks: str, above: bool) -> None:
     run = tmp_path / "a" / "run"
     make_long_ago(run)
     synced.since()
@@ -126,8 +126,8 @@ def test_a_directory_that_somebody_else_makes_anew(tmp_path: Path, synced: Synce
     with_the_same_number(run, again)
 
 
-def test_within_the_same_moment_the_handle_tells(tmp_path: Path, synced: Synced) -> None:
-    """As where times are of whole ticks, or seconds."""
+def test_handle_detects_recreation_at_equal_times(tmp_path: Path, synced: Synced) -> None:
+    """File systems may store times in whole ticks or seconds."""
     run = tmp_path / "a" / "run"
     make_long_ago(run)
     if not local_names._handle_of(str(run)):
@@ -144,7 +144,7 @@ def test_within_the_same_moment_the_handle_tells(tmp_path: Path, synced: Synced)
     with_the_same_number(run, again)
 
 
-def test_a_name_that_went_and_came_back(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_directory_renamed_and_back_is_synced(tmp_path: Path, synced: Synced, marks: str) -> None:
     run = tmp_path / "a" / "run"
     make_long_ago(run)
     synced.since()
@@ -154,8 +154,8 @@ def test_a_name_that_went_and_came_back(tmp_path: Path, synced: Synced, marks: s
     assert synced.since()[:2] == [tmp_path / "a", tmp_path]
 
 
-def test_what_is_unchanged_is_not_synced_again(tmp_path: Path, synced: Synced, marks: str) -> None:
-    """Whatever is saved into it, and whatever others make further up."""
+def test_unchanged_directories_are_not_synced_again(tmp_path: Path, synced: Synced, marks: str) -> None:
+    """Also after files are saved into it, and directories are made further up."""
     run = tmp_path / "a" / "b" / "run"
     make(run)
     assert run.parent in synced.since()
@@ -165,7 +165,7 @@ def test_what_is_unchanged_is_not_synced_again(tmp_path: Path, synced: Synced, m
     assert synced.since() == []
 
 
-def test_run_that_begins_anew_in_same_process(tmp_path: Path, synced: Synced) -> None:
+def test_restarted_run_is_synced_again(tmp_path: Path, synced: Synced) -> None:
     run = made_run(tmp_path / "a" / "run", 1)
 
     def again() -> None:

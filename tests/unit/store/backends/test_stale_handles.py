@@ -1,4 +1,4 @@
-"""What another machine removes on a network file system: ESTALE is looked at anew, and then counts as gone."""
+"""Files that another machine removes on a network file system: after ESTALE a name is looked up again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Stale = Callable[..., "list[int]"]
 
 @pytest.fixture
 def stale(monkeypatch: pytest.MonkeyPatch) -> Stale:
-    """Make a system call say ESTALE for some times, of what one of its arguments names or has open."""
+    """Make a system call fail with ESTALE a number of times, for paths that end with a name."""
 
     def arm(call: str, name: str, times: int, then: Callable[[], object] = lambda: None) -> list[int]:
         real, left = getattr(os, call), [times]
@@ -45,16 +45,16 @@ def stale(monkeypatch: pytest.MonkeyPatch) -> Stale:
     return arm
 
 
-MAX_LOOKUPS: dict[str, tuple[str, str, Callable[[str], object]]] = {
+LOOKUPS: dict[str, tuple[str, str, Callable[[str], object]]] = {
     "open a file": ("open", "COMMIT", lambda root: LocalBackend().open(f"{root}/s", "COMMIT", direct=False).close()),
     "open its directory": ("open", "/s", lambda root: LocalBackend().open(f"{root}/s", "COMMIT", direct=False).close()),
-    "look at an open file": ("fstat", "COMMIT", lambda root: is_committed(LocalBackend(), f"{root}/s") or 1 / 0),
+    "stat an open file": ("fstat", "COMMIT", lambda root: is_committed(LocalBackend(), f"{root}/s") or 1 / 0),
     "list": ("scandir", "/s", lambda root: LocalBackend().list(f"{root}/s")),
     "time": ("open", "COMMIT", lambda root: LocalBackend().modified_ns(f"{root}/s/COMMIT")),
     "touch": ("utime", "COMMIT", lambda root: LocalBackend().touch(f"{root}/s/COMMIT")),
     "volume": ("stat", "/s", lambda root: LocalBackend().volume(f"{root}/s")),
 }
-looks = pytest.mark.parametrize(("call", "name", "look"), list(MAX_LOOKUPS.values()), ids=list(MAX_LOOKUPS))
+looks = pytest.mark.parametrize(("call", "name", "look"), list(LOOKUPS.values()), ids=list(LOOKUPS))
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_file_that_stays_stale_is_gone(root: str, stale: Stale, call: str) -> 
 
 
 @pytest.mark.parametrize(("call", "name"), [("lstat", "COMMIT"), ("unlink", "COMMIT")])
-def test_what_is_stale_need_not_be_removed(root: str, stale: Stale, call: str, name: str) -> None:
+def test_stale_file_counts_as_removed(root: str, stale: Stale, call: str, name: str) -> None:
     stale(call, name, 1000)
     LocalBackend().remove(f"{root}/s/COMMIT")
 
@@ -97,7 +97,7 @@ def test_tree_that_another_machine_removes_meanwhile_is_removed(
 ) -> None:
     run = made_run(tmp_path / "run", 1)
     left = stale(call, name, times)
-    if (call, times) == ("scandir", 1000):  # what it holds cannot be known, so it stays
+    if (call, times) == ("scandir", 1000):  # its content is unknown, so it stays
         with pytest.raises(StorageError):
             LocalBackend().remove(str(step_path(run, 1)))
         return
@@ -110,9 +110,7 @@ REPLACED = ["COMMIT", "manifest.json", "state/p00000-s000.safetensors"]
 
 @pytest.mark.parametrize("times", [1, 3, 6])
 @pytest.mark.parametrize("file", REPLACED)
-def test_a_reader_goes_on_to_what_has_replaced_a_step_that_is_stale(
-    tmp_path: Path, stale: Stale, file: str, times: int
-) -> None:
+def test_reader_follows_replacement_of_stale_step(tmp_path: Path, stale: Stale, file: str, times: int) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     step_path(run, 2).rename(tmp_path / "later")
 
@@ -129,10 +127,8 @@ def test_a_reader_goes_on_to_what_has_replaced_a_step_that_is_stale(
     assert not reader.damaged
 
 
-def test_a_read_that_is_stale_goes_on_to_what_has_replaced_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NFS: a file that is removed elsewhere cannot be read any more, although it is open here."""
+def test_stale_read_moves_on_to_the_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, an open file that another machine removes cannot be read."""
     run, real, armed = made_run(tmp_path / "run", 1, 2), os.preadv, [True]
     step_path(run, 2).rename(tmp_path / "later")
 
