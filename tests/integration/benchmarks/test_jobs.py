@@ -1,4 +1,4 @@
-"""Jobs of workers: one sample of several, that whoever returns something else is caught, and what is counted."""
+"""Jobs of workers: counted bytes, and the command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED = (1, 2, 3)
 COUNTED_APART_BYTES = 1 << 18  # manifests, headers, directories and whole pages
 
 
-def test_what_ours_writes_and_reads_is_counted_as_it_tells_itself(tmp_path: Path) -> None:
+def test_ours_reports_the_counted_bytes(tmp_path: Path) -> None:
     with worker(OURS_COUNTED, SHARED, tmp_path / "log") as running:
         assert isinstance(running, WorkerJob)
         save = running.save(tmp_path / "one", SEED)
@@ -27,9 +27,9 @@ def test_what_ours_writes_and_reads_is_counted_as_it_tells_itself(tmp_path: Path
     assert len(save.written_bytes) == 2
     assert max(save.written_bytes) < 0.55 * sum(save.written_bytes)
     assert SHARED.nbytes <= sum(save.written_bytes) <= SHARED.nbytes + COUNTED_APART_BYTES
-    told = sum(int((tmp_path / f"count-{number}").read_text()) for number in range(2))
+    reported = sum(int((tmp_path / f"count-{number}").read_text()) for number in range(2))
     assert load.read_bytes is not None
-    assert told <= load.read_bytes <= told + COUNTED_APART_BYTES
+    assert reported <= load.read_bytes <= reported + COUNTED_APART_BYTES
 
 
 def test_the_command_measures_and_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

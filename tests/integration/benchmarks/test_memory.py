@@ -1,4 +1,4 @@
-"""Tests of benchmarks.memory: that memory which is taken, kept or leaked is seen, and where the limits are drawn."""
+"""benchmarks.memory in new processes: a leak is detected, and errors are reported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from benchmarks.memory_verdict import MIB, Series
 from tests.conftest import RunPython
 
 
-def test_a_library_that_keeps_something_of_every_save_is_seen_to_leak(tmp_path: Path, run_python: RunPython) -> None:
-    """In a process of its own: this one may have freed memory that would be used first."""
+def test_leak_in_every_save_is_detected(tmp_path: Path, run_python: RunPython) -> None:
+    """In a new process: this one may have freed memory that would be reused first."""
     script = """
 import json, sys
 from pathlib import Path
@@ -26,6 +26,6 @@ print(json.dumps(run_series(Greedy(MIB), 20, MIB, Path(sys.argv[1]))["rss_bytes"
     assert leaky.line.slope == pytest.approx(MIB, rel=0.25)
 
 
-def test_a_measurement_that_fails_says_why() -> None:
+def test_failed_measurement_has_its_error() -> None:
     with pytest.raises(RuntimeError, match="no subject 'theirs'"):
         run_fresh("benchmarks.step_time_subjects:make_subject", {"name": "theirs"})

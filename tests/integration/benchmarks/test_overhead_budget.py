@@ -1,4 +1,4 @@
-"""Tests of benchmarks.overhead_budget: its arithmetic, the time that stands still, limits of a disk, a short run."""
+"""benchmarks.overhead_budget: the kernel limits the writes of a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.write_limit import CannotLimitError
 MIB = 1 << 20
 
 
-def test_processes_of_the_group_write_no_faster(tmp_path: Path) -> None:
+def test_write_limit_slows_its_processes(tmp_path: Path) -> None:
     try:
         with write_limit.write_limit(tmp_path) as limit:
             limit.set(16 * MIB)

@@ -1,4 +1,4 @@
-"""The worker protocol: what it measures, and that it catches whoever returns something else than was saved."""
+"""The worker protocol: its measurements, and a library that returns other bytes is caught."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rounds(subjects: list[str], folder: Path, *, fresh_loads: bool = False) -> S
     return outcome
 
 
-def test_ours_has_its_turns_on_meshes_and_for_a_part(tmp_path: Path) -> None:
+def test_ours_loads_meshes_and_parts(tmp_path: Path) -> None:
     with worker("ours", MESHED, tmp_path / "log") as running:
         save = running.save(tmp_path / "first", SEED)
         assert save.blocking_s is not None
@@ -48,14 +48,14 @@ def test_ours_has_its_turns_on_meshes_and_for_a_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("subject", ["raw", "memcpy"])
-def test_the_limits_have_their_turns(subject: str, tmp_path: Path) -> None:
+def test_raw_and_memcpy_have_their_rows(subject: str, tmp_path: Path) -> None:
     with worker(subject, MESHED, tmp_path / "log") as running:
         loads = save_and_load(running, tmp_path, MESHED)
     rows = ["raw", "raw_fresh"] if subject == "raw" else ["memcpy"]
     assert [load.row for load in loads] == rows * len(MESHED.targets)
 
 
-def test_an_honest_library_passes_and_others_are_caught(tmp_path: Path) -> None:
+def test_honest_library_passes_others_are_caught(tmp_path: Path) -> None:
     outcome = rounds([HONEST, WRONG_BYTES, FORGETFUL, DYING], tmp_path)
     assert [(turn.round, turn.subject) for turn in outcome.turns] == [(0, HONEST), (1, HONEST)]
     assert "leaf params/b: 1 of 12 bytes differ" in outcome.failed[WRONG_BYTES]
@@ -64,7 +64,7 @@ def test_an_honest_library_passes_and_others_are_caught(tmp_path: Path) -> None:
     assert "the worker died: last words" in outcome.failed[DYING]
 
 
-def test_library_that_is_not_there_is_left_behind(tmp_path: Path) -> None:
+def test_missing_library_is_left_out(tmp_path: Path) -> None:
     outcome = rounds(["tests.benchmarks.no_such_module:Subject"], tmp_path)
     assert "ModuleNotFoundError" in next(iter(outcome.failed.values()))
 
@@ -75,7 +75,7 @@ def test_fresh_loads_leave_no_directory_behind(tmp_path: Path) -> None:
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-def test_another_seed_is_another_tree(tmp_path: Path) -> None:
+def test_another_seed_makes_another_tree(tmp_path: Path) -> None:
     with worker(HONEST, TINY, tmp_path / "log") as running:
         running.save(tmp_path / "one", SEED)
         with pytest.raises(WorkerError, match="bytes differ"):

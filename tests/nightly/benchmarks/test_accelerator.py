@@ -1,4 +1,4 @@
-"""Tests of benchmarks.accelerator: all of it runs on CPU devices, and bytes that change after the call are seen."""
+"""benchmarks.accelerator: the whole command, on CPU devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of benchmarks.cost_model: lines and growth of made-up figures, and that a cost which is not linear is seen."""
+"""benchmarks.cost_model: the command writes its samples."""
 
 from __future__ import annotations
 

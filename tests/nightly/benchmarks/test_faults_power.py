@@ -1,4 +1,4 @@
-"""The bench of power cuts tells a subject that keeps what it acknowledged from one that does not."""
+"""The benchmark of power cuts detects a subject that loses acknowledged saves."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ pytestmark = pytest.mark.timeout(200)
 
 
 class Unsynced:
-    """Writes one file, and syncs nothing."""
+    """A subject that writes one file without a sync."""
 
     def start_save(self, path: Path, state: Any) -> None:
-        """All of it."""
+        """Write all leaves."""
         with path.open("wb") as file:
             for leaf in jax.tree.leaves(state):
                 np.save(file, np.asarray(leaf))
 
     def load(self, path: Path, target: Any) -> Any:
-        """In the order of the leaves."""
+        """Read the leaves in their order."""
         with path.open("rb") as file:
             leaves = [np.load(file) for _ in jax.tree.leaves(target)]
         return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
 def ends_on(kind: str, folder: Path, subject: str, when: When, trials: int) -> dict[str, int]:
-    """What cuts came to, in a process of its own: JAX hangs in a fork of one that has used it already."""
+    """Count the outcomes of power cuts, in a new process: JAX hangs in a fork of a process that used it."""
     code = f"from {__name__} import cut; cut({kind!r}, {str(folder)!r}, {subject!r}, {when!r}, {trials})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
@@ -67,6 +67,6 @@ def test_ours_keeps_what_it_acknowledged(kind: str, tmp_path: Path, when: When) 
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_a_subject_that_syncs_nothing_is_found_out(kind: str, tmp_path: Path, when: When) -> None:
+def test_subject_without_sync_loses_saves(kind: str, tmp_path: Path, when: When) -> None:
     ends = ends_on(kind, tmp_path, "unsynced", when, 2)
     assert sum(count for end, count in ends.items() if end.startswith("lost")) >= 1

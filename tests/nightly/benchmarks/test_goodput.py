@@ -1,4 +1,4 @@
-"""Tests of benchmarks.goodput: its schedule, its arithmetic, what attempts tell, and a short run of real ones."""
+"""benchmarks.goodput: a short run of real processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def arguments(folder: Path, subject: str, number: int, most_updates: int | None 
     )
 
 
-def test_a_process_that_ends_in_another_way_is_no_figure(tmp_path: Path) -> None:
+def test_unexpected_exit_code_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AttemptFailedError, match="ours_nothing left with 1"):
         run_attempt(arguments(tmp_path, "ours_nothing", 0), None, 60.0)
 
@@ -50,7 +50,7 @@ def test_the_command_measures_and_writes_everything(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("subject", [name for name, is_default in SUBJECTS.items() if is_default])
-def test_each_subject_goes_on_from_what_it_saved(tmp_path: Path, subject: str) -> None:
+def test_each_subject_resumes_from_its_save(tmp_path: Path, subject: str) -> None:
     losses = Losses()
     losses.add("nothing", run_attempt(arguments(tmp_path, "nothing", 0, most_updates=40), None, 120.0))
     asked = run_attempt(arguments(tmp_path, subject, 1), Kill(12.0, asks=True), 120.0, grace_s=60.0)

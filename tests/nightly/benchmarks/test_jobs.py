@@ -1,4 +1,4 @@
-"""Jobs of workers: one sample of several, that whoever returns something else is caught, and what is counted."""
+"""Jobs of workers: a library that returns other bytes is caught."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of benchmarks.memory: that memory which is taken, kept or leaked is seen, and where the limits are drawn."""
+"""benchmarks.memory: the command writes its samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of benchmarks.step_time: its arithmetic, and that a save which disturbs the training is seen."""
+"""benchmarks.step_time: the command writes its samples."""
 
 from __future__ import annotations
 

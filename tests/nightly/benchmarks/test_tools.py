@@ -1,4 +1,4 @@
-"""The benchmark of the tools: its tables, and that its command measures and writes everything."""
+"""The benchmark of the tools: the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of benchmarks.accelerator: all of it runs on CPU devices, and bytes that change after the call are seen."""
+"""benchmarks.accelerator: changed bytes are found, and targets apply to accelerators only."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from benchmarks import accelerator, accelerator_turn
 
 
 @pytest.mark.parametrize("mode", accelerator_turn.MODES)
-def test_bytes_that_change_after_the_call_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_changed_bytes_after_the_call_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     host_bytes = accelerator_turn._host_bytes
     seen: list[Any] = []
 
-    def of_another_save(leaf: Any) -> bytes:
+    def changed_bytes(leaf: Any) -> bytes:
         seen.append(leaf)
         return host_bytes(leaf)[:-1] + b"\xff" if len(seen) == 5 else host_bytes(leaf)
 
     assert accelerator_turn._difference(tmp_path, mode, 1) == ""
-    monkeypatch.setattr(accelerator_turn, "_host_bytes", of_another_save)
+    monkeypatch.setattr(accelerator_turn, "_host_bytes", changed_bytes)
     assert "differs" in accelerator_turn._difference(tmp_path, mode, 1)
 
 
@@ -40,7 +40,7 @@ def test_targets_are_judged_on_an_accelerator_only() -> None:
         "target missed",  # the call takes twice the copy
         "target missed",  # 20 ms
         "target met",
-        "target missed",  # 1.5 times what the disk takes
+        "target missed",  # 1.5 times the time of the disk
         "target met",
         "target missed",
     ]

@@ -1,4 +1,4 @@
-"""Tests of benchmarks.cost_model: lines and growth of made-up figures, and that a cost which is not linear is seen."""
+"""benchmarks.cost_model: fitted lines, growth, and the detection of costs that are not linear."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ SIZES = [10, 100, 1_000, 10_000, 100_000]
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_a_made_up_line_is_found(relative: bool) -> None:
+def test_line_is_fitted_exactly(relative: bool) -> None:
     line = fit_line(SIZES, [0.003 + 2e-5 * size for size in SIZES], relative=relative)
     assert line.intercept == pytest.approx(0.003)
     assert line.slope == pytest.approx(2e-5)
     assert line.slope_error == pytest.approx(0, abs=1e-12)
 
 
-def test_a_relative_fit_keeps_the_fixed_cost_although_the_largest_is_noisy() -> None:
+def test_relative_fit_ignores_noise_of_largest_size() -> None:
     seconds = [0.003 + 2e-5 * size for size in SIZES]
     seconds[-1] *= 1.2
     assert fit_line(SIZES, seconds, relative=True).intercept == pytest.approx(0.003, rel=0.1)
     assert abs(fit_line(SIZES, seconds).intercept - 0.003) > 0.003
 
 
-def test_error_of_slope_is_that_of_textbook() -> None:
+def test_slope_error_matches_the_textbook() -> None:
     line = fit_line([0, 1, 2, 3], [0, 1, 1, 2])
     assert line.slope == pytest.approx(0.6)
     assert line.slope_error == pytest.approx(math.sqrt(0.2 / 2 / 5))
@@ -46,16 +46,16 @@ def test_a_line_needs_two_points() -> None:
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
-def test_growth_is_the_power_between_the_two_largest(power: float) -> None:
+def test_growth_uses_the_two_largest_sizes(power: float) -> None:
     values = [7.0, *(size**power for size in SIZES[1:])]
     assert growth_exponent(SIZES, values) == pytest.approx(power)
 
 
-def test_a_cost_that_grows_faster_than_its_size_is_seen() -> None:
+def test_superlinear_growth_is_detected() -> None:
     assert Cost.of(SIZES, [1e-5 * size for size in SIZES], 0.02).linear
     assert Cost.of(SIZES, [1e-5 * size * math.log(size) ** 2 for size in SIZES], 0.02).linear is False
     assert Cost.of(SIZES, [1e-10 * size**2 for size in SIZES], 0.02).linear is False
-    assert Cost.of([10, 100], [1e-6, 1e-4], 0.02).linear is None, "too short to tell"
+    assert Cost.of([10, 100], [1e-6, 1e-4], 0.02).linear is None
 
 
 def test_costs_are_of_the_medians() -> None:
@@ -66,7 +66,7 @@ def test_costs_are_of_the_medians() -> None:
     found = costs(answers)
     assert found["seconds"]["save"].values == [20.0, 40.0]
     assert found["bytes"]["data"].each == pytest.approx(16)
-    assert "peak" not in found["bytes"], "there is no growth of nothing"
+    assert "peak" not in found["bytes"]
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
 
 
@@ -97,7 +97,7 @@ def test_every_axis_gives_seconds_and_bytes(measure: object, size: int, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_size_is_no_axis(capsys: pytest.CaptureFixture[str]) -> None:
+def test_axis_with_one_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cost_model.main(["--axes", "leaves", "--largest", "50"])
     assert "fewer than two sizes of leaves" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The comparison of raw calls moves the bytes it says it moves, by threads and by io_uring alike."""
+"""The comparison of raw calls moves all bytes, with threads and with io_uring."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_byte_is_moved_there_and_back(
     assert back.tobytes() == source.tobytes()
 
 
-def test_a_write_that_is_refused_is_an_error(tmp_path: Path) -> None:
+def test_refused_write_is_an_error(tmp_path: Path) -> None:
     needs_ring()
     (tmp_path / "file").write_bytes(b"")
     source = huge_memory.touched(MIB)

@@ -1,4 +1,4 @@
-"""Tests of benchmarks.goodput: its schedule, its arithmetic, what attempts tell, and a short run of real ones."""
+"""benchmarks.goodput: its schedule, its arithmetic, and the logs of its processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def attempt(
 
 
 def facts(restored: int | None, last: int | None, **other: Any) -> Facts:
-    """An attempt of 10 s: a start of 2 s, a restore of 1 s, 0.25 s in calls."""
+    """Return an attempt of 10 s: a start of 2 s, a restore of 1 s, 0.25 s in calls."""
     began = restored is not None
     made: dict[str, Any] = {
         "wall_s": 10.0,
@@ -55,15 +55,15 @@ def facts(restored: int | None, last: int | None, **other: Any) -> Facts:
     return Facts(restored=restored, last=last, **{**made, **other})
 
 
-def test_a_schedule_is_the_same_for_the_same_seed_and_another_for_another() -> None:
+def test_schedule_depends_on_its_seed() -> None:
     assert kills(1) == kills(1)
     assert kills(1) != kills(2)
 
 
-def test_each_second_end_asks_and_none_is_out_of_bounds() -> None:
+def test_half_of_the_kills_are_requests() -> None:
     found = kills(3)
     assert all(one.asks != other.asks for one, other in zip(found[::2], found[1::2], strict=True))
-    assert len({one.asks for one in found[::2]}) == 2, "the order within a pair is random"
+    assert len({one.asks for one in found[::2]}) == 2
     assert all(MEAN_S / 3 <= kill.after_s <= 3 * MEAN_S for kill in found)
 
 
@@ -77,7 +77,7 @@ def test_only_kills_count_for_mean_time_between_losses() -> None:
     assert within(ends, 40.0) == ends[:2]
 
 
-def test_what_a_process_tells_is_there_whenever_it_is_killed(tmp_path: Path) -> None:
+def test_log_is_readable_after_every_line(tmp_path: Path) -> None:
     log = Log(tmp_path / "log")
     assert goodput_log.read(tmp_path / "log") == AttemptRecord()
     log.made()
@@ -107,16 +107,16 @@ def test_time_in_calls_ends_with_kill_or_request() -> None:
     assert killed.called_s == pytest.approx(0.5 + 2.0)
     assert killed.leaving_s == 0
     asked = facts_of(attempt(record, sent_at=16.0, ended_at=18.0, asked=True), is_scheduled=True)
-    assert asked.called_s == pytest.approx(0.5), "what it did after the request is leaving"
+    assert asked.called_s == pytest.approx(0.5)  # without the time after the request
     assert (asked.leaving_s, asked.left_itself) == (2.0, True)
 
 
-def test_a_goodput_of_made_up_attempts() -> None:
+def test_goodput_of_attempts_is_computed() -> None:
     attempts = [
-        facts(0, 8),  # of these 8, 6 were saved
+        facts(0, 8),  # 6 of these 8 were saved
         facts(6, 12, asked=True, left_itself=True, leaving_s=1.0),
-        facts(None, None),  # killed while it started
-        facts(12, 16, is_scheduled=False),  # of these 4, 2 were saved
+        facts(None, None),  # killed during its start
+        facts(12, 16, is_scheduled=False),  # 2 of these 4 were saved
     ]
     found = goodput_of(attempts, 14, UPDATE_S)
     assert (found.useful, found.done, found.redone) == (14, 18, 2)
@@ -131,7 +131,7 @@ def test_a_goodput_of_made_up_attempts() -> None:
     assert (found.restore_s.median, found.resume_s and found.resume_s.median) == (1.0, 4.0)
 
 
-def test_where_the_time_went_is_all_of_it() -> None:
+def test_parts_of_the_time_add_up() -> None:
     attempts = [facts(0, 8), facts(6, 12, asked=True, left_itself=True, leaving_s=1.0), facts(None, None)]
     where = goodput_of(attempts, 12, UPDATE_S).where
     assert sum(dataclasses.astuple(where)) == pytest.approx(30)
@@ -139,18 +139,18 @@ def test_where_the_time_went_is_all_of_it() -> None:
     assert (where.useful, where.lost) == (12 * UPDATE_S, 2 * UPDATE_S)
 
 
-def test_who_is_asked_while_it_restores_is_still_restoring() -> None:
+def test_request_during_restore_counts_as_restoring() -> None:
     asked = facts(None, None, made_s=2.0, asked=True, leaving_s=7.0)
     where = goodput_of([asked], 0, UPDATE_S).where
     assert (where.starting, where.restoring, where.leaving, where.slower) == (2.0, 8.0, 0.0, 0.0)
 
 
-def test_one_that_had_not_left_in_time_is_late() -> None:
+def test_process_past_its_grace_period_is_late() -> None:
     assert goodput_of([facts(0, 4, asked=True, leaving_s=8.0)], 2, UPDATE_S).late == 1
 
 
-def made_up_updates(every: int, cycles: int, quiet_s: float, cost_s: float) -> tuple[Update, ...]:
-    """After each save the call takes half of its cost, and two updates a quarter more each."""
+def updates_with_saves(every: int, cycles: int, quiet_s: float, cost_s: float) -> tuple[Update, ...]:
+    """Return updates whose saves cost half in the call and a quarter in each of the next two updates."""
     at, found = 100.0, []
     for number in range(1, every * cycles + 2):
         place = number % every
@@ -161,7 +161,7 @@ def made_up_updates(every: int, cycles: int, quiet_s: float, cost_s: float) -> t
 
 
 def test_the_cost_of_a_save_is_found() -> None:
-    record = AttemptRecord(90.0, 95.0, 0, made_up_updates(12, 6, quiet_s=0.1, cost_s=0.8))
+    record = AttemptRecord(90.0, 95.0, 0, updates_with_saves(12, 6, quiet_s=0.1, cost_s=0.8))
     found = cost_of(record, 12, began_at=85.0)
     assert found.cost_s == pytest.approx(0.8)
     assert (found.update_s, found.called_s, found.saves) == (pytest.approx(0.1), pytest.approx(0.4), 4)
@@ -176,12 +176,12 @@ def test_save_costs_what_its_call_takes_at_least() -> None:
     assert interval_for(noise, 40.0).seconds == pytest.approx(daly_interval_s(0.06, 40.0) + 0.06)
 
 
-def test_too_few_saves_are_no_figure() -> None:
-    with pytest.raises(ValueError, match="three saves at least"):
-        cost_of(AttemptRecord(90.0, 95.0, 0, made_up_updates(12, 2, 0.1, 0.8)), 12, 85.0)
+def test_too_few_saves_are_refused() -> None:
+    with pytest.raises(ValueError, match="three saves"):
+        cost_of(AttemptRecord(90.0, 95.0, 0, updates_with_saves(12, 2, 0.1, 0.8)), 12, 85.0)
 
 
-def test_a_loss_that_differs_in_its_last_bit_is_found() -> None:
+def test_difference_in_last_bit_is_found() -> None:
     losses = Losses()
     losses.add(
         "one", attempt(AttemptRecord(updates=(Update(1, 0.0, (0.1).hex(), None), Update(2, 0.0, (0.2).hex(), None))))
@@ -194,12 +194,12 @@ def test_a_loss_that_differs_in_its_last_bit_is_found() -> None:
     assert "update 1: two" in losses.conflicts[0]
 
 
-def test_the_undisturbed_update_is_the_median_of_all() -> None:
+def test_undisturbed_update_time_is_a_median() -> None:
     found = median_update_s([[1.0, 1.0, 1.0, 4.0], [2.0]])
     assert (found.median, found.minimum, found.maximum) == (1.0, 1.0, 2.0)
 
 
-def made_up_results() -> dict[str, Any]:
+def example_results() -> dict[str, Any]:
     found = goodput_of([facts(0, 8), facts(6, 12, asked=True, left_itself=True)], 12, UPDATE_S)
     return {
         "seconds": 20.0,
@@ -215,7 +215,7 @@ def made_up_results() -> dict[str, Any]:
 
 
 def test_a_page_has_the_figures_and_its_plot(tmp_path: Path) -> None:
-    goodput_report.write(tmp_path, WITH_VERSIONS, made_up_results())
+    goodput_report.write(tmp_path, WITH_VERSIONS, example_results())
     page = (tmp_path / "goodput.md").read_text(encoding="utf-8")
     for text in (
         "30.0%",
@@ -229,7 +229,7 @@ def test_a_page_has_the_figures_and_its_plot(tmp_path: Path) -> None:
 
 
 def test_losses_that_differ_are_on_the_page() -> None:
-    lines = goodput_report.checks({**made_up_results(), "conflicts": ["update 3: a 0x1, b 0x2"]})
+    lines = goodput_report.checks({**example_results(), "conflicts": ["update 3: a 0x1, b 0x2"]})
     assert "1 DIFFER, such as update 3: a 0x1, b 0x2" in lines[0]
 
 

@@ -1,4 +1,4 @@
-"""Simulated trainings with failures at random: policies that tune themselves against the best that a fixed one does."""
+"""Simulated trainings with random failures: self-tuning policies come close to the best fixed interval."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_run_without_saves_and_failures_is_all_useful() -> None:
     assert (found.share, found.saves) == (1.0, 0)
 
 
-def test_what_is_lost_to_failures_and_saves_adds_up() -> None:
-    """Saves every 10 updates of 1 s that cost 1 s each; a failure after 95.5 s of life, when 80 updates are saved."""
+def test_losses_to_failures_and_saves_add_up() -> None:
+    """A save of 1 s every 10 updates of 1 s, and a failure after 95.5 s, when 80 updates are saved."""
     training = Training(blocked_s=1.0, save_s=0.5, slower=1.0, restart_s=30.0)
     found = SimulatedRun(training, jct.FixedIntervalPolicy(10), iter([95.5, NEVER])).run(100)
     assert (found.useful_s, found.saves) == (100.0, 9)
@@ -35,7 +35,7 @@ def test_what_is_lost_to_failures_and_saves_adds_up() -> None:
 
 
 @pytest.mark.parametrize("mtbf_s", [200.0, 600.0, 2000.0, 6000.0, 20000.0])
-def test_young_and_daly_come_close_to_the_best_fixed_interval(mtbf_s: float) -> None:
+def test_young_daly_is_near_best_fixed_interval(mtbf_s: float) -> None:
     training, steps = Training(step_s=2.0, blocked_s=1.0, save_s=6.0, slower=1.2), int(min(6000, max(2000, 3 * mtbf_s)))
     best = max(
         share(outcomes(training, jct.FixedIntervalPolicy(interval), mtbf_s, steps))
@@ -47,8 +47,8 @@ def test_young_and_daly_come_close_to_the_best_fixed_interval(mtbf_s: float) -> 
     assert counted > 0.97 * best
 
 
-def test_run_without_failures_saves_less_and_less() -> None:
-    """The square root of the cost over the time: 2.4 % of an hour, 0.7 % of ten, where a save costs two seconds."""
+def test_run_without_failures_saves_less_often() -> None:
+    """The share follows the square root of cost by time: 2.4 % of one hour and 0.7 % of ten, at two seconds a save."""
     training, policy = Training(step_s=2.0, blocked_s=1.0, save_s=6.0, slower=1.2), jct.YoungDalyPolicy()
     hour, ten = (SimulatedRun(training, policy, failure_times(NEVER, 1)).run(steps) for steps in (1800, 18000))
     for found in (hour, ten):

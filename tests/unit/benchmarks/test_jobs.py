@@ -1,4 +1,4 @@
-"""Jobs of workers: one sample of several, that whoever returns something else is caught, and what is counted."""
+"""Jobs of workers: the samples of several processes become one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_job_load_sums_reads_of_processes() -> None:
     assert load_of_job([first, dataclasses.replace(second, read_bytes=None)]).read_bytes is None
 
 
-def test_the_summary_tells_the_largest_writer_and_how_often_each_byte_was_read() -> None:
+def test_summary_has_largest_writer_and_read_ratio() -> None:
     save = dataclasses.replace(save_sample(1.0), written_bytes=(30, 10, 10))
     load = dataclasses.replace(load_sample("ours", 1.0), read_bytes=4000)
     summary = summarise([Turn(1, "ours", save, [load])])
@@ -52,7 +52,7 @@ def test_the_summary_tells_the_largest_writer_and_how_often_each_byte_was_read()
     assert (loaded.headings[-2:], loaded.rows[0][-2:]) == (("read", "from disk"), ("400 %", "120 %"))
 
 
-def test_workloads_hold_as_much_as_their_replicas_take() -> None:
+def test_held_bytes_count_replicas() -> None:
     made = job_workloads(False)
     assert tuple(made) == JOBS
     assert {workload.nbytes for workload in made.values()} == {1 << 30}
@@ -63,9 +63,9 @@ def test_workloads_hold_as_much_as_their_replicas_take() -> None:
 
 
 def test_variants_run_only_where_they_differ() -> None:
-    assert why_no_variant("no_such_setting", True) == "this version has no setting no_such_setting"
-    assert why_no_variant("verify_on_load", True) == "is what ours does by default"
+    assert "no_such_setting" in (why_no_variant("no_such_setting", True) or "")
+    assert "default" in (why_no_variant("verify_on_load", True) or "")
     assert why_no_variant("verify_on_load", False) is None
-    assert why_no_variant("direct_io", True, "auto") == "is what ours does by default"
-    assert why_not("orbax_v0_broadcast", ROWS[MORE]) == "needs replicas, of which one reads"
+    assert "default" in (why_no_variant("direct_io", True, "auto") or "")
+    assert "needs replicas" in (why_not("orbax_v0_broadcast", ROWS[MORE]) or "")
     assert why_not("orbax_v0_broadcast", REPLICATED_JOB) is None

@@ -1,4 +1,4 @@
-"""Tests of benchmarks.memory: that memory which is taken, kept or leaked is seen, and where the limits are drawn."""
+"""benchmarks.memory: temporary, kept and leaked memory is measured, and the limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOISE = 4 * MIB
 
 
 class Greedy:
-    """A library that copies 48 MiB to save, and keeps as much of it as it is told."""
+    """A library that copies 48 MiB in a save, and keeps `kept_bytes` after it."""
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes, self._kept = kept_bytes, []
@@ -36,7 +36,7 @@ class Greedy:
         raise NotImplementedError
 
 
-def test_the_slope_of_a_made_up_series() -> None:
+def test_slope_of_a_series_is_computed() -> None:
     found = Series.of([500, 900] + [1000 + 7 * number for number in range(8)])
     assert found.line.slope == pytest.approx(7)
     assert (found.first_bytes, found.last_bytes) == (1000, 1049)
@@ -53,29 +53,29 @@ def test_noise_and_a_single_step_are_no_leak() -> None:
     assert not Series.of([100 * MIB + (MIB if number > 25 else 0) for number in range(50)]).leaks
 
 
-def test_a_limit_is_a_budget_and_an_allowance() -> None:
+def test_limit_is_budget_plus_allowance() -> None:
     assert within(96 * MIB, 64 * MIB)
     assert not within(96 * MIB + 1, 64 * MIB)
 
 
-def test_memory_that_comes_and_goes_is_seen() -> None:
+def test_temporary_memory_is_measured() -> None:
     with Peak() as peak:
         np.ones(64 * MIB, np.uint8)
     assert peak.extra == pytest.approx(64 * MIB, abs=NOISE)
     assert peak.samples > 0
 
 
-def test_what_the_kernel_counts_agrees_with_a_walk_over_all_pages() -> None:
+def test_kernel_counters_agree_with_page_walk() -> None:
     assert abs(usage().total - rollup_bytes()) < NOISE
 
 
-def test_a_save_that_copies_is_seen(tmp_path: Path) -> None:
+def test_copy_during_save_is_measured(tmp_path: Path) -> None:
     answer = measure_save(Greedy(0), {"leaf": jnp.zeros(8)}, tmp_path / "save")
     assert answer["extra_bytes"] == pytest.approx(48 * MIB, abs=NOISE)
     assert answer["extra_private_bytes"] == pytest.approx(48 * MIB, abs=NOISE)
 
 
-def test_a_step_that_cannot_have_the_memory_of_what_is_saved_is_seen(tmp_path: Path) -> None:
+def test_memory_of_failed_donation_is_measured(tmp_path: Path) -> None:
     tree = {"leaf": jnp.zeros(8 * MIB, jnp.float32)}
     step = jax.jit(lambda tree: {"leaf": tree["leaf"] + 1}, donate_argnums=0).lower(tree).compile()
     held = np.asarray(tree["leaf"])
@@ -84,14 +84,14 @@ def test_a_step_that_cannot_have_the_memory_of_what_is_saved_is_seen(tmp_path: P
     assert held.size == 8 * MIB
 
 
-def test_a_library_that_keeps_nothing_is_not(tmp_path: Path) -> None:
+def test_library_without_leak_is_accepted(tmp_path: Path) -> None:
     assert not Series.of(run_series(Nothing(0.0), 20, MIB, tmp_path)["rss_bytes"]).leaks
 
 
-def test_trees_are_random_and_what_a_load_wants_fits_them() -> None:
+def test_load_targets_match_the_random_trees() -> None:
     workload = memory_trees.Workload("tiny", 3, (8, 8), (4, 2), (1, 8))
     tree, like = memory_trees.make(workload), memory_trees.target(workload)
     assert memory_trees.device_bytes(tree) == workload.nbytes == 3 * 8 * 8 * 4
-    moved = jax.tree.map(lambda leaf, want: jax.device_put(leaf, want.sharding), tree, like)
+    moved = jax.tree.map(lambda leaf, target: jax.device_put(leaf, target.sharding), tree, like)
     assert memory_trees.byte_sum(moved) == memory_trees.byte_sum(tree)
     assert memory_trees.byte_sum(memory_trees.make(workload, seed=1)) != memory_trees.byte_sum(tree)

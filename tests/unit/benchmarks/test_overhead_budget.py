@@ -1,4 +1,4 @@
-"""Tests of benchmarks.overhead_budget: its arithmetic, the time that stands still, limits of a disk, a short run."""
+"""benchmarks.overhead_budget: its arithmetic, its own clock, and the write limit of a disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.fake_backends import HoldingBackend
 from tests.support.recorded_benchmark import WITH_VERSIONS
 
 MIB = 1 << 20
-UPDATES_BESIDE = 1000
+UPDATES_DURING_SAVE = 1000
 
 
 def saves_at(*times: float) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def test_a_disk_without_saves_has_no_interval() -> None:
 
 
 class Clock:
-    """Time that goes on only where somebody lets it."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 50.0
@@ -82,28 +82,28 @@ def test_own_time_stops_while_another_loop_runs(monkeypatch: pytest.MonkeyPatch)
 
 
 class SlowToSave:
-    """A training whose first save is held on the disk until a few more updates are complete."""
+    """A training whose first save waits on the disk until more updates are complete."""
 
     def __init__(self, backend: HoldingBackend) -> None:
         self.model, self.optimizer, self.data = {"w": jnp.zeros(4)}, {"m": jnp.zeros(4)}, jct.JsonValue({})
-        self._backend, self.beside = backend, 0
+        self._backend, self.updates_during_save = backend, 0
 
     def update(self) -> float:
         if self._backend.reached.is_set():
-            self.beside += 1
-        if self.beside == UPDATES_BESIDE:
+            self.updates_during_save += 1
+        if self.updates_during_save == UPDATES_DURING_SAVE:
             self._backend.go.set()
         return 0.0
 
 
-def test_block_has_all_of_its_saves_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_ends_after_its_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = HoldingBackend("rename", "step-")
     monkeypatch.setattr(manager, "LocalBackend", lambda: backend)
     training: Any = SlowToSave(backend)
     loop = SavingLoop(training, tmp_path / "run")
-    while not loop.saves:  # until the policy knows how long an update takes
+    while not loop.saves:  # until the policy has measured an update
         loop.block(0.1)
-    assert training.beside >= UPDATES_BESIDE
+    assert training.updates_during_save >= UPDATES_DURING_SAVE
     assert not loop.costs().is_measuring
     loop.close()
     assert loop.saves[0].lasted_s is not None

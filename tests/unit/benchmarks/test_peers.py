@@ -1,4 +1,4 @@
-"""The peers under measurement: each gives back what it was given, and each variant is what its name says."""
+"""The measured peers: each loads what it saved, and each variant matches its name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stored(path: Path) -> int:
 
 
 @pytest.mark.parametrize("name", JAX_PEERS)
-def test_a_peer_gives_back_what_it_was_given(name: str, tmp_path: Path) -> None:
+def test_peer_loads_what_it_saved(name: str, tmp_path: Path) -> None:
     subject, state = saved_by(name, tmp_path / "one")
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
     loaded = subject.load(tmp_path / "one", like)
@@ -49,7 +49,7 @@ def test_a_peer_gives_back_what_it_was_given(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in JAX_PEERS if name.startswith("orbax")])
-def test_variant_of_orbax_is_what_its_name_says(name: str, tmp_path: Path) -> None:
+def test_orbax_variant_matches_its_name(name: str, tmp_path: Path) -> None:
     subject, _ = saved_by(name, tmp_path / "one")
     subject.close()
     has_ocdbt = any(file.name == "manifest.ocdbt" for file in (tmp_path / "one").rglob("*"))

@@ -1,4 +1,4 @@
-"""The plots of the policies: those that are kept were drawn from what the policies decide now."""
+"""The plots of the policies: the committed files match the current decisions."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ PLOTS = plots()
 
 
 @pytest.mark.parametrize("name", list(PLOTS))
-def test_plot_was_drawn_from_what_policy_decides(name: str) -> None:
+def test_plot_was_drawn_from_current_policy(name: str) -> None:
     assert digest_in(FOLDER / f"{name}.svg") == digest_of(PLOTS[name].data()), "make docs-plots"
 
 
-def test_all_plots_are_there_and_are_shown(repo_root: Path) -> None:
+def test_all_plots_exist_and_are_shown(repo_root: Path) -> None:
     assert {file.stem for file in FOLDER.iterdir()} == set(PLOTS)
     page = (repo_root / "docs" / "reference" / "policies.md").read_text()
     assert [name for name in PLOTS if f"(../plots/{name}.svg)" not in page] == []
 
 
-def test_a_plot_is_the_same_each_time_and_tells_its_data(tmp_path: Path) -> None:
+def test_plot_is_deterministic_and_has_digest(tmp_path: Path) -> None:
     plot = PLOTS["temporary-lives"]
     first, again = (draw("a", plot, tmp_path).read_bytes() for _ in range(2))
     assert first == again
     assert digest_in(tmp_path / "a.svg") == digest_of(plot.data())
 
 
-def test_a_change_of_a_decision_is_another_digest() -> None:
+def test_changed_decision_changes_the_digest() -> None:
     lives = PLOTS["latest-n"].data()
     assert digest_of(lives) != digest_of(lives[:-1])
     assert digest_of([1.0]) == digest_of([1.0 + 1e-9])

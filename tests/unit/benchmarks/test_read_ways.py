@@ -1,4 +1,4 @@
-"""Each way to read gives the bytes of the file, and a way that gives others is found out."""
+"""Each way to read returns the bytes of the file, and wrong bytes are detected."""
 
 from __future__ import annotations
 

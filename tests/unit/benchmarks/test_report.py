@@ -16,18 +16,18 @@ from tests.support.recorded_benchmark import record
 PNG = b"\x89PNG"
 
 
-def test_a_record_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_record_survives_its_file(tmp_path: Path) -> None:
     record("dense").write(tmp_path / "deep" / "run.json")
     assert Record.read(tmp_path / "deep" / "run.json") == record("dense")
 
 
 def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text('{"version": 1}')
-    with pytest.raises(ValueError, match=r"old\.json: version 1, wanted 2"):
+    with pytest.raises(ValueError, match=r"old\.json: version 1"):
         Record.read(tmp_path / "old.json")
 
 
-def test_runs_of_several_machines_are_merged_and_each_workload_keeps_its_own() -> None:
+def test_runs_of_several_machines_are_merged() -> None:
     one, another = record("dense", "moe"), record("small")
     another.machine["processor"] = "another processor"
     merged = merge([one, another, record("moe")])

@@ -1,4 +1,4 @@
-"""Simulated jobs: plans are right, and what one process does is the same however many there are."""
+"""Simulated jobs: plans are correct, and the work of one process does not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def all_plans(layout: str, processes: int, arrays: int = ARRAYS) -> list[Planned
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("processes", [8, 64, 160])
-def test_all_write_all_once_and_evenly(layout: str, processes: int) -> None:
+def test_every_byte_is_written_once_and_evenly(layout: str, processes: int) -> None:
     state, plans = planned_state(layout, processes, ARRAYS), all_plans(layout, processes)
     for number, array in enumerate(state.arrays):
         check_tiling([box for planned in plans for box in planned.boxes[number]], array.shape, array.name)
     written = [planned.bytes for planned in plans]
-    assert max(written) - min(written) <= 2 << 20  # what is smaller than two parts is not cut
+    assert max(written) - min(written) <= 2 << 20  # arrays smaller than two parts are not split
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_manifest_of_all_is_one_that_is_believed(layout: str) -> None:
+def test_manifest_of_all_processes_is_valid(layout: str) -> None:
     state, plans = planned_state(layout, 64, ARRAYS), all_plans(layout, 64)
     data = manifest_of(state, [encode_index(index_of(planned, n)) for n, planned in enumerate(plans)])
     manifest = decode_manifest(data, "manifest")
@@ -50,7 +50,7 @@ def test_manifest_of_all_is_one_that_is_believed(layout: str) -> None:
 
 
 def calls_of(act: Callable[[], object]) -> int:
-    """How many functions are called, Python's own ones too."""
+    """Return how many functions are called, built-in ones included."""
     count = 0
 
     def note(frame: object, event: str, argument: object) -> None:
@@ -66,7 +66,7 @@ def calls_of(act: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp-tp"])
-def test_a_plan_takes_as_many_calls_of_a_few_processes_as_of_many(layout: str) -> None:
+def test_plan_calls_are_independent_of_process_count(layout: str) -> None:
     counts = {}
     for processes in (64, 64_000):
         state = planned_state(layout, processes, 10 * ARRAYS)
@@ -75,12 +75,12 @@ def test_a_plan_takes_as_many_calls_of_a_few_processes_as_of_many(layout: str) -
     assert counts[64_000] <= counts[64]
 
 
-def test_a_plan_of_replicas_takes_calls_for_parts_but_not_for_processes() -> None:
+def test_replica_plan_calls_follow_parts_not_processes() -> None:
     counts = {}
     for processes in (1000, 64_000):
         state = planned_state("replicated", processes, ARRAYS)
         counts[processes] = calls_of(functools.partial(plan, state, processes - 1))
-    assert counts[64_000] <= 1.01 * counts[1000]  # 64,000 processes hold what makes some 3,000 parts
+    assert counts[64_000] <= 1.01 * counts[1000]  # the state of 64,000 processes has about 3,000 parts
 
 
 def test_index_costs_are_independent_of_process_count() -> None:
@@ -92,22 +92,22 @@ def test_index_costs_are_independent_of_process_count() -> None:
         give(ManyProcesses(view, 1, processes), view, value)
         found[processes] = (len(value), asked(view.asked))
     (size_64, asked_64), (size_1000, asked_1000) = found[64], found[1000]
-    assert asked_64["operations"] == asked_1000["operations"] == 4  # the value, that it is there, the count, the result
-    assert abs(size_1000 - size_64) <= 0.05 * size_64  # who writes the small ones differs
+    assert asked_64["operations"] == asked_1000["operations"] == 4  # the value, its announcement, the count, the result
+    assert abs(size_1000 - size_64) <= 0.05 * size_64  # the writers of small arrays differ
     assert abs((asked_1000["sent_bytes"] - size_1000) - (asked_64["sent_bytes"] - size_64)) <= 4
 
 
 @pytest.mark.parametrize("processes", [PACK // 2, PACK, 2 * PACK, 4 * PACK])
-def test_process_0_hears_each_index_once(processes: int) -> None:
+def test_primary_receives_each_index_once(processes: int) -> None:
     figures = run_case("fsdp", processes, 100, samples=2)
     packs = -(-processes // PACK)
-    assert figures["process_0_operations"] == 5 + 2 * packs  # to be woken, who came; each pack; to tell, to forget
+    assert figures["process_0_operations"] == 5 + 2 * packs  # wake-up and attendance; each pack; publish and forget
     assert figures["process_0_received_bytes"] <= processes * (figures["index_bytes"] + 150)
     assert figures["chunks"] >= 80
     assert figures["files_read"] <= processes
 
 
-def test_tables_tell_of_every_case() -> None:
+def test_tables_have_every_case() -> None:
     figures = [{"layout": layout, **run_case(layout, 8, 10, samples=2)} for layout, _, _ in QUICK]
     for text in (of_each(figures), of_process_0(figures), of_reader(figures)):
         lines = text.splitlines()
@@ -115,7 +115,7 @@ def test_tables_tell_of_every_case() -> None:
         assert len({line.count("|") for line in lines}) == 1
 
 
-def test_a_save_asks_as_much_of_the_storage_whatever_the_number_of_processes() -> None:
+def test_storage_calls_are_independent_of_process_count() -> None:
     few, many = save_together(3, 20), save_together(48, 20)
     for saved in (few, many):
         assert all(each == {"list": 1, "create": 1, "synced": 1} for each in saved.storage[1:])

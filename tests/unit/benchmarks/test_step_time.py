@@ -1,4 +1,4 @@
-"""Tests of benchmarks.step_time: its arithmetic, and that a save which disturbs the training is seen."""
+"""benchmarks.step_time: its arithmetic, and a save that disturbs the training is measured."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SAVE_S = 0.2
 
 
 class Clock:
-    """Time that goes on only where somebody lets it."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
-        self.now_s, self.was_read_beside = 0.0, threading.Event()
+        self.now_s, self.was_read_in_background = 0.0, threading.Event()
 
     def perf_counter(self) -> float:
         if threading.current_thread() is not threading.main_thread():
-            self.was_read_beside.set()
+            self.was_read_in_background.set()
         return self.now_s
 
 
 class Disturbing:
-    """A library, and a training whose steps take three times as long while it saves."""
+    """A library and its training, whose steps take three times as long during a save."""
 
     state = None
 
@@ -49,7 +49,7 @@ class Disturbing:
         self._clock.now_s += 0.03 if began < self._ends_s else 0.01
         if self._clock.now_s >= self._ends_s > began:
             self._ended.set()
-            assert self._clock.was_read_beside.wait(60), "nobody saw that the save ended"
+            assert self._clock.was_read_in_background.wait(60), "the end of the save was not noticed"
         return began, self._clock.now_s
 
     def start_save(self, path: Path, tree: Any) -> Wait:
@@ -62,7 +62,7 @@ class Disturbing:
 
 
 class Blocking(Disturbing):
-    """A library that saves before its call returns, and a training that knows nothing of it."""
+    """A library that saves before its call returns, and an undisturbed training."""
 
     def start_save(self, path: Path, tree: Any) -> Wait:
         self._clock.now_s += 0.1
@@ -82,8 +82,8 @@ class Failing:
         raise NotImplementedError
 
 
-def made_up(quiet_s: float, during_s: float, blocking_s: float = 0.5) -> Cycle:
-    """Four quiet steps; a call, then three steps while the save is under way and one after it."""
+def cycle_of(quiet_s: float, during_s: float, blocking_s: float = 0.5) -> Cycle:
+    """Return a cycle of four quiet steps, a call, three steps during the save, and one after it."""
     return Cycle(
         quiet_s=[quiet_s] * 4,
         during_s=[during_s] * 3,
@@ -110,24 +110,24 @@ def measured(training: Training, tmp_path: Path) -> Measure:
     return measure
 
 
-def test_a_summary_of_made_up_steps() -> None:
-    one = summarise([[made_up(1.0, 1.2)], [made_up(2.0, 3.0)], [made_up(1.0, 1.1)]])
+def test_summary_of_steps_is_computed() -> None:
+    one = summarise([[cycle_of(1.0, 1.2)], [cycle_of(2.0, 3.0)], [cycle_of(1.0, 1.1)]])
     assert one.ratio.median == pytest.approx(1.2)
     assert (one.ratio.minimum, one.ratio.maximum) == (pytest.approx(1.1), pytest.approx(1.5))
     assert one.lost_s.median == pytest.approx(0.5 + 3 * 0.2)
     assert one.slowdown.maximum == pytest.approx((0.5 + 9.0 + 2.0) / 4 / 2.0)
     assert one.during_steps == 9
     assert not one.within_target
-    assert summarise([[made_up(1.0, 1.09)]]).within_target
+    assert summarise([[cycle_of(1.0, 1.09)]]).within_target
 
 
-def test_the_tail_is_of_all_rounds_together() -> None:
-    one = summarise([[made_up(1.0, 1.0)], [made_up(1.0, 4.0)]])
+def test_tail_covers_all_rounds() -> None:
+    one = summarise([[cycle_of(1.0, 1.0)], [cycle_of(1.0, 4.0)]])
     assert one.during_tail_s == pytest.approx(4.0)
     assert one.tail_ratio == pytest.approx(4.0)
 
 
-def test_quantiles_lie_between_values_in_proportion() -> None:
+def test_quantiles_interpolate_between_values() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert quantile([0.0, 10.0], 0.9) == pytest.approx(9.0)
     assert quantile([5.0], 0.9) == 5.0
@@ -140,7 +140,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_steps_that_a_save_slows_down_are_seen(tmp_path: Path, clock: Clock) -> None:
+def test_steps_slowed_by_a_save_are_measured(tmp_path: Path, clock: Clock) -> None:
     both: Any = Disturbing(clock)
     slow = summarise([[run_cycle(both, both, tmp_path / "save", steps=4)]])
     assert slow.first_ratio.median == pytest.approx(3)
@@ -150,12 +150,12 @@ def test_steps_that_a_save_slows_down_are_seen(tmp_path: Path, clock: Clock) -> 
     assert slow.save_s.median >= SAVE_S
 
 
-def test_a_call_that_blocks_is_seen(tmp_path: Path, clock: Clock) -> None:
+def test_blocking_call_is_measured(tmp_path: Path, clock: Clock) -> None:
     both: Any = Blocking(clock)
     blocking = summarise([[run_cycle(both, both, tmp_path / "save", steps=4)]])
     assert blocking.blocking_s.median == pytest.approx(0.1)
     assert blocking.lost_s.median == pytest.approx(0.1)
-    assert blocking.during_steps >= 1, "the first step after each call counts, although the save is over"
+    assert blocking.during_steps >= 1  # the first step after each call always counts
 
 
 def test_the_control_disturbs_nothing(measured: Measure) -> None:
@@ -164,7 +164,7 @@ def test_the_control_disturbs_nothing(measured: Measure) -> None:
     assert control.during_steps > 0
 
 
-def test_a_failed_save_is_not_a_figure(measured: Measure) -> None:
+def test_failed_save_raises_its_error(measured: Measure) -> None:
     with pytest.raises(OSError, match="no space"):
         measured(Failing())
 

@@ -30,13 +30,13 @@ def test_loads_have_ratio_and_two_shares_of_limit() -> None:
     assert rows["ours"]["extra_peak_bytes"] == Spread(250, 250, 250)
 
 
-def test_who_has_no_asynchronous_save_has_no_blocking_time() -> None:
+def test_synchronous_save_has_no_blocking_time() -> None:
     summary = summarise(turns())
     assert summary.saves["peer"]["blocking_s"] is None
     assert summary.saves["peer"]["blocking_by_ours"] is None
 
 
-def test_without_ours_there_are_no_ratios_to_it() -> None:
+def test_ratios_to_ours_need_ours() -> None:
     others = [turn for turn in turns() if turn.subject != "ours"]
     assert summarise(others).saves["peer"]["durable_by_ours"] is None
     assert summarise(others).saves["peer"]["share_of_raw"] is not None
@@ -46,11 +46,11 @@ def test_without_ours_there_are_no_ratios_to_it() -> None:
     ("load", "warning"),
     [
         (load_sample("peer", 1.0, lazy_s=0.5), "peer: reads lazily"),
-        (load_sample("peer", 1.0, was_mapped=True), "peer: its files were still mapped"),
-        (load_sample("peer", 1.0, direct_io=False), "peer: the file system refused O_DIRECT"),
+        (load_sample("peer", 1.0, was_mapped=True), "peer: its files were still"),
+        (load_sample("peer", 1.0, direct_io=False), "peer: the file system refused"),
     ],
 )
-def test_what_reader_has_to_know_is_said_once(load: object, warning: str) -> None:
+def test_each_warning_is_shown_once(load: object, warning: str) -> None:
     made = [Turn(number, "peer", save_sample(1.0), [load]) for number in (1, 2)]
     (found,) = summarise(made).warnings
     assert found.startswith(warning)
@@ -59,7 +59,9 @@ def test_what_reader_has_to_know_is_said_once(load: object, warning: str) -> Non
 def test_stolen_time_is_reported_with_affected_rounds() -> None:
     quiet, loud = load_sample("peer", 1.0, stolen_s=0.01), load_sample("peer", 1.0, stolen_s=0.06)
     made = [Turn(number, "peer", save_sample(1.0), [load]) for number, load in enumerate((quiet, loud, loud), start=1)]
-    assert summarise(made).warnings == ["peer: the host took processor time from 2 of 3 loads"]
+    (warning,) = summarise(made).warnings
+    assert warning.startswith("peer: ")
+    assert "2 of 3 loads" in warning
     assert summarise(made[:1]).warnings == []
 
 

@@ -1,4 +1,4 @@
-"""The worker protocol: what it measures, and that it catches whoever returns something else than was saved."""
+"""The order of the subjects in a round."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def test_every_round_has_its_own_order() -> None:
     assert all(sorted(order) == list(range(8)) for order in orders)
     assert turn_order(8, 3, 5) == turn_order(8, 3, 5)
     followed = {(one, other) for order in orders for one, other in itertools.pairwise(order)}
-    assert len(followed) == 8 * 7, "everyone comes after everyone at times"
+    assert len(followed) == 8 * 7
     assert {order[0] for order in orders} == set(range(8))

@@ -1,4 +1,4 @@
-"""The workloads: true shapes, sizes as announced, the same bytes for the same seed."""
+"""The workloads: real shapes, documented sizes, the same bytes for the same seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIB = 1 << 30
 LLAMA_PARAMETERS = 8_030_261_248  # as published
 
 
-def test_the_llama_shapes_are_those_of_llama_3_1_8b() -> None:
+def test_llama_shapes_match_the_published_model() -> None:
     shapes = parameter_shapes(Model())
     layer = {path[1:]: shape for path, shape in shapes.items() if path[0] == "layer_31"}
     assert layer == {
@@ -54,7 +54,7 @@ def test_scaled_model_keeps_size_of_head() -> None:
     assert {leaf.dtype for leaf in state if leaf.path[0] == "params"} == {"bfloat16"}
 
 
-def test_the_sizes_are_as_announced() -> None:
+def test_workload_sizes_are_as_documented() -> None:
     made = workloads(quick=False)
     assert made["dense"].nbytes == GIB
     assert 2 * GIB < made["llama"].nbytes == made["llama_stacked"].nbytes < 3 * GIB
@@ -63,19 +63,19 @@ def test_the_sizes_are_as_announced() -> None:
     assert made["sharded"].nbytes == pytest.approx(GIB / 2, rel=0.05)
 
 
-def test_a_part_is_the_beginning() -> None:
+def test_partial_load_takes_the_first_leaves() -> None:
     partial = workloads(quick=True)["partial"]
-    wanted = partial.wanted("params")
-    assert partial.leaves[: len(wanted)] == wanted
-    assert {leaf.path[0] for leaf in partial.leaves[len(wanted) :]} == {"opt_state"}
+    requested = partial.wanted("params")
+    assert partial.leaves[: len(requested)] == requested
+    assert {leaf.path[0] for leaf in partial.leaves[len(requested) :]} == {"opt_state"}
 
 
-def test_a_workload_comes_back_from_json() -> None:
+def test_workload_survives_json() -> None:
     for workload in workloads(quick=True).values():
         assert Workload.from_json(json.loads(json.dumps(dataclasses.asdict(workload)))) == workload
 
 
-def test_bytes_depend_on_the_seed_and_on_the_leaf_and_on_nothing_else() -> None:
+def test_leaf_bytes_depend_on_seed_and_leaf() -> None:
     first = random_bytes.leaf_bytes((1, 2), 0, 1001)
     assert first.dtype == np.uint8
     assert first.size == 1001
@@ -102,5 +102,5 @@ def test_every_kind_of_difference_is_found() -> None:
 def test_a_wrong_dtype_is_found() -> None:
     library = arrays.arrays_for("jax")
     loaded = jax.tree.map(lambda array: array.astype("float16"), library.make(TINY, (1,)))
-    with pytest.raises(ValueError, match=r"leaf params/a: loaded float16\[8, 16\], saved was float32\[8, 16\]"):
+    with pytest.raises(ValueError, match=r"leaf params/a: loaded float16"):
         arrays.check(library, loaded, TINY, (1,), "whole")
