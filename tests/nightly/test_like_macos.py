@@ -26,7 +26,7 @@ PART = (
     "tests/integration/test_overwriting.py",
 )
 # It counts arrays that direct I/O has put into their places, and macOS has none.
-ABOUT_DIRECT = "tests/unit/run/test_restoring.py::test_what_a_damaged_step_had_loaded_is_free_before_the_next_is_read"
+ABOUT_DIRECT = "tests/unit/run/test_restoring.py::test_arrays_of_damaged_step_are_freed_first"
 PROGRAM = """
 import os, sys
 from tests.support import like_macos

@@ -1,4 +1,4 @@
-"""Lines of notes: what a crash may leave is no damage, however often it comes, and damage is not taken for a crash."""
+"""Lines of notes: what crashes leave is not reported as damage, and damage is not mistaken for a crash."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read(data: bytes) -> NoteLines:
 
 
 def added(data: bytes, step: int) -> bytes:
-    """As the owner adds a note to what is there."""
+    """The file after the owner adds a note."""
     lines = read(data)
     return data + encode_note({"step": step, "pin": True}, lines.number + 1, after_cut=lines.is_cut)
 
@@ -31,7 +31,7 @@ def steps_of(data: bytes) -> list[int]:
 
 
 def torn(before: bytes, after: bytes) -> Iterator[bytes]:
-    """What a power cut may leave of an append: cut at any byte, the rest missing or zero; any sector may be missing."""
+    """What a power cut may leave of an append: truncated or zeroed from any byte on, or with a sector missing."""
     for end in range(len(before), len(after) + 1):
         yield after[:end]
         yield after[:end] + bytes(len(after) - end)
@@ -42,7 +42,7 @@ def torn(before: bytes, after: bytes) -> Iterator[bytes]:
 
 @pytest.fixture(params=[0, SECTOR - 60])
 def one_pin(request: pytest.FixtureRequest) -> bytes:
-    """A note of step 1, at the beginning of the file or so that a sector ends in the next one."""
+    """A note of step 1, at the start of the file or placed so that a sector ends within the next note."""
     before = b""
     if request.param:
         empty = len(encode_note({"pad": ""}, 1, after_cut=False))
@@ -56,22 +56,22 @@ def pins_of(data: bytes) -> list[int]:
     return [note["step"] for note in read(data).notes if "step" in note]
 
 
-def test_two_crashes_in_a_row_are_no_damage_and_hide_no_note(one_pin: bytes) -> None:
-    looked = 0
+def test_two_torn_appends_hide_no_note(one_pin: bytes) -> None:
+    count = 0
     for first in torn(one_pin, added(one_pin, 2)):
         assert read(first).problem is None
         assert pins_of(first) in ([1], [1, 2])
         for second in torn(first, added(first, 3)):
-            looked += 1
+            count += 1
             whole = added(second, 4)
             assert (read(second).problem, read(whole).problem) == (None, None), (first, second)
             assert pins_of(whole)[0] == 1
             assert pins_of(whole)[-1] == 4
             assert [note["number"] for note in read(whole).notes] == [*range(1, read(whole).number + 1)]
-    assert looked > 10_000
+    assert count > 10_000
 
 
-def test_lost_line_is_missed_whatever_replaces_it() -> None:
+def test_overwritten_line_is_reported_as_missing() -> None:
     data = b""
     for step in range(1, 6):
         data = added(data, step)
@@ -89,15 +89,15 @@ def test_garbage_between_complete_lines_is_ignored() -> None:
         assert (found.problem, steps_of(first + rubbish + second), found.number) == (None, [1, 2], 2)
 
 
-def test_bytes_in_the_last_note_that_no_crash_makes_zero_are_damage() -> None:
+def test_zeroed_bytes_within_last_note_are_damage() -> None:
     data = added(added(b"", 1), 2)
     start = len(added(b"", 1)) + 1
     for at in range(start, len(data) - 2):
         for length in (1, 30):
-            spoilt = data[:at] + bytes(min(length, len(data) - 1 - at)) + data[at + length :]
-            assert len(spoilt) <= len(data)
-            if spoilt.endswith(b"\n"):
-                assert read(spoilt).problem is not None, spoilt
+            damaged = data[:at] + bytes(min(length, len(data) - 1 - at)) + data[at + length :]
+            assert len(damaged) <= len(data)
+            if damaged.endswith(b"\n"):
+                assert read(damaged).problem is not None, damaged
 
 
 def test_more_zeros_than_note_has_bytes_are_damage() -> None:
@@ -105,7 +105,7 @@ def test_more_zeros_than_note_has_bytes_are_damage() -> None:
     assert "damaged at byte 63" in str(read(added(b"", 1) + bytes(2000)).problem)
 
 
-def test_json_that_nobody_sealed_is_no_note() -> None:
+def test_json_without_checksum_is_not_a_note() -> None:
     for text in (b'{"step":1,"pin":true}', b'{"number":2,"step":1,"pin":true}', b'{"event":"save"}'):
         data = added(b"", 1) + b"\n" + text + b"\n"
         assert (steps_of(data), read(data).number) == ([1], 1)
@@ -115,7 +115,7 @@ def test_json_that_nobody_sealed_is_no_note() -> None:
 
 
 @pytest.mark.parametrize("text", [b"}", b"x}", b'{"step":2,}', b'["step",2}', b'{"step":"\xff"}', b"[" * 5000 + b"}"])
-def test_what_is_sealed_and_no_json_is_no_note(text: bytes) -> None:
+def test_invalid_json_with_checksum_is_not_a_note(text: bytes) -> None:
     data = added(b"", 1) + b"\n" + sealed(text) + b"\n"
     assert steps_of(data) == [1]
     assert "damaged at byte" in str(read(data + b"\n").problem)
@@ -131,15 +131,15 @@ def test_explicit_hold_settles_earlier_lines() -> None:
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 0.5, "3", [], 1 << 53, 10**400])
-def test_what_is_no_count_counts_nothing(value: object) -> None:
+def test_invalid_counts_are_ignored(value: object) -> None:
     assert count_of(value) is None
 
 
 @pytest.mark.parametrize("value", [None, True, 0, -1, 0.5, "3", [], 1 << 53])
-def test_a_number_that_is_none_is_no_number(value: object) -> None:
+def test_invalid_note_number_is_reported(value: object) -> None:
     data = encode_note({"step": 1, "number": value}, 1, after_cut=False)
     assert (steps_of(data), read(data).number) == ([1], 0)
-    assert "expected note 1, found note without a number" in str(read(data).problem)
+    assert "expected note 1" in str(read(data).problem)
 
 
 def test_missing_half_is_reported_until_settled() -> None:
@@ -153,8 +153,8 @@ def test_missing_half_is_reported_until_settled() -> None:
 
 
 @pytest.mark.parametrize("line", [b"x\n", b"{\n", b'{"a":1}\n', b',"xxh3_64":"\n'])
-def test_many_lines_that_are_no_notes_are_not_decoded(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start reads all of them, and a refusal of the decoder takes seven times as long as the look at a line."""
+def test_unsealed_lines_are_not_decoded(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start reads all lines, and a failed decoding takes seven times as long as the test of a line."""
     decode, decoded = msgspec.json.decode, list[bytes]()
 
     def noting(text: bytes, **more: Any) -> Any:
@@ -167,17 +167,17 @@ def test_many_lines_that_are_no_notes_are_not_decoded(line: bytes, monkeypatch: 
     assert ([note["step"] for note in found.notes], len(decoded)) == ([1], 1)
 
 
-def test_who_owns_run_no_more_adds_no_note() -> None:
+def test_former_owner_adds_no_note() -> None:
     backend = MemoryBackend()
     backend.make_directory("/run", parents=True, sync=True)
     NoteBook(backend, "/run").add({"step": 1})
     before = backend.open("/run", NOTES_NAME, direct=False).size
 
     def refuse() -> None:
-        raise DirectoryLockedError("another's")
+        raise DirectoryLockedError("held by another")
 
     late = NoteBook(backend, "/run", refuse)
     with pytest.raises(DirectoryLockedError):
         late.add({"step": 2})
-    late.note_roll_back(RollBack(3, frozenset()))  # which only warns
+    late.note_roll_back(RollBack(3, frozenset()))  # this only logs a warning
     assert backend.open("/run", NOTES_NAME, direct=False).size == before

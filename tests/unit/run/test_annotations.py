@@ -1,4 +1,4 @@
-"""Notes: damage never takes a pin away in silence, and half a line costs nothing."""
+"""Notes of a run: damage never removes a pin silently, and a truncated line loses no other note."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pinned(directory: Path) -> tuple[set[int], str | None]:
 
 
 def pin(directory: Path, *steps: int, backend: LocalBackend | None = None) -> None:
-    """As an owner that has just come."""
+    """Pin steps as a new owner does."""
     book = NoteBook(backend or LocalBackend(), str(directory))
     for step in steps:
         book.add({"step": step, "name": f"step-{step:010d}", "pin": True})
@@ -46,25 +46,25 @@ def two_pins(tmp_path: Path) -> bytes:
 
 
 def flips(data: bytes) -> Iterator[bytes]:
-    """Every bit."""
+    """Flip each bit in turn."""
     for at in range(len(data) * 8):
         yield data[: at // 8] + bytes([data[at // 8] ^ 1 << at % 8]) + data[at // 8 + 1 :]
 
 
 def zeros(data: bytes) -> Iterator[bytes]:
-    """From every byte on."""
+    """Overwrite each range of some lengths with zeros."""
     for at in range(len(data)):
         for length in (1, 2, 7, 30, 120, len(data)):
             yield data[:at] + bytes(min(length, len(data) - at)) + data[at + length :]
 
 
 def truncations(data: bytes) -> Iterator[bytes]:
-    """To every size."""
+    """Truncate to each size."""
     yield from (data[:end] for end in range(len(data)))
 
 
 def wrong_lines(data: bytes) -> Iterator[bytes]:
-    """One that is missing, one that is there twice, and two in each other's place."""
+    """Remove a line, repeat a line, and exchange two lines."""
     lines = [b"\n" + line for line in data.split(b"\n") if line]
     for one in range(len(lines)):
         yield b"\n".join([*lines[:one], *lines[one + 1 :], b""])
@@ -86,37 +86,37 @@ def test_pinned_step_survives_damaged_annotations(tmp_path: Path, damage: Callab
         manager.attach_metrics(1, {"a": 0.5})
         manager.pin(2)
         save_steps(manager, 3)
-    data, looked = (run / NOTES_NAME).read_bytes(), 0
+    data, count = (run / NOTES_NAME).read_bytes(), 0
 
     def kept() -> dict[int, bool]:
         return {entry.step: entry.pinned or entry.is_held for entry in scan(LocalBackend(), str(run))}
 
     assert kept() == {1: True, 2: True, 3: False}
-    for spoilt in damage(data):
-        looked += 1
-        (run / NOTES_NAME).write_bytes(spoilt)
+    for damaged in damage(data):
+        count += 1
+        (run / NOTES_NAME).write_bytes(damaged)
         found = kept()
-        assert (found[1], found[2]) == (True, True), spoilt
-    assert looked > 5
+        assert (found[1], found[2]) == (True, True), damaged
+    assert count > 5
     os.unlink(run / NOTES_NAME)
     assert kept() == {1: True, 2: True, 3: True}
 
 
 def test_damage_unlike_a_crash_is_detected(tmp_path: Path, two_pins: bytes) -> None:
-    reported = looked = 0
+    reported = count = 0
     for damage in (flips, zeros):
         for data in damage(two_pins):
             (tmp_path / NOTES_NAME).write_bytes(data)
             steps, problem = pinned(tmp_path)
             assert steps <= {100, 300}
-            looked, reported = looked + 1, reported + (problem is not None)
+            count, reported = count + 1, reported + (problem is not None)
             if problem is None and steps != {100, 300}:
                 assert data.endswith(b"\0"), data
                 assert two_pins.startswith(data.rstrip(b"\0")), data
-    assert reported > looked * 0.6
+    assert reported > count * 0.6
 
 
-def test_a_line_that_a_crash_cut_short_anywhere_is_left_out(tmp_path: Path, two_pins: bytes) -> None:
+def test_truncated_last_line_is_ignored(tmp_path: Path, two_pins: bytes) -> None:
     first = len(two_pins) // 2
     for end in range(first + 1, len(two_pins)):
         (tmp_path / NOTES_NAME).write_bytes(two_pins[:end])
@@ -129,7 +129,7 @@ def test_a_line_that_a_crash_cut_short_anywhere_is_left_out(tmp_path: Path, two_
         assert {100, 500} <= steps <= {100, 300, 500}
 
 
-def test_a_note_that_a_crash_cut_at_a_brace_is_left_out(tmp_path: Path, two_pins: bytes) -> None:
+def test_note_truncated_at_brace_is_ignored(tmp_path: Path, two_pins: bytes) -> None:
     (tmp_path / NOTES_NAME).write_bytes(two_pins + b'\n{"number":3,"step":500,"metrics":{"a":0.5}')
     assert pinned(tmp_path) == ({100, 300}, None)
     pin(tmp_path, 700)
@@ -154,7 +154,7 @@ def test_blocks_that_never_reached_disk_are_no_damage(tmp_path: Path, two_pins: 
 
 
 class Full(LocalBackend):
-    """A disk with room for only `room` bytes of the next append."""
+    """A disk that has space for only `room` bytes of the next append."""
 
     room: int | None = None
 
@@ -165,7 +165,7 @@ class Full(LocalBackend):
             raise StorageError(errno.ENOSPC, "no space left", path)
 
 
-def test_a_disk_that_takes_half_a_note_costs_that_note_only(tmp_path: Path) -> None:
+def test_partial_append_loses_that_note_only(tmp_path: Path) -> None:
     backend = Full()
     book = NoteBook(backend, str(tmp_path))
     book.add({"step": 1, "pin": True})
@@ -187,7 +187,7 @@ def test_a_refused_sync_leaves_no_number_out(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch, pytest.raises(StorageError, match="refused"):
         patch.setattr(backend, "sync", functools.partial(fail, errno.EIO))
         book.add({"step": 2, "pin": True})
-    assert book.number == 1, "the other is not on the disk for certain"
+    assert book.number == 1, "the second note is not on the disk for certain"
     book.add({"step": 3, "pin": True})
     assert (book.number, pinned(tmp_path)) == (3, ({1, 2, 3}, None))
 
@@ -198,7 +198,7 @@ def test_notes_that_cannot_be_read_are_added_to(tmp_path: Path, two_pins: bytes)
     assert data.startswith(two_pins)
     steps, problem = pinned(tmp_path)
     assert steps == {100, 300, 500}
-    assert problem is not None, "its number was not known"
+    assert problem is not None, "the number of the new note was unknown"
 
 
 def test_notes_of_two_threads_have_a_number_each(tmp_path: Path) -> None:
@@ -235,12 +235,12 @@ def test_half_written_line_hides_no_other(tmp_path: Path) -> None:
 
 
 def test_next_owner_syncs_before_counting() -> None:
-    """Each process is killed between a note and its sync; the power may go at any moment of the last one."""
+    """Each process is killed between a note and its sync; then the power fails at any moment."""
     machine, acknowledged = Machine(), [(0, 0)]
     CrashDisk(machine).make_directory("/data", parents=True, sync=True)
     for number in range(4):
         disk = CrashDisk(machine)
-        book = NoteBook(disk, "/data")  # type: ignore[arg-type]  # a fake, with what is needed
+        book = NoteBook(disk, "/data")  # type: ignore[arg-type]  # a fake with the methods that are needed
         book.settle(Notes(disk, "/data"), [])  # type: ignore[arg-type]
         acknowledged.append((len(machine.log), book.number))
         book.add({"step": 2 * number, "pin": True})
@@ -264,7 +264,7 @@ def fail(code: int, path: str) -> None:
 
 @pytest.mark.parametrize("what", ["pin", "metrics"])
 def test_late_annotation_is_not_reported_as_kept(tmp_path: Path, what: str) -> None:
-    """The disk does not answer this process for a minute, nor its heartbeat; then the note goes through."""
+    """The disk does not respond for a minute, also not to the heartbeat; then the append succeeds."""
     run = made_run(tmp_path, 1, 2)
 
     class Away(LocalBackend):
@@ -278,13 +278,13 @@ def test_late_annotation_is_not_reported_as_kept(tmp_path: Path, what: str) -> N
     taken_over = list[Path]()
     other = StepManager(run, preservation_policy=LatestN(1))
     first = StepManager(run, backend=Away())
-    with pytest.raises(DirectoryLockedError, match="its lock is held by"):
+    with pytest.raises(DirectoryLockedError, match="lock is held by"):
         first.pin(1) if what == "pin" else first.attach_metrics(1, {"acc": 0.5})
     assert taken_over
     assert [(entry.pinned, entry.metrics) for entry in first._run.entries()] == [(False, None)] * 2
     save_steps(other, 3)
     other.close()
-    assert not step_path(run, 1).exists(), "it had not been pinned when the other one read the notes"
+    assert not step_path(run, 1).exists(), "it was not pinned when the other manager read the notes"
     first.close()
 
 
@@ -294,7 +294,7 @@ def test_lost_step_saved_again_stays_pinned(tmp_path: Path, is_pinned: bool) -> 
         steps.own()
         steps.pin(1)
         steps.pin(1, is_pinned)
-    for lost in step_path(tmp_path, 1).iterdir():  # all that a power cut leaves of it may be its name
+    for lost in step_path(tmp_path, 1).iterdir():  # a power cut may leave nothing but the name
         shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
     with StepManager(tmp_path, preservation_policy=LatestN(1)) as steps:
         save_steps(steps, 1, 2)

@@ -1,4 +1,4 @@
-"""The processes of a run, read from its events: whole ones, and those of which some are missing, late or damaged."""
+"""The attempts of a run, read from its events, some of which may be missing, late or damaged."""
 
 from __future__ import annotations
 
@@ -46,19 +46,23 @@ def test_a_process_is_read_from_its_events() -> None:
         ((at(65, "end"),), "closed", False),
         ((at(65, "end", how="KeyError"),), "KeyError", True),
         ((at(64, "preempted", step=160), at(65, "end", how="preempted")), "preempted", False),
-        ((at(64, "preempted", step=160), at(65, "end", how="closed")), "preempted", False),  # by its own loop
+        (
+            (at(64, "preempted", step=160), at(65, "end", how="closed")),
+            "preempted",
+            False,
+        ),  # the loop of the user ended the process
         ((at(64, "preempted", step=160),), "preempted", False),
         ((at(64, "preempted", step=160), at(65, "end", how="late")), "late", True),
         ((at(65, "end", how="late"),), "late", True),
     ],
 )
-def test_how_it_ended_tells_whether_work_was_lost(last: tuple[Any, ...], how: str, has_lost: bool) -> None:
+def test_kind_of_end_shows_lost_work(last: tuple[Any, ...], how: str, has_lost: bool) -> None:
     (found,) = attempts(*LIFE[:-1], *last)
     assert (found.how, found.has_lost_work) == (how, has_lost)
     assert RunStatistics.of([*LIFE[:-1], *last]).failures.count == has_lost
 
 
-def test_the_last_one_may_be_at_work() -> None:
+def test_last_attempt_may_be_running() -> None:
     later = START + datetime.timedelta(seconds=100)
     events = (*LIFE, at(70, "start"), at(71, "resumed", step=160, resume_s=1.0))
     assert [each.how for each in attempts(*events)] == ["finished", "killed"]
@@ -67,22 +71,22 @@ def test_the_last_one_may_be_at_work() -> None:
     assert (last.how, stretches(last), last.ended) == ("running", [(160, 171)], later)
     _, unready = attempts(*LIFE, at(70, "start"), running=(None, later))
     assert (unready.how, stretches(unready)) == ("running", [])
-    assert attempts(*LIFE, running=(171, later))[0].ended == first.ended  # it has noted its end
+    assert attempts(*LIFE, running=(171, later))[0].ended == first.ended  # its end is recorded
 
 
-def test_one_that_ended_before_it_had_its_state_has_done_nothing() -> None:
+def test_attempt_without_state_has_no_stretches() -> None:
     events = (*LIFE, at(70, "start"), at(71, "end", how="MismatchError"), at(80, "start"), at(81, "end", how="closed"))
     _, failed, pinned = attempts(*events)
     assert (stretches(failed), failed.how, failed.has_lost_work) == ([], "MismatchError", False)
     assert (stretches(pinned), pinned.safe_step) == ([], 160)
 
 
-def test_a_process_that_goes_back_tells_how_far_it_had_come() -> None:
+def test_roll_back_records_step_reached_before() -> None:
     (found,) = attempts(*LIFE[:-1], at(62, "restore", step=120, completed=171), at(63, "resumed", step=120))
     assert stretches(found) == [(100, 171), (120, 120)]
 
 
-def test_a_process_may_go_back() -> None:
+def test_roll_back_starts_new_stretch() -> None:
     (found,) = attempts(*LIFE[:-1], at(62, "restore", step=120), at(63, "save", step=130, ok=True), at(65, "end"))
     assert stretches(found) == [(100, 160), (120, 130)]
     assert found.to_resume_s == 9.0
@@ -90,7 +94,7 @@ def test_a_process_may_go_back() -> None:
     assert (stretches(twice), twice.to_resume_s) == ([(100, 160), (120, 125)], 9.0)
 
 
-def test_a_step_that_is_overwritten_leaves_those_after_it_behind() -> None:
+def test_overwritten_step_starts_new_stretch() -> None:
     (found,) = attempts(*LIFE[:-1], at(62, "save", step=120, ok=True))
     assert stretches(found) == [(100, 160), (120, 120)]
     (below,) = attempts(*LIFE[:3], at(62, "save", step=50, ok=True))
@@ -103,7 +107,7 @@ def test_late_save_does_not_move_time_back() -> None:
     assert found.safe_step == 165
 
 
-def test_a_manager_that_restored_before_it_took_the_directory_goes_on_from_there() -> None:
+def test_start_event_step_begins_the_stretch() -> None:
     *_, found = attempts(*LIFE, at(70, "start", step=120), at(75, "save", step=130, ok=True))
     assert stretches(found) == [(120, 130)]
 
@@ -117,9 +121,9 @@ def test_unknown_resume_point_is_last_commit() -> None:
     assert stretches(fresh) == [(0, 170)]
 
 
-def test_a_clock_that_was_set_back_makes_no_time_negative() -> None:
+def test_clock_set_back_makes_no_time_negative() -> None:
     (found,) = attempts(at(100, "start"), at(50, "resumed", step=5, resume_s=2.0), at(60, "end", how="finished"))
-    assert (found.wall_s, found.to_resume_s) == (52.0, 2.0)  # the latest time in the events, and the earliest
+    assert (found.wall_s, found.to_resume_s) == (52.0, 2.0)  # from the earliest to the latest time of the events
     assert found.ended == START + datetime.timedelta(seconds=100)
 
 
@@ -131,20 +135,18 @@ def test_events_without_start_count_saves_only() -> None:
         at(4, "save", step=9, ok=False, save_s=90.0),
     )
     assert attempts(*old) == []
-    past = RunStatistics.of(old)
-    assert (past.failures.count, past.failures.observed_s, past.cost_s, past.duration_s) == (0, 0.0, None, 2.0)
+    found = RunStatistics.of(old)
+    assert (found.failures.count, found.failures.observed_s, found.cost_s, found.duration_s) == (0, 0.0, None, 2.0)
     assert [stretches(each) for each in attempts(*old, *LIFE)] == [[(100, 163)]]
 
 
-def test_the_past_tells_how_often_it_failed_and_what_the_last_saves_took() -> None:
+def test_statistics_count_failures_and_recent_saves() -> None:
     events = [*LIFE[:-1], at(100, "start"), at(101, "resumed", step=160)]
     events += [at(110 + n, "save", step=170 + n, ok=True, save_s=10.0 - n, cost_s=float(n)) for n in range(8)]
-    past = RunStatistics.of([*events, at(130, "end", how="OSError"), at(140, "start"), at(150, "end", how="closed")])
-    assert (past.failures.count, past.failures.observed_s) == (
-        2,
-        (60.0 - 4) + 30.0,
-    )  # a process that did nothing is none of it
-    assert (past.cost_s, past.duration_s) == (7.0, 8.0)  # of six saves
+    found = RunStatistics.of([*events, at(130, "end", how="OSError"), at(140, "start"), at(150, "end", how="closed")])
+    observed_s = (60.0 - 4) + 30.0  # an attempt without a state does not count
+    assert (found.failures.count, found.failures.observed_s) == (2, observed_s)
+    assert (found.cost_s, found.duration_s) == (7.0, 8.0)  # of the last six saves
     assert RunStatistics.of([]) == RunStatistics()
 
 
@@ -156,12 +158,12 @@ FIELDS = ["event", "time", "step", "ok", "how", "blocked_s", "save_s", "wait_s",
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_field_that_is_anything_spoils_no_other_event(field: str) -> None:
+def test_invalid_field_spoils_no_other_event(field: str) -> None:
     for number, value in itertools.product(range(len(LIFE)), HOSTILE):
         events = [*LIFE[:number], {**LIFE[number], field: value}, *LIFE[number + 1 :]]
         RunStatistics.of(events)
         found = goodput(attempts_of(run_events(events)))
-        if number:  # else there is no start
+        if number:  # otherwise the start event may be invalid
             assert len(found.attempts) == 1
             assert found.saves in ((1, 2, 3) if field == "ok" else (1, 2))
             assert found.share <= 1.0
@@ -178,7 +180,7 @@ ANYTHING = st.dictionaries(
 
 
 @given(st.lists(ANYTHING | st.sampled_from(LIFE), max_size=30))
-def test_whatever_a_history_holds_it_can_be_read(events: list[dict[str, Any]]) -> None:
+def test_arbitrary_events_can_be_read(events: list[dict[str, Any]]) -> None:
     RunStatistics.of(events)
     found = goodput(attempts_of(run_events(events)))
     assert 0.0 <= found.share <= 1.0
@@ -186,6 +188,6 @@ def test_whatever_a_history_holds_it_can_be_read(events: list[dict[str, Any]]) -
 
 
 def test_resume_time_is_part_of_process_time() -> None:
-    """The second loop of a process has waited a minute for the directory, which it took only then."""
+    """The second loop of a process waits a minute for the directory before its start is recorded."""
     (found,) = attempts(at(62, "start"), at(64, "resumed", step=5, resume_s=64.0), at(164, "end", how="finished"))
     assert (found.wall_s, found.to_resume_s) == (164.0, 64.0)

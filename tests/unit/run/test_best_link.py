@@ -1,4 +1,4 @@
-"""The link to the best step: what it stands for, as metrics come and steps go, and what it never replaces."""
+"""The link to the best step: where it points while metrics and steps change, and which entries it never replaces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_link_follows_the_best_step(tmp_path: Path) -> None:
         for step, loss, best in ((2, 0.5, 2), (3, 0.7, 2), (4, 0.4, 4), (5, float("nan"), 4)):
             save(manager, step, loss=loss)
             assert os.readlink(link) == f"step-{best:010d}"
-        manager.attach_metrics(1, {"loss": 0.1})  # an evaluation that ended late
+        manager.attach_metrics(1, {"loss": 0.1})  # from an evaluation that ends later
         assert os.readlink(link) == "step-0000000001"
     assert np.array_equal(jct.load(link)["w"], np.asarray(state_of(1)["w"]))
     assert np.array_equal(load_file(link / "state" / "p00000-s000.safetensors")["w"], np.asarray(state_of(1)["w"]))
@@ -49,7 +49,7 @@ def test_link_never_points_to_deleted_step(tmp_path: Path) -> None:
     assert (tmp_path / "best").is_dir()
 
 
-def test_a_later_job_goes_on_with_it(tmp_path: Path) -> None:
+def test_later_job_creates_missing_link(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         save(manager, 1, loss=0.3)
         save(manager, 2, loss=0.2)
@@ -58,7 +58,7 @@ def test_a_later_job_goes_on_with_it(tmp_path: Path) -> None:
         assert os.readlink(tmp_path / "top") == "step-0000000002"
 
 
-def test_callback_has_one_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_callback_creates_best_link(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_interval_steps": 1, "keep_best": 1, "keep_latest": 1, "best_metric": "loss"}
     with jct.CheckpointCallback(tmp_path, best_link=True, **options) as ckpt:
         ckpt.resume(state_of(0))
@@ -71,14 +71,14 @@ def test_callback_has_one_where_it_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_what_is_no_link_stays(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    there = tmp_path / "best"
-    there.mkdir() if kind == "directory" else there.write_text("mine")
+def test_other_entry_is_not_replaced(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    entry = tmp_path / "best"
+    entry.mkdir() if kind == "directory" else entry.write_text("mine")
     with jct.StepManager(tmp_path, best_link=BestLink("loss")) as manager:
         save(manager, 1, loss=0.3)
         save(manager, 2, loss=0.2)
-    assert there.is_dir() if kind == "directory" else there.read_text() == "mine"
-    logged = [record for record in caplog.records if "no link to the best step" in record.message]
+    assert entry.is_dir() if kind == "directory" else entry.read_text() == "mine"
+    logged = [record for record in caplog.records if "no link to the best" in record.message]
     assert [record.levelno for record in logged][:1] == [logging.WARNING]
     assert sum(record.levelno == logging.WARNING for record in logged) == 1
     assert "exists and is not a link" in logged[0].message
@@ -92,12 +92,12 @@ def test_storage_without_links_is_reported_once(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".owner", "step-0000000001", "b c", 3])
-def test_names_that_are_or_may_be_something_else_are_refused(name: Any) -> None:
+def test_reserved_link_names_are_refused(name: Any) -> None:
     with pytest.raises(SettingsError, match=r"BestLink\.name: expected a plain name"):
         BestLink("loss", name=name)
 
 
-def test_who_has_looked_earlier_does_not_put_it_back(tmp_path: Path) -> None:
+def test_outdated_update_does_not_move_link_back(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         save(manager, 1, loss=0.5)
         save(manager, 2, loss=0.4)

@@ -27,7 +27,7 @@ def steps_there(run: Path) -> list[int]:
 
 
 class Late(LocalBackend):
-    """Step 2 cannot be synced, so 1 waits for 3, whose sync is held until `go`. While `stays`, 1 keeps its name."""
+    """Refuses to sync step 2 and holds the sync of step 3 until `go` is set; while `stays`, step 1 is not renamed."""
 
     def __init__(self) -> None:
         self.held, self.go, self.stays = threading.Event(), threading.Event(), False
@@ -47,7 +47,7 @@ class Late(LocalBackend):
 
 
 def waiting_for_the_third(run: Path, backend: Late, meanwhile: Callable[[jct.StepManager], Any]) -> jct.StepManager:
-    """A run of which step 1 waits until the third is on the disk; `meanwhile` is called after the second."""
+    """A run whose step 1 is deleted when step 3 is on the disk; `meanwhile` is called after the save of step 2."""
     steps = jct.StepManager(run, preservation_policy=LatestN(1), settings=PLAIN, backend=backend)
     save_steps(steps, 1, 2)
     assert steps._run._deleter.wait(60)
@@ -67,7 +67,7 @@ def test_expired_pin_is_not_renewed(tmp_path: Path, stays: bool) -> None:
         assert steps._run._deleter.wait(60)
         assert steps.steps == [3]
         backend.stays = False
-        if stays:  # the disk did not let it go: so it can be kept
+        if stays:  # the disk refused its deletion, so it can be kept
             steps.pin(1)
         else:
             with pytest.raises(jct.StepNotFoundError):
@@ -77,14 +77,12 @@ def test_expired_pin_is_not_renewed(tmp_path: Path, stays: bool) -> None:
         assert steps.steps == steps_there(tmp_path) == ([1, 4] if stays else [4])
 
 
-def test_a_step_that_is_just_restored_is_what_the_run_goes_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restore_cancels_pending_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, take_note = Late(), RunDirectory.note_restore
 
     def late(run: RunDirectory, restored: Restored, there: Any, **more: Any) -> None:
         backend.go.set()
-        assert run._deleter.wait(60)  # what waits is looked at once more before this process goes on
+        assert run._deleter.wait(60)  # pending deletions are reconsidered before this process continues
         take_note(run, restored, there, **more)
 
     monkeypatch.setattr(RunDirectory, "note_restore", late)
@@ -97,14 +95,14 @@ def test_a_step_that_is_just_restored_is_what_the_run_goes_on_from(
         assert step_of(later.restore(step=1)) == 1
 
 
-def test_a_step_that_is_about_to_be_read_does_not_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_about_to_be_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, reading = Late(), RunDirectory.reading
 
     def late(run: RunDirectory, entries: Any) -> Any:
         deleter = threading.Thread(target=run._deleter.wait, args=(60,))
         backend.go.set()
         deleter.start()
-        deleter.join(0.3)  # it waits for who reads, or would be done by now
+        deleter.join(0.3)  # it waits for the reader; otherwise it would have ended by now
         return reading(run, entries)
 
     with waiting_for_the_third(tmp_path, backend, lambda _: None) as steps:
@@ -127,10 +125,10 @@ def test_undeletable_last_whole_step_is_restored(tmp_path: Path) -> None:
         save_steps(steps, 3)
         assert steps._run._deleter.wait(60)
         assert steps.steps == [3]
-    assert steps_there(tmp_path) == [2, 3]  # what is damaged stays
+    assert steps_there(tmp_path) == [2, 3]  # the damaged step stays
 
 
-def test_a_deletion_that_an_unreadable_lock_held_up_is_decided_anew(tmp_path: Path) -> None:
+def test_deletion_after_unreadable_lock_is_reconsidered(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, preservation_policy=LatestN(1)) as steps:
         save_steps(steps, 1)
         lock, is_away = steps._run._lock, [False]
@@ -146,7 +144,7 @@ def test_a_deletion_that_an_unreadable_lock_held_up_is_decided_anew(tmp_path: Pa
         save_steps(steps, 2)
         assert steps._run._deleter.wait(60)
         is_away[0] = False
-        steps.pin(1)  # it could not go: so it can be kept
+        steps.pin(1)  # it was not deleted, so it can be kept
         steps.save(3, {"state": state_of(3)})
         steps.wait()
         assert steps._run._deleter.wait(60)

@@ -1,4 +1,4 @@
-"""The catalog: what counts as a committed step, and in which order the steps were saved."""
+"""The catalog: which entries are committed steps, and in which order the steps were saved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_directory_that_is_not_there_has_no_steps(tmp_path: Path) -> None:
     assert scan(LocalBackend(), str(tmp_path / "nothing")) == []
 
 
-def test_only_directories_with_a_commit_and_a_steps_name_are_steps(tmp_path: Path) -> None:
+def test_steps_need_a_commit_and_valid_name(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     (step_path(run, 2) / "COMMIT").unlink()
     step_path(run, 3).mkdir()
@@ -46,7 +46,7 @@ def test_only_directories_with_a_commit_and_a_steps_name_are_steps(tmp_path: Pat
     assert names(run) == ["step-0000000007"]
 
 
-def test_steps_come_in_the_order_in_which_they_were_saved(tmp_path: Path) -> None:
+def test_steps_are_listed_in_save_order(tmp_path: Path) -> None:
     with StepManager(tmp_path) as manager:
         save_steps(manager, 5, 20)
         save_steps(manager, 3, overwrite=True)
@@ -56,7 +56,7 @@ def test_steps_come_in_the_order_in_which_they_were_saved(tmp_path: Path) -> Non
     assert [entry.sequence for entry in scan(LocalBackend(), str(run))] == [0, 1, 2, 3]
 
 
-def test_what_policies_need_is_read_back(tmp_path: Path) -> None:
+def test_entry_has_what_policies_need(tmp_path: Path) -> None:
     clock = Clock()
     with StepManager(tmp_path, clock=clock) as manager:
         manager.save(3, {"state": state_of(3)}, metrics={"loss": math.inf, "accuracy": 0.5}, temporary=True)
@@ -82,7 +82,7 @@ def test_highest_generation_of_step_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [remove_the_manifest, truncate_the_manifest])
-def test_a_step_with_a_damaged_manifest_is_listed_by_its_number(tmp_path: Path, damage: object) -> None:
+def test_step_with_damaged_manifest_is_listed(tmp_path: Path, damage: object) -> None:
     run = made_run(tmp_path, 1, 2, 3)
     assert callable(damage)
     damage(step_path(run, 2))
@@ -91,15 +91,15 @@ def test_a_step_with_a_damaged_manifest_is_listed_by_its_number(tmp_path: Path, 
     assert [entry.step for entry in scan(LocalBackend(), str(run))] == [1, 2, 3]
 
 
-def test_notes_that_are_cut_or_odd_do_no_harm(tmp_path: Path) -> None:
+def test_truncated_and_invalid_notes_are_ignored(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1)
-    odd: list[dict[str, object]] = [
+    notes: list[dict[str, object]] = [
         {"step": 1, "pin": True},
         {"step": "x", "pin": True},
         {"step": 1, "metrics": {"loss": "nan", "b": []}},
         {"step": 1, "pin": False},
     ]
-    lines = [encode_note(note, number, after_cut=False) for number, note in enumerate(odd, 1)]
+    lines = [encode_note(note, number, after_cut=False) for number, note in enumerate(notes, 1)]
     (run / "notes.jsonl").write_bytes(b"".join(lines)[:-10])
     (entry,) = scan(LocalBackend(), str(run))
     assert entry.pinned
@@ -109,7 +109,7 @@ def test_notes_that_are_cut_or_odd_do_no_harm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("created", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-23:59", "9999-12-31", "today"])
-def test_a_time_at_the_edge_of_all_times_stops_no_training(tmp_path: Path, created: str) -> None:
+def test_extreme_creation_times_stop_no_training(tmp_path: Path, created: str) -> None:
     run = made_run(tmp_path, 1, 2)
     rewrite(step_path(run, 1), lambda manifest: manifest["info"].update(created=created))
     with CheckpointCallback(run, save_interval_steps=1, keep_latest=5) as ckpt:
@@ -120,7 +120,7 @@ def test_a_time_at_the_edge_of_all_times_stops_no_training(tmp_path: Path, creat
     assert sorted(entry.step for entry in scan(LocalBackend(), str(run))) == [1, 2, 3]
 
 
-def test_a_time_is_kept_as_it_is_written_since_notes_name_it(tmp_path: Path) -> None:
+def test_notes_repeat_creation_time_verbatim(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1)
     rewrite(step_path(run, 1), lambda manifest: manifest["info"].update(created="2026-03-01T05:30:00+05:30"))
     with StepManager(run) as manager:

@@ -19,7 +19,7 @@ from tests.support.locks import Beats, Between, new_lock
 
 
 def lock_of(pid: int) -> bytes:
-    """Of this machine, as far as it tells."""
+    """The lock of a process of this machine."""
     return msgspec.json.encode({"process": msgspec.structs.asdict(this_process()) | {"pid": pid}, "token": "t"})
 
 
@@ -35,24 +35,22 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
-def test_a_damaged_lock_is_taken_over_only_after_its_silence(
+def test_damaged_lock_is_taken_over_after_silence(
     tmp_path: Path, quick_looks: None, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / LOCK_NAME).write_bytes(content)
-    with pytest.raises(DirectoryLockedError, match=r"its lock is damaged\), which is alive"):
+    with pytest.raises(DirectoryLockedError, match="which is alive"):
         new_lock(tmp_path, Beats(8, 8, 9)).acquire()
     assert (tmp_path / LOCK_NAME).read_bytes() == content
     lock = new_lock(tmp_path)
     assert lock.acquire() is not None
-    assert "took over from an unknown process (its lock is damaged), which is dead" in caplog.text
+    assert "took over from an unknown process" in caplog.text
     lock.check()
     lock.release()
     assert not (tmp_path / LOCK_NAME).exists()
 
 
-def test_who_lives_beats_on_when_its_lock_is_damaged_and_saves_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_owner_of_damaged_lock_keeps_beating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(lock_module, "POLL_S", 0.01)
     owner = new_lock(tmp_path)
@@ -61,29 +59,29 @@ def test_who_lives_beats_on_when_its_lock_is_damaged_and_saves_no_more(
         file.write(b"\0\0")
     with pytest.raises(DirectoryLockedError, match="is damaged"):
         new_lock(tmp_path).acquire()
-    with pytest.raises(DirectoryLockedError, match="its lock is held by an unknown process"):
+    with pytest.raises(DirectoryLockedError, match="held by an unknown process"):
         owner.check()
     owner.release()
     assert (tmp_path / LOCK_NAME).exists()
 
 
-def damaged_again(directory: Path) -> None:
-    """By the same bytes."""
+def damage_lock(directory: Path) -> None:
+    """Damage the lock in the same way each time."""
     (directory / LOCK_NAME).write_bytes(b"")
 
 
 def test_repeatedly_damaged_lock_is_taken_over(tmp_path: Path, quick_looks: None) -> None:
     for _ in range(3):
-        damaged_again(tmp_path)
+        damage_lock(tmp_path)
         lock = new_lock(tmp_path)
         assert lock.acquire() is not None
         lock.check()
         lock.release()
-    assert len(os.listdir(tmp_path)) <= 1, "what is left of the dead is taken along"
+    assert len(os.listdir(tmp_path)) <= 1, "the remains of dead owners are removed"
 
 
 class BetweenNames(LocalBackend):
-    """Calls something right after its second listing, in which the name for a dead lock is chosen."""
+    """Calls `then` right after its second listing, with which the name of a dead lock is chosen."""
 
     def __init__(self, then: Callable[[], object]) -> None:
         self._then, self._listings = then, 0
@@ -102,11 +100,11 @@ def test_late_process_does_not_unseat_new_owner(
     tmp_path: Path, quick_looks: None, times: int, between: Callable[[Callable[[], object]], LocalBackend]
 ) -> None:
     for _ in range(times):
-        damaged_again(tmp_path)
+        damage_lock(tmp_path)
         lock = new_lock(tmp_path)
         lock.acquire()
         lock.release()
-    damaged_again(tmp_path)
+    damage_lock(tmp_path)
     quick, renamed = new_lock(tmp_path), list[str]()
 
     def take() -> None:

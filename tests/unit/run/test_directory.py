@@ -1,4 +1,4 @@
-"""A run directory: what its owner cleans up, what it leaves alone, and how it names what it saves."""
+"""A run directory: which entries its owner removes or leaves alone, and how it names new steps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def opened(directory: Path) -> RunDirectory:
     return RunDirectory(LocalBackend(), str(directory), None, utc_now)
 
 
-def test_what_does_not_belong_to_the_run_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_entries_are_left_alone(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1)
     (run / "config.yaml").write_text("mine")
     (run / "step-1").mkdir()
     (run / "step-0000000009").mkdir()
-    (run / "step-0000000009" / "half").write_text("a copy that broke off")
+    (run / "step-0000000009" / "half").write_text("an incomplete copy")
     with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as owner:
         save_steps(owner, 2, 3)
         assert owner.steps == [3]
@@ -45,12 +45,12 @@ def test_step_is_saved_next_to_broken_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_strangers_name_with_last_number_hides_no_save(tmp_path: Path, kind: str) -> None:
-    stranger = tmp_path / "step-0000000005.g999999"
+def test_foreign_highest_generation_hides_no_save(tmp_path: Path, kind: str) -> None:
+    foreign = tmp_path / "step-0000000005.g999999"
     if kind == "file":
-        stranger.write_bytes(b"")
+        foreign.write_bytes(b"")
     else:
-        stranger.mkdir()
+        foreign.mkdir()
     with jct.StepManager(tmp_path) as owner:
         save_steps(owner, 5)
     with jct.StepManager(tmp_path) as owner:
@@ -95,7 +95,7 @@ def test_steps_that_policies_see_are_not_built_twice(tmp_path: Path) -> None:
     run.close()
 
 
-def test_a_run_directory_is_made_with_its_parents_by_the_first_save_only(tmp_path: Path) -> None:
+def test_first_save_creates_directory_and_parents(tmp_path: Path) -> None:
     run = tmp_path / "a" / "b"
     manager = jct.StepManager(run)
     assert manager.steps == []
@@ -107,7 +107,7 @@ def test_a_run_directory_is_made_with_its_parents_by_the_first_save_only(tmp_pat
 
 def test_file_in_place_of_run_is_reported(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(jct.StorageError, match=r"is where a directory is expected: choose another path"):
+    with pytest.raises(jct.StorageError, match="a directory is expected"):
         jct.StepManager(tmp_path / "run").own()
 
 
@@ -120,7 +120,7 @@ def test_lock_that_somebody_removed_does_not_fail_close(tmp_path: Path) -> None:
 
 def test_owner_that_lost_its_lock_saves_nothing_more(tmp_path: Path) -> None:
     manager = jct.StepManager(tmp_path)
-    manager.is_within = True  # an idle one would give way to the other, which is in place of another process here
+    manager.is_within = True  # an idle manager of this process would give up the directory
     save_steps(manager, 1)
     (tmp_path / ".owner").unlink()
     with jct.StepManager(tmp_path) as other:
@@ -138,7 +138,7 @@ def test_owner_that_lost_its_lock_saves_nothing_more(tmp_path: Path) -> None:
     assert step_of(reader.restore({"state": state_of(0)})) == 2
 
 
-def test_a_reader_sees_what_was_committed_since(tmp_path: Path) -> None:
+def test_reader_sees_later_commits(tmp_path: Path) -> None:
     reader = jct.StepManager(tmp_path)
     assert not reader.is_committed(1)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as owner:

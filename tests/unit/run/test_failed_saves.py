@@ -1,4 +1,4 @@
-"""A save that fails in the background: loud, once, and without harm to the steps that are there."""
+"""A save that fails in the background: its error is raised once, and the committed steps stay as they are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_failure_is_raised_by_next_decision(tmp_path: Path) -> None:
     backend = HoldingBackend("create", "step-0000000001")
 
     class FailsMeanwhile:
-        """Lets the save before fail before it decides."""
+        """Lets the previous save fail before it decides."""
 
         def should_save(self, step: object, previous: object, *, context: object) -> bool:
             if backend.reached.is_set():
@@ -53,10 +53,10 @@ def test_failure_is_raised_by_next_decision(tmp_path: Path) -> None:
             return True
 
     manager = jct.StepManager(tmp_path, backend=backend, save_decision_policy=FailsMeanwhile())
-    monkeyed = backend.create
+    create = backend.create
 
     def refuse(path: str, *, direct: object) -> object:
-        monkeyed(path, direct=direct)
+        create(path, direct=direct)
         raise jct.StorageError(errno.EIO, "refused to create", path)
 
     backend.create = refuse  # type: ignore[method-assign, assignment]
@@ -89,7 +89,7 @@ def test_a_failure_does_not_let_retention_run(tmp_path: Path) -> None:
     assert step_of(jct.StepManager(tmp_path).restore()) == 1
 
 
-def test_loops_own_error_is_what_user_sees(tmp_path: Path) -> None:
+def test_loop_error_outranks_save_error(tmp_path: Path) -> None:
     manager = failing(tmp_path, 1)
     with pytest.raises(ValueError, match="the loop's own error") as caught, manager:
         manager.save(1, {"state": state_of(1)})
@@ -109,7 +109,7 @@ def test_error_of_loop_still_drains_save(tmp_path: Path) -> None:
 
 
 def test_interrupt_while_state_streams_does_not_lose_save(tmp_path: Path) -> None:
-    """The manager still knows it, waits for it when it is closed, and frees its directory only then."""
+    """The manager still knows the save, waits for it in `close`, and frees its directory only then."""
     state = {"w": jnp.arange(1 << 20, dtype=jnp.float32)}
     backend = HoldingBackend("create", "p00000-s000")
     settings = jct.StoreSettings(snapshot="stream", staging_bytes=1 << 20)
@@ -130,10 +130,8 @@ def test_interrupt_while_state_streams_does_not_lose_save(tmp_path: Path) -> Non
     assert jct.StepManager(tmp_path / "run").latest == 5
 
 
-def test_who_is_interrupted_while_closing_stays_the_owner_until_the_save_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another job would else take the directory, and remove the attempt that is still being written."""
+def test_interrupted_close_keeps_lock_until_save_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another job could take the directory and remove the attempt that is still being written."""
     backend = HoldingBackend("create", "p00000-s000")
     manager = jct.StepManager(tmp_path / "run", backend=backend)
     pending = manager.save(5, {"state": state_of(5)}).pending
@@ -191,7 +189,7 @@ def test_no_reason_fails_a_save(tmp_path: Path, reason: Any, written: str) -> No
     assert jct.StepManager(tmp_path).steps == [1]
 
 
-def test_metrics_whose_names_are_no_unicode_are_refused_by_the_call(tmp_path: Path) -> None:
+def test_invalid_unicode_metric_names_are_refused(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         with pytest.raises(jct.SettingsError, match="expected names of valid Unicode"):
             manager.save(1, {"state": state_of(1)}, metrics={"loss \udcff": 1.0})
@@ -203,18 +201,18 @@ def test_metrics_whose_names_are_no_unicode_are_refused_by_the_call(tmp_path: Pa
 
 
 class TakesNothingBack(LocalBackend):
-    """While it is `ill`: the run directory is not synced, and no step gets another name."""
+    """While `is_failing`: refuses to sync the run directory and to rename steps."""
 
     def __init__(self, run: Path) -> None:
-        self._run, self.ill = str(run), False
+        self._run, self.is_failing = str(run), False
 
     def sync(self, path: str) -> None:
-        if self.ill and path == self._run:
+        if self.is_failing and path == self._run:
             raise StorageError(errno.EIO, "refused", path)
         super().sync(path)
 
     def rename(self, source: str, target: str) -> None:
-        if self.ill and source.rpartition("/")[2].startswith("step-"):
+        if self.is_failing and source.rpartition("/")[2].startswith("step-"):
             raise StorageError(errno.EIO, "refused", source)
         super().rename(source, target)
 
@@ -224,29 +222,29 @@ def test_irrevocable_failed_save_is_never_resumed(tmp_path: Path, back_to: int |
     backend = TakesNothingBack(tmp_path)
     with jct.StepManager(tmp_path, backend=backend) as steps:
         save_steps(steps, 10, 20)
-        backend.ill = True
+        backend.is_failing = True
         with pytest.raises(StorageError) as failed:
             save_steps(steps, 30)
         assert any("could not be removed from" in note for note in failed.value.__notes__)
-        backend.ill = False
+        backend.is_failing = False
         steps.restore(step=back_to)
         save_steps(steps, 15 if back_to else 25)
     with jct.StepManager(tmp_path) as later:
         assert later.latest == step_of(later.restore()) == (15 if back_to else 25)
-        save_steps(later, 30)  # what is there of it is nobody's
+        save_steps(later, 30)  # the failed save of this number does not count
     with jct.StepManager(tmp_path) as last:
         assert last.latest == step_of(last.restore()) == 30
 
 
-def test_a_number_whose_save_could_not_be_taken_back_is_saved_again(tmp_path: Path) -> None:
+def test_step_of_irrevocable_failure_is_saved_again(tmp_path: Path) -> None:
     backend = TakesNothingBack(tmp_path)
     with jct.StepManager(tmp_path, backend=backend) as steps:
         save_steps(steps, 10)
-        backend.ill = True
+        backend.is_failing = True
         with pytest.raises(StorageError):
             steps.save(20, {"state": state_of(0)})
             steps.wait()
-        backend.ill = False
+        backend.is_failing = False
         save_steps(steps, 20)
     with jct.StepManager(tmp_path) as later:
         assert step_of(later.restore()) == 20
@@ -256,10 +254,10 @@ def test_repeated_save_counts_as_step(tmp_path: Path) -> None:
     backend = TakesNothingBack(tmp_path)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2), backend=backend) as steps:
         save_steps(steps, 10)
-        backend.ill = True
+        backend.is_failing = True
         with pytest.raises(StorageError):
             save_steps(steps, 20)
-        backend.ill = False
+        backend.is_failing = False
         shutil.rmtree(step_path(tmp_path, 20))  # by hand
         save_steps(steps, 20, 30)
         assert (steps.is_committed(20), steps.steps) == (True, [20, 30])
@@ -270,29 +268,29 @@ def test_repeated_save_counts_as_step(tmp_path: Path) -> None:
 class Misreports(LocalBackend):
     """Reports the rename of one step as failed but performs it, as network file systems may."""
 
-    def __init__(self, *, is_ill_after: bool) -> None:
-        self.is_ill_after, self.is_ill = is_ill_after, False
+    def __init__(self, *, fails_afterwards: bool) -> None:
+        self._fails_afterwards, self.is_failing = fails_afterwards, False
 
     def rename(self, source: str, target: str) -> None:
         super().rename(source, target)
         if target.endswith("/step-0000000030"):
-            self.is_ill = self.is_ill_after
+            self.is_failing = self._fails_afterwards
             raise StorageError(errno.EIO, "reported as failed", source)
 
     def open(self, directory: str, name: str, *, direct: Any) -> Any:
-        if self.is_ill:
+        if self.is_failing:
             raise StorageError(errno.EIO, "cannot be read", f"{directory}/{name}")
         return super().open(directory, name, direct=direct)
 
 
-@pytest.mark.parametrize("is_ill_after", [False, True])
-def test_denied_publish_is_never_resumed(tmp_path: Path, is_ill_after: bool) -> None:
-    backend = Misreports(is_ill_after=is_ill_after)
+@pytest.mark.parametrize("fails_afterwards", [False, True])
+def test_denied_publish_is_never_resumed(tmp_path: Path, fails_afterwards: bool) -> None:
+    backend = Misreports(fails_afterwards=fails_afterwards)
     with jct.StepManager(tmp_path, backend=backend) as steps:
         save_steps(steps, 10, 20)
         with pytest.raises(StorageError, match="reported as failed"):
             save_steps(steps, 30)
-        backend.is_ill = False
+        backend.is_failing = False
         assert step_of(steps.restore(step=10)) == 10
         save_steps(steps, 15)
     with jct.StepManager(tmp_path) as later:
@@ -320,7 +318,7 @@ def test_foreign_directory_is_not_taken_for_save(tmp_path: Path) -> None:
 
 @pytest.fixture
 def no_space_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Have the first such call on a file of an attempt say that there is no space, as NFS does."""
+    """Let the first call of an `os` function on a file of an attempt fail with ENOSPC, as NFS does."""
 
     def arm(name: str) -> None:
         real, armed = getattr(os, name), [True]
@@ -356,7 +354,7 @@ def test_full_disk_at_close_leaves_no_attempt(tmp_path: Path, no_space_at: Calla
 
 
 class Clinging(LocalBackend):
-    """Does not remove attempts, for some tries."""
+    """Refuses to remove attempts for a number of tries."""
 
     def __init__(self, tries: int) -> None:
         self.tries = tries

@@ -1,6 +1,6 @@
-"""A disk that refuses a sync once and takes the next one: the system has forgotten what it could not write.
+"""A disk that refuses a sync once and accepts the next one, after which the unwritten data may be lost.
 
-So nothing goes that such a step has replaced, in this process and in later ones, until a later step is on the disk.
+A step that such a save replaces is therefore kept, by this process and by later ones, until a later step is synced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def step_directories(run: Path) -> list[str]:
 
 
 class RefusesOnce(LocalBackend):
-    """The first sync of a data file below a directory with this name."""
+    """Refuses the first sync of a data file below a directory with this name."""
 
     def __init__(self, name: str) -> None:
         self.name, self.refused = name, list[str]()
@@ -40,7 +40,7 @@ class RefusesOnce(LocalBackend):
 
 
 class HeldSync(LocalBackend):
-    """The first sync of a data file of step 2 waits until it is let go."""
+    """Holds the syncs of the data files of step 2 until `go` is set."""
 
     def __init__(self) -> None:
         self.held, self.go = threading.Event(), threading.Event()
@@ -62,7 +62,7 @@ def overwrite(steps: jct.StepManager, step: int) -> None:
     assert steps._run._deleter.wait(60)
 
 
-def test_an_older_step_stays_until_a_later_one_is_on_the_disk(tmp_path: Path) -> None:
+def test_older_step_stays_until_later_sync(tmp_path: Path) -> None:
     backend = RefusesOnce("step-0000000002")
     with manager(tmp_path, backend, 1) as steps:
         save_steps(steps, 1, 2)
@@ -74,9 +74,7 @@ def test_an_older_step_stays_until_a_later_one_is_on_the_disk(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("is_new_process", [False, True])
-def test_the_generation_before_one_that_was_refused_stays_as_long_as_that_does(
-    tmp_path: Path, is_new_process: bool
-) -> None:
+def test_generation_before_unsynced_one_stays(tmp_path: Path, is_new_process: bool) -> None:
     steps = manager(tmp_path, RefusesOnce("step-0000000002.g1"), 2)
     save_steps(steps, 1, 2)
     overwrite(steps, 2)
@@ -95,7 +93,7 @@ def test_the_generation_before_one_that_was_refused_stays_as_long_as_that_does(
 
 
 def test_abandoned_steps_stay_after_refused_save(tmp_path: Path) -> None:
-    """That save is made durable before the roll-back is noted, which is when the disk refuses it."""
+    """The disk refuses the sync of the new save, which comes before the note of the roll-back."""
     backend = RefusesOnce("step-0000000002.g1")
     with manager(tmp_path, backend, 2) as steps:
         save_steps(steps, 1, 2)
@@ -109,7 +107,7 @@ def test_abandoned_steps_stay_after_refused_save(tmp_path: Path) -> None:
 
 
 def test_name_that_was_given_again_is_another_save(tmp_path: Path) -> None:
-    """What was noted of a step is of that save alone."""
+    """A note about a save does not apply to a later save of the same name."""
     with manager(tmp_path, RefusesOnce("step-0000000001.g1"), 1) as steps:
         save_steps(steps, 1)
         overwrite(steps, 1)
@@ -131,7 +129,7 @@ def test_step_pending_deletion_can_be_kept(tmp_path: Path, call: str) -> None:
         save_steps(steps, 2, 3)
         assert steps._run._deleter.wait(60)
         assert (backend.refused != [], steps.steps, len(step_directories(tmp_path))) == (True, [1, 3], 3)
-        flip_a_payload_byte(step_path(tmp_path, 3))  # what such a disk may have done
+        flip_a_payload_byte(step_path(tmp_path, 3))  # as such a disk may lose data
         if call == "pin":
             steps.pin(2)
         else:
@@ -140,17 +138,17 @@ def test_step_pending_deletion_can_be_kept(tmp_path: Path, call: str) -> None:
         save_steps(steps, 4)
         assert steps._run._deleter.wait(60)
         assert steps.steps[-1] == 4
-        assert (2 in steps.steps) == (call == "pin"), "the policy keeps one, and what is pinned"
+        assert (2 in steps.steps) == (call == "pin"), "the policy keeps one step and the pinned ones"
         assert step_path(tmp_path, 2).exists() == (call == "pin")
 
 
-def test_nothing_goes_that_another_owner_has_when_a_sync_returns_late(tmp_path: Path) -> None:
-    """What replaces a step is brought to the disk before that goes, for which a disk may take minutes."""
+def test_late_sync_deletes_nothing_after_takeover(tmp_path: Path) -> None:
+    """Before a step is deleted, the step that replaces it is synced, which may take minutes."""
     backend = HeldSync()
     with manager(tmp_path, backend, 1) as stale:
         save_steps(stale, 1, 2)
         assert backend.held.wait(60)
-        (tmp_path / ".owner").rename(tmp_path / ".owner.dead-x")  # as who takes over does after a minute's silence
+        (tmp_path / ".owner").rename(tmp_path / ".owner.dead-x")  # as a takeover after a minute of silence
         with jct.StepManager(tmp_path) as owner:
             assert step_of(owner.restore(step=1)) == 1
             owner.pin(1)
@@ -178,7 +176,7 @@ def test_pinned_pending_deletion_survives_dropped_manager(tmp_path: Path) -> Non
 
 
 class FailsOnce(LatestN):
-    """A policy that asks somebody who does not answer, once, when it is asked by the thread that deletes."""
+    """A policy whose metrics server does not answer the first call of the thread that deletes."""
 
     failed = False
 

@@ -1,4 +1,4 @@
-"""The table of a run: whole numbers on a terminal of any width, however many processes there were, and any text."""
+"""The goodput table: complete numbers on a terminal of any width, for any number of attempts and any text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.runs import START
 
 
 def process(number: int, **more: Any) -> Attempt:
-    """Attempt `number` of a run; each does 1,000 updates in an hour and loses half of them."""
+    """Attempt `number` of a run, with 1,000 updates in an hour; the next attempt starts after the first 500."""
     began = START + datetime.timedelta(hours=2 * number)
     stretch = Stretch(500 * number, 500 * number + 1000, [500 * number + 500])
     some = {"how": "killed", "stretches": [stretch], "saves": 1, "blocked_s": 1.25, "to_resume_s": 100.0}
@@ -31,12 +31,12 @@ def cells(line: str) -> list[str]:
 
 
 def rows(lines: list[str]) -> list[dict[str, str]]:
-    """The cells of all rows by the names of their columns."""
+    """The cells of each row by the name of their column."""
     (names,) = [cells(line) for line in lines if "┃" in line]
     return [dict(zip(names, cells(line), strict=True)) for line in lines if "│" in line]
 
 
-def test_each_process_and_the_total_have_a_row_and_all_its_numbers() -> None:
+def test_attempts_and_total_have_a_row_each() -> None:
     lines = printed(goodput([process(0), process(1)]))
     assert lines[0].strip() == "2 processes, useful time 48.6%; between processes 1h00m"
     first, second, total = rows(lines)
@@ -50,7 +50,7 @@ def test_each_process_and_the_total_have_a_row_and_all_its_numbers() -> None:
 
 
 @pytest.mark.parametrize("width", [200, 120, 110, 100, 90, 80, 70, 60])
-def test_on_a_narrow_terminal_columns_are_left_out_and_none_is_cut(width: int) -> None:
+def test_narrow_terminal_drops_whole_columns(width: int) -> None:
     found = goodput([process(number) for number in range(12)])
     lines = printed(found, width)
     assert max(map(len, lines)) <= width
@@ -63,11 +63,11 @@ def test_on_a_narrow_terminal_columns_are_left_out_and_none_is_cut(width: int) -
 
 
 @pytest.mark.parametrize("width", [1, 5, 20, 40])
-def test_a_terminal_of_next_to_no_width_is_no_error(width: int) -> None:
+def test_tiny_terminal_width_is_no_error(width: int) -> None:
     assert max(map(len, printed(goodput([process(0)]), width))) <= width
 
 
-def test_of_very_many_processes_the_first_and_the_last_are_shown() -> None:
+def test_table_shows_first_and_last_attempts() -> None:
     lines = printed(goodput([process(number) for number in range(1000)]))
     shown = rows(lines)
     assert len(shown) == MOST_ROWS + 2
@@ -88,7 +88,7 @@ def test_table_without_steps_or_processes() -> None:
 
 
 @pytest.mark.parametrize("how", ["[red]x[/]", "[/]", "\x1b[31mred", ":smile:", "\n\n", "e" * 1000, "ℵ" * 50, "\udc80"])
-def test_what_history_says_of_end_is_text_only(how: str) -> None:
+def test_end_text_is_printed_without_markup(how: str) -> None:
     lines = printed(goodput([process(0, how=how)]))
     (row, _) = rows(lines)
     assert row["useful"] == "1000"

@@ -1,4 +1,4 @@
-"""What is held: damage to the notes of a run keeps every step that may be pinned, once, and the run goes on."""
+"""Held steps: damage to the notes of a run keeps each step that may be pinned, and training continues."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def remove_it(run: Path) -> None:
     (run / NOTES_NAME).unlink()
 
 
-def make_it_a_giant(run: Path) -> None:
+def make_it_huge(run: Path) -> None:
     os.truncate(run / NOTES_NAME, 1 << 40)
 
 
 def pinned_run(directory: Path) -> Path:
-    """Steps 1 to 3, of which the first is pinned; the manifest of the last one knows of that note."""
+    """A run with steps 1 to 3; the first is pinned, and the manifest of the last one counts that note."""
     run = made_run(directory, 1, 2)
     with StepManager(run) as manager:
         manager.pin(1)
@@ -66,10 +66,8 @@ def pinned_run(directory: Path) -> Path:
 LOST = [zero_a_part_of_a_pin, cut_within_a_pin, empty_it, remove_it]
 
 
-@pytest.mark.parametrize("damage", [flip_a_pin, link_elsewhere, make_it_a_directory, make_it_a_giant, *LOST])
-def test_what_may_be_pinned_is_kept_and_the_run_goes_on(
-    tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("damage", [flip_a_pin, link_elsewhere, make_it_a_directory, make_it_huge, *LOST])
+def test_damaged_notes_keep_steps_maybe_pinned(tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
     run = pinned_run(tmp_path)
     damage(run)
     with StepManager(run, preservation_policy=LatestN(1)) as manager:
@@ -77,11 +75,11 @@ def test_what_may_be_pinned_is_kept_and_the_run_goes_on(
         assert manager.restored_step == 3
         save_steps(manager, 4, 5, 6)
     assert step_path(run, 1).exists(), "it was pinned"
-    assert StepManager(run).steps == [1, 2, 3, 6], "what was saved since is kept by the policy alone"
+    assert StepManager(run).steps == [1, 2, 3, 6], "only the policy decides about later steps"
     assert "current 3 steps may be pinned" in caplog.text
 
 
-@pytest.mark.parametrize("damage", [flip_a_pin, make_it_a_giant, *LOST])
+@pytest.mark.parametrize("damage", [flip_a_pin, make_it_huge, *LOST])
 def test_holds_do_not_grow_with_restarts(tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
     run = pinned_run(tmp_path)
     damage(run)
@@ -129,7 +127,7 @@ def test_once_damaged_line_is_gone_policy_holds_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", LOST[1:])
-def test_notes_that_are_lost_once_more_are_missed_once_more(tmp_path: Path, damage: Any) -> None:
+def test_notes_lost_again_hold_steps_again(tmp_path: Path, damage: Any) -> None:
     run = made_run(tmp_path, 1, 2)
     with StepManager(run) as manager:
         manager.pin(1)
@@ -141,13 +139,13 @@ def test_notes_that_are_lost_once_more_are_missed_once_more(tmp_path: Path, dama
     assert StepManager(run).steps == [1, 2, 3, 5, 7]
 
 
-def test_a_giant_of_a_file_loses_nothing_that_was_in_it(tmp_path: Path) -> None:
+def test_huge_notes_file_keeps_its_content(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     with StepManager(run) as manager:
         manager.pin(1)
         manager.attach_metrics(2, {"loss": 0.5})
     before = (run / NOTES_NAME).read_bytes()
-    make_it_a_giant(run)
+    make_it_huge(run)
     assert [entry.is_held for entry in scan(LocalBackend(), str(run))] == [True, True]
     with StepManager(run) as manager:
         manager.pin(2)
@@ -162,7 +160,7 @@ def test_a_giant_of_a_file_loses_nothing_that_was_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [flip_a_payload_byte, truncate_the_manifest])
-def test_certain_manifests_give_number_of_annotations(tmp_path: Path, spoil: Any) -> None:
+def test_damaged_manifest_gives_no_note_count(tmp_path: Path, spoil: Any) -> None:
     run = made_run(tmp_path, 1)
     with StepManager(run) as manager:
         manager.pin(1)
@@ -173,7 +171,7 @@ def test_certain_manifests_give_number_of_annotations(tmp_path: Path, spoil: Any
     assert [entry.is_held for entry in scan(LocalBackend(), str(run))] == [is_certain, True]
 
 
-def test_a_step_of_another_run_tells_nothing_of_the_notes_of_this_one(tmp_path: Path) -> None:
+def test_copied_step_gives_no_note_count(tmp_path: Path) -> None:
     other = made_run(tmp_path / "other", 1)
     with StepManager(other) as manager:
         manager.pin(1)
@@ -184,5 +182,5 @@ def test_a_step_of_another_run_tells_nothing_of_the_notes_of_this_one(tmp_path: 
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 0.5, "3", [], 1 << 70])
-def test_manifest_that_tells_no_count_asks_for_none(value: object) -> None:
+def test_invalid_note_count_in_manifest_is_zero(value: object) -> None:
     assert entry_from_manifest("step-0000000001", 1, 0, {"step": 1, "notes": value}).notes == 0

@@ -1,4 +1,4 @@
-"""The history: lines that survive crashes, metrics that JSON has no number for, and a disk that refuses."""
+"""The history: lines that survive crashes, metrics without a JSON number, and a disk that refuses writes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import msgspec
@@ -32,19 +33,21 @@ def test_events_come_back_in_order_without_empty_fields(tmp_path: Path) -> None:
     ]
 
 
-def test_no_history_is_an_empty_one(tmp_path: Path) -> None:
+def test_missing_history_has_no_events(tmp_path: Path) -> None:
     assert History(LocalBackend(), str(tmp_path / "nothing")).events() == []
 
 
-def test_a_line_cut_by_a_crash_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / HISTORY_NAME).write_bytes(b'{"event":"save"}\n{"event":"sa\n[1]\n\xff\n{"event":"restore"}\n{"ev')
+def test_invalid_line_is_skipped_with_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / HISTORY_NAME).write_bytes(
+        b'\n\n{"event":"save"}\n{"event":"sa\n[1]\n"text"\n\xff\n{"event":"restore"}\n{"ev'
+    )
     events = History(LocalBackend(), str(tmp_path)).events()
     assert [event["event"] for event in events] == ["save", "restore"]
-    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [2, 3, 4, 6]
-    assert "history.jsonl: line 2 is left out" in caplog.text
+    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [4, 5, 6, 7, 9]
+    assert "history.jsonl: line 4" in caplog.text
 
 
-def test_half_a_line_takes_no_event_with_it(tmp_path: Path) -> None:
+def test_truncated_line_takes_no_event_along(tmp_path: Path) -> None:
     first = History(LocalBackend(), str(tmp_path))
     first.add("save", START, step=1)
     with (tmp_path / HISTORY_NAME).open("ab") as file:
@@ -78,7 +81,7 @@ def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
     assert math.isnan(metrics_from_json(history.events()[0]["metrics"])["loss"])
 
 
-def test_what_is_no_number_is_left_out_of_stored_metrics() -> None:
+def test_stored_metrics_skip_invalid_numbers() -> None:
     assert metrics_from_json({"a": 1, "b": "many", "c": None, "d": [1]}) == {"a": 1.0}
     assert metrics_from_json({"huge": 10**400, "a": 1, "inf": "inf"}) == {"a": 1.0, "inf": math.inf}
 
@@ -96,33 +99,24 @@ def test_numbers_of_devices_and_numpy_become_floats() -> None:
 
 @pytest.mark.parametrize("value", ["low", "3.0", b"3.0", np.str_("3.0"), [1.0, 2.0], np.ones(2), None, {}])
 def test_metric_that_is_no_single_number_is_refused(value: object) -> None:
-    with pytest.raises(SettingsError, match="metric 'loss': expected a single number, found"):
+    with pytest.raises(SettingsError, match="metric 'loss'"):
         plain_metrics({"loss": value})
 
 
-def test_metric_whose_name_is_no_text_is_refused() -> None:
-    with pytest.raises(SettingsError, match="metrics: expected names as text, found 3"):
-        plain_metrics({3: 1.0})  # type: ignore[dict-item]  # what is refused
+@pytest.mark.parametrize(("name", "shown"), [(3, "found 3"), ("a\udcff", r"found 'a\\udcff'")])
+def test_metric_names_must_be_valid_unicode(name: Any, shown: str) -> None:
+    with pytest.raises(SettingsError, match=shown):
+        plain_metrics({name: 1.0})
 
 
-def test_metric_whose_name_is_no_unicode_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"metrics: expected names of valid Unicode, found 'a\\udcff'; rename it"):
-        plain_metrics({"a\udcff": 1.0})
-
-
-def test_text_that_is_no_unicode_is_written_as_json_can_hold_it(tmp_path: Path) -> None:
+def test_invalid_unicode_is_escaped_in_history(tmp_path: Path) -> None:
     history = History(LocalBackend(), str(tmp_path))
     history.add("save", START, error="no \udcff é", leaves=["a", "\udc80"], more={"\ud800": 1.5})
     event = history.events()[0]
     assert (event["error"], event["leaves"], event["more"]) == (r"no \udcff é", ["a", r"\udc80"], {r"\ud800": 1.5})
 
 
-def test_lines_that_are_no_records_do_not_hide_those_after_them(tmp_path: Path) -> None:
-    (tmp_path / HISTORY_NAME).write_bytes(b'\n\n"text"\n{"event":"save"}\n')
-    assert History(LocalBackend(), str(tmp_path)).events() == [{"event": "save"}]
-
-
-def test_of_a_history_that_is_too_large_both_ends_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_both_ends_of_oversized_history_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     history = History(LocalBackend(), str(tmp_path))
     history.add("save", START, step=1)
     os.truncate(tmp_path / HISTORY_NAME, 1 << 40)
@@ -140,7 +134,7 @@ class Small(msgspec.Struct):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 4096])
-def test_events_are_read_block_by_block_wherever_blocks_end(
+def test_events_may_span_blocks(
     block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("jaxckpt_train.run.history.BLOCK_BYTES", block_bytes)
@@ -183,12 +177,12 @@ def test_of_very_large_history_end_is_recent(tmp_path: Path, caplog: pytest.LogC
     history = History(LocalBackend(), str(tmp_path))
     recent = history.recent()
     assert recent[-1] == {"event": "save", "step": 2}
-    assert {event["event"] for event in recent[:-1]} == {"delete"}  # none of the halved ones
+    assert {event["event"] for event in recent[:-1]} == {"delete"}  # and no truncated line
     assert (len(recent) - 1) * len(filling) <= RECENT_BYTES < (len(recent) + 1) * len(filling)
-    assert caplog.text == ""  # only a full read warns
+    assert caplog.text == ""  # only a complete read logs a warning
 
 
-def test_a_history_that_grows_beyond_what_is_recent_loses_only_that(tmp_path: Path) -> None:
+def test_recent_events_are_bounded_in_bytes(tmp_path: Path) -> None:
     line = b'{"event":"save","step":1}\n'
     (tmp_path / HISTORY_NAME).write_bytes(line * (RECENT_BYTES // len(line) + 10))
     assert len(History(LocalBackend(), str(tmp_path)).recent()) == RECENT_BYTES // len(line)
@@ -205,7 +199,7 @@ def test_a_history_that_grows_beyond_what_is_recent_loses_only_that(tmp_path: Pa
         b'"text"\n17\nnull\n',
     ],
 )
-def test_a_damaged_history_has_no_recent_events_but_those_that_are_whole(tmp_path: Path, data: bytes) -> None:
+def test_damaged_history_yields_intact_recent_events(tmp_path: Path, data: bytes) -> None:
     (tmp_path / HISTORY_NAME).write_bytes(data)
     history = History(LocalBackend(), str(tmp_path))
     assert history.recent() == []
@@ -217,11 +211,11 @@ def test_unreadable_history_is_reported(tmp_path: Path, caplog: pytest.LogCaptur
     History(LocalBackend(), str(tmp_path)).add("save", START, step=7)
     history = History(RefusingBackend("open", HISTORY_NAME, errno.EIO, 1), str(tmp_path))
     assert history.recent() == []
-    assert "history of earlier processes cannot be read" in caplog.text
+    assert "history of earlier processes" in caplog.text
     assert [event["step"] for event in history.recent()] == [7]
 
 
-def test_two_threads_that_note_at_once_lose_no_event(tmp_path: Path) -> None:
+def test_concurrent_threads_lose_no_event(tmp_path: Path) -> None:
     history = History(LocalBackend(), str(tmp_path))
     threads = [
         threading.Thread(target=lambda: [history.add("progress", START, step=step) for step in range(200)])
@@ -234,12 +228,12 @@ def test_two_threads_that_note_at_once_lose_no_event(tmp_path: Path) -> None:
     assert sorted(event["step"] for event in history.events()) == sorted([*range(200)] * 3)
 
 
-def test_seconds_are_noted_to_microsecond_only_is_rounded(tmp_path: Path) -> None:
+def test_only_seconds_are_rounded_to_microseconds(tmp_path: Path) -> None:
     history = History(LocalBackend(), str(tmp_path))
     history.add("save", START, write_s=0.1234567891, share=0.1234567891, bytes_per_s=12, blocked_s=math.inf)
     (event,) = history.events()
     assert (event["write_s"], event["share"], event["bytes_per_s"]) == (0.123457, 0.1234567891, 12)
-    assert event["blocked_s"] is None  # which JSON has for it
+    assert event["blocked_s"] is None  # JSON has no infinity
 
 
 def test_damaged_lines_are_listed_up_to_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -257,11 +251,11 @@ def test_damaged_lines_are_listed_up_to_limit(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "shown"),
     [(np.ma.masked, "masked"), (10**400, "1000*[.]{3}$"), (10**5000, "an object of int")],
     ids=["masked", "400 digits", "5000 digits"],
 )
-def test_non_numeric_metric_is_shortened(value: object, said: str) -> None:
-    with pytest.raises(SettingsError, match=f"metric 'loss': expected a single number, found {said}") as caught:
+def test_non_numeric_metric_is_shortened(value: object, shown: str) -> None:
+    with pytest.raises(SettingsError, match=f"found {shown}") as caught:
         plain_metrics({"loss": value})
     assert len(str(caught.value)) < 300

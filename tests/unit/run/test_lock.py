@@ -17,8 +17,8 @@ from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.locks import edit_owner, new_lock
 
 
-def test_a_new_owner_of_the_same_number_is_not_this_very_process(tmp_path: Path, quick_looks: None) -> None:
-    """Two containers without /proc, in which each has the number 1."""
+def test_same_pid_in_other_container_is_another(tmp_path: Path, quick_looks: None) -> None:
+    """As in two containers without /proc, in which each process has PID 1."""
     first = new_lock(tmp_path)
     first.acquire()
     edit_owner(tmp_path, start="", boot="", namespace="", nonce="of-another")
@@ -27,7 +27,7 @@ def test_a_new_owner_of_the_same_number_is_not_this_very_process(tmp_path: Path,
     assert dead.pid == os.getpid()
 
 
-def test_the_heartbeat_is_often_enough_to_be_heard() -> None:
+def test_heartbeat_fits_thrice_into_silence_limit() -> None:
     assert HEARTBEAT_S * 3 <= SILENCE_S
 
 
@@ -55,7 +55,7 @@ def test_replaced_owner_raises_and_stops_heartbeat(
     beating.join(60)
     assert not beating.is_alive()
     assert "was taken over" in caplog.text
-    with pytest.raises(DirectoryLockedError, match=r"is held by process 4711 on another-machine.*start it again"):
+    with pytest.raises(DirectoryLockedError, match="process 4711 on another-machine"):
         sleeper.check()
     sleeper.release()
     assert json.loads((tmp_path / LOCK_NAME).read_bytes())["token"] == "of-the-other"
@@ -64,9 +64,7 @@ def test_replaced_owner_raises_and_stops_heartbeat(
         sleeper.check()
 
 
-def test_a_lock_out_of_sight_for_a_moment_is_kept_alive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_looks: None
-) -> None:
+def test_briefly_missing_lock_is_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_looks: None) -> None:
     monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.01)
     lock, path = new_lock(tmp_path), tmp_path / LOCK_NAME
     lock.acquire()
@@ -83,7 +81,7 @@ def test_a_lock_out_of_sight_for_a_moment_is_kept_alive(
 def test_second_lock_of_same_process_is_refused(tmp_path: Path) -> None:
     first = new_lock(tmp_path)
     first.acquire()
-    with pytest.raises(DirectoryLockedError, match=r"owned by this process.*close its manager"):
+    with pytest.raises(DirectoryLockedError, match="owned by this process"):
         new_lock(tmp_path).acquire()
     first.acquire()  # the owner itself may ask again
     first.release()
@@ -95,7 +93,7 @@ def test_replaced_owner_cannot_reacquire(tmp_path: Path) -> None:
     lock.acquire()
     other = (tmp_path / LOCK_NAME).read_bytes().replace(lock._record.token.encode(), b"another")
     (tmp_path / LOCK_NAME).write_bytes(other)
-    with pytest.raises(DirectoryLockedError, match="its lock is held by process"):
+    with pytest.raises(DirectoryLockedError, match="held by process"):
         lock.acquire()
     assert (tmp_path / LOCK_NAME).read_bytes() == other
 

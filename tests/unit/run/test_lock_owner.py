@@ -1,4 +1,4 @@
-"""Who holds a lock, to somebody who only looks."""
+"""The owner of a lock, as reported to other processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def lock_of(directory: Path) -> OwnerLock:
     return OwnerLock(LocalBackend(), str(directory))
 
 
-def test_nobody(tmp_path: Path) -> None:
+def test_free_lock_has_no_owner(tmp_path: Path) -> None:
     assert lock_of(tmp_path).owner() is None
 
 
-def test_a_process_that_lives(tmp_path: Path) -> None:
+def test_live_owner_is_reported(tmp_path: Path) -> None:
     held = lock_of(tmp_path)
     held.acquire()
     owner = lock_of(tmp_path).owner()
@@ -35,7 +35,7 @@ def test_a_process_that_lives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("silent_s", [0.0, 2 * SILENCE_S])
 @pytest.mark.parametrize("kind", ["of another machine", "damaged"])
-def test_of_one_that_cannot_be_asked_heartbeat_tells(tmp_path: Path, kind: str, silent_s: float) -> None:
+def test_heartbeat_shows_whether_unknown_owner_lives(tmp_path: Path, kind: str, silent_s: float) -> None:
     process = {"host": "elsewhere", "pid": 7, "start": "1", "boot": "b", "namespace": "n"}
     content = json.dumps({"process": process, "token": "t"}) if kind != "damaged" else "{"
     (tmp_path / LOCK_NAME).write_text(content)

@@ -1,4 +1,4 @@
-"""Once a step was set aside, its neighbours are verified in the background, and no others; then the thread ends."""
+"""After a step is set aside, its neighbours are verified in the background, and no others; then the thread ends."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ THREAD = "jaxckpt-scrub"
 
 
 class ReadBackend(LocalBackend):
-    """Writes down which steps are read, and by whom; `instead` is called before each file is opened."""
+    """Records which steps are read, and by which thread; `before_open` is called before each file is opened."""
 
-    def __init__(self, instead: Callable[[str, str], None] = lambda directory, name: None) -> None:
-        self._instead = instead
+    def __init__(self, before_open: Callable[[str, str], None] = lambda directory, name: None) -> None:
+        self._before_open = before_open
         self._opened: list[tuple[str, int, str]] = []
 
     def open(self, directory: str, name: str, *, direct: Any) -> Any:
         found = re.search(r"step-(\d+)", directory)
         if found is not None:
             self._opened.append((threading.current_thread().name, int(found[1]), name))
-            self._instead(directory, name)
+            self._before_open(directory, name)
         return super().open(directory, name, direct=direct)
 
-    def opened(self, name: str, *, behind: bool) -> list[int]:
-        """Of which steps this file was read, by the thread or by others, in order."""
-        return [step for thread, step, file in self._opened if file == name and (thread == THREAD) == behind]
+    def opened(self, name: str, *, in_background: bool) -> list[int]:
+        """The steps of which this file was read, in order: by the background thread, or by other threads."""
+        return [step for thread, step, file in self._opened if file == name and (thread == THREAD) == in_background]
 
     @property
     def verified(self) -> set[int]:
@@ -64,7 +64,7 @@ def made(run: Path, *steps: int) -> Path:
 
 
 def damage_extra(step: Path) -> None:
-    """Where a restore of the state alone does not look."""
+    """Damage a checkpointable that a restore of the state alone does not read."""
     path = step / "extra" / "p00000-s000.safetensors"
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
@@ -72,7 +72,7 @@ def damage_extra(step: Path) -> None:
 
 
 def when_done(manager: jct.StepManager) -> None:
-    """Wait until nothing is verified any more."""
+    """Wait until the background thread ends."""
     thread = manager._run._scrubber._thread
     if thread is not None:
         thread.join(60)
@@ -87,7 +87,7 @@ STATE: dict[str, Any] = {"state": None}
 
 
 def restored(run: Path, backend: LocalBackend, targets: dict[str, Any] | None = STATE, **settings: Any) -> list[int]:
-    """What an owner has set aside after a restore, once its neighbours were verified."""
+    """The steps that an owner has set aside after a restore and the verification of the neighbours."""
     with jct.StepManager(run, backend=backend, settings=jct.StoreSettings(**settings)) as manager:
         manager.own()
         manager.restore(targets)
@@ -97,16 +97,14 @@ def restored(run: Path, backend: LocalBackend, targets: dict[str, Any] | None = 
     return found
 
 
-def test_a_damaged_neighbour_is_set_aside_though_nobody_asked_for_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_neighbour_is_set_aside_unasked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, backend = made(tmp_path, 1, 2, 3, 4, 5), ReadBackend()
     flip_a_payload_byte(step_path(run, 5))
     damage_extra(step_path(run, 4))
     assert restored(run, backend) == [4, 5]
-    assert backend.opened("extra/p00000-s000.safetensors", behind=False) == []
-    assert backend.verified == {3, 4}, "the neighbour, and that one's; no other step"
-    assert "step 4 is set aside as damaged: step-0000000004" in caplog.text
+    assert backend.opened("extra/p00000-s000.safetensors", in_background=False) == []
+    assert backend.verified == {3, 4}, "the neighbour of step 5, the neighbour of step 4, and no other step"
+    assert "step 4 is set aside" in caplog.text
     reader = jct.StepManager(run)
     assert (reader.steps, reader.damaged) == ([1, 2, 3], [4, 5])
     assert [event["step"] for event in reader.history.events() if event["event"] == "set_aside"] == [5, 4]
@@ -118,10 +116,10 @@ def test_a_healthy_neighbour_is_read_once_and_stays(tmp_path: Path) -> None:
     assert restored(run, backend) == [3]
     assert backend.verified == {2}
     for part in ("state", "extra"):
-        assert backend.opened(f"{part}/p00000-s000.safetensors", behind=True) == [2]
+        assert backend.opened(f"{part}/p00000-s000.safetensors", in_background=True) == [2]
 
 
-def test_what_restore_has_compared_is_not_read_again(tmp_path: Path) -> None:
+def test_restored_bytes_are_not_verified_again(tmp_path: Path) -> None:
     run = made(tmp_path, 1, 2, 3, 4)
     for step in (3, 4):
         flip_a_payload_byte(step_path(run, step))
@@ -131,8 +129,8 @@ def test_what_restore_has_compared_is_not_read_again(tmp_path: Path) -> None:
         assert backend.verified == set()
 
 
-@pytest.mark.parametrize("how", ["not verified", "in part", "a leaf left out"])
-def test_what_the_restore_has_not_compared_is_read(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["not verified", "in part", "a leaf omitted"])
+def test_bytes_outside_restore_are_verified(tmp_path: Path, how: str) -> None:
     run, backend = made(tmp_path, 1, 2, 3, 4), ReadBackend()
     (step_path(run, 4) / "state" / "p00000-s000.safetensors").unlink()
     if how == "not verified":
@@ -140,12 +138,12 @@ def test_what_the_restore_has_not_compared_is_read(tmp_path: Path, how: str) -> 
         assert restored(run, backend, None, verify_on_load=False) == [3, 4]
         assert backend.verified == {2, 3}
         return
-    left_out = {"state": state_of(0), "extra": {"v": jct.PLACEHOLDER}}
-    assert restored(run, backend, left_out if how == "a leaf left out" else STATE) == [4]
+    without_leaf = {"state": state_of(0), "extra": {"v": jct.PLACEHOLDER}}
+    assert restored(run, backend, without_leaf if how == "a leaf omitted" else STATE) == [4]
     assert backend.verified == {3}
 
 
-def test_what_could_not_be_read_is_neighbour_too(tmp_path: Path) -> None:
+def test_unreadable_step_is_a_neighbour_too(tmp_path: Path) -> None:
     def refuse(directory: str, name: str) -> None:
         if directory.endswith("4") and name.startswith("state") and threading.current_thread().name != THREAD:
             raise StorageError(errno.EIO, "refused", name)
@@ -157,7 +155,7 @@ def test_what_could_not_be_read_is_neighbour_too(tmp_path: Path) -> None:
 
 
 def test_neighbours_are_those_by_order_of_saves(tmp_path: Path) -> None:
-    """Also what a roll-back has left behind."""
+    """Steps that a roll-back left behind are neighbours too."""
     run, backend = made(tmp_path, 1, 2, 3), ReadBackend()
     with jct.StepManager(run) as manager:
         manager.restore(step=1)
@@ -177,7 +175,7 @@ def test_damage_is_followed_until_a_step_is_whole(tmp_path: Path) -> None:
     assert backend.verified == {1, 2, 3, 4}
 
 
-def test_where_none_is_whole_all_that_were_restored_from_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_restored_step_stays_without_intact_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, backend = made(tmp_path, 1, 2, 3), ReadBackend()
     flip_a_payload_byte(step_path(run, 3))
     for step in (1, 2):
@@ -189,7 +187,7 @@ def test_where_none_is_whole_all_that_were_restored_from_stay(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("steps", [(1,), (1, 2)])
-def test_where_nothing_is_damaged_there_is_no_thread(tmp_path: Path, steps: tuple[int, ...]) -> None:
+def test_undamaged_run_starts_no_thread(tmp_path: Path, steps: tuple[int, ...]) -> None:
     run, backend = made(tmp_path, *steps), ReadBackend()
     with jct.StepManager(run, backend=backend) as manager:
         manager.own()
@@ -212,7 +210,7 @@ def test_a_run_with_one_step_has_no_neighbours(tmp_path: Path) -> None:
     assert backend.verified == set()
 
 
-def test_reader_looks_at_nothing_until_it_is_owner(tmp_path: Path) -> None:
+def test_reader_verifies_only_after_becoming_owner(tmp_path: Path) -> None:
     run, backend = made(tmp_path, 1, 2, 3, 4), ReadBackend()
     flip_a_payload_byte(step_path(run, 4))
     damage_extra(step_path(run, 3))
@@ -227,7 +225,7 @@ def test_reader_looks_at_nothing_until_it_is_owner(tmp_path: Path) -> None:
     assert threads() == []
 
 
-def test_it_begins_again_at_the_next_one(tmp_path: Path) -> None:
+def test_later_damage_starts_verification_again(tmp_path: Path) -> None:
     run, backend = made(tmp_path, *range(1, 8)), ReadBackend()
     with jct.StepManager(run, backend=backend) as manager:
         manager.own()
@@ -238,7 +236,7 @@ def test_it_begins_again_at_the_next_one(tmp_path: Path) -> None:
         assert manager.damaged == [4, 7]
 
 
-def test_where_all_are_read_neighbours_come_first(tmp_path: Path) -> None:
+def test_full_scrub_starts_with_neighbours(tmp_path: Path) -> None:
     run, order, several = made(tmp_path, *range(1, 8)), list[int](), threading.Event()
 
     def note(directory: str, name: str) -> None:
@@ -258,7 +256,7 @@ def test_where_all_are_read_neighbours_come_first(tmp_path: Path) -> None:
 
 
 class Held:
-    """Keeps the thread at the step whose directory ends so, until it may go on."""
+    """Holds the thread at the step whose directory name has this ending, until `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
         self._ending = ending
@@ -275,7 +273,7 @@ class Held:
         return verify.first_damage(backend, directory, held)
 
 
-def test_neighbour_that_retention_deletes_meanwhile_is_not_damaged(
+def test_neighbour_deleted_meanwhile_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, held = made(tmp_path, 1, 2, 3), Held(monkeypatch, "2")
@@ -286,7 +284,7 @@ def test_neighbour_that_retention_deletes_meanwhile_is_not_damaged(
         assert held.reading.wait(60)
         save_steps(manager, 4)
         manager._run._deleter.wait(60)
-        assert not step_path(run, 2).exists(), "neither saves nor retention wait for it"
+        assert not step_path(run, 2).exists(), "neither saves nor retention wait for the verification"
         held.go.set()
         when_done(manager)
         assert (manager.steps, manager.damaged) == ([4], [3])
@@ -294,21 +292,7 @@ def test_neighbour_that_retention_deletes_meanwhile_is_not_damaged(
     assert "not verified" not in caplog.text
 
 
-def test_foreign_error_is_reported_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def failing(backend: Any, directory: str, pace: Any) -> str | None:
-        raise MemoryError("no memory now")
-
-    run = made(tmp_path, 1, 2, 3)
-    flip_a_payload_byte(step_path(run, 3))
-    with monkeypatch.context() as patch:
-        patch.setattr(scrubber, "first_damage", failing)
-        assert restored(run, LocalBackend()) == [3]
-    assert "step 2 was not verified: no memory now" in caplog.text
-
-
-def test_who_is_owner_no_more_sets_nothing_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_former_owner_sets_nothing_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, held = made(tmp_path, 1, 2, 3), Held(monkeypatch, "2")
     flip_a_payload_byte(step_path(run, 3))
     damage_extra(step_path(run, 2))
@@ -325,9 +309,7 @@ def test_who_is_owner_no_more_sets_nothing_aside(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("ends", ["closed", "dropped"])
-def test_it_ends_with_its_manager_however_slow_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
+def test_slow_verification_ends_with_its_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     monkeypatch.setattr(scrubber, "NEIGHBOURS_BYTES_PER_S", 1)
     run = made(tmp_path, 1, 2, 3)
     flip_a_payload_byte(step_path(run, 3))
@@ -350,6 +332,6 @@ def test_it_ends_with_its_manager_however_slow_it_is(
         other.own()
 
 
-def test_it_keeps_to_a_modest_rate(tmp_path: Path) -> None:
+def test_default_rate_is_modest(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         assert manager._run._scrubber._rate == 64 << 20

@@ -39,7 +39,7 @@ class Process:
 
 
 class Owners(RuleBasedStateMachine):
-    """The model: committed steps in the order of their last save, with what was saved; and which are pinned."""
+    """The model: the committed steps in the order of their last save, with their content, and the pinned ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Owners(RuleBasedStateMachine):
         self._end(owner, kill=kill)
 
     @rule(days=st.integers(-400, 400))
-    def the_clock_jumps(self, days: int) -> None:
+    def set_clock(self, days: int) -> None:
         self.now = START + datetime.timedelta(days=days)
 
     @precondition(lambda self: self.owner is not None)

@@ -1,4 +1,4 @@
-"""Taking a directory and letting go of it: an interrupt on any line of that locks nobody out and hangs nobody."""
+"""Ownership of a directory: an interrupt on any line of taking or releasing it leaves it usable."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def names(run: Path) -> list[str]:
 
 
 def interrupted_owners(left: Path, tmp_path: Path) -> Iterator[tuple[Path, jct.StepManager]]:
-    """Copies of the run, each with a manager that was interrupted on another line of taking it; the last was not."""
+    """Copies of the run with a manager each, interrupted on another line of taking ownership; the last is not."""
     for number in itertools.count(1):
         run = tmp_path / f"run-{number}"
         shutil.copytree(left, run)
@@ -75,7 +75,7 @@ def interrupted_owners(left: Path, tmp_path: Path) -> Iterator[tuple[Path, jct.S
             break
 
 
-def test_interrupt_while_directory_is_taken_locks_nobody_out(left: Path, tmp_path: Path) -> None:
+def test_interrupted_takeover_keeps_directory_usable(left: Path, tmp_path: Path) -> None:
     owners = 0
     for run, manager in interrupted_owners(left, tmp_path):
         owners += 1
@@ -87,7 +87,7 @@ def test_interrupt_while_directory_is_taken_locks_nobody_out(left: Path, tmp_pat
     assert interrupted > 30
 
 
-def test_interrupt_while_taking_it_releases_it(left: Path, tmp_path: Path) -> None:
+def test_close_after_interrupted_takeover_releases_lock(left: Path, tmp_path: Path) -> None:
     for run, manager in interrupted_owners(left, tmp_path):
         manager.close()
         assert ".owner" not in names(run)
@@ -98,25 +98,25 @@ def beating() -> set[threading.Thread]:
 
 
 class Keeping(LocalBackend):
-    """Removes nothing."""
+    """Refuses to remove anything."""
 
     def remove(self, path: str) -> None:
         raise StorageError(errno.EPERM, "cannot remove", path)
 
 
-def test_run_that_was_moved_under_its_job_is_reported(tmp_path: Path) -> None:
+def test_moved_run_directory_is_reported(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with jct.StepManager(run) as manager:
         save_steps(manager, 1)
         run.rename(tmp_path / "moved")
-        with pytest.raises(jct.DirectoryLockedError, match=r"no longer exists. Was it removed or moved"):
+        with pytest.raises(jct.DirectoryLockedError, match="no longer exists"):
             save_steps(manager, 2)
         (tmp_path / "moved").rename(run)
         save_steps(manager, 3)
     assert jct.StepManager(run).steps == [1, 3]
 
 
-def test_a_lock_of_the_dead_that_cannot_be_removed_stops_no_heartbeat(
+def test_undeletable_dead_lock_stops_no_heartbeat(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.0)
@@ -130,10 +130,8 @@ def test_a_lock_of_the_dead_that_cannot_be_removed_stops_no_heartbeat(
         held.release()
 
 
-def test_a_deletion_that_fails_in_a_way_nobody_thought_of_hangs_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next job is done nevertheless, and waiting threads continue."""
+def test_unexpected_deletion_error_blocks_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next deletion is carried out nevertheless, and waiting threads continue."""
     errors: queue.SimpleQueue[Any] = queue.SimpleQueue()
     monkeypatch.setattr(threading, "excepthook", errors.put)
     deleter, fail = Deleter(LocalBackend(), str(tmp_path), lambda: None), iter([True])
@@ -150,7 +148,9 @@ def test_a_deletion_that_fails_in_a_way_nobody_thought_of_hangs_nobody(
     deleter.delete(["step-0000000002"])
     assert deleter.wait(60)
     deleter.close()
-    assert errors.get(timeout=60).exc_type is MemoryError  # reported when the thread ends, perhaps after the next one
+    assert (
+        errors.get(timeout=60).exc_type is MemoryError
+    )  # reported when the thread ends, perhaps after the next deletion
     assert errors.empty()
     assert os.listdir(tmp_path) == []
 
@@ -166,7 +166,7 @@ def test_heartbeat_begins_before_lock_counts_as_held(tmp_path: Path, monkeypatch
 
 
 class SlowRemoval(LocalBackend):
-    """Removing a step waits until `go` is set."""
+    """Holds the removal of a step until `go` is set."""
 
     def __init__(self) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
@@ -182,7 +182,7 @@ def retention_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "jaxckpt-retention"}
 
 
-def test_who_is_interrupted_while_closing_lets_go_when_the_deletions_are_done(tmp_path: Path) -> None:
+def test_interrupted_close_releases_lock_after_deletions(tmp_path: Path) -> None:
     backend, before = SlowRemoval(), retention_threads()
     manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
     save_steps(manager, 1, 2)
@@ -190,7 +190,7 @@ def test_who_is_interrupted_while_closing_lets_go_when_the_deletions_are_done(tm
     with interrupt_at(1, Deleter._is_reached), pytest.raises(KeyboardInterrupt):
         manager.close()
     manager.close()
-    assert lock_of(tmp_path) == "held"  # what is being removed is still this manager's
+    assert lock_of(tmp_path) == "held"  # the deletion still needs the directory
     (thread,) = retention_threads() - before
     backend.go.set()
     thread.join(60)
@@ -221,7 +221,7 @@ CLOSING = (
 )
 
 
-def test_an_interrupt_on_any_line_of_closing_locks_nobody_out(tmp_path: Path) -> None:
+def test_interrupted_close_keeps_directory_usable(tmp_path: Path) -> None:
     for number in itertools.count(1):
         run = tmp_path / f"run-{number}"
         manager = jct.StepManager(run, preservation_policy=jct.LatestN(1))
@@ -250,18 +250,18 @@ def test_next_manager_awaits_deletions_of_dropped_one(tmp_path: Path) -> None:
     assert backend.begun.wait(60)
     del manager
     gc.collect()
-    looked = threading.Event()
+    is_waiting = threading.Event()
 
     class Stop(Latch):
         def wait(self, timeout_s: float | None = None) -> bool:
-            looked.set()
+            is_waiting.set()
             return super().wait(timeout_s)
 
     with jct.StepManager(tmp_path) as other:
         other._run._lock._stop = Stop()
         owning = threading.Thread(target=other.own)
         owning.start()
-        assert looked.wait(60)
+        assert is_waiting.wait(60)
         assert lock_of(tmp_path) == "held"
         backend.go.set()
         owning.join(60)
@@ -280,8 +280,8 @@ def test_a_manager_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
     assert not (tmp_path / ".owner").exists()
 
 
-class Refusing(LocalBackend):
-    """Refuses to list once the lock is there."""
+class RefusesListing(LocalBackend):
+    """Refuses to list the directory while the lock exists."""
 
     refuses = True
 
@@ -292,7 +292,7 @@ class Refusing(LocalBackend):
 
 
 def test_failed_takeover_checks_lock_again(tmp_path: Path) -> None:
-    backend = Refusing()
+    backend = RefusesListing()
     manager = jct.StepManager(tmp_path, backend=backend)
     with pytest.raises(StorageError):
         manager.own()
@@ -300,24 +300,24 @@ def test_failed_takeover_checks_lock_again(tmp_path: Path) -> None:
     backend.refuses = False
     record = (tmp_path / ".owner").read_bytes()
     token = manager._run._lock._record.token.encode()
-    (tmp_path / ".owner").write_bytes(record.replace(token, b"another"))  # it was asleep, and is taken for dead
+    (tmp_path / ".owner").write_bytes(record.replace(token, b"another"))  # as after a takeover while this process slept
     under_way = tmp_path / ".step-0000000007.tmp-deadbeef-deadbeef-1-1-0"
     under_way.mkdir()
-    with pytest.raises(jct.DirectoryLockedError, match="its lock is held by"):
+    with pytest.raises(jct.DirectoryLockedError, match="lock is held by"):
         manager.own()
-    assert under_way.exists(), "the other one's save"
+    assert under_way.exists(), "it belongs to the other owner"
     (tmp_path / ".owner").write_bytes(record)
     manager.own()
     manager.close()
     assert not under_way.exists()
 
 
-def test_owner_that_ends_takes_along_what_dead_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_removes_leftovers_of_dead_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = OwnerLock(LocalBackend(), str(tmp_path))
-    for name in (".owner.dead-x", f"{TEMPORARY_PREFIXES[0]}x", f"{TEMPORARY_PREFIXES[1]}x", ".new-of-somebody-else"):
+    for name in (".owner.dead-x", f"{TEMPORARY_PREFIXES[0]}x", f"{TEMPORARY_PREFIXES[1]}x", ".new-of-another"):
         (tmp_path / name).write_bytes(b"{}")
     held.acquire()
     (tmp_path / f"{TEMPORARY_PREFIXES[0]}young").write_bytes(b"")
     monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.0)
     held.release()
-    assert sorted(os.listdir(tmp_path)) == [f"{TEMPORARY_PREFIXES[0]}young", ".new-of-somebody-else"]
+    assert sorted(os.listdir(tmp_path)) == [f"{TEMPORARY_PREFIXES[0]}young", ".new-of-another"]

@@ -1,4 +1,4 @@
-"""Deletions that the disk refuses, or that wait for it: each waits for what replaces it alone, and none for ever."""
+"""Pending deletions: each waits until the step that replaces it is on the disk, and for nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONE, TWO, THREE, FOUR, FIVE = (f"step-000000000{step}" for step in range(1, 6))
 
 
 class Unsynced(LocalBackend):
-    """Syncs nothing within some directories; writes down what is synced and renamed."""
+    """Refuses syncs within some directories, and records what is synced and renamed."""
 
     def __init__(self, *names: str) -> None:
         self.refused, self.done = set(names), list[tuple[str, str]]()
@@ -46,7 +46,7 @@ class Unsynced(LocalBackend):
 
 
 def saved(manager: jct.StepManager, *steps: int) -> None:
-    """Saved, and what that deletes is deleted, or refused."""
+    """Save steps, and wait until the deletions that follow were carried out or refused."""
     for step in steps:
         save_steps(manager, step)
         assert manager._run._deleter.wait(60)
@@ -62,7 +62,7 @@ def directories(directory: Path, *names: str) -> Path:
     return directory
 
 
-def test_a_step_that_is_never_synced_and_is_to_go_keeps_no_other(tmp_path: Path) -> None:
+def test_expired_unsynced_step_keeps_no_other(tmp_path: Path) -> None:
     backend, settings = Unsynced(THREE), jct.StoreSettings(durability="none")
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend, settings=settings) as manager:
         saved(manager, 1, 2, 3)
@@ -75,7 +75,7 @@ def test_a_step_that_is_never_synced_and_is_to_go_keeps_no_other(tmp_path: Path)
     assert ("sync", FOUR) in backend.done[:first_gone]
 
 
-def test_nothing_goes_while_neither_it_nor_what_came_after_it_can_be_synced(tmp_path: Path) -> None:
+def test_unsynced_successors_delay_all_deletions(tmp_path: Path) -> None:
     run, backend = directories(tmp_path, ONE, TWO, THREE, FOUR), Unsynced(TWO, THREE)
     listener = RecordingListener()
     deleter = Deleter(backend, str(run), lambda: listener)
@@ -95,7 +95,9 @@ def test_deletion_waits_for_newer_synced_step(tmp_path: Path) -> None:
     for pending_deletions, instead in (([ONE], ["step-gone"]), ([TWO], [THREE])):
         deleter.delete(pending_deletions, instead=instead)
         assert deleter.wait(60)
-        assert names_in(run) == [ONE, TWO, THREE, FOUR], "nothing that replaces the first one is there for certain"
+        assert names_in(run) == [ONE, TWO, THREE, FOUR], (
+            "the step that replaces the first one is not on the disk for certain"
+        )
     (run / THREE).rmdir()
     deleter.delete([FIVE], instead=[FOUR])
     deleter.close()
@@ -124,7 +126,7 @@ def test_step_that_was_removed_by_hand_is_gone(tmp_path: Path, caplog: pytest.Lo
     assert caplog.text == ""
 
 
-def test_a_step_that_the_disk_hides_and_says_it_did_not_goes(tmp_path: Path) -> None:
+def test_misreported_rename_still_deletes_step(tmp_path: Path) -> None:
     class Late(LocalBackend):
         def rename(self, source: str, target: str) -> None:
             super().rename(source, target)
@@ -138,8 +140,8 @@ def test_a_step_that_the_disk_hides_and_says_it_did_not_goes(tmp_path: Path) -> 
     assert (names_in(run), listener.gone) == ([], [ONE])
 
 
-def test_a_step_of_the_same_name_as_what_was_not_removed_goes_too(tmp_path: Path) -> None:
-    """And no second one is given the name while it is there."""
+def test_undeletable_remains_do_not_block_reused_name(tmp_path: Path) -> None:
+    """While remains of a step exist, no later save is deleted under the same hidden name."""
     backend = RefusingBackend("remove", hidden_name(THREE), errno.EBUSY, 1000)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
         saved(manager, 2)
@@ -166,7 +168,7 @@ def test_occupied_deletion_name_is_cleared(tmp_path: Path) -> None:
     deleter.delete([ONE])
     assert deleter.wait(60)
     assert (names_in(run), listener.gone) == ([hidden_name(ONE), ONE, TWO, THREE], [])
-    for name in (TWO, THREE):  # the first of them removes what is in the way, but for one refusal
+    for name in (TWO, THREE):  # the first of them removes the remains, except for one refusal
         deleter.delete([name])
         assert deleter.wait(60)
         assert ONE in names_in(run) or ONE in listener.gone
@@ -177,7 +179,7 @@ def test_occupied_deletion_name_is_cleared(tmp_path: Path) -> None:
     assert listener.gone.count(ONE) == 1
 
 
-def test_what_is_hidden_and_no_step_is_somebody_elses(tmp_path: Path) -> None:
+def test_foreign_hidden_entries_are_left_alone(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1)
     others = [".my-results.deleting", ".deleting", "step-0000000007.deleting", ".step-7.deleting", ".step.x.deleting"]
     directories(run, *others, hidden_name(TWO), hidden_name(f"{TWO}.g3"))
@@ -189,7 +191,7 @@ def test_what_is_hidden_and_no_step_is_somebody_elses(tmp_path: Path) -> None:
 
 
 class NeverSynced(CrashDisk):
-    """Syncs no file of step 3."""
+    """Refuses to sync the files of step 3."""
 
     def sync(self, path: str) -> None:
         if f"{THREE}/" in path:
@@ -198,7 +200,7 @@ class NeverSynced(CrashDisk):
 
 
 @pytest.mark.parametrize("order", ["ordered", "any"])
-def test_power_cut_leaves_what_replaced_steps_that_went(order: Order) -> None:
+def test_power_cut_leaves_steps_that_replace_deleted_ones(order: Order) -> None:
     machine = Machine()
     with small_sizes(), process(1):
         settings = jct.StoreSettings(**{**SETTINGS, "durability": "none"})
@@ -209,13 +211,13 @@ def test_power_cut_leaves_what_replaced_steps_that_went(order: Order) -> None:
             assert manager._run._deleter.wait(60)
         assert manager.steps == [5]
         manager.close()
-    least, looked = 0, set[int]()
+    least, seen = 0, set[int]()
     for moment, operation in enumerate(machine.log, 1):
         if isinstance(operation, Rename) and operation.new_name.endswith(".deleting"):
             least = max(least, {ONE: 2, TWO: 4, THREE: 4, FOUR: 5}[shown_name(operation.new_name)])
-        looked.add(least)
+        seen.add(least)
         for seed in range(6 if least else 0):
             image = crash_state(Image(), machine.log, moment, order, random.Random(seed))
             reader = opened(CrashDisk(Machine(image)), jct.StoreSettings(), None)
             assert token_of(reader.restore()) >= least, (moment, seed)
-    assert looked == {0, 2, 4, 5}
+    assert seen == {0, 2, 4, 5}

@@ -1,4 +1,4 @@
-"""The predicted decisions of a policy equal those of the run's owner, and have reasons."""
+"""Predicted deletions: they equal the decisions of the owner, and each has a reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def latest(number: int) -> Pruning:
     return Pruning({"the latest": LatestN(number)})
 
 
-def test_an_older_generation_and_a_temporary_step_go_for_their_own_reasons() -> None:
+def test_generations_and_temporary_steps_have_reasons() -> None:
     entries = [entry(1, 0), entry(1, 1, 1), entry(2, 2, temporary=True), entry(3, 3)]
     found = predicted(entries, latest(9))
     assert found["step-0000000001"] == Fate(entries[0], True, ("saved again as step-0000000001.g1",))
@@ -40,8 +40,8 @@ def test_an_older_generation_and_a_temporary_step_go_for_their_own_reasons() -> 
     assert (found["step-0000000001.g1"].goes, found["step-0000000003"].why) == (False, ("newest", "the latest"))
 
 
-def test_the_highest_and_the_last_committed_stay_under_every_policy_whatever_clocks_say() -> None:
-    late = dataclasses.replace(entry(1, 0), time=NOW)  # a clock was set back since
+def test_highest_and_newest_step_always_stay() -> None:
+    late = dataclasses.replace(entry(1, 0), time=NOW)  # the clock was set back afterwards
     entries = [late, entry(5, 1), entry(2, 2), entry(3, 3)]
     found = predicted(entries, Pruning({"none": EveryNSteps(100)}))
     assert {name: fate.why for name, fate in found.items() if not fate.goes} == {
@@ -60,7 +60,7 @@ def test_all_reasons_are_reported() -> None:
     assert found["step-0000000003"].why == ("its manifest or its notes cannot be read",)
 
 
-def test_what_the_disk_does_not_keep_replaces_nothing() -> None:
+def test_unsynced_step_replaces_nothing() -> None:
     found = predicted([entry(1, 0), entry(2, 1, is_unsynced=True)], latest(1))
     assert found["step-0000000001"] == Fate(entry(1, 0), False, ("the disk refused to sync the step that replaces it",))
 
@@ -73,7 +73,7 @@ saves = st.lists(st.tuples(st.integers(0, 6), flags), min_size=1, max_size=12)
 
 
 @given(saves, st.integers(1, 3), st.sets(st.integers(0, 6)), st.sets(st.integers(0, 11)))
-def test_it_is_what_the_owner_decides_and_each_has_a_reason(
+def test_prediction_equals_decision_of_owner(
     saved: list[tuple[int, dict[str, Any]]], number: int, safe: set[int], left: set[int]
 ) -> None:
     counts: dict[int, int] = {}
@@ -86,8 +86,8 @@ def test_it_is_what_the_owner_decides_and_each_has_a_reason(
     roll_back = RollBack(len(entries), frozenset(each.name for each in entries[:-1] if each.sequence in left))
     behind = left_behind(entries, roll_back)
     line, whole = current_line(entries, roll_back), [each for each in entries if each.damaged is None]
-    unkept = expired_names(entries, line, behind, pruning, DecisionContext(NOW))
-    pending_deletions, _ = replaced(unkept, whole, line, is_durable=False)
+    expired = expired_names(entries, line, behind, pruning, DecisionContext(NOW))
+    pending_deletions, _ = replaced(expired, whole, line, is_durable=False)
     found = fates(entries, roll_back, pruning, NOW)
     assert [fate.entry for fate in found] == entries
     assert {fate.entry.name for fate in found if fate.goes} == pending_deletions

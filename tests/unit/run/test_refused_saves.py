@@ -1,4 +1,4 @@
-"""Saves that nobody can have meant are refused before anything is written, and nothing is lost by them."""
+"""Saves that can only be mistakes are refused before anything is written, and lose nothing."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ STATE = {"w": np.arange(1000.0)}
 
 
 def test_a_step_is_no_run(tmp_path: Path) -> None:
-    """Its run would delete it, and with it all that was saved inside."""
+    """Retention of its run would delete it, with everything saved inside."""
     made_run(tmp_path / "run", 5)
     step = step_path(tmp_path / "run", 5)
     before = content(tmp_path)
     with jct.StepManager(step) as steps, pytest.raises(jct.SettingsError, match="found a single checkpoint"):
         steps.save(1, {"state": state_of(1)})
     ckpt = jct.CheckpointCallback(step, save_interval_steps=1)
-    with pytest.raises(jct.SettingsError, match=r"found a single checkpoint: .* `init_from`"):
+    with pytest.raises(jct.SettingsError, match="init_from"):
         ckpt.resume(state_of(0))
     assert content(tmp_path) == before
 
 
 @pytest.mark.parametrize("other", ["config.yaml", "eval/", "finetune/step-0000000001/"])
-def test_what_is_none_of_a_checkpoints_own_is_not_replaced_with_it(tmp_path: Path, other: str) -> None:
+def test_checkpoint_with_foreign_files_is_not_replaced(tmp_path: Path, other: str) -> None:
     jct.save(tmp_path / "c", STATE)
     path = tmp_path / "c" / other
     path.mkdir(parents=True) if other.endswith("/") else path.write_text("x")
     before = content(tmp_path)
     name = other.partition("/")[0]
-    with pytest.raises(jct.CheckpointExistsError, match=rf"cannot replace a checkpoint.*other files: {name}; move"):
+    with pytest.raises(jct.CheckpointExistsError, match=f"other files: {name}"):
         jct.save(tmp_path / "c", {"w": 1}, overwrite=True)
     assert content(tmp_path) == before
     shutil.rmtree(tmp_path / "c" / name) if other.endswith("/") else path.unlink()
@@ -62,16 +62,16 @@ def test_unseen_newer_steps_are_not_abandoned(tmp_path: Path) -> None:
         with jct.StepManager(tmp_path) as second:
             second.restore()
             save_steps(second, 11, 12, 20)
-        with pytest.raises(jct.CheckpointExistsError, match=r"restored step 10, .* 11, 12, 20: restore"):
+        with pytest.raises(jct.CheckpointExistsError, match="11, 12, 20"):
             first.save(11, {"state": state_of(11)})
         assert first.steps == [10, 11, 12, 20]
-        first.restore(step=10)  # now it is meant
+        first.restore(step=10)  # an explicit restore shows the intent
         save_steps(first, 11)
         assert first.latest == 11
 
 
-def test_who_restores_again_goes_on_from_what_others_have_saved_since(tmp_path: Path) -> None:
-    """As the error says; also after a note, for which the run is owned."""
+def test_second_restore_adopts_foreign_saves(tmp_path: Path) -> None:
+    """As the error advises; also after a note, which makes the manager the owner."""
     for is_noted in (False, True):
         run = made_run(tmp_path / f"run{is_noted}", 5)
         with jct.StepManager(run) as steps:
@@ -83,7 +83,7 @@ def test_who_restores_again_goes_on_from_what_others_have_saved_since(tmp_path: 
             if is_noted:
                 steps.attach_metrics(5, {"accuracy": 0.5})
             else:
-                with pytest.raises(jct.CheckpointExistsError, match=r"has saved 6, 7: restore"):
+                with pytest.raises(jct.CheckpointExistsError, match="has saved 6, 7"):
                     steps.save(6, {"state": state_of(6)})
             assert (steps.latest, steps.is_committed(7)) == (7, True)
             assert step_of(steps.restore()) == 7
@@ -104,8 +104,8 @@ def test_renumbered_run_resumes_from_last_save(tmp_path: Path) -> None:
         assert step_of(steps.restore()) == 20
 
 
-def test_metrics_and_pins_are_taken_from_who_restored_and_saves_nothing(tmp_path: Path) -> None:
-    """An evaluation, that ends after the job that saved meanwhile."""
+def test_evaluation_may_annotate_but_not_save(tmp_path: Path) -> None:
+    """The evaluation ends after a training job that saved meanwhile."""
     made_run(tmp_path, 3)
     with jct.StepManager(tmp_path) as evaluation:
         assert step_of(evaluation.restore(step=3)) == 3
@@ -115,14 +115,14 @@ def test_metrics_and_pins_are_taken_from_who_restored_and_saves_nothing(tmp_path
         evaluation.attach_metrics(3, {"accuracy": 0.5})
         evaluation.pin(3)
         for options in ({}, {"overwrite": True}):
-            with pytest.raises(jct.CheckpointExistsError, match=r"restored step 3, .* has saved 4, 5:"):
+            with pytest.raises(jct.CheckpointExistsError, match="has saved 4, 5"):
                 evaluation.save(4, {"state": state_of(4)}, **options)
     with jct.StepManager(tmp_path) as job:
         assert (job.steps, job.best("accuracy", "max")) == ([3, 4, 5], 3)
         assert [entry.pinned for entry in job._run.entries()] == [True, False, False]
 
 
-def test_a_step_that_could_not_be_read_at_the_restore_is_nobody_elses(tmp_path: Path) -> None:
+def test_unreadable_step_is_no_foreign_save(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2, 3)
     backend = RefusingBackend("open", "step-0000000003", errno.EIO, 1000)
     with jct.StepManager(tmp_path, backend=backend) as steps:
@@ -133,12 +133,12 @@ def test_a_step_that_could_not_be_read_at_the_restore_is_nobody_elses(tmp_path: 
 
 
 def test_earlier_step_is_refused_without_roll_back(tmp_path: Path) -> None:
-    """The next process would continue from it, and find the later steps as committed."""
+    """The next process would continue from it and find the later steps already committed."""
     made_run(tmp_path, 8, 9, 10)
     with jct.StepManager(tmp_path) as steps:
         steps.restore()
         for _ in range(2):
-            with pytest.raises(jct.SettingsError, match=r"expected a step above 10, .* found 5"):
+            with pytest.raises(jct.SettingsError, match=r"above 10, .* found 5"):
                 steps.save(5, {"state": state_of(5)})
             assert steps.steps == [8, 9, 10]
         save_steps(steps, 5, overwrite=True)
@@ -149,7 +149,7 @@ def test_earlier_step_is_refused_without_roll_back(tmp_path: Path) -> None:
         assert steps.steps == [11, 12]
 
 
-def test_a_closed_manager_knows_what_it_has_saved_since_its_restore(tmp_path: Path) -> None:
+def test_closed_manager_remembers_its_saves(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2, 3)
     with jct.StepManager(tmp_path) as steps:
         steps.restore(step=2)
@@ -159,7 +159,7 @@ def test_a_closed_manager_knows_what_it_has_saved_since_its_restore(tmp_path: Pa
 
 
 def test_commit_file_makes_run_no_checkpoint(tmp_path: Path) -> None:
-    """Such as the number of a version, that a script has left there."""
+    """For example a file with a version number that a script wrote."""
     made_run(tmp_path, 1)
     (tmp_path / "COMMIT").write_text("5929cbd\n")
     with jct.StepManager(tmp_path) as steps:
@@ -168,12 +168,12 @@ def test_commit_file_makes_run_no_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "COMMIT").read_text() == "5929cbd\n"
 
 
-def test_a_process_that_restored_nothing_does_not_begin_below_what_is_there(tmp_path: Path) -> None:
+def test_lower_step_without_restore_is_refused(tmp_path: Path) -> None:
     made_run(tmp_path, 1000, 2000)
     before = content(tmp_path)
-    del before["history.jsonl"]  # it has the end of this process
+    del before["history.jsonl"]  # the end of this process is recorded there
     with jct.StepManager(tmp_path) as steps:
-        with pytest.raises(jct.SettingsError, match=r"expected a step above 2000, .* found 10: "):
+        with pytest.raises(jct.SettingsError, match=r"above 2000, .* found 10"):
             steps.save(10, {"state": state_of(10)})
         assert {name: data for name, data in content(tmp_path).items() if name in before} == before
         save_steps(steps, 3000)
@@ -182,10 +182,8 @@ def test_a_process_that_restored_nothing_does_not_begin_below_what_is_there(tmp_
         steps.save(10, {"state": state_of(10)}, overwrite=True)
 
 
-def test_what_is_removed_while_it_is_verified_or_loaded_is_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As retention does: at once, under another name, at any moment of the reader's."""
+def test_step_removed_during_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by retention: the step is renamed at any moment of the read."""
     made_run(tmp_path / "run", 1)
     step, hidden = step_path(tmp_path / "run", 1), tmp_path / "run" / ".step-0000000001.deleting"
     opens = os.open
@@ -212,7 +210,7 @@ def test_what_is_removed_while_it_is_verified_or_loaded_is_not_called_damaged(
                 break
             hidden.rename(step)
         else:
-            raise AssertionError("there are more opens than were tried")
+            raise AssertionError("the read opens more files than expected")
 
 
 @pytest.mark.parametrize("look", [False, True])
@@ -231,14 +229,14 @@ def test_foreign_save_during_restore_is_not_abandoned(tmp_path: Path, look: bool
 
     assert step_of(reader.restore(step=10, progress=meanwhile)) == 10
     owner.close()
-    with pytest.raises(jct.CheckpointExistsError, match=r"restored step 10, .* has saved 20: restore"):
+    with pytest.raises(jct.CheckpointExistsError, match="has saved 20"):
         reader.save(11, {"state": state_of(11)})
     reader.close()
     assert jct.StepManager(tmp_path).latest == 20
 
 
 @pytest.mark.parametrize("begin", ["restore", "callback"])
-def test_who_began_from_scratch_does_not_go_over_what_another_has_saved_since(tmp_path: Path, begin: str) -> None:
+def test_fresh_start_refuses_foreign_saves(tmp_path: Path, begin: str) -> None:
     first = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1))
     if begin == "callback":
         first.check_fresh()
@@ -247,7 +245,7 @@ def test_who_began_from_scratch_does_not_go_over_what_another_has_saved_since(tm
             getattr(first, begin)()
     made_run(tmp_path, 10, 20)
     for overwrite in (False, True):
-        with pytest.raises(jct.CheckpointExistsError, match=r"found no step, .* has saved 10, 20: "):
+        with pytest.raises(jct.CheckpointExistsError, match="has saved 10, 20"):
             first.save(30, {"state": state_of(30)}, overwrite=overwrite)
     assert step_of(first.restore()) == 20
     save_steps(first, 30)
@@ -255,14 +253,14 @@ def test_who_began_from_scratch_does_not_go_over_what_another_has_saved_since(tm
     assert jct.StepManager(tmp_path).latest == 30
 
 
-def test_who_has_not_looked_goes_on_from_what_is_there(tmp_path: Path) -> None:
+def test_unrestored_manager_continues_existing_run(tmp_path: Path) -> None:
     made_run(tmp_path, 10, 20)
     with jct.StepManager(tmp_path) as steps:
         save_steps(steps, 30)
     assert jct.StepManager(tmp_path).steps == [10, 20, 30]
 
 
-def test_who_began_from_scratch_goes_on_from_its_own_saves(tmp_path: Path) -> None:
+def test_fresh_start_continues_its_own_saves(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as steps:
         with pytest.raises(jct.StepNotFoundError):
             steps.restore()
@@ -271,7 +269,7 @@ def test_who_began_from_scratch_goes_on_from_its_own_saves(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("look", ["metadata", "path"])
-def test_who_has_only_looked_for_a_step_goes_on_from_what_is_there(tmp_path: Path, look: str) -> None:
+def test_lookup_is_no_fresh_start(tmp_path: Path, look: str) -> None:
     with jct.StepManager(tmp_path) as steps:
         with pytest.raises(jct.StepNotFoundError):
             getattr(steps, look)()

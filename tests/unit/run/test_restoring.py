@@ -62,9 +62,10 @@ def test_past_damaged_newest_step_one_before_is_restored(
     assert manager.restored_step == 2
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
     assert warning.name == "jaxckpt_train"
-    assert "step 3 cannot be restored and is skipped" in warning.getMessage()
+    assert "step 3 cannot be restored" in warning.getMessage()
     assert str(step_path(run, 3)) in warning.getMessage()
     assert file in warning.getMessage()
+    manager.close()
     assert files_below(run) == before
 
 
@@ -80,25 +81,17 @@ def test_each_skipped_damaged_step_is_reported(tmp_path: Path, caplog: pytest.Lo
 
 
 @damaged
-def test_when_all_steps_are_damaged_it_raises_and_writes_nothing(
-    tmp_path: Path, damage: Callable[[Path], None], file: str
-) -> None:
+def test_all_damaged_steps_raise_and_write_nothing(tmp_path: Path, damage: Callable[[Path], None], file: str) -> None:
     run = made_run(tmp_path, 1, 2)
     for step in (1, 2):
         damage(step_path(run, step))
     before = files_below(run)
-    with pytest.raises(jct.CorruptCheckpointError, match="none of 2 committed steps can be restored") as caught:
+    with pytest.raises(jct.CorruptCheckpointError, match="none of 2 committed steps") as caught:
         jct.StepManager(run).restore()
     for step in (1, 2):
         assert f"step {step}: " in str(caught.value)
     assert str(caught.value).count(file) >= 2
     assert files_below(run) == before
-
-
-def test_step_whose_commit_is_gone_is_no_step(tmp_path: Path) -> None:
-    run = made_run(tmp_path, 1, 2)
-    (step_path(run, 2) / "COMMIT").unlink()
-    assert step_of(jct.StepManager(run).restore()) == 1
 
 
 def test_an_empty_run_has_nothing_to_restore(tmp_path: Path) -> None:
@@ -112,9 +105,9 @@ def test_an_empty_run_has_nothing_to_restore(tmp_path: Path) -> None:
 def test_a_step_by_its_number(tmp_path: Path) -> None:
     manager = jct.StepManager(made_run(tmp_path, 10, 20, 30))
     assert step_of(manager.restore(step=20)) == 20
-    with pytest.raises(jct.StepNotFoundError, match="has no committed step 25; committed: 10, 20, 30"):
+    with pytest.raises(jct.StepNotFoundError, match="step 25; committed: 10, 20, 30"):
         manager.restore(step=25)
-    with pytest.raises(jct.StepNotFoundError, match="has no committed step 25; committed: none"):
+    with pytest.raises(jct.StepNotFoundError, match="step 25; committed: none"):
         jct.StepManager(tmp_path / "nothing").restore(step=25)
     with pytest.raises(jct.SettingsError, match="expected a whole number"):
         manager.restore(step=20.0)  # type: ignore[arg-type]  # what is refused
@@ -123,7 +116,7 @@ def test_a_step_by_its_number(tmp_path: Path) -> None:
 def test_damaged_step_by_number_has_no_fallback(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     flip_a_payload_byte(step_path(run, 2))
-    with pytest.raises(jct.CorruptCheckpointError, match=r"step 2 cannot be restored; .* or restore another step:"):
+    with pytest.raises(jct.CorruptCheckpointError, match="step 2 cannot be restored"):
         jct.StepManager(run).restore(step=2)
 
 
@@ -132,7 +125,7 @@ def test_newer_format_version_is_not_skipped(tmp_path: Path) -> None:
     for name in ("COMMIT", "manifest.json"):
         file = step_path(run, 2) / name
         file.write_text(json.dumps(json.loads(file.read_bytes()) | {"format_version": 2, "more": [1]}))
-    with pytest.raises(jct.FormatVersionError, match="format version 2, but this jaxckpt_train reads up to 1; upgrade"):
+    with pytest.raises(jct.FormatVersionError, match="format version 2"):
         jct.StepManager(run).restore()
 
 
@@ -143,16 +136,8 @@ def test_mismatched_target_tries_no_other_step(tmp_path: Path) -> None:
         jct.StepManager(run).restore(target)
 
 
-def test_a_disk_that_may_not_be_read_is_not_taken_for_damage(tmp_path: Path) -> None:
-    run = made_run(tmp_path, 1, 2)
-    backend = RefusingBackend("open", "step-0000000002/state/p00000-s000.safetensors", errno.EACCES, times=1)
-    with pytest.raises(jct.StorageError, match="refused to open") as caught:
-        jct.StepManager(run, backend=backend).restore()
-    assert caught.value.errno == errno.EACCES
-
-
 def test_unrequested_checkpointables_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Such as the position in the data: it begins anew, and the next steps have none."""
+    """For example the position in the data, which would start again and be missing from later steps."""
     with jct.StepManager(tmp_path) as manager:
         manager.save(1, {"state": state_of(1), "data": jct.JsonValue({"position": 7})})
         manager.wait()
@@ -171,7 +156,7 @@ def test_an_io_error_is_damage(tmp_path: Path) -> None:
     assert step_of(jct.StepManager(run).restore()) == 1
 
 
-def test_after_a_roll_back_the_new_branch_saves_and_is_the_latest(tmp_path: Path) -> None:
+def test_new_branch_after_roll_back_is_latest(tmp_path: Path) -> None:
     run = made_run(tmp_path, 10, 20, 30)
     with jct.StepManager(run) as manager:
         assert step_of(manager.restore(step=10)) == 10
@@ -190,7 +175,7 @@ def test_after_a_roll_back_the_new_branch_saves_and_is_the_latest(tmp_path: Path
 
 
 def test_a_new_branch_survives_a_restart(tmp_path: Path) -> None:
-    """The process that rolled back is gone before it reached the labels of the old branch."""
+    """The process that rolled back ends before it reaches the step numbers of the old branch."""
     run = made_run(tmp_path, 10, 20, 30)
     with jct.StepManager(run) as manager:
         manager.restore(step=10)
@@ -207,18 +192,7 @@ def test_a_new_branch_survives_a_restart(tmp_path: Path) -> None:
             manager.save(15, {"state": state_of(1)})
 
 
-def test_a_damaged_step_can_be_saved_again(tmp_path: Path) -> None:
-    run = made_run(tmp_path, 10, 20)
-    flip_a_payload_byte(step_path(run, 20))
-    with jct.StepManager(run) as manager:
-        assert step_of(manager.restore()) == 10
-        save_steps(manager, 20)
-        assert (manager.latest, manager.steps) == (20, [10, 20])
-        assert step_of(manager.restore()) == 20
-    assert step_of(jct.StepManager(run).restore()) == 20
-
-
-def test_a_damaged_step_does_not_count_as_one_of_the_latest(tmp_path: Path) -> None:
+def test_damaged_step_does_not_count_for_retention(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2, 3)
     flip_a_payload_byte(step_path(run, 3))
     with jct.StepManager(run, preservation_policy=jct.LatestN(2)) as manager:
@@ -237,7 +211,7 @@ def test_damaged_generation_falls_back_to_one_before(tmp_path: Path) -> None:
     assert step_of(jct.StepManager(run).restore()) == 1
 
 
-def test_the_position_in_the_data_comes_from_the_same_step_as_the_state(tmp_path: Path) -> None:
+def test_data_position_and_state_share_one_step(tmp_path: Path) -> None:
     data = Counter()
     with jct.StepManager(tmp_path) as manager:
         for step in (1, 2):
@@ -249,7 +223,7 @@ def test_the_position_in_the_data_comes_from_the_same_step_as_the_state(tmp_path
     assert (step_of(restored), restored["data"], fresh.position) == (1, fresh, 1)
 
 
-def test_progress_and_history_tell_how_much_was_read(tmp_path: Path) -> None:
+def test_progress_and_history_count_bytes_read(tmp_path: Path) -> None:
     with jct.StepManager(made_run(tmp_path, 1)) as manager:
         manager.own()
         read: list[int] = []
@@ -272,7 +246,7 @@ def test_a_reader_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_mismatch_of_the_state_leaves_the_data_iterator_where_it_was(tmp_path: Path, in_place: bool) -> None:
+def test_mismatch_does_not_move_data_iterator(tmp_path: Path, in_place: bool) -> None:
     data = Counter()
     next(data)
     saved: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0)) if in_place else state_of(1)
@@ -289,7 +263,7 @@ def test_a_mismatch_of_the_state_leaves_the_data_iterator_where_it_was(tmp_path:
 
 
 class DeletingBackend(LocalBackend):
-    """Before the manifest of a step is first read, its owner deletes the step."""
+    """Has the owner of a run delete a step right before its COMMIT is first opened."""
 
     def __init__(self, delete: Callable[[], None]) -> None:
         super().__init__()
@@ -301,7 +275,7 @@ class DeletingBackend(LocalBackend):
         return super().open(directory, name, direct=direct)
 
 
-def test_a_reader_looks_again_when_a_step_goes_under_its_eyes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reader_retries_when_step_is_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path / "run", 1)
     with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as owner:
 
@@ -322,21 +296,29 @@ def test_manually_removed_step_falls_back(tmp_path: Path) -> None:
             owner.restore(step=2)
 
 
-def test_a_file_that_may_not_be_read_is_not_taken_for_damage(tmp_path: Path) -> None:
-    """A plain file of a checkpointable, as one of an array: the step is good, and going back would lose work."""
+@pytest.mark.parametrize(
+    ("value", "file", "code"),
+    [
+        (state_of(0), "value/p00000-s000.safetensors", errno.EACCES),
+        (jct.JsonValue({"a": 1}), "value/p00000.json", errno.EMFILE),
+    ],
+    ids=["array", "plain file"],
+)
+def test_unreadable_file_is_not_damage(tmp_path: Path, value: Any, file: str, code: int) -> None:
+    """The step is intact: a restore of an older one would lose work."""
     with jct.StepManager(tmp_path / "run") as manager:
         for step in (1, 2):
-            manager.save(step, {"note": jct.JsonValue({"step": step})}, force=True)
-    backend = RefusingBackend("open", "step-0000000002/note/p00000.json", errno.EMFILE, times=1)
+            manager.save(step, {"value": value}, force=True)
+    backend = RefusingBackend("open", f"step-0000000002/{file}", code, times=1)
     with pytest.raises(jct.StorageError, match="refused to open") as caught:
         jct.StepManager(tmp_path / "run", backend=backend).restore()
-    assert caught.value.errno == errno.EMFILE
+    assert caught.value.errno == code
     report = jct.verify(step_path(tmp_path / "run", 2))
     assert report.ok
 
 
-def test_what_a_damaged_step_had_loaded_is_free_before_the_next_is_read(tmp_path: Path) -> None:
-    """The traceback of what failed would hold it: a state that fills most of a device could not be loaded twice."""
+def test_arrays_of_damaged_step_are_freed_first(tmp_path: Path) -> None:
+    """A state that fills most of a device fits once, and the traceback of the failure could keep it alive."""
     alive: list[int] = []
     seen: list[weakref.ref[jax.Array]] = []
     put = device_put.DevicePuts.put

@@ -1,4 +1,4 @@
-"""Retention: deletions run on a thread of their own, are never seen half-way, and never touch what must stay."""
+"""Retention: deletions run on their own thread, are never seen half done, and never affect a step that must stay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def deleted_events(manager: jct.StepManager) -> list[str]:
     return [event["name"] for event in manager.history.events() if event["event"] == "delete"]
 
 
-def test_old_steps_go_from_disk_and_into_history(tmp_path: Path) -> None:
+def test_deleted_steps_are_gone_and_in_history(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2, 3, 4, preservation_policy=jct.LatestN(2))
     manager = jct.StepManager(run)
     assert manager.steps == [3, 4]
@@ -44,7 +44,7 @@ def test_without_a_policy_everything_stays(tmp_path: Path) -> None:
     assert jct.StepManager(made_run(tmp_path, *range(6))).steps == list(range(6))
 
 
-def test_a_deletion_that_takes_long_holds_up_neither_loop_nor_saves(tmp_path: Path) -> None:
+def test_slow_deletion_blocks_neither_loop_nor_saves(tmp_path: Path) -> None:
     backend = HoldingBackend("remove", DELETING)
     manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
     save_steps(manager, 1, 2)
@@ -59,35 +59,29 @@ def test_a_deletion_that_takes_long_holds_up_neither_loop_nor_saves(tmp_path: Pa
     assert step_directories(tmp_path) == ["step-0000000005"]
 
 
-def test_close_waits_until_deletions_are_done(tmp_path: Path) -> None:
-    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
-        save_steps(manager, *range(5))
-    assert sorted(os.listdir(tmp_path)) == ["history.jsonl", "step-0000000004"]
-
-
 @pytest.mark.parametrize("durability", ["none", "file", "full"])
-def test_the_step_that_stays_is_on_the_disk_before_an_older_one_goes(tmp_path: Path, durability: Any) -> None:
-    """However little a save syncs: names that are gone may be on the disk long before data that are new."""
+def test_kept_step_is_synced_before_older_deletion(tmp_path: Path, durability: Any) -> None:
+    """With any durability: a deletion may reach the disk long before new data do."""
     backend = RecordingBackend()
     settings = jct.StoreSettings(durability=durability)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend, settings=settings) as manager:
         save_steps(manager, 1)
         files = {name for operation, name in backend.done if operation == "sync"} - {"", *tmp_path.parts}
-        assert (files == set()) == (durability == "none"), "none syncs names of directories only, once"
+        assert (files == set()) == (durability == "none"), "without durability only directories are synced"
         save_steps(manager, 2)
     gone = backend.done.index(("rename", hidden_name("step-0000000001")))
     synced = {name for operation, name in backend.done[:gone] if operation == "sync"}
-    wanted = {"step-0000000002", "state", tmp_path.name}
+    expected = {"step-0000000002", "state", tmp_path.name}
     if durability == "none":
-        wanted |= {"COMMIT", "manifest.json", "p00000-s000.safetensors"}
-    if durability == "full":  # the attempt was, under the name that it had then
-        wanted -= {"step-0000000002"}
+        expected |= {"COMMIT", "manifest.json", "p00000-s000.safetensors"}
+    if durability == "full":  # the step was synced under the name of its attempt
+        expected -= {"step-0000000002"}
         assert any(name.startswith(".step-0000000002.tmp-") for name in synced)
-    assert wanted <= synced
+    assert expected <= synced
     assert step_directories(tmp_path) == ["step-0000000002"]
 
 
-def test_nothing_goes_while_what_stays_cannot_be_synced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_deleted_while_sync_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Unsynced(LocalBackend):
         refuses = False
 
@@ -127,19 +121,21 @@ def test_retried_deletion_waits_for_sync(tmp_path: Path) -> None:
     for pending_deletions, instead in (([names[0]], [names[1], names[3]]), (["step-0000000004"], [names[3]])):
         deleter.delete(pending_deletions, instead=instead)
         assert deleter.wait(60)
-        assert set(names) <= set(os.listdir(tmp_path)), "the first one's successor is not on the disk"
-    assert sorted(os.listdir(tmp_path)) == names, "the other one's is"
+        assert set(names) <= set(os.listdir(tmp_path)), "the successor of step 1 is not on the disk"
+    assert sorted(os.listdir(tmp_path)) == names, "the successor of step 4 is on the disk"
     backend.refuses = False
     deleter.delete([names[2]], instead=[names[3]])
     assert deleter.wait(60)
-    assert sorted(os.listdir(tmp_path)) == [names[0], names[1], names[3]], "a sync that succeeds now proves nothing"
+    assert sorted(os.listdir(tmp_path)) == [names[0], names[1], names[3]], (
+        "a later sync of the same step proves nothing"
+    )
     deleter.delete([names[1]], instead=[names[3]])
     assert deleter.wait(60)
     deleter.close()
     assert sorted(os.listdir(tmp_path)) == [names[3]]
 
 
-def test_a_system_without_threads_deletes_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletions_work_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse(self: threading.Thread) -> None:
@@ -157,7 +153,7 @@ def test_a_system_without_threads_deletes_all_the_same(tmp_path: Path, monkeypat
     assert step_directories(tmp_path) == ["step-0000000004"]
 
 
-def test_without_directory_syncs_old_steps_go_nevertheless(tmp_path: Path) -> None:
+def test_deletions_work_without_directory_syncs(tmp_path: Path) -> None:
     class NoDirectorySync(LocalBackend):
         def sync(self, path: str) -> None:
             if os.path.isdir(path):
@@ -189,26 +185,26 @@ def test_next_owner_reports_deletion_once(tmp_path: Path) -> None:
     for step in (1, 2):
         step_path(run, step).rename(run / hidden_name(f"step-{step:010}"))
     backend = RefusingBackend("remove", ".deleting", errno.EACCES, 1000)
-    for _ in range(2):  # what the disk refuses to remove still exists, and was logged
+    for _ in range(2):  # the removal is refused, and the deletion is already in the history
         with jct.StepManager(run, backend=backend) as owner:
             owner.own()
     with jct.StepManager(run) as owner:
         save_steps(owner, 4)
-    listener = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
-    assert [each["name"] for each in listener if each["event"] == "delete"] == ["step-0000000001", "step-0000000002"]
+    events = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    assert [each["name"] for each in events if each["event"] == "delete"] == ["step-0000000001", "step-0000000002"]
 
 
-def test_a_name_that_is_used_again_may_be_deleted_again(tmp_path: Path) -> None:
+def test_reused_name_is_reported_deleted_again(tmp_path: Path) -> None:
     (tmp_path / ".step-0000000001.deleting").mkdir()
     save, delete = ({"event": event, "name": "step-0000000001"} for event in ("save", "delete"))
     others = [{"event": "note", "name": "step-0000000001"}, {"event": "save", "name": []}, {}]
-    for events, listener in (([save, delete, *others], []), ([save, delete, save], ["step-0000000001"])):
-        heard = list[str]()
-        found = unfinished_deletions(LocalBackend(), str(tmp_path), (), events, heard.append)
-        assert (found, heard) == ([".step-0000000001.deleting"], listener)
+    for events, expected in (([save, delete, *others], []), ([save, delete, save], ["step-0000000001"])):
+        reported = list[str]()
+        found = unfinished_deletions(LocalBackend(), str(tmp_path), (), events, reported.append)
+        assert (found, reported) == ([".step-0000000001.deleting"], expected)
 
 
-def test_what_is_left_of_an_older_one_of_its_name_hides_no_step(tmp_path: Path) -> None:
+def test_leftover_of_reused_name_hides_no_step(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     (run / ".step-0000000001.deleting").mkdir()
     with jct.StepManager(run, preservation_policy=jct.LatestN(2)) as owner:
@@ -219,16 +215,16 @@ def test_what_is_left_of_an_older_one_of_its_name_hides_no_step(tmp_path: Path) 
     assert step_directories(run) == ["step-0000000002", "step-0000000003"]
 
 
-def test_a_step_stops_being_listed_before_its_first_byte_goes(tmp_path: Path) -> None:
+def test_step_is_hidden_before_its_removal(tmp_path: Path) -> None:
     backend = RecordingBackend()
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
         save_steps(manager, 1, 2)
     hidden = hidden_name("step-0000000001")
-    touched = [(operation, name) for operation, name in backend.done if name in (hidden, "step-0000000001")]
-    assert touched[-2:] == [("rename", hidden), ("remove", hidden)]
+    changes = [(operation, name) for operation, name in backend.done if name in (hidden, "step-0000000001")]
+    assert changes[-2:] == [("rename", hidden), ("remove", hidden)]
 
 
-def test_old_steps_go_only_after_the_new_one_is_durable(tmp_path: Path) -> None:
+def test_new_step_is_durable_before_deletion(tmp_path: Path) -> None:
     backend = RecordingBackend()
     run = tmp_path / "run"
     with jct.StepManager(run, preservation_policy=jct.LatestN(1), backend=backend) as manager:
@@ -254,7 +250,7 @@ def test_deletion_that_fails_warns_and_is_tried_again(
         backend.times = 1
         save_steps(manager, 2)
         manager._run._deleter.wait()  # the deletion runs on its own thread: wait for the refusal
-        assert "deleting step-0000000001 failed and will be tried again" in caplog.text
+        assert "deleting step-0000000001 failed" in caplog.text
         assert manager.steps == [2]
         save_steps(manager, 3)
     assert step_directories(tmp_path) == ["step-0000000003"]
@@ -273,7 +269,7 @@ def test_deletion_that_never_succeeds_does_not_stop_training(tmp_path: Path, cap
     assert half_deleted(LocalBackend(), str(tmp_path)) == []
 
 
-def test_pinned_steps_stay_until_they_are_let_go(tmp_path: Path) -> None:
+def test_pinned_steps_stay_until_unpinned(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
         save_steps(manager, 1)
         manager.pin(1)
@@ -288,20 +284,20 @@ def test_pinned_steps_stay_until_they_are_let_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("durability", ["full", "none"])
-def test_what_is_not_kept_any_more_can_go_before_the_next_commit(tmp_path: Path, durability: Any) -> None:
+def test_retain_deletes_before_next_commit(tmp_path: Path, durability: Any) -> None:
     settings = jct.StoreSettings(durability=durability)
     made_run(tmp_path, 1, 2, 3, settings=settings)
     manager = jct.StepManager(tmp_path, preservation_policy=jct.CustomSteps([1]), settings=settings)
     assert manager.steps == [1, 2, 3]
     with manager:
         manager.retain()
-        assert manager.steps == [1, 3], "and the newest, which always stays"
+        assert manager.steps == [1, 3], "step 3 is the newest, which always stays"
     assert step_directories(tmp_path) == ["step-0000000001", "step-0000000003"]
     with pytest.raises(jct.SettingsError, match="closed"):
         manager.retain()
 
 
-def test_a_step_that_is_being_read_stays_until_it_is_read(tmp_path: Path) -> None:
+def test_step_being_read_is_kept(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
         save_steps(manager, 1)
         with manager._run.reading(manager._run.entries()):
@@ -324,8 +320,9 @@ def test_reader_finishes_step_that_is_deleted_under_it(tmp_path: Path) -> None:
     assert not step_path(run, 1).exists()
 
 
-def test_temporary_steps_go_after_the_next_commit(tmp_path: Path) -> None:
-    with jct.StepManager(tmp_path, preservation_policy=jct.EveryNSteps(10)) as manager:
+@pytest.mark.parametrize("policy", [None, jct.EveryNSteps(10)])
+def test_temporary_steps_go_after_the_next_commit(tmp_path: Path, policy: Any) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=policy) as manager:
         save_steps(manager, 10)
         save_steps(manager, 11, temporary=True)
         assert manager.steps == [10, 11]
@@ -333,14 +330,6 @@ def test_temporary_steps_go_after_the_next_commit(tmp_path: Path) -> None:
         assert manager.steps == [10, 12]
         save_steps(manager, 20)
         assert manager.steps == [10, 20]
-
-
-def test_temporary_steps_go_without_a_policy_too(tmp_path: Path) -> None:
-    with jct.StepManager(tmp_path) as manager:
-        save_steps(manager, 1)
-        save_steps(manager, 2, temporary=True)
-        save_steps(manager, 3)
-        assert manager.steps == [1, 3]
 
 
 class KeepNothing:
@@ -358,7 +347,7 @@ def test_policy_that_keeps_nothing_cannot_take_newest(tmp_path: Path) -> None:
             assert step_of(manager.restore()) == step
 
 
-def test_the_step_that_was_just_committed_stays_when_the_clock_was_set_back(tmp_path: Path) -> None:
+def test_new_step_survives_clock_set_back(tmp_path: Path) -> None:
     clock = Clock()
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2), clock=clock) as manager:
         save_steps(manager, 10, 30)
@@ -379,15 +368,15 @@ def test_overwritten_generation_goes_after_new_one_is_committed(tmp_path: Path) 
     assert step_directories(tmp_path) == ["step-0000000001.g1"]
 
 
-class WrongPolicy:
-    """A policy with a mistake in it."""
+class FailingPolicy:
+    """A policy that raises."""
 
     def should_preserve(self, checkpoints: object, *, context: object) -> list[bool]:
         raise KeyError("a mistake")
 
 
 def test_failing_policy_costs_no_step(tmp_path: Path) -> None:
-    manager = jct.StepManager(tmp_path, preservation_policy=WrongPolicy())
+    manager = jct.StepManager(tmp_path, preservation_policy=FailingPolicy())
     manager.save(1, {"state": state_of(1)})
     with pytest.raises(KeyError, match="a mistake"):
         manager.wait()

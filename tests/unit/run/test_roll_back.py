@@ -1,4 +1,4 @@
-"""Looking at an older step changes nothing of the run; a roll-back is possible on purpose, and says what it leaves."""
+"""Loading an older step does not change a run; a roll-back is explicit and reports the steps that it leaves behind."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.runs import (
 )
 
 
-def looks(ckpt: jct.CheckpointCallback) -> list[Any]:
-    """Each way to look at an older step inside of a training."""
+def load_step_2(ckpt: jct.CheckpointCallback) -> list[Any]:
+    """Load step 2 during training, in each of the ways to do so."""
     return [
         ckpt.load(2, state_of(0)),
         ckpt.load(2),
@@ -34,7 +34,7 @@ def looks(ckpt: jct.CheckpointCallback) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", range(4))
-def test_a_look_at_an_older_step_inside_a_training_makes_no_branch(tmp_path: Path, way: int) -> None:
+def test_loading_older_step_makes_no_branch(tmp_path: Path, way: int) -> None:
     with jct.CheckpointCallback(tmp_path, save_interval_steps=2, keep_latest=3) as ckpt:
         state = ckpt.resume(state_of(0))
         for step in ckpt.steps(8):
@@ -42,7 +42,7 @@ def test_a_look_at_an_older_step_inside_a_training_makes_no_branch(tmp_path: Pat
             ckpt(state)
             if step == 5:
                 ckpt.wait()
-                assert step_of({"state": looks(ckpt)[way]}) == 2
+                assert step_of({"state": load_step_2(ckpt)[way]}) == 2
     manager = jct.StepManager(tmp_path)
     assert manager.steps == [4, 6, 8]
     assert manager.metadata(8).custom_metadata is None
@@ -51,19 +51,19 @@ def test_a_look_at_an_older_step_inside_a_training_makes_no_branch(tmp_path: Pat
 
 
 @pytest.mark.parametrize("way", range(4))
-def test_look_says_nothing_of_what_it_leaves_out(tmp_path: Path, way: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_older_step_logs_nothing(tmp_path: Path, way: int, caplog: pytest.LogCaptureFixture) -> None:
     with jct.CheckpointCallback(tmp_path, save_interval_steps=2) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
         for step in ckpt.steps(4):
             next(data)
             ckpt(state_of(step + 1))
         ckpt.wait()
-        assert step_of({"state": looks(ckpt)[way]}) == 2
+        assert step_of({"state": load_step_2(ckpt)[way]}) == 2
         assert data.position == 4
     assert caplog.text == ""
 
 
-def test_look_right_after_resume_makes_no_branch(tmp_path: Path) -> None:
+def test_loading_right_after_resume_makes_no_branch(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2, 3)
     with jct.CheckpointCallback(tmp_path, save_interval_steps=1) as ckpt:
         ckpt.resume(state_of(0))
@@ -73,7 +73,7 @@ def test_look_right_after_resume_makes_no_branch(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == [1, 2, 3, 4]
 
 
-def test_load_of_a_manager_neither_owns_nor_writes_nor_goes_back(tmp_path: Path) -> None:
+def test_manager_load_changes_nothing(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2, 3)
     before = content(tmp_path)
     manager = jct.StepManager(tmp_path)
@@ -85,7 +85,7 @@ def test_load_of_a_manager_neither_owns_nor_writes_nor_goes_back(tmp_path: Path)
     assert jct.StepManager(tmp_path).steps == [1, 2, 3, 4]
 
 
-def test_load_falls_back_past_a_damaged_step_and_sets_none_aside(tmp_path: Path) -> None:
+def test_load_falls_back_without_setting_aside(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2)
     flip_a_payload_byte(step_path(tmp_path, 2))
     before = files_below(tmp_path)
@@ -98,7 +98,7 @@ def test_load_falls_back_past_a_damaged_step_and_sets_none_aside(tmp_path: Path)
     assert (manager.damaged, files_below(tmp_path)) == ([], before)
 
 
-def test_roll_back_by_a_manager_says_which_steps_it_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_roll_back_warning_names_later_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1, 2, 3, 4)
         manager.wait()
@@ -107,7 +107,7 @@ def test_roll_back_by_a_manager_says_which_steps_it_leaves(tmp_path: Path, caplo
         manager.restore(step=2)
         (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
         assert "later steps (3, 4)" in record.getMessage()
-        manager.restore(step=4)  # as the warning says
+        manager.restore(step=4)  # as the warning advises
         save_steps(manager, 5)
         caplog.clear()
         manager.restore(step=2, roll_back=True)
@@ -162,7 +162,7 @@ def test_load_of_run_names_step_and_manager(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "warns"), [(2, True), (0, True), (3, False), (4, False)])
-def test_steps_of_run_that_is_beyond_them_warns(
+def test_steps_below_completed_updates_warn(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, num_steps: int, warns: bool
 ) -> None:
     made_run(tmp_path, 3)

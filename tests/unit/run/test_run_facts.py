@@ -1,4 +1,4 @@
-"""Facts that tell the starts of a run apart."""
+"""Facts that identify each start of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process notes of itself: its begin, its progress now and then, its end; a disk that refuses, or is silent."""
+"""The events of a process: its start, its progress and its end, also on a disk that refuses or hangs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
     return Log(tmp_path)
 
 
-def test_a_process_notes_its_begin_and_its_end(log: Log) -> None:
+def test_process_records_start_and_end(log: Log) -> None:
     log.started()
     log.resumed(100, 2.5)
     log.completed = 117
@@ -62,7 +62,7 @@ def test_a_process_notes_its_begin_and_its_end(log: Log) -> None:
     assert len(log.events()) == 3
 
 
-def test_only_the_first_loop_of_a_process_has_waited_for_its_start(log: Log) -> None:
+def test_only_first_loop_reports_process_age(log: Log) -> None:
     for _ in range(2):
         log.started(5)
         log.resumed(5, 0.5)
@@ -83,7 +83,7 @@ def test_process_without_ownership_logs_nothing(log: Log) -> None:
 
 
 def steps_noted(log: Log, until_s: float, every_s: float = 1.0) -> list[float]:
-    """Beats until then, of a loop that does an update each second: when it noted how far it had come."""
+    """Beat until `until_s` in a loop with an update each second, and return when progress was noted."""
     found, before = [], len(log.events())
     while log.now < until_s:
         log.now += every_s
@@ -95,7 +95,7 @@ def steps_noted(log: Log, until_s: float, every_s: float = 1.0) -> list[float]:
     return found
 
 
-def test_progress_is_noted_now_and_then_and_more_rarely_in_a_long_run(log: Log) -> None:
+def test_progress_is_noted_less_often_over_time(log: Log) -> None:
     log.started()
     log.resumed(0, 0.1)
     noted = steps_noted(log, 3600.0, every_s=10.0)
@@ -135,9 +135,7 @@ def test_the_heartbeat_of_the_lock_notes_progress(tmp_path: Path, monkeypatch: p
     assert events["progress"]["step"] == 1
 
 
-def test_a_disk_that_refuses_every_note_warns_and_costs_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unwritable_history_costs_warnings_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "jaxckpt_train")
     backend = RefusingBackend("append", HISTORY_NAME, errno.ENOSPC, 10**6)
     for updates in (3, 5):
@@ -151,7 +149,7 @@ def test_a_disk_that_refuses_every_note_warns_and_costs_nothing_else(
     assert not (tmp_path / HISTORY_NAME).exists()
 
 
-def test_notes_that_were_refused_for_a_while_are_missing_and_no_other(tmp_path: Path) -> None:
+def test_refused_notes_spoil_no_other_event(tmp_path: Path) -> None:
     backend = RefusingBackend("append", HISTORY_NAME, errno.ENOSPC, 1)  # the start of the second process
     for times, updates in ((0, 10), (1, 20)):
         backend.times = times
@@ -163,12 +161,12 @@ def test_notes_that_were_refused_for_a_while_are_missing_and_no_other(tmp_path: 
     assert (found.useful_steps, found.redone_steps) == (20, 0)
 
 
-class SilentHistory(HoldingBackend):
-    """A disk that answers all but the notes in the history, until `go` is set."""
+class HungHistory(HoldingBackend):
+    """A disk on which writes to the history hang until `go` is set."""
 
     def __init__(self, after: int = 0) -> None:
         super().__init__("append", HISTORY_NAME)
-        self.after = after  # the number of calls that are answered
+        self.after = after  # the number of writes that succeed before
 
     def append(self, path: str, data: bytes) -> None:
         if self._part in path and self.after > 0:
@@ -181,7 +179,7 @@ class SilentHistory(HoldingBackend):
 @pytest.mark.parametrize("after", [0, 1])
 def test_stuck_history_delays_loop_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(run_log, "NOTE_S", 0.05)
-    backend = SilentHistory(after)
+    backend = HungHistory(after)
     ckpt = callback_on(backend, tmp_path)
     ckpt.resume(state_of(0))
     assert [ckpt(state_of(step + 1)).saved for step in ckpt.steps(3)] == [False, False, True]
@@ -191,8 +189,8 @@ def test_stuck_history_delays_loop_briefly(tmp_path: Path, monkeypatch: pytest.M
     assert jct.StepManager(tmp_path).steps == [3]
 
 
-def test_a_wait_for_a_note_ends_as_its_progress_tells_it_to(tmp_path: Path) -> None:
-    backend = SilentHistory(1)
+def test_progress_callback_ends_wait_for_note(tmp_path: Path) -> None:
+    backend = HungHistory(1)
     log = Log(tmp_path, backend)
     log.started()
 
@@ -204,10 +202,10 @@ def test_a_wait_for_a_note_ends_as_its_progress_tells_it_to(tmp_path: Path) -> N
     backend.go.set()
 
 
-def test_an_owner_that_was_superseded_says_nothing_of_its_end(tmp_path: Path) -> None:
+def test_superseded_owner_records_no_end(tmp_path: Path) -> None:
     first = jct.StepManager(tmp_path)
     first.own()
-    (tmp_path / ".owner").unlink()  # as a process that takes over does
+    (tmp_path / ".owner").unlink()  # as in a takeover
     with jct.StepManager(tmp_path) as second:
         second.save(5, {"state": state_of(5)})
         second.wait()
@@ -219,7 +217,7 @@ def test_an_owner_that_was_superseded_says_nothing_of_its_end(tmp_path: Path) ->
 
 
 def test_request_to_leave_ends_wait_for_note(tmp_path: Path) -> None:
-    backend = SilentHistory(1)
+    backend = HungHistory(1)
     ckpt = callback_on(backend, tmp_path, grace_period_s=2.0, on_preemption="raise")
     started_at = time.monotonic()
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
@@ -227,4 +225,4 @@ def test_request_to_leave_ends_wait_for_note(tmp_path: Path) -> None:
         ckpt.resume(state_of(0))
     took_s = time.monotonic() - started_at
     backend.go.set()
-    assert took_s < 10.0  # and not a minute
+    assert took_s < 10.0  # the time limit of a note is a minute

@@ -1,4 +1,4 @@
-"""Facts of the environment: which Slurm job, and whether in a pod."""
+"""Facts of the environment: the Slurm job of a process, and whether it runs in a pod."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from jaxckpt_train.store.process_identity import SlurmJob, is_in_pod, slurm_job
         ({"SLURM_RESTART_COUNT": "1"}, None),
     ],
 )
-def test_slurm_job_is_named_as_scontrol_takes_it(variables: dict[str, str], job: SlurmJob | None) -> None:
+def test_slurm_job_has_its_scontrol_name(variables: dict[str, str], job: SlurmJob | None) -> None:
     assert slurm_job(variables) == job
 
 
-def test_pod_is_known_by_address_of_its_api() -> None:
+def test_pod_is_detected_by_its_api_address() -> None:
     assert is_in_pod({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
     assert not is_in_pod({"KUBERNETES_PORT": "443"})

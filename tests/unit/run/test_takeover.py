@@ -1,4 +1,4 @@
-"""An interrupted cell of a notebook runs again: the older manager or callback, kept by a traceback, gives way."""
+"""A notebook cell that was interrupted runs again: the older manager or callback gives up its directory."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_interrupted_cell_runs_again_each_time(tmp_path: Path, cell: Cell) -> No
 
 
 @pytest.mark.parametrize("makes", [jct.StepManager, jct.CheckpointCallback])
-def test_one_within_a_with_keeps_its_directory(tmp_path: Path, makes: Any) -> None:
+def test_manager_within_with_keeps_its_directory(tmp_path: Path, makes: Any) -> None:
     options = {} if makes is jct.StepManager else {"save_interval_steps": 1}
     with makes(tmp_path, **options) as first:
         getattr(first, "manager", first).own()
@@ -97,7 +97,7 @@ def test_one_within_a_with_keeps_its_directory(tmp_path: Path, makes: Any) -> No
             jct.StepManager(tmp_path).own()
 
 
-def test_one_that_another_thread_uses_keeps_its_directory(tmp_path: Path) -> None:
+def test_manager_of_other_thread_keeps_its_directory(tmp_path: Path) -> None:
     first, saved, ends = jct.StepManager(tmp_path), threading.Event(), threading.Event()
 
     def use() -> None:

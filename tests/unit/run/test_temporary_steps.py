@@ -1,4 +1,4 @@
-"""Temporary steps: which saves make them, that they go after the next commit, and that others do not starve."""
+"""Temporary steps: which saves make them, that the next commit replaces them, and that permanent saves go on."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def decided(policy: Any, step: int, seconds: float, previous: list[CheckpointInf
     return found.save, found.temporary, found.reason
 
 
-def test_by_time_temporary_by_step_for_good() -> None:
-    lasting, fleeting = CheckpointInfo(10, at(0)), CheckpointInfo(11, at(61), temporary=True)
-    assert decided(BOTH, 11, 30, [lasting])[0] is False
-    assert decided(BOTH, 11, 61, [lasting]) == (True, True, "temporary: EverySecondsPolicy(seconds=60)")
-    assert decided(BOTH, 12, 62, [lasting, fleeting])[0] is False  # a minute since any save
-    assert decided(BOTH, 20, 62, [lasting, fleeting]) == (True, False, "FixedIntervalPolicy(interval=10)")
-    assert decided(BOTH, 20, 999, [lasting, fleeting])[1] is False  # due for both reasons: it stays
+def test_time_saves_are_temporary_and_interval_saves_permanent() -> None:
+    permanent, temporary = CheckpointInfo(10, at(0)), CheckpointInfo(11, at(61), temporary=True)
+    assert decided(BOTH, 11, 30, [permanent])[0] is False
+    assert decided(BOTH, 11, 61, [permanent]) == (True, True, "temporary: EverySecondsPolicy(seconds=60)")
+    assert decided(BOTH, 12, 62, [permanent, temporary])[0] is False  # a minute since any save
+    assert decided(BOTH, 20, 62, [permanent, temporary]) == (True, False, "FixedIntervalPolicy(interval=10)")
+    assert decided(BOTH, 20, 999, [permanent, temporary])[1] is False  # due for both reasons, so it is permanent
 
 
 def test_permanent_saves_do_not_starve() -> None:
@@ -54,21 +54,21 @@ def test_permanent_saves_do_not_starve() -> None:
     assert "".join(kinds) == "tttttttttStttttttttSt"
 
 
-def test_a_policy_inside_sees_temporary_steps_whatever_it_is_made_of() -> None:
+def test_temporary_policy_sees_temporary_steps() -> None:
     inner = jct.AnySavePolicy([jct.EverySecondsPolicy(60), jct.InitialSavePolicy()])
-    fleeting = CheckpointInfo(1, at(50), temporary=True)
-    assert decided(jct.TemporarySavePolicy(inner), 2, 100, [fleeting])[0] is False
-    assert decided(inner, 2, 100, [fleeting])[0] is True  # outside: nothing is there that stays
+    temporary = CheckpointInfo(1, at(50), temporary=True)
+    assert decided(jct.TemporarySavePolicy(inner), 2, 100, [temporary])[0] is False
+    assert decided(inner, 2, 100, [temporary])[0] is True  # outside of it, only permanent steps count
 
 
-def test_all_of_several_with_temporary_one_is_temporary() -> None:
+def test_all_policy_with_temporary_part_is_temporary() -> None:
     assert decided(jct.AllSavePolicy([EVERY_MINUTE, jct.FixedIntervalPolicy(10)]), 10, 70, [])[:2] == (True, True)
     assert has_temporary(jct.AllSavePolicy([jct.FixedIntervalPolicy(1), BOTH]))
     assert not has_temporary(jct.FixedIntervalPolicy(1))
     assert not has_temporary(None)
 
 
-def test_in_a_job_all_know_which_are_temporary() -> None:
+def test_processes_agree_on_temporary_saves() -> None:
     info, context = CheckpointInfo(10, at(0)), DecisionContext(at(0))
     assert outlook(BOTH, info, context, has_steps=True) is Outlook.YES
     assert outlook(BOTH, CheckpointInfo(11, at(0)), context, has_steps=True) is Outlook.SOME_TIME
@@ -85,8 +85,8 @@ def test_job_agrees_on_temporary_steps(other: Any) -> None:
     policy = jct.AnySavePolicy([jct.TemporarySavePolicy(jct.FixedIntervalPolicy(10)), other])
     info, context = CheckpointInfo(10, at(0)), DecisionContext(at(0))
     assert outlook(policy, info, context, has_steps=True) is Outlook.NOW
-    lasting = jct.AnySavePolicy([policy, jct.FixedIntervalPolicy(10)])
-    assert outlook(lasting, info, context, has_steps=True) is Outlook.YES
+    permanent = jct.AnySavePolicy([policy, jct.FixedIntervalPolicy(10)])
+    assert outlook(permanent, info, context, has_steps=True) is Outlook.YES
     temporary = jct.AnySavePolicy([policy.policies[0], jct.TemporarySavePolicy(other)])
     assert outlook(temporary, info, context, has_steps=True) is Outlook.YES
 
@@ -94,7 +94,7 @@ def test_job_agrees_on_temporary_steps(other: Any) -> None:
 def test_temporary_step_goes_after_next_commit_across_restarts(tmp_path: Path) -> None:
     policy = jct.AnySavePolicy([jct.FixedIntervalPolicy(5), jct.TemporarySavePolicy(jct.FixedIntervalPolicy(1))])
     found = []
-    for step in range(1, 12):  # each in a manager of its own, as after a restart
+    for step in range(1, 12):  # a new manager each time, as after a restart
         with jct.StepManager(tmp_path, save_decision_policy=policy, clock=Clock()) as manager:
             if step > 1:
                 assert step_of(manager.restore({"state": state_of(0)})) == step - 1
@@ -123,7 +123,7 @@ def is_temporary(directory: Path, step: int) -> bool:
     return bool(manifest["info"]["temporary"])
 
 
-def test_what_preemption_saves_is_temporary_where_others_are(tmp_path: Path) -> None:
+def test_preemption_save_is_temporary_if_configured(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_interval_steps": 10, "temporary_interval_secs": 3600.0}
     for leaves_at in (3, 7, 13, 17):
         steps = run(tmp_path, 20, leaves_at, **options)
@@ -133,17 +133,17 @@ def test_what_preemption_saves_is_temporary_where_others_are(tmp_path: Path) -> 
     assert not is_temporary(tmp_path, 25)  # the end of the loop
 
 
-def test_without_temporary_ones_what_a_preemption_saves_stays(tmp_path: Path) -> None:
+def test_preemption_save_stays_by_default(tmp_path: Path) -> None:
     assert run(tmp_path, 20, 3, save_interval_steps=10) == [3]
     assert run(tmp_path, 20, 7, save_interval_steps=10) == [3, 7]
     assert not is_temporary(tmp_path, 3)
 
 
-def test_it_is_built_from_yaml_and_checks_what_it_is_given() -> None:
+def test_temporary_policy_checks_its_arguments() -> None:
     node = {"_target_": "jaxckpt_train.TemporarySavePolicy", "policy": {"_target_": "jaxckpt_train.InitialSavePolicy"}}
     assert callback_arguments({"save_policy": node})["save_policy"] == jct.TemporarySavePolicy(jct.InitialSavePolicy())
     wrong: Any = jct.LatestN(2)
-    with pytest.raises(SettingsError, match=r"TemporarySavePolicy\.policy: .*which is a preservation policy"):
+    with pytest.raises(SettingsError, match="which is a preservation policy"):
         jct.TemporarySavePolicy(wrong)
     with pytest.raises(SettingsError, match="temporary_interval_secs: expected"):
         jct.CheckpointCallback("x", temporary_interval_secs=0)

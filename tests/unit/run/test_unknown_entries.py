@@ -1,4 +1,4 @@
-"""Files that the disk tells nothing of, but that they are there: no other is hidden, and none is taken for no file."""
+"""Entries whose `stat` fails: they are listed as files, and hide no other entry."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.support.runs import made_run, save_steps, segment_of, step_path
 
 
 @contextlib.contextmanager
-def untold(is_untold: Callable[[str], bool]) -> Iterator[None]:
-    """Within, listings show these files, and looks at them are refused."""
+def stat_refused(is_refused: Callable[[str], bool]) -> Iterator[None]:
+    """Within the context, directory listings include these files, but `stat` of them fails."""
     scandir = os.scandir
 
-    class Untold:
+    class Item:
         def __init__(self, item: os.DirEntry[str]) -> None:
             self._item, self.name, self.path = item, item.name, item.path
             self.is_dir, self.is_file, self.is_symlink = item.is_dir, item.is_file, item.is_symlink
 
         def stat(self, **_: Any) -> os.stat_result:
-            if is_untold(self.path):
+            if is_refused(self.path):
                 raise OSError(errno.EUCLEAN, "structure needs cleaning")
             return self._item.stat(follow_symlinks=False)
 
@@ -40,7 +40,7 @@ def untold(is_untold: Callable[[str], bool]) -> Iterator[None]:
             self._found = scandir(path)
 
         def __enter__(self) -> Any:
-            return (Untold(item) for item in self._found)
+            return (Item(item) for item in self._found)
 
         def __exit__(self, *_: object) -> None:
             self._found.close()
@@ -51,7 +51,7 @@ def untold(is_untold: Callable[[str], bool]) -> Iterator[None]:
 
 
 class Synced(RefusingBackend):
-    """Writes down what is synced, and refuses some of it."""
+    """Records what is synced, and refuses some syncs."""
 
     def __init__(self, part: str, times: int) -> None:
         super().__init__("sync", part, errno.EIO, times)
@@ -63,9 +63,9 @@ class Synced(RefusingBackend):
         self.synced.append(path)
 
 
-def test_one_hides_no_other(tmp_path: Path) -> None:
+def test_unknown_entry_hides_no_other(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1)
-    with untold(lambda path: path.endswith("history.jsonl")):
+    with stat_refused(lambda path: path.endswith("history.jsonl")):
         assert StepManager(run).steps == [1]
         kinds = {entry.name: entry.kind for entry in LocalBackend().list(str(run))}
     assert (kinds["history.jsonl"], kinds["step-0000000001"]) == ("file", "directory")
@@ -75,7 +75,7 @@ def test_one_hides_no_other(tmp_path: Path) -> None:
 def test_older_step_waits_for_sync_of_newest(tmp_path: Path, refusals: int) -> None:
     newest = str(segment_of(step_path(tmp_path, 2)))
     backend, unsynced = Synced(newest, refusals), jct.StoreSettings(durability="none")
-    with untold(lambda path: path == newest):
+    with stat_refused(lambda path: path == newest):
         manager = StepManager(tmp_path, preservation_policy=LatestN(1), settings=unsynced, backend=backend)
         save_steps(manager, 1, 2)
         manager.close()
@@ -87,6 +87,6 @@ def test_older_step_waits_for_sync_of_newest(tmp_path: Path, refusals: int) -> N
 def test_files_that_object_has_written_are_adopted(tmp_path: Path) -> None:
     transaction = Transaction(LocalBackend(), str(tmp_path / "c"), jct.StoreSettings())
     Path(transaction.add_folder("data"), "own.bin").write_bytes(b"own")
-    with untold(lambda path: path.endswith("own.bin")):
+    with stat_refused(lambda path: path.endswith("own.bin")):
         (record,) = transaction.adopt_folder("data", lambda done: None)
     assert (record.file, record.bytes) == ("data/own.bin", 3)

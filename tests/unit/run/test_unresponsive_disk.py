@@ -1,4 +1,4 @@
-"""A disk that stops responding at any single call: loads, listings and notes wait for a limited time, then raise."""
+"""A disk that stops responding at any one call: restores, loads and listings raise after a limited time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGEST_S = 60.0
 
 
 class StoppingBackend:
-    """Calls and reads are counted; from the one numbered `stop` on none returns until `go` is set."""
+    """Counts calls and reads; those with a number of `stop` or more return only when `go` is set."""
 
     def __init__(self) -> None:
         self._inner = LocalBackend()
@@ -52,7 +52,7 @@ class StoppingBackend:
 
 
 class StoppingSource:
-    """A file of such a disk."""
+    """An open file of a `StoppingBackend`."""
 
     def __init__(self, disk: StoppingBackend, inner: Any) -> None:
         self._disk, self._inner = disk, inner
@@ -88,7 +88,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def set_aside(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `run`, but its first step is set aside as damaged, and is whole."""
+    """A copy of `run` whose first step is set aside as damaged, although it is intact."""
     made = Path(shutil.copytree(run, tmp_path_factory.mktemp("set_aside") / "run"))
     with jct.StepManager(made) as manager:
         manager.own()
@@ -113,7 +113,7 @@ READERS: dict[str, Callable[[jct.StepManager], Any]] = {
 def stopped_at_each_call(
     run: Path, use: Callable[[jct.StepManager], Any], **more: Any
 ) -> Iterator[tuple[int, str | None]]:
-    """For each call: its number, and the error of the use that got no answer to it; None: it needed none."""
+    """For each call: its number, and the timeout error if the call does not return; None if no error was raised."""
     for number in range(1000):
         disk = StoppingBackend()
         manager = jct.StepManager(run, backend=disk, **more)
@@ -133,7 +133,7 @@ def stopped_at_each_call(
 
 
 @pytest.mark.parametrize("use", READERS.values(), ids=READERS)
-def test_whichever_call_of_a_reader_gets_no_answer(
+def test_reads_of_hung_disk_time_out(
     run: Path, use: Callable[[jct.StepManager], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = dict(stopped_at_each_call(run, use))
@@ -141,13 +141,13 @@ def test_whichever_call_of_a_reader_gets_no_answer(
     late = {number: text for number, text in ended.items() if text is not None}
     assert len(late) >= len(ended) - 2, "closing a file is not waited for"
     assert all("responded" in text or "no progress" in text for text in late.values()), late
-    for module in ("timeouts", "threads"):  # the disk is well again, and the machine may be busy
+    for module in ("timeouts", "threads"):  # the disk responds again, but the machine may be busy
         monkeypatch.setattr(f"jaxckpt_train.store.{module}.GIVE_UP_S", LONGEST_S)
     assert_same(restore(jct.StepManager(run)), jct.load(run / "step-0000000002"))
     gc.collect()
 
 
-def test_fresh_start_raises_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fresh_start_on_hung_disk_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = StoppingBackend()
     manager = jct.StepManager(tmp_path, backend=disk)  # type: ignore[arg-type]
     with monkeypatch.context() as patient:
@@ -163,7 +163,7 @@ def test_fresh_start_raises_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         manager.close()
 
 
-def test_metadata_of_a_damaged_step_too(run: Path, tmp_path: Path) -> None:
+def test_metadata_of_damaged_step_times_out(run: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(run, tmp_path / "run"))
     (damaged / "step-0000000002" / "manifest.json").write_text("{")
 
@@ -176,7 +176,7 @@ def test_metadata_of_a_damaged_step_too(run: Path, tmp_path: Path) -> None:
 
 
 class BreakingBackend(StoppingBackend):
-    """Fails to open files of these names, in this order, and answers no call after that."""
+    """Fails to open files of these names, in this order, and then returns from no call."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class BreakingBackend(StoppingBackend):
 
 
 def test_disk_that_fails_then_hangs_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    restored = BreakingBackend("safetensors", "safetensors")  # it is read twice
+    restored = BreakingBackend("safetensors", "safetensors")  # a failed read is repeated
     loaded = BreakingBackend("safetensors", "COMMIT")
     monkeypatch.setattr("jaxckpt_train.checkpoint._BACKEND", loaded)
     try:
@@ -205,24 +205,24 @@ def test_disk_that_fails_then_hangs_is_reported(run: Path, monkeypatch: pytest.M
 
 
 class LeaveError(Exception):
-    """What a progress raises that was asked to leave."""
+    """What the progress function raises after a request to leave."""
 
 
 Progress = Callable[[int], None]
 WITH_PROGRESS: dict[str, Callable[[jct.StepManager, Progress], Any]] = {
     "restore": lambda manager, progress: manager.restore({"state": None, "more": None}, progress=progress),
-    "restore what was set aside": lambda manager, progress: manager.restore({"more": None}, 1, progress=progress),
+    "restore a set-aside step": lambda manager, progress: manager.restore({"more": None}, 1, progress=progress),
     "metadata": lambda manager, progress: manager.metadata(progress=progress),
 }
 
 
 @pytest.mark.parametrize("use", WITH_PROGRESS.values(), ids=WITH_PROGRESS)
-def test_who_is_asked_to_leave_leaves_whichever_call_gets_no_answer(
+def test_shutdown_request_ends_any_hung_read(
     set_aside: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[jct.StepManager, Progress], Any]
 ) -> None:
     monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", LONGEST_S)
     monkeypatch.setattr("jaxckpt_train.store.threads.GIVE_UP_S", LONGEST_S)
-    left = 0
+    ended = 0
     for number in range(1000):
         disk = StoppingBackend()
         disk.stop = number
@@ -234,16 +234,16 @@ def test_who_is_asked_to_leave_leaves_whichever_call_gets_no_answer(
         try:
             use(jct.StepManager(set_aside, backend=disk), progress)  # type: ignore[arg-type]
         except LeaveError:
-            left += 1
+            ended += 1
         finally:
             disk.go.set()
         if disk.calls <= number:
             break
     assert number > 10
-    assert left >= number - 5, "only the closing of files is not waited for"
+    assert ended >= number - 5, "only closing a file is not waited for"
 
 
-def test_a_load_of_one_checkpoint_is_ended_by_its_progress_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_error_ends_hung_load(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", LONGEST_S)
     for number in range(6):
         disk = StoppingBackend()
