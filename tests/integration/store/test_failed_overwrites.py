@@ -1,4 +1,4 @@
-"""Leftovers of a dead save or a failed disk next to a checkpoint: files of other programs are never removed."""
+"""Leftovers of a killed save next to a checkpoint: files of other programs are never removed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GROWN_BYTES = 1 << 30
 
 
 def without_manifest(checkpoint: Path) -> None:
-    """A checkpoint that has lost its manifest, and a file that is no part of it, as far as anybody can tell."""
+    """Save a checkpoint without a manifest, and a file that does not belong to it."""
     jct.save(checkpoint, OLD)
     (checkpoint / "configs").mkdir()
     (checkpoint / "configs" / "a.yaml").write_text("mine")
@@ -60,7 +60,7 @@ def test_kill_keeps_content_of_checkpoint_without_manifest(tmp_path: Path, is_em
 
 
 @pytest.mark.parametrize("is_run", [False, True])
-def test_a_kill_before_the_look_costs_no_steps_that_took_the_name_meanwhile(tmp_path: Path, is_run: bool) -> None:
+def test_run_that_took_the_name_survives_kill(tmp_path: Path, is_run: bool) -> None:
     checkpoint = tmp_path / "c"
 
     def take_the_name() -> None:
@@ -79,12 +79,12 @@ def test_a_kill_before_the_look_costs_no_steps_that_took_the_name_meanwhile(tmp_
 
 
 @pytest.mark.parametrize("where", [lambda checkpoint: checkpoint, dead_attempt], ids=["replaced", "left"])
-def test_a_manifest_that_has_grown_needs_no_memory(tmp_path: Path, where: Callable[[Path], Path]) -> None:
+def test_oversized_manifest_needs_no_memory(tmp_path: Path, where: Callable[[Path], Path]) -> None:
     checkpoint = tmp_path / "c"
     jct.save(checkpoint, OLD)
     if (grown := where(checkpoint)) != checkpoint:
         save_under(grown, {"state": OLD})
-    os.truncate(grown / "manifest.json", GROWN_BYTES)  # with a hole: it takes no room on the disk
+    os.truncate(grown / "manifest.json", GROWN_BYTES)  # a sparse file, which takes no space on the disk
 
     def save(tell: Tell) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -99,14 +99,14 @@ def test_a_manifest_that_has_grown_needs_no_memory(tmp_path: Path, where: Callab
 
 
 @pytest.mark.parametrize("empty", [["manifest.json"], ["COMMIT"], ["COMMIT", "manifest.json"]], ids="-".join)
-def test_an_attempt_whose_names_alone_had_reached_the_disk_is_removed(
+def test_attempt_with_empty_files_is_removed(
     tmp_path: Path, empty: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = {"state": NEW, "own": OwnFiles()}
     sync = LocalBackend.sync
 
     def sync_or_die(self: LocalBackend, path: str) -> None:
-        if list(tmp_path.glob(".c.tmp-*/COMMIT")):  # all of it is written, and not yet synced
+        if list(tmp_path.glob(".c.tmp-*/COMMIT")):  # everything is written, but not yet synced
             die()
         sync(self, path)
 
@@ -127,7 +127,7 @@ def test_an_attempt_whose_names_alone_had_reached_the_disk_is_removed(
     assert caplog.messages == []
 
 
-def test_two_that_clean_up_after_the_same_dead_one_tell_of_no_failure(
+def test_two_processes_remove_one_leftover_without_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = tmp_path / "c"
@@ -145,14 +145,14 @@ def test_two_that_clean_up_after_the_same_dead_one_tell_of_no_failure(
     (left / "state").mkdir(parents=True)
     monkeypatch.setattr(LocalBackend, "list", list_after_the_other)
     jct.save(checkpoint, NEW, overwrite=True)
-    assert LocalBackend.list is real, "the other was not there"
+    assert LocalBackend.list is real, "the other process did not run"
     assert caplog.messages == []
     assert names(tmp_path) == ["c"]
     assert_holds(checkpoint, NEW)
 
 
 def die_at(name: str, where: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """Has this process die right after the first call of `os` of that name that ends with a path like this."""
+    """Kill this process after the first call of a function of `os` with a path that ends with `where`."""
 
     def arrange(patch: pytest.MonkeyPatch) -> None:
         real = getattr(os, name)
@@ -191,10 +191,10 @@ def test_killed_attempt_with_own_files_is_removed(
 ) -> None:
     parts, settings = {"state": OLD, "own": OwnFiles()}, jct.StoreSettings(durability=durability)
     if refuse_to_sync_directories in faults:
-        settings = jct.StoreSettings()  # else none is synced
+        settings = jct.StoreSettings()  # otherwise no directory is synced
 
     def work(patch: pytest.MonkeyPatch) -> None:
-        scan_entries = local_names.scan_entries  # in any order: here the manifest comes first
+        scan_entries = local_names.scan_entries  # the order is arbitrary: list the manifest first
         patch.setattr(
             local_names,
             "scan_entries",

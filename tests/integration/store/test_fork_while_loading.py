@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*fork
 
 
 @pytest.mark.parametrize(("module", "step"), [(loading, "TreeRestore"), (checkpoint_metadata, "_describe_part")])
-def test_it_loads_and_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, step: str) -> None:
+def test_forked_child_loads_and_reads_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, step: str
+) -> None:
     jct.save(tmp_path / "c", {"w": np.arange(3)})
     inside, go, parent, real = threading.Event(), threading.Event(), os.getpid(), getattr(module, step)
 

@@ -1,4 +1,4 @@
-"""What lies under the side name of a checkpoint, `.NAME.aside`: what an exchange left there goes, and nothing else."""
+"""Leftovers under the side name of a checkpoint, `.NAME.aside`, are removed although the cleanup is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS = {"state": OLD, "own": OwnFiles()}
 
 
 def killed_at(call: int, checkpoint: Path) -> bool:
-    """Clean up in a process that dies right before a removal, rename or sync; whether there was one."""
+    """Clean up in a process that dies before a removal, rename or sync; return whether it was killed."""
     calls = list[tuple[str, ...]]()
 
     def work(tell: Tell) -> None:

@@ -1,4 +1,4 @@
-"""A signal's handler that loads while the first load of the process starts its threads."""
+"""A signal handler loads a checkpoint while the first load of the process starts its threads."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ print("load", jct.load(path)["w"].sum(), jct.load(path)["w"].sum())
 """
 
 
-def test_both_load(tmp_path: Path, run_python: Any) -> None:
+def test_load_in_signal_handler_succeeds(tmp_path: Path, run_python: Any) -> None:
     done = run_python(LOADS, tmp_path / "c", check=True, timeout_s=30)
     assert done.stdout.splitlines() == ["handler 4999950000", "load 4999950000 4999950000"]

@@ -1,4 +1,4 @@
-"""Worker threads: order, errors, interrupts, forks, and work while the interpreter exits."""
+"""Worker threads in a forked child, and while the interpreter exits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if sys.argv[2] == "raises":
 
 
 @pytest.mark.parametrize("end", ["ends", "raises"])
-def test_save_under_way_when_script_ends_is_committed(run_python: Any, tmp_path: Any, end: str) -> None:
+def test_running_save_is_committed_at_script_end(run_python: Any, tmp_path: Any, end: str) -> None:
     done = run_python(AT_EXIT, tmp_path, end)
     assert done.returncode == (1 if end == "raises" else 0), done.stderr
     assert ("ZeroDivisionError: of the loop" in done.stderr) is (end == "raises")

@@ -122,7 +122,7 @@ def test_sizes_that_add_up_are_not_enough(case: tuple[tuple[int, ...], list[Box]
 def test_uncovered_element_is_named() -> None:
     boxes: list[Box] = [((row, row + 1), (column, column + 5)) for row in range(9) for column in (0, 5)]
     boxes[7] = ((3, 4), (5, 9))
-    with pytest.raises(CorruptCheckpointError, match=r"cover 89 of 90 .*element \(3, 9\)"):
+    with pytest.raises(CorruptCheckpointError, match=r"89 of 90 .*element \(3, 9\)"):
         check_tiling(boxes, (9, 10), "leaf")
 
 
