@@ -58,7 +58,7 @@ def test_staged_position_is_fixed_at_the_save(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("pipeline", [PIPELINES[name] for name in ("interleave", "a user's", "concat then split")])
-def test_no_position_of_pipeline_is_refused_by_itself(pipeline: Pipeline) -> None:
+def test_pipeline_accepts_each_of_its_positions(pipeline: Pipeline) -> None:
     iterator, target = pipeline(), pipeline()
     for _ in range(25):
         saved = saved_from(iterator)
@@ -104,16 +104,16 @@ def test_without_a_target_the_saved_data_comes_back() -> None:
 
 
 @pytest.mark.parametrize("value", [grain.MapDataset.range(3), grain.DataLoader, {"a": 1}, iter([1]), None])
-def test_what_is_no_grain_iterator_is_not_taken(value: Any) -> None:
+def test_handler_takes_no_other_objects(value: Any) -> None:
     assert not GrainHandler().handles(value)
 
 
 @pytest.mark.parametrize("pipeline", TAKEN, ids=list(EXACT))
-def test_every_grain_iterator_is_taken(pipeline: Pipeline) -> None:
+def test_handler_takes_every_grain_iterator(pipeline: Pipeline) -> None:
     assert GrainHandler().handles(pipeline())
 
 
-def test_checkpoint_of_one_s_own_holds_position(tmp_path: Path) -> None:
+def test_checkpoint_outside_of_run_holds_position(tmp_path: Path) -> None:
     iterator = PIPELINES["iter, random map"]()
     take(iterator, 10)
     jaxckpt_train.save_checkpointables(tmp_path / "a", {"data": iterator, "state": {"w": np.zeros(2)}})
@@ -131,9 +131,7 @@ WINDOW_SHUFFLES = [
 
 
 @pytest.mark.parametrize("rest", WINDOW_SHUFFLES, ids=["alone", "batched", "mixed"])
-def test_a_window_shuffle_is_warned_of_only_where_grain_restores_another_order(
-    rest: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_window_shuffle_warns_only_if_order_changes(rest: Any, caplog: pytest.LogCaptureFixture) -> None:
     def pipeline() -> Any:
         return iter(rest(x.WindowShuffleIterDataset(streamed(), window_size=16, seed=1)))
 
@@ -151,7 +149,7 @@ def test_a_window_shuffle_is_warned_of_only_where_grain_restores_another_order(
 
 
 class RecordsStart(Countdown):
-    """Notes whether it was asked to prefetch."""
+    """An iterator that records whether it was asked to prefetch."""
 
     started = False
 
@@ -207,15 +205,13 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "pipeline", nightly_after(1, ["mp_prefetch", "DataLoader", *["mp_prefetch, window shuffle"] * IS_NEW])
 )
-def test_pipelines_with_worker_processes_resume_in_a_program_that_never_parsed_absl_flags(
-    pipeline: str, tmp_path: Path, run_python: Any
-) -> None:
+def test_pipelines_with_workers_resume_without_parsed_flags(pipeline: str, tmp_path: Path, run_python: Any) -> None:
     script = tmp_path / "train.py"
     script.write_text(WITH_WORKERS)
     assert run_python(script, pipeline, check=True, timeout_s=600).stdout == "resumed\n"
 
 
-def test_absl_flags_are_marked_only_where_they_exist_and_are_unparsed(run_python: Any) -> None:
+def test_only_unparsed_absl_flags_are_marked_parsed(run_python: Any) -> None:
     script = """
 import sys
 from jaxckpt_train.checkpointables.grain import mark_absl_flags_parsed
@@ -234,7 +230,7 @@ assert flags.FLAGS.answer == 42
     run_python(script, check=True, fresh=True)
 
 
-def test_grain_is_neither_imported_nor_needed_where_nobody_imported_it(run_python: Any) -> None:
+def test_handler_works_without_grain_installed(run_python: Any) -> None:
     script = """
 import sys
 sys.modules["grain"] = None  # importing it fails

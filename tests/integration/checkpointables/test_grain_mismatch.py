@@ -1,4 +1,4 @@
-"""Grain iterators: what a restore compares, what it says, and that a refused target goes on as before."""
+"""Grain iterators: what a restore compares, and that a refused target keeps its position."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if not IS_NEW:
 def assert_refused(
     target: Any, saved: FakeSaved, match: str, handler: GrainHandler | None = None
 ) -> IteratorStateError:
-    """It is refused with this text, and the target goes on as if nothing had been tried."""
+    """Assert that a restore fails with this text and that the target keeps its state."""
     state = target.get_state()
     with pytest.raises(IteratorStateError, match=match) as caught:
         (handler or GrainHandler()).restore(target, saved)
@@ -128,19 +128,19 @@ def test_another_fingerprint_is_refused() -> None:
     GrainHandler().restore(PIPELINES["map"](), saved)
 
 
-def test_another_number_of_processes_is_refused_by_name() -> None:
+def test_other_process_count_is_refused() -> None:
     saved = saved_from(PIPELINES["map"](), GrainHandler(processes=4))
     saved.values = 4
     match = "saved by 4 processes, found 1; each process had its own position, .* restart with 4, or omit it"
     assert_refused(PIPELINES["map"](), saved, match)
-    with pytest.raises(SettingsError, match="expected 0 <= process < processes, found 4 and 4"):
+    with pytest.raises(SettingsError, match="found 4 and 4"):
         GrainHandler(processes=4, process=4)
 
 
-def test_the_file_of_another_process_is_no_position_of_this_one() -> None:
+def test_position_file_of_another_process_is_corrupt() -> None:
     saved = saved_from(PIPELINES["map"](), GrainHandler(processes=4))
     saved.values = 4
-    with pytest.raises(CorruptCheckpointError, match="the file of process 3 says that it is of process 0"):
+    with pytest.raises(CorruptCheckpointError, match=r"process 3 .* process 0"):
         GrainHandler(processes=4, process=3).restore(PIPELINES["map"](), saved)
 
 
@@ -156,7 +156,7 @@ def sharded(process: int, processes: int, batch: int, order: str = "batch last")
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 8), (4, 1), (1, 4)])
-def test_a_position_that_counts_global_batches_is_one_of_any_number_of_processes(before: int, after: int) -> None:
+def test_global_batch_position_fits_any_process_count(before: int, after: int) -> None:
     straight = take(sharded(0, 1, 16), 6)
     iterators = [sharded(process, before, 16 // before) for process in range(before)]
     for iterator in iterators:
@@ -173,7 +173,7 @@ def test_a_position_that_counts_global_batches_is_one_of_any_number_of_processes
     assert seen == set(range(96)) - first
 
 
-def test_elastic_iterators_go_on_with_any_number_of_processes() -> None:
+def test_elastic_iterator_resumes_with_any_process_count() -> None:
     def elastic(process: int, processes: int) -> Any:
         records = grain.MapDataset.source(SOURCE[:96]).shuffle(seed=1)
         options = grain.sharding.ShardOptions(process, processes)
@@ -197,7 +197,7 @@ def test_elastic_iterators_go_on_with_any_number_of_processes() -> None:
         ("batch last", 4, "of 16 records .* has 8: set the batch size .* to 16 // 2"),
     ],
 )
-def test_a_position_in_a_share_is_refused_for_another_number_of_processes(order: str, batch: int, match: str) -> None:
+def test_position_in_shard_needs_same_process_count(order: str, batch: int, match: str) -> None:
     saved = saved_from(sharded(0, 4, 4, order), GrainHandler(processes=4))
     handler = GrainHandler(processes=2)
     assert_refused(sharded(0, 2, batch, order), saved, f"saved by 4 processes, found 2; .*{match}", handler)
@@ -206,13 +206,13 @@ def test_a_position_in_a_share_is_refused_for_another_number_of_processes(order:
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """None while Python notes a new semaphore of Grain's: one freed at that moment is noted too, which is a warning."""
+    """No garbage collection while Python registers a semaphore of Grain: one freed meanwhile causes a warning."""
     with paused_collection():
         yield
 
 
 @pytest.mark.usefixtures("no_collection")
-def test_another_number_of_workers_is_refused_before_any_worker_starts() -> None:
+def test_other_worker_count_is_refused_before_start() -> None:
     saved, target = iter(loader()), iter(loader(workers=2))
     match = "saved with 0 worker processes, found 2; .* set the worker count back to 0"
     assert_refused(target, saved_from(saved), match)
@@ -294,7 +294,7 @@ def test_a_damaged_value_is_corrupt(content: Json, match: str) -> None:
         GrainHandler().restore(None, FakeSaved(content))
 
 
-def test_a_state_that_is_no_plain_data_is_refused_at_the_save() -> None:
+def test_state_with_unsupported_type_is_not_saved() -> None:
     iterator = Countdown()
     iterator.seen[1] = {1, 2}  # type: ignore[assignment]
     with pytest.raises(UnsupportedLeafError, match=r"state\['seen'\]\[1\] is a builtins.set"):

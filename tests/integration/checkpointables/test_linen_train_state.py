@@ -21,7 +21,7 @@ from tests.support.same_trees import assert_same, raw
 
 
 class Net(nn.Module):
-    """One dense layer of each sort, with dropout."""
+    """Dense layers with batch norm and dropout; the first kernel may be boxed."""
 
     boxed: bool = False
 
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 class State(TrainState):
-    """A usual train state: statistics and a key in addition to the parameters."""
+    """A train state with batch statistics and a key."""
 
     batch_stats: Any
     key: jax.Array
@@ -119,7 +119,7 @@ def test_boxed_and_unboxed_parameters_load_into_each_other(
     assert "params/Dense_0/kernel" in jct.metadata(tmp_path / "c").checkpointables["state"].leaves
 
 
-def test_a_boxed_abstract_state_loads_onto_the_mesh_that_its_boxes_name(tmp_path: Path) -> None:
+def test_boxed_abstract_state_loads_onto_named_mesh(tmp_path: Path) -> None:
     saved = new_state(0, boxed=True)
     jct.save(tmp_path / "c", saved)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -147,7 +147,7 @@ def test_frozen_dicts_and_flax_dataclasses(tmp_path: Path) -> None:
     assert set(plain["carry"]) == {"hidden"}
 
 
-def test_without_a_target_nothing_of_flax_is_needed(tmp_path: Path, run_python: Any) -> None:
+def test_load_without_target_needs_no_flax(tmp_path: Path, run_python: Any) -> None:
     state = new_state(0, boxed=True)
     jct.save(tmp_path / "c", state)
     script = """

@@ -75,7 +75,7 @@ def test_model_and_optimizer_are_restored_in_place(tmp_path: Path) -> None:
     assert_same(states(other, other_optimizer), states(model, optimizer))
 
 
-def test_leaves_are_named_like_the_attributes_and_positions_stay_numbers(tmp_path: Path) -> None:
+def test_leaves_are_named_by_attributes_and_positions(tmp_path: Path) -> None:
     model, _ = new(0)
     jct.save(tmp_path / "c", model)
     leaves = jct.metadata(tmp_path / "c").checkpointables["state"].leaves
@@ -143,7 +143,7 @@ def test_a_key_of_another_implementation_is_refused(tmp_path: Path) -> None:
         jct.load(tmp_path / "c", target)
 
 
-def test_a_mismatch_leaves_the_objects_as_they_were(tmp_path: Path) -> None:
+def test_mismatch_leaves_objects_unchanged(tmp_path: Path) -> None:
     model, optimizer = new(0)
     jct.save(tmp_path / "c", (model, optimizer))
     other, other_optimizer = new(5)
@@ -205,8 +205,8 @@ def test_state_and_object_itself_are_same_on_disk(make: Any, tmp_path: Path) -> 
     assert_same(nnx.to_pure_dict(found) if isinstance(found, nnx.State) else found, states(model)[0])
 
 
-def test_a_tree_that_jax_cannot_flatten_is_refused_here_too(tmp_path: Path) -> None:
-    with pytest.raises(jct.UnsupportedLeafError, match="'state': 'a': JAX cannot flatten this dict"):
+def test_unsortable_keys_are_refused_with_flax_imported(tmp_path: Path) -> None:
+    with pytest.raises(jct.UnsupportedLeafError, match="'state': 'a': "):
         jct.save(tmp_path / "c", {"a": {1: 1, "b": 2}})
 
 

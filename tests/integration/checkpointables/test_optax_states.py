@@ -1,4 +1,4 @@
-"""Optax states come back with their structure, and the optimizer goes on as if nothing had happened."""
+"""Optax states come back with their structure, and the optimizer continues with equal results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def steps(optimizer: Any, params: Any, state: Any, count: int) -> tuple[Any, Any
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_goes_on_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
+def test_optimizer_continues_exactly_after_load(name: str, tmp_path: Path) -> None:
     optimizer = OPTIMIZERS[name]()
     params, state = steps(optimizer, PARAMS, optimizer.init(PARAMS), 4)
     jct.save(tmp_path / "c", (params, state))
@@ -70,7 +70,7 @@ def test_leaves_are_named_by_fields_of_state(tmp_path: Path) -> None:
     assert leaves["1/inner_state/0/mu/head"].description == "an empty container"
 
 
-def test_another_optimizer_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", optax.adam(1e-2).init(PARAMS))
-    with pytest.raises(jct.MismatchError, match=r"'0/nu/dense/bias': saved float32.3., not in the target"):
+    with pytest.raises(jct.MismatchError, match=r"'0/nu/dense/bias': .*not in the target"):
         jct.load(tmp_path / "c", optax.sgd(1e-2, momentum=0.9).init(PARAMS))

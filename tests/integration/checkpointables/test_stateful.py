@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def test_orbax_itself_takes_the_object_for_one_of_its_kind(run_python: Any) -> None:
+def test_orbax_accepts_stateful_object(run_python: Any) -> None:
     script = """
 from orbax.checkpoint import v1 as ocp
 from tests.unit.checkpointables.test_stateful import Tokenizer

@@ -1,4 +1,4 @@
-"""CountedIterator: data without a position of its own goes on where the saved loop was."""
+"""CountedIterator: a training that is killed or preempted continues with the data of the saved loop."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def train(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "preempt"])
-def test_training_is_proven_to_resume_exactly(how: Any) -> None:
+def test_training_with_counted_iterator_resumes_exactly(how: Any) -> None:
     jct.testing.assert_resume_exact(train, kill_at=5, how=how)

@@ -1,4 +1,4 @@
-"""CountedIterator: data without a position of its own goes on where the saved loop was."""
+"""CountedIterator: data without a position of its own continues where the saved loop was."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drawn(start: int) -> Iterator[float]:
 
 
 def counted_from_the_start(start: int) -> Iterator[int]:
-    """A generator that cannot begin anywhere else: what comes before is drawn and dropped."""
+    """A generator that can only start at the beginning: items before `start` are drawn and dropped."""
     return itertools.islice((n * n for n in itertools.count()), start, None)
 
 
@@ -71,7 +71,7 @@ def test_prefetched_items_do_not_count(tmp_path: Path) -> None:
     assert made == [0, 2]
 
 
-def test_data_that_is_shorter_than_the_position_ends_at_once() -> None:
+def test_data_shorter_than_position_ends_at_once() -> None:
     data = jct.CountedIterator(lambda start: iter(range(start, 3)))
     data.set_state({"taken": 5})
     with pytest.raises(StopIteration):
@@ -97,20 +97,7 @@ def test_an_iterator_instead_of_a_function_is_refused() -> None:
 @pytest.mark.parametrize(
     "data", [iter([1]), (number for number in range(3)), zip([1], [2], strict=True), lambda: iter([1])]
 )
-def test_data_without_a_position_is_refused_with_what_counts_it(tmp_path: Path, data: Any) -> None:
+def test_data_without_position_suggests_counted_iterator(tmp_path: Path, data: Any) -> None:
     with jct.CheckpointCallback(tmp_path) as ckpt, pytest.raises(jct.UnsupportedLeafError, match="CountedIterator"):
         ckpt.resume({"w": jnp.zeros(1)}, data)
     assert not jct.StepManager(tmp_path).steps
-
-
-def noisy(start: int) -> Iterator[np.ndarray]:
-    for number in itertools.count(start):
-        yield np.random.default_rng([1, number]).normal(size=4).astype(np.float32)
-
-
-def train(directory: Path) -> None:
-    with jct.CheckpointCallback(directory, save_interval_steps=3) as ckpt:
-        state, data = ckpt.resume({"w": jnp.zeros(4)}, jct.CountedIterator(noisy))
-        for _ in ckpt.steps(10):
-            state = {"w": state["w"] * 0.9 + next(data)}
-            ckpt(state)

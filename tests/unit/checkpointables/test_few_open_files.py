@@ -1,4 +1,4 @@
-"""A load of many parts in a process that may open few files: what it holds ahead gives way to what it needs."""
+"""Loads of many parts with few file descriptors: files opened in advance are closed for files that are needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FewFiles(LocalBackend):
 
 
 class Counted:
-    """One of them."""
+    """An open file that is counted until it is closed."""
 
     def __init__(self, files: FewFiles, inner: Any) -> None:
         self._files, self._inner = files, inner
@@ -46,7 +46,9 @@ class Counted:
 
 
 @pytest.mark.parametrize("most", range(2, PARTS + 3))
-def test_what_is_held_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_prefetched_files_close_when_descriptors_run_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
     parts = {f"part{number}": {"w": np.full(5000, number)} for number in range(PARTS)}
     jct.save_checkpointables(tmp_path / "c", {**parts, "notes": jct.JsonValue([1])})
     files = FewFiles(most)

@@ -36,7 +36,7 @@ def round_trip(path: Path, value: Any) -> Any:
 
 
 @given(plain)
-def test_json_values_come_back_as_they_were(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
+def test_json_values_come_back_unchanged(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
     found = round_trip(tmp_path_factory.mktemp("json") / "c", value)
     assert found == value
     assert repr(found) == repr(value)  # True is not 1
@@ -48,7 +48,7 @@ def test_unusual_json_values(value: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, {"a": [-math.inf, 1, {"b": math.nan, "ü": "ü", "c": None}]}])
-def test_numbers_that_are_none_come_back(value: Any, tmp_path: Path) -> None:
+def test_nan_and_inf_in_json_come_back(value: Any, tmp_path: Path) -> None:
     assert repr(round_trip(tmp_path / "c", value)) == repr(value)
     assert jct.verify(tmp_path / "c").ok
 
@@ -59,7 +59,7 @@ def test_numbers_that_are_none_come_back(value: Any, tmp_path: Path) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_what_json_would_change_is_refused(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(jct.UnsupportedLeafError, match=r"'notes': (not JSON|would not come back from JSON)"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"'notes': .*JSON"):
         jct.save_checkpointables(tmp_path / "c", {"notes": jct.JsonValue(value)})
     assert list(tmp_path.iterdir()) == []
 
@@ -74,17 +74,17 @@ def test_json_value_changed_after_call_is_saved_unchanged(tmp_path: Path) -> Non
     }
 
 
-def test_json_value_and_pytree_are_not_each_other(tmp_path: Path) -> None:
+def test_json_value_and_pytree_are_not_interchangeable(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", {"notes": jct.JsonValue({"a": 1}), "tree": {"a": 1}})
-    with pytest.raises(jct.MismatchError, match=r"'notes': saved as 'json', but the target is a dict .'pytree'."):
+    with pytest.raises(jct.MismatchError, match=r"'notes': .*'json'.* dict .'pytree'."):
         jct.load_checkpointables(tmp_path / "c", {"notes": {"a": 1}})
-    with pytest.raises(jct.MismatchError, match="'tree': saved as 'pytree', but the target is a JsonValue"):
+    with pytest.raises(jct.MismatchError, match=r"'tree': .*'pytree'.* JsonValue"):
         jct.load_checkpointables(tmp_path / "c", {"tree": jct.JsonValue(None)})
 
 
 @pytest.mark.parametrize("verified", [True, False])
 def test_values_are_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verified: bool) -> None:
-    """Another one takes the place of the checkpoint after the first value was read."""
+    """The checkpoint is overwritten after the first value was read."""
 
     def saved(number: int) -> dict[str, Any]:
         return {"a": jct.JsonValue({"at": number}), "b": jct.JsonValue({"at": number})}
@@ -99,7 +99,7 @@ def test_values_are_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     jct.save_checkpointables(tmp_path / "c", saved(1))
     monkeypatch.setattr(loading, "read_recorded", read_after)
     found = jct.load_checkpointables(tmp_path / "c", settings=jct.StoreSettings(verify_on_load=verified))
-    # The files of both are open from the start; without digests nobody knows whether that was in time.
+    # Both files are open from the start. Without digests, the load cannot show that they are of one checkpoint.
     number, expected = (1, 2) if verified else (2, 4)
     assert next(reads) == expected
     assert found == {"a": jct.JsonValue({"at": number}), "b": jct.JsonValue({"at": number})}
@@ -130,12 +130,12 @@ def test_a_damaged_json_file_is_corrupt(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", {"notes": jct.JsonValue({"rate": 1})})
     file = tmp_path / "c" / "notes" / "p00000.json"
     file.write_text(file.read_text().replace("1", "2"))
-    with pytest.raises(jct.CorruptCheckpointError, match=r"notes/p00000.json.*are not what was saved"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"notes/p00000.json"):
         jct.load_checkpointables(tmp_path / "c")
 
 
 class Sampler:
-    """An iterator of the old sort: its state is a pytree of numpy arrays and numbers."""
+    """A classic iterator: its state is a pytree of numpy arrays and numbers."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.RandomState(seed)
@@ -153,7 +153,7 @@ class Sampler:
         self.drawn = state["drawn"]
 
 
-def test_an_object_with_get_state_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_object_with_get_state_resumes_at_its_position(tmp_path: Path) -> None:
     saved = Sampler(0)
     first = [saved.draw() for _ in range(5)]
     pending = jct.save_checkpointables_async(tmp_path / "c", {"sampler": saved})
@@ -166,7 +166,7 @@ def test_an_object_with_get_state_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [target.draw() for _ in range(5)] == following
 
 
-def test_without_a_target_its_state_comes_back(tmp_path: Path) -> None:
+def test_state_of_object_loads_without_target(tmp_path: Path) -> None:
     saved = Sampler(0)
     saved.draw()
     jct.save_checkpointables(tmp_path / "c", {"sampler": saved})
@@ -178,10 +178,10 @@ def test_without_a_target_its_state_comes_back(tmp_path: Path) -> None:
 
 def test_state_is_not_loaded_into_plain_tree(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", {"sampler": Sampler(0)})
-    with pytest.raises(jct.MismatchError, match="'sampler': saved as 'get_set_state', but the target is a dict"):
+    with pytest.raises(jct.MismatchError, match=r"'sampler': .*'get_set_state'.* dict"):
         jct.load_checkpointables(tmp_path / "c", {"sampler": {"drawn": []}})
 
 
-def test_a_class_is_not_an_object(tmp_path: Path) -> None:
-    with pytest.raises(jct.UnsupportedLeafError, match=r"'sampler': leaf '~': a builtins.type cannot be stored"):
+def test_class_with_get_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(jct.UnsupportedLeafError, match=r"'sampler': leaf '~': .*builtins.type"):
         jct.save_checkpointables(tmp_path / "c", {"sampler": Sampler})

@@ -1,4 +1,4 @@
-"""Users' own handlers, and which handler takes what."""
+"""Handlers that users register, and which handler is chosen for an object."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_newest_registration_that_fits_wins(tmp_path: Path) -> None:
     assert jct.metadata(saved(tmp_path / "b", Special(["x"]))).checkpointables["words"].kind == f"{__name__}.Special"
 
 
-def test_a_handler_of_ones_own_may_take_what_another_would(tmp_path: Path) -> None:
+def test_registered_handler_wins_over_builtin_handler(tmp_path: Path) -> None:
     class Doubling:
         def stage(self, value: dict[str, Any]) -> jct.Staged:
             return jct.Staged(tree={key: 2 * leaf for key, leaf in value.items()})
@@ -118,10 +118,10 @@ def test_without_the_handler_the_rest_still_loads(tmp_path: Path) -> None:
     assert jct.verify(path).ok
 
 
-def test_what_is_no_handler_is_refused() -> None:
+def test_invalid_handler_registration_is_refused() -> None:
     with pytest.raises(jct.SettingsError, match="register_handler: expected a type, found 'Vocabulary'"):
         jct.register_handler("Vocabulary", AsTree())  # type: ignore[arg-type]
-    with pytest.raises(jct.SettingsError, match=r"the handler of Vocabulary has no method stage\(\)"):
+    with pytest.raises(jct.SettingsError, match=r"Vocabulary has no method stage\(\)"):
         jct.register_handler(Vocabulary, object())
 
 
@@ -131,7 +131,7 @@ def test_a_handler_that_stages_something_else_is_refused(tmp_path: Path) -> None
             return {"words": value.words}
 
     jct.register_handler(Vocabulary, Wrong())
-    with pytest.raises(jct.SettingsError, match=r"stage must return jaxckpt_train.Staged, found \{'words'"):
+    with pytest.raises(jct.SettingsError, match=r"jaxckpt_train.Staged, found \{'words'"):
         saved(tmp_path / "c", Vocabulary(["a"]))
     assert list(tmp_path.iterdir()) == []
 

@@ -18,7 +18,7 @@ import jaxckpt_train as jct
 
 
 class Tokenizer:
-    """As Orbax has it: what is cheap in `save` itself, what is slow in the awaitable that it returns."""
+    """An object of Orbax's protocol: cheap work is in `save` itself, slow work in the awaitable that it returns."""
 
     def __init__(self, words: dict[str, int]) -> None:
         self.words = words
@@ -72,7 +72,7 @@ def parts(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"state": {"w": jnp.ones(3)}, "tokenizer": tokenizer}
 
 
-def test_its_files_are_written_in_the_background_and_read_into_the_live_object(tmp_path: Path) -> None:
+def test_object_writes_in_background_and_loads_in_place(tmp_path: Path) -> None:
     saved = Tokenizer({"hello": 1})
     pending = jct.save_checkpointables_async(tmp_path / "c", parts(saved))
     saved.words = {"changed": 2}
@@ -90,7 +90,7 @@ def test_its_files_are_written_in_the_background_and_read_into_the_live_object(t
     assert (described.kind, described.tree, described.bytes) == ("stateful", None, 15)
 
 
-def test_inside_a_running_event_loop(tmp_path: Path) -> None:
+def test_save_works_inside_running_event_loop(tmp_path: Path) -> None:
     async def loop() -> Tokenizer:
         jct.save_checkpointables(tmp_path / "c", parts(Tokenizer({"hello": 1})))
         target = Tokenizer({})
@@ -114,13 +114,13 @@ def test_object_that_does_all_in_foreground_returns_nothing(tmp_path: Path) -> N
     assert (target.threads, target.loads) == (["saved"], 1)
 
 
-def test_a_failure_in_the_foreground_is_raised_by_the_call_and_leaves_nothing(tmp_path: Path) -> None:
+def test_foreground_failure_is_raised_by_the_call(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="the vocabulary server is gone"):
         jct.save_checkpointables_async(tmp_path / "c", parts(Failing("foreground")))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_in_the_background_is_raised_by_wait_and_leaves_nothing(tmp_path: Path) -> None:
+def test_background_failure_is_raised_by_wait(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", parts(Tokenizer({"old": 0})))
     pending = jct.save_checkpointables_async(tmp_path / "c", parts(Failing("background")), overwrite=True)
     with pytest.raises(ConnectionError, match="the vocabulary server is gone") as caught:
@@ -145,7 +145,7 @@ def test_misuse_of_the_directory_is_refused(where: str, error: type[Exception], 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_begun_and_never_ran_goes_without_a_warning(tmp_path: Path) -> None:
+def test_unstarted_writes_are_dropped_without_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -160,14 +160,14 @@ def test_what_was_begun_and_never_ran_goes_without_a_warning(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["words.json", "merges/0.txt"])
-def test_a_changed_byte_in_its_files_is_found_before_it_reads_them(name: str, tmp_path: Path) -> None:
+def test_changed_byte_is_found_before_object_reads(name: str, tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", parts(Tokenizer({"hello": 1})))
     file = tmp_path / "c" / "tokenizer" / name
     data = bytearray(file.read_bytes())
     data[1] ^= 1
     file.write_bytes(data)
     target = Tokenizer({"kept": 1})
-    with pytest.raises(jct.CorruptCheckpointError, match=f"tokenizer/{name}.*are not what was saved"):
+    with pytest.raises(jct.CorruptCheckpointError, match=f"tokenizer/{name}"):
         jct.load_checkpointables(tmp_path / "c", {"tokenizer": target})
     assert target.loads == 0
     assert target.words == {"kept": 1}
@@ -175,21 +175,21 @@ def test_a_changed_byte_in_its_files_is_found_before_it_reads_them(name: str, tm
 
 
 @pytest.mark.parametrize("verified", [True, False])
-def test_a_missing_or_longer_file_is_found_too(tmp_path: Path, verified: bool) -> None:
+def test_missing_or_longer_file_is_found(tmp_path: Path, verified: bool) -> None:
     chosen = jct.StoreSettings(verify_on_load=verified)
     jct.save_checkpointables(tmp_path / "c", parts(Tokenizer({"hello": 1})))
     file = tmp_path / "c" / "tokenizer" / "words.json"
     file.write_text(file.read_text() + " ")
-    with pytest.raises(jct.CorruptCheckpointError, match="13 bytes, but the manifest says 12"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"words\.json.* 13 .* 12"):
         jct.load_checkpointables(tmp_path / "c", {"tokenizer": Tokenizer({})}, settings=chosen)
     file.unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match="the manifest names this file, but"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"words\.json"):
         jct.load_checkpointables(tmp_path / "c", {"tokenizer": Tokenizer({})}, settings=chosen)
 
 
 @pytest.mark.parametrize("verified", [True, False])
-def test_files_are_of_checkpoint_that_rest_is_of(tmp_path: Path, verified: bool) -> None:
-    """Another one takes its place right before the object reads its files, all of which have the same sizes."""
+def test_files_come_from_same_checkpoint_as_rest(tmp_path: Path, verified: bool) -> None:
+    """The checkpoint is overwritten right before the object reads its files, which keep their sizes."""
 
     class Late(Tokenizer):
         async def _read(self, directory: Path) -> None:
@@ -212,11 +212,11 @@ def test_files_are_of_checkpoint_that_rest_is_of(tmp_path: Path, verified: bool)
 
 
 @pytest.mark.parametrize("target", [None, 3, {"w": 1}])
-def test_it_is_loaded_only_into_such_an_object(target: Any, tmp_path: Path) -> None:
+def test_stateful_files_load_only_into_stateful_object(target: Any, tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", parts(Tokenizer({"hello": 1})))
     with pytest.raises(jct.MismatchError, match="'tokenizer'"):
         jct.load_checkpointables(tmp_path / "c", {"tokenizer": target})
-    with pytest.raises(jct.MismatchError, match="'state': saved as 'pytree', but the target is a Tokenizer"):
+    with pytest.raises(jct.MismatchError, match=r"'state': .*'pytree'.* Tokenizer"):
         jct.load_checkpointables(tmp_path / "c", {"state": Tokenizer({})})
 
 
