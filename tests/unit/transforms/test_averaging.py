@@ -1,4 +1,4 @@
-"""The operation that averages leaves over checkpoints, and `jaxckpt average`: the same values as numpy makes."""
+"""The operation that averages leaves over checkpoints, and `jaxckpt average`: values equal those of numpy."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_dry_run_writes_nothing(directory: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "mean").exists()
 
 
-def test_damaged_steps_are_passed_over_or_end_it(directory: Path, tmp_path: Path) -> None:
+def test_damaged_steps_are_skipped_or_refused(directory: Path, tmp_path: Path) -> None:
     truncate_the_manifest(step_path(directory, 3))
     found = json_of("average", directory, tmp_path / "mean", "--last", 2)
     assert found["steps"] == [2, 4]
@@ -104,7 +104,9 @@ def test_damaged_steps_are_passed_over_or_end_it(directory: Path, tmp_path: Path
         (["--part", "data"], 2, "'data'"),
     ],
 )
-def test_what_has_no_mean_is_refused(directory: Path, tmp_path: Path, more: list[Any], code: int, message: str) -> None:
+def test_leaves_without_mean_are_refused(
+    directory: Path, tmp_path: Path, more: list[Any], code: int, message: str
+) -> None:
     done = run("average", directory, tmp_path / "mean", *more)
     assert done.exit_code == code
     assert message in " ".join(done.output.split())
@@ -150,10 +152,10 @@ def test_trees_that_differ_are_refused(tmp_path: Path) -> None:
             jct.load(tmp_path / "a", transforms=[{"op": "average", "leaves": "**", "with": wrong}])
 
 
-def test_large_arrays_and_special_values_are_averaged_in_pieces(tmp_path: Path) -> None:
+def test_large_arrays_with_special_values_are_averaged(tmp_path: Path) -> None:
     values = [np.random.default_rng(n).normal(size=(3_000_001,)).astype(np.float32) for n in range(3)]
     values[0][5], values[1][6], values[2][7] = np.nan, np.inf, 3e38
-    values[0][7] = values[1][7] = 3e38  # whose sum is no float32
+    values[0][7] = values[1][7] = 3e38  # their sum does not fit into float32
     for number, array in enumerate(values):
         jct.save(tmp_path / f"{number}", {"w": array})
     others = [str(tmp_path / name) for name in ("1", "2")]

@@ -1,4 +1,4 @@
-"""Numbers and integers that fit a dtype or do not: every pair of integer dtypes, and the limits of the floats."""
+"""Numbers that fit a dtype or are refused: every pair of integer dtypes, and the limits of the floats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALUES = [0, 1, -1, 2, -2, 7, -8, 8, 127, -128, 255, 2**15, 2**31 - 1, -(2**31),
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(INTEGERS, INTEGERS)))
-def test_each_integer_stays_what_it_is_or_is_refused(old: str, new: str) -> None:
+def test_integers_keep_value_or_are_refused(old: str, new: str) -> None:
     for value in VALUES:
         given, fits = number_as(value, DTYPES[old]), number_as(value, DTYPES[new]) is not None
         if given is None:
@@ -26,7 +26,7 @@ def test_each_integer_stays_what_it_is_or_is_refused(old: str, new: str) -> None
         if fits:
             assert [int(each) for each in convert_array(array, DTYPES[new], "it", [0])] == [0, value]
         else:
-            with pytest.raises(MismatchError, match=rf"it: {value} at \[5\] does not fit {new}, which is limited to"):
+            with pytest.raises(MismatchError, match=rf"it: {value} at \[5\] .*{new}"):
                 convert_array(array, DTYPES[new], "it", [4])
 
 
@@ -34,14 +34,14 @@ FLOATS = sorted(name for name in DTYPES if "float" in name)
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(FLOATS, FLOATS)))
-def test_each_float_becomes_each_other_with_what_both_have(old: str, new: str) -> None:
+def test_each_float_dtype_converts_to_each_other(old: str, new: str) -> None:
     array = np.array([1, 2, 4], np.float32).astype(DTYPES[old])
     found = convert_array(array, DTYPES[new], "it", [0])
     assert found.dtype == DTYPES[new]
     assert found.astype(np.float64).tolist() == [1, 2, 4]
 
 
-def test_floats_go_on_to_be_rounded() -> None:
+def test_floats_are_rounded() -> None:
     found = convert_array(np.array([1e30, 0.1, np.nan], np.float32), DTYPES["float16"], "it", [0])
     assert (found[0], np.isnan(found[2])) == (np.inf, True)
     assert float(found[1]) == float(np.float16(0.1))
@@ -61,7 +61,7 @@ def test_floats_go_on_to_be_rounded() -> None:
         ("complex64", [1.5, math.nan], [1e39]),
     ],
 )
-def test_a_number_is_held_or_not(dtype: str, fit: list[float], unfit: list[float]) -> None:
+def test_dtype_holds_number_or_refuses(dtype: str, fit: list[float], unfit: list[float]) -> None:
     if dtype not in DTYPES:
         pytest.skip("this ml_dtypes lacks it")
     assert all(number_as(value, DTYPES[dtype]) is not None for value in fit)

@@ -1,4 +1,4 @@
-"""Operations on the way of a load: real checkpoints, changed trees, the same bytes as numpy makes."""
+"""Loads with transforms: the leaves of changed trees have the bytes that numpy makes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_arrays_are_reformed(saved: Path) -> None:
     assert np.array_equal(load(saved, Truncate("model/embed", [4, None]))["model"]["embed"], EMBED[:4])
 
 
-def test_what_is_added_is_the_same_each_time(saved: Path) -> None:
+def test_added_leaves_are_equal_each_time(saved: Path) -> None:
     add = [
         Add("lora/a", [4, 8], init="normal", stddev=0.5, seed=3),
         Add("lora/b", [8, 4], "bfloat16"),
@@ -150,7 +150,7 @@ def test_what_is_added_is_the_same_each_time(saved: Path) -> None:
     assert load(saved, Add("lora/a", [4, 8], init="normal", seed=4))["lora"]["a"].tobytes() != first["a"].tobytes()
 
 
-def test_it_goes_into_targets_and_onto_devices(saved: Path) -> None:
+def test_transformed_leaves_load_into_target_on_devices(saved: Path) -> None:
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     like = {"embed": jax.ShapeDtypeStruct((8, 10), jnp.float32, sharding=sharding)}
@@ -158,11 +158,11 @@ def test_it_goes_into_targets_and_onto_devices(saved: Path) -> None:
     found = jct.load(saved, like, transforms=operations, only="embed")
     assert found["embed"].sharding == sharding
     assert np.array_equal(found["embed"], EMBED.T)
-    with pytest.raises(jct.MismatchError, match=r"leaf 'embed': saved float32\[8,10\], wanted float32\[8,9\]"):
+    with pytest.raises(jct.MismatchError, match=r"leaf 'embed': .*\[8,10\].*\[8,9\]"):
         jct.load(saved, {"embed": np.zeros((8, 9), np.float32)}, transforms=operations, only="embed")
 
 
-def test_damage_is_found_whether_bytes_are_taken_over_or_made(saved: Path) -> None:
+def test_damage_is_found_in_copied_and_computed_bytes(saved: Path) -> None:
     (segment,) = (saved / "state").glob("*.safetensors")
     data = bytearray(segment.read_bytes())
     at = data.find(EMBED.tobytes())
@@ -278,7 +278,7 @@ def test_unfit_values_are_refused_before_reading(saved: Path, operations: list[A
         ([7], r"transforms: operation 1 of 1: expected an operation such as"),
     ],
 )
-def test_what_is_no_operation_is_refused_by_name(saved: Path, given: Any, message: str) -> None:
+def test_invalid_operation_is_refused_by_name(saved: Path, given: Any, message: str) -> None:
     with pytest.raises(jct.SettingsError, match=message):
         jct.load(saved, transforms=given)
 
@@ -313,8 +313,8 @@ def test_integers_that_fit_are_cast(tmp_path: Path) -> None:
     assert (found["u"].dtype, found["u"].tolist()) == (np.int64, [2**62])
 
 
-def test_what_a_function_gives_does_not_wrap_either(saved: Path) -> None:
-    with pytest.raises(jct.MismatchError, match=r"leaf 'z': 128 at \[128\] does not fit int8"):
+def test_unfit_integers_of_init_function_are_refused(saved: Path) -> None:
+    with pytest.raises(jct.MismatchError, match=r"leaf 'z': 128 at \[128\] .*int8"):
         load(saved, Add("z", [200], "int8", init=lambda shape: np.arange(shape[0])))
 
 
@@ -323,7 +323,7 @@ def test_large_constants_are_made_in_pieces(saved: Path) -> None:
     assert jct.load(saved, transforms=small)["z"].tolist() == [1, 1, 1]
 
 
-def test_plain_data_will_do(saved: Path) -> None:
+def test_operations_may_be_plain_dicts(saved: Path) -> None:
     given = [
         {"op": "stack", "leaves": "model/layers/{}/attn/*", "to": "attn/*"},
         {"op": "fuse", "leaves": ["attn/q", "attn/k", "attn/v"], "to": "attn/qkv", "axis": 2},

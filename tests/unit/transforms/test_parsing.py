@@ -1,4 +1,4 @@
-"""Operations as the command line gives them: the same as those of Python and YAML."""
+"""Operations written on the command line equal those of Python and YAML."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def test_a_line_is_an_operation(text: str, expected: Any) -> None:
         ("transpose a 1,x", r"\(transpose\): axes: expected a whole number from 0, found 'x'"),
     ],
 )
-def test_what_is_none_is_refused(text: str, message: str) -> None:
+def test_invalid_line_is_refused(text: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         parse_operation(text)
 
 
-def test_each_operation_is_known_by_the_name_that_it_says() -> None:
+def test_operations_are_registered_by_their_name() -> None:
     assert all(kind.name == name for name, kind in OPERATIONS.items())
     assert parse_operations("transforms", None) == ()
     assert parse_operations("transforms", [Drop("a"), {"op": "nest"}]) == (Drop("a"), Nest())
@@ -116,6 +116,6 @@ def test_each_operation_is_known_by_the_name_that_it_says() -> None:
         ({"op": "copy", "from": 3, "to": "b"}, "from: expected a leaf path"),
     ],
 )
-def test_copy_is_checked_by_names_that_are_written(given: dict[str, Any], message: str) -> None:
+def test_copy_errors_name_the_written_keys(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         parse_operations("transforms", [given])

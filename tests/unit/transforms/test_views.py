@@ -1,4 +1,4 @@
-"""Views: whatever is made of arrays when they are read is, box by box, what numpy makes of them at once."""
+"""Views: each box that is computed during a read equals that part of the whole array made by numpy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stored(array: np.ndarray, most_bytes: int = 1 << 20) -> Stored:
 
 @st.composite
 def made(draw: Any) -> Both:
-    """A view, of several operations, and what it should be."""
+    """A view of several operations, and the array that numpy makes of the same operations."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape) + draw(st.integers(0, 9))
     view: View = stored(array, draw(st.sampled_from([4, 20, 1 << 20])))
@@ -102,7 +102,7 @@ def test_every_box_is_what_numpy_makes(both: Both, data: Any, piece_bytes: int) 
             assert np.array_equal(found, array[place])
             if piece.stored is None:
                 assert found.nbytes <= max(piece_bytes, view.dtype.itemsize)
-        assert (covered == 1).all(), "the pieces tile it"
+        assert (covered == 1).all(), "the pieces do not tile the array"
         box = []
         for size in array.shape:
             start = data.draw(st.integers(0, size))
@@ -114,8 +114,8 @@ def test_every_box_is_what_numpy_makes(both: Both, data: Any, piece_bytes: int) 
 
 
 @given(made())
-def test_what_stays_a_chunk_has_just_its_bytes(both: Both) -> None:
-    """Chunks are taken over with the digests that they have: their bytes must be those of the piece."""
+def test_stored_pieces_equal_their_chunks(both: Both) -> None:
+    """Stored chunks are copied with their digests, so their bytes must be those of the piece."""
     view, array = both
     inner: dict[str, np.ndarray] = {}
 
@@ -136,7 +136,7 @@ def test_what_stays_a_chunk_has_just_its_bytes(both: Both) -> None:
             assert array[slices_within(piece.box, full_box(array.shape))].tobytes() in kept
 
 
-def test_joined_layers_and_slices_of_them_stay_the_chunks_that_they_were() -> None:
+def test_joined_and_sliced_layers_stay_stored_chunks() -> None:
     layers = [np.full((3, 4), number, np.float32) for number in range(4)]
     stacked = Joined([stored(layer) for layer in layers], 0, new=True)
     assert all(piece.stored is not None for piece in stacked.pieces())
