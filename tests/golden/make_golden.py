@@ -1,6 +1,6 @@
-"""Makes the golden checkpoint of the current format version: `python -m tests.golden.make_golden`.
+"""Make the golden checkpoint of the current format version: `python -m tests.golden.make_golden`.
 
-Run once per format version; what it made is committed and never made anew, since old checkpoints must keep loading.
+Run it once per format version. The result is committed and never changes, since old checkpoints must keep loading.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Writes checkpoints with the Orbax that is installed, in each form that it has, and what they hold beside them.
+"""Write a checkpoint in each form of the installed Orbax, and its expected content as JSON.
 
 `python make_orbax.py FOLDER [--seed 0] [--large] [--forms zarr,ocdbt]`, in an environment with any version of
-orbax-checkpoint and nothing of this package: FOLDER/<form>/saved, FOLDER/<form>/expected.json.
+orbax-checkpoint and without this package, writes FOLDER/<form>/saved and FOLDER/<form>/expected.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DTYPES = ("bfloat16", "float32", "float16", "int32", "int8", "uint8", "bool_")
 
 
 class Values:
-    """Arrays of random bits, of a seed, so that every byte counts."""
+    """Arrays of random values from a seed."""
 
     def __init__(self, seed, large):
         self._random = np.random.RandomState(seed)
@@ -51,7 +51,7 @@ class Values:
         self._mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
 
     def numpy(self, dtype, *shape):
-        kind = np.dtype(getattr(jnp, dtype))  # by its name it is another one where old TensorStores have their own
+        kind = np.dtype(getattr(jnp, dtype))  # old TensorStores register other dtypes under these names
         if kind == np.bool_:
             return self._random.randint(0, 2, shape).astype(bool)
         if kind.kind in "iu":
@@ -59,11 +59,11 @@ class Values:
         return self._random.standard_normal(shape).astype(np.float32).astype(kind)
 
     def array(self, dtype, *shape):
-        """On one device."""
+        """Return an array on one device."""
         return jnp.asarray(self.numpy(dtype, *shape))
 
     def sharded(self, dtype, rows, columns):
-        """Over the devices, a chunk for each; larger in a campaign."""
+        """Return an array over all devices, with a chunk for each; it is larger with `--large`."""
         values = self.numpy(dtype, rows * self._factors[0], columns * self._factors[1])
         return jax.device_put(values, NamedSharding(self._mesh, PartitionSpec("x", "y")))
 
@@ -84,8 +84,8 @@ def plain_tree(values, large):
 
 
 def full_tree(values, large):
-    """Also what is no array: text, None, containers without children, keys with signs in them."""
-    folder = "" if VERSION < (0, 2) else "mlp/"  # the first versions make no folders below that of an item
+    """Also other leaves: text, None, empty containers, and keys with special characters."""
+    folder = "" if VERSION < (0, 2) else "mlp/"  # the first versions make no folders below the folder of an item
     return {
         **plain_tree(values, large),
         "name": "naïve",
@@ -97,7 +97,7 @@ def full_tree(values, large):
 
 
 def inline_tree(values):
-    """What first versions put into one msgpack file, if they are asked to."""
+    """Leaves that the first versions put into one msgpack file on request."""
     return {
         "kernel": values.array("float32", 3, 2),
         "half": values.array("bfloat16", 5),
@@ -122,16 +122,16 @@ def train_state(values):
     return state.apply_gradients(grads=jax.tree_util.tree_map(lambda leaf: leaf * 2, params))
 
 
-def told(node):
+def encoded(node):
     """A tree as JSON: kinds of containers, and every byte of its leaves."""
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return {"namedtuple": {name: told(getattr(node, name)) for name in node._fields}}
+        return {"namedtuple": {name: encoded(getattr(node, name)) for name in node._fields}}
     if hasattr(node, "apply_gradients"):
-        return {"dict": {name: told(getattr(node, name)) for name in ("step", "params", "opt_state")}}
+        return {"dict": {name: encoded(getattr(node, name)) for name in ("step", "params", "opt_state")}}
     if hasattr(node, "items"):
-        return {"dict": {str(key): told(child) for key, child in node.items()}}
+        return {"dict": {str(key): encoded(child) for key, child in node.items()}}
     if isinstance(node, (list, tuple)):
-        return {type(node).__name__: [told(child) for child in node]}
+        return {type(node).__name__: [encoded(child) for child in node]}
     if isinstance(node, (np.ndarray, np.generic, jax.Array)):
         array = np.asarray(node)
         text = base64.b64encode(array.tobytes()).decode()
@@ -142,14 +142,14 @@ def told(node):
 
 
 def done(checkpointer):
-    """Wait until all is written."""
+    """Wait until everything is written."""
     for name in ("wait_until_finished", "close"):
         if hasattr(checkpointer, name):
             getattr(checkpointer, name)()
 
 
 def save_args_of(tree):
-    """First versions keep text only in the one file that has the structure, and only if told so."""
+    """Ask the first versions to keep text, which they do only in the file of the structure."""
     if VERSION >= (0, 4):
         return {}
     args = jax.tree_util.tree_map(lambda leaf: ocp.SaveArgs(aggregate=isinstance(leaf, str)), tree)
@@ -228,7 +228,7 @@ def save_array(path, values, large):
 
 
 def save_manager(path, values, large):
-    """As programs of first versions do: a checkpointer for each item."""
+    """Save as programs of the first versions do, with a checkpointer for each item."""
     items = {"state": full_tree(values, large), "params": {"w": values.array("float32", 2, 3)}, "config": CONFIG}
     checkpointers = {
         "state": ocp.PyTreeCheckpointer(),
@@ -249,7 +249,7 @@ def item_names(names):
 
 
 def save_items(path, values, large):
-    """As programs of later versions do: arguments that tell how."""
+    """Save as programs of later versions do, with an argument object for each item."""
     items = {"state": full_tree(values, large), "params": {"w": values.array("float32", 2, 3)}, "config": CONFIG}
     args = ocp.args.Composite(
         state=ocp.args.PyTreeSave(items["state"]),
@@ -263,7 +263,7 @@ def save_items(path, values, large):
 
 
 def save_keys(path, values, large):
-    """PRNG keys of JAX and of numpy as items of their own."""
+    """Save PRNG keys, old and typed, as separate items."""
     keys = {"legacy": jax.random.PRNGKey(3), "typed": jax.random.key(5)}
     args = ocp.args.Composite(
         legacy=ocp.args.JaxRandomKeySave(keys["legacy"]),
@@ -342,14 +342,14 @@ def main():
         folder.mkdir(parents=True)
         try:
             items = FORMS[form](folder / "saved", Values(options.seed, options.large), options.large)
-        except Exception as error:  # noqa: BLE001  # whatever a version does that has no such form
+        except Exception as error:  # noqa: BLE001  # versions without this form fail in many ways
             traceback.print_exc()
             print(f"{form}: not there: {type(error).__name__}: {str(error)[:200]!r}", flush=True)
             continue
-        items = {name: {"json": item} if item is CONFIG else told(item) for name, item in items.items()}
+        items = {name: {"json": item} if item is CONFIG else encoded(item) for name, item in items.items()}
         (folder / "expected.json").write_text(json.dumps(items, ensure_ascii=False))
         print(f"{form}: written", flush=True)
-    for folder in options.folder.absolute().iterdir():  # now that nothing is written any more
+    for folder in options.folder.absolute().iterdir():  # all writes have ended
         if not (folder / "expected.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,6 +1,6 @@
-"""Makes the distributed checkpoint of PyTorch in `torch/`: `python -m tests.golden.make_torch`, where there is PyTorch.
+"""Make the distributed checkpoint of PyTorch in `torch/`: `python -m tests.golden.make_torch`. It needs PyTorch.
 
-It is committed, so that what needs no PyTorch is tried on the real thing where there is none.
+The checkpoint is committed, so that code that needs no PyTorch is tested on a real checkpoint without PyTorch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent / "torch"
 
 
 def make() -> None:
-    """Write it anew."""
+    """Write the checkpoint, and replace the old one."""
     import torch
     import torch.distributed.checkpoint as dcp
 

@@ -1,6 +1,7 @@
-"""Restores a step that was exported for Orbax with the Orbax that is installed, and compares every byte.
+"""Restore an exported step with the installed Orbax, and compare every byte.
 
-`python restore_orbax.py STEP EXPECTED`: a directory with the item `state`, and what is in it, as `make_orbax.py` tells.
+`python restore_orbax.py STEP EXPECTED`: STEP is a directory with the item `state`, and EXPECTED is a JSON file of its
+content as `make_orbax.py` writes it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import tensorstore as ts
-from make_orbax import VERSION, done, ocp, told
+from make_orbax import VERSION, done, encoded, ocp
 
 LEAVES = {"array", "value", "bytes"}
 
 
 def leaves_of(node, path=()):
-    """The leaves of a tree as `told` tells it, by path: what kinds of containers they are in does not matter."""
+    """Return the leaves of an encoded tree by path, whatever the kinds of its containers."""
     ((kind, found),) = node.items()
     if kind in LEAVES:
         return {path: node}
@@ -30,19 +31,19 @@ def leaves_of(node, path=()):
 
 
 def content(leaf):
-    """What has to be equal: numbers may have become arrays without dimensions."""
+    """Return the part of a leaf that must be equal: numbers may have become 0-d arrays."""
     ((kind, found),) = leaf.items()
     if kind == "array":
         dtype, shape, _, data = found
         return dtype, tuple(shape), data
     if isinstance(found, (bool, int, float)):
-        dtype, shape, _, data = told(np.asarray(found))["array"]
+        dtype, shape, _, data = encoded(np.asarray(found))["array"]
         return dtype, tuple(shape), data
     return found
 
 
 def assert_equal(restored, expected):
-    found, wanted = leaves_of(told(restored)), leaves_of(expected)
+    found, wanted = leaves_of(encoded(restored)), leaves_of(expected)
     wanted = {path: leaf for path, leaf in wanted.items() if leaf != {"value": None} or path in found}
     found = {path: leaf for path, leaf in found.items() if leaf != {"value": None} or path in wanted}
     assert sorted(found) == sorted(wanted), sorted(set(found) ^ set(wanted))
@@ -51,7 +52,7 @@ def assert_equal(restored, expected):
 
 
 def by_handler(step):
-    """By the class that all versions have."""
+    """Restore by the class that all versions have."""
     if VERSION < (0, 4):
         context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 1000000}, "file_io_concurrency": {"limit": 16}})
         ocp.type_handlers.register_standard_handlers_with_options(use_ocdbt=True, ts_context=context)
@@ -103,7 +104,7 @@ def main():
     for way, restore in WAYS.items():
         try:
             assert_equal(jax.device_get(restore(options.step.absolute())), expected)
-        except Exception as error:  # noqa: BLE001  # whatever a version does that has no such form
+        except Exception as error:  # noqa: BLE001  # versions without this form fail in many ways
             traceback.print_exc()
             print(f"{way}: no: {type(error).__name__}: {str(error)[:300]!r}", flush=True)
             continue

@@ -1,4 +1,4 @@
-"""What `tests/golden/make_orbax.py` wrote, and whether it is loaded: every byte, with and without a target."""
+"""The content of the checkpoints that `tests/golden/make_orbax.py` wrote, and comparisons of it byte for byte."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _IN_RUNS["flax"] = f"checkpoint_{STEP}"
 
 
 def path_of(form: Path) -> Path:
-    """Where the checkpoint of a form lies."""
+    """Return the path of the checkpoint of a form."""
     return form / "saved" / _IN_RUNS.get(form.name, "")
 
 
 def expected_items(form: Path) -> dict[str, Any]:
-    """What was saved, by the names of items; JSON as `jct.JsonValue`."""
-    told = json.loads((form / "expected.json").read_text(encoding="utf-8"))
-    return {name: _tree(item) for name, item in told.items()}
+    """Return the saved items by name; JSON items are `jct.JsonValue`."""
+    encoded = json.loads((form / "expected.json").read_text(encoding="utf-8"))
+    return {name: _tree(item) for name, item in encoded.items()}
 
 
-def _tree(told: Mapping[str, Any]) -> Any:
-    ((kind, found),) = told.items()
+def _tree(encoded: Mapping[str, Any]) -> Any:
+    ((kind, found),) = encoded.items()
     match kind:
         case "dict":
             return {int(key) if key.isdigit() else key: _tree(child) for key, child in found.items()}
@@ -62,7 +62,7 @@ def _array(dtype: str, shape: list[int], is_jax: bool, data: str) -> Any:
 
 
 def assert_item(found: Any, expected: Any, subject: str) -> None:
-    """An item that was loaded without a target has the leaves of what was saved, byte for byte."""
+    """Fail unless an item that was loaded without a target has the saved leaves, byte for byte."""
     if isinstance(expected, jct.JsonValue):
         assert found == expected, subject
         return
@@ -74,7 +74,7 @@ def assert_item(found: Any, expected: Any, subject: str) -> None:
 
 
 def assert_leaf(found: Any, expected: Any, subject: str) -> None:
-    """A number of Python's own may have become a scalar of numpy, or the other way round; nothing else changes."""
+    """Fail unless two leaves are equal; a Python number may have become a numpy scalar, or the reverse."""
     if expected is EMPTY:
         assert found is EMPTY or found is None, subject  # a NamedTuple without fields is None to Orbax
         return

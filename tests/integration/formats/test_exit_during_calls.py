@@ -1,4 +1,4 @@
-"""A process that ends while other threads are within TensorStore ends as it should, and is not aborted."""
+"""A process that exits while other threads are in TensorStore has its own exit code, and is not aborted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ sys.exit(7)
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
-def test_a_process_that_ends_while_it_reads_is_not_aborted(tmp_path: Path) -> None:
+def test_process_that_exits_during_reads_is_not_aborted(tmp_path: Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "a", {"x": np.random.default_rng(0).random((4, 4 << 20), np.float32)})
     for _ in range(3):

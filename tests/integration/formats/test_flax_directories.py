@@ -1,4 +1,4 @@
-"""Directories that Flax itself has written: what Flax would restore is loaded, or an error says why not."""
+"""Directories that Flax itself wrote: the checkpoint that Flax restores is loaded, or an error names the reason."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_is(found: Any, step: float) -> None:
 
 
 def assert_as_flax(directory: Path, **options: Any) -> None:
-    """What is loaded is what Flax restores."""
+    """Fail unless the loaded tree is the one that Flax restores."""
     expected, found = checkpoints.restore_checkpoint(str(directory), None, **options), jct.load(directory)
     assert {name: raw(leaf) for name, leaf in found["params"].items()} == {
         name: raw(leaf) for name, leaf in expected["params"].items()
@@ -48,7 +48,7 @@ def assert_as_flax(directory: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["checkpoint_", "ckpt_", "model", ""])
-def test_the_newest_is_loaded_as_flax_restores_it(tmp_path: Path, prefix: str) -> None:
+def test_newest_checkpoint_loads_as_flax_restores_it(tmp_path: Path, prefix: str) -> None:
     save(tmp_path, 8, 9, 10, 100, prefix=prefix)
     assert_as_flax(tmp_path, prefix=prefix)
     assert_is(jct.load(tmp_path), 100)
@@ -60,11 +60,11 @@ def test_the_newest_is_loaded_as_flax_restores_it(tmp_path: Path, prefix: str) -
         assert (found.path, found.step) == (f"{tmp_path}/{prefix}100", 100)
 
 
-def test_what_flax_has_let_go_and_what_it_saved_over_is_not_there(tmp_path: Path) -> None:
+def test_checkpoints_deleted_or_overwritten_by_flax_are_gone(tmp_path: Path) -> None:
     save(tmp_path, *range(1, 9), keep=2, keep_every_n_steps=3)
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"checkpoint_{step}" for step in (1, 4, 7, 8)]
     assert_is(jct.load(tmp_path), 8)
-    save(tmp_path, 5, overwrite=True)  # which removes what is newer
+    save(tmp_path, 5, overwrite=True)  # removes newer checkpoints
     assert_as_flax(tmp_path)
     assert_is(jct.load(tmp_path), 5)
 
@@ -97,7 +97,7 @@ def test_temporary_files_and_sidecars_are_no_checkpoints(tmp_path: Path) -> None
     assert_is(jct.load(tmp_path), 10)
 
 
-def test_as_for_flax_all_that_begins_as_its_checkpoints_do_is_one(tmp_path: Path) -> None:
+def test_every_file_with_the_prefix_is_a_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 5, 10)
     (tmp_path / "checkpoint_best").write_bytes((tmp_path / "checkpoint_5").read_bytes())
     assert_as_flax(tmp_path)
@@ -108,14 +108,14 @@ def test_as_for_flax_all_that_begins_as_its_checkpoints_do_is_one(tmp_path: Path
 def test_several_prefixes_are_refused_unless_flax_default(tmp_path: Path) -> None:
     save(tmp_path, 5, 10, prefix="ckpt_")
     save(tmp_path, 3, prefix="best_")
-    with pytest.raises(jct.NotACheckpointError, match=r"with 2 prefixes, .* are .*/best_3, .*/ckpt_10"):
+    with pytest.raises(jct.NotACheckpointError, match=r"2 prefixes.*/best_3, .*/ckpt_10"):
         jct.load(tmp_path)
     save(tmp_path, 4)
     assert_as_flax(tmp_path)
     assert_is(jct.load(tmp_path), 4)
 
 
-def test_what_flax_has_orbax_write_is_taken_as_flax_does(tmp_path: Path) -> None:
+def test_orbax_folders_written_by_flax_load(tmp_path: Path) -> None:
     save(tmp_path, 9, 10, orbax=True)
     assert (tmp_path / "checkpoint_10").is_dir()
     assert_as_flax(tmp_path)
@@ -127,12 +127,12 @@ def test_what_flax_has_orbax_write_is_taken_as_flax_does(tmp_path: Path) -> None
     assert_is(jct.load(tmp_path), 12)
 
 
-def test_steps_of_orbax_s_manager_are_named_and_none_is_taken(tmp_path: Path) -> None:
+def test_steps_of_orbax_manager_are_listed_not_loaded(tmp_path: Path) -> None:
     options = ocp.CheckpointManagerOptions(step_prefix="checkpoint")
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
         for step in (1, 2):
             manager.save(step, args=ocp.args.StandardSave(state_of(step)))
-    with pytest.raises(jct.NotACheckpointError, match=r"2 steps, the last steps are 1, 2; .*/checkpoint_2"):
+    with pytest.raises(jct.NotACheckpointError, match=r"2 steps, .* 1, 2; .*/checkpoint_2"):
         jct.load(tmp_path)
 
 
@@ -159,7 +159,7 @@ def test_damaged_newest_checkpoint_is_not_skipped(tmp_path: Path, damage: Any, m
 def test_newest_link_or_directory_is_reported(tmp_path: Path) -> None:
     save(tmp_path, 5)
     (tmp_path / "checkpoint_6").mkdir()
-    with pytest.raises(jct.NotACheckpointError, match=r"checkpoint_6: .* expected a file .*, found a directory"):
+    with pytest.raises(jct.NotACheckpointError, match=r"checkpoint_6: .* found a directory"):
         jct.load(tmp_path)
     (tmp_path / "checkpoint_6").rmdir()
     (tmp_path / "checkpoint_6").symlink_to("checkpoint_5")
@@ -174,19 +174,17 @@ def test_empty_file_by_itself_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [["notes_1", "notes_2"], ["frame_0001.png"], []])
-def test_other_directories_are_what_they_were(tmp_path: Path, names: list[str]) -> None:
+def test_other_directories_are_no_checkpoints(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).write_text("nothing of Flax")
-    with pytest.raises(jct.NotACheckpointError, match="not a checkpoint: expected COMMIT and manifest"):
+    with pytest.raises(jct.NotACheckpointError, match="COMMIT and manifest"):
         jct.load(tmp_path)
 
 
 def test_own_run_in_same_directory_is_used(tmp_path: Path) -> None:
     save(tmp_path, 10)
     made_run(tmp_path, 11, 12)
-    with pytest.raises(
-        jct.NotACheckpointError, match=r"a directory of 2; pass one of them, such as .*/step-0000000012"
-    ):
+    with pytest.raises(jct.NotACheckpointError, match=r"directory of 2; .*/step-0000000012"):
         jct.load(tmp_path)
     jct.save(tmp_path / "imported", jct.load(tmp_path / "checkpoint_10"))
     for each in tmp_path.glob("step-*"):
@@ -195,7 +193,7 @@ def test_own_run_in_same_directory_is_used(tmp_path: Path) -> None:
 
 
 class RemovesTheNewest(LocalBackend):
-    """A disk on which Flax saves, and lets an older one go, just before the newest one that was seen is opened."""
+    """A disk on which Flax replaces the newest checkpoint by a newer one just before it is opened."""
 
     def open(self, directory: str, name: str, *, direct: Any) -> Any:
         if name == "checkpoint_10" and os.path.exists(f"{directory}/{name}"):
@@ -203,7 +201,7 @@ class RemovesTheNewest(LocalBackend):
         return super().open(directory, name, direct=direct)
 
 
-def test_one_that_flax_removes_meanwhile_has_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_removed_meanwhile_is_replaced_by_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 10)
     monkeypatch.setattr(checkpoint, "_BACKEND", RemovesTheNewest())
     assert jct.metadata(tmp_path).step == 11
@@ -213,17 +211,17 @@ def test_one_that_flax_removes_meanwhile_has_newer_one(tmp_path: Path, monkeypat
 
 
 def test_arrays_stored_elsewhere_are_reported(tmp_path: Path) -> None:
-    """The file as a job writes it; tests/distributed has one of a real job."""
+    """The file as a job writes it; tests/integration/distributed/test_other_formats.py has one of a real job."""
     tree = {"params": {"w": "//GDAPlaceholder:params/w", "b": np.ones(3)}, "step": 3}
     (tmp_path / "checkpoint_3").write_bytes(serialization.msgpack_serialize(tree))
-    message = "cannot read 'params/w': .*checkpoint_3_gda;"
+    message = "'params/w': .*checkpoint_3_gda;"
     for path in (tmp_path, tmp_path / "checkpoint_3"):
         with pytest.raises(jct.UnsupportedLeafError, match=message):
             jct.load(path)
 
 
 @pytest.mark.parametrize("directory", ["run", "old"])
-def test_run_begins_with_newest_also_in_same_directory(tmp_path: Path, directory: str) -> None:
+def test_run_starts_from_newest_checkpoint(tmp_path: Path, directory: str) -> None:
     save(tmp_path / "old", 9, 10)
     for step in (10, 11):
         with jct.CheckpointCallback(tmp_path / directory, init_from=tmp_path / "old", progress=False) as ckpt:
@@ -242,14 +240,14 @@ def test_fresh_run_next_to_flax_checkpoints_is_refused(tmp_path: Path, prefix: s
         "steps of Orbax, the last ones 9, 10" if orbax else f"checkpoints of Flax, the last ones {prefix}9, {prefix}10"
     )
     message = rf"found {found}, .*init_from=.*/{prefix}10\)"
-    for _ in range(2):  # what the first one has left in the directory changes nothing
+    for _ in range(2):  # files that the first attempt left in the directory change nothing
         with pytest.raises(jct.SettingsError, match=message), jct.CheckpointCallback(tmp_path) as ckpt:
             ckpt.resume({"w": np.zeros(3)})
     with pytest.raises(jct.SettingsError, match=message), jct.CheckpointCallback(tmp_path) as ckpt:
         ckpt({"w": np.zeros(3)})
     with pytest.raises(jct.SettingsError, match=message):
         CheckpointManager(tmp_path)
-    with pytest.raises(jct.StepNotFoundError, match=f"has no committed step; found {found}, which"):
+    with pytest.raises(jct.StepNotFoundError, match=found):
         jct.StepManager(tmp_path).restore({"state": {"w": np.zeros(3)}})
     if prefix == "checkpoint_" and not orbax:
         assert_is(jct.load(tmp_path), 10)
@@ -278,7 +276,7 @@ def test_existing_run_continues_next_to_flax_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoint_3", "replay_3"])
-def test_files_of_others_with_such_names_are_no_reason_to_refuse(tmp_path: Path, name: str) -> None:
+def test_unrelated_files_with_flax_names_are_ignored(tmp_path: Path, name: str) -> None:
     for number, content in enumerate([b"", b"\x80\x04\x95rest of a pickle", b"\x89HDF\r\n\x1a\n", b"text", b"\xde"]):
         (tmp_path / f"{name}{number}").write_bytes(content)
     with jct.CheckpointCallback(tmp_path) as ckpt:

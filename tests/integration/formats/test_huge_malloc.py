@@ -1,4 +1,4 @@
-"""A malloc that takes huge pages: which environment asks for it, what that does, and that a process begins again."""
+"""A malloc that uses huge pages: it causes fewer page faults, and a process restarts itself once to get it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _faults(variables: dict[str, str]) -> int:
     return int(subprocess.run([sys.executable, "-c", FAULTS], env=variables, capture_output=True, check=True).stdout)
 
 
-def test_first_touch_of_large_block_is_cheap_then() -> None:
+def test_huge_malloc_reduces_page_faults() -> None:
     variables = huge_malloc_environment({})
     if variables is None:
         pytest.skip("this system has no malloc that takes huge pages")
@@ -42,11 +42,11 @@ import os, sys
 from jaxckpt_train.store.process_identity import restart_with_huge_malloc, has_huge_malloc
 print(os.getpid(), has_huge_malloc(), sys.argv[1:], flush=True)
 restart_with_huge_malloc(sys.orig_argv)
-print("goes on")
+print("continues")
 """
 
 
-def test_a_process_begins_again_once_and_goes_on() -> None:
+def test_process_restarts_once_with_huge_malloc() -> None:
     if huge_malloc_environment({}) is None:
         pytest.skip("this system has no malloc that takes huge pages")
     done = subprocess.run(
@@ -58,4 +58,4 @@ def test_a_process_begins_again_once_and_goes_on() -> None:
     )
     first, second, last = done.stdout.splitlines()
     pid = first.split()[0]
-    assert (first, second, last) == (f"{pid} False ['a word']", f"{pid} True ['a word']", "goes on")
+    assert (first, second, last) == (f"{pid} False ['a word']", f"{pid} True ['a word']", "continues")

@@ -33,7 +33,7 @@ def _quiet() -> None:
 
 
 def by_handler(path: Path, **options: Any) -> Path:
-    """In chunks of 10 rows and 15 columns, where the format has them."""
+    """Save in chunks of 10 rows and 15 columns, if the format has chunks."""
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=600), STATE)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
         checkpointer.save(path, args=ocp.args.PyTreeSave(STATE, save_args=save_args))
@@ -63,7 +63,7 @@ def chunks_of(path: Path, leaf: str) -> list[Path]:
 
 
 def with_step_of(path: Path, **more: Any) -> Path:
-    """A step with a tree, JSON and metrics."""
+    """Save a step with a tree, JSON and metrics, and return its path."""
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with ocp.CheckpointManager(path, options=options) as manager:
         items = {"state": ocp.args.StandardSave({"w": np.arange(4)}), "config": ocp.args.JsonSave({"a": [1, 2]})}
@@ -89,14 +89,14 @@ def test_a_missing_chunk_is_damage_and_not_zeros(how: str, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_chunk_of_number_is_reported_when_it_is_opened(tmp_path: Path) -> None:
+def test_missing_chunk_of_number_is_reported(tmp_path: Path) -> None:
     path = plain(tmp_path / "a")
     (path / "n" / "0").unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'n' cannot be read: .*/n/0\" is missing"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'n' .*/n/0\" is missing"):
         jct.load(path)
 
 
-def test_chunks_of_zeros_are_there(tmp_path: Path) -> None:
+def test_arrays_of_zeros_are_no_damage(tmp_path: Path) -> None:
     for number, options in enumerate([{}, {"use_ocdbt": False}, {"use_ocdbt": False, "use_zarr3": True}]):
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
             checkpointer.save(tmp_path / str(number), {"zeros": np.zeros((3, 5)), "n": 0})
@@ -117,7 +117,7 @@ def test_shape_that_grew_is_reported(shape: list[int], tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_does_not_say_that_all_chunks_were_written_may_lack_some(tmp_path: Path) -> None:
+def test_chunks_may_be_missing_without_fill_value_flag(tmp_path: Path) -> None:
     path = plain(tmp_path / "a")
     metadata = json.loads((path / "_METADATA").read_text())
     assert metadata.pop("store_array_data_equal_to_fill_value") is True
@@ -140,14 +140,14 @@ def test_array_without_name_is_in_item_itself(options: dict[str, Any], tmp_path:
         assert jax.tree.all(jax.tree.map(np.array_equal, jct.load(path, tree), tree))
 
 
-def test_a_name_that_is_no_path_is_damage_where_arrays_are_files(tmp_path: Path) -> None:
+def test_invalid_array_path_is_damage(tmp_path: Path) -> None:
     path = plain(tmp_path / "a")
     text = (path / "_METADATA").read_text()
     for name in (".", "a//b", "..", "/a"):
         (path / "_METADATA").write_text(
             text.replace('[{"key": "w", "key_type": 2}]', f'[{{"key": "{name}", "key_type": 2}}]')
         )
-        with pytest.raises(jct.CorruptCheckpointError, match=rf"the array '{name}' (cannot be opened|would be out)"):
+        with pytest.raises(jct.CorruptCheckpointError, match=f"the array '{name}'"):
             jct.load(path)
 
 
@@ -172,7 +172,7 @@ def test_negative_integer_keys_fit_target_as_others_do(tmp_path: Path) -> None:
     assert list(jct.load(tmp_path / "a")["a"]) == [-12, -1, 5]
 
 
-# Items that the step says it has.
+# Items that the metadata of the step names.
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["folder", "content"])
@@ -246,7 +246,7 @@ def test_missing_data_position_is_reported(is_second: bool, tmp_path: Path) -> N
     for file in (tmp_path / "7" / "data").glob("process_*"):
         file.unlink()
     for targets in (None, {"data": iterator}, {"state": None, "data": iterator}):
-        with pytest.raises(jct.CorruptCheckpointError, match=r"7/data: expected .* found an empty folder"):
+        with pytest.raises(jct.CorruptCheckpointError, match=r"7/data: .* empty folder"):
             jct.load_checkpointables(tmp_path / "7", targets)
     assert next(iterator) == 1
     assert raw(jct.load(tmp_path / "7")["w"]) == raw(np.arange(4))
@@ -258,10 +258,11 @@ def test_several_trees_are_chosen_from_by_part(tmp_path: Path) -> None:
         trees = {name: ocp.args.StandardSave({"w": np.arange(4)}) for name in ("a", "b")}
         manager.save(7, args=ocp.args.Composite(**trees))
     message = refused("import", tmp_path / "run" / "7", tmp_path / "out", code=2)
-    assert "has no checkpointable 'state' but several trees, 'a', 'b'; choose one with --part" in message
+    assert "'a', 'b'" in message
+    assert "--part" in message
 
 
-# Sizes: TensorStore ends the process where it gets no memory.
+# Sizes: TensorStore ends the process if it gets no memory.
 
 
 @pytest.mark.parametrize("how", ["zarr", "zarr3"])
@@ -287,9 +288,7 @@ def test_file_that_is_far_too_large_is_reported(how: str, leaf: str, what: str, 
 def test_database_that_is_far_too_large_is_reported(tmp_path: Path) -> None:
     path = by_handler(tmp_path / "a")
     os.truncate(path / "manifest.ocdbt", 1 << 40)
-    with pytest.raises(
-        jct.CorruptCheckpointError, match=r"manifest\.ocdbt: expected at most .* found 1,099,511,627,776"
-    ):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"manifest\.ocdbt: .* 1,099,511,627,776"):
         jct.load(path)
 
 
@@ -297,15 +296,15 @@ def test_chunks_far_larger_than_their_array_are_reported(tmp_path: Path) -> None
     path = plain(tmp_path / "a")
     altered = json.loads((path / "w" / ".zarray").read_text()) | {"chunks": [100_000, 100_000]}
     (path / "w" / ".zarray").write_text(json.dumps(altered))
-    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'w': expected chunks .* found 40,000,000,000"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'w': .* 40,000,000,000"):
         jct.load(path)
     refused("import", path, tmp_path / "out", code=1)
 
 
-def test_chunks_that_do_not_fit_into_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_larger_than_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = plain(tmp_path / "a")
     monkeypatch.setattr(orbax_metadata, "memory_bytes", lambda: 1199)
-    with pytest.raises(jct.StorageError, match=r"leaf 'w': reading a chunk of 600 bytes .* has 1,199 bytes") as caught:
+    with pytest.raises(jct.StorageError, match=r"leaf 'w': .* 600 bytes .* 1,199 bytes") as caught:
         jct.load(path)
     assert caught.value.errno == errno.ENOMEM
     monkeypatch.setattr(orbax_metadata, "memory_bytes", lambda: 1200)

@@ -84,7 +84,7 @@ def test_orbax_restores_a_tree_that_is_one_leaf(state: Any, how: str, tmp_path: 
     assert_same(jct.load(tmp_path / "run" / "12", blank(state)), state)
 
 
-def test_a_complex_number_does_not_keep_orbax_from_restoring_the_rest(tmp_path: Path) -> None:
+def test_export_with_complex_number_is_restored(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"c": 1 + 2j, "w": np.arange(3.0)})
     export(tmp_path / "a", tmp_path / "5")
     with ocp.StandardCheckpointer() as checkpointer:
@@ -119,11 +119,9 @@ def test_checkpointable_named_metrics_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("items", [{"state": "../evil"}, {"state": "a/b"}, {"state": ""}, {"state": 3}])
-def test_what_is_no_name_of_a_folder_is_no_item(items: Any, tmp_path: Path) -> None:
+def test_invalid_item_name_is_refused(items: Any, tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(2)})
-    with pytest.raises(
-        jct.SettingsError, match=r"the item of 'state': expected the name of a folder \(letters, digits"
-    ):
+    with pytest.raises(jct.SettingsError, match="the item of 'state'"):
         export(tmp_path / "a", tmp_path / "5", items=items)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
 
@@ -135,7 +133,7 @@ def test_two_items_have_two_names(tmp_path: Path) -> None:
 
 
 def assert_same_content(found: Any, expected: Any) -> None:
-    """Orbax commits arrays to their devices, and gives Python's numbers back as scalars of its own."""
+    """Fail unless two trees are equal; Orbax commits arrays, and returns Python numbers as its own scalars."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for leaf, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if isinstance(wanted, jax.Array):
@@ -186,7 +184,7 @@ def test_inexpressible_values_are_refused_before_writing(tmp_path: Path, state: 
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
 
 
-def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
+def test_failed_export_leaves_no_files(tmp_path: Path) -> None:
     # TensorStore still writes the others when the last one turns out to be damaged.
     jct.save(tmp_path / "a", {f"v{number:03}": np.arange(100_000.0) + number for number in range(100)})
     (segment,) = (tmp_path / "a" / "state").glob("*.safetensors")

@@ -1,4 +1,4 @@
-"""JSON that Orbax itself has written: NaN and infinities are loaded, and damage raises an error."""
+"""JSON that Orbax itself wrote: NaN and infinities are loaded, and damage raises an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _quiet() -> None:
 
 @pytest.fixture
 def step(tmp_path: Path) -> Path:
-    """With numbers that are none in its metrics, in an item, and in the metadata of a tree."""
+    """A step with NaN and infinities in its metrics, in an item, and in the metadata of a tree."""
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
         state = ocp.args.PyTreeSave({"w": np.arange(4)}, custom_metadata={"scale": math.nan, "limit": [math.inf]})
@@ -46,7 +46,7 @@ def assert_all_there(path: Path) -> None:
     assert metadata.custom_metadata == {"scale": "nan", "limit": ["inf"]}
 
 
-def test_numbers_that_are_none_are_loaded_and_imported(step: Path, tmp_path: Path) -> None:
+def test_nan_and_inf_are_loaded_and_imported(step: Path, tmp_path: Path) -> None:
     assert raw(jct.load(step)["w"]) == raw(np.arange(4))
     assert_all_there(step)
     assert run("import", step, tmp_path / "all").exit_code == 0
@@ -58,7 +58,7 @@ def test_numbers_that_are_none_are_loaded_and_imported(step: Path, tmp_path: Pat
         assert json_of("show", path)["metrics"] == {"loss": "nan", "gain": "-inf", "accuracy": 0.5}
 
 
-def test_a_run_goes_on_with_them(step: Path, tmp_path: Path) -> None:
+def test_run_saves_and_restores_nan_metrics(step: Path, tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "ours") as manager:
         manager.save(8, jct.load_checkpointables(step), metrics=jct.metadata(step).metrics)
     with jct.StepManager(tmp_path / "ours") as manager:
@@ -67,7 +67,7 @@ def test_a_run_goes_on_with_them(step: Path, tmp_path: Path) -> None:
     assert repr(dict(jct.metadata(tmp_path / "ours" / "step-0000000008").metrics)) == repr(METRICS)
 
 
-def test_those_of_the_second_interface_are_loaded(tmp_path: Path) -> None:
+def test_nan_and_inf_of_v1_are_loaded(tmp_path: Path) -> None:
     ocp1.save(tmp_path / "a", {"w": np.arange(4)}, custom_metadata={"x": math.nan})
     with ocp1.training.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save_pytree(7, {"w": np.arange(4)}, metrics={"loss": math.inf})
@@ -87,19 +87,19 @@ def test_damaged_item_is_reported_when_read(content: bytes, step: Path, tmp_path
     for name, file in (("config", "config/metadata"), ("metrics", "metrics/metrics")):
         whole = (step / file).read_bytes()
         (step / file).write_bytes(content)
-        with pytest.raises(jct.CorruptCheckpointError, match=f"7/{file}: expected JSON, found"):
+        with pytest.raises(jct.CorruptCheckpointError, match=f"7/{file}: expected JSON"):
             jct.load_checkpointables(step)
         assert raw(jct.load(step)["w"]) == raw(np.arange(4))
         assert run("import", step, tmp_path / name, "--part", "state").exit_code == 0
         assert f"7/{file}: expected JSON" in refused("import", step, tmp_path / "all", code=1)
         (step / file).write_bytes(whole)
     (step / "_CHECKPOINT_METADATA").write_bytes(content)
-    with pytest.raises(jct.CorruptCheckpointError, match="7/_CHECKPOINT_METADATA: expected JSON, found"):
+    with pytest.raises(jct.CorruptCheckpointError, match="7/_CHECKPOINT_METADATA: expected JSON"):
         jct.load(step)
 
 
 @pytest.mark.parametrize("found", [10**30, -1, 3 * 10**20, True, 1.5, "now"])
-def test_a_time_that_is_none_is_left_out(found: object, step: Path) -> None:
+def test_invalid_commit_time_is_left_out(found: object, step: Path) -> None:
     file = step / "_CHECKPOINT_METADATA"
     saved = json.loads(file.read_text())
     assert json_of("show", step)["created"] != ""
@@ -109,7 +109,7 @@ def test_a_time_that_is_none_is_left_out(found: object, step: Path) -> None:
 
 
 @pytest.mark.parametrize("handler", ["my.package.JsonHandler", "my.package.PyTreeHandler"])
-def test_what_a_handler_of_somebodys_own_has_written_is_left_alone(handler: str, step: Path) -> None:
+def test_items_of_custom_handlers_are_ignored(handler: str, step: Path) -> None:
     file = step / "_CHECKPOINT_METADATA"
     saved = json.loads(file.read_text())
     saved["item_handlers"]["mine"] = handler

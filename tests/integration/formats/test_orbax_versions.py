@@ -28,12 +28,12 @@ TREES = [form for form in FORMS if not form.endswith(("keys", "array"))]
 
 
 def loaded_items(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """All items by the names they were saved by; a tree that is no item of a step has a name by us, or the version."""
+    """Load all items by their saved names; a tree that is no item of a step may have another name."""
     found = jct.load_checkpointables(path)
     return dict(zip(expected, found.values(), strict=True)) if len(expected) == 1 else found
 
 
-def test_there_is_something_of_each_version_and_form() -> None:
+def test_golden_files_cover_versions_and_forms() -> None:
     assert {form.partition("/")[0] for form in FORMS} >= {"0.1.8", "0.2.7", "0.3.5", "0.4.8", "0.5.23", "0.12.8"}
     assert {form.partition("/")[2] for form in FORMS} >= {"zarr", "ocdbt", "zarr3", "aggregate", "manager", "flax"}
 
@@ -42,7 +42,7 @@ def test_there_is_something_of_each_version_and_form() -> None:
 def test_every_item_loads_equal_without_a_target(form: str) -> None:
     expected = expected_items(GOLDEN / form)
     found = loaded_items(path_of(GOLDEN / form), expected)
-    if form == "0.11.40/array":  # later versions have metadata by which it is in a mapping
+    if form == "0.11.40/array":  # the metadata of later versions puts the array into a mapping
         found = {"state": found["state"]["checkpoint"]}
     if form.endswith("/keys"):
         found["typed"] = jax.random.key_data(found["typed"])
@@ -95,9 +95,9 @@ def test_steps_of_first_versions_are_not_skipped(tmp_path: Path) -> None:
     for form, name in (("0.1.8/manager", "7"), ("0.2.7/flax", "checkpoint_7")):
         run = tmp_path / name
         shutil.copytree(GOLDEN / form / "saved", run)
-        with pytest.raises(jct.NotACheckpointError, match=rf"an Orbax run with 1 step; .*/{name},"):
+        with pytest.raises(jct.NotACheckpointError, match=rf"Orbax run .*/{name},"):
             jct.load(run)
-        assert "an Orbax run with 1 step;" in refused("show", run, code=3)
+        assert "Orbax run" in refused("show", run, code=3)
         found = "found steps of Orbax, the last ones 7,"
         with pytest.raises(jct.SettingsError, match=found), jct.CheckpointCallback(run) as ckpt:
             ckpt.resume({"w": np.zeros(3)})
@@ -115,7 +115,7 @@ def test_part_of_an_old_tree_goes_to_devices() -> None:
     assert raw(found) == raw(expected)
 
 
-# What lies in a directory by the name `checkpoint` need not be of Orbax.
+# A file named `checkpoint` in a directory need not be of Orbax.
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def old(tmp_path: Path) -> Path:
 
 
 def changed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Write the structure anew, with a change."""
+    """Change the structure in the file of the tree."""
     tree = msgspec.msgpack.decode((path / "checkpoint").read_bytes())
     change(tree)
     (path / "checkpoint").write_bytes(msgspec.msgpack.encode(tree))
@@ -175,11 +175,11 @@ def test_truncated_structure_is_reported(tmp_path: Path) -> None:
         path = tmp_path / str(end) / "item"
         path.mkdir(parents=True)
         (path / "checkpoint").write_bytes(whole[:end])
-        with pytest.raises(jct.CorruptCheckpointError, match="checkpoint: expected a msgpack tree of Orbax, found"):
+        with pytest.raises(jct.CorruptCheckpointError, match=f"{end}/item/checkpoint: "):
             jct.load(path)
 
 
-def test_no_flipped_bit_of_a_structure_raises_what_is_not_ours(tmp_path: Path) -> None:
+def test_flipped_bits_raise_only_package_errors(tmp_path: Path) -> None:
     whole = (path_of(GOLDEN / "0.1.8/aggregate") / "checkpoint").read_bytes()
     failures = 0
     for bit in range(0, len(whole) * 8, 3):
@@ -202,12 +202,12 @@ def test_array_missing_is_reported_by_leaf(old: Path) -> None:
 def test_nothing_outside_of_the_checkpoint_is_read(name: str, old: Path) -> None:
     shutil.copytree(old / "params.kernel", old.parent.parent / "x", dirs_exist_ok=True)
     changed(old, lambda tree: tree["params"].update(kernel=f"PLACEHOLDER://{name}"))
-    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'params/kernel': the array .* would be outside"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'params/kernel': .* outside"):
         jct.load(old)
     shutil.rmtree(old.parent.parent / "x")
 
 
-def test_nothing_outside_is_read_by_the_metadata_of_later_versions_either(tmp_path: Path) -> None:
+def test_later_metadata_reads_nothing_outside_of_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "item"
     shutil.copytree(GOLDEN / "0.4.8" / "zarr" / "saved", path)
     shutil.copytree(path / "params.kernel", tmp_path / "x")
@@ -215,7 +215,7 @@ def test_nothing_outside_is_read_by_the_metadata_of_later_versions_either(tmp_pa
     key = '"key_metadata": [{"key": "count", "key_type": 2}]'
     assert key in text
     (path / "_METADATA").write_text(text.replace(key, '"key_metadata": [{"key": "../x", "key_type": 2}]'))
-    with pytest.raises(jct.CorruptCheckpointError, match=r"the array '\.\./x' would be outside"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"'\.\./x' would be outside"):
         jct.load(path)
 
 
@@ -235,10 +235,10 @@ def test_metadata_of_unknown_leaves_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "item"
     shutil.copytree(path_of(GOLDEN / "0.4.8/flax"), path)
     changed(path, lambda tree: tree.pop("step"))
-    with pytest.raises(jct.CorruptCheckpointError, match="checkpoint: expected leaf 'step', which the metadata"):
+    with pytest.raises(jct.CorruptCheckpointError, match="checkpoint: expected leaf 'step'"):
         jct.load(path)
     (path / "checkpoint").unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match="expected the file 'checkpoint' with leaf 'step'"):
+    with pytest.raises(jct.CorruptCheckpointError, match="'checkpoint' with leaf 'step'"):
         jct.load(path)
 
 
@@ -260,7 +260,7 @@ def test_metadata_of_unknown_leaves_is_reported(tmp_path: Path) -> None:
         ({"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": 5}, "expected the pieces of an array"),
     ],
 )
-def test_what_orbax_does_not_write_is_reported(node: Any, message: str) -> None:
+def test_malformed_aggregate_is_reported(node: Any, message: str) -> None:
     tree = node if node == {1: 2} else {"a": node}
     with pytest.raises(jct.CorruptCheckpointError, match=message):
         decode_aggregate(msgspec.msgpack.encode(tree), "file")
@@ -282,7 +282,7 @@ def test_an_array_in_pieces_is_put_together() -> None:
     assert found.tolist() == [[0, 1, 2], [1, 2, 3]]
 
 
-def test_the_structure_of_an_export_is_what_it_was_made_of() -> None:
+def test_exported_structure_has_the_given_leaves() -> None:
     leaves: list[tuple[tuple[tuple[str, int], ...], Any]] = [
         ((("a", 2), ("0", 1)), "text"),
         ((("a", 2), ("1", 1), ("b", 2)), "PLACEHOLDER://a.1.b"),

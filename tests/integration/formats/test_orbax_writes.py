@@ -1,4 +1,4 @@
-"""How arrays are written for Orbax: many small ones in few files, in memory that is bounded, and nothing is lost."""
+"""Writes of arrays for Orbax: many small arrays become few files, memory is bounded, and Orbax restores them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ def restored(item: Path) -> object:
         return checkpointer.restore(item)
 
 
-def test_many_small_leaves_become_few_files_and_orbax_restores_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(orbax_writes, "CHUNK_BYTES", 4 << 20)  # several to the large one, which goes on its own
+def test_many_small_leaves_become_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orbax_writes, "CHUNK_BYTES", 4 << 20)  # the large leaf has several chunks, and is written alone
     large = np.random.default_rng(0).normal(size=(6 << 10, 512))
     state = {f"l{n}": {"w": np.full(3 + n, n, np.float32)} for n in range(1000)} | {"large": large}
     assert large.nbytes > orbax_writes.BATCH_BYTES
@@ -46,7 +44,7 @@ def test_many_small_leaves_become_few_files_and_orbax_restores_them(
     assert_same(restored(tmp_path / "5" / "state"), state)
 
 
-def test_small_leaves_are_committed_as_they_fill_a_part_of_the_budget(tmp_path: Path) -> None:
+def test_small_leaves_are_committed_in_bounded_batches(tmp_path: Path) -> None:
     state = {f"v{n:02}": np.random.default_rng(n).normal(size=10_000) for n in range(40)} | {
         "empty": np.zeros((0, 3)),
         "one": np.array(3.0, np.float32),

@@ -1,4 +1,4 @@
-"""Exports as safetensors: read back with the library, and by ours; nothing is lost on the way there and back."""
+"""Exports as safetensors: the library and this package read back equal tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_was_exported_comes_back_equal(tmp_path: Path) -> None:
     assert_same(back["params"], params)
 
 
-def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
+def test_failed_export_leaves_no_files(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.arange(10_000.0), "v": np.arange(5000.0)})
     (segment,) = (tmp_path / "a" / "state").glob("*.safetensors")
     data = bytearray(segment.read_bytes())
@@ -97,10 +97,10 @@ def test_unexportable_values_are_refused_before_writing(tmp_path: Path, state: A
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_there_stays(tmp_path: Path) -> None:
+def test_export_does_not_overwrite_existing_file(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(3)})
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(jct.CheckpointExistsError, match="out: already exists; move it away"):
+    with pytest.raises(jct.CheckpointExistsError, match="/out: "):
         export(tmp_path / "a", tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
 
@@ -108,7 +108,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "separator"), [({"__metadata__": np.ones(1)}, "."), ({"__meta": {"ata__": np.ones(1)}}, "d")]
 )
-def test_a_name_that_the_format_keeps_for_its_metadata_is_refused(tmp_path: Path, state: Any, separator: str) -> None:
+def test_tensor_named_like_format_metadata_is_refused(tmp_path: Path, state: Any, separator: str) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(2)} | state)
     with pytest.raises(jct.MismatchError, match="would be called '__metadata__'"):
         export(tmp_path / "a", tmp_path / "out", separator=separator)
@@ -116,16 +116,16 @@ def test_a_name_that_the_format_keeps_for_its_metadata_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("separator", ["", None, 3])
-def test_names_that_nobody_could_take_apart_again_are_refused(tmp_path: Path, separator: Any) -> None:
+def test_invalid_separator_is_refused(tmp_path: Path, separator: Any) -> None:
     jct.save(tmp_path / "a", {"w": {"b": np.ones(2)}})
-    with pytest.raises(jct.SettingsError, match=r'separator: expected text such as "\.", found ') as refusal:
+    with pytest.raises(jct.SettingsError, match="separator: ") as refusal:
         export(tmp_path / "a", tmp_path / "out", separator=separator)
     assert str(refusal.value).endswith(repr(separator))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("shard_bytes", [0, -1, 1.5, float("nan"), float("inf"), True, "5"])
-def test_what_is_no_number_of_bytes_is_refused(tmp_path: Path, shard_bytes: Any) -> None:
+def test_invalid_shard_size_is_refused(tmp_path: Path, shard_bytes: Any) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(2)})
-    with pytest.raises(jct.SettingsError, match="shard_bytes: expected a whole number of bytes above 0, found"):
+    with pytest.raises(jct.SettingsError, match="shard_bytes: "):
         export(tmp_path / "a", tmp_path / "out", shard_bytes=shard_bytes)

@@ -1,4 +1,4 @@
-"""Safetensors files of any origin: one, several with an index, behind links; equal to what the library reads."""
+"""Safetensors files of any origin: single, with an index, or behind links; tensors equal those of the library."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TENSORS: dict[str, np.ndarray] = {
 
 
 def model(folder: Path, metadata: dict[str, str] | None = None) -> Path:
-    """A model as Hugging Face lays it out: two files, and an index that says which tensor is in which."""
+    """Write a model in the layout of Hugging Face: two files, and an index of the file of each tensor."""
     names = list(TENSORS)
     weight_map = {}
     for number, some in enumerate((names[:3], names[3:]), 1):
@@ -84,7 +84,7 @@ def test_links_are_followed_as_in_cache_of_models(tmp_path: Path) -> None:
 def test_index_path_loads_only_what_it_names(tmp_path: Path) -> None:
     model(tmp_path)
     save_file({"odd": np.zeros(7, np.uint8), "extra": np.ones(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(jct.NotACheckpointError, match=r"found also other\.safetensors; pass the path of the index"):
+    with pytest.raises(jct.NotACheckpointError, match=r"found also other\.safetensors"):
         jct.load(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     assert_all(jct.load(index))
@@ -110,7 +110,7 @@ HALVES = [{"a": np.arange(3.0), "b": np.arange(2)}, {"c": np.ones((2, 2), np.flo
 
 
 def series(folder: Path, names: str) -> list[Path]:
-    """Two files of one numbered series."""
+    """Write two files of one numbered series."""
     paths = [folder / names.format(number) for number in (1, 2)]
     for path, half in zip(paths, HALVES, strict=True):
         save_file(half, path)
@@ -131,8 +131,9 @@ def test_numbered_files_load_whole_or_name_missing_one(tmp_path: Path, names: st
     if has_index:
         write_index(tmp_path / SERIES[names], paths, HALVES)
     assert sorted(jct.load(tmp_path)) == ["a", "b", "c"]
-    with pytest.raises(jct.NotACheckpointError, match="pass the folder of the files"):
-        jct.load(paths[0])
+    for path in paths:
+        with pytest.raises(jct.NotACheckpointError, match=f"pass the folder .* {tmp_path}$"):
+            jct.load(path)
     for path in paths:
         path.rename(tmp_path / "away")
         with pytest.raises(jct.CorruptCheckpointError) as raised:
@@ -151,7 +152,7 @@ def test_series_counted_from_zero_is_complete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["step_100_of_1000", "part-of-3", "w-3-of-0", "w-1-of-99999999", "v1.0-fp16"])
-def test_names_that_count_no_files_are_files_by_themselves(tmp_path: Path, name: str) -> None:
+def test_names_without_valid_count_are_single_files(tmp_path: Path, name: str) -> None:
     save_file(HALVES[0], tmp_path / f"{name}.safetensors")
     assert sorted(jct.load(tmp_path / f"{name}.safetensors")) == ["a", "b"]
     assert sorted(jct.load(tmp_path)) == ["a", "b"]
@@ -195,7 +196,7 @@ def test_models_in_one_folder_are_not_merged(tmp_path: Path, other: str, form: s
     assert "pass the path" in str(raised.value)
 
 
-def test_index_and_single_file_of_one_name_are_ambiguous(tmp_path: Path) -> None:
+def test_index_and_file_of_one_name_are_ambiguous(tmp_path: Path) -> None:
     paths = series(tmp_path, "model-0000{}-of-00002.safetensors")
     save_file(HALVES[0] | HALVES[1], tmp_path / "model.safetensors")
     index = write_index(tmp_path / "model.safetensors.index.json", paths, HALVES)
@@ -235,7 +236,7 @@ def test_parts_of_tensors_of_torch_processes_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("value", [3, 0.5, True])
-def test_targets_have_their_own_numbers(tmp_path: Path, value: Any) -> None:
+def test_python_numbers_of_targets_are_filled(tmp_path: Path, value: Any) -> None:
     save_file({"n": np.asarray(value)}, tmp_path / "m.safetensors")
     run("import", tmp_path / "m.safetensors", tmp_path / "b")
     for path in (tmp_path / "m.safetensors", tmp_path / "b"):
@@ -243,7 +244,7 @@ def test_targets_have_their_own_numbers(tmp_path: Path, value: Any) -> None:
         assert (type(found), found) == (type(value), value)
 
 
-def test_directories_named_as_files_are_no_files_of_a_model(tmp_path: Path) -> None:
+def test_directories_named_like_files_are_ignored(tmp_path: Path) -> None:
     save_file(HALVES[0], tmp_path / "model.safetensors")
     (tmp_path / "old.safetensors").mkdir()
     (tmp_path / "old.safetensors.index.json").mkdir()
@@ -268,7 +269,7 @@ ONE = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
         b'{"b":{"dtype":"F32","shape":[2,0],"data_offsets":[0,0]},' + ONE + b"}",
     ],
 )
-def test_heads_that_the_library_opens_are_opened(tmp_path: Path, text: bytes) -> None:
+def test_headers_that_the_library_accepts_are_loaded(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "a.safetensors").write_bytes(header(text, np.float32(5).tobytes()))
     theirs, found = load_file(tmp_path / "a.safetensors"), jct.load(tmp_path / "a.safetensors")
     assert found.keys() == theirs.keys()
@@ -290,7 +291,7 @@ def test_heads_that_the_library_opens_are_opened(tmp_path: Path, text: bytes) ->
         b'{"a":{"dtype":"C128","shape":[],"data_offsets":[0,4]}}',
     ],
 )
-def test_heads_that_the_library_refuses_are_refused(tmp_path: Path, text: bytes) -> None:
+def test_headers_that_the_library_refuses_are_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "a.safetensors").write_bytes(header(text, bytes(4)))
     with pytest.raises(SafetensorError):
         load_file(tmp_path / "a.safetensors")
@@ -417,28 +418,19 @@ def test_index_that_is_wrong_is_reported(tmp_path: Path, change: dict[str, Any],
 
 def test_file_that_index_names_may_be_missing(tmp_path: Path) -> None:
     (model(tmp_path) / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match=r"00002-of-00002\.safetensors: the index names this file"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"00002-of-00002\.safetensors: "):
         jct.load(tmp_path)
     assert run("import", tmp_path, tmp_path / "out").exit_code == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_count_themselves_are_all_there_without_an_index_too(tmp_path: Path) -> None:
-    (model(tmp_path) / "model.safetensors.index.json").unlink()
-    assert_all(jct.load(tmp_path))
-    first, second = sorted(tmp_path.iterdir())
-    for one in (first, second):
-        with pytest.raises(jct.NotACheckpointError, match=f"pass the folder of the files, {tmp_path}$"):
-            jct.load(one)
-    second.unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match=r"00002-of-00002\.safetensors: .* does not exist"):
-        jct.load(tmp_path)
-    first.rename(tmp_path / "model-00001-of-00001.safetensors")
-    assert list(jct.load(tmp_path)) == list(TENSORS)[:3]
-    assert list(jct.load(tmp_path / "model-00001-of-00001.safetensors")) == list(TENSORS)[:3]
+def test_only_file_of_a_series_loads(tmp_path: Path) -> None:
+    path = tmp_path / "model-00001-of-00001.safetensors"
+    save_file(HALVES[0], path)
+    assert sorted(jct.load(tmp_path)) == sorted(jct.load(path)) == ["a", "b"]
 
 
-def test_a_head_may_be_written_with_more_than_it_needs(tmp_path: Path) -> None:
+def test_header_may_have_extra_fields_and_spaces(tmp_path: Path) -> None:
     head = {
         "__metadata__": {"k": "\u00e9"},
         "\u00e9/\t": {"dtype": "I32", "shape": [2], "data_offsets": [0, 8], "x": 1},

@@ -16,7 +16,7 @@ from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, Settin
 from jaxckpt_train.formats.tensorstore_reads import read_error, system_error, tensorstore
 from tests.support.commands import run
 
-# TensorStore's own code imports asyncio when it begins, and makes an ImportError of whatever is raised there.
+# TensorStore imports asyncio at its start, and turns any error of that import into an ImportError.
 INTERRUPTED = """
 import signal, sys
 from jaxckpt_train.formats.tensorstore_reads import tensorstore
@@ -46,18 +46,18 @@ assert found.open and signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize(("handler", "said"), [("default", "interrupted\n"), ("handled", "handled 2\n")])
-def test_an_interrupt_while_it_is_imported_is_one(run_python: Any, handler: str, said: str) -> None:
+def test_interrupt_during_import_is_raised(run_python: Any, handler: str, said: str) -> None:
     done = run_python(INTERRUPTED, handler, fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
 def test_missing_library_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorstore", None)
-    with pytest.raises(SettingsError, match=r"^x is read through TensorStore: pip install 'jaxckpt-train\[orbax\]'$"):
+    with pytest.raises(SettingsError, match=r"pip install 'jaxckpt-train\[orbax\]'$"):
         tensorstore("x is read")
 
 
-def test_one_that_is_broken_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_library_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def find_spec(self, name: str, *_: Any) -> None:
             if name == "tensorstore":
@@ -65,7 +65,7 @@ def test_one_that_is_broken_is_not_called_missing(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.delitem(sys.modules, "tensorstore", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    with pytest.raises(SettingsError, match=r"which is installed but cannot be imported: libc\.so\.9: no such file$"):
+    with pytest.raises(SettingsError, match=r"cannot be imported: libc\.so\.9: "):
         tensorstore("x is read")
 
 
@@ -80,9 +80,7 @@ def test_one_that_is_broken_is_not_called_missing(monkeypatch: pytest.MonkeyPatc
         ("DATA_LOSS: checksum", CorruptCheckpointError, None),
     ],
 )
-def test_what_the_system_refused_is_not_called_damaged(
-    said: str, kind: type[CheckpointError], number: int | None
-) -> None:
+def test_system_errors_are_not_called_damage(said: str, kind: type[CheckpointError], number: int | None) -> None:
     found = read_error(ValueError(f"X: {said}"), "leaf 'w' cannot be read")
     assert type(found) is kind
     assert f"leaf 'w' cannot be read: X: {said}" in str(found)
@@ -91,7 +89,7 @@ def test_what_the_system_refused_is_not_called_damaged(
     assert (None if system is None else system.filename) == (None if "DATA" in said else "/a")
 
 
-# In processes of their own, since other tests use TensorStore in this one.
+# These run in separate processes, since other tests use TensorStore in this one.
 FORKED = """
 import sys, warnings
 warnings.simplefilter("ignore")
@@ -101,16 +99,16 @@ from tests.support.forking import forked
 
 path, used = sys.argv[1:]
 
-def load(tell):
+def load(report):
     try:
-        tell("loaded", jct.load(path)["w"].tolist())
+        report("loaded", jct.load(path)["w"].tolist())
     except jct.SettingsError as error:
         assert path in str(error) and "spawn" in str(error)
-        tell("refused", None)
+        report("refused", None)
 
-def in_grandchild(tell):
+def in_grandchild(report):
     for each in forked(load, longest_s=30)[0]:
-        tell(*each)
+        report(*each)
 
 if used.startswith("by a load"):
     assert jct.load(path)["w"].tolist() == [0, 1, 2]
@@ -133,7 +131,9 @@ def of_orbax(tmp_path: Path) -> Path:
     ("used", "said"),
     [("by a load", "refused"), ("by others", "refused"), ("by a load of a grandparent", "refused"), ("no", "loaded")],
 )
-def test_child_is_refused_only_after_its_parent_used_it(run_python: Any, of_orbax: Path, used: str, said: str) -> None:
+def test_forked_child_is_refused_after_parent_used_tensorstore(
+    run_python: Any, of_orbax: Path, used: str, said: str
+) -> None:
     done = run_python(FORKED, str(of_orbax), used, fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{said} 0\n", "")
 
@@ -158,7 +158,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("method", "said"), [("fork", "refused\n"), ("spawn", "loaded [0, 1, 2]\n")])
-def test_pool_says_so_or_loads(tmp_path: Path, of_orbax: Path, method: str, said: str) -> None:
+def test_process_pool_loads_only_if_spawned(tmp_path: Path, of_orbax: Path, method: str, said: str) -> None:
     script = tmp_path / "pooled.py"
     script.write_text(POOLED)
     done = subprocess.run(

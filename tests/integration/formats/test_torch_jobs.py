@@ -1,4 +1,4 @@
-"""Checkpoints that two processes of PyTorch have written together: whole tensors of their pieces, and pieces alone."""
+"""Checkpoints that two processes of PyTorch wrote: tensors are assembled from their pieces, or read in part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ torch = pytest.importorskip(
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a job that has ended: `dcp`, and `expected`."""
+    """The folder of a finished job, with the checkpoint `dcp` and the file `expected`."""
     folder = tmp_path_factory.mktemp("job")
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.support.torch_job", str(folder)]
@@ -54,7 +54,7 @@ def test_tensors_of_all_processes_are_put_together(job: Path) -> None:
     assert_equal(jct.load(job / "dcp"), torch.load(job / "expected"))
 
 
-def test_they_go_into_other_shardings(job: Path) -> None:
+def test_tensors_load_into_other_shardings(job: Path) -> None:
     expected = torch.load(job / "expected")["sharded"]
     like = {
         "rows": jax.ShapeDtypeStruct(

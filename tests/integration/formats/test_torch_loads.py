@@ -1,4 +1,4 @@
-"""Checkpoints that the real PyTorch has written: equal to what PyTorch itself loads, byte for byte; nothing is run."""
+"""Checkpoints that the real PyTorch wrote: equal to what PyTorch loads, byte for byte, and no code is run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def torch_bytes(tensor: Any) -> bytes:
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    """A tree as we load it is one as PyTorch has it; its keys are text in the file."""
+    """Fail unless a loaded tree equals one of PyTorch, whose keys are text in the file."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, np.ndarray)
         assert (str(expected.dtype), tuple(expected.shape)) == (f"torch.{found.dtype.name}", found.shape)
@@ -115,7 +115,7 @@ def test_a_training_with_adamw_loads_equal(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_pytorch_itself_loads_what_we_load(tmp_path: Path) -> None:
-    """That what is compared with is what its own loader gives."""
+    """The expected values of the other tests are those of PyTorch's own loader."""
     state = training()
     save(tmp_path / "a", state)
     into = {"model": {name: torch.zeros_like(each) for name, each in state["model"].items()}, "step": 0}
@@ -161,7 +161,7 @@ def test_other_forms_of_the_files_load_equal(tmp_path: Path) -> None:
         assert_equal(jct.load(tmp_path / name), state)
 
 
-def test_names_that_were_not_flattened_are_keys_as_they_are(tmp_path: Path) -> None:
+def test_unflattened_names_are_kept_as_keys(tmp_path: Path) -> None:
     state = {"layers.0.weight": torch.ones(2, 3), "0": torch.zeros(1), "a/b": 5}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     found = jct.load(save(tmp_path / "a", state, planner=planner))
@@ -201,7 +201,7 @@ def test_model_goes_into_target_its_shardings_and_dtypes(tmp_path: Path) -> None
     assert raw(with_text["optim"]["state"]["0"]) == torch_bytes(torch.ones(3))
 
 
-def test_a_fresh_run_begins_with_one(tmp_path: Path) -> None:
+def test_fresh_run_starts_from_torch_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "a", {"model": {"w": torch.arange(6.0).reshape(2, 3)}})
     with jct.CheckpointCallback(
         tmp_path / "run", init_from={"path": str(tmp_path / "a"), "rename": {"model/w": "w"}}
@@ -216,7 +216,7 @@ def printed_json(*arguments: object) -> Any:
     return json.loads(result.output)
 
 
-def test_the_commands_take_one(tmp_path: Path) -> None:
+def test_commands_accept_torch_checkpoint(tmp_path: Path) -> None:
     state = training()
     save(tmp_path / "a", state)
     shown = printed_json("show", tmp_path / "a")
@@ -235,7 +235,7 @@ def test_the_commands_take_one(tmp_path: Path) -> None:
 
 
 class Malicious:
-    """What a pickle of is made by a call."""
+    """An object whose pickle calls `os.mkdir`."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -259,7 +259,7 @@ def test_object_that_runs_code_is_skipped(tmp_path: Path, caplog: pytest.LogCapt
         jct.load(tmp_path / "a", {"w": jnp.zeros(2), "bad": 0, "step": 0})
     assert not marker.exists()
     dcp.load({"bad": 0}, checkpoint_id=tmp_path / "a", no_dist=True)
-    assert marker.exists(), "this object does nothing that could be refused"
+    assert marker.exists(), "this object runs no code, so the test shows nothing"
 
 
 def test_a_tensor_that_would_run_code_is_refused(tmp_path: Path) -> None:
@@ -284,13 +284,13 @@ def test_a_tensor_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert marker.exists()
 
 
-def test_metadata_that_would_run_code_does_so_in_pytorch_and_not_here(tmp_path: Path) -> None:
+def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "a", {"w": torch.ones(2)})
     marker, path = tmp_path / "was_run", tmp_path / "a" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     metadata.planner_data["w"] = ("w", Malicious(marker))
     path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(jct.CorruptCheckpointError, match=r"the name 'posix\.mkdir', .* no code was run"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"'posix\.mkdir'"):
         jct.load(tmp_path / "a")
     assert not marker.exists()
     dcp.FileSystemReader(tmp_path / "a").read_metadata()
@@ -312,11 +312,11 @@ def test_endless_tree_is_reported(tmp_path: Path) -> None:
     for _ in range(60):
         bomb = [bomb, bomb]
     save(tmp_path / "a", {"bomb": (bomb,)})
-    with pytest.raises(jct.CorruptCheckpointError, match="at most 200 levels and 500,000 values"):
+    with pytest.raises(jct.CorruptCheckpointError, match="200 levels and 500,000 values"):
         jct.load(tmp_path / "a")
 
 
-def test_each_piece_is_read_once_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_piece_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"w{number}": torch.randn(512, 5000) for number in range(3)}  # 10 MB each
     save(tmp_path / "a", state)
     reads, read = list[str](), TorchItems.tensor
@@ -340,7 +340,7 @@ def test_each_piece_is_read_once_however_it_is_cut(tmp_path: Path, monkeypatch: 
     assert all(raw(turned[name]) == torch_bytes(tensor.T) for name, tensor in state.items())
 
 
-def test_pieces_in_use_and_the_newest_are_kept_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_newest_and_used_pieces_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign, "CACHED_PIECES_BYTES", 100)
     recent, reads = foreign.RecentPieces(), list[int]()
 
@@ -361,11 +361,11 @@ def test_pieces_in_use_and_the_newest_are_kept_and_no_others(monkeypatch: pytest
     first.read_into(30, data, 30)  # in use all the time
     assert (data == 0).all()
     assert reads == [0, 1, 2, 1]
-    with pytest.raises(jct.CorruptCheckpointError, match="p0: ends at byte 60, expected 61"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"p0: .* 60, expected 61"):
         first.read_into(31, data, 30)
 
 
-def test_the_committed_one_loads(tmp_path: Path) -> None:
+def test_golden_torch_checkpoint_loads(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "a")
     found = jct.load(tmp_path / "a")
     assert found["list"][0] == {"lr": 0.5}

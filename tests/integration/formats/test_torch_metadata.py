@@ -1,4 +1,4 @@
-"""The metadata of PyTorch's distributed checkpoints: read without PyTorch, and nothing that it names is run or made."""
+"""The metadata of PyTorch's distributed checkpoints: real pickles that would run code are refused, and none is run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def golden(tmp_path: Path) -> Path:
 
 
 class Malicious:
-    """What a pickle of is made by a call."""
+    """An object whose pickle makes the given call."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._call = function, arguments
@@ -48,7 +48,7 @@ class Malicious:
         lambda marker: (shutil.copytree, str(GOLDEN), str(marker)),
     ],
 )
-def test_what_would_run_code_is_refused_and_not_run(call: Any, protocol: int, golden: Path) -> None:
+def test_pickle_that_would_run_code_is_refused(call: Any, protocol: int, golden: Path) -> None:
     marker = golden.parent / "was_run"
     data = pickle.dumps({"state_dict_metadata": Malicious(*call(marker))}, protocol=protocol)
     (golden / ".metadata").write_bytes(data)
@@ -57,10 +57,10 @@ def test_what_would_run_code_is_refused_and_not_run(call: Any, protocol: int, go
     assert CliRunner().invoke(app, ["show", str(golden)]).exit_code != 0
     assert not marker.exists()
     pickle.loads(data)
-    assert marker.exists(), "this pickle does nothing that could be refused"
+    assert marker.exists(), "this pickle runs no code, so the test shows nothing"
 
 
-def test_pytorch_is_not_imported_for_anything_else(tmp_path: Path, run_python: Any) -> None:
+def test_pytorch_is_imported_only_if_needed(tmp_path: Path, run_python: Any) -> None:
     program = f"""
 import sys
 import jaxckpt_train as jct

@@ -25,7 +25,7 @@ def fresh() -> dict[str, Any]:
 
 
 def run(directory: Path, updates: int, **options: Any) -> list[dict[str, Any]]:
-    """The state that a loop begins with, and after each of its updates."""
+    """Run a loop, and return its first state and the state after each update."""
     states = []
     with jct.CheckpointCallback(directory, save_interval_steps=1, progress=False, **options) as ckpt:
         state = ckpt.resume(fresh())
@@ -37,7 +37,7 @@ def run(directory: Path, updates: int, **options: Any) -> list[dict[str, Any]]:
     return states
 
 
-SURGERY = [
+TRANSFORMS = [
     {"op": "rename", "leaves": "h.*.weight", "to": "h/*"},
     {"op": "stack", "leaves": "h/{}", "to": "params/layers"},
     {"op": "transpose", "leaves": "params/layers", "axes": [0, 2, 1]},
@@ -46,7 +46,7 @@ SURGERY = [
 
 
 def weights(folder: Path) -> Path:
-    """Weights as another tool names and lays them out."""
+    """Write weights with the names and layout of another tool."""
     save_file({f"h.{number}.weight": layer for number, layer in enumerate(LAYERS)}, folder / "model.safetensors")
     return folder
 
@@ -54,16 +54,18 @@ def weights(folder: Path) -> Path:
 def test_run_begins_with_foreign_weights_and_keeps_rest(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
-    given = {"path": str(weights(folder)), "transforms": SURGERY, "only": "params/layers"}
+    given = {"path": str(weights(folder)), "transforms": TRANSFORMS, "only": "params/layers"}
     first = run(tmp_path / "run", 2, init_from=given)
     assert raw(first[0]["params"]["layers"]) == raw(np.stack([layer.T for layer in LAYERS]).astype(jnp.bfloat16))
     assert first[0]["params"]["head"].tolist() == [1.0] * 5
     second = run(tmp_path / "run", 3, init_from=given)
-    assert raw(second[0]["params"]["layers"]) == raw(first[2]["params"]["layers"]), "it has a step of its own by now"
+    assert raw(second[0]["params"]["layers"]) == raw(first[2]["params"]["layers"]), (
+        "the run resumes from its own step by now"
+    )
     assert int(second[0]["step"]) == 2
 
 
-def test_a_run_begins_with_a_step_of_orbax(tmp_path: Path) -> None:
+def test_run_starts_from_orbax_step(tmp_path: Path) -> None:
     state = jax.tree.map(lambda leaf: leaf + 3, fresh())
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:
         manager.save(7, args=ocp.args.StandardSave(state))
@@ -71,7 +73,7 @@ def test_a_run_begins_with_a_step_of_orbax(tmp_path: Path) -> None:
     assert jax.tree.map(raw, first) == jax.tree.map(raw, state)
 
 
-def test_it_is_configured_in_yaml(tmp_path: Path) -> None:
+def test_warm_start_is_configured_in_yaml(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
     text = f"""

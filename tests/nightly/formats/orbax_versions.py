@@ -1,7 +1,7 @@
-"""Real Orbax of many versions: what each writes is loaded, and what we export is restored by it: `make orbax-versions`.
+"""Many real versions of Orbax: their checkpoints are loaded, and they restore our exports: `make orbax-versions`.
 
-Each version has an environment of its own below build/, which takes some 400 MB and is kept. A version whose Python is
-not on the machine is skipped, and said so. The exit code is 1 if something was not loaded equal.
+Each version has its own environment below build/, which takes about 400 MB and is kept. A version whose Python is not
+on the machine is skipped with a line that says so. The exit code is 1 if a checkpoint was not loaded equal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUMBERS = "arrays and numbers"
 
 
 class Version(NamedTuple):
-    """A version of Orbax, the Python that it runs on, what of its time it needs, and which exports it restores."""
+    """A version of Orbax, its Python, the packages that it needs, and which exports it restores."""
 
     orbax: str
     python: str
@@ -72,7 +72,7 @@ VERSIONS = [
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of this version that runs; None: there is none."""
+    """Return a Python of this version that runs, or None."""
     homes = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     for candidate in (f"python{version}", *map(str, homes)):
         command = [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
@@ -84,7 +84,7 @@ def interpreter(version: str) -> str | None:
 
 
 def environment(version: Version, folder: Path) -> str | None:
-    """The Python of an environment with this version, made if it is not there; None: it cannot be made."""
+    """Return the Python of an environment with this version, which is made if necessary, or None if that fails."""
     python, stamp = folder / "bin" / "python", folder / ".installed"
     needs = [f"orbax-checkpoint=={version.orbax}", *version.needs.split()]
     if stamp.exists() and stamp.read_text() == " ".join(needs):
@@ -104,7 +104,7 @@ def environment(version: Version, folder: Path) -> str | None:
 
 
 def run_script(python: str, script: str, *arguments: str | Path) -> list[str]:
-    """The lines that a script prints in an environment which sees nothing of this package."""
+    """Run a script in an environment without this package, and return the lines that it prints."""
     surroundings = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JAX", "XLA"))}
     command = [python, str(SCRIPTS / script), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings, timeout=900)
@@ -114,7 +114,7 @@ def run_script(python: str, script: str, *arguments: str | Path) -> list[str]:
 
 
 def problem_of(form: Path) -> str | None:
-    """What is wrong with how a form is loaded; None: nothing."""
+    """Load a form, and return what is wrong with the result, or None."""
     expected = expected_items(form)
     try:
         found = jct.load_checkpointables(path_of(form))
@@ -133,7 +133,7 @@ def problem_of(form: Path) -> str | None:
 
 
 def restored_ways(python: str, form: Path, item: str, folder: Path) -> list[str]:
-    """By which of its classes a version restores, byte for byte, what we export of one of its own states."""
+    """Return the classes by which a version restores our export of one of its own states, byte for byte."""
     tree = expected_items(form)[item]
     shutil.rmtree(folder, ignore_errors=True)
     jct.save(folder / "ours", tree)
@@ -145,7 +145,7 @@ def restored_ways(python: str, form: Path, item: str, folder: Path) -> list[str]
 
 
 def row_of(version: Version, python: str, folder: Path, seed: int) -> tuple[str, int]:
-    """A line of the table, and how many forms were not loaded equal."""
+    """Return a line of the table, and how many forms were not loaded equal."""
     shutil.rmtree(folder, ignore_errors=True)
     run_script(python, "make_orbax.py", folder / "saved", "--large", "--seed", str(seed))
     forms = sorted(path.parent for path in folder.glob("saved/*/expected.json"))

@@ -1,4 +1,4 @@
-"""A fresh run is refused next to steps of Levanter or TorchTitan, and not next to folders that only have such names."""
+"""A fresh run is refused next to steps of Levanter or TorchTitan, but not next to other folders with such names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fresh(directory: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "tool"), [(levanter, "Levanter"), (torchtitan, "TorchTitan"), (cut_off, "TorchTitan")]
 )
-def test_fresh_run_next_to_steps_of_another_tool_is_refused(tmp_path: Path, make: Any, tool: str) -> None:
+def test_fresh_run_next_to_foreign_steps_is_refused(tmp_path: Path, make: Any, tool: str) -> None:
     jct.save(tmp_path / "pretrained", state_of(7))
     run = tmp_path / "run"
     for name in ("step-900", "step-1000"):
@@ -58,7 +58,7 @@ def test_fresh_run_next_to_steps_of_another_tool_is_refused(tmp_path: Path, make
     }
 
 
-def test_newest_step_whose_save_was_cut_off_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_incomplete_newest_step_does_not_hide_others(tmp_path: Path) -> None:
     levanter(tmp_path / "step-10")
     (tmp_path / "step-20").mkdir()
     with pytest.raises(jct.SettingsError, match="Levanter"):
@@ -66,7 +66,7 @@ def test_newest_step_whose_save_was_cut_off_does_not_hide_the_others(tmp_path: P
 
 
 @pytest.mark.parametrize("text", ["{}", "[1, 2]", "not JSON", '{"step": 3}'])
-def test_folders_that_only_have_such_names_are_no_reason_to_refuse(tmp_path: Path, text: str) -> None:
+def test_unrelated_folders_with_step_names_are_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "step-3").mkdir()
     (tmp_path / "step-3" / "metadata.json").write_text(text)
     (tmp_path / "step-4").write_text("a file")
@@ -74,7 +74,7 @@ def test_folders_that_only_have_such_names_are_no_reason_to_refuse(tmp_path: Pat
     assert jct.StepManager(tmp_path).steps == [1]
 
 
-def test_run_that_has_steps_of_its_own_goes_on_next_to_them(tmp_path: Path) -> None:
+def test_existing_run_continues_next_to_foreign_steps(tmp_path: Path) -> None:
     made_run(tmp_path, 3)
     torchtitan(tmp_path / "step-900")
     with jct.CheckpointCallback(tmp_path) as ckpt:
