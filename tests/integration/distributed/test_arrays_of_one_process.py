@@ -1,4 +1,4 @@
-"""Arrays that lie wholly on one process, or on some processes of a job: their holders save and load them."""
+"""Arrays on the devices of one process, or of some processes of a job: their holders save and load them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def state_of(more: bool) -> dict[str, Any]:
     }
     alone = sharding_of([1], [], [3])
     tree["key"] = key_on(alone)
-    if more:  # what all have must be shared out alike all the same
+    if more:  # arrays of all processes must still be divided equally among the writers
         tree |= {f"all{number}": global_array([512, 1024], [6], []) for number in range(3)}
         tree |= {"count": 3, "table": np.arange(5), "local": jax.numpy.arange(7.0)}
     return tree
@@ -91,7 +91,7 @@ def test_each_process_saves_and_loads_what_it_has(
 
 
 def save_and_load_one(path: str, owner: int) -> list[str]:
-    """A tree with nothing but one array of one process: the others have nothing to read."""
+    """Save and load a tree of one array of one process: the other processes have nothing to read."""
     place = sharding_of([1], [], [2 * owner])
     tree = {"w": placed(values_of(SHAPE), place)}
     for step in (1, 2):
@@ -107,7 +107,7 @@ def save_and_load_one(path: str, owner: int) -> list[str]:
 
 
 @pytest.mark.parametrize("owner", [0, 1, 2])
-def test_one_array_of_one_process(tmp_path: Path, job_of: JobOf, owner: int) -> None:
+def test_single_array_of_one_process_loads(tmp_path: Path, job_of: JobOf, owner: int) -> None:
     assert job_of(3, 2).call(save_and_load_one, str(tmp_path / "c"), owner) == [[]] * 3
 
 
@@ -120,13 +120,13 @@ def run_pipeline(path: str) -> list[str]:
     return [*wrong_in(state, state_of(more=True)), *([] if first in (0, 2) else [str(first)])]
 
 
-def test_run_goes_on_with_arrays_of_single_processes(tmp_path: Path, job_of: JobOf) -> None:
+def test_run_resumes_with_arrays_of_single_processes(tmp_path: Path, job_of: JobOf) -> None:
     for _ in range(2):
         assert job_of(3, 2).call(run_pipeline, str(tmp_path / "run")) == [[]] * 3
 
 
 def reuse_after_restore(path: str) -> dict[str, bool]:
-    """Whether a step that a restored array is donated to has its result in the same memory, of those that are here."""
+    """Return for each local array whether a step reuses its memory when the array is donated."""
     with jct.StepManager(path) as manager:
         manager.save(1, {"state": state_of(more=True)}, force=True)
         manager.wait()
@@ -141,7 +141,7 @@ def reuse_after_restore(path: str) -> dict[str, bool]:
     return reused
 
 
-def test_what_a_job_restores_can_be_donated(tmp_path: Path, job_of: JobOf) -> None:
+def test_restored_arrays_of_job_can_be_donated(tmp_path: Path, job_of: JobOf) -> None:
     found = job_of(3, 2).call(reuse_after_restore, str(tmp_path / "run"))
     assert [sorted(each) for each in found] == [
         ["all0", "cut", "stage0"],

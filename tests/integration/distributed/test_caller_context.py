@@ -1,4 +1,4 @@
-"""Saves and loads of a job under JAX settings that a training loop has for its own programs."""
+"""Saves and loads of a job while the caller's JAX settings are in effect: a mesh, or no jit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_within(path: str, kind: str, read_once: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["explicit", "all", "own", "no jit"])
-def test_a_load_together(tmp_path: Path, job_of: JobOf, kind: str) -> None:
+def test_job_loads_under_caller_settings(tmp_path: Path, job_of: JobOf, kind: str) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
     assert job_of(4, 1).call(load_within, str(tmp_path / "c"), kind, True) == [[]] * 4
 
@@ -58,7 +58,7 @@ def load_made_by_all(path: str, kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["explicit", "own", "no jit"])
-def test_keys_and_weak_scalars(tmp_path: Path, job_of: JobOf, kind: str) -> None:
+def test_keys_and_weak_scalars_under_caller_settings(tmp_path: Path, job_of: JobOf, kind: str) -> None:
     key, weak = jax.random.key(7), jax.numpy.sin(2.0) * 1.0
     jct.save(tmp_path / "c", {"key": key, "weak": weak})
     wanted = [np.asarray(jax.random.key_data(key)).tolist(), float(weak)]
@@ -75,7 +75,7 @@ def save_within(path: str, kind: str, more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["explicit", "all", "no jit"])
 @pytest.mark.parametrize("more", [{"snapshot": "device"}, {"nonfinite": "reject"}], ids=["device", "reject"])
-def test_a_save(tmp_path: Path, job_of: JobOf, kind: str, more: dict[str, Any]) -> None:
+def test_job_saves_under_caller_settings(tmp_path: Path, job_of: JobOf, kind: str, more: dict[str, Any]) -> None:
     job_of(4, 1).call(save_within, str(tmp_path / "c"), kind, more)
     loaded = jct.load(tmp_path / "c")
     for name, (shape, dtype) in SAVED.items():

@@ -28,7 +28,7 @@ def look_in_one_process(directory: str) -> str:
     return outcome(lambda: manager.restore({"state": state_of(0)}) and "restored")
 
 
-def test_a_manager_that_one_process_makes_to_look_around_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_manager_made_by_one_process_blocks_nobody(tmp_path: Path) -> None:
     with running(2) as job:
         assert job.call(look_in_one_process, str(tmp_path / "run")) == [RESTORED] * 2
 
@@ -43,7 +43,7 @@ def ask_then_save(directory: str) -> int:
     return saved
 
 
-def test_what_should_be_saved_is_saved_when_it_is_asked_for_then(tmp_path: Path) -> None:
+def test_save_follows_the_earlier_should_save(tmp_path: Path) -> None:
     with running(2) as job:
         answers = job.call(ask_then_save, str(tmp_path / "run"))
     assert answers[0] == answers[1] >= 2
@@ -56,7 +56,7 @@ def fall_back(directory: str) -> list[Any]:
         return [manager.restored_step, manager.latest, manager.steps, manager.damaged]
 
 
-def test_after_a_restore_that_fell_back_all_see_the_same_steps(tmp_path: Path, job_of: JobOf) -> None:
+def test_steps_are_equal_after_fallback_restore(tmp_path: Path, job_of: JobOf) -> None:
     run = tmp_path / "run"
     job_of(2, 1).call(save_steps, str(run), [1, 2, 3])
     os.truncate(next((run / "step-0000000003" / "state").glob("p00001-*.safetensors")), 100)
@@ -71,13 +71,13 @@ def keep_one(directory: str) -> list[Any]:
         return [manager.steps, outcome(lambda: manager.metadata(1).step)[:18], outcome(lambda: manager.path(1))[:18]]
 
 
-def test_after_a_save_all_see_the_same_steps(tmp_path: Path, job_of: JobOf) -> None:
+def test_steps_are_equal_after_retention(tmp_path: Path, job_of: JobOf) -> None:
     answers = job_of(2, 1).call(keep_one, str(tmp_path / "run"))
     assert answers == [[[2], "StepNotFoundError:", "StepNotFoundError:"]] * 2
 
 
 def follow_a_run(directory: str, place: str) -> list[Any]:
-    """In a job that only reads, as one that evaluates what another job saves."""
+    """Follow a run in a job that only reads, such as an evaluation of another job's steps."""
     manager = jct.StepManager(directory)
     manager.restore({"w": None})
     first, end = manager.latest, time.monotonic() + 15
@@ -87,7 +87,7 @@ def follow_a_run(directory: str, place: str) -> list[Any]:
     return [first, manager.latest]
 
 
-def test_a_job_that_only_reads_sees_what_another_saves_after_its_first_restore(tmp_path: Path) -> None:
+def test_reading_job_sees_later_steps_of_another(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def save_another(manager: jct.StepManager) -> None:
@@ -114,7 +114,7 @@ def fail_in_one_then_go_on(directory: str, who: int) -> list[str]:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_failure_of_one_reaches_all_later_steps_save(tmp_path: Path, who: int) -> None:
+def test_later_steps_save_after_failure_of_one(tmp_path: Path, who: int) -> None:
     with running(2) as job:
         answers = job.call(fail_in_one_then_go_on, str(tmp_path / "run"), who)
     assert [answer[2:] for answer in answers] == [[SAVED, SAVED, "None"]] * 2
@@ -141,14 +141,14 @@ def wait_in_one_then_go_on(directory: str) -> list[str]:
     return [*found, outcome(manager.close)]
 
 
-def test_an_error_that_one_has_waited_for_leaves_all_in_step(tmp_path: Path) -> None:
+def test_wait_error_in_one_keeps_processes_in_step(tmp_path: Path) -> None:
     with running(2) as job:
         answers = job.call(wait_in_one_then_go_on, str(tmp_path / "run"))
     assert [answer[2:] for answer in answers] == [[SAVED, SAVED, "None"]] * 2
 
 
 class Picky:
-    """Its own code fails in process 1."""
+    """An iterator whose own code fails in process 1."""
 
     def __init__(self) -> None:
         self.state = 0
@@ -174,7 +174,7 @@ def restore_picky(directory: str) -> list[str]:
     return [outcome(lambda: manager.restore(target, step=1) and "restored"), save(manager, 2), outcome(manager.close)]
 
 
-def test_an_error_of_ones_own_code_in_a_restore_leaves_all_in_step(tmp_path: Path) -> None:
+def test_user_error_during_restore_keeps_processes_in_step(tmp_path: Path) -> None:
     with running(2) as job:
         assert job.call(restore_picky, str(tmp_path / "run")) == [[RESTORED, SAVED, "None"]] * 2
 
@@ -186,13 +186,13 @@ def metrics_of_one(directory: str) -> list[str]:
     return [*found, outcome(manager.close)]
 
 
-def test_metrics_that_process_0_alone_has_are_enough(tmp_path: Path) -> None:
+def test_metrics_of_process_0_alone_are_enough(tmp_path: Path) -> None:
     with running(2) as job:
         assert job.call(metrics_of_one, str(tmp_path / "run")) == [[SAVED, SAVED, SAVED, "None"]] * 2
 
 
 class SinceTheLast(jct.FixedIntervalPolicy):
-    """A policy of one's own that is made of one of these."""
+    """A user's policy that subclasses a policy of the package."""
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
         return not previous_steps or step.step - previous_steps[-1].step >= self.interval
@@ -203,7 +203,7 @@ def save_by_subclass(directory: str) -> list[int]:
         return [step for step in range(1, 13) if manager.save(step, {"state": state_of(step)}).saved]
 
 
-def test_composed_policy_is_asked_like_own_one(tmp_path: Path, job_of: JobOf) -> None:
+def test_subclassed_policy_is_asked_in_a_job(tmp_path: Path, job_of: JobOf) -> None:
     assert job_of(2, 1).call(save_by_subclass, str(tmp_path / "run")) == [[1, 5, 9]] * 2
 
 
@@ -213,7 +213,7 @@ def reasons(directory: str) -> list[str]:
         return [manager.decide(step).reason for step in (1, 2, 3)]
 
 
-def test_the_reason_of_a_save_names_the_policy_that_asked_for_it(tmp_path: Path, job_of: JobOf) -> None:
+def test_save_reason_names_its_policy(tmp_path: Path, job_of: JobOf) -> None:
     assert job_of(2, 1).call(reasons, str(tmp_path / "run")) == [reasons(str(tmp_path / "alone"))] * 2
 
 
@@ -238,7 +238,7 @@ def test_different_target_in_one_fails_at_once(tmp_path: Path) -> None:
 
 
 class Numbers:
-    """Data whose position process 1, or nobody, takes; it ends earlier in process 1."""
+    """Data whose position process 0, or no process, accepts; it ends earlier in process 1."""
 
     def __init__(self, who_takes: str = "nobody") -> None:
         self.who_takes, self.at = who_takes, 0
@@ -282,7 +282,7 @@ def resume_numbers(directory: str, on_mismatch: Any, who_takes: str) -> str:
 @pytest.mark.parametrize(
     ("on_mismatch", "who_takes", "expected"), [("skip", "nobody", "IteratorStateError"), ("restart", "process 0", "0")]
 )
-def test_data_that_does_not_go_on_in_one_is_treated_alike_in_all(
+def test_data_mismatch_in_one_is_handled_by_all(
     tmp_path: Path, on_mismatch: str, who_takes: str, expected: str
 ) -> None:
     with running(2) as job:

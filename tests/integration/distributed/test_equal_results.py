@@ -38,7 +38,7 @@ def save_where_one_is_slower(directory: str) -> list[str]:
     return [*found, outcome(manager.close)]
 
 
-def test_a_save_that_is_slower_in_another_process_is_not_stalled(tmp_path: Path) -> None:
+def test_slower_save_of_one_is_not_stalled(tmp_path: Path) -> None:
     with running(2) as job:
         assert job.call(save_where_one_is_slower, str(tmp_path / "run")) == [["True", "True", "None"]] * 2
 
@@ -65,13 +65,13 @@ def two_callbacks(first: str, second: str) -> list[int]:
     return sorted(left)
 
 
-def test_two_callbacks_of_a_loop_are_both_asked_to_leave(tmp_path: Path) -> None:
+def test_two_callbacks_of_loop_both_get_preemption(tmp_path: Path) -> None:
     with running(2) as job:
         assert job.call(two_callbacks, str(tmp_path / "one"), str(tmp_path / "two")) == [[0, 1]] * 2
 
 
 def part_of(n: int, i: int) -> Any:
-    """Each process has records that lie side by side."""
+    """An iterator of a contiguous shard of the records."""
     import grain
 
     records = grain.MapDataset.range(96)[i * 96 // n : (i + 1) * 96 // n]
@@ -86,7 +86,7 @@ def save_part(directory: str) -> list[int]:
     return seen
 
 
-def test_parts_side_by_side_are_refused_in_another_number_of_processes(tmp_path: Path, job_of: JobOf) -> None:
+def test_contiguous_shards_need_same_process_count(tmp_path: Path, job_of: JobOf) -> None:
     seen = job_of(2, 1).call(save_part, str(tmp_path / "run"))
     assert seen == [list(range(12)), list(range(48, 60))]
     data = part_of(1, 0)
@@ -95,12 +95,12 @@ def test_parts_side_by_side_are_refused_in_another_number_of_processes(tmp_path:
 
 
 def test_missing_per_process_value_is_requested(tmp_path: Path) -> None:
-    """As of any other value that does not change in place: else its first one is saved again and again."""
+    """A value that does not change in place must be given at each call, or each step saves its first value."""
     generator = np.random.default_rng(1)
     with jct.CheckpointCallback(tmp_path / "run", save_interval_steps=1, save_on_exit=False) as ckpt:
         state, _ = ckpt.resume({"w": np.zeros(3)}, rng=jct.PerProcess(generator.bit_generator.state))
         generator.random(5)
-        with pytest.raises(jct.SettingsError, match="expected the argument rng"):
+        with pytest.raises(jct.SettingsError, match="rng"):
             ckpt(state)
 
 
@@ -113,7 +113,7 @@ def note_in_one(directory: str) -> list[str]:
     return [*found, save(manager, 2), outcome(lambda: manager.is_saved(2)), outcome(lambda: manager.restore(step=9))]
 
 
-def test_call_of_one_process_answers_no_other(tmp_path: Path) -> None:
+def test_extra_call_of_one_process_mixes_nothing(tmp_path: Path) -> None:
     with running(2) as job:
         answers = job.call(note_in_one, str(tmp_path / "run"))
     assert answers[0][2] == answers[1][2] or "OtherProcessError" in str(answers)
@@ -135,13 +135,13 @@ def test_failed_attach_of_one_reaches_all(tmp_path: Path) -> None:
     assert answers == [[SAVED, "SettingsError", SAVED, "None"]] * 2
 
 
-def kept_of_orders(directory: str) -> int:
+def undeleted_keys(directory: str) -> int:
     save_steps(directory, list(range(1, 40)))
     save_steps(f"{directory}-2", [1])
     coordinator: Any = current()
     return len(coordinator._nested._undeleted)
 
 
-def test_no_process_keeps_anything_of_saves_that_are_over(tmp_path: Path) -> None:
+def test_finished_saves_leave_nothing_in_coordinator(tmp_path: Path) -> None:
     with running(2) as job:
-        assert max(job.call(kept_of_orders, str(tmp_path / "run"))) < 10
+        assert max(job.call(undeleted_keys, str(tmp_path / "run"))) < 10

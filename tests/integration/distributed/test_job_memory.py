@@ -1,4 +1,4 @@
-"""Colocated memory: others see what a process wrote before its message, and nothing is left when it ends."""
+"""Colocated memory of real processes: others see what a process wrote before its message."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def be_process(number: int) -> None:
 
 
 def take_turns(memory: ColocatedMemory) -> None:
-    """All write at a time, and look at what all have written before they write again."""
+    """Write at the same time as the others, and check what all wrote before the next turn."""
     for turn in range(TURNS):
         while memory.all_have_taken() < turn:
             memory.wait()
@@ -50,7 +50,7 @@ def take_turns(memory: ColocatedMemory) -> None:
         memory.announce(turn + 1, turn + 1)
 
 
-def test_processes_see_all_that_the_others_have_given(repo_root: Path) -> None:
+def test_processes_see_everything_the_others_wrote(repo_root: Path) -> None:
     own = ColocatedMemory(SIZE)
     others = [
         subprocess.Popen(
@@ -65,11 +65,11 @@ def test_processes_see_all_that_the_others_have_given(repo_root: Path) -> None:
     try:
         addresses = [own.address.hex(), *(line_of(process).strip() for process in others)]
         for process in others:
-            tell(process, " ".join(addresses))
+            send_line(process, " ".join(addresses))
         own.join([bytes.fromhex(address) for address in addresses], 0)
         assert [line_of(process) for process in others] == ["joined\n"] * 2
         for process in others:
-            tell(process, "all have joined")
+            send_line(process, "all have joined")
         take_turns(own)
         assert [process.communicate(timeout=60)[0] for process in others] == ["right\n"] * 2
     finally:
@@ -85,7 +85,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-def tell(process: subprocess.Popen[str], line: str) -> None:
+def send_line(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdin is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()

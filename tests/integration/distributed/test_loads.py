@@ -33,7 +33,7 @@ def save_arrays(path: str, mesh: list[int], specs: dict[str, list[Any]]) -> None
 
 
 def load_arrays(path: str, mesh: list[int], specs: dict[str, list[Any]], by: str) -> list[str]:
-    """The names of those that are not right."""
+    """Load the arrays, and return the names of those that are wrong in this process."""
     places = {name: sharding_of(mesh, specs[name]) for name in SHAPES}
     if by == "target":
         target = {
@@ -59,14 +59,14 @@ def test_saved_by_four_loaded_by_others(
     assert job_of(processes, devices).call(load_arrays, str(tmp_path / "c"), mesh, LOADED, by) == [[]] * processes
 
 
-def test_saved_by_one_loaded_by_four_and_back(tmp_path: Path, job_of: JobOf) -> None:
+def test_saved_by_one_loaded_by_four(tmp_path: Path, job_of: JobOf) -> None:
     tree = {name: jnp.asarray(values_of(shape, dtype)) for name, (shape, dtype) in SHAPES.items()}
     jct.save(tmp_path / "one", tree)
     assert job_of(4, 1).call(load_arrays, str(tmp_path / "one"), [2, 2], LOADED, "target") == [[]] * 4
 
 
 def load_special(path: str) -> list[str]:
-    """Keys and weakly typed scalars over all processes; arrays of which a process has nothing."""
+    """Load keys and weak scalars over all processes, and an array on one process; return the problems."""
     everywhere, rows = sharding_of([4], []), sharding_of([4], ["x"])
     keys = jax.jit(lambda: jax.random.split(jax.random.key(5), 8), out_shardings=rows)()
     weak = jax.jit(lambda: jnp.sin(2.0) * 1.0, out_shardings=everywhere)()

@@ -1,4 +1,4 @@
-"""Mailboxes: messages arrive whole, in order, at the right process; no wait is longer than its limit."""
+"""Mailboxes between real processes: messages arrive whole, in order, and at the right process."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytestmark = [
 SEND = """
 import sys
 from jaxckpt_train.distributed.shared_memory import MESSAGE_BYTES, Channel
-letters, sender, count = Channel(bytes.fromhex(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+channel, sender, count = Channel(bytes.fromhex(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
 for number in range(count):
     message = bytes([sender]) + number.to_bytes(4, "big") + bytes([number % 251 + 1]) * (MESSAGE_BYTES - 5)
     while True:
         try:
-            letters.send(message)
+            channel.send(message)
             break
         except BlockingIOError:
             pass
@@ -51,7 +51,7 @@ sys.stdin.read()
 
 
 def started(script: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process that has said something, and ends with its input."""
+    """Start a process that ends when its input is closed."""
     root = REPO_ROOT
     return subprocess.Popen(
         [sys.executable, "-c", script, *arguments],
@@ -74,7 +74,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_messages_of_several_processes_come_whole_and_in_the_order_of_each(run_python: Any) -> None:
+def test_messages_of_processes_arrive_whole_and_ordered(run_python: Any) -> None:
     senders, count = 3, 5000  # more than a pipe takes at a time
     next_of = [0] * senders
     with ThreadPoolExecutor(senders) as pool, contextlib.closing(Mailbox()) as mailbox:
@@ -92,14 +92,14 @@ def test_messages_of_several_processes_come_whole_and_in_the_order_of_each(run_p
         assert mailbox.receive(0) == []
 
 
-def test_other_files_are_not_taken_for_it(tmp_path: Path) -> None:
+def test_address_of_other_file_is_refused(tmp_path: Path) -> None:
     mailbox, other, before = Mailbox(), Mailbox(), descriptors()
     pid, own, inode = msgspec.msgpack.decode(mailbox.address)
     with open(tmp_path / "file", "wb") as file, started(ANOTHER_PIPE, str(own)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
         writing = named_pipe_without_reader(tmp_path / "pipe")
-        nobody_reads = msgspec.msgpack.encode([pid, writing, os.fstat(writing).st_ino])  # a plain open waits for ever
+        nobody_reads = msgspec.msgpack.encode([pid, writing, os.fstat(writing).st_ino])  # a plain open blocks forever
         for address in (
             changed(mailbox.address, 1, msgspec.msgpack.decode(other.address)[1]),
             changed(mailbox.address, 1, file.fileno()),
@@ -120,16 +120,16 @@ def test_other_files_are_not_taken_for_it(tmp_path: Path) -> None:
     other.close()
 
 
-def test_what_is_sent_to_a_process_that_has_ended_goes_nowhere() -> None:
+def test_messages_to_ended_process_are_dropped() -> None:
     before = descriptors()
     with started(BE_THERE) as process:
         assert process.stdout is not None
-        letters = Channel(bytes.fromhex(process.stdout.readline()))
-        letters.send(b"while it is there")
+        channel = Channel(bytes.fromhex(process.stdout.readline()))
+        channel.send(b"while it is there")
         process.communicate()
     for _ in range(3):
-        letters.send(b"too late")
-    letters.close()
+        channel.send(b"too late")
+    channel.close()
     assert descriptors() == before
 
 
@@ -138,12 +138,12 @@ import signal
 from jaxckpt_train.distributed.shared_memory import Channel, Mailbox
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in a script that ends when nobody reads its output any more
 mailbox = Mailbox()
-letters = Channel(mailbox.address)
+channel = Channel(mailbox.address)
 mailbox.close()
-letters.send(b"late")
+channel.send(b"late")
 print("alive")
 """
 
 
-def test_a_closed_one_ends_no_process_that_sends_to_it(run_python: Any) -> None:
+def test_sending_to_closed_mailbox_ends_no_process(run_python: Any) -> None:
     assert run_python(SEND_TO_NOBODY, check=True).stdout == "alive\n"

@@ -39,14 +39,14 @@ def saves(directory: str, how: str) -> bool:
 
 
 def loads(directory: str) -> list[bool]:
-    """Load it in a job, into other shardings; whether each process has what it should."""
+    """Load into other shardings in a job, and return for each array whether it is right in this process."""
     shardings = {name: sharding_of([4], ["x"] if name == "b" else []) for name in SHAPES}
     found = jct.load(f"{directory}/7", only="params/*", shardings={"params": shardings})["params"]
     return [is_right(found[name], SHAPES[name], DTYPES[name]) for name in SHAPES]
 
 
 @pytest.mark.parametrize("how", ["ocdbt", "zarr", "zarr3", "v1"])
-def test_a_checkpoint_of_two_processes_is_read_whole(tmp_path: Path, job_of: JobOf, how: str) -> None:
+def test_checkpoint_of_two_processes_is_read_whole(tmp_path: Path, job_of: JobOf, how: str) -> None:
     assert job_of(2, 2).call(saves, str(tmp_path), how) == [True, True]
     found = jct.load(tmp_path / "7")
     assert found["step"] == 3

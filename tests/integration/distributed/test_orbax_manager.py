@@ -21,7 +21,7 @@ def test_all_processes_save_keep_and_restore_the_same(tmp_path: Path, job_of: Jo
     assert jct.StepManager(tmp_path).steps == [4, 8]
 
 
-def test_a_save_that_failed_counts_in_no_process(tmp_path: Path, job_of: JobOf) -> None:
+def test_failed_save_counts_in_no_process(tmp_path: Path, job_of: JobOf) -> None:
     answers = job_of(2, 2).call(fails, str(tmp_path))
     assert answers[0] == answers[1]
     assert answers[0][:2] == [True, True]

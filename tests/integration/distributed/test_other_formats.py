@@ -1,4 +1,4 @@
-"""What jobs have saved with other tools: Grain iterators by Orbax, and Flax arrays that moved."""
+"""Checkpoints that jobs saved with other tools: Grain iterators by Orbax, and Flax arrays in a separate folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAKEN, NEXT = 3, 4
 
 
 def iterator_of(i: int, n: int, kind: str) -> Any:
-    """The share of process `i` of `n`, each in an order of its own."""
+    """The shard of process `i` of `n`, in another order for each kind."""
     if kind == "DataLoader":
         options = grain.sharding.ShardOptions(i, n)
         sampler = grain.samplers.IndexSampler(num_records=400, shard_options=options, shuffle=True, seed=1)
@@ -37,7 +37,7 @@ def taken(iterator: Any, count: int) -> list[int]:
 
 
 def saves(directory: str, kind: str) -> list[int]:
-    """Save an iterator of each process with Orbax; what each has next."""
+    """Save an iterator of each process with Orbax, and return the records that follow."""
     import orbax.checkpoint as ocp
 
     iterator = own(kind)
@@ -50,20 +50,20 @@ def saves(directory: str, kind: str) -> list[int]:
     return taken(iterator, NEXT)
 
 
-def goes_on(directory: str, kind: str) -> list[int]:
+def resumes(directory: str, kind: str) -> list[int]:
     found = jct.load_checkpointables(f"{directory}/7", {"state": {"w": np.zeros(6)}, "data": own(kind)})
     assert found["state"]["w"].tolist() == list(range(6))
     return taken(found["data"], NEXT)
 
 
 @pytest.mark.parametrize("kind", ["DataLoader", "Dataset"])
-def test_each_process_goes_on_from_its_own_position(tmp_path: Path, job_of: JobOf, kind: str) -> None:
+def test_each_process_resumes_at_its_own_position(tmp_path: Path, job_of: JobOf, kind: str) -> None:
     job = job_of(2, 1)
     expected = job.call(saves, str(tmp_path), kind)
-    assert job.call(goes_on, str(tmp_path), kind) == expected
+    assert job.call(resumes, str(tmp_path), kind) == expected
     assert expected[0] != expected[1]
     alone = iterator_of(0, 1, kind)
-    with pytest.raises(jct.IteratorStateError, match=r"saved with Orbax by 2 processes, found 1; .*: restart with 2"):
+    with pytest.raises(jct.IteratorStateError, match="Orbax by 2 processes, found 1"):
         jct.load_checkpointables(tmp_path / "7", {"data": alone})
     assert taken(alone, NEXT) == taken(iterator_of(0, 1, kind), NEXT)
     states = jct.load_checkpointables(tmp_path / "7")["data"].value
@@ -88,5 +88,5 @@ def saves_with_flax(directory: str) -> bool:
 def test_arrays_that_flax_stored_elsewhere_are_reported(tmp_path: Path, job_of: JobOf) -> None:
     assert job_of(2, 1).call(saves_with_flax, str(tmp_path)) == [True, True]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint_3", "checkpoint_3_gda"]
-    with pytest.raises(jct.UnsupportedLeafError, match=r"cannot read 'params/w': .*_3_gda;"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"'params/w': .*_3_gda;"):
         jct.load(tmp_path)

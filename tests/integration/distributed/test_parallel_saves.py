@@ -73,7 +73,7 @@ def test_replicated_arrays_are_shared_among_the_writers(tmp_path: Path, job_of: 
 
 
 def save_local(path: str, who: int, kind: str) -> str:
-    """What each process has for itself, of which process `who` has another."""
+    """Save values that each process holds locally; in process `who`, the one that `kind` names differs."""
     other = jax.process_index() == who
     tree: dict[str, Any] = {
         "w": global_array([8], [4], ["x"]),
@@ -104,7 +104,7 @@ def save_local(path: str, who: int, kind: str) -> str:
     return ""
 
 
-def test_what_each_process_has_for_itself_is_saved_once(tmp_path: Path, job_of: JobOf) -> None:
+def test_equal_local_values_are_saved_once(tmp_path: Path, job_of: JobOf) -> None:
     assert job_of(4, 1).call(save_local, str(tmp_path / "c"), -1, "") == [""] * 4
     loaded = jct.load_checkpointables(tmp_path / "c")
     assert loaded["note"] == jct.JsonValue({"a": 1})
@@ -129,7 +129,7 @@ def test_what_each_process_has_for_itself_is_saved_once(tmp_path: Path, job_of: 
         ("path", "must save the same steps"),
     ],
 )
-def test_what_differs_is_refused_in_all_and_named(
+def test_different_local_values_are_refused_by_name(
     tmp_path: Path, job_of: JobOf, who: int, kind: str, text: str
 ) -> None:
     for number, answer in enumerate(job_of(4, 1).call(save_local, str(tmp_path / "c"), who, kind)):

@@ -20,7 +20,7 @@ from tests.support.jobs.fixtures import JobOf
 
 
 def uneven() -> Any:
-    """A share whose position depends on its records: how many are dropped differs from process to process."""
+    """A shard whose position depends on its records: the number of dropped records differs between processes."""
     n, i = jax.process_count(), jax.process_index()
     records = grain.MapDataset.range(400).shuffle(seed=5)[i::n].to_iter_dataset(grain.ReadOptions(num_threads=0))
     return iter(records.filter(lambda record: record % (i + 2) != 0).batch(4))
@@ -68,7 +68,7 @@ def generator() -> np.random.Generator:
 
 
 def save_own(directory: str) -> list[Any]:
-    """What comes after what was saved, in this process."""
+    """Save values of this process, and return the values that follow them."""
     data, position, random = uneven(), Position(), generator()
     for _ in range(5):
         next(data)
@@ -124,13 +124,13 @@ def test_each_process_gets_back_what_it_saved(tmp_path: Path, job_of: JobOf) -> 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("data", "IteratorStateError: .*saved by 4 processes, found 2; each process had its own position"),
-        ("random", "MismatchError: .*'random': each of 4 processes saved its own value, found 2"),
-        ("position", "MismatchError: .*'position': each of 4 processes saved its own value, found 2"),
+        ("data", "IteratorStateError: .* 4 processes, found 2"),
+        ("random", "MismatchError: .*'random': .* 4 processes .* found 2"),
+        ("position", "MismatchError: .*'position': .* 4 processes .* found 2"),
         ("same", None),
     ],
 )
-def test_another_number_of_processes_gets_only_what_all_had_alike(
+def test_other_process_count_loads_only_equal_values(
     tmp_path: Path, job_of: JobOf, name: str, expected: str | None
 ) -> None:
     run = str(tmp_path / "run")
@@ -143,7 +143,7 @@ def test_another_number_of_processes_gets_only_what_all_had_alike(
             assert re.match(expected, outcome["error"]), outcome
 
 
-def test_process_alone_sees_what_one_of_them_saved(tmp_path: Path, job_of: JobOf) -> None:
+def test_single_process_reads_value_of_one_process(tmp_path: Path, job_of: JobOf) -> None:
     job_of(4, 1).call(save_own, str(tmp_path / "run"))
     loaded = jct.load_checkpointables(
         tmp_path / "run" / "step-0000000001", {"random": None, "data": None, "state": None}
@@ -154,7 +154,7 @@ def test_process_alone_sees_what_one_of_them_saved(tmp_path: Path, job_of: JobOf
 
 
 def go_on(directory: str, on_mismatch: str) -> list[Any]:
-    """A loop whose data cannot go on in another number of processes."""
+    """Run a loop whose data cannot be resumed by another number of processes."""
     values = {"w": global_array([8], [jax.device_count()], ["x"])}
     seen = []
     with jct.CheckpointCallback(directory, data_on_mismatch=on_mismatch, save_interval_steps=2) as ckpt:  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def go_on(directory: str, on_mismatch: str) -> list[Any]:
     return seen
 
 
-def test_data_that_cannot_go_on_begins_anew_by_request(tmp_path: Path, job_of: JobOf) -> None:
+def test_mismatching_data_restarts_or_skips_on_request(tmp_path: Path, job_of: JobOf) -> None:
     run = tmp_path / "run"
     job_of(4, 1).call(go_on, str(run), "error")
     for outcome in job_of(2, 1).outcomes(go_on, str(run), "error"):
@@ -180,7 +180,7 @@ def test_data_that_cannot_go_on_begins_anew_by_request(tmp_path: Path, job_of: J
 
 
 @pytest.mark.parametrize("name", ["data", "random"])
-def test_a_value_that_is_missing_is_found_out(tmp_path: Path, job_of: JobOf, name: str) -> None:
+def test_missing_value_of_one_process_is_found(tmp_path: Path, job_of: JobOf, name: str) -> None:
     run = tmp_path / "run"
     job_of(4, 1).call(save_own, str(run))
     step = run / "step-0000000001"
@@ -193,4 +193,4 @@ def test_a_value_that_is_missing_is_found_out(tmp_path: Path, job_of: JobOf, nam
     commit |= {"manifest_bytes": len(data), "manifest_sha256": hashlib.sha256(data).hexdigest()}
     (step / "COMMIT").write_text(json.dumps(commit))
     for outcome in job_of(2, 1).outcomes(restore_own, str(run), [name]):
-        assert "expected a value for each of 4 processes, or one for all, found 2" in outcome["error"], outcome
+        assert re.search("4 processes.* found 2", outcome["error"]), outcome

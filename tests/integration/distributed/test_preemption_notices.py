@@ -16,7 +16,7 @@ from tests.support.metadata_servers import Gce, Handler, Server
 
 
 def train_in_the_cloud(directory: str, url: str) -> dict[str, Any]:
-    """Only the machine of process 1 is preempted; each asks its own."""
+    """Train with a notice source of GCE in process 1 only."""
     notices: list[Any] = ["slurm"]
     if jax.process_index() == 1:
         notices.append(jct.GceNotice(url=url, poll_s=0.02))
@@ -24,15 +24,13 @@ def train_in_the_cloud(directory: str, url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("service", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_what_the_source_of_one_process_notices_all_act_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: bool
-) -> None:
+def test_notice_of_one_process_preempts_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: bool) -> None:
     log = put_on_path(tmp_path / "bin", "scontrol", 'echo "$@" >> $LOG', monkeypatch)
     in_slurm_job(monkeypatch)
     gce = Gce()
 
     def respond(handler: Handler, server: Server) -> None:
-        if any((tmp_path / "run").glob("step-*")):  # in the midst of the training
+        if any((tmp_path / "run").glob("step-*")):  # in the middle of the training
             gce.values["preempted"] = "TRUE"
         gce(handler, server)
 

@@ -30,7 +30,7 @@ def leave(after: int) -> list[Any]:
     return [before_s, calls, service.noticed_before_s(), time.time() - sent_at, service.is_reached()]
 
 
-def test_all_leave_at_one_call_and_know_when_the_signal_was_noticed() -> None:
+def test_all_leave_at_one_call_and_know_when() -> None:
     with running(3) as job:
         answers = job.call(leave, 1000)
     assert [answer[0] for answer in answers] == [0.0] * 3
@@ -47,10 +47,10 @@ def is_there() -> bool:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_it_is_there_unless_it_was_switched_off(enabled: bool) -> None:
+def test_service_exists_unless_switched_off(enabled: bool) -> None:
     with running(2, preemption_service=enabled) as job:
         assert job.call(is_there) == [enabled] * 2
 
 
-def test_one_process_has_none(job_of: JobOf) -> None:
+def test_single_process_has_no_service(job_of: JobOf) -> None:
     assert job_of(1, 1).call(is_there) == [False]

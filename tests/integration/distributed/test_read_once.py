@@ -55,16 +55,16 @@ def check(answers: list[dict[str, Any]], size: int) -> None:
 @pytest.mark.parametrize("load", WAYS)
 @pytest.mark.parametrize("specs", [SPECS, OTHER_SPECS], ids=["specs", "others"])
 @pytest.mark.parametrize(("processes", "devices", "mesh"), [(4, 1, [2, 2]), (4, 2, [4, 2]), (2, 4, [2, 4])])
-def test_every_byte_is_read_once_and_comes_where_it_belongs(
+def test_every_byte_is_read_once_per_job(
     whole: Path, job_of: JobOf, processes: int, devices: int, mesh: list[int], specs: dict[str, list[Any]], load: Any
 ) -> None:
     answers = job_of(processes, devices).call(load, str(whole), mesh, specs, ARRAYS, True)
     check(answers, size_of(ARRAYS))
     most = max(answer["bytes"] for answer in answers)
-    assert most <= size_of(ARRAYS) / processes + 2 * 4 * MIB  # shares differ by blocks
+    assert most <= size_of(ARRAYS) / processes + 2 * 4 * MIB  # the shards differ by whole blocks
 
 
-def test_each_reads_for_itself_where_that_is_wanted(whole: Path, job_of: JobOf) -> None:
+def test_each_process_reads_all_without_read_once(whole: Path, job_of: JobOf) -> None:
     specs = dict[str, list[Any]]({name: [] for name in ARRAYS})
     answers = job_of(4, 1).call(load_counted, str(whole), [4], specs, ARRAYS, False)
     assert [answer["wrong"] for answer in answers] == [[]] * 4
@@ -80,12 +80,12 @@ def load_alone(path: str, who: int) -> list[str]:
     return [name for name, each in ARRAYS.items() if not holds(loaded[name], patterned(*each))]
 
 
-def test_one_may_load_alone_where_each_reads_for_itself(whole: Path, job_of: JobOf) -> None:
+def test_one_process_may_load_alone(whole: Path, job_of: JobOf) -> None:
     assert job_of(4, 1).call(load_alone, str(whole), 3) == [[]] * 4
 
 
 def load_scrambled(path: str, order: list[int], mesh: list[int], specs: dict[str, list[Any]]) -> dict[str, Any]:
-    """Onto some of the devices of the job, in any order."""
+    """Load onto some devices of the job, in any order."""
     count, place = Count(), devices_in(order, mesh)
     target = target_of(ARRAYS, specs, place)
     loaded = jct.load(path, target, settings=jct.StoreSettings(read_once=True), progress=count)
@@ -109,7 +109,7 @@ def test_some_devices_in_any_order(whole: Path, job_of: JobOf, order: list[int],
 
 
 @pytest.mark.parametrize("load", WAYS)
-def test_every_dtype(tmp_path: Path, job_of: JobOf, load: Any) -> None:
+def test_every_dtype_is_read_once(tmp_path: Path, job_of: JobOf, load: Any) -> None:
     kinds: Arrays = {name: ([64, 520], name) for name in jax_kinds()}
     assert {"bfloat16", "float8_e4m3fn", "int4", "bool", "uint8", "float16", "complex64"} <= set(kinds)
     save_alone(str(tmp_path / "c"), kinds)
@@ -120,19 +120,19 @@ def test_every_dtype(tmp_path: Path, job_of: JobOf, load: Any) -> None:
 
 
 def jax_kinds() -> list[str]:
-    """Those of which JAX makes arrays."""
+    """Return the names of the dtypes of which JAX makes arrays."""
     found = []
     for name in DTYPES:
         try:
             made = jax.device_put(np.zeros((1,), DTYPES[name]))
         except (TypeError, ValueError, jax.errors.JaxRuntimeError):
             continue
-        found += [name] if made.dtype == DTYPES[name] else []  # of 64 bits there are none without x64
+        found += [name] if made.dtype == DTYPES[name] else []  # 64-bit types need x64
     return found
 
 
 def load_wide(path: str, read_once: bool, x64: bool) -> list[str]:
-    """What becomes of 64-bit types."""
+    """Load 64-bit types, and return the dtype and the bytes of each array."""
     with jax.enable_x64(x64):
         settings = jct.StoreSettings(read_once=read_once)
         try:
@@ -146,7 +146,7 @@ def load_wide(path: str, read_once: bool, x64: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("x64", [True, False])
-def test_wide_types_become_what_they_do_when_each_reads_for_itself(tmp_path: Path, job_of: JobOf, x64: bool) -> None:
+def test_64_bit_types_load_equally_with_read_once(tmp_path: Path, job_of: JobOf, x64: bool) -> None:
     values: dict[str, Any] = {"i": np.arange(5) - 2, "f": np.arange(5) / 3, "c": np.arange(5) * (1 + 2j)}
     with jax.enable_x64(True):
         jct.save(tmp_path / "c", {name: jax.numpy.asarray(each) for name, each in values.items()})
@@ -159,7 +159,7 @@ def test_wide_types_become_what_they_do_when_each_reads_for_itself(tmp_path: Pat
 
 
 def load_special(path: str, read_once: bool) -> list[str]:
-    """Keys, weak scalars, casts, renames, parts, values that are kept, and NumPy next to arrays that span processes."""
+    """Load keys, weak scalars, casts, renames, parts, kept values and NumPy arrays together with global arrays."""
     everywhere, columns = sharding_of([4], []), sharding_of([4], [None, "x"])
     weak = jax.jit(lambda: jax.numpy.sin(2.0) * 1.0, out_shardings=everywhere)()
     key = jax.jit(lambda: jax.random.key(1), out_shardings=everywhere)()
@@ -185,7 +185,7 @@ def load_special(path: str, read_once: bool) -> list[str]:
     ]
 
 
-def test_everything_else_of_a_load_works_as_before(tmp_path: Path, job_of: JobOf) -> None:
+def test_load_options_work_with_read_once(tmp_path: Path, job_of: JobOf) -> None:
     values = patterned([64, 256], "int16").astype(np.float32)
     tree = {"old": {"a": values}, "b": values.T.copy(), "key": jax.random.key(7), "weak": jax.numpy.sin(2.0) * 1.0}
     jct.save(tmp_path / "c", {**tree, "host": values, "unread": values})
@@ -198,7 +198,7 @@ def test_everything_else_of_a_load_works_as_before(tmp_path: Path, job_of: JobOf
 
 
 def load_and_watch(path: str, arrays: Arrays, budget: int, times: int, is_apart: bool) -> list[dict[str, Any]]:
-    """How many programs each load compiles and transfers it makes, and its memory beyond what there was before."""
+    """Load several times, and return the compiled programs, transfers and additional memory of each load."""
     compiled, moved = list[str](), list[int]()
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, took_s, **_: compiled.append(name) if name.endswith("backend_compile_duration") else None
@@ -213,7 +213,7 @@ def load_and_watch(path: str, arrays: Arrays, budget: int, times: int, is_apart:
     for _ in range(times):
         compiled.clear()
         moved.clear()
-        Path("/proc/self/clear_refs").write_text("5")  # the most memory in use so far is that of now
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak of the memory in use
         before = in_use("VmRSS")
         with apart(is_apart=is_apart), pytest.MonkeyPatch.context() as patch:
             patch.setattr(JobTransfer, "gather", counted)
@@ -227,7 +227,7 @@ def in_use(name: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
-def test_many_small_arrays_go_together(tmp_path: Path, job_of: JobOf) -> None:
+def test_many_small_arrays_move_in_one_transfer(tmp_path: Path, job_of: JobOf) -> None:
     small: Arrays = {f"{number:04}": ([17, 30 + number % 5], "float32") for number in range(1001)}
     save_alone(str(tmp_path / "c"), small)
     for answers in job_of(4, 1).call(load_and_watch, str(tmp_path / "c"), small, 64 * MIB, 2, True):
@@ -246,7 +246,7 @@ def test_a_load_keeps_to_its_budget(tmp_path: Path, job_of: JobOf, is_apart: boo
         assert answers[1]["more"] <= size_of(large) + 16 * MIB + 16 * MIB
 
 
-def test_auto_moves_what_is_worth_it(tmp_path: Path, job_of: JobOf) -> None:
+def test_auto_reads_once_only_if_worthwhile(tmp_path: Path, job_of: JobOf) -> None:
     arrays: Arrays = {
         "large": ([32, 1024, 1024], "uint8"),
         "small": ([100], "float32"),
@@ -256,17 +256,17 @@ def test_auto_moves_what_is_worth_it(tmp_path: Path, job_of: JobOf) -> None:
     specs: dict[str, list[Any]] = {"large": [], "small": [], "cut": ["x"]}
     job = job_of(4, 1)
     check(job.call(load_counted_apart, str(tmp_path / "c"), [4], specs, arrays, "auto"), size_of(arrays))
-    specs["large"] = ["x"]  # nothing is read twice but the small one
+    specs["large"] = ["x"]  # only the small array is read more than once
     answers = job.call(load_counted_apart, str(tmp_path / "c"), [4], specs, arrays, "auto")
     assert sum(answer["bytes"] for answer in answers) == size_of(arrays) + 3 * 400
     only: Arrays = {"only": ([1024, 1024], "float32")}
-    save_alone(str(tmp_path / "only"), only)  # all of it is read again, and is little
+    save_alone(str(tmp_path / "only"), only)  # each process reads all of it, because it is small
     answers = job.call(load_counted_apart, str(tmp_path / "only"), [4], {"only": []}, only, "auto")
     assert sum(answer["bytes"] for answer in answers) == 4 * size_of(only)
 
 
 def load_without_sight(path: str, specs: dict[str, list[Any]], arrays: Arrays, who: int) -> dict[str, Any]:
-    """As `load_counted`; process `who` sees no memory of others, as in a container that is shut off."""
+    """As `load_counted`, but process `who` cannot open memory of others, as in an isolated container."""
 
     def refuse(address: bytes) -> np.ndarray:
         raise PermissionError(1, "not from here")

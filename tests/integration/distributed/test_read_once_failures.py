@@ -27,7 +27,7 @@ from tests.support.jobs.fixtures import JobOf
 from tests.support.jobs.job import running
 
 LIMIT_S = 3.0
-_once = threading.Lock()  # several threads read, and one of them tells when it stops them all
+_once = threading.Lock()  # several threads read, and only the first one sends the signal
 ARRAYS: Arrays = {"a": ([3072, 1024], "float32"), "b": ([2048, 3072], "float32"), "c": ([700], "float32")}
 
 
@@ -76,7 +76,7 @@ def is_waiting() -> bool:
         pytest.param([], "reading", signal.SIGKILL, marks=pytest.mark.nightly),
     ],
 )
-def test_process_that_is_gone_is_named_in_time(tmp_path: Path, spec: list[Any], when: str, number: int) -> None:
+def test_stopped_or_killed_process_is_named_in_time(tmp_path: Path, spec: list[Any], when: str, number: int) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
     with running(4) as job:
         others = [0, 1, 3]
@@ -87,7 +87,7 @@ def test_process_that_is_gone_is_named_in_time(tmp_path: Path, spec: list[Any], 
 
 
 def load_from_a_slow_disk(path: str, who: int, is_apart: bool) -> dict[str, Any]:
-    """Process `who` has no answer of its disk until the others have given it up; they are given half a minute."""
+    """The disk of process `who` does not respond until the others gave up, or for half a minute."""
     given_up = Path(path, "given up")
 
     def progress(done: int) -> None:
@@ -103,7 +103,7 @@ def load_from_a_slow_disk(path: str, who: int, is_apart: bool) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
-def test_a_process_whose_disk_does_not_answer_is_named_in_time(tmp_path: Path, job_of: JobOf, is_apart: bool) -> None:
+def test_process_with_unresponsive_disk_is_named_in_time(tmp_path: Path, job_of: JobOf, is_apart: bool) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
     answers = job_of(4, 1).call(load_from_a_slow_disk, str(tmp_path / "c"), 2, is_apart)
     assert [answer.get("error") for answer in answers] == ["CheckpointTimeoutError"] * 4, answers
@@ -123,15 +123,14 @@ def test_damage_in_one_shard_reaches_all(tmp_path: Path, job_of: JobOf, spec: li
     good = job.call(load_together, str(tmp_path / "good"), spec)
     answers = job.call(load_together, str(tmp_path / "bad"), spec)
     assert [answer.get("error") for answer in answers] == ["CorruptCheckpointError"] * 4
-    assert all("are not what was saved" in answer["text"] for answer in answers)
-    assert (
-        sum("process " in answer["text"] for answer in answers) == 3
-    )  # one process found the damage, the others report that process
+    assert all("leaf '" in answer["text"] for answer in answers)
+    # One process found the damage, and the others report that process.
+    assert sum("process " in answer["text"] for answer in answers) == 3
     assert job.call(load_together, str(tmp_path / "good"), spec) == good
 
 
 def bytes_kept(path: str) -> int:
-    """How much of what was loaded stays with an error whose frames are freed, as for the next try."""
+    """Return how many bytes of loaded arrays an error keeps alive after its frames were freed."""
     gc.collect()
     gc.disable()
     try:
@@ -147,7 +146,7 @@ def bytes_kept(path: str) -> int:
     return -1
 
 
-def test_an_error_keeps_nothing_of_what_was_loaded(tmp_path: Path, job_of: JobOf) -> None:
+def test_failed_load_keeps_no_arrays(tmp_path: Path, job_of: JobOf) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
     (segment,) = (tmp_path / "c").rglob("*.safetensors")
     data = bytearray(segment.read_bytes())
@@ -172,7 +171,7 @@ def load_unlike(path: str, other: str, who: int, kind: str) -> dict[str, Any]:
 
 
 def load_without_memory(path: str) -> dict[str, Any]:
-    """There is no memory for what comes from the others."""
+    """Load without memory for the data of other processes."""
 
     def take(arrivals: Placer, read: ReadBox) -> None:
         raise MemoryError("there is none")
@@ -200,7 +199,7 @@ def refuse(done: int) -> None:
         ("memory", "OtherProcessError", "MemoryError: there is none"),
     ],
 )
-def test_another_one_does_something_else(
+def test_different_load_in_one_process_fails_in_all(
     tmp_path: Path, job_of: JobOf, who: int, kind: str, error: str, text: str
 ) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
@@ -213,7 +212,7 @@ def test_another_one_does_something_else(
 
 
 def load_before_it_fails(path: str, who: int, kind: str, read_once: Any, spec: list[Any]) -> dict[str, Any]:
-    """Process `who` fails before it can meet the others."""
+    """Process `who` fails before the rendezvous."""
     target: dict[str, Any] = target_of(ARRAYS, {**dict.fromkeys(ARRAYS, spec), "c": []}, [4])
     more = dict[str, Any]()
     if jax.process_index() == who:
@@ -276,7 +275,7 @@ def test_checkpoint_that_nobody_finds_is_missing_for_all(tmp_path: Path, job_of:
     assert all("digest" in answer for answer in job.call(load_together, str(tmp_path / "c"), []))
 
 
-def test_one_that_fails_alone_leaves_those_that_read_for_themselves(tmp_path: Path, job_of: JobOf) -> None:
+def test_independent_loads_survive_failure_of_one(tmp_path: Path, job_of: JobOf) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
     job = job_of(4, 1)
     answers = job.call(load_before_it_fails, str(tmp_path / "c"), 1, "missing", "auto", ["x"])
@@ -285,7 +284,7 @@ def test_one_that_fails_alone_leaves_those_that_read_for_themselves(tmp_path: Pa
 
 
 def load_here(directory: str, who: int) -> dict[str, Any]:
-    """By a name that means another directory in process `who`, as on a disk of its own."""
+    """Load from a name that means another directory in process `who`, as on a local disk."""
     with contextlib.chdir(Path(directory, "own" if jax.process_index() == who else ".")):
         return load_together("/proc/self/cwd/c", [])
 
@@ -297,5 +296,5 @@ def test_other_checkpoint_of_same_name_is_detected(tmp_path: Path, job_of: JobOf
     job = job_of(4, 1)
     for answer in job.call(load_here, str(tmp_path), 2):
         assert answer.get("error") == "OtherProcessError", answer
-        assert "/proc/self/cwd/c: process 2 has opened another checkpoint than process 0" in answer["text"]
+        assert "/proc/self/cwd/c: process 2 " in answer["text"]
     assert all("digest" in answer for answer in job.call(load_here, str(tmp_path), -1))

@@ -39,7 +39,7 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array, and how it lies on both sides."""
+    """An array, and its sharding in both jobs."""
 
     shape: list[int]
     dtype: str
@@ -49,7 +49,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Resharding:
-    """Arrays saved by one side and loaded by the other; `by`: how the target is given."""
+    """Arrays saved by one job and loaded by another; `by` says how the target is given."""
 
     saved: Side
     loaded: Side
@@ -108,12 +108,12 @@ def reshardings(draw: st.DrawFn, savers: int, loaders: int) -> Resharding:
 
 
 def _cut(part: Any, mesh: list[int]) -> int:
-    """Into how many parts."""
+    """Return the number of parts of a dimension."""
     return math.prod(mesh["xyz".index(axis)] for axis in (part or ()))
 
 
 def values(array: dict[str, Any], number: int) -> np.ndarray:
-    """Random bits, in which no two pieces are alike; of bool and int4, random values."""
+    """Random bits, so that no two pieces are equal; for bool and int4, random values."""
     random, dtype = np.random.default_rng(number), np.dtype(array["dtype"])
     if array["dtype"] in ("bool", "int4"):
         return random.integers(0, 2 if array["dtype"] == "bool" else 8, array["shape"]).astype(dtype)
@@ -129,7 +129,7 @@ def save_arrays(path: str, side: dict[str, Any], made: list[dict[str, Any]]) -> 
 
 
 def load_arrays(path: str, side: dict[str, Any], made: list[dict[str, Any]], by: str) -> list[str]:
-    """The names of those that are not right in this process."""
+    """Load the arrays, and return the names of those that are wrong in this process."""
     places = {f"a{n}": sharding_of(side["mesh"], each["loaded"], side["order"]) for n, each in enumerate(made)}
     if by == "target":
         like = {

@@ -30,7 +30,7 @@ def whole(job_of: JobOf, directory: Path, steps: int = 20) -> dict[str, Any]:
         {"save_interval_steps": 3, "if_busy": "skip", "keep_latest": 2},
     ],
 )
-def test_a_run_goes_on_exactly(tmp_path: Path, job_of: JobOf, options: dict[str, Any]) -> None:
+def test_resumed_run_continues_exactly(tmp_path: Path, job_of: JobOf, options: dict[str, Any]) -> None:
     straight = whole(job_of, tmp_path / "whole")
     run = str(tmp_path / "run")
     first = job_of(4, 2).call(train, run, 12, options)
@@ -53,9 +53,7 @@ def test_a_run_goes_on_exactly(tmp_path: Path, job_of: JobOf, options: dict[str,
         pytest.param({"file": "leave"}, 0, marks=pytest.mark.nightly),
     ],
 )
-def test_a_request_to_one_process_has_all_leave_at_one_step(
-    tmp_path: Path, request_by: dict[str, Any], process: int
-) -> None:
+def test_shutdown_request_to_one_stops_all_together(tmp_path: Path, request_by: dict[str, Any], process: int) -> None:
     if "file" in request_by:
         request_by = {"file": str(tmp_path / "leave")}
     options = {"notice_file": request_by.get("file"), "save_interval_steps": 1000, "keep_latest": 1}
@@ -79,7 +77,7 @@ def test_a_request_to_one_process_has_all_leave_at_one_step(
 
 
 def leave_by_exit(directory: str) -> str:
-    """What ends the process where nobody asks for an exception."""
+    """Return how the loop ends with `on_preemption="exit"`."""
     events = {"step": 5, "process": 1, "signal": signal.SIGTERM}
     try:
         with jct.CheckpointCallback(directory, on_preemption="exit") as ckpt:
@@ -101,7 +99,7 @@ def test_all_leave_with_the_same_code(tmp_path: Path) -> None:
 
 
 class Reluctant:
-    """A user's policy: nobody knows what it goes by; in process 0 it wants other steps than elsewhere."""
+    """A user's policy that chooses other steps in process 0 than elsewhere."""
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
         return bool(step.step % (3 if jax.process_index() == 0 else 4) == 0)
@@ -158,7 +156,7 @@ def test_only_the_first_process_has_events_for_sinks(tmp_path: Path, job_of: Job
     assert events[1:] == [[], [], []]
 
 
-def test_the_history_tells_the_size_of_what_all_processes_have_written(tmp_path: Path, job_of: JobOf) -> None:
+def test_history_records_bytes_of_all_processes(tmp_path: Path, job_of: JobOf) -> None:
     job_of(4, 2).call(sink_events, str(tmp_path / "run"))
     (save,) = history(tmp_path / "run", "save")
     step = tmp_path / "run" / save["name"]

@@ -1,4 +1,4 @@
-"""Shared memory in real jobs: what the processes see in it, and that nothing of it remains."""
+"""Shared memory in real jobs: what the processes see in it, and that loads leave none of it open."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMES = 5
 
 
 def load_once(path: str, spec: list[Any], progress: Any = None, budget: int = 8 << 20) -> str:
-    """What came of it."""
+    """Load, and return the digest of the arrays, or the name of the error."""
     settings = jct.StoreSettings(read_once=True, barrier_timeout_s=5.0, read_budget_bytes=budget)
     target = target_of(ARRAYS, dict.fromkeys(ARRAYS, spec), [4])
     try:
@@ -54,17 +54,17 @@ def refuse_address(_: object) -> Any:
 
 
 def load_and_count(path: str, kind: str, who: int) -> dict[str, Any]:
-    """Load some times; what came of it, and how many files and how much of such memory are open more than before."""
-    is_it = jax.process_index() == who
-    came, counts = list[str](), list[tuple[int, int]]()
+    """Load several times, and return the outcomes and the numbers of open files and memories after each."""
+    is_affected = jax.process_index() == who
+    outcomes, counts = list[str](), list[tuple[int, int]]()
     with pytest.MonkeyPatch.context() as patch:
-        if is_it and kind in ("Channel", "SharedMemory"):
+        if is_affected and kind in ("Channel", "SharedMemory"):
             patch.setattr(near_memory, kind, refuse_address)
         for _ in range(TIMES):
-            spec = ["x"] if kind == "sharding" and is_it else []
-            came.append(load_once(path, spec, PROGRESS.get(kind) if is_it else None))
+            spec = ["x"] if kind == "sharding" and is_affected else []
+            outcomes.append(load_once(path, spec, PROGRESS.get(kind) if is_affected else None))
             counts.append(left_open())
-    return {"came": sorted(set(came)), "counts": counts}
+    return {"outcomes": sorted(set(outcomes)), "counts": counts}
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,21 @@ def load_and_count(path: str, kind: str, who: int) -> dict[str, Any]:
         ],
     ),
 )
-def test_nothing_of_it_stays(tmp_path: Path, job_of: JobOf, kind: str, here: str | None, elsewhere: str | None) -> None:
+def test_loads_leave_no_shared_memory(
+    tmp_path: Path, job_of: JobOf, kind: str, here: str | None, elsewhere: str | None
+) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
     answers = job_of(4, 1).call(load_and_count, str(tmp_path / "c"), kind, 2)
-    digest = answers[0]["came"][0]
+    digest = answers[0]["outcomes"][0]
     for number, answer in enumerate(answers):
-        assert answer["came"] == [(here if number == 2 else elsewhere) or digest]
+        assert answer["outcomes"] == [(here if number == 2 else elsewhere) or digest]
         first, *more = answer["counts"]
         assert more == [first] * len(more)
         assert first[1] == 0
 
 
 def load_with_signals(path: str) -> list[str]:
-    """In a script that wants to end when nobody reads its output any more."""
+    """Load in a script that restored the default action of SIGPIPE."""
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         return [load_once(path, []) for _ in range(TIMES)]
@@ -101,7 +103,7 @@ def load_with_signals(path: str) -> list[str]:
         signal.signal(signal.SIGPIPE, before)
 
 
-def test_who_hears_nothing_more_ends_no_process_that_tells_it_something(tmp_path: Path, job_of: JobOf) -> None:
+def test_finished_reader_ends_no_process_by_sigpipe(tmp_path: Path, job_of: JobOf) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
     answers = job_of(4, 1).call(load_with_signals, str(tmp_path / "c"))
     assert len({each for answer in answers for each in answer}) == 1

@@ -38,7 +38,7 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _cuts_of_a_mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small arrays are cut as large ones are."""
+    """Cut small arrays as large ones are cut."""
     monkeypatch.setattr(colocated_taking, "LEAST_CUT_BYTES", MIB)
 
 
@@ -51,7 +51,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[jax.Device,
         host.end()
 
 
-def test_each_host_writes_and_reads_what_its_device_holds(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
+def test_each_host_writes_and_reads_its_shards(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
     tree = state()
     with controlled(hosts):
         jct.save(tmp_path / "c", tree, settings=jct.StoreSettings(colocated=True))
@@ -93,7 +93,7 @@ def refused_in_job(path: str) -> str:
     return "refused"
 
 
-def test_hosts_load_what_a_job_of_processes_saved_and_the_reverse(
+def test_hosts_and_multi_process_jobs_exchange_checkpoints(
     tmp_path: Path, hosts: dict[jax.Device, HostProcess], job_of: JobOf
 ) -> None:
     job = job_of(FOUR, 1)
@@ -113,13 +113,11 @@ def load_in_job(path: str) -> bool:
     return all(np.asarray(mine.data).tobytes() == np.asarray(theirs.data).tobytes() for mine, theirs in pairs)
 
 
-def test_a_job_of_several_processes_refuses_to_be_one_controller(tmp_path: Path, job_of: JobOf) -> None:
+def test_multi_process_job_refuses_colocated_saves(tmp_path: Path, job_of: JobOf) -> None:
     assert job_of(FOUR, 1).call(refused_in_job, str(tmp_path / "c")) == ["refused"] * FOUR
 
 
-def test_a_host_that_cannot_write_fails_the_save_and_is_named(
-    tmp_path: Path, hosts: dict[jax.Device, HostProcess]
-) -> None:
+def test_host_that_cannot_write_is_named(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
     small = HostProcess(str(tmp_path / "socket"), most_file_bytes=1 << 20)
     third = jax.devices()[2]
     try:
@@ -145,16 +143,14 @@ def test_host_that_dies_fails_save_and_is_named(tmp_path: Path, hosts: dict[jax.
             assert lost.is_called.wait(60)
             assert not pending.committed.done()
             lost.process.kill()
-            with pytest.raises(
-                jct.OtherProcessError, match=r"the host of cpu:1, saving .*UNAVAILABLE.*check that all hosts"
-            ):
+            with pytest.raises(jct.OtherProcessError, match=r"cpu:1, .*UNAVAILABLE"):
                 pending.wait()
     finally:
         lost.end()
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_host_that_has_stopped_is_not_waited_for_for_ever(
+def test_load_from_stopped_host_times_out(
     tmp_path: Path, hosts: dict[jax.Device, HostProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = state()
@@ -165,15 +161,15 @@ def test_a_host_that_has_stopped_is_not_waited_for_for_ever(
     try:
         with (
             controlled({**hosts, jax.devices()[3]: stopped}),
-            pytest.raises(jct.CheckpointTimeoutError, match=r"^loading .*/c: jaxckpt-hosts: no progress for 5 s"),
+            pytest.raises(jct.CheckpointTimeoutError, match=r"/c: jaxckpt-hosts: .* 5 s"),
         ):
             jct.load(tmp_path / "c", like=abstract(tree), settings=HOSTS)
     finally:
         stopped.end()
 
 
-def test_hosts_tell_how_far_they_have_got(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
-    """A slow host moves the save on, so that it is not taken for one whose disk does not answer."""
+def test_hosts_report_their_progress(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
+    """Progress of a slow host counts, so that its save does not time out."""
     from jaxckpt_train.pytree.colocated.calls import ProgressPoller
 
     with controlled(hosts):

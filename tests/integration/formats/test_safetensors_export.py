@@ -62,7 +62,7 @@ def test_several_files_have_an_index(tmp_path: Path) -> None:
     assert jct.metadata(tmp_path / "out").custom_metadata == {"made": "here"}
 
 
-def test_what_was_exported_comes_back_equal(tmp_path: Path) -> None:
+def test_exported_tensors_come_back_equal(tmp_path: Path) -> None:
     params = mnist().params
     jct.save(tmp_path / "a", {"params": params})
     export(tmp_path / "a", tmp_path / "out")

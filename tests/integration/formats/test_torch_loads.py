@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -251,8 +252,7 @@ def test_object_that_runs_code_is_skipped(tmp_path: Path, caplog: pytest.LogCapt
         found = jct.load(tmp_path / "a")
     assert sorted(found) == ["step", "w"]
     (message,) = [record.getMessage() for record in caplog.records if record.name == "jaxckpt_train"]
-    assert "bad (loading it would call 'posix.mkdir')" in message
-    assert "args (loading it would call 'argparse.Namespace')" in message
+    assert re.search(r"bad \(.* 'posix\.mkdir'\).*args \(.* 'argparse\.Namespace'\)", message)
     assert "bad" not in json.dumps(printed_json("show", tmp_path / "a"))
     printed_json("import", tmp_path / "a", tmp_path / "ours")
     with pytest.raises(jct.MismatchError, match="bad"):

@@ -1,10 +1,10 @@
-"""Campaign: one process of a job is stopped, or killed, at any moment of a save or a restore; what the others say.
+"""Campaign: one process of a job is stopped or killed at any moment of a save or a restore; the others must name it.
 
     python -m tests.nightly.distributed.stops --trials 20
 
-At each trial a fresh job goes on from the directory that the one before has left behind. Its processes first do what
-is tried once without a stop, which counts the moments: calls of the key-value store and of the disk. Then one of them
-meets its signal at one of these.
+In each trial a fresh job resumes from the directory of the previous trial. Its processes first do the save or the
+restore without a signal, to count its moments: calls of the key-value store and of the disk. Then they do it again,
+and one process gets its signal at one of these moments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIGNALS = {"SIGSTOP": signal.SIGSTOP, "SIGKILL": signal.SIGKILL}
 
 @dataclasses.dataclass
 class Trial:
-    """One trial, and what came of it."""
+    """One trial and its outcome."""
 
     what: str
     signal: str
@@ -45,10 +45,13 @@ class Trial:
 
 
 def try_once(directory: Path, trial: Trial, chance: random.Random, allowance_s: float = GRACE_S) -> bool:
-    """Run one trial on a directory; False: its moment did not come this time, as some are of the background.
+    """Run one trial on a directory.
+
+    Returns:
+        Whether the signal was sent. Background calls vary, so a save may have fewer moments the second time.
 
     Raises:
-        AssertionError: something is not as it should be.
+        AssertionError: a process was late, named another process, or a step was lost.
     """
     first, note = not any(directory.glob("step-*")), directory.parent / "stopped-at"
     note.unlink(missing_ok=True)
@@ -80,9 +83,9 @@ def try_once(directory: Path, trial: Trial, chance: random.Random, allowance_s: 
 
 
 def check(trial: Trial, number: int, answer: dict[str, Any], stopped_at: float, allowance_s: float) -> None:
-    """See that a process which was not stopped has said in time which one was, or had all that it needed."""
+    """Check that a process that was not stopped named the stopped one in time, or was done before."""
     if "value" not in answer:
-        # Process 0 runs the service through which all of them talk: JAX ends them when it is gone.
+        # Process 0 runs the service of the job: JAX ends the other processes when it is lost.
         assert trial.victim == 0, f"{trial}: process {number}: {answer}"
         assert "distributed service detected fatal errors" in answer["error"], f"{trial}: process {number}: {answer}"
         trial.said = "ended by JAX"
@@ -95,8 +98,8 @@ def check(trial: Trial, number: int, answer: dict[str, Any], stopped_at: float, 
         assert f"process {trial.victim} of {PROCESSES}" in value["error"], f"{trial}: process {number}: {value}"
 
 
-def campaign(trials: int, seed: int, tell: Callable[[str], object], victims: int = PROCESSES) -> list[Trial]:
-    """So many trials of each kind."""
+def campaign(trials: int, seed: int, report: Callable[[str], object], victims: int = PROCESSES) -> list[Trial]:
+    """Run this number of trials of each kind, and report each."""
     chance, done = random.Random(seed), list[Trial]()
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder, "run")
@@ -107,7 +110,7 @@ def campaign(trials: int, seed: int, tell: Callable[[str], object], victims: int
                     while not try_once(directory, trial, chance):
                         pass
                     done.append(trial)
-                    tell(f"{number + 1}/{trials} {trial}")
+                    report(f"{number + 1}/{trials} {trial}")
     return done
 
 

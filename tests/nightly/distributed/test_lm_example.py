@@ -1,4 +1,4 @@
-"""The language model of the examples as a job: one process is asked to leave, all do, others go on from there."""
+"""The language model of the examples as a job: a preempted process stops all, and other jobs resume from there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 150
 
 
 class Training:
-    """The example, in processes of its own that train together."""
+    """The example as a job of several processes."""
 
     def __init__(self, processes: int, devices: int, *arguments: str, cwd: Path) -> None:
         address = free_address()
@@ -59,13 +59,13 @@ class Training:
                     self._seen.notify_all()
 
     def wait_for(self, text: str) -> None:
-        """Wait until process 0 has printed a line that begins so."""
+        """Wait until process 0 has printed a line that begins with this text."""
         with self._seen:
             found = self._seen.wait_for(lambda: any(line.startswith(text) for line in self.lines[0]), PATIENCE_S)
-        assert found, self.told()
+        assert found, self.last_lines()
 
     def end(self) -> list[int]:
-        """Wait for all; their exit codes."""
+        """Wait for all processes, and return their exit codes."""
         try:
             return [process.wait(PATIENCE_S) for process in self.processes]
         finally:
@@ -75,26 +75,26 @@ class Training:
                 reader.join()
 
     def losses(self) -> list[str]:
-        """What all processes alike have printed of each update."""
+        """Return the lines of the updates, which must be equal in all processes."""
         found = [[line for line in lines if line.startswith("update ")] for lines in self.lines]
         assert all(each == found[0] for each in found)
         return found[0]
 
-    def told(self) -> str:
+    def last_lines(self) -> str:
         return "\n".join(f"{number}: {line}" for number, lines in enumerate(self.lines) for line in lines[-30:])
 
 
 def _value(line: str) -> float:
-    """The loss of an update that a line tells of, exactly."""
+    """Return the exact loss in the line of an update."""
     return float.fromhex(line.split()[-1])
 
 
 def preempted(processes: int, devices: int, victim: int, done: int, cwd: Path) -> list[str]:
-    """The losses of a training that goes on after `done` updates, and of which one process is asked to leave."""
+    """Resume the training after `done` updates, preempt one process, and return the losses until then."""
     training = Training(processes, devices, "steps=100000", cwd=cwd)
     training.wait_for(f"update {done + 3}:")
     training.processes[victim].send_signal(signal.SIGTERM)
-    assert training.end() == [75] * processes, training.told()
+    assert training.end() == [75] * processes, training.last_lines()
     losses = training.losses()
     saved = [re.findall(r"step (\d+) is saved", "\n".join(lines)) for lines in training.lines]
     assert saved == [[str(done + len(losses))]] * processes
@@ -104,7 +104,7 @@ def preempted(processes: int, devices: int, victim: int, done: int, cwd: Path) -
 @pytest.mark.parametrize(
     ("processes", "victims", "others"), [(2, [1], 1), pytest.param(4, [2, 0], 2, marks=pytest.mark.nightly)]
 )
-def test_it_is_preempted_and_goes_on_with_as_many_and_with_others(
+def test_preempted_example_resumes_with_other_process_counts(
     tmp_path: Path, processes: int, victims: list[int], others: int
 ) -> None:
     cwd, devices = tmp_path / "interrupted", 8 // processes
@@ -114,13 +114,13 @@ def test_it_is_preempted_and_goes_on_with_as_many_and_with_others(
         losses += preempted(processes, devices, victim, len(losses), cwd)
     steps = len(losses) + 3
     last = Training(others, 8 // others, f"steps={steps}", cwd=cwd)
-    assert last.end() == [0] * others, last.told()
+    assert last.end() == [0] * others, last.last_lines()
     (tmp_path / "whole").mkdir()
     whole = Training(processes, devices, f"steps={steps}", cwd=tmp_path / "whole")
-    assert whole.end() == [0] * processes, whole.told()
+    assert whole.end() == [0] * processes, whole.last_lines()
     assert losses == whole.losses()[:-3]
     same = [(_value(line), _value(other)) for line, other in zip(last.losses(), whole.losses()[-3:], strict=True)]
-    # Other processes add the same numbers in another order: that is seen in the last bit now and then.
+    # Another number of processes adds the same numbers in another order, which may change the last bit.
     assert [found for found, wanted in same] == pytest.approx([wanted for found, wanted in same], rel=1e-6, abs=0)
     for place in (cwd, tmp_path / "whole"):
         step = jct.load_checkpointables(place / "runs" / "lm" / f"step-{steps:010d}", {"data": None})

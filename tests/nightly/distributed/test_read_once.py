@@ -1,4 +1,4 @@
-"""Loads that the processes of a job do together: the bytes, how many are read, in how many steps, in what memory."""
+"""Loads that read once per job with small budgets, and between any shardings: the bytes, and how many are read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(answers: list[dict[str, Any]], size: int) -> None:
 
 @pytest.mark.parametrize("load", WAYS)
 @pytest.mark.parametrize("budget", [1, 6])
-def test_a_small_budget_makes_more_and_smaller_steps(whole: Path, job_of: JobOf, budget: int, load: Any) -> None:
+def test_loads_work_with_small_budgets(whole: Path, job_of: JobOf, budget: int, load: Any) -> None:
     answers = job_of(4, 1).call(load, str(whole), [2, 2], SPECS, ARRAYS, True, budget * MIB)
     check(answers, size_of(ARRAYS))
 

@@ -1,4 +1,4 @@
-"""Runs of jobs of several processes: saved and resumed by all of them together, on as many and on others."""
+"""Runs of multi-process jobs: resumed by other numbers of processes, and with policies that adapt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_policies_that_tune_themselves_decide_for_all(tmp_path: Path, job_of: Jo
     assert job_of(4, 2).call(train, str(tmp_path), 301, {})[0]["started"] == 300
 
 
-def test_run_goes_on_with_another_number_of_processes(tmp_path: Path, job_of: JobOf) -> None:
+def test_run_resumes_with_other_process_counts(tmp_path: Path, job_of: JobOf) -> None:
     straight = whole(job_of, tmp_path / "whole")
     run = str(tmp_path / "run")
     losses = []
@@ -44,7 +44,7 @@ def test_run_goes_on_with_another_number_of_processes(tmp_path: Path, job_of: Jo
     assert answers[0]["seen"] == straight["seen"]
 
 
-def test_without_service_of_jax_they_agree_anyway(tmp_path: Path) -> None:
+def test_processes_agree_without_preemption_service(tmp_path: Path) -> None:
     events = {"step": 30, "process": 3, "signal": signal.SIGTERM}
     with running(4, 1, preemption_service=False) as job:
         answers = job.call(train, str(tmp_path / "run"), 1_000_000, {"save_interval_steps": 1000}, events)

@@ -9,12 +9,12 @@ import pytest
 
 from tests.nightly.distributed.stops import GRACE_S, LIMIT_S, Trial, check, try_once
 
-PATIENCE_S = 20.0  # beside other tests; the campaign itself, on a machine of its own, allows GRACE_S
+PATIENCE_S = 20.0  # other tests may run at the same time; the campaign has a machine to itself and allows GRACE_S
 
 
 @pytest.mark.parametrize("what", ["save", "restore"])
 @pytest.mark.parametrize("name", ["SIGSTOP", "SIGKILL"])
-def test_the_others_say_which_process_is_lost_and_a_fresh_job_goes_on(tmp_path: Path, what: str, name: str) -> None:
+def test_lost_process_is_named_and_job_resumes(tmp_path: Path, what: str, name: str) -> None:
     chance = random.Random(f"{what} {name}")
     trial = Trial(what, name, chance.randrange(1, 4))
     while not try_once(tmp_path / "run", trial, chance, PATIENCE_S):
@@ -26,7 +26,7 @@ def trial_of(victim: int) -> Trial:
     return Trial("save", "SIGSTOP", victim, at=3, of=17)
 
 
-def test_a_process_that_is_late_or_names_another_is_found_out() -> None:
+def test_check_detects_late_or_wrong_reports() -> None:
     named = {"value": {"at": 105.0, "error": "CheckpointTimeoutError: ...: process 2 of 4 did not arrive for 6 s"}}
     check(trial_of(2), 0, named, 100.0, GRACE_S)
     with pytest.raises(AssertionError, match="process 1"):

@@ -1,4 +1,4 @@
-"""A process that meets a signal at a chosen moment of a save or a restore: what the processes of a campaign do."""
+"""A process that gets a signal at a chosen moment of a save or a restore: the programs of the campaign's processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_S = 6.0
 
 
 class Trap:
-    """Counts moments; at one of them this process gets a signal, after it has written down when that is."""
+    """Counts moments; at one of them, writes the time to a file and sends this process a signal."""
 
     def __init__(self) -> None:
         self.count, self._at, self._signal, self._note = 0, 0, 0, Path()
@@ -36,7 +36,7 @@ class Trap:
                 os.kill(os.getpid(), self._signal)
 
     def around(self, thing: Any) -> Any:
-        """The thing, of which each call is a moment, and so is each call of what it makes."""
+        """Wrap an object so that each call of it, and of the files that it opens, is a moment."""
         return _Watched(thing, self)
 
 
@@ -61,7 +61,7 @@ _trap = Trap()
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """A matrix that is split, and one that is not, both large enough to be shared."""
+    """A sharded and a replicated matrix, both large enough for several writers, and a small array."""
     count = jax.device_count()
     split, whole = global_array([1024, 1024], [count], ["x"]), global_array([1024, 1024], [count], [])
     return {"split": split + step, "whole": whole * (step + 1), "small": global_array([3], [count], []) + step}
@@ -94,7 +94,7 @@ def go_on(directory: str, first: bool) -> int:
 
 
 def act(what: str, step: int) -> int:
-    """What is tried; how many moments it had."""
+    """Do the save or the restore, and return how many moments it had."""
     _trap.arm(0, 0, Path())
     if what == "restore":
         restored = _manager[0].restore({"state": state_of(0)})
@@ -106,7 +106,7 @@ def act(what: str, step: int) -> int:
 
 
 def act_and_be_stopped(what: str, step: int, victim: int, at: int, number: int, note: str) -> dict[str, Any]:
-    """The same, in which one of them is stopped; when it ended here, and how."""
+    """Do it again, and send the victim its signal; return when and how it ended in this process."""
     state = state_of(step)
     _trap.arm(at if jax.process_index() == victim else 0, number, Path(note))
     try:

@@ -58,7 +58,7 @@ def test_nan_and_inf_in_json_come_back(value: Any, tmp_path: Path) -> None:
     [(1, 2), {1: 2}, {1: math.nan}, (math.inf,), {1, 2}, b"b", np.arange(2), jnp.ones(2), object(), [{"a": (1,)}]],
     ids=lambda value: type(value).__name__,
 )
-def test_what_json_would_change_is_refused(value: Any, tmp_path: Path) -> None:
+def test_values_json_would_change_are_refused(value: Any, tmp_path: Path) -> None:
     with pytest.raises(jct.UnsupportedLeafError, match=r"'notes': .*JSON"):
         jct.save_checkpointables(tmp_path / "c", {"notes": jct.JsonValue(value)})
     assert list(tmp_path.iterdir()) == []

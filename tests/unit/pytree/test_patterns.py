@@ -54,6 +54,6 @@ def test_pattern_without_stars_matches_itself_only(text: str) -> None:
 
 
 @pytest.mark.parametrize("only", [3, 1.5, [3], ["a", None], object()])
-def test_what_is_no_pattern_is_refused_with_example(only: Any) -> None:
+def test_invalid_pattern_is_refused(only: Any) -> None:
     with pytest.raises(SettingsError, match=r'only: .*"params/\*\*"'):
         leaf_filter(only)

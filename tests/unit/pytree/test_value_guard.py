@@ -67,13 +67,6 @@ def test_nan_and_inf_are_found_in_every_dtype(dtype: str, order: Any) -> None:
             assert set(flaws({"w": imaginary})) == {"w"}
 
 
-@pytest.mark.parametrize("dtype", ["complex32", "bcomplex32"])
-def test_small_complex_arrays_with_nan_are_not_saved(tmp_path: Path, dtype: str) -> None:
-    array = np.array([1, np.nan], np.complex64).astype(DTYPES[dtype])
-    with pytest.raises(jct.NonFiniteError, match=r"'state/w' \(nan\)"):
-        jct.save(tmp_path / "c", {"w": array}, settings=REJECT)
-
-
 def test_single_number_may_be_inf_and_not_nan() -> None:
     tree = {
         "best": jnp.float32(np.inf),
