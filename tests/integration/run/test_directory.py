@@ -1,4 +1,4 @@
-"""A run directory: what its owner cleans up, what it leaves alone, and how it names what it saves."""
+"""A run directory: which attempts its owner removes or leaves alone, and what a forked child may do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def interrupted(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_interrupted_attempt_is_no_step_and_its_next_owner_removes_it(interrupted: Path) -> None:
+def test_next_owner_removes_interrupted_attempt(interrupted: Path) -> None:
     reader = jct.StepManager(interrupted)
     assert (reader.steps, len(names(interrupted, ".tmp-"))) == ([1], 1)
     reader.restore()
@@ -65,8 +65,8 @@ def test_an_interrupted_attempt_is_no_step_and_its_next_owner_removes_it(interru
     assert reader.steps == [1, 2]
 
 
-def test_attempts_of_others_in_the_same_directory_are_left_alone(tmp_path: Path) -> None:
-    """Someone exports a checkpoint, by `jaxckpt_train.save`, into the directory of a run."""
+def test_foreign_attempts_are_left_alone(tmp_path: Path) -> None:
+    """Another process saves a checkpoint with `jaxckpt_train.save` into the directory of a run."""
     (tmp_path / ".notes.tmp-1-0").mkdir()
     with talking_to(SAVING_AT_ONCE, tmp_path) as other:
         assert other.read() == "begun"
@@ -78,7 +78,7 @@ def test_attempts_of_others_in_the_same_directory_are_left_alone(tmp_path: Path)
 
 
 def forked_while_held(guard: Any, work: Callable[[Tell], None]) -> Any:
-    """What a child tells that is forked while another thread of its parent is within this guard."""
+    """What a child reports that is forked while another thread of its parent holds this guard."""
     held, go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -96,15 +96,15 @@ def forked_while_held(guard: Any, work: Callable[[Tell], None]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_forked_child_reads_whatever_a_thread_of_its_parent_was_at(tmp_path: Path) -> None:
-    """As that of a save, which takes note of its commit."""
+def test_forked_child_reads_in_any_state(tmp_path: Path) -> None:
+    """The thread holds the guard as a save does while it records its commit."""
     manager = jct.StepManager(made_run(tmp_path, 1, 2))
     manager.own()
 
-    def look(tell: Tell) -> None:
+    def list_steps(tell: Tell) -> None:
         tell("steps", [manager.steps, manager.latest])
 
-    found = forked_while_held(manager._run._guard, look)
+    found = forked_while_held(manager._run._guard, list_steps)
     manager.close()
     assert found == ([("steps", [[1, 2], 2])], 0)
 
@@ -112,7 +112,7 @@ def test_a_forked_child_reads_whatever_a_thread_of_its_parent_was_at(tmp_path: P
 @pytest.mark.parametrize("part", ["manager", "lock"])
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_forked_child_is_refused_in_any_state(tmp_path: Path, part: str) -> None:
-    """As one that begins a save, or takes the directory."""
+    """The parent holds the guard as it does while it starts a save or takes the directory."""
     manager = jct.StepManager(made_run(tmp_path, 1))
     manager.own()
 

@@ -1,4 +1,4 @@
-"""A save that fails in the background: loud, once, and without harm to the steps that are there."""
+"""A save that fails in the background: its error is raised once, and the committed steps stay as they are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if sys.argv[2] == "raise":
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
+    """The mount point of a file system of 4 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
@@ -43,10 +43,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path, leave_bytes: int) -> Path:
-    """A file that takes all of the space but this much."""
-    there = os.statvfs(folder)
+    """Write a file that leaves only `leave_bytes` of free space."""
+    status = os.statvfs(folder)
     path = folder / "filler"
-    path.write_bytes(bytes(there.f_bavail * there.f_frsize - leave_bytes))
+    path.write_bytes(bytes(status.f_bavail * status.f_frsize - leave_bytes))
     return path
 
 
@@ -65,7 +65,7 @@ def test_full_disk_raises_at_next_call(small_disk: Path, when: str) -> None:
     assert pending is not None
     pending.committed.exception()
     calls = {"wait": manager.wait, "save": lambda: manager.save(3, {"state": big_state(3)}), "close": manager.close}
-    with pytest.raises(OSError, match=r"No space left on device; free some space.*step-0000000002") as caught:
+    with pytest.raises(OSError, match="step-0000000002") as caught:
         calls[when]()
     assert caught.value.errno == errno.ENOSPC
     assert isinstance(caught.value, jct.StorageError)
@@ -80,10 +80,10 @@ def test_full_disk_raises_at_next_call(small_disk: Path, when: str) -> None:
         assert float(jct.StepManager(run).restore()["state"]["w"][-1]) == 3
 
 
-def test_script_that_ends_without_asking_leaves_with_error(tmp_path: Path, run_python: RunPython) -> None:
+def test_unawaited_failure_sets_exit_code(tmp_path: Path, run_python: RunPython) -> None:
     done = run_python(LOST, tmp_path, "end")
     assert done.returncode == 1
-    assert f"saving step 2 to {tmp_path} failed, and the program did not wait for it" in done.stderr
+    assert f"saving step 2 to {tmp_path} failed" in done.stderr
     assert "refused to create" in done.stderr
     assert step_of(jct.StepManager(tmp_path).restore()) == 1
 

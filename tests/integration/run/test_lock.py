@@ -52,16 +52,16 @@ def dead_owner(directory: Path) -> Talker:
     return owner
 
 
-def test_the_directory_of_a_live_process_is_refused_by_host_and_pid(tmp_path: Path) -> None:
+def test_refusal_names_process_and_host_of_owner(tmp_path: Path) -> None:
     with talking_to(OWN, tmp_path) as owner:
         assert owner.read() == "owned"
-        who = f"owned by process {owner.process.pid} on {socket.gethostname()}, which is alive"
+        who = f"process {owner.process.pid} on {socket.gethostname()}"
         with pytest.raises(DirectoryLockedError, match=who):
             new_lock(tmp_path).acquire()
 
 
 @pytest.mark.parametrize("off_s", [-10_000, 10_000])
-def test_a_live_process_of_this_machine_keeps_its_lock_however_old_that_seems(tmp_path: Path, off_s: float) -> None:
+def test_live_local_owner_keeps_old_lock(tmp_path: Path, off_s: float) -> None:
     with talking_to(OWN, tmp_path) as owner:
         assert owner.read() == "owned"
         then = (tmp_path / LOCK_NAME).stat().st_mtime + off_s
@@ -82,7 +82,7 @@ def test_a_killed_owner_is_replaced_at_once(tmp_path: Path, caplog: pytest.LogCa
     assert f"took over from process {owner.process.pid}" in caplog.text
 
 
-def test_an_owner_that_is_dead_but_not_yet_buried_is_replaced(tmp_path: Path) -> None:
+def test_zombie_owner_is_replaced(tmp_path: Path) -> None:
     with talking_to(OWN, tmp_path) as owner:
         assert owner.read() == "owned"
         owner.process.kill()
@@ -92,9 +92,9 @@ def test_an_owner_that_is_dead_but_not_yet_buried_is_replaced(tmp_path: Path) ->
         assert dead.pid == owner.process.pid
 
 
-def test_pid_that_is_used_again_is_not_owner(tmp_path: Path) -> None:
+def test_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
     dead_owner(tmp_path)
-    edit_owner(tmp_path, pid=os.getppid())  # alive, and began at another time
+    edit_owner(tmp_path, pid=os.getppid())  # alive, but with another start time
     dead = new_lock(tmp_path).acquire()
     assert dead is not None
     assert dead.pid == os.getppid()
@@ -140,8 +140,8 @@ def test_changing_lock_means_live_owner_despite_clocks(
 
 
 @pytest.mark.parametrize("hung_s", [3 * SILENCE_S, 100 * SILENCE_S])
-def test_a_look_that_takes_long_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung_s: float) -> None:
-    """The storage does not answer, or this machine sleeps: the owner cannot beat meanwhile either."""
+def test_slow_lock_check_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung_s: float) -> None:
+    """While the storage hangs or this machine sleeps, the owner may be unable to update its lock, too."""
     now_s = [0.0]
     monkeypatch.setattr(lock_module, "time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
 
@@ -160,7 +160,7 @@ def test_a_look_that_takes_long_is_no_silence(tmp_path: Path, monkeypatch: pytes
         new_lock(tmp_path, Hanging()).acquire()
 
 
-def test_disk_that_refuses_look_takes_nothing_over(tmp_path: Path, quick_looks: None) -> None:
+def test_unreadable_lock_is_not_taken_over(tmp_path: Path, quick_looks: None) -> None:
     class Refusing(LocalBackend):
         def modified_ns(self, path: str) -> int:
             raise StorageError(errno.EIO, "refused to look", path)
@@ -195,7 +195,7 @@ def test_half_written_lock_is_read_again(tmp_path: Path, monkeypatch: pytest.Mon
             new_lock(tmp_path, Written()).acquire()
 
 
-def test_of_six_processes_that_want_a_dead_owners_lock_one_gets_it(tmp_path: Path) -> None:
+def test_one_of_six_processes_replaces_dead_owner(tmp_path: Path) -> None:
     racers = [Talker(RACE, tmp_path) for _ in range(6)]
     try:
         assert [racer.read() for racer in racers] == ["ready"] * 6
@@ -227,8 +227,8 @@ def test_late_takeover_does_not_unseat_new_owner(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_takeovers_leave_no_heap_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
-    """An owner that lives long enough removes them, at a heartbeat or at its end."""
+def test_lock_files_of_dead_owners_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """An owner removes the lock files of dead owners with a heartbeat or at its end."""
     for _ in range(3):
         dead_owner(tmp_path)
     monkeypatch.setattr(lock_module, "SILENCE_S", 0.0)

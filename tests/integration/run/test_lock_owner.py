@@ -1,4 +1,4 @@
-"""Who holds a lock, to somebody who only looks."""
+"""The owner of a lock, as reported to other processes."""
 
 from __future__ import annotations
 

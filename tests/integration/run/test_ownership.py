@@ -1,4 +1,4 @@
-"""Taking a directory and letting go of it: an interrupt on any line of that locks nobody out and hangs nobody."""
+"""Ownership of a directory after a fork: only the process that has it may use it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ print(jct.StepManager(sys.argv[1]).steps)
 """
 
 
-def test_a_forked_child_neither_saves_nor_hangs_with_its_parents_manager(tmp_path: Path, run_python: RunPython) -> None:
+def test_forked_child_cannot_use_manager_of_owner(tmp_path: Path, run_python: RunPython) -> None:
     assert run_python(FORKED, tmp_path / "run", check=True, timeout_s=60).stdout.split("\n")[:3] == ["7", "2", "[3, 4]"]
 
 
@@ -64,6 +64,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), jct.StepManager(sys.ar
 """
 
 
-def test_a_manager_that_was_made_before_the_fork_saves_in_the_child(tmp_path: Path, run_python: RunPython) -> None:
-    """As in a daemon: the parent never saved."""
+def test_unowned_manager_saves_in_forked_child(tmp_path: Path, run_python: RunPython) -> None:
+    """As in a daemon whose parent process never saves."""
     assert run_python(DAEMON, tmp_path / "run", check=True, timeout_s=60).stdout == "10 [1, 2]\n"

@@ -1,4 +1,4 @@
-"""What a process notes of itself: its begin, its progress now and then, its end; a disk that refuses, or is silent."""
+"""The events of a process: a forked child adds none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if os.getpid() == ckpt.manager._run._lock._record.process.pid:
 """
 
 
-def test_a_forked_child_says_nothing_of_an_end(tmp_path: Path, run_python: Any) -> None:
+def test_forked_child_records_no_end(tmp_path: Path, run_python: Any) -> None:
     done = run_python(FORKS, tmp_path, check=True)
     events = jct.StepManager(tmp_path).history.events()
     assert [event["event"] for event in events] == ["start", "resumed", "save", "save", "end"]
