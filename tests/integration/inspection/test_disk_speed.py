@@ -1,4 +1,4 @@
-"""The trial of a disk: it measures what was really done, and leaves nothing, however it ends."""
+"""The trial of a disk leaves no file, whichever signal ends it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ try_disk(LocalBackend(), sys.argv[1], 4 << 20, progress)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_process_that_is_ended_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_signals_leave_no_trial_file(tmp_path: Path, number: signal.Signals) -> None:
     with talking_to(TRIAL, tmp_path) as trial:
         assert trial.read() == str(4 << 20)
         trial.process.send_signal(number)

@@ -1,4 +1,4 @@
-"""Nothing is written into a checkpoint, with which it would be deleted, by whatever command and name."""
+"""No command writes into a checkpoint, because its output would be deleted with the checkpoint."""
 
 from __future__ import annotations
 
@@ -39,16 +39,15 @@ def test_nothing_is_put_into_a_checkpoint(tmp_path: Path, arguments: list[str]) 
         step_path(tmp_path / "damaged", 5) / "out": step_path(tmp_path / "damaged", 5),
     }.items():
         message = refused(*given(arguments, run, place), code=2)
-        assert message.startswith(
-            f"{place}: expected a path outside of any checkpoint, found one inside {checkpoint}, "
-        )
+        assert message.startswith(f"{place}: ")
+        assert f"inside {checkpoint}, " in message
     assert files_below(tmp_path) == before
 
 
 @every_write
 def test_destination_next_to_steps_is_accepted(tmp_path: Path, arguments: list[str]) -> None:
     run = made_run(tmp_path / "run", 1, 2, 3)
-    (tmp_path / "COMMIT").write_text("0d5fa8c")  # as others name files, too
+    (tmp_path / "COMMIT").write_text("0d5fa8c")  # other programs use this name, too
     printed(*given(arguments, run, tmp_path / "out"))
     assert (tmp_path / "out").exists()
     assert jct.verify(step_path(run, 3)).ok

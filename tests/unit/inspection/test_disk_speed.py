@@ -1,4 +1,4 @@
-"""The trial of a disk: it measures what was really done, and leaves nothing, however it ends."""
+"""The trial of a disk: it measures actual reads and writes, and leaves no file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 5 * MIB, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 12288])
-def test_all_bytes_are_written_and_read_and_nothing_is_left(tmp_path: Path, nbytes: int) -> None:
+def test_all_bytes_are_written_and_read(tmp_path: Path, nbytes: int) -> None:
     seen: list[int] = []
     found = try_disk(LocalBackend(), str(tmp_path), nbytes, seen.append)
     assert found.nbytes == max(nbytes // 4096, 1) * 4096
@@ -31,7 +31,7 @@ def test_all_bytes_are_written_and_read_and_nothing_is_left(tmp_path: Path, nbyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_file_has_no_name_while_it_is_written_and_read(tmp_path: Path) -> None:
+def test_trial_file_is_never_visible(tmp_path: Path) -> None:
     names: list[list[str]] = []
     try_disk(LocalBackend(), str(tmp_path), MIB, lambda done: names.append(os.listdir(tmp_path)))
     assert names == [[], []]
@@ -72,7 +72,7 @@ def test_a_disk_without_direct_io_is_tried_without(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_disk_that_refuses_is_reported_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Any, size: int, *, sync: bool) -> None:
         raise StorageError(errno.ENOSPC, "cannot finish writing: No space left on device", "it")
 
@@ -94,8 +94,8 @@ def test_disk_that_returns_other_bytes_is_reported(tmp_path: Path, monkeypatch: 
         try_disk(LocalBackend(), str(tmp_path), MIB)
 
 
-def test_the_bytes_cannot_be_made_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that compresses would else look faster than it is."""
+def test_trial_bytes_are_incompressible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a file system that compresses would seem faster than it is."""
     import zlib
 
     written: list[bytes] = []

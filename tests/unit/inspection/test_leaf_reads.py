@@ -1,4 +1,4 @@
-"""Pieces of checkpoints that are read ahead: all of them, in order, as they were saved, and not waited for for ever."""
+"""Pieces of checkpoints that are read ahead: all arrive in order and unchanged, and a hung disk times out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def trees() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Two of the same form: large leaves, with small ones between them that nobody reads ahead, and one of nothing."""
+    """Two trees of the same structure: large leaves, small ones that are not read ahead, and an empty one."""
     random = np.random.default_rng(2)
 
     def one() -> dict[str, np.ndarray]:
@@ -54,10 +54,10 @@ def wanted_of(*opened: Opened) -> Iterator[Wanted]:
         yield from pieces_of(name, [each[name] for each in arrays])
 
 
-def test_pieces_of_both_come_in_the_order_that_was_asked_for(tmp_path: Path, small_pieces: None, trees: Any) -> None:
+def test_pieces_arrive_in_requested_order(tmp_path: Path, small_pieces: None, trees: Any) -> None:
     pair = [opened_of(tmp_path / name, tree) for name, tree in zip("ab", trees, strict=True)]
     asked = list(wanted_of(*pair))
-    found = list(over_pieces(pair, iter(asked)))  # all are held: no memory of theirs may be read into again
+    found = list(over_pieces(pair, iter(asked)))  # all are kept, so none of their memory may be reused
     assert [each for each, _ in found] == asked
     assert len(found) == 4 * 5 + 4 * 9
     for wanted, arrays in found:
@@ -67,7 +67,7 @@ def test_pieces_of_both_come_in_the_order_that_was_asked_for(tmp_path: Path, sma
             assert array.tobytes() == tree[name][place].tobytes()
 
 
-def test_memory_of_what_was_let_go_is_used_again(tmp_path: Path, small_pieces: None) -> None:
+def test_memory_of_released_pieces_is_reused(tmp_path: Path, small_pieces: None) -> None:
     opened = opened_of(tmp_path / "a", {"x": np.ones((64, MIB), np.uint8)})
     places = {arrays[0].ctypes.data for _, arrays in over_pieces([opened], wanted_of(opened))}
     assert len(places) <= leaf_reads.AT_ONCE + 3
@@ -81,7 +81,7 @@ def test_damage_is_reported_for_its_piece(tmp_path: Path, small_pieces: None, tr
 
 
 class _Held:
-    """A source whose disk answers those who read ahead only when it is let go."""
+    """A source whose reads on helper threads return only when `answers` is set."""
 
     def __init__(self, source: Source, answers: threading.Event) -> None:
         self._source, self._answers = source, answers
@@ -101,9 +101,7 @@ class _HeldBackend(LocalBackend):
         return _Held(super().open(directory, name, direct=direct), self.answers)
 
 
-def test_disk_that_does_not_answer_is_given_up(
-    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_from_hung_disk_time_out(tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "GIVE_UP_S", 0.2)
     monkeypatch.setattr(read_ahead, "POLL_S", 0.05)
     backend = _HeldBackend()

@@ -21,13 +21,13 @@ from tests.support.runs import made_run, save_steps, step_path
 
 
 class _Busy(LocalBackend):
-    """A disk on which an owner does something right before a file is opened, or the run's directory listed, anew."""
+    """A disk on which the owner acts right before a path is opened or listed for the `time`-th time."""
 
     def __init__(self, path: Path, time: int, act: Callable[[], None]) -> None:
         super().__init__()
         self._path, self._left, self._act, self.acted = str(path), time, act, False
 
-    def _met(self, path: str) -> None:
+    def _count(self, path: str) -> None:
         self._left -= path == self._path
         if self._left == 0:
             self._left = -1
@@ -35,43 +35,43 @@ class _Busy(LocalBackend):
             self.acted = True
 
     def open(self, directory: str, name: str, **options: Any) -> Source:
-        self._met(f"{directory}/{name}")
+        self._count(f"{directory}/{name}")
         return super().open(directory, name, **options)
 
     def list(self, path: str) -> list[Entry]:
-        self._met(path)
+        self._count(path)
         return super().list(path)
 
 
 def hide(directory: Path, step: int) -> Callable[[], None]:
-    """What retention does first: from then on the step has another name."""
+    """The first action of retention, which renames the step."""
     return lambda: (
         step_path(directory, step).rename(directory / f".{step_path(directory, step).name}.deleting") and None
     )
 
 
 @pytest.mark.parametrize("time", [1, 2])
-def test_a_step_that_is_deleted_while_it_is_looked_at(tmp_path: Path, time: int) -> None:
+def test_step_deleted_during_inspection_is_no_damage(tmp_path: Path, time: int) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     backend = _Busy(step_path(directory, 1) / "COMMIT", time, hide(directory, 1))
-    looks = inspect_run(backend, str(directory))
+    found = inspect_run(backend, str(directory))
     assert backend.acted
-    assert [look.problem for look in looks] == [None] * len(looks)
-    assert [look.step for look in looks][-2:] == [2, 3]
+    assert [status.problem for status in found] == [None] * len(found)
+    assert [status.step for status in found][-2:] == [2, 3]
 
 
 @pytest.mark.parametrize("time", [1, 2, 3])
-def test_a_step_that_is_saved_while_it_is_looked_at(tmp_path: Path, time: int) -> None:
+def test_step_saved_during_inspection_is_no_damage(tmp_path: Path, time: int) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     step_path(directory, 3).rename(tmp_path / "new")
     backend = _Busy(directory, time, lambda: (tmp_path / "new").rename(step_path(directory, 3)) and None)
-    looks = inspect_run(backend, str(directory))
+    found = inspect_run(backend, str(directory))
     assert backend.acted
-    assert [look.problem for look in looks] == [None] * len(looks)
+    assert [status.problem for status in found] == [None] * len(found)
 
 
 @pytest.mark.parametrize("time", range(1, 5))
-def test_health_of_run_whose_owner_deletes_step(tmp_path: Path, time: int) -> None:
+def test_step_deleted_during_health_check_warns_nothing(tmp_path: Path, time: int) -> None:
     with jct.StepManager(tmp_path / "run") as manager:
         save_steps(manager, 1, 2, 3)
         backend = _Busy(step_path(tmp_path / "run", 3) / "COMMIT", time, hide(tmp_path / "run", 3))
@@ -83,7 +83,7 @@ def test_health_of_run_whose_owner_deletes_step(tmp_path: Path, time: int) -> No
             hidden.rename(step_path(tmp_path / "run", 3))
 
 
-def test_what_a_live_owner_is_deleting_was_not_left_by_the_dead(tmp_path: Path) -> None:
+def test_deletions_of_live_owner_are_not_stale(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with jct.StepManager(directory) as manager:
         save_steps(manager, 1, 2)
@@ -93,9 +93,7 @@ def test_what_a_live_owner_is_deleting_was_not_left_by_the_dead(tmp_path: Path) 
     assert json_of("doctor", directory, "--size-mib", 0, code=1)["run"]["stale_files"] == [".step-0000000009.deleting"]
 
 
-def test_scrub_does_not_tell_of_a_step_that_was_deleted_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scrub_omits_step_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     segment = step_path(directory, 1) / "state" / "p00000-s000.safetensors"
     monkeypatch.setattr(verify, "BACKEND", _Busy(segment, 1, hide(directory, 1)))

@@ -1,4 +1,4 @@
-"""Statistics of pieces: those of exact arithmetic, of values of any size, however little they differ."""
+"""Statistics of leaves: they equal exact arithmetic for values of any size and any difference."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_exact(found: LeafStats, values: Sequence[float]) -> None:
     assert found.deviation is not None
     assert found.mean == mean
     assert found.deviation == pytest.approx(deviation, rel=1e-12, abs=1e-322)
-    if not LARGEST * (1 - 1e-12) < norm < math.inf:  # which may be rounded to either
+    if not LARGEST * (1 - 1e-12) < norm < math.inf:  # close to the limit, either result is possible
         assert found.norm == pytest.approx(norm, rel=1e-12, abs=1e-322)
     assert (found.least, found.most, found.zeros) == (min(values), max(values), values.count(0))
 
@@ -68,13 +68,13 @@ def assert_exact(found: LeafStats, values: Sequence[float]) -> None:
 @example([[1e20], [3.0], [-1e20]])
 @example([[1e200, 7.0, -1e200, 1e-200], [5e-324]])
 @example([[LARGEST, 5e-324], [LARGEST, 3.0], [-LARGEST, -LARGEST]])
-def test_any_doubles_in_any_pieces(pieces: list[list[float]]) -> None:
+def test_statistics_of_any_doubles_are_exact(pieces: list[list[float]]) -> None:
     found = stats_of([np.array(piece) for piece in pieces])
     assert_exact(found, [value for piece in pieces for value in piece])
 
 
 @given(FINITE.filter(lambda value: abs(value) < 1e300), st.lists(st.integers(0, 50), min_size=2, max_size=40))
-def test_values_that_differ_by_their_last_bits(base: float, steps: list[int]) -> None:
+def test_last_bit_differences_are_exact(base: float, steps: list[int]) -> None:
     values = [base + step * math.ulp(base) for step in steps]
     assert_exact(stats_of([np.array(values)]), values)
     assert_exact(stats_of([np.array([value]) for value in values]), values)
@@ -82,7 +82,7 @@ def test_values_that_differ_by_their_last_bits(base: float, steps: list[int]) ->
 
 @pytest.mark.parametrize("name", NUMBERS)
 @given(seed=st.integers(0, 1 << 20), shift=st.sampled_from([0.0, 1.0, 50.0]), cut=st.integers(1, 99))
-def test_numbers_are_those_of_numpy_in_the_best_precision_it_has(name: str, seed: int, shift: float, cut: int) -> None:
+def test_statistics_equal_numpy_in_longdouble(name: str, seed: int, shift: float, cut: int) -> None:
     dtype = DTYPES[name]
     values = np.random.default_rng(seed).standard_normal(100) * 3
     with np.errstate(all="ignore"):
@@ -92,12 +92,12 @@ def test_numbers_are_those_of_numpy_in_the_best_precision_it_has(name: str, seed
     wide = wide[np.isfinite(wide)].astype(np.longdouble)
     found = stats_of([values[:cut], values[cut:]])
     assert found.moments.count == len(wide) == found.count - found.nan - found.inf
-    numpy_says = [float(wide.mean()), float(wide.std()), float(np.sqrt((wide * wide).sum()))]
-    np.testing.assert_allclose([found.mean, found.deviation, found.norm], numpy_says, rtol=1e-12, atol=1e-15)
+    expected = [float(wide.mean()), float(wide.std()), float(np.sqrt((wide * wide).sum()))]
+    np.testing.assert_allclose([found.mean, found.deviation, found.norm], expected, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
-def test_several_blocks_of_one_piece(dtype: type) -> None:
+def test_blocks_of_one_piece_are_combined(dtype: type) -> None:
     count = 3 * leaf_stats.BLOCK + 17
     values = (np.random.default_rng(2).standard_normal(count) * 1000 + 1_000_000).astype(dtype)
     values[leaf_stats.BLOCK : leaf_stats.BLOCK + 1000] = 0
@@ -108,7 +108,7 @@ def test_several_blocks_of_one_piece(dtype: type) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_what_is_left_when_large_values_of_other_blocks_cancel(dtype: type) -> None:
+def test_large_values_of_other_blocks_cancel(dtype: type) -> None:
     large = (np.random.default_rng(3).standard_normal(leaf_stats.BLOCK + 5) * 1e20).astype(dtype)
     small = np.random.default_rng(4).standard_normal(leaf_stats.BLOCK).astype(dtype)
     found = stats_of([np.concatenate([large, small, np.flip(-large)]), small])
@@ -116,7 +116,7 @@ def test_what_is_left_when_large_values_of_other_blocks_cancel(dtype: type) -> N
     assert found.norm == pytest.approx(math.sqrt(2 * math.fsum(float(each) ** 2 for each in large)), rel=1e-13)
 
 
-def test_what_is_not_finite_is_left_out_of_its_block_only() -> None:
+def test_non_finite_values_are_excluded() -> None:
     values = np.arange(2.0 * leaf_stats.BLOCK)
     values[[1, 5, leaf_stats.BLOCK + 7]] = [math.nan, math.inf, -math.inf]
     found, finite = stats_of([values]), values[np.isfinite(values)]
@@ -124,7 +124,7 @@ def test_what_is_not_finite_is_left_out_of_its_block_only() -> None:
     np.testing.assert_allclose([found.mean, found.deviation], [finite.mean(), finite.std()], rtol=1e-14)
 
 
-def test_a_norm_that_is_larger_than_any_number_is_infinite() -> None:
+def test_overflowing_norm_is_infinite() -> None:
     assert stats_of([np.full(4, LARGEST)]).norm == math.inf
 
 

@@ -1,4 +1,4 @@
-"""Quantities as people read them."""
+"""Quantities as text with readable units."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxckpt_train.inspection.units import (
         (200_000, "2 d 07 h"),
     ],
 )  # fmt: skip
-def test_durations(seconds: float | None, text: str) -> None:
+def test_durations_have_readable_units(seconds: float | None, text: str) -> None:
     assert seconds_text(seconds) == text
 
 
@@ -35,7 +35,7 @@ def test_durations(seconds: float | None, text: str) -> None:
     ("nbytes", "text"),
     [(None, ""), (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 30, "3.0 GiB"), (5 << 50, "5120.0 TiB")],
 )
-def test_bytes_and_rates(nbytes: int | None, text: str) -> None:
+def test_bytes_and_rates_have_binary_units(nbytes: int | None, text: str) -> None:
     assert bytes_text(nbytes) == text
     assert rate_text(nbytes) == (f"{text}/s" if text else "")
     if nbytes is not None:
@@ -44,7 +44,7 @@ def test_bytes_and_rates(nbytes: int | None, text: str) -> None:
         assert size * 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit) == nbytes
 
 
-def test_times_numbers_and_nouns() -> None:
+def test_times_numbers_and_nouns_are_readable() -> None:
     zone = datetime.timezone(datetime.timedelta(hours=2))
     assert time_text(datetime.datetime(2026, 3, 1, 1, 2, 3, tzinfo=zone)) == "2026-02-28 23:02:03"
     assert (time_text(None), number_text(None), number_text(math.nan), number_text(1 / 3)) == ("", "", "nan", "0.3333")

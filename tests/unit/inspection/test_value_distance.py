@@ -1,4 +1,4 @@
-"""How far arrays are apart: as numpy says of whole arrays in double precision, and of what it has no numbers for."""
+"""The distance of arrays: as numpy computes it in double precision, also for infinities and extreme values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUMBERS = sorted(set(DTYPES) - {"bool"})
 
 
 def values_of(dtype: np.dtype, count: int, seed: int) -> np.ndarray:
-    """A half, which every float has and every integer takes as 0, and 1; some of them changed by the seed."""
+    """An array of halves, which become 0 as integers, and ones; the seed selects some values to change."""
     base = np.random.default_rng(1).choice(np.array([0.5, 1], np.float32), count)
     base[np.random.default_rng(seed).integers(0, count, count // 9)] = 1
     return base.astype(dtype)
@@ -44,15 +44,15 @@ def test_random_floats_are_compared_in_double_precision() -> None:
     np.testing.assert_allclose([found.difference, found.norm], expected, rtol=1e-12)
 
 
-def test_what_is_equal_is_no_further_apart_for_what_is_not() -> None:
-    """Infinities that are the same, and nan in both, of whatever bits."""
+def test_equal_infinities_and_nans_do_not_differ() -> None:
+    """The same infinities, and nan with any bits in both."""
     payload = np.array([0x7FC00001], np.uint32).view(np.float32)[0]
     one = np.array([np.inf, -np.inf, np.nan, np.nan, 1, 3], np.float32)
     other = np.array([np.inf, -np.inf, np.nan, payload, 1, 1], np.float32)
     assert distance(one, other) == Distance(differing=2, max_abs=2.0, difference=2.0, norm=math.sqrt(10.0))
 
 
-def test_an_infinity_is_infinitely_far_from_others_and_nan_from_numbers_nobody_knows() -> None:
+def test_infinity_and_nan_determine_largest_difference() -> None:
     one, other = np.array([np.inf, 5.0]), np.array([1.0, 2.0])
     assert distance(one, other) == Distance(2, math.inf, 3.0, 5.0)
     assert math.isnan(distance(np.array([np.nan, 5.0]), other).max_abs)
@@ -64,11 +64,11 @@ def test_an_infinity_is_infinitely_far_from_others_and_nan_from_numbers_nobody_k
     assert math.isnan(distance(many[::-1], later).max_abs)
 
 
-def test_the_difference_of_complex_numbers_has_their_angle_in_it() -> None:
+def test_complex_difference_includes_angle() -> None:
     assert distance(np.array([1 + 0j, 3j]), np.array([-1 + 0j, 3j])) == Distance(1, 2.0, 2.0, math.sqrt(10.0))
 
 
-def test_large_integers_that_differ_by_little_are_not_rounded_first() -> None:
+def test_large_integers_are_subtracted_exactly() -> None:
     big = np.array([2**63 - 1, -(2**63)], np.int64)
     assert distance(big, big - np.array([1, -1])).max_abs == 1.0
     assert distance(np.array([2**64 - 1], np.uint64), np.array([0], np.uint64)).max_abs == 2.0**64
@@ -79,13 +79,13 @@ def test_zeros_of_another_sign_differ_by_nothing() -> None:
     assert distance(np.array([0.0]), np.array([-0.0])) == Distance(1, 0.0, 0.0, 0.0)
 
 
-def test_nothing_is_no_distance() -> None:
+def test_empty_arrays_have_no_distance() -> None:
     assert distance(np.zeros((0, 3)), np.zeros((0, 3))) == Distance()
 
 
 @pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e300])
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-def test_norms_of_values_whose_squares_are_no_numbers(dtype: type, scale: float) -> None:
+def test_norms_of_extreme_values_do_not_overflow(dtype: type, scale: float) -> None:
     one = np.array([3 * scale, 0, np.inf, np.nan] * BLOCK, dtype)
     other = np.array([2 * scale, 0, np.inf, np.nan] * BLOCK, dtype)
     found = distance(one, other)

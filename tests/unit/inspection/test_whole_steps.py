@@ -1,4 +1,4 @@
-"""The newest step that is whole: by a look at its files, or at every byte of them."""
+"""The newest intact step: by the sizes of its files, or by every byte of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def step_of(found: NewestWhole) -> int | None:
     return None if found.entry is None else found.entry.step
 
 
-def test_it_is_last_one_if_nothing_is_wrong(tmp_path: Path) -> None:
+def test_undamaged_run_gives_last_step(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     for every_byte in (False, True):
         found = newest(directory, every_byte=every_byte)
@@ -48,7 +48,7 @@ def test_all_damaged_steps_are_reported(tmp_path: Path) -> None:
     assert (step_of(found), set(found.damaged)) == (None, {1, 2})
 
 
-def test_a_step_that_its_owner_deletes_meanwhile_is_not_damaged(tmp_path: Path) -> None:
+def test_step_deleted_meanwhile_is_not_damaged(tmp_path: Path) -> None:
     directory, backend = made_run(tmp_path / "run", 1, 2), LocalBackend()
 
     def delete(nbytes: int) -> None:
@@ -62,9 +62,7 @@ def test_a_step_that_its_owner_deletes_meanwhile_is_not_damaged(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("every_byte", [False, True])
-def test_disk_that_does_not_tell_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_byte: bool
-) -> None:
+def test_refused_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_byte: bool) -> None:
     directory = made_run(tmp_path / "run", 1)
     entries = scan(LocalBackend(), str(directory))
 
