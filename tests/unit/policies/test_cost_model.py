@@ -1,4 +1,4 @@
-"""The clock of a loop: how long an update takes, and what a save costs, whatever else happens in the loop."""
+"""The timer of a loop: how long an update takes and what a save costs, whatever else happens in the loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxckpt_train.policies.cost_model import HYSTERESIS, WARM_UP_STEPS, LoopTim
 
 @dataclasses.dataclass
 class Loop:
-    """A loop in simulated time, which tells a clock of its calls as a callback does."""
+    """A loop in simulated time, which reports its calls to a timer as a callback does."""
 
     step_s: float = 1.0
     now: float = 1000.0
@@ -24,7 +24,7 @@ class Loop:
         self.clock = LoopTimer(lambda: self.now)
 
     def update(self, took_s: float | None = None, *, saving: bool = False, still: bool | None = None) -> None:
-        """One update and the call after it; `saving`: a save is under way in it, `still`: and at its end."""
+        """Run one update and the call after it; `saving`: a save runs during it, `still`: also at its end."""
         self.now += self.step_s if took_s is None else took_s
         self.step += 1
         is_saving = saving if still is None else still
@@ -37,7 +37,7 @@ class Loop:
             self.update()
 
     def save(self, blocked_s: float, meanwhile: list[float]) -> None:
-        """An update whose call saves, and the updates during the save, which ends in the last of them."""
+        """Run an update whose call saves, and updates during the save, which ends in the last of them."""
         self.now += self.step_s
         self.step += 1
         self.clock.entered(self.step, False)
@@ -57,7 +57,7 @@ def test_nothing_is_known_before_some_updates() -> None:
     assert loop.clock.costs().step_s is None
 
 
-def test_the_time_of_an_update_is_that_of_most_whatever_the_first_took() -> None:
+def test_slow_first_updates_do_not_count() -> None:
     loop = Loop()
     loop.update(60.0)  # it compiles
     loop.update(3.0)
@@ -72,7 +72,7 @@ def test_update_time_is_mean_between_waits() -> None:
     assert loop.clock.costs().step_s == pytest.approx((7 * 0.1 + 8.2) / 8, rel=0.05)
 
 
-def test_an_evaluation_does_not_count() -> None:
+def test_evaluation_is_no_update_time() -> None:
     loop = Loop()
     for number in range(200):
         loop.update(90.0 if number % 50 == 49 else 1.0)
@@ -90,8 +90,8 @@ def test_save_costs_blocking_and_slower_updates() -> None:
     assert costs.trained_s == pytest.approx(loop.now - 1000.0 - WARM_UP_STEPS - 1.0 - 1.5)
 
 
-def test_update_after_short_save_belongs_to_it() -> None:
-    """Of the CPU's views: an update that finds its memory shared copies it, though the save has ended by then."""
+def test_update_after_short_save_counts_as_cost() -> None:
+    """With views on CPU, an update copies memory that the snapshot shares, even if the save has ended by then."""
     loop = Loop()
     loop.updates(20)
     loop.save(0.1, [1.4])
@@ -155,27 +155,27 @@ def test_work_between_calls_is_no_save_cost() -> None:
     assert (costs.cost_s, costs.blocked_s) == (pytest.approx(1.25), pytest.approx(1.0))
 
 
-def test_updates_of_minutes_are_known_after_two_of_them() -> None:
+def test_long_updates_are_known_after_two() -> None:
     loop = Loop(step_s=360.0)
     loop.updates(WARM_UP_STEPS + 3)
     assert loop.clock.costs().step_s == pytest.approx(360.0)
 
 
-def test_a_save_right_after_another_ends_what_that_one_costs() -> None:
+def test_next_save_ends_cost_of_previous_one() -> None:
     loop = Loop()
     loop.updates(20)
     loop.save(0.5, [1.2])
     loop.step += 1
     loop.now += 1.2
     loop.clock.entered(loop.step, True)
-    loop.now += 2.0  # it waits for the one before
+    loop.now += 2.0  # it waits for the previous save
     loop.clock.save_began(loop.step)
     loop.clock.left(loop.step, True)
     loop.update(1.2, saving=True, still=False)
     assert loop.clock.costs().spent_s == pytest.approx(0.5 + 0.2 + 0.0 + 2.0 + 0.2, abs=0.3)
 
 
-def test_a_loop_that_goes_back_begins_anew_and_keeps_what_it_knows() -> None:
+def test_roll_back_keeps_measured_update_time() -> None:
     loop = Loop()
     loop.updates(30)
     loop.step = 3
@@ -183,7 +183,7 @@ def test_a_loop_that_goes_back_begins_anew_and_keeps_what_it_knows() -> None:
     assert loop.clock.costs().step_s == pytest.approx(1.0)
 
 
-def test_a_loop_that_calls_every_tenth_update_has_the_time_of_one() -> None:
+def test_calls_every_tenth_update_are_scaled() -> None:
     loop = Loop()
     for number in range(1, 40):
         loop.now += 10.0
@@ -192,7 +192,7 @@ def test_a_loop_that_calls_every_tenth_update_has_the_time_of_one() -> None:
     assert loop.clock.costs().step_s == pytest.approx(1.0)
 
 
-def test_how_long_a_save_lasts_is_the_longest_of_the_last_few() -> None:
+def test_duration_is_longest_of_recent_saves() -> None:
     clock = LoopTimer()
     clock.recall(0.7, 9.0)
     assert (clock.costs().cost_s, clock.costs().duration_s) == (0.7, 9.0)
@@ -205,7 +205,7 @@ def test_how_long_a_save_lasts_is_the_longest_of_the_last_few() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.01, 5), st.floats(0, 2), st.integers(1, 6)), min_size=4, max_size=12))
 def test_all_saves_together_cost_what_the_loop_lost(saves: list[tuple[float, float, int]]) -> None:
-    """Whatever single ones cost: what is spent is the time of the loop less that of as many updates by themselves."""
+    """The total cost is the time of the loop minus the time of its updates alone, whatever a single save costs."""
     loop = Loop()
     loop.updates(20)
     began, first = loop.now, loop.step
@@ -214,19 +214,19 @@ def test_all_saves_together_cost_what_the_loop_lost(saves: list[tuple[float, flo
         loop.save(blocked_s, [1.0 + slower_s] * count)
         loop.updates(20)
     lost_s = loop.now - began - (loop.step - first)
-    # One that costs many times as much as those before is cut, as an evaluation would be.
+    # A save that costs many times more than earlier ones is limited, as an evaluation is.
     assert loop.clock.costs().spent_s <= lost_s + 1e-6
     if most <= 4 * min(blocked_s + slower_s * count for blocked_s, slower_s, count in saves):
         assert loop.clock.costs().spent_s == pytest.approx(lost_s, abs=1e-6)
 
 
 @dataclasses.dataclass
-class TransferBudget:
-    """A loop that does not wait for its device, which takes `step_s` for an update; at most `most` are queued."""
+class QueuedLoop:
+    """A loop that runs ahead of its device, which takes `step_s` per update; at most `most` updates are queued."""
 
     step_s: float
     most: int = 32
-    reads_every: int = 0  # updates after which the loop reads a value, and so waits for the device
+    reads_every: int = 0  # after how many updates the loop reads a value and so waits for the device
     now: float = 1000.0
     step: int = 0
 
@@ -237,7 +237,7 @@ class TransferBudget:
         self._slower = 1.0
 
     def update(self, saves: tuple[float, float, float, bool] | None = None) -> None:
-        """One call for an update and one of the clock; saves: seconds blocked, in the background, slower, drains."""
+        """Run one update and its call; `saves`: seconds blocked, in the background, slowdown, drains the queue."""
         self.now += 1e-4
         if len(self._ends) >= self.most:
             self.now = max(self.now, self._ends[-self.most])
@@ -263,9 +263,9 @@ class TransferBudget:
 @pytest.mark.parametrize("step_s", [0.01, 0.1, 2.0])
 @pytest.mark.parametrize("reads_every", [0, 10])
 def test_drained_queue_counts_as_save_cost(step_s: float, reads_every: int) -> None:
-    loop = TransferBudget(step_s, reads_every=reads_every)
+    loop = QueuedLoop(step_s, reads_every=reads_every)
     blocked_s, lasts_s, slower = 0.5 * step_s, 10 * step_s, 1.1
-    for number in range(1, 2101):  # saves by time come where time passes: after a read
+    for number in range(1, 2101):  # saves by time come after a read, where the time passes
         loop.update((blocked_s, lasts_s, slower, True) if number % 200 == 0 else None)
     costs = loop.clock.costs()
     lost_s = blocked_s + lasts_s * (slower - 1) / slower
@@ -277,8 +277,8 @@ def test_drained_queue_counts_as_save_cost(step_s: float, reads_every: int) -> N
 
 
 @pytest.mark.parametrize("drains", [True, False])
-def test_the_first_save_corrects_what_calls_that_were_only_queued_seemed_to_take(drains: bool) -> None:
-    loop = TransferBudget(1.0)
+def test_first_save_corrects_time_of_queued_updates(drains: bool) -> None:
+    loop = QueuedLoop(1.0)
     for _ in range(34):
         loop.update()
     early_s = loop.clock.costs().step_s
@@ -292,9 +292,9 @@ def test_the_first_save_corrects_what_calls_that_were_only_queued_seemed_to_take
     assert costs.cost_s == pytest.approx(0.1, abs=1.5)
 
 
-def test_two_saves_that_empty_the_queue_are_measured_from_one_to_the_other() -> None:
-    loop = TransferBudget(0.1)
-    for number in range(1, 1001):  # the queue is not full again between these
+def test_queue_draining_saves_measure_time_between_them() -> None:
+    loop = QueuedLoop(0.1)
+    for number in range(1, 1001):  # the queue does not fill up between these saves
         loop.update((0.05, 0.2, 1.0, True) if number % 20 == 0 else None)
     costs = loop.clock.costs()
     assert costs.step_s == pytest.approx(0.1, rel=0.15)
@@ -304,8 +304,8 @@ def test_two_saves_that_empty_the_queue_are_measured_from_one_to_the_other() -> 
 
 @pytest.mark.parametrize("first", [1, 2, 3, 10, 33])
 @pytest.mark.parametrize("drains", [True, False])
-def test_a_loop_ahead_of_its_device_is_measured_whenever_its_first_save_comes(first: int, drains: bool) -> None:
-    loop = TransferBudget(0.1)
+def test_first_save_at_any_time_is_measured(first: int, drains: bool) -> None:
+    loop = QueuedLoop(0.1)
     for number in range(1, 401):
         loop.update((0.05, 0.2, 1.0, drains) if number in (first, 200) else None)
     costs = loop.clock.costs()
@@ -315,8 +315,8 @@ def test_a_loop_ahead_of_its_device_is_measured_whenever_its_first_save_comes(fi
 
 
 @pytest.mark.parametrize("drains", [True, False])
-def test_loop_that_saves_whenever_it_reads_is_measured_between_saves(drains: bool) -> None:
-    loop, saves = TransferBudget(1.0, reads_every=10), list[int]()
+def test_loop_saving_at_reads_is_measured(drains: bool) -> None:
+    loop, saves = QueuedLoop(1.0, reads_every=10), list[int]()
     for number in range(1, 1501):
         is_due = number % 10 == 0 and not loop.clock.costs().is_unseen
         if is_due:
@@ -330,7 +330,7 @@ def test_loop_that_saves_whenever_it_reads_is_measured_between_saves(drains: boo
 
 
 def test_loop_ahead_of_device_saves_at_full_queue() -> None:
-    loop, saves = TransferBudget(0.1), list[int]()
+    loop, saves = QueuedLoop(0.1), list[int]()
     for number in range(1, 601):
         costs = loop.clock.costs()
         is_due = costs.step_s is not None and not costs.is_measuring

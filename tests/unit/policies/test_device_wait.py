@@ -1,4 +1,4 @@
-"""A save waits for updates that JAX has only queued: that time is training, and none of what the save costs."""
+"""The time that a save waits for updates queued by JAX counts as training, not as a cost of the save."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def work(value: jax.Array, rounds: int) -> jax.Array:
 
 @functools.cache
 def rounds() -> int:
-    """How many rounds take the device `LEAST_S` seconds and more."""
+    """A number of rounds that take the device at least `LEAST_S` seconds."""
     value, count = jnp.ones((300, 300)), 50
     while True:
         started = time.perf_counter()
@@ -39,7 +39,7 @@ def rounds() -> int:
 
 
 def queued() -> jax.Array:
-    """An array that the device still computes."""
+    """An array that the device is still computing."""
     count = rounds()
     found = work(jnp.ones((300, 300)), count)
     assert not found.is_ready()
@@ -47,7 +47,7 @@ def queued() -> jax.Array:
 
 
 def saved(directory: Path, make: Callable[[], Any], mode: SnapshotMode = "auto") -> tuple[dict[str, Any], float]:
-    """The event of the save of a state that is made right before, and the seconds that the call took."""
+    """Save a state made right before; return the event of the save and the seconds that the call took."""
     with jct.StepManager(directory, settings=jct.StoreSettings(snapshot=mode)) as manager:
         manager.own()
         state = make()
@@ -60,7 +60,7 @@ def saved(directory: Path, make: Callable[[], Any], mode: SnapshotMode = "auto")
 
 
 @pytest.mark.parametrize("mode", ["auto", "host", "stream"])
-def test_a_call_that_waits_for_queued_updates_does_not_count_it(mode: SnapshotMode, tmp_path: Path) -> None:
+def test_wait_for_queued_updates_is_no_blocking(mode: SnapshotMode, tmp_path: Path) -> None:
     rest = {"ready": jnp.arange(3.0), "host": np.arange(4)}
     event, took_s = saved(tmp_path, lambda: {"slow": queued(), **rest}, mode)
     assert event["device_wait_s"] > took_s / 2
@@ -71,7 +71,7 @@ def test_a_call_that_waits_for_queued_updates_does_not_count_it(mode: SnapshotMo
     assert all(np.array_equal(loaded[name], state[name]) for name in state)
 
 
-def test_a_call_that_orders_copies_does_not_wait(tmp_path: Path) -> None:
+def test_device_snapshot_does_not_wait(tmp_path: Path) -> None:
     snapshot({"slow": jnp.ones((300, 300))}, "device").close()  # compiles the copies
     with jct.StepManager(tmp_path, settings=jct.StoreSettings(snapshot="device")) as manager:
         manager.own()
@@ -84,7 +84,7 @@ def test_a_call_that_orders_copies_does_not_wait(tmp_path: Path) -> None:
     assert event["blocked_s"] < LEAST_S / 2
 
 
-def test_metrics_that_are_queued_are_waited_for_as_the_state_is(tmp_path: Path) -> None:
+def test_wait_for_queued_metrics_is_no_blocking(tmp_path: Path) -> None:
     jax.block_until_ready(jnp.ones((300, 300))[0, 0])  # compiles it
     with jct.StepManager(tmp_path) as manager:
         manager.own()
@@ -106,9 +106,9 @@ def test_metrics_that_are_queued_are_waited_for_as_the_state_is(tmp_path: Path) 
         {f"leaf{number}": jnp.full(2, number) for number in range(MOST_ASKED + 100)},
     ],
 )
-def test_state_that_is_computed_is_not_waited_for(state: Any, tmp_path: Path) -> None:
+def test_computed_state_needs_no_wait(state: Any, tmp_path: Path) -> None:
     jax.block_until_ready(state)
-    assert saved(tmp_path, lambda: state)[0]["device_wait_s"] < LEAST_S / 10  # 0.0, but on a busy machine
+    assert saved(tmp_path, lambda: state)[0]["device_wait_s"] < LEAST_S / 10  # 0.0, except on a busy machine
 
 
 def test_deleted_and_traced_arrays_are_still_refused(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_deleted_and_traced_arrays_are_still_refused(tmp_path: Path) -> None:
         jax.jit(lambda x: jct.save(tmp_path / "a", {"x": x}))(jnp.arange(3))
 
 
-def test_of_very_many_leaves_some_are_asked() -> None:
+def test_few_of_many_leaves_are_polled() -> None:
     many = [jnp.zeros(1)] * (10 * MOST_ASKED)
     assert 0 < len(some_arrays(many)) <= MOST_ASKED
     assert len(some_arrays(many[:MOST_ASKED])) == MOST_ASKED

@@ -1,4 +1,4 @@
-"""Preservation policies: which steps each keeps, once and applied again and again; what is never deleted."""
+"""Preservation policies: which steps each keeps, once and applied repeatedly; which steps are never deleted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def deleted(checkpoints: Iterable[CheckpointInfo], policy: Any, now: float = 0) 
 
 
 def survivors(arriving: Iterable[CheckpointInfo], policy: Any) -> list[CheckpointInfo]:
-    """What is left when retention runs after each commit, as in a run; it also checks what holds at each of them."""
+    """The steps that remain when retention runs after each commit, as in a run; checks the invariants each time."""
     alive: list[CheckpointInfo] = []
     for one in arriving:
         alive.append(one)
@@ -63,12 +63,14 @@ def survivors(arriving: Iterable[CheckpointInfo], policy: Any) -> list[Checkpoin
         gone = steps_to_delete(alive, policy, context=context)
         assert_never_lost(alive, gone)
         alive = [other for other in alive if other.step not in gone]
-        assert not steps_to_delete(alive, policy, context=context), "a second run at once must delete nothing"
+        assert not steps_to_delete(alive, policy, context=context), (
+            "applied again at once, a policy must delete nothing"
+        )
     return alive
 
 
 def assert_never_lost(checkpoints: Sequence[CheckpointInfo], gone: set[int]) -> None:
-    """The invariants of retention: the newest, the last committed and the pinned stay; nothing unknown goes."""
+    """The invariants of retention: the newest, the last committed and pinned steps stay; no unknown step is deleted."""
     assert gone <= {one.step for one in checkpoints}
     if checkpoints:
         assert max(one.step for one in checkpoints) not in gone
@@ -83,7 +85,7 @@ def steps(checkpoints: Iterable[CheckpointInfo]) -> list[int]:
 # Each policy ------------------------------------------------------------------------------------------------------
 
 
-def test_latest_n_keeps_the_last_n_and_none_means_all() -> None:
+def test_latest_n_keeps_last_n() -> None:
     infos = [info(step) for step in (1, 5, 9, 12)]
     assert preserved(LatestN(2), infos) == [9, 12]
     assert preserved(LatestN(9), infos) == [1, 5, 9, 12]
@@ -97,13 +99,13 @@ def test_every_n_steps_keeps_multiples() -> None:
     assert preserved(EveryNSteps(10, max_to_keep=2), infos) == [10, 20]
 
 
-def test_every_n_steps_without_exact_interval_starts_at_the_first() -> None:
+def test_inexact_interval_starts_at_first_step() -> None:
     infos = [info(step) for step in (3, 12, 13, 22, 27)]
     assert preserved(EveryNSteps(10, exact_interval=False), infos) == [3, 13, 27]
     assert preserved(EveryNSteps(10, exact_interval=False, max_to_keep=1), infos) == [27]
 
 
-def test_every_n_steps_closest_keeps_the_closest_to_each_multiple_and_the_last() -> None:
+def test_closest_step_to_each_multiple_is_kept() -> None:
     infos = [info(step) for step in (2, 9, 12, 18, 22, 44, 47)]
     assert preserved(EveryNStepsClosest(10), infos) == [2, 9, 22, 44, 47]
     assert preserved(EveryNStepsClosest(10), [info(step) for step in (8, 12, 21)]) == [12, 21]
@@ -111,17 +113,17 @@ def test_every_n_steps_closest_keeps_the_closest_to_each_multiple_and_the_last()
     assert preserved(EveryNStepsClosest(10), []) == []
 
 
-def test_every_n_seconds_keeps_a_chain_that_starts_at_the_first() -> None:
+def test_every_n_seconds_starts_at_first_step() -> None:
     infos = [info(step, seconds) for step, seconds in enumerate((5, 50, 65, 110, 125, 300))]
     assert preserved(EveryNSeconds(60), infos) == [0, 2, 4, 5]
 
 
-def test_every_n_seconds_goes_on_after_the_clock_was_set_back() -> None:
+def test_every_n_seconds_survives_clock_set_back() -> None:
     infos = [info(step, seconds) for step, seconds in enumerate((7200, 7230, 3600, 3630, 3660))]
     assert preserved(EveryNSeconds(60), infos) == [0, 2, 4]
 
 
-def test_latest_duration_keeps_the_first_young_enough_and_all_after_it() -> None:
+def test_latest_duration_keeps_recent_steps() -> None:
     infos = [info(step, seconds) for step, seconds in enumerate((0, 50, 40, 100))]
     assert preserved(LatestDuration(timedelta(seconds=50)), infos, now=100) == [1, 2, 3]
     assert preserved(LatestDuration(50), infos, now=101) == [3]
@@ -140,7 +142,7 @@ def test_custom_steps_keeps_the_named_steps() -> None:
 # Best -------------------------------------------------------------------------------------------------------------
 
 
-def test_best_and_latest_together_keep_both_while_metrics_worsen() -> None:
+def test_best_and_latest_steps_are_both_kept() -> None:
     policy = AnyPreservationPolicy([BestN("loss", 2, "min"), LatestN(2)])
     run = [info(step, loss=step / 100) for step in (100, 200, 300, 400, 500)]
     assert steps(survivors(run, policy)) == [100, 200, 400, 500]
@@ -154,13 +156,7 @@ def test_nan_is_never_best() -> None:
     assert preserved(BestN("loss", 1, "max"), [info(1, loss=math.nan)]) == []
 
 
-def test_of_equally_good_checkpoints_the_newer_is_best() -> None:
-    infos = [info(step, acc=value) for step, value in [(1, 0.5), (2, 0.7), (3, 0.7), (4, 0.5), (5, 0.1)]]
-    assert preserved(BestN("acc", 1, "max"), infos) == [3]
-    assert preserved(BestN("acc", 3, "max"), infos) == [2, 3, 4]
-
-
-def test_a_checkpoint_waits_for_its_metric_until_a_later_one_has_it() -> None:
+def test_step_without_metric_waits_for_later_one() -> None:
     policy = BestN("loss", 1, "min")
     infos = [info(1), info(2, loss=1.0), info(3), info(4, accuracy=1.0)]
     assert preserved(policy, infos) == [2, 3, 4]
@@ -169,7 +165,7 @@ def test_a_checkpoint_waits_for_its_metric_until_a_later_one_has_it() -> None:
     assert preserved(policy, [info(1), info(2)]) == [1, 2]
 
 
-def test_checkpoints_without_the_metric_can_always_or_never_be_kept() -> None:
+def test_steps_without_metric_are_kept_as_configured() -> None:
     infos = [info(1), info(2, loss=1.0), info(3, loss=2.0), info(4)]
     assert preserved(BestN("loss", 1, "min", keep_checkpoints_without_metrics=True), infos) == [1, 2, 4]
     assert preserved(BestN("loss", 1, "min", keep_checkpoints_without_metrics=False), infos) == [2]
@@ -220,13 +216,13 @@ DAY_S = 86_400.0
 
 @pytest.mark.parametrize("wrong_s", [DAY_S, -DAY_S, 400 * DAY_S, -400 * DAY_S])
 @pytest.mark.parametrize("policy", [LatestN(2), AnyPreservationPolicy([LatestN(1), LatestN(2)])], ids=["one", "any"])
-def test_a_step_that_a_wrong_clock_has_stamped_goes_in_its_turn(policy: Any, wrong_s: float) -> None:
+def test_wrongly_timed_step_goes_in_order(policy: Any, wrong_s: float) -> None:
     run = [info(1), info(2), info(3, 3 + wrong_s), info(4), info(5), info(6)]
     assert [steps(survivors(run[:count], policy)) for count in (3, 4, 5, 6)] == [[2, 3], [3, 4], [4, 5], [5, 6]]
 
 
 @pytest.mark.parametrize("wrong_s", [DAY_S, -DAY_S])
-def test_a_temporary_step_that_a_wrong_clock_has_stamped_goes_with_the_next(wrong_s: float) -> None:
+def test_wrongly_timed_temporary_step_goes_next(wrong_s: float) -> None:
     temporary = dataclasses.replace(info(2, 2 + wrong_s), temporary=True)
     assert steps(survivors([info(1), temporary], PreserveAll())) == [1, 2]
     assert steps(survivors([info(1), temporary, info(3)], PreserveAll())) == [1, 3]
@@ -242,13 +238,13 @@ def test_a_temporary_step_that_a_wrong_clock_has_stamped_goes_with_the_next(wron
     ([10, 1000, 30, 40], 2000, [4]),
     ([1000, 1010, 1020, 1030], 45, [1, 2, 3, 4]),
 ])  # fmt: skip
-def test_a_time_that_is_still_to_come_does_not_keep_a_step(times: list[float], now: float, kept: list[int]) -> None:
+def test_future_time_does_not_keep_step(times: list[float], now: float, kept: list[int]) -> None:
     run = [info(step, time) for step, time in enumerate(times, 1)]
     gone = deleted(run, LatestDuration(20), now)
     assert [one.step for one in run if one.step not in gone] == kept
 
 
-def test_temporary_steps_go_after_the_next_commit_whatever_the_policy_says() -> None:
+def test_next_commit_deletes_temporary_steps() -> None:
     one, two, three = (dataclasses.replace(info(step), temporary=True) for step in (1, 2, 3))
     assert deleted([one], PreserveAll()) == []
     assert deleted([one, two], PreserveAll()) == [1]
@@ -256,10 +252,10 @@ def test_temporary_steps_go_after_the_next_commit_whatever_the_policy_says() -> 
     assert deleted([dataclasses.replace(one, pinned=True), two, three], PreserveAll()) == [2]
 
 
-def test_temporary_steps_push_no_lasting_one_out() -> None:
-    lasting = [info(100), info(200)]
+def test_temporary_steps_displace_no_permanent_one() -> None:
+    permanent = [info(100), info(200)]
     temporary = [dataclasses.replace(info(step), temporary=True) for step in (210, 220, 230)]
-    assert steps(survivors([*lasting, *temporary], LatestN(2))) == [100, 200, 230]
+    assert steps(survivors([*permanent, *temporary], LatestN(2))) == [100, 200, 230]
 
 
 CHECKPOINTS = st.lists(
@@ -293,9 +289,7 @@ POLICIES = st.recursive(LEAVES, lambda inner: st.builds(AnyPreservationPolicy, s
 
 @settings(deadline=None)
 @given(CHECKPOINTS, POLICIES)
-def test_no_policy_loses_the_newest_the_last_committed_or_a_pinned_step(
-    checkpoints: list[CheckpointInfo], policy: Any
-) -> None:
+def test_no_policy_deletes_newest_or_pinned_steps(checkpoints: list[CheckpointInfo], policy: Any) -> None:
     context = DecisionContext(at(50))
     gone = steps_to_delete(checkpoints, policy, context=context)
     assert_never_lost(checkpoints, gone)
@@ -309,7 +303,7 @@ def test_any_is_the_union_of_its_policies(checkpoints: list[CheckpointInfo], pol
     assert set(preserved(AnyPreservationPolicy(policies), infos, now=50)) == union
 
 
-# Applied again and again ------------------------------------------------------------------------------------------
+# Applied repeatedly -----------------------------------------------------------------------------------------------
 
 GAPS = st.lists(st.tuples(st.integers(1, 15), st.floats(0.01, 90)), max_size=40)
 
@@ -327,7 +321,9 @@ def run_of(gaps: list[tuple[int, float]]) -> list[CheckpointInfo]:
 @given(GAPS, CHAINS)
 def test_incremental_application_equals_final_one(gaps: list[tuple[int, float]], policy: Any) -> None:
     if isinstance(policy, EveryNStepsClosest):
-        policy = dataclasses.replace(policy, max_to_keep=None)  # the newest counts, so it does depend on when
+        policy = dataclasses.replace(
+            policy, max_to_keep=None
+        )  # the bound counts the newest step, so the result depends on when it is applied
     run = run_of(gaps)
     assert steps(survivors(run, policy)) == sorted({*preserved(policy, run), *steps(run[-1:])})
 
@@ -353,19 +349,17 @@ def test_every_n_seconds_leaves_gaps_and_bounded_count(gaps: list[tuple[int, flo
     if run:
         assert len(alive) <= (run[-1].time - run[0].time).total_seconds() / interval + 2
         widest = max((seconds for _, seconds in gaps), default=0.0)
-        assert all(gap <= interval + widest + 1e-3 for gap in apart), "nor is it thinned out further than asked"
+        assert all(gap <= interval + widest + 1e-3 for gap in apart), "no gap is larger than necessary"
 
 
 @settings(deadline=None)
 @given(GAPS, st.integers(1, 20), st.integers(1, 5))
-def test_every_n_steps_closest_is_bounded_by_max_to_keep(
-    gaps: list[tuple[int, float]], interval: int, most: int
-) -> None:
+def test_max_to_keep_bounds_closest_steps(gaps: list[tuple[int, float]], interval: int, most: int) -> None:
     assert len(survivors(run_of(gaps), EveryNStepsClosest(interval, max_to_keep=most))) <= most
 
 
 def test_a_hundred_preemptions_leave_a_bounded_disk() -> None:
-    """Temporary saves by the clock, a lasting one at each of 102 preemptions, every 1000th step for ever."""
+    """Temporary saves by time, a permanent one at each of 102 preemptions, and each 1000th step for ever."""
     run = [
         CheckpointInfo(step, at(step * 7), temporary=bool(step % 490 and step % 1000)) for step in range(10, 50_001, 10)
     ]
@@ -386,7 +380,7 @@ def test_duration_policy_bounds_disk_use() -> None:
 
 @pytest.fixture(scope="module")
 def orbax() -> ModuleType:
-    """Orbax's policies; its import warns on some versions of Python, which is none of our business."""
+    """Orbax's policies, without the warnings that its import gives on some versions of Python."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("orbax.checkpoint")

@@ -1,4 +1,4 @@
-"""Preservation policies: what they refuse to be built with, and which answers of a policy are refused."""
+"""Preservation policies: which arguments they refuse, and which answers of a policy are refused."""
 
 from __future__ import annotations
 
@@ -48,40 +48,40 @@ class Answer:
 
 @pytest.mark.parametrize("build", [LatestN, EveryNSteps, EveryNStepsClosest, lambda n: BestN("loss", n, "min")])
 @pytest.mark.parametrize("number", [0, -1, True, 2.0, "2", math.nan])
-def test_counts_and_intervals_are_whole_numbers_of_at_least_one(build: Any, number: Any) -> None:
-    with pytest.raises(SettingsError, match=r"\w+\.\w+: expected a whole number of at least 1, found"):
+def test_counts_and_intervals_must_be_positive_integers(build: Any, number: Any) -> None:
+    with pytest.raises(SettingsError, match=r"\w+\.\w+: expected a whole number"):
         build(number)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, True, math.nan, math.inf, "60", None, timedelta(0), 10**400])
 def test_seconds_must_be_finite_and_above_zero(seconds: Any) -> None:
-    with pytest.raises(SettingsError, match=r"LatestDuration\.duration: expected a"):
+    with pytest.raises(SettingsError, match=r"LatestDuration\.duration"):
         LatestDuration(seconds)
     if seconds != 10**400:
-        with pytest.raises(SettingsError, match=r"EveryNSeconds\.interval_secs: expected a finite number"):
+        with pytest.raises(SettingsError, match=r"EveryNSeconds\.interval_secs"):
             EveryNSeconds(seconds)
 
 
 @pytest.mark.parametrize(
     ("build", "match"),
     [
-        (lambda: EveryNSteps(5, exact_interval=1), r"EveryNSteps\.exact_interval: expected true or false, found 1"),  # type: ignore[arg-type]
+        (lambda: EveryNSteps(5, exact_interval=1), r"EveryNSteps\.exact_interval: .*found 1"),  # type: ignore[arg-type]
         (lambda: EveryNSteps(5, max_to_keep=0), r"EveryNSteps\.max_to_keep: .*found 0"),
         (lambda: EveryNStepsClosest(5, max_to_keep=0), r"EveryNStepsClosest\.max_to_keep: .*found 0"),
-        (lambda: BestN("", 1, "min"), r"BestN\.metric: expected the name of a metric"),
-        (lambda: BestN("loss", 1, "low"), r'BestN\.mode: expected "min"'),  # type: ignore[arg-type]
-        (lambda: BestN("loss", 1, "min", 1), r"BestN\.keep_checkpoints_without_metrics: expected true, false"),  # type: ignore[arg-type]
+        (lambda: BestN("", 1, "min"), r"BestN\.metric"),
+        (lambda: BestN("loss", 1, "low"), r"BestN\.mode: .*found 'low'"),  # type: ignore[arg-type]
+        (lambda: BestN("loss", 1, "min", 1), r"BestN\.keep_checkpoints_without_metrics"),  # type: ignore[arg-type]
         (
             lambda: CustomSteps([1, True]),
-            r"CustomSteps\.steps: a step: expected a whole number of at least 0, found True",
+            r"CustomSteps\.steps: .*found True",
         ),
         (lambda: CustomSteps("12"), r"CustomSteps\.steps: expected a collection"),  # type: ignore[arg-type]
-        (lambda: AnyPreservationPolicy([]), r"AnyPreservationPolicy\.policies: expected at least one policy"),
-        (lambda: AnyPreservationPolicy([LatestN(1), 3]), r"policies\[1\]: expected an object with should_preserve"),  # type: ignore[list-item]
+        (lambda: AnyPreservationPolicy([]), r"AnyPreservationPolicy\.policies"),
+        (lambda: AnyPreservationPolicy([LatestN(1), 3]), r"policies\[1\]: .*should_preserve"),  # type: ignore[list-item]
         (lambda: AnyPreservationPolicy([LatestN]), r"policies\[0\]: .*write LatestN\(\.\.\.\)"),  # type: ignore[list-item]
         (
             lambda: AnyPreservationPolicy([FixedIntervalPolicy(5)]),  # type: ignore[list-item]
-            r"policies\[0\]: .*found FixedIntervalPolicy\(interval=5\), which is a save policy",
+            r"policies\[0\]: .*which is a save policy",
         ),
     ],
 )
@@ -93,15 +93,15 @@ def test_a_wrong_argument_is_named(build: Any, match: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "match"),
     [
-        ([True], r"Answer\(\)\.should_preserve: expected one bool for each of 2 checkpoints, found 1 values"),
-        ([True] * 3, r"each of 2 checkpoints, found 3 values"),
-        (None, r"expected a sequence of 2 bools, found None"),
-        ([True, 1], r"expected True or False for step 2, found 1"),
-        ([None, True], r"expected True or False for step 1, found None"),
-        ("ab", r"expected True or False for step 1, found 'a'"),
+        ([True], r"Answer\(\)\.should_preserve: .*found 1 values"),
+        ([True] * 3, "found 3 values"),
+        (None, "found None"),
+        ([True, 1], "step 2, found 1"),
+        ([None, True], "step 1, found None"),
+        ("ab", "step 1, found 'a'"),
     ],
 )
-def test_an_answer_that_is_not_one_bool_per_checkpoint_is_refused(answer: Any, match: str) -> None:
+def test_answers_must_be_one_bool_per_checkpoint(answer: Any, match: str) -> None:
     for policy in (Answer(answer), AnyPreservationPolicy([PreserveAll(), Answer(answer)])):
         with pytest.raises(SettingsError, match=match):
             deleted([info(1), info(2)], policy)
@@ -126,6 +126,6 @@ def test_missing_metric_is_logged_now_and_then(caplog: pytest.LogCaptureFixture)
     for count in range(1, 120):
         assert all(BestN("acuracy", 1, "max").should_preserve(infos[:count], context=DecisionContext(NOW)))
         BestN("accuracy", 1, "max").should_preserve(infos[:count], context=DecisionContext(NOW))
-    counted = [f"none of {count} checkpoints has the metric 'acuracy'" for count in (10, 100)]
-    assert [part in message for part, message in zip(counted, caplog.messages, strict=True)] == [True, True]
+    expected = [f"none of {count} checkpoints has the metric 'acuracy'" for count in (10, 100)]
+    assert [part in message for part, message in zip(expected, caplog.messages, strict=True)] == [True, True]
     assert all(message.endswith(": accuracy") for message in caplog.messages)

@@ -1,4 +1,4 @@
-"""Ranking by a metric: order, ties, and values that are none."""
+"""Ranking by a metric: order, ties, and values that are not numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_metric_is_looked_up_as_a_float() -> None:
 
 
 def test_a_metric_that_is_no_number_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r'metric "loss": expected a number, found \'low\''):
+    with pytest.raises(SettingsError, match="found 'low'"):
         rank_checkpoints([info(1, loss="low")], "loss", "min")
 
 
@@ -43,7 +43,7 @@ def test_nan_is_neither_better_nor_worse() -> None:
         assert not is_better(1, math.nan, mode)
 
 
-def test_of_equal_values_the_higher_step_comes_first() -> None:
+def test_higher_step_of_equal_values_comes_first() -> None:
     infos = [info(1, loss=1.0), info(3, loss=0.5), info(2, loss=0.5), info(4)]
     assert [one.step for one in rank_checkpoints(infos, "loss", "min")] == [3, 2, 1]
     assert [one.step for one in rank_checkpoints(infos, "loss", "max")] == [1, 3, 2]

@@ -1,4 +1,4 @@
-"""Save policies: when each asks for a save, how they compose, what reason a decision carries."""
+"""Save policies: when each asks for a save, how policies compose, and the reason of each decision."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_specific_steps_compares_and_reads_without_order() -> None:
     assert SpecificStepsPolicy(range(0, 10**12, 10)).should_save(info(10**9), [], context=DecisionContext(START))
 
 
-def test_initial_save_asks_only_while_there_is_no_checkpoint() -> None:
+def test_initial_save_needs_an_empty_run() -> None:
     assert asks(InitialSavePolicy(), info(17))
     assert not asks(InitialSavePolicy(), info(17), [info(1)])
 
@@ -128,7 +128,7 @@ def test_every_seconds_survives_clock_that_is_set_back() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=60), st.floats(1, 300))
-def test_every_seconds_never_saves_sooner_nor_later_than_it_must(gaps: list[float], seconds: float) -> None:
+def test_every_seconds_saves_exactly_when_due(gaps: list[float], seconds: float) -> None:
     policy, now, last, previous = EverySecondsPolicy(seconds), 0.0, at(0), list[CheckpointInfo]()
     for step, gap in enumerate(gaps):
         now += gap
@@ -154,7 +154,7 @@ def test_continuous_keeps_its_minimum_interval() -> None:
     assert not asks(policy, info(2, 30), [info(1, 0)], is_saving_in_progress=True)
 
 
-def test_improvement_saves_only_what_is_strictly_better_than_everything_before() -> None:
+def test_improvement_saves_strictly_better_metrics_only() -> None:
     policy = ImprovementPolicy("loss", "min")
     previous = [info(1, loss=0.5), info(2, loss=0.9), info(3), info(4, loss=math.nan)]
     for loss, expected in [(0.4, True), (0.5, False), (0.7, False), (math.nan, False), (-math.inf, True)]:
@@ -166,11 +166,12 @@ def test_improvement_saves_only_what_is_strictly_better_than_everything_before()
 def test_improvement_policy_reports_missing_metric(caplog: pytest.LogCaptureFixture) -> None:
     for step, previous in [*((step, []) for step in range(1, 1001)), (100, [info(50)])]:
         assert not asks(ImprovementPolicy("cost", "min"), info(step), previous, read_metrics=lambda: {"loss": 1.0})
-    text = "ImprovementPolicy: nothing is saved yet, and step {} has no metric 'cost'; its metrics are: loss"
-    assert [record.getMessage() for record in caplog.records] == [text.format(step) for step in (10, 100, 1000)]
+    expected = [f"step {step} has no metric 'cost'" for step in (10, 100, 1000)]
+    assert [part in message for part, message in zip(expected, caplog.messages, strict=True)] == [True] * 3
+    assert all(message.endswith(": loss") for message in caplog.messages)
 
 
-def test_improvement_saves_the_first_value_and_no_step_without_one() -> None:
+def test_improvement_saves_first_value() -> None:
     policy = ImprovementPolicy("loss", "min")
     assert asks(policy, info(1), read_metrics=lambda: {"loss": np.float32(3)})
     assert asks(policy, info(1, loss=3.0), [info(0)])
@@ -181,7 +182,7 @@ def test_improvement_saves_the_first_value_and_no_step_without_one() -> None:
 
 
 def test_improvement_refuses_a_metric_that_is_no_number() -> None:
-    with pytest.raises(SettingsError, match=r'metric "loss": expected a number, found \'0.5\''):
+    with pytest.raises(SettingsError, match=r"found '0\.5'"):
         asks(ImprovementPolicy("loss", "min"), info(1), read_metrics=lambda: {"loss": "0.5"})
 
 
@@ -201,13 +202,13 @@ def test_only_improvement_reads_metrics() -> None:
 # Composition and reasons ------------------------------------------------------------------------------------------
 
 
-def test_any_asks_in_order_up_to_the_first_that_wants_a_save() -> None:
+def test_any_policy_stops_at_first_save() -> None:
     first, second, third = Always(False), Always(True), Always(True)
     assert asks(AnySavePolicy([first, second, third]), info(1))
     assert (first.asked, second.asked, third.asked) == (1, 1, 0)
 
 
-def test_all_asks_in_order_up_to_the_first_that_does_not() -> None:
+def test_all_policy_stops_at_first_refusal() -> None:
     cheap = FixedIntervalPolicy(10)
     policy = AllSavePolicy([cheap, ImprovementPolicy("loss", "min")])
     assert not asks(policy, info(9), read_metrics=forbidden)
@@ -252,12 +253,12 @@ def test_no_text_is_built_when_nothing_is_due() -> None:
     assert "not due" in NOT_DUE.reason
 
 
-def test_a_policy_may_answer_with_a_numpy_bool_but_not_with_nothing() -> None:
+def test_policies_must_answer_with_a_bool() -> None:
     assert asks(Always(np.True_), info(1))
     assert not asks(Always(np.False_), info(1))
     for answer in (None, 1, "yes"):
         for policy in (Always(answer), AnySavePolicy([Always(answer)]), AllSavePolicy([Always(answer)])):
-            with pytest.raises(SettingsError, match=r"Always\(\)\.should_save: expected True or False, found"):
+            with pytest.raises(SettingsError, match=r"Always\(\)\.should_save"):
                 asks(policy, info(1))
 
 
@@ -265,36 +266,30 @@ def test_a_policy_may_answer_with_a_numpy_bool_but_not_with_nothing() -> None:
 
 
 @pytest.mark.parametrize("interval", [0, -1, True, 5.0, "5", None, math.nan])
-def test_fixed_interval_refuses_what_is_no_interval(interval: Any) -> None:
-    with pytest.raises(
-        SettingsError, match=r"FixedIntervalPolicy\.interval: expected a whole number of at least 1, found"
-    ):
+def test_fixed_interval_refuses_invalid_intervals(interval: Any) -> None:
+    with pytest.raises(SettingsError, match=r"FixedIntervalPolicy\.interval"):
         FixedIntervalPolicy(interval)
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, True, math.nan, math.inf, -math.inf, "60", timedelta(seconds=60)])
 def test_seconds_must_be_finite_and_above_zero(seconds: Any) -> None:
-    with pytest.raises(
-        SettingsError, match=r"EverySecondsPolicy\.seconds: expected a finite number of seconds above 0"
-    ):
+    with pytest.raises(SettingsError, match=r"EverySecondsPolicy\.seconds"):
         EverySecondsPolicy(seconds)
-    with pytest.raises(SettingsError, match=r"ContinuousCheckpointingPolicy\.minimum_interval_secs: expected"):
+    with pytest.raises(SettingsError, match=r"ContinuousCheckpointingPolicy\.minimum_interval_secs"):
         ContinuousCheckpointingPolicy(seconds)
 
 
 @pytest.mark.parametrize("steps", [5, None, "12", ["1"], [True], [1.0], [-1], range(-3, 3), range(3, -3, -1)])
-def test_specific_steps_refuses_what_is_no_collection_of_steps(steps: Any) -> None:
+def test_specific_steps_refuses_invalid_collections(steps: Any) -> None:
     with pytest.raises(SettingsError, match=r"SpecificStepsPolicy\.steps.*: expected"):
         SpecificStepsPolicy(steps)
 
 
 def test_improvement_refuses_other_modes_and_names() -> None:
-    with pytest.raises(
-        SettingsError, match=r'ImprovementPolicy\.mode: expected "min" \(.*\) or "max" \(.*\), found \'up\''
-    ):
+    with pytest.raises(SettingsError, match=r"ImprovementPolicy\.mode: .*found 'up'"):
         ImprovementPolicy("loss", "up")  # type: ignore[arg-type]
     for metric in ("", None, 3):
-        with pytest.raises(SettingsError, match=r"ImprovementPolicy\.metric: expected the name of a metric"):
+        with pytest.raises(SettingsError, match=r"ImprovementPolicy\.metric"):
             ImprovementPolicy(metric, "min")  # type: ignore[arg-type]
 
 
@@ -302,15 +297,15 @@ def test_improvement_refuses_other_modes_and_names() -> None:
 @pytest.mark.parametrize(
     ("policies", "match"),
     [
-        ([], r"policies: expected at least one policy, found none"),
-        ([LatestN(2)], r"policies\[0\]: .*should_save.*found LatestN\(n=2\), which is a preservation policy"),
-        ([InitialSavePolicy(), None], r"policies\[1\]: expected an object with should_save\(\.\.\.\), found None"),
-        ([InitialSavePolicy], r"policies\[0\]: .*found the class InitialSavePolicy; write InitialSavePolicy\(\.\.\.\)"),
-        (InitialSavePolicy(), r"policies: expected a sequence of policies"),
-        ("all", r"policies: expected a sequence of policies"),
+        ([], r"policies: .*found none"),
+        ([LatestN(2)], r"policies\[0\]: .*LatestN\(n=2\), which is a preservation policy"),
+        ([InitialSavePolicy(), None], r"policies\[1\]: .*found None"),
+        ([InitialSavePolicy], r"policies\[0\]: .*write InitialSavePolicy\(\.\.\.\)"),
+        (InitialSavePolicy(), r"policies: expected a sequence"),
+        ("all", r"policies: expected a sequence"),
     ],
 )
-def test_composites_refuse_what_is_no_save_policy(composite: Any, policies: Any, match: str) -> None:
+def test_composites_refuse_invalid_policies(composite: Any, policies: Any, match: str) -> None:
     with pytest.raises(SettingsError, match=rf"{composite.__name__}\.{match}"):
         composite(policies)
 
@@ -326,11 +321,11 @@ def test_policies_are_values() -> None:
 
 
 def test_times_need_zone_and_are_kept_in_utc() -> None:
-    with pytest.raises(SettingsError, match=r"CheckpointInfo\.time: expected a datetime with a time zone"):
+    with pytest.raises(SettingsError, match=r"CheckpointInfo\.time"):
         CheckpointInfo(1, datetime(2026, 3, 1))
-    with pytest.raises(SettingsError, match=r"DecisionContext\.now: expected"):
+    with pytest.raises(SettingsError, match=r"DecisionContext\.now"):
         DecisionContext(1.5)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match=r"DecisionContext\.run_started: expected"):
+    with pytest.raises(SettingsError, match=r"DecisionContext\.run_started"):
         DecisionContext(START, run_started=datetime(2026, 3, 1))
     abroad = START.astimezone(timezone(timedelta(hours=9)))
     assert CheckpointInfo(1, abroad).time.tzinfo is UTC
@@ -339,7 +334,7 @@ def test_times_need_zone_and_are_kept_in_utc() -> None:
 
 @pytest.mark.parametrize("step", [-1, True, 1.0, "1", None])
 def test_a_step_is_a_whole_number(step: Any) -> None:
-    with pytest.raises(SettingsError, match=r"CheckpointInfo\.step: expected a whole number of at least 0"):
+    with pytest.raises(SettingsError, match=r"CheckpointInfo\.step"):
         CheckpointInfo(step, START)
     assert type(CheckpointInfo(np.int32(7), START).step) is int  # type: ignore[arg-type]
 
@@ -349,7 +344,7 @@ def test_a_step_is_a_whole_number(step: Any) -> None:
 
 @pytest.fixture(scope="module")
 def orbax() -> ModuleType:
-    """Orbax's save policies; its import warns on some versions of Python, which is none of our business."""
+    """Orbax's save policies, without the warnings that its import gives on some versions of Python."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module: ModuleType = pytest.importorskip("orbax.checkpoint.checkpoint_managers")
@@ -395,5 +390,5 @@ def test_policies_with_orbax_names_decide_like_orbax(
         arguments = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
         theirs = getattr(orbax, type(policy).__name__)(**arguments)
         for previous in ([], [info(0, 0)]):
-            wanted = asks(theirs, info(step, gap), previous, is_saving_in_progress=busy)
-            assert asks(policy, info(step, gap), previous, is_saving_in_progress=busy) == wanted, policy
+            expected = asks(theirs, info(step, gap), previous, is_saving_in_progress=busy)
+            assert asks(policy, info(step, gap), previous, is_saving_in_progress=busy) == expected, policy

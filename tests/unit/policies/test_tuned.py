@@ -1,4 +1,4 @@
-"""Policies that tune themselves: what interval they want, their bounds, their reasons, and that jobs agree on them."""
+"""Policies that tune themselves: their intervals, bounds and reasons, and that the processes of a job agree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def asked(policy: Any, since_s: float, costs: SaveCosts = KNOWN, saved: bool = T
 
 
 def interval_of(policy: Any, costs: SaveCosts = KNOWN, **more: Any) -> float:
-    """After how many seconds it asks for a save, to a thousandth."""
+    """The interval after which the policy asks for a save, to a thousandth."""
     low, high = 0.0, 1e7
     if not asked(policy, high, costs, **more).save:
         return math.inf
@@ -44,17 +44,17 @@ def interval_of(policy: Any, costs: SaveCosts = KNOWN, **more: Any) -> float:
 
 
 @pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy()])
-def test_nothing_is_saved_before_something_is_measured_but_for_the_longest_interval(policy: Any) -> None:
+def test_unmeasured_run_saves_at_longest_interval(policy: Any) -> None:
     assert interval_of(policy, SaveCosts()) == pytest.approx(3600, rel=2e-3)
     unbounded = type(policy)(max_interval_secs=None)
     assert not asked(unbounded, 1e7, SaveCosts()).save
     assert not decide(unbounded, CheckpointInfo(1, START), [], DecisionContext(START)).save
-    assert "nothing is measured yet, and max_interval_secs=3600 have passed" in asked(policy, 4000, SaveCosts()).reason
+    assert "max_interval_secs=3600" in asked(policy, 4000, SaveCosts()).reason
 
 
 @pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy()])
 def test_first_save_measures_the_cost(policy: Any) -> None:
-    assert asked(policy, 0.0, SaveCosts(step_s=1.0)).reason.endswith("the first save, to measure its cost")
+    assert asked(policy, 0.0, SaveCosts(step_s=1.0)).reason.endswith("to measure its cost")
     assert not asked(policy, 1e6, SaveCosts(step_s=1.0, is_measuring=True)).save
 
 
@@ -66,20 +66,20 @@ def test_visible_updates_defer_save_to_longest_interval(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy()])
-def test_a_save_under_way_is_never_waited_for(policy: Any) -> None:
+def test_running_save_prevents_another(policy: Any) -> None:
     assert asked(policy, 1e6).save
     assert not asked(policy, 1e6, is_saving_in_progress=True).save
 
 
 @pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy()])
-def test_the_time_counts_from_the_start_where_that_came_after_the_last_save(policy: Any) -> None:
+def test_interval_counts_from_latest_start(policy: Any) -> None:
     waited = START + timedelta(hours=9)
     context = DecisionContext(waited, run_started=waited, read_costs=lambda: KNOWN)
     assert not decide(policy, CheckpointInfo(20, waited), [CheckpointInfo(10, START)], context).save
 
 
 @pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy(600.0)])
-def test_what_an_earlier_process_has_measured_is_enough(policy: Any) -> None:
+def test_recalled_measurements_suffice(policy: Any) -> None:
     recalled = SaveCosts(cost_s=2.0)
     assert interval_of(policy, recalled) == pytest.approx(interval_of(policy, SaveCosts(step_s=1.0, cost_s=2.0)))
 
@@ -92,19 +92,19 @@ def test_budget_sets_the_interval(cost_s: float, fraction: float) -> None:
     assert cost_s / (interval_s - cost_s) == pytest.approx(AIM * fraction, rel=1e-2)
 
 
-def test_what_was_spent_beyond_the_budget_puts_the_next_save_off() -> None:
+def test_exceeded_budget_delays_next_save() -> None:
     policy = jct.OverheadBudgetPolicy(0.1, max_interval_secs=None)
     even = interval_of(policy, SaveCosts(step_s=1.0, cost_s=1.0, spent_s=9.0, trained_s=100.0))
     more = interval_of(policy, SaveCosts(step_s=1.0, cost_s=1.0, spent_s=18.0, trained_s=100.0))
     less = interval_of(policy, SaveCosts(step_s=1.0, cost_s=1.0, spent_s=0.0, trained_s=100.0))
     assert more - even == pytest.approx(9.0 / (AIM * 0.1), rel=1e-2)
-    assert less == pytest.approx(0.5 / (AIM * 0.1) + 1.0, rel=1e-2)  # never more than twice as often
+    assert less == pytest.approx(0.5 / (AIM * 0.1) + 1.0, rel=1e-2)  # at most twice as often
 
 
 @pytest.mark.parametrize("cost_s", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize("mtbf_s", [300.0, 3600.0, 86400.0])
 def test_interval_of_young_and_daly_loses_least(cost_s: float, mtbf_s: float) -> None:
-    """By the exact expectation for failures at random moments (Daly 2006, equation 20), without the time to restart."""
+    """By the exact expectation for random failures (Daly 2006, equation 20), without the time to restart."""
 
     def lost(interval_s: float) -> float:
         return mtbf_s * (math.exp((interval_s + cost_s) / mtbf_s) - 1) / interval_s
@@ -134,7 +134,7 @@ def test_without_a_given_rate_failures_are_counted() -> None:
 @pytest.mark.parametrize("lived_s", [600.0, 6e4, 6e6])
 def test_unfailed_run_expects_twice_its_age(lived_s: float) -> None:
     assert Failures(0, lived_s).mtbf_s == pytest.approx(2 * lived_s, rel=0.11)
-    assert Failures(20, lived_s).mtbf_s == pytest.approx(lived_s / 20, rel=0.11)  # and soon believes what it sees
+    assert Failures(20, lived_s).mtbf_s == pytest.approx(lived_s / 20, rel=0.11)  # and observed failures soon dominate
 
 
 @pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
@@ -147,21 +147,21 @@ def test_bounds_are_kept_and_reported(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
-def test_saves_are_not_under_way_all_the_time(kind: Any) -> None:
-    slow = SaveCosts(step_s=1.0, cost_s=1e-6, duration_s=900.0, usual_s=100.0)  # one took longer than the others
+def test_interval_exceeds_duration_of_saves(kind: Any) -> None:
+    slow = SaveCosts(step_s=1.0, cost_s=1e-6, duration_s=900.0, usual_s=100.0)  # one save took longer than the others
     assert interval_of(kind(), slow) == pytest.approx(ROOM * 100.0, rel=1e-2)
     assert "but a save lasts 100 s" in asked(kind(), 1000.0, slow).reason
 
 
 @pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
 @pytest.mark.parametrize("cost_s", [1e-6, 1.0, 1e6])
-def test_however_long_saves_last_there_is_no_more_between_them_than_is_allowed(kind: Any, cost_s: float) -> None:
+def test_longest_interval_bounds_slow_saves(kind: Any, cost_s: float) -> None:
     slow, policy = SaveCosts(step_s=1.0, cost_s=cost_s, usual_s=100.0), kind(max_interval_secs=60.0)
     assert interval_of(policy, slow) <= 60.1
-    assert "and a save lasts 100 s, but max_interval_secs=60 is less" in asked(policy, 61.0, slow).reason
+    assert "lasts 100 s, but max_interval_secs=60" in asked(policy, 61.0, slow).reason
 
 
-def test_reasons_tell_what_was_measured() -> None:
+def test_reasons_state_what_was_measured() -> None:
     spent = SaveCosts(step_s=1.0, cost_s=2.0, blocked_s=0.5, spent_s=3.0, trained_s=100.0)
     assert re.fullmatch(
         r"OverheadBudgetPolicy\(max_fraction=0.035\): a save costs 2 s \(and blocks the loop for 0.5 s of it\), "
@@ -178,7 +178,7 @@ def test_reasons_tell_what_was_measured() -> None:
     )
 
 
-def test_in_job_process_zero_decides_now_and_then() -> None:
+def test_primary_decides_tuned_policies_by_time() -> None:
     for policy in (jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy(), jct.EverySecondsPolicy(5.0)):
         assert outlook(policy, CheckpointInfo(1, START), DecisionContext(START), has_steps=True) is Outlook.SOME_TIME
         assert decided_locally(policy) == "a policy by time"
@@ -188,31 +188,28 @@ def test_in_job_process_zero_decides_now_and_then() -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"min_interval_secs": 0}, "min_interval_secs: expected a finite number of seconds above 0, found 0"),
-        ({"max_interval_secs": math.inf}, "max_interval_secs: expected a finite number of seconds above 0, found inf"),
-        (
-            {"min_interval_secs": 5, "max_interval_secs": 4},
-            r"max_interval_secs: expected at least min_interval_secs \(5\), found 4",
-        ),
+        ({"min_interval_secs": 0}, "min_interval_secs: .*found 0"),
+        ({"max_interval_secs": math.inf}, "max_interval_secs: .*found inf"),
+        ({"min_interval_secs": 5, "max_interval_secs": 4}, r"max_interval_secs: .*\(5\), found 4"),
     ],
 )
-def test_bounds_that_are_none_are_refused(kind: Any, arguments: Any, match: str) -> None:
+def test_invalid_bounds_are_refused(kind: Any, arguments: Any, match: str) -> None:
     with pytest.raises(SettingsError, match=f"{kind.__name__}.{match}"):
         kind(**arguments)
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 3.5, True, "0.1", math.nan, None])
 def test_a_budget_is_a_fraction(fraction: Any) -> None:
-    with pytest.raises(SettingsError, match=r"max_fraction: expected a fraction above 0 and below 1, such as 0\.035"):
+    with pytest.raises(SettingsError, match="max_fraction"):
         jct.OverheadBudgetPolicy(fraction)
 
 
 @pytest.mark.parametrize("mtbf", [0, -1.0, "1h", True, math.inf])
 def test_time_between_failures_is_number_of_seconds(mtbf: Any) -> None:
-    with pytest.raises(SettingsError, match=r"YoungDalyPolicy\.mtbf_secs: expected a finite number of seconds above 0"):
+    with pytest.raises(SettingsError, match=r"YoungDalyPolicy\.mtbf_secs"):
         jct.YoungDalyPolicy(mtbf)
 
 
-def test_they_are_built_from_yaml() -> None:
+def test_young_daly_policy_is_built_from_yaml() -> None:
     node = {"_target_": "jaxckpt_train.YoungDalyPolicy", "mtbf_secs": 7200, "max_interval_secs": 1800}
     assert callback_arguments({"save_policy": node})["save_policy"] == jct.YoungDalyPolicy(7200, max_interval_secs=1800)
