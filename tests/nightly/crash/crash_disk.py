@@ -1,7 +1,7 @@
-"""A file system in memory that writes down every operation on it, so that a crash can be made to lose some of them.
+"""A file system in memory that records its operations, so that a simulated crash can lose some of them.
 
-`CrashDisk` is a backend that does the same operations as `store/backends/local.py`, in the same order, as
-`test_same_as_local.py` shows. A `Machine` is what stays when a process dies: the files, and the operations on them.
+`CrashDisk` is a backend that makes the same operations as `store/backends/local.py`, in the same order, as
+`test_same_as_local.py` shows. A `Machine` is the state that outlives a process: the files, and the log of operations.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ANCIENT_S = 1e6
 
 
 class Machine:
-    """What outlives a process: the files as they are now, and all that was done since the machine was started.
+    """The state that outlives a process: the files, and all operations since the start of the machine.
 
     Args:
-        image: what its disk held then.
+        image: the content of its disk at the start.
         can_exchange: whether names can be exchanged in one step.
     """
 
@@ -53,20 +53,20 @@ class Machine:
         self._next = 1 + max([*self.live.folders, *self.live.files, *self.live.lost], default=0)
 
     def do(self, operation: Operation) -> None:
-        """Change the files, and write it down."""
+        """Apply an operation to the files, and log it."""
         with self.guard:
             self.live.apply(operation)
             self.log.append(operation)
 
     def new_inode(self) -> int:
-        """A number that nothing had."""
+        """Return an unused inode number."""
         with self.guard:
             self._next += 1
             return self._next
 
 
 class _Place(NamedTuple):
-    """A directory that was found, the name in it that is meant, and what has it."""
+    """The directory of a path, the last name of the path, and the inode of that name if it exists."""
 
     inode: int
     name: str
@@ -74,25 +74,25 @@ class _Place(NamedTuple):
 
 
 class CrashDisk:
-    """A process's view of a machine's disk. Once `power` is off it does nothing more, whoever still calls it.
+    """The disk of a machine as one process sees it. Once `power` is off, every operation fails.
 
-    A write that is refused, or in which the process dies, is half done.
+    A write is half done if it is refused or the process dies in it.
 
     Attributes:
-        budget: how many more operations until the power goes off by itself; None: no limit.
-        refuse_in: the how-manieth operation from now on is refused, one only; None: none is.
-        has_refused: whether that was.
+        budget: the number of operations until the power goes off; None: no limit.
+        refuse_in: the number of operations until one is refused; None: none is.
+        has_refused: whether an operation was refused.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.power = machine, True
-        self._durable_paths: dict[str, int] = {}  # by path, what was there
+        self._durable_paths: dict[str, int] = {}  # the inode of each path when it was synced
         self.budget: int | None = None
         self.refuse_in: int | None = None
         self.has_refused = False
 
     def do(self, operation: Operation, path: str) -> None:
-        """Do one operation, unless the process is dead."""
+        """Make one operation, unless the process is dead."""
         with self.machine.guard:
             if self.power and self.budget is not None:
                 self.power = self.budget > 0
@@ -117,7 +117,7 @@ class CrashDisk:
             self.machine.do(Write(operation.inode, operation.offset, half))
 
     def _at(self, action: str, path: str) -> _Place:
-        """Find the directory of a path, and what has its last name; whoever calls has the machine's lock."""
+        """Find the directory and the inode of a path; the caller holds the lock of the machine."""
         if not self.power:
             raise StorageError(errno.ENODEV, f"cannot {action}: the process is dead", path)
         image = self.machine.live
@@ -135,14 +135,14 @@ class CrashDisk:
         return _Place(inode, name, found)
 
     def _existing(self, action: str, path: str) -> tuple[_Place, int]:
-        """The same of what must be there."""
+        """Find a path that must exist."""
         at = self._at(action, path)
         if at.found is None:
             raise _refusal(errno.ENOENT, action, path)
         return at, at.found
 
     def _new(self, action: str, path: str) -> _Place:
-        """The same of what must not be there."""
+        """Find a path that must not exist."""
         at = self._at(action, path)
         if at.found is not None:
             raise _refusal(errno.EEXIST, action, path)
@@ -267,26 +267,26 @@ class CrashDisk:
             raise
 
     def write_new(self, path: str, data: bytes) -> bool:
-        beside = self._beside(path, TEMPORARY_PREFIXES[0], "create the file")
+        temporary = self._temporary(path, TEMPORARY_PREFIXES[0], "create the file")
         try:
-            self.do(Write(beside.inode, 0, data), path)
-            self.do(Sync(beside.inode), path)
+            self.do(Write(temporary.inode, 0, data), path)
+            self.do(Sync(temporary.inode), path)
             with self.machine.guard:
                 at = self._at("create the file", path)
                 if at.found is not None:
                     return False
-                self.do(Link(at.inode, at.name, beside.inode, is_directory=False), path)
-                self.machine.touched_s[beside.inode] = self.machine.now_s
+                self.do(Link(at.inode, at.name, temporary.inode, is_directory=False), path)
+                self.machine.touched_s[temporary.inode] = self.machine.now_s
                 return True
         finally:
-            self.do(Unlink(beside.folder, beside.name), path)
+            self.do(Unlink(temporary.folder, temporary.name), path)
 
-    def _beside(self, path: str, prefix: str, action: str) -> Link:
+    def _temporary(self, path: str, prefix: str, action: str) -> Link:
         """Create a file of a new name in the same directory."""
         with self.machine.guard:
             inode, folder = self.machine.new_inode(), os.path.dirname(path)
-            beside = self._new(action, f"{folder}/{prefix}{inode}")
-            link = Link(beside.inode, beside.name, inode, is_directory=False)
+            temporary = self._new(action, f"{folder}/{prefix}{inode}")
+            link = Link(temporary.inode, temporary.name, inode, is_directory=False)
             self.do(link, path)
             return link
 
@@ -310,14 +310,14 @@ class CrashDisk:
 
 
 def _entry(image: Image, name: str, inode: int) -> Entry:
-    """What a listing says, which looks at the name alone."""
+    """Return the entry that a listing shows for a name."""
     if inode in image.lost:
         return Entry(name, "directory" if image.lost[inode] else "other")
     return Entry(name, "directory") if inode in image.folders else Entry(name, "file")
 
 
 def _any_order(name: str) -> int:
-    """The names in a directory are found in no order that means anything."""
+    """A sort key for an arbitrary order, because a listing has no defined order."""
     return zlib.crc32(name.encode())
 
 

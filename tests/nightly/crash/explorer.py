@@ -1,8 +1,8 @@
-"""Looks for crash states in which a promise is broken: `python -m tests.nightly.crash.explorer --states 1000000`.
+"""Search for crash states that break a promise: `python -m tests.nightly.crash.explorer --states 1000000`.
 
-A program of a few lives of processes is run on a disk in memory that writes down all operations. Then the power goes at
-random moments, the disk loses at random what it may lose, and a new process must find what was promised. Some of these
-new processes crash too, and so on. A state that was looked at already is not counted again.
+A program runs a few processes on a disk in memory that logs all operations. Then the power fails at random moments, the
+disk loses a random part of what it may lose, and a new process checks the promises. Some of these new processes crash
+too, and so on. Each distinct state is checked and counted once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.settings import Durability, StoreSettings
-from jaxckpt_train.store import timeouts as answers
+from jaxckpt_train.store import timeouts
 from jaxckpt_train.store.threads import Workers
 from tests.nightly.crash.crash_disk import CrashDisk, Machine
 from tests.nightly.crash.facts import Facts, WrongContentError
@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {"staging_bytes": 1 << 16, "segment_bytes": 8192, "io
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is done to a disk, in which write mode, what is looked at after a crash, and the share of all states."""
+    """The operations on a disk, the write mode, the check after a crash, and the share of all states."""
 
     life: type[RunLife] | type[SingleLife]
     durability: Durability
@@ -63,7 +63,7 @@ PROGRAMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Violation:
-    """A promise that was broken, and how to come there again."""
+    """A broken promise, and the values that reproduce it."""
 
     program: str
     seed: int
@@ -74,7 +74,7 @@ class Violation:
 
 @dataclasses.dataclass
 class Found:
-    """What an exploration came to: states made, digests of the different ones, and what was wrong."""
+    """The result of an exploration: the number of states, the digests of distinct ones, and the violations."""
 
     states: int = 0
     violations: list[Violation] = dataclasses.field(default_factory=list)
@@ -82,11 +82,11 @@ class Found:
 
     @property
     def distinct(self) -> int:
-        """How many different states were looked at."""
+        """The number of distinct states that were checked."""
         return len(self.seen)
 
     def has(self, wanted: int | Collection[Kind]) -> bool:
-        """Whether so many violations were found, or one of these kinds."""
+        """Return whether this number of violations was found, or one of these kinds."""
         if isinstance(wanted, int):
             return len(self.violations) >= wanted
         return any(violation.problem.kind in wanted for violation in self.violations)
@@ -94,7 +94,7 @@ class Found:
 
 @contextlib.contextmanager
 def small_sizes() -> Iterator[None]:
-    """Lets segments be small, and keeps warnings about crashes quiet."""
+    """Allow small segments, and disable the log."""
     logger = logging.getLogger("jaxckpt_train")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxckpt_train.settings._MINIMUM", {"io_threads": 1})
@@ -110,7 +110,7 @@ def explore(
     world: World | None = None,
     stop_at: int | Collection[Kind] = 5,
 ) -> Found:
-    """Look at so many different states; ends early at so many violations, or at one of these kinds."""
+    """Check a number of distinct states; stop early at a number of violations, or at one of these kinds."""
     found = Found()
     for number in itertools.count(seed):
         _one_program(number, program, world, found, states)
@@ -163,8 +163,8 @@ def _live(
     with process(*identity):
         try:
             PROGRAMS[program].life(machine, facts, world, chance).live()
-        except Exception as error:  # noqa: BLE001  # as below
-            return [_met(error)]
+        except Exception as error:  # noqa: BLE001  # see _check
+            return [_problem_of(error)]
     return []
 
 
@@ -173,26 +173,26 @@ def _check(program: str, image: Image, facts: Facts, world: World, identity: tup
     with process(*identity), without_threads():
         try:
             return PROGRAMS[program].find(world.make_disk(machine), world, facts)
-        except Exception as error:  # noqa: BLE001  # whatever a process meets after a crash is what this looks for
-            return [_met(error)]
+        except Exception as error:  # noqa: BLE001  # any error after a crash is a violation
+            return [_problem_of(error)]
 
 
-def _met(error: Exception) -> Problem:
+def _problem_of(error: Exception) -> Problem:
     kind: Kind = "wrong bytes" if isinstance(error, WrongContentError) else "exception"
     return Problem(kind, f"{type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
 def without_threads() -> Iterator[None]:
-    """Has the caller do what threads would, as where the system has none: nothing crashes any more while one looks."""
+    """Run all work in the calling thread, which is faster; nothing crashes during a check."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "_is_started", lambda _: False)
+        patch.setattr(timeouts, "_is_started", lambda _: False)
         patch.setattr(Workers, "_start_missing", lambda _: False)
         yield
 
 
 def explore_in_processes(seed: int, states: int, *, program: str, processes: int) -> Found:
-    """As `explore`, in so many processes, whose programs are others."""
+    """Run `explore` in several processes with different seeds."""
     whole = Found()
     with concurrent.futures.ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         share = -(-states // processes)
@@ -206,15 +206,15 @@ def explore_in_processes(seed: int, states: int, *, program: str, processes: int
 
 
 def _part(seed: int, states: int, program: str) -> Found:
-    gc.freeze()  # what was imported stays
+    gc.freeze()  # exclude imported modules from collections
     with small_sizes():
         return explore(seed, states, program=program)
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--states", type=int, default=1_000_000, help="different states to look at")
+    parser.add_argument("--states", type=int, default=1_000_000, help="distinct states to check")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     chosen = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What a program was promised by its saves, and whether what a crash left keeps it."""
+"""The promises made to a program by its saves, and what must be restored after a crash."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SIZES = (1, 700, 1024, 1500)
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """One save: the operations that were done before it began, and until it was acknowledged (None: it was not).
+    """One save: the numbers of operations before its begin and until its acknowledgement (None: not acknowledged).
 
     Attributes:
-        goes_on_from: the number of the save that the process had restored or made last; 0: none.
+        goes_on_from: the token of the save that the process restored or made before; 0: none.
     """
 
     token: int
@@ -30,23 +30,23 @@ class Promise:
     goes_on_from: int = 0
 
     def until(self, moment: int) -> Promise:
-        """As of a machine that starts after so many operations."""
+        """Return the promise as seen by a machine that starts after `moment` operations."""
         is_acknowledged = self.acknowledged is not None and self.acknowledged <= moment
         return dataclasses.replace(self, begun=0, acknowledged=0 if is_acknowledged else None)
 
 
 @dataclasses.dataclass
 class Facts:
-    """All that a program was promised, oldest first.
+    """All promises made to a program, oldest first.
 
     Attributes:
-        keep: so many steps are kept; None: all.
-        rolled_back: whether it ever went back to an older step, so that retention may take more.
-        pins: steps that were pinned, and after how many operations that was acknowledged.
-        durable: saves that are known to be on the disk, and after how many operations they were.
-        contents: of acknowledged saves, digests of their directories.
-        notes_refused: after how many operations the disk had refused to keep the notes; None: it never did.
-        restored: the save that whoever looks after a crash has restored.
+        keep: the number of steps that are kept; None: all.
+        rolled_back: whether the program went back to an older step, so that retention may delete more.
+        pins: pinned steps, and the number of operations until the pin was acknowledged.
+        durable: saves that are known to be on the disk, and the number of operations until they were.
+        contents: digests of the directories of acknowledged saves.
+        notes_refused: the number of operations until the disk refused to sync the notes; None: never.
+        restored: the save that the check after a crash has restored.
     """
 
     keep: int | None = None
@@ -59,19 +59,19 @@ class Facts:
     notes_refused: int | None = None
 
     def begin(self, step: int, at: int, goes_on_from: int = 0) -> Promise:
-        """A save begins; its number is what its content is made of."""
+        """Record the begin of a save; its token determines its content."""
         token = max((each.token for each in self.promises), default=0) + 1
         promise = Promise(token, step, at, goes_on_from=goes_on_from)
         self.promises.append(promise)
         return promise
 
     def acknowledge(self, promise: Promise, at: int) -> None:
-        """It is acknowledged."""
+        """Record the acknowledgement of a save."""
         index = self.promises.index(promise)
         self.promises[index] = dataclasses.replace(promise, acknowledged=at)
 
     def until(self, moment: int) -> Facts:
-        """What had been promised after so many operations, as of a machine that starts then."""
+        """Return the promises after `moment` operations, as seen by a machine that starts then."""
         promises = [each.until(moment) for each in self.promises if each.begun <= moment]
         pins = {step: 0 for step, at in self.pins.items() if at <= moment}
         durable = {token: 0 for token, at in self.durable.items() if at <= moment}
@@ -79,14 +79,14 @@ class Facts:
         return Facts(self.keep, self.rolled_back, promises, pins, durable, self.contents, notes_refused=refused)
 
     def acknowledged(self) -> list[Promise]:
-        """Those that were acknowledged, oldest first."""
+        """Return the acknowledged promises, oldest first."""
         return [each for each in self.promises if each.acknowledged is not None]
 
     def must_be_there(self, newest_token: int) -> dict[int, int]:
-        """Steps that can be restored, and of each the oldest save that it may be of.
+        """Return the steps that must be restorable, and for each the oldest save that it may hold.
 
         Args:
-            newest_token: of the save that is restored without asking for a step: later ones were never committed.
+            newest_token: the token of the save that is restored by default; later saves were never committed.
         """
         last = {each.step: each.token for each in self.acknowledged()}
         committed = [each for each in self.promises if each.token <= newest_token]
@@ -97,16 +97,16 @@ class Facts:
         return {step: last[step] for step in [*kept, *self.pins] if step in last}
 
     def _pinned_on_the_line_of(self, token: int) -> dict[int, int]:
-        """A run that goes on from what was left behind leaves behind what had come instead, of the same step, too."""
+        """Return the pinned steps for a run on the lineage of a save; saves on other lineages are abandoned."""
         line = {*self._line(token)}
         oldest = {each.step: each.token for each in self.acknowledged() if each.token in line}
         return {step: oldest.get(step, 0) for step in self.pins}
 
     def may_be_restored(self, token: int) -> bool:
-        """Whether nothing newer is known to be on the disk.
+        """Return whether no newer save is known to be on the disk.
 
-        A save that is there in part only may still tell which one it went on from, and that what came in between was
-        left behind; it is no older than the newest that is known.
+        An incomplete save may still record its predecessor, and thus that saves in between were abandoned; it is no
+        older than the newest durable save.
         """
         newest = max(self.durable, default=0)
         return any(self._newest_from(tip) == token or token in self._unknown_from(tip) for tip in self._tips(newest))
@@ -121,7 +121,7 @@ class Facts:
             tip = before.get(tip, 0)
 
     def _unknown_from(self, tip: int) -> list[int]:
-        """The saves that it goes on from, newest first, as far as they are newer than the newest that is known."""
+        """Return the lineage of a save, newest first, down to the newest durable save."""
         return list(itertools.takewhile(lambda token: token not in self.durable, self._line(tip)))
 
     def _newest_from(self, tip: int) -> int | None:
@@ -129,11 +129,11 @@ class Facts:
 
 
 class WrongContentError(AssertionError):
-    """What was restored is no save, or a mixture."""
+    """The restored content is of no save, or of several."""
 
 
 def state_of(token: int) -> dict[str, Any]:
-    """What a save saves: arrays of all sizes and a position, all of them told by its number."""
+    """Return the content of a save: arrays of several sizes and a position, determined by its token."""
     return {"state": dict(_arrays_of(token)), "data": JsonValue({"position": token})}
 
 
@@ -144,10 +144,10 @@ def _arrays_of(token: int) -> dict[str, np.ndarray]:
 
 
 def token_of(restored: dict[str, Any]) -> int:
-    """Which save this is what was saved by.
+    """Return the token of the save that has this content.
 
     Raises:
-        WrongContentError: it is a mixture, or of none.
+        WrongContentError: it is of no save, or of several.
     """
     token = restored["data"].value["position"]
     expected = _arrays_of(token)

@@ -1,4 +1,4 @@
-"""What a disk holds, and the operations that change it: numbered files and directories, and names that lead to them."""
+"""The content of a disk (inodes and names), and the operations that change it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = 0
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A name for a file or directory appears; it takes the place of what had the name."""
+    """A name is given to a file or directory; a previous file of that name is replaced."""
 
     folder: int
     name: str
@@ -20,7 +20,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Unlink:
-    """A name goes."""
+    """A name is removed."""
 
     folder: int
     name: str
@@ -28,7 +28,7 @@ class Unlink:
 
 @dataclasses.dataclass(frozen=True)
 class Rename:
-    """A name goes, and its file or directory gets another one, in one step."""
+    """A file or directory gets another name, atomically."""
 
     source: int
     name: str
@@ -39,7 +39,7 @@ class Rename:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Two names change what they lead to, in one step."""
+    """Two names are exchanged, atomically."""
 
     first: tuple[int, str, int]
     second: tuple[int, str, int]
@@ -47,7 +47,7 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """Bytes of a file change; it grows if need be."""
+    """Bytes of a file are written; the file grows if necessary."""
 
     inode: int
     offset: int
@@ -64,16 +64,16 @@ class Truncate:
 
 @dataclasses.dataclass(frozen=True)
 class Sync:
-    """What was done to a file's bytes, or to a directory's names, is on the disk for good."""
+    """The bytes of a file, or the names in a directory, become durable."""
 
     inode: int
 
 
 @dataclasses.dataclass(frozen=True)
 class FailedSync:
-    """A file's bytes could not be brought to the disk. The system does not try it again with the same bytes.
+    """A sync of a file fails. The system drops its dirty blocks.
 
-    A later sync succeeds, and brings there only the blocks that were changed since.
+    A later sync succeeds, and writes only the blocks that were changed since.
     """
 
     inode: int
@@ -85,7 +85,7 @@ Operation = NameChange | DataChange | Sync | FailedSync
 
 
 def folders_of(change: NameChange) -> tuple[int, ...]:
-    """The directories whose names a change changes."""
+    """Return the directories whose names an operation changes."""
     match change:
         case Rename():
             return (change.source, change.target)
@@ -96,11 +96,11 @@ def folders_of(change: NameChange) -> tuple[int, ...]:
 
 
 class Image:
-    """Files and directories. What no name leads to any more stays in the tables and does no harm.
+    """Files and directories by inode. Inodes without a name stay in the tables, which is harmless.
 
     Attributes:
-        lost: what names lead to though it never reached the disk, and whether it was a directory: each use of such a
-            name is refused.
+        lost: inodes that have a name but never reached the disk, and whether each was a directory; every use of such
+            a name is refused.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Image:
         self.lost: dict[int, bool] = {}
 
     def copy(self) -> Image:
-        """Another image with the same content."""
+        """Return another image with the same content."""
         other = Image()
         other.folders = {inode: dict(names) for inode, names in self.folders.items()}
         other.files = {inode: bytearray(data) for inode, data in self.files.items()}
@@ -117,14 +117,14 @@ class Image:
         return other
 
     def make(self, inode: int, is_directory: bool) -> None:
-        """Have it, empty if it was not there."""
+        """Create an empty file or directory, unless the inode exists."""
         if is_directory:
             self.folders.setdefault(inode, {})
         else:
             self.files.setdefault(inode, bytearray())
 
     def apply(self, operation: Operation) -> None:
-        """Do an operation; what is not there any more cannot be changed, and that is no error."""
+        """Apply an operation; a change of a missing name or file is no error."""
         match operation:
             case Link(folder, name, inode, is_directory):
                 self._names(folder)[name] = inode
@@ -155,7 +155,7 @@ class Image:
             del self._names(folder)[name]
 
     def find(self, path: str) -> int | None:
-        """The number of what an absolute path leads to; None: nothing."""
+        """Return the inode of an absolute path, or None."""
         inode = ROOT
         for name in path.split("/"):
             if name:
@@ -165,9 +165,9 @@ class Image:
                 inode = names[name]
         return inode
 
-    def digest(self, beside: bytes = b"", inode: int = ROOT) -> bytes:
-        """Equal for images that look alike from the root, or from `inode`, with the same `beside`."""
-        return hashlib.blake2b(_digest(self, inode) + beside, digest_size=16).digest()
+    def digest(self, suffix: bytes = b"", inode: int = ROOT) -> bytes:
+        """Return a digest of the tree below the root, or below `inode`, and of `suffix`."""
+        return hashlib.blake2b(_digest(self, inode) + suffix, digest_size=16).digest()
 
 
 def _digest(image: Image, inode: int) -> bytes:

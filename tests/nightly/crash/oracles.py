@@ -1,4 +1,4 @@
-"""What is wrong with what a crash left, for a process that comes then: with a run, and with a single checkpoint."""
+"""Checks by a process that starts after a crash: of a run, and of a single checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.nightly.crash.facts import Facts, state_of, token_of
 from tests.nightly.crash.problems import Problem
 from tests.nightly.crash.programs import LONGEST_S, RUN, SINGLE, World, die, on, opened
 
-AFTERWARDS = 1 << 62  # of what is done when one looks
+AFTERWARDS = 1 << 62  # the time of operations made by a check
 
 
 def found_in_run(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
-    """What is wrong with a run directory after a crash, for a process that comes then."""
+    """Return the problems of a run directory that a process finds after a crash."""
     manager = opened(disk, world.settings, facts.keep)
 
     def names() -> list[str]:
@@ -36,20 +36,20 @@ def found_in_run(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
 def problems_in_run(
     manager: StepManager, facts: Facts, names: Callable[[], list[str]], reader: Callable[[], StepManager]
 ) -> list[Problem]:
-    """What is wrong for a process that restores, looks at every step and saves, and for who reads after it.
+    """Return the problems of a process that restores, reads every step and saves, and of a later reader.
 
     Args:
-        manager: of the process.
-        facts: what was promised before it came.
-        names: lists the run directory.
-        reader: opens the run anew.
+        manager: the manager of the process.
+        facts: the promises made before it started.
+        names: a function that lists the run directory.
+        reader: a function that opens the run again.
     """
     problems = _seen(manager, facts, reader) or _cleaned(manager, facts, names)
     return problems or _seen(reader(), facts, reader)
 
 
 def _seen(manager: StepManager, facts: Facts, reader: Callable[[], StepManager]) -> list[Problem]:
-    """What is wrong with what a reader sees: the newest, what policy and pins keep, and all that is listed whole."""
+    """Return the problems of a reader: the newest step, the kept and pinned steps, and damaged listed steps."""
     acknowledged = [each.token for each in facts.acknowledged()]
     known = {each.token for each in facts.promises}
     try:
@@ -68,7 +68,7 @@ def _seen(manager: StepManager, facts: Facts, reader: Callable[[], StepManager])
 
 
 def _kept(manager: StepManager, newest: int, facts: Facts, other: StepManager) -> list[Problem]:
-    """The other steps are restored by another manager, so that the first goes on from the newest."""
+    """Check the other steps with another manager, so that the first continues from the newest."""
     found = {manager.restored_step or 0: newest}
     for step in manager.steps:
         if step != manager.restored_step:
@@ -85,17 +85,17 @@ def _kept(manager: StepManager, newest: int, facts: Facts, other: StepManager) -
             problems.append(Problem("lost", text))
     pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
     lost = [step for step in facts.pins if step in found and step not in pinned]
-    return problems + [Problem("not pinned", f"step {step} is not pinned any more") for step in lost]
+    return problems + [Problem("not pinned", f"step {step} is no longer pinned") for step in lost]
 
 
 def left_of(names: Iterable[str]) -> list[Problem]:
-    """Names that nobody needs any more and nobody has removed."""
+    """Return a problem if unused names were not removed."""
     shown = ", ".join(sorted(names))
     return [Problem("left over", shown)] if shown else []
 
 
 def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[Problem]:
-    """The next owner saves, and leaves nothing of what the dead ones left or what nobody keeps."""
+    """Let the next owner save, and check that leftovers and expired steps are gone."""
     doubted = _doubted(manager, facts)
     known = [entry for entry in manager._run._line() if entry.name not in doubted]
     line = [entry.step for entry in newest_generations(known)]
@@ -108,15 +108,15 @@ def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]])
 
 
 def hidden(names: Iterable[str]) -> list[str]:
-    """What no run keeps; the locks of the dead stay for a while."""
+    """Return hidden names that no run keeps; locks of dead processes stay for a while."""
     return [name for name in names if name.startswith(".") and name != ".owner" and ".dead-" not in name]
 
 
 def _retained(line: list[int], manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[Problem]:
-    """Whether the directory holds one generation of each step that policy and pins keep, and of no other step.
+    """Check that the directory holds one generation of each kept or pinned step, and of no other step.
 
     Args:
-        line: the steps that the run went on from, and the one that it saved, in that order.
+        line: the steps of the current lineage, in order, ending with the step just saved.
     """
     aside = {*manager._run._left, *(entry.name for entry in manager._run.damaged()), *_doubted(manager, facts)}
     there = [parsed[0] for name in names() if (parsed := parse_step_name(name)) is not None and name not in aside]
@@ -126,15 +126,15 @@ def _retained(line: list[int], manager: StepManager, facts: Facts, names: Callab
 
 
 def _doubted(manager: StepManager, facts: Facts) -> set[str]:
-    """What may be pinned, for all that anybody knows: held, as a note that a later save knew of is not there.
+    """Return entries that are held, because a note that a later save refers to is missing.
 
-    Nothing is, unless the disk has once refused to keep the notes.
+    There are none, unless the disk once refused to sync the notes.
     """
     return set() if facts.notes_refused is None else {entry.name for entry in manager._run.entries() if entry.is_held}
 
 
 def retained_of(there: Sequence[int], expected: Collection[int]) -> list[Problem]:
-    """What is wrong with the steps that are there, if these are to be there, each once."""
+    """Return the problems of the present steps, given the steps that must be there once each."""
     text = f"there are steps {sorted(there)}, and {sorted(expected)} are to be kept"
     if not {*expected} <= {*there}:
         return [Problem("deleted", text)]
@@ -142,7 +142,7 @@ def retained_of(there: Sequence[int], expected: Collection[int]) -> list[Problem
 
 
 def found_single(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
-    """What is wrong with a single checkpoint after a crash."""
+    """Return the problems of a single checkpoint after a crash."""
     with on(disk):
         return problems_of_single(SINGLE, world.settings, facts, lambda: [entry.name for entry in disk.list("/data")])
 
@@ -150,7 +150,7 @@ def found_single(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
 def problems_of_single(
     path: str, settings: StoreSettings, facts: Facts, names: Callable[[], list[str]]
 ) -> list[Problem]:
-    """What is wrong for a process that loads it and saves it anew; `names` lists the directory that it lies in."""
+    """Return the problems of a process that loads it and saves it again; `names` lists its parent directory."""
     acknowledged = [each.token for each in facts.acknowledged()]
     try:
         token = token_of(checkpoint.load_checkpointables(path))
@@ -166,7 +166,7 @@ def problems_of_single(
 
 
 def saved_anew(path: str, settings: StoreSettings, facts: Facts, names: Callable[[], list[str]]) -> list[Problem]:
-    """What is wrong once it is saved anew."""
+    """Return the problems after it is saved again."""
     promise = facts.begin(0, AFTERWARDS)
     checkpoint.save_checkpointables(path, state_of(promise.token), overwrite=True, settings=settings)
     facts.acknowledge(promise, AFTERWARDS)

@@ -1,4 +1,4 @@
-"""Problems: the kinds of broken promises, so that a control is found out for the very thing that it takes away."""
+"""The kinds of broken promises, so that a control can assert which promise its flaw breaks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 from typing import Literal
 
 Kind = Literal[
-    "lost",  # an acknowledged save, or one that is known to be on the disk, is not what is restored
-    "damaged",  # something is listed that cannot be restored
+    "lost",  # an acknowledged or durable save is not restored
+    "damaged",  # a listed step cannot be restored
     "wrong bytes",
-    "deleted",  # a step is gone that was to be kept
+    "deleted",  # a step that must be kept is gone
     "not pinned",
-    "not deleted",  # a step stays that nobody keeps
+    "not deleted",  # an expired step is still there
     "left over",
     "exception",
 ]
@@ -19,7 +19,7 @@ Kind = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A promise that was broken: of which kind, and what was found."""
+    """A broken promise: its kind, and what was found."""
 
     kind: Kind
     text: str

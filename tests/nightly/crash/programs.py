@@ -1,4 +1,4 @@
-"""What is done to a disk before it crashes: the lives of processes that save, restore, pin, roll back and die."""
+"""Programs that run before a crash: processes that save, restore, pin, roll back and die."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from jaxckpt_train import checkpoint
-from jaxckpt_train import checkpoint as sources
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
@@ -19,8 +18,7 @@ from jaxckpt_train.run import lock
 from jaxckpt_train.run.annotations import NOTES_NAME
 from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import process_identity as machine_module
-from jaxckpt_train.store import transaction as final_name
+from jaxckpt_train.store import process_identity, transaction
 from jaxckpt_train.store.backends.local import side_name
 from jaxckpt_train.store.committed import is_committed
 from jaxckpt_train.store.process_identity import ProcessIdentity
@@ -32,15 +30,15 @@ from tests.nightly.crash.states import Order, durable_state
 RUN = "/data/run"
 SINGLE = "/data/one"
 LONGEST_S = 60.0
-FULLY = 0.15  # of the processes whose saves are not fully synced, so many sync them
+FULLY = 0.15  # the share of processes with full durability in runs of a weaker mode
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What programs run in: the settings of every save, what the file system promises, and what it can do.
+    """The environment of programs: settings of saves, guarantees of the file system, and its abilities.
 
     Attributes:
-        make_disk: gives a process its view of the machine's disk.
+        make_disk: creates the disk that a process sees.
     """
 
     settings: StoreSettings
@@ -51,17 +49,17 @@ class World:
 
 @contextlib.contextmanager
 def process(number: int, boot: int = 0) -> Iterator[None]:
-    """Be another process of the same machine, which was started anew so often; all others that ever were are dead.
+    """Act as another process of the same machine after a number of reboots; all other processes are dead.
 
-    Those of before cannot be asked, but have been silent for long enough.
+    Processes of an earlier boot cannot be checked, but have been silent for long enough.
     """
     me = ProcessIdentity("here", number, str(number), f"boot {boot}", "all")
 
     def is_dead(other: ProcessIdentity) -> bool | None:
-        return other != me if other.boot == me.boot else None  # of before a power cut nobody can tell
+        return other != me if other.boot == me.boot else None  # unknown for a process of an earlier boot
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (machine_module, lock):
+        for module in (process_identity, lock):
             patch.setattr(module, "this_process", lambda: me)
             patch.setattr(module, "is_dead", is_dead)
         if boot:
@@ -70,13 +68,13 @@ def process(number: int, boot: int = 0) -> Iterator[None]:
 
 
 def opened(disk: CrashDisk, settings: StoreSettings, keep: int | None) -> StepManager:
-    """The run on this disk."""
+    """Open the run on this disk."""
     policy = None if keep is None else LatestN(keep)
     return StepManager(RUN, settings=settings, preservation_policy=policy, backend=disk)  # type: ignore[arg-type]
 
 
 def die(disk: CrashDisk, manager: StepManager) -> None:
-    """End a process as SIGKILL does: nothing of what it still does reaches the disk."""
+    """End a process as SIGKILL does: its further operations do not reach the disk."""
     disk.power = False
     with contextlib.suppress(CheckpointError, OSError):
         manager.close()
@@ -85,7 +83,7 @@ def die(disk: CrashDisk, manager: StepManager) -> None:
 
 @contextlib.contextmanager
 def unless_refused(disk: CrashDisk) -> Iterator[None]:
-    """What the disk refuses costs what met it, and the process goes on."""
+    """Suppress the error of a refused operation, so that the process continues."""
     before = disk.has_refused
     try:
         yield
@@ -95,16 +93,19 @@ def unless_refused(disk: CrashDisk) -> Iterator[None]:
 
 
 def digest_at(image: Image, path: str) -> bytes:
-    """Of what a path leads to, with all below it."""
+    """Return the digest of the tree at a path."""
     inode = image.find(path)
     return b"" if inode is None else image.digest(inode=inode)
 
 
 def note_durable(facts: Facts, start: Image, log: Sequence[Operation], order: Order) -> None:
-    """Note from when on each acknowledged save was on the disk whatever was lost, by what had been synced."""
+    """Record from which moment each acknowledged save was durable, according to the syncs in the log."""
     token_of_content = {content: token for token, content in facts.contents.items()}
     synced = [index for index, each in enumerate(log, 1) if isinstance(each, Sync)]
-    for moment in (0, *(index for index in synced if index + 1 not in synced)):  # of several in a row after the last
+    for moment in (
+        0,
+        *(index for index in synced if index + 1 not in synced),
+    ):  # only the last of consecutive ones
         image = durable_state(start, log, moment, order)
         run = image.find(RUN)
         for name in image.folders.get(-1 if run is None else run, {}):
@@ -114,7 +115,7 @@ def note_durable(facts: Facts, start: Image, log: Sequence[Operation], order: Or
 
 
 def note_refused(facts: Facts, machine: Machine, log: Sequence[Operation]) -> None:
-    """Note from when on the disk had refused to keep the notes of the run: what it has lost may look synced since."""
+    """Record when the disk first refused to sync the notes of the run; lost notes may look synced afterwards."""
     notes = machine.live.find(f"{RUN}/{NOTES_NAME}")
     refusals = (at for at, each in enumerate(log, 1) if isinstance(each, FailedSync) and each.inode == notes)
     if facts.notes_refused is None:
@@ -122,20 +123,20 @@ def note_refused(facts: Facts, machine: Machine, log: Sequence[Operation]) -> No
 
 
 class RunLife:
-    """One process that saves steps to a run directory, sees what it finds there first, and ends or dies."""
+    """One process that restores a run, saves steps to it, and ends or dies."""
 
     def __init__(self, machine: Machine, facts: Facts, world: World, chance: random.Random) -> None:
         self._machine, self._facts, self._world, self._chance = machine, facts, world, chance
         self._disk, self._settings = world.make_disk(machine), world.settings
         if world.settings.durability != "full" and chance.random() < FULLY:
             self._settings = dataclasses.replace(world.settings, durability="full")
-        self._tip = self._step = 0  # the save that the next one goes on from, and its step
+        self._tip = self._step = 0  # the token and the step of the predecessor of the next save
         self._disk.budget = chance.randint(1, 120) if chance.random() < 0.4 else None
         self._disk.refuse_in = chance.randint(1, 120) if chance.random() < 0.3 else None
         self._manager = opened(self._disk, self._settings, facts.keep)
 
     def live(self) -> None:
-        """Restore, do a few things, and end."""
+        """Restore, make a few operations, and end."""
         try:
             self._resume()
             for _ in range(self._chance.randint(1, 4)):
@@ -154,15 +155,15 @@ class RunLife:
         return len(self._machine.log)
 
     def _resume(self) -> None:
-        self._step = self._manager.latest or 0  # that of what cannot be restored, too
+        self._step = self._manager.latest or 0  # also of a step that cannot be restored
         with contextlib.suppress(StepNotFoundError), self._unless_damaged():
             self._go_on_from()
-            if not self._machine.log:  # what a machine finds that was just started is on its disk
+            if not self._machine.log:  # content found right after a start is durable
                 self._facts.durable.setdefault(self._tip, 0)
 
     @contextlib.contextmanager
     def _unless_damaged(self) -> Iterator[None]:
-        """As steps may be that were not synced, and set aside for it by who owns the run."""
+        """Suppress errors about unsynced steps, which may be damaged and set aside by the owner of the run."""
         try:
             yield
         except (CorruptCheckpointError, StepNotFoundError):
@@ -210,7 +211,7 @@ class RunLife:
 
 
 class SingleLife:
-    """One process that saves a single checkpoint again and again under one name, and ends or dies."""
+    """One process that repeatedly saves a single checkpoint under one name, and ends or dies."""
 
     def __init__(self, machine: Machine, facts: Facts, world: World, chance: random.Random) -> None:
         self._machine, self._facts, self._world, self._chance = machine, facts, world, chance
@@ -228,7 +229,7 @@ class SingleLife:
                     promise = self._facts.begin(0, len(self._machine.log))
                     with unless_refused(self._disk):
                         if self._world.settings.durability != "full":
-                            remove_what_is_none(self._disk)
+                            remove_non_checkpoint(self._disk)
                         checkpoint.save_checkpointables(
                             SINGLE, state_of(promise.token), overwrite=True, settings=self._world.settings
                         )
@@ -241,19 +242,19 @@ class SingleLife:
 
 
 def can_be_saved(image: Image) -> bool:
-    """Whether the single checkpoint has a name that is of any use."""
+    """Return whether the names of the single checkpoint are usable."""
     return not any(image.find(path) in image.lost for path in (SINGLE, side_name(SINGLE)))
 
 
-def remove_what_is_none(disk: CrashDisk) -> None:
-    """Take away what has the name of the single checkpoint and is none, as no save replaces that."""
+def remove_non_checkpoint(disk: CrashDisk) -> None:
+    """Remove a file or directory that has the name of the checkpoint but is none; no save replaces it."""
     if not is_committed(disk, SINGLE):
         disk.remove(SINGLE)
 
 
 @contextlib.contextmanager
 def on(disk: CrashDisk) -> Iterator[None]:
-    """Let functions on single checkpoints work on this disk."""
+    """Let functions for single checkpoints use this disk."""
 
     def exists(path: str) -> bool:
         found = disk.machine.live.find(path)
@@ -261,6 +262,6 @@ def on(disk: CrashDisk) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "_BACKEND", disk)
-        patch.setattr(final_name, "file_exists", exists)
-        patch.setattr(sources, "is_file", lambda path: disk.machine.live.find(path) in disk.machine.live.files)
+        patch.setattr(transaction, "file_exists", exists)
+        patch.setattr(checkpoint, "is_file", lambda path: disk.machine.live.find(path) in disk.machine.live.files)
         yield

@@ -1,17 +1,17 @@
-"""Crash states: what a disk may hold after the power went at some moment, by what had been synced until then.
+"""Crash states: the possible contents of a disk after a power failure, given the syncs before it.
 
 Two kinds of file system:
 
-"ordered": changes of names reach the disk in the order in which they were made, as with a journal (ext4, xfs). Syncing
-    a directory takes with it all that came before the last change in that directory.
-"any": of the changes of names that were not synced, any may be there and any missing, whatever came first.
+"ordered": changes of names reach the disk in their order, as with a journal (ext4, xfs). A sync of a directory
+    also makes all changes durable that precede the last change in that directory.
+"any": any unsynced change of a name may be present or missing, in any order.
 
-A name that leads to what never reached the disk (its first name was lost, a later one was not) is taken away by who
-mends the file system, or leads to something empty, or is refused whatever one does with it.
+A name may refer to an inode that never reached the disk (its first name was lost, a later one was not). A repair of the
+file system removes such a name, or makes it refer to an empty file, or every use of it is refused.
 
-On both, bytes of a file that were not synced may be there or not in blocks of 4 KiB, some of which end anywhere, and
-its size may be any between those that it had since; bytes and names know nothing of each other. What is missing reads
-as what was there before, or as zeros.
+On both, unsynced bytes of a file may be present or missing in blocks of 4 KiB, some of them cut anywhere, and its size
+may be any between the sizes that it had since. Bytes and names are independent. Missing bytes read as the previous
+content, or as zeros.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Order = Literal["ordered", "any"]
 
 
 def crash_state(start: Image, log: Sequence[Operation], moment: int, order: Order, chance: random.Random) -> Image:
-    """One of the states that the disk may be in if the power goes after so many operations."""
+    """Return one possible state of the disk after a power failure at `moment` operations."""
     done = log[:moment]
     image = start.copy()
     survivors = _ordered_names(done, chance) if order == "ordered" else _any_names(done, chance)
@@ -52,7 +52,7 @@ def crash_state(start: Image, log: Sequence[Operation], moment: int, order: Orde
 
 
 def durable_state(start: Image, log: Sequence[Operation], moment: int, order: Order) -> Image:
-    """What the disk surely has then, and nothing else."""
+    """Return only the durable content of the disk after `moment` operations."""
     done = log[:moment]
     image = start.copy()
     for index in _ordered_names(done, None) if order == "ordered" else _any_names(done, None):
@@ -66,7 +66,7 @@ def durable_state(start: Image, log: Sequence[Operation], moment: int, order: Or
 
 
 def _mend(image: Image, done: Sequence[Operation], chance: random.Random | None) -> None:
-    """Decide what becomes of each name that leads to what never reached the disk."""
+    """Decide the result of each name whose inode never reached the disk."""
     made = {each.inode: each.is_directory for each in done if isinstance(each, Link)}
     for each in done:
         if isinstance(each, Sync) and each.inode in made:
@@ -116,7 +116,7 @@ def _any_names(done: Sequence[Operation], chance: random.Random | None) -> list[
 
 
 def _data_changes(done: Sequence[Operation]) -> dict[int, list[tuple[bool, DataChange]]]:
-    """Of each file what was done to its bytes, and whether that was synced."""
+    """Return the changes of the bytes of each file, and whether each is synced."""
     synced: dict[int, int] = {each.inode: index for index, each in enumerate(done) if isinstance(each, Sync)}
     failed = {each.inode for each in done if isinstance(each, FailedSync)}
     changes: dict[int, list[tuple[bool, DataChange]]] = {}
@@ -129,12 +129,12 @@ def _data_changes(done: Sequence[Operation]) -> dict[int, list[tuple[bool, DataC
 
 
 def _file_of(operation: Operation) -> int | None:
-    """The file whose bytes an operation concerns."""
+    """Return the file whose bytes an operation concerns."""
     return operation.inode if isinstance(operation, (Write, Truncate, Sync, FailedSync)) else None
 
 
 def _after_failures(done: Iterable[Operation]) -> list[tuple[bool, DataChange]]:
-    """What was done to the bytes of one file of which a sync failed, a block at a time, and whether it is synced."""
+    """Return the changes of a file after a failed sync, by block, and whether each is synced."""
     changes: list[tuple[bool, DataChange]] = []
     dirty: set[int | None] = set()
     for each in done:
@@ -155,7 +155,7 @@ def _after_failures(done: Iterable[Operation]) -> list[tuple[bool, DataChange]]:
 
 
 def _block_of(change: DataChange) -> int | None:
-    """None: a size, which the journal keeps."""
+    """Return the block of a write; None for a size, which the journal keeps."""
     return change.offset // BLOCK if isinstance(change, Write) else None
 
 
@@ -190,7 +190,7 @@ def _size_after(size: int, change: DataChange) -> int:
 
 
 def _blocks(change: Write) -> list[Write]:
-    """The parts of a write that lie in one block each."""
+    """Split a write at the borders of blocks."""
     pieces, at = [], 0
     while at < len(change.data):
         end = min(len(change.data), at + BLOCK - (change.offset + at) % BLOCK)

@@ -1,4 +1,4 @@
-"""Crash states where checkpoints that a process has found cannot be renamed, as those of a lower layer of overlayfs."""
+"""Crash states on a disk that cannot rename existing checkpoints, like those in a lower layer of overlayfs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _small() -> Iterator[None]:
 
 
 class LayeredDisk(CrashDisk):
-    """Refuses to rename the directories that are there when it is made, but for those that saves name."""
+    """Refuse to rename directories that existed at the start, except temporary ones of saves."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
@@ -51,7 +51,7 @@ def layered(order: Order) -> World:
 
 @pytest.mark.parametrize("order", ["ordered", "any"])
 @pytest.mark.parametrize("program", ["run", "single"])
-def test_every_crash_state_keeps_what_was_promised(program: str, order: Order) -> None:
+def test_every_crash_state_keeps_the_promises(program: str, order: Order) -> None:
     found = explore(seed=0, states=250, program=program, world=layered(order))
     assert found.violations == []
     assert found.distinct == 250

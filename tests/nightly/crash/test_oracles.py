@@ -1,4 +1,4 @@
-"""What the next owner keeps since nobody can know better is no violation; the same without a reason is one."""
+"""Steps that the next owner keeps in doubt are no violation; steps kept without a reason are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _small() -> Iterator[None]:
 
 
 class RefusesNotes(CrashDisk):
-    """Refuses the first sync of the notes."""
+    """Refuse the first sync of the notes."""
 
     def do(self, operation: Any, path: str) -> None:
         if isinstance(operation, Sync) and path.endswith(NOTES_NAME) and self.refuse_in is None:
@@ -52,7 +52,7 @@ def test_steps_are_held_after_lost_annotation() -> None:
         manager.close()
     with process(2):
         manager = opened(CrashDisk(machine), world.settings, 1)
-        manager.restore()  # and sees a pin, whose next sync the disk does not refuse, and which it has lost
+        manager.restore()  # sees a pin that the disk has lost, although the next sync of the notes succeeds
         saved(machine, manager, facts, 2)
         manager.close()
     image = durable_state(Image(), machine.log, len(machine.log), "any")
@@ -64,7 +64,7 @@ def test_steps_are_held_after_lost_annotation() -> None:
     assert [each.kind for each in _check("run", image, facts.until(len(machine.log)), world, (4, 1))] == ["not deleted"]
 
 
-def test_step_stays_with_unreadable_later_generation() -> None:
+def test_step_with_unreadable_later_generation_stays() -> None:
     machine, facts = Machine(), Facts(keep=1)
     world = World(StoreSettings(**SETTINGS, durability="file"), "any")
     with process(1):

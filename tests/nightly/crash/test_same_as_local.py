@@ -1,4 +1,4 @@
-"""What stands for the disk changes files and names by the same calls as the local file system, in the same order."""
+"""The simulated disk makes the same calls as the local backend, in the same order."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ Scenario = Callable[[Backend, str], object]
 
 
 class Trace:
-    """The calls that change or sync something below a directory, one of which is refused.
+    """Record the calls that change or sync files below a directory, and refuse one of them.
 
     Args:
         root: the directory.
-        refuse_at: the how-manieth; 0: none.
+        refuse_at: the number of the call to refuse; 0: none.
     """
 
     def __init__(self, root: str, refuse_at: int = 0) -> None:
         self._root, self._refuse_at, self.calls = root, refuse_at, list[Call]()
 
     def add(self, verb: str, *paths: str, more: Call = ()) -> bool:
-        """Note one; whether it is to be refused."""
+        """Record a call; return whether it is to be refused."""
         if not all(path == self._root or path.startswith(f"{self._root}/") for path in paths):
             return False
         self.calls.append((verb, *(path.removeprefix(self._root) for path in paths), *more))
         return len(self.calls) == self._refuse_at
 
     def result(self) -> list[Call]:
-        """All of them; random names by number, and what is removed in a row in one order."""
+        """Return all calls; random names are numbered, and consecutive removals are sorted."""
         numbers: dict[str, str] = {}
         named = [tuple(_without_chance(part, numbers) for part in call) for call in self.calls]
         result = list[Call]()
@@ -67,19 +67,19 @@ def _without_chance(part: Any, numbers: dict[str, str]) -> Any:
 
 
 class TracedDisk(CrashDisk):
-    """Notes each call before it is made."""
+    """Record each call before it is made."""
 
     def __init__(self, trace: Trace, *, can_exchange: bool) -> None:
         super().__init__(Machine(can_exchange=can_exchange))
         self._trace = trace
 
     def do(self, operation: Operation, path: str) -> None:
-        if self._trace.add(*_told(self.machine.live, operation)):
+        if self._trace.add(*_call_of(self.machine.live, operation)):
             self.refuse_in = 1
         super().do(operation, path)
 
 
-def _told(image: Image, operation: Operation) -> tuple[str, ...]:
+def _call_of(image: Image, operation: Operation) -> tuple[str, ...]:
     paths = dict(_paths(image, ROOT, ""))
     match operation:
         case Link(folder, name, _, _) | Unlink(folder, name):
@@ -100,13 +100,13 @@ def _paths(image: Image, inode: int, path: str) -> Any:
 
 
 def trace_local(patch: pytest.MonkeyPatch, trace: Trace, *, can_exchange: bool) -> None:
-    """Note what this process asks the system for."""
+    """Record the system calls of this process."""
 
-    def refusing(name: str, told: Callable[..., Call | None]) -> None:
+    def refusing(name: str, describe: Callable[..., Call | None]) -> None:
         call = getattr(os, name)
 
         def traced(*args: Any, **options: Any) -> Any:
-            found = told(*args, **options)
+            found = describe(*args, **options)
             if found is not None and trace.add(*found):
                 if name in ("write", "pwrite"):
                     call(args[0], args[1][: len(args[1]) // 2], *args[2:])
@@ -128,7 +128,7 @@ def trace_local(patch: pytest.MonkeyPatch, trace: Trace, *, can_exchange: bool) 
 
     patch.setattr(local_names, "_renameat2", rename)
     refusing("mkdir", lambda path, *_, **__: None if os.path.lexists(path) else ("link", path))
-    refusing("open", _told_of_open)
+    refusing("open", _call_of_open)
     refusing("link", lambda source, target: None if os.path.lexists(target) else ("link", target))
     refusing("rename", lambda source, target: ("rename", source, target))
     for name in ("unlink", "rmdir"):
@@ -143,7 +143,7 @@ def _path(descriptor: int) -> str:
     return os.readlink(f"/proc/self/fd/{descriptor}")
 
 
-def _told_of_open(path: str, flags: int, *_: Any, dir_fd: int | None = None) -> Call | None:
+def _call_of_open(path: str, flags: int, *_: Any, dir_fd: int | None = None) -> Call | None:
     is_new = flags & os.O_CREAT and dir_fd is None and not os.path.lexists(path)
     return ("link", path) if is_new else None
 
@@ -212,7 +212,7 @@ def exchange_after_a_crash(backend: Backend, root: str) -> None:
 def whole_run(backend: Backend, root: str) -> None:
     with small_sizes(), process(1), pytest.MonkeyPatch.context() as patch:
         settings = StoreSettings(**SETTINGS, direct_io=False)
-        patch.setattr(Workers, "_start_missing", lambda _: False)  # one thread, and so one order
+        patch.setattr(Workers, "_start_missing", lambda _: False)  # one thread makes the order deterministic
         with StepManager(f"{root}/run", settings=settings, preservation_policy=LatestN(2), backend=backend) as manager:
             for step, overwrite in ((1, False), (2, False), (2, True), (3, False), (4, False)):
                 manager.save(step, state_of(step), overwrite=overwrite)
@@ -228,7 +228,7 @@ SCENARIOS = [directories, records, names, synced_exchange, plain_exchange, excha
 def calls_of_both(
     scenario: Scenario, folder: Path, *, can_exchange: bool, refuse_at: int = 0
 ) -> tuple[list[Call], list[Call]]:
-    """What the local file system is asked for, and what the disk in memory is."""
+    """Return the calls to the local file system, and those to the disk in memory."""
     root = folder / "data"
     root.mkdir(parents=True)
     real, model = Trace(str(root), refuse_at), Trace("/data", refuse_at)
@@ -245,7 +245,7 @@ def calls_of_both(
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("scenario", [*SCENARIOS, whole_run])
-def test_the_calls_are_the_same(scenario: Scenario, tmp_path: Path, can_exchange: bool) -> None:
+def test_crash_disk_makes_the_same_calls(scenario: Scenario, tmp_path: Path, can_exchange: bool) -> None:
     real, model = calls_of_both(scenario, tmp_path, can_exchange=can_exchange)
     assert model == real
     assert len(real) > 2
@@ -253,13 +253,13 @@ def test_the_calls_are_the_same(scenario: Scenario, tmp_path: Path, can_exchange
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_calls_are_same_after_one_that_is_refused(scenario: Scenario, tmp_path: Path, can_exchange: bool) -> None:
+def test_calls_are_same_after_a_refused_one(scenario: Scenario, tmp_path: Path, can_exchange: bool) -> None:
     for refuse_at in range(1, MOST_CALLS):
         real, model = calls_of_both(scenario, tmp_path / str(refuse_at), can_exchange=can_exchange, refuse_at=refuse_at)
         assert model == real, f"call {refuse_at} was refused"
 
 
-def test_a_directory_that_was_removed_and_made_again_is_made_durable_again() -> None:
+def test_recreated_directory_is_synced_again() -> None:
     disk = CrashDisk(Machine())
     for _ in range(2):
         disk.make_directory("/data/run", parents=True, sync=True)

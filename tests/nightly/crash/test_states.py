@@ -1,4 +1,4 @@
-"""What a disk may hold after a crash, and what it surely has."""
+"""The possible and the durable contents of a disk after a crash."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATES, LIVES = 200, 30
 
 
 def content_after(log: list[Operation]) -> set[bytes]:
-    """What the file number 1 may hold."""
+    """Return the possible contents of file 1."""
     images = [crash_state(Image(), log, len(log), "ordered", random.Random(seed)) for seed in range(STATES)]
     return {bytes(image.files[1]) for image in images}
 
@@ -52,7 +52,7 @@ def test_unsynced_name_is_gone_empty_or_refused(is_directory: bool) -> None:
     assert found.keys() == {"gone", "empty", "refused"}
 
 
-def test_a_directory_that_was_synced_is_there_under_any_name() -> None:
+def test_synced_directory_survives_under_any_name() -> None:
     log = [Link(0, "old", 1, is_directory=True), Link(1, "file", 2, is_directory=False), Sync(1), Sync(2)]
     log.append(Rename(0, "old", 0, "new", 1))
     for seed in range(STATES):
@@ -61,7 +61,7 @@ def test_a_directory_that_was_synced_is_there_under_any_name() -> None:
         assert all(image.folders[inode] == {"file": 2} for inode in image.folders[0].values())
 
 
-def test_a_sync_after_one_that_failed_brings_only_what_was_changed_since() -> None:
+def test_sync_after_a_failure_writes_only_later_changes() -> None:
     made = [Link(0, "file", 1, is_directory=False), Sync(0)]
     failed = [*made, Write(1, 0, b"a" * BLOCK), FailedSync(1), Sync(1)]
     assert len(content_after(failed)) > 2
@@ -73,7 +73,7 @@ def test_a_sync_after_one_that_failed_brings_only_what_was_changed_since() -> No
 
 
 def lives(durability: Durability, order: Order) -> list[Facts]:
-    """What was promised in lives of one process, and what is known of it by its log alone."""
+    """Return the promises of several runs of one process, with durability derived from the log alone."""
     found = []
     for seed in range(LIVES):
         machine, facts = Machine(), Facts(keep=1)
@@ -87,7 +87,7 @@ def lives(durability: Durability, order: Order) -> list[Facts]:
 
 
 @pytest.mark.parametrize("order", ["ordered", "any"])
-def test_what_was_saved_and_synced_is_known_to_be_on_the_disk(order: Order) -> None:
+def test_synced_saves_are_known_to_be_durable(order: Order) -> None:
     with small_sizes():
         found = [(facts.durable, each) for facts in lives("full", order) for each in facts.acknowledged()]
     assert len(found) > LIVES
@@ -98,7 +98,7 @@ def test_what_was_saved_and_synced_is_known_to_be_on_the_disk(order: Order) -> N
 
 @pytest.mark.parametrize("order", ["ordered", "any"])
 @pytest.mark.parametrize("durability", ["file", "none"])
-def test_what_was_not_synced_is_known_once_an_older_step_goes(durability: Durability, order: Order) -> None:
+def test_unsynced_saves_are_durable_after_a_deletion(durability: Durability, order: Order) -> None:
     with small_sizes():
         found = [each.token in facts.durable for facts in lives(durability, order) for each in facts.acknowledged()]
     assert 5 < sum(found) < len(found)
@@ -107,8 +107,8 @@ def test_what_was_not_synced_is_known_once_an_older_step_goes(durability: Durabi
 @pytest.mark.parametrize(
     ("restored", "is_right"), [(0, False), (1, False), (2, True), (3, False), (4, True), (5, False), (6, True)]
 )
-def test_what_may_be_restored(restored: int, is_right: bool) -> None:
-    """Saves 1 to 4 one after the other, of which 4 is known; 5 has not begun; 6 went on from 2."""
+def test_no_save_older_than_durable_is_restored(restored: int, is_right: bool) -> None:
+    """Saves 1 to 4 in sequence, of which 2 and 4 are durable; 5 has not begun; 6 follows 2."""
     saves = [
         Promise(1, 1, 0),
         Promise(2, 2, 0, 0, 1),
@@ -119,8 +119,8 @@ def test_what_may_be_restored(restored: int, is_right: bool) -> None:
     assert Facts(promises=saves, durable={2: 0, 4: 0}).may_be_restored(restored) == is_right
 
 
-def test_what_must_be_there_of_a_pinned_step_is_what_the_line_has_of_it() -> None:
-    """Step 3 was saved by 3, and by 5 after a roll-back to 2; 6 goes on from 4, which 5 had left behind."""
+def test_required_content_of_pinned_step_follows_the_lineage() -> None:
+    """Step 3 was saved by 3, and by 5 after a roll-back to 2; 6 follows 4, which 5 had abandoned."""
     saves = [
         Promise(1, 1, 0, 0),
         Promise(2, 2, 0, 0, 1),
@@ -133,5 +133,5 @@ def test_what_must_be_there_of_a_pinned_step_is_what_the_line_has_of_it() -> Non
     gone_back = Facts(promises=saves, pins={3: 0}, rolled_back=True)
     assert gone_back.must_be_there(5) == {3: 5}
     assert gone_back.must_be_there(6) == {3: 3}
-    assert gone_back.must_be_there(7) == {3: 0}, "any save of it: the line has none"
+    assert gone_back.must_be_there(7) == {3: 0}, "any save of it, because the lineage has none"
     assert Facts(promises=saves[:4], pins={3: 0}, keep=1).must_be_there(4) == {4: 4, 3: 3}

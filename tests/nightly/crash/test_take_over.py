@@ -1,4 +1,4 @@
-"""Who cleans up after a process that died in a replacement removes nothing that the disk still needs."""
+"""Cleanup after a process that died in a replacement removes nothing before its replacement is durable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import removal as stale_files
+from jaxckpt_train.store import removal
 from jaxckpt_train.store.removal import remove_dead_attempts
 from tests.nightly.crash.crash_disk import CrashDisk, Machine
 from tests.nightly.crash.explorer import SETTINGS, small_sizes
@@ -29,9 +29,10 @@ def save(disk: CrashDisk, token: int) -> None:
 
 
 def losses(can_exchange: bool) -> tuple[int, list[str]]:
-    """After each operation of a replacement its process dies, another cleans up, and the power goes at any moment.
+    """Let the process of a replacement die at each operation, another clean up, and the power fail at each moment.
 
-    Returns how often something was cleaned up, and what could not be loaded then.
+    Returns:
+        How often something was removed, and the states that could not be loaded.
     """
     removed, chance, lost = 0, random.Random(0), []
     for operations in range(1, LONGEST):
@@ -58,7 +59,7 @@ def losses(can_exchange: bool) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_replacement_that_was_not_synced_is_synced_before_the_older_one_goes(can_exchange: bool) -> None:
+def test_unsynced_replacement_is_synced_before_cleanup(can_exchange: bool) -> None:
     with small_sizes():
         removed, lost = losses(can_exchange)
     assert lost == []
@@ -66,7 +67,7 @@ def test_a_replacement_that_was_not_synced_is_synced_before_the_older_one_goes(c
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_who_cleans_up_before_sync_is_found_out(can_exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stale_files, "sync_directory", lambda *_: None)
+def test_cleanup_before_sync_is_detected(can_exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removal, "sync_directory", lambda *_: None)
     with small_sizes():
         assert losses(can_exchange)[1]

@@ -1,4 +1,4 @@
-"""Saves that are not synced: what is written down, or deleted, for their sake waits until they are on the disk."""
+"""Deletions and notes that depend on unsynced saves wait until these saves are durable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mode(durability: Any) -> StoreSettings:
 
 
 def after_the_cut(machine: Machine, order: Any) -> Any:
-    """A reader after a power cut that leaves only what is durable."""
+    """Return a reader after a power failure that leaves only durable content."""
     image = durable_state(Image(), machine.log, len(machine.log), order)
     return opened(CrashDisk(Machine(image)), mode("full"), 2)
 
@@ -50,7 +50,7 @@ def saved(manager: Any, step: int, number: int, **more: Any) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("durability", WEAK)
-def test_a_roll_back_hides_nothing_before_the_save_after_it_is_durable(
+def test_roll_back_hides_nothing_before_durable_save(
     durability: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine()
@@ -65,10 +65,10 @@ def test_a_roll_back_hides_nothing_before_the_save_after_it_is_durable(
         disk = CrashDisk(machine)
         manager = opened(disk, mode(durability), 2)
         manager.restore()
-        for step in (3, 4):  # 4 is synced before 2 goes
+        for step in (3, 4):  # 4 is synced before 2 is deleted
             saved(manager, step, step)
         manager.restore(step=3)
-        monkeypatch.setattr(Deleter, "delete", lambda *_, **__: None)  # the power goes before that
+        monkeypatch.setattr(Deleter, "delete", lambda *_, **__: None)  # the power fails before the deletion
         saved(manager, 4, 5)
         die(disk, manager)
     with process(3, 1):
@@ -77,7 +77,7 @@ def test_a_roll_back_hides_nothing_before_the_save_after_it_is_durable(
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("durability", WEAK)
-def test_what_replaced_a_pinned_generation_is_durable_before_that_one_goes(
+def test_pinned_generation_stays_until_replacement_is_durable(
     durability: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine()

@@ -1,7 +1,7 @@
-"""What the write modes promise that sync less before a save is acknowledged, and what is wrong after a crash.
+"""Promises of the write modes that sync less before a save is acknowledged, and their checks after a crash.
 
-In both, what is restored is whole, and no older than the newest save that is known to be on the disk; as long as a
-whole one is there, one is restored. With "file" on a file system that keeps names in order all that is found is whole.
+In both modes, the restored save is whole, and no older than the newest durable save; if a whole save exists, one is
+restored. With "file" on a file system that keeps names in order, every listed save is whole.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tests.nightly.crash.programs import (
     die,
     on,
     opened,
-    remove_what_is_none,
+    remove_non_checkpoint,
 )
 
 
 def found_in_weaker_run(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
-    """What is wrong with a run directory for a process that comes after a crash."""
+    """Return the problems of a run directory for a process that starts after a crash."""
     manager = opened(disk, world.settings, facts.keep)
     try:
         return (
@@ -59,14 +59,14 @@ def _restored(manager: StepManager, disk: CrashDisk, facts: Facts) -> list[Probl
 
 
 def _step_names(image: Image) -> dict[str, int]:
-    """What is in the run directory under the names of steps, but for what no use can be made of."""
+    """Return the names of steps in the run directory, without unusable ones."""
     run = image.find(RUN)
     names = {} if run is None else image.folders[run]
     return {name: parsed[0] for name in names if (parsed := parse_step_name(name)) and names[name] not in image.lost}
 
 
 def _whole(disk: CrashDisk) -> dict[str, int]:
-    """The names of steps that can be loaded, and which saves they are."""
+    """Return the names of steps that can be loaded, and the tokens of their saves."""
     found = {}
     for name in _step_names(disk.machine.live):
         with on(disk):
@@ -78,7 +78,7 @@ def _whole(disk: CrashDisk) -> dict[str, int]:
 
 
 def _listed(reader: StepManager, disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
-    """Each listed step can be restored of which any generation is whole; and all are, where that is promised."""
+    """Check that each listed step with a whole generation can be restored, and all where that is promised."""
     whole = _whole(disk)
     names = [entry.name for entry in reader._run.entries()]
     if is_all_whole(world) and not {*names} <= {*whole}:
@@ -90,20 +90,20 @@ def _listed(reader: StepManager, disk: CrashDisk, world: World, facts: Facts) ->
             if step in {parsed[0] for name in {*names} & {*whole} if (parsed := parse_step_name(name)) is not None}:
                 return [Problem("exception", f"a generation of step {step} is whole, but: {error}")]
     last = {each.step: each.token for each in facts.promises}
-    known = {step for step in facts.pins if last.get(step) in facts.durable}  # else its last save may have gone
+    known = {step for step in facts.pins if last.get(step) in facts.durable}  # otherwise its last save may be lost
     gone = sorted(known - {*reader.steps, *reader.damaged})
     return [Problem("deleted", f"step {step} was pinned and on the disk, and is gone") for step in gone]
 
 
 def _cleaned(manager: StepManager, disk: CrashDisk, facts: Facts, reader: Callable[[], StepManager]) -> list[Problem]:
-    """The next owner saves, leaves nothing over, and its save is what is restored then."""
+    """Let the next owner save, and check that no leftovers remain and that its save is restored."""
     manager.own()
     line = [entry.step for entry in newest_generations([each for each in manager._run._line() if not each.is_held])]
     promise = facts.begin((manager.latest or 0) + 1, AFTERWARDS)
     manager.save(promise.step, state_of(promise.token))
     manager.wait(LONGEST_S)
     manager._run._deleter.wait(LONGEST_S)
-    manager._run._scrubber.join()  # it may be setting aside what was to go, which stays then
+    manager._run._scrubber.join()  # it may set an expired step aside, which then stays
     image = disk.machine.live
     names = image.folders[image.find(RUN) or 0]
     problems = left_of(name for name in hidden(names) if names[name] not in image.lost)
@@ -114,9 +114,9 @@ def _cleaned(manager: StepManager, disk: CrashDisk, facts: Facts, reader: Callab
 
 
 def _retained(line: list[int], manager: StepManager, facts: Facts, image: Image) -> list[Problem]:
-    """As of a run that is always synced, but for what cannot be known for certain, which stays, or is no step.
+    """Check the kept steps as in a fully synced run, except for uncertain entries, which stay or are no steps.
 
-    So does what is replaced by a generation whose sync the disk has refused once.
+    A step stays too if the disk refused to sync the generation that replaces it.
     """
     run = manager._run
     doubtful = [entry for entry in run._entries if entry.is_unsynced and entry.damaged is None]
@@ -129,17 +129,17 @@ def _retained(line: list[int], manager: StepManager, facts: Facts, image: Image)
 
 
 def _is_later(entry: Entry, other: Entry) -> bool:
-    """Whether it is a later generation of the same step; of one that cannot be read only its name tells."""
+    """Return whether an entry is a later generation of the same step; an unreadable one is known by its name only."""
     if entry.step != other.step:
         return False
     return (entry.sequence, entry.generation) > (other.sequence, other.generation)
 
 
 def found_in_weaker_single(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
-    """What is wrong with a single checkpoint, of which nothing may be left: what is loaded is whole.
+    """Return the problems of a single checkpoint, which may be missing but must be whole.
 
-    What is no checkpoint is not replaced: somebody has to take it away. And what waits aside, without being one, goes
-    once another one is in place.
+    A file or directory that is no checkpoint is not replaced, so it is removed first. An incomplete checkpoint under
+    the side name is removed once another checkpoint is in place.
     """
     image = disk.machine.live
     with on(disk):
@@ -153,17 +153,17 @@ def found_in_weaker_single(disk: CrashDisk, world: World, facts: Facts) -> list[
                 return [Problem("wrong bytes", f"loaded save {token}, which had not begun")]
         if not can_be_saved(image):
             return []
-        remove_what_is_none(disk)
-        problems = [saved_anew(SINGLE, world.settings, facts, lambda: _names_beside(image)) for _ in range(2)]
+        remove_non_checkpoint(disk)
+        problems = [saved_anew(SINGLE, world.settings, facts, lambda: _sibling_names(image)) for _ in range(2)]
         return [each for each in problems[0] if each.kind != "left over"] or problems[1]
 
 
 def is_all_whole(world: World) -> bool:
-    """Whether all that is found is promised to be whole."""
+    """Return whether every found save is promised to be whole."""
     return world.settings.durability == "file" and world.order == "ordered"
 
 
-def _names_beside(image: Image) -> list[str]:
-    """All but what the disk refuses to remove."""
+def _sibling_names(image: Image) -> list[str]:
+    """Return all names except those that the disk refuses to remove."""
     names = image.folders[image.find("/data") or 0]
     return [name for name, inode in names.items() if inode not in image.lost]

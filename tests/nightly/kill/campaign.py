@@ -1,4 +1,4 @@
-"""Kills a real training with SIGKILL at random moments, again and again, and checks that nothing is ever lost.
+"""Kill a real training with SIGKILL at random moments, and check that nothing is lost.
 
 After each kill a fresh process must resume from a committed step, no earlier than the last one that was acknowledged,
 and its losses must equal those of an uninterrupted run, byte for byte.
@@ -30,7 +30,7 @@ MOST_LOSSES = 25
 
 @dataclasses.dataclass(frozen=True)
 class Life:
-    """One process: the step it resumed from, and the losses it told before it was killed, as text by step."""
+    """One process: the step that it resumed from, and the losses that it printed before the kill, as text by step."""
 
     resumed: int
     losses: dict[int, str]
@@ -44,7 +44,7 @@ def start(directory: Path, updates: int, *more: str) -> subprocess.Popen[str]:
 
 
 def lines(process: subprocess.Popen[str]) -> Iterator[list[str]]:
-    """The words of each line that the process tells."""
+    """Yield the words of each complete line that the process prints."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.endswith("\n"):
@@ -52,7 +52,7 @@ def lines(process: subprocess.Popen[str]) -> Iterator[list[str]]:
 
 
 def reference(updates: int) -> dict[int, str]:
-    """The losses of a run that nobody interrupts and that saves nothing."""
+    """Return the losses of an uninterrupted run without saves."""
     with tempfile.TemporaryDirectory() as folder:
         with start(Path(folder), updates, "--off") as process:
             losses = {int(words[0]): words[1] for words in lines(process) if words[0] != "resumed"}
@@ -62,8 +62,8 @@ def reference(updates: int) -> dict[int, str]:
 
 
 def live_and_die(directory: Path, updates: int, chance: random.Random) -> Life:
-    """Start the training, let it tell some losses, wait a random moment of a save's length, and kill it."""
-    told = chance.randint(LEAST_LOSSES, MOST_LOSSES)
+    """Start the training, and kill it at a random moment of a save after a random number of losses."""
+    kill_after = chance.randint(LEAST_LOSSES, MOST_LOSSES)
     moment_s = chance.uniform(0, 0.03)
     resumed, losses = -1, {}
     with start(directory, updates) as process:
@@ -72,8 +72,8 @@ def live_and_die(directory: Path, updates: int, chance: random.Random) -> Life:
                 resumed = int(words[1])
                 continue
             losses[int(words[0])] = words[1]
-            if len(losses) == told:
-                time.sleep(moment_s)  # the random moment itself
+            if len(losses) == kill_after:
+                time.sleep(moment_s)
                 process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL, f"the training ended by itself with {process.returncode}"
     return Life(resumed, losses)
@@ -89,13 +89,17 @@ def check(life: Life, expected: dict[int, str], acknowledged: int) -> None:
 
 
 def campaign(kills: int, seed: int, directory: Path) -> list[Life]:
-    """Kill so many times; raises AssertionError at the first thing that is not as it must be."""
+    """Kill the training `kills` times, and return its lives.
+
+    Raises:
+        AssertionError: a promise was broken.
+    """
     chance = random.Random(seed)
     updates = (kills + 1) * (MOST_LOSSES + 20)
     expected = reference(updates)
     lives: list[Life] = []
     acknowledged = 0
-    for number in range(kills + 1):  # one more life, to see what the last kill left
+    for number in range(kills + 1):  # one more life checks what the last kill left
         life = live_and_die(directory, updates, chance)
         check(life, expected, acknowledged)
         acknowledged = max(life.losses) - 1

@@ -1,4 +1,4 @@
-"""A small training that saves every step and keeps one; says what it does on standard output, line by line.
+"""A small training that saves every step, keeps one, and prints its progress line by line.
 
 Run as `python training.py DIRECTORY UPDATES [--off]`: `resumed N` first, then `N LOSS` after each update is handed to
 the callback, the loss as exact hexadecimal. A line for update N means that update N - 1 is committed.
@@ -20,7 +20,7 @@ SIZE = 500_000
 
 @jax.jit(donate_argnums=0)
 def update(state: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-    """One update with dropout; the loss depends on all of the past."""
+    """One update with dropout; the loss depends on all updates before."""
     key, dropout = jax.random.split(state["key"])
     mask = jax.random.bernoulli(dropout, 0.9, (SIZE,))
     gradient = state["weights"] * mask - batch.mean()
@@ -31,18 +31,18 @@ def update(state: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, jax
 
 
 def fresh_state() -> dict[str, jax.Array]:
-    """The state before training."""
+    """Return the state before training."""
     weights = jax.random.normal(jax.random.key(0), (SIZE,))
     return {"weights": weights, "momentum": jnp.zeros(SIZE), "key": jax.random.key(1), "step": jnp.int32(0)}
 
 
 def batches() -> Any:
-    """Batches in an order that takes the iterator's position to know."""
+    """Return shuffled batches; the position of the iterator determines the next one."""
     return iter(grain.MapDataset.range(1000).shuffle(seed=3).repeat().batch(4).to_iter_dataset())
 
 
 def main(directory: str, updates: int, enabled: bool) -> None:
-    """Train, from where it was left."""
+    """Train from the last saved step."""
     ckpt = jct.CheckpointCallback(directory, save_interval_steps=1, keep_latest=1, enabled=enabled)
     with ckpt:
         state, data = ckpt.resume(fresh_state(), batches())

@@ -1,4 +1,4 @@
-"""Runs under `faults.c`: saves, loads and dies on a failing file system, and prints as JSON how each of them ended.
+"""Runs under `faults.c`: save, load and die on a failing file system, and print the results as JSON.
 
 LD_PRELOAD=faults.so python faulty_saves.py SCENARIO DIRECTORY
 """
@@ -36,7 +36,7 @@ SETTINGS = StoreSettings(staging_bytes=MIB, segment_bytes=2 * MIB, io_threads=1)
 
 @contextlib.contextmanager
 def faults(root: str, call: str, mode: str, at: int = 0, every: int = 0) -> Iterator[list[int]]:
-    """Faults below a directory; the list gets the number of calls that were counted."""
+    """Inject faults below a directory; yield a list that receives the number of counted calls."""
     counted: list[int] = []
     FAULTS.faults_set(root.encode(), call.encode(), ord(mode), ctypes.c_long(at), ctypes.c_long(every))
     try:
@@ -46,7 +46,7 @@ def faults(root: str, call: str, mode: str, at: int = 0, every: int = 0) -> Iter
 
 
 def save(path: str, arrays: dict[str, np.ndarray], *, replace: bool = False, settings: Any = SETTINGS) -> None:
-    """As the layers above save: a failed attempt is aborted."""
+    """Save, and remove a failed attempt as the layers above do."""
     try:
         commit(BACKEND, path, arrays, settings, replace=replace)
     except StorageError:
@@ -56,7 +56,7 @@ def save(path: str, arrays: dict[str, np.ndarray], *, replace: bool = False, set
 
 
 def content(path: str) -> str:
-    """Which arrays are there: "old", "new", "large", or "nothing"; and the damage where it is none of them."""
+    """Return which arrays a checkpoint holds: "old", "new", "large", "nothing", or its damage."""
     try:
         found = {name: parts[0].tobytes() for name, parts in load(BACKEND, path, SETTINGS).items()}
     except NotACheckpointError:
@@ -70,7 +70,7 @@ def content(path: str) -> str:
 
 
 def count(root: str, call: str, replace: bool) -> int:
-    """How many calls one save makes."""
+    """Return the number of calls that one save makes."""
     if replace:
         save(f"{root}/probe", OLD)
     with faults(root, call, "c") as counted:
@@ -80,14 +80,14 @@ def count(root: str, call: str, replace: bool) -> int:
 
 
 def survive(root: str) -> list[Any]:
-    """Faults that nobody should notice, in saves and in loads."""
+    """Inject faults that must be invisible, in saves and in loads."""
     ends = []
     for direct in ("auto", False):
         settings = StoreSettings(staging_bytes=MIB, segment_bytes=2 * MIB, direct_io=direct)
         for call, mode, every in [("write", "h", 1), ("write", "h", 2), ("write", "i", 2), ("sync", "i", 2),
                                   ("cut", "i", 2), ("read", "h", 1), ("read", "h", 3), ("read", "i", 2)]:  # fmt: skip
             if call == "cut" and direct is False:
-                continue  # only what was written in whole blocks is cut
+                continue  # only files written in whole blocks are truncated
             with faults(root, call, mode, every=every) as counted:
                 save(f"{root}/a", LARGE, settings=settings)
                 found = content(f"{root}/a")
@@ -98,7 +98,7 @@ def survive(root: str) -> list[Any]:
 
 
 def fail(root: str, replace: bool, deny_renameat2: bool) -> list[Any]:
-    """One call of a save fails, each in turn."""
+    """Let each call of a save fail in turn."""
     FAULTS.faults_deny_renameat2(int(deny_renameat2))
     ends = []
     for mode in ("e", "s"):
@@ -119,7 +119,7 @@ def fail(root: str, replace: bool, deny_renameat2: bool) -> list[Any]:
 
 
 def die(root: str, replace: bool, deny_renameat2: bool) -> list[Any]:
-    """The process is killed at one call of a save, each in turn; then the save is tried again."""
+    """Kill the process at each call of a save in turn, and save again."""
     FAULTS.faults_deny_renameat2(int(deny_renameat2))
     ends = []
     for mode in ("k", "t"):
@@ -144,7 +144,7 @@ def die(root: str, replace: bool, deny_renameat2: bool) -> list[Any]:
 
 
 def fail_to_read(root: str) -> list[Any]:
-    """One read of a load fails, each in turn."""
+    """Let each read of a load fail in turn."""
     save(f"{root}/a", LARGE)
     with faults(root, "read", "c") as counted:
         content(f"{root}/a")
@@ -160,7 +160,7 @@ def fail_to_read(root: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # that a process with threads forks
+    warnings.simplefilter("ignore")  # about a fork of a process with threads
     scenario, root = sys.argv[1:]
     chosen = {"replace": "replacing" in scenario, "deny_renameat2": "without renameat2" in scenario}
     run: Any = {"fail": fail, "die": die}.get(scenario.split(",")[0])

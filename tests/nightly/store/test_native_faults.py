@@ -1,4 +1,4 @@
-"""A failing file system: short writes and EINTR are invisible, EIO and ENOSPC are loud, a kill leaves old or new."""
+"""A failing file system: short writes and EINTR are invisible, EIO and ENOSPC are raised, a kill leaves old or new."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`faults.c`, compiled."""
+    """Compile `faults.c`."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler for the library of faults")
@@ -28,7 +28,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ends(library: Path, run_python: Any, tmp_path: Path) -> Any:
-    """Runs a scenario of `faulty_saves.py`."""
+    """Return a function that runs a scenario of `faulty_saves.py`."""
 
     def run(scenario: str) -> list[Any]:
         done = run_python(
@@ -40,14 +40,14 @@ def ends(library: Path, run_python: Any, tmp_path: Path) -> Any:
     return run
 
 
-def test_short_writes_short_reads_and_interrupted_calls_are_invisible(ends: Any) -> None:
+def test_short_and_interrupted_calls_are_invisible(ends: Any) -> None:
     for scenario, counted, found, problems in ends("survive"):
         assert counted > 2, f"{scenario}: the faults were not injected"
         assert (found, problems) == ("large", []), scenario
 
 
 @pytest.mark.parametrize("way", ["", ",without renameat2"])
-def test_a_refusal_at_any_call_of_a_save_is_raised_and_leaves_nothing(ends: Any, way: str) -> None:
+def test_any_refused_call_fails_save_without_leftovers(ends: Any, way: str) -> None:
     found = ends(f"fail{way}")
     assert len(found) > 20
     for mode, at, code, message, content, names in found:
@@ -56,11 +56,11 @@ def test_a_refusal_at_any_call_of_a_save_is_raised_and_leaves_nothing(ends: Any,
         assert (content, names) == ("nothing", []), (at, message)
 
 
-def test_a_refusal_at_any_call_of_an_overwriting_save_leaves_the_old_one(ends: Any) -> None:
+def test_any_refused_call_of_overwrite_keeps_old_checkpoint(ends: Any) -> None:
     found = ends("fail,replacing")
     assert len(found) > 20
     for mode, at, code, message, content, names in found:
-        if code == 0:  # of the look at what it replaced: that stays until the next save cleans up
+        if code == 0:  # a failed read of the replaced checkpoint, which stays until the next save cleans up
             assert (content, len(names), names[-1]) == ("new", 2, "a"), (at, names)
             continue
         assert code == {"e": errno.EIO, "s": errno.ENOSPC}[mode], (at, message)
@@ -75,7 +75,7 @@ def test_refusal_between_renames_of_exchange_loses_nothing(ends: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["", ",without renameat2"])
-def test_a_kill_at_any_call_of_a_save_leaves_nothing_or_all(ends: Any, way: str) -> None:
+def test_kill_during_save_leaves_nothing_or_all(ends: Any, way: str) -> None:
     found = ends(f"die{way}")
     assert {died for _, _, died, *_ in found} == {-9}
     assert {content for _, _, _, content, *_ in found} == {"nothing", "new"}
