@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train import StoreSettings
-from jaxckpt_train.checkpointables.saving import SaveTimes, StagedPart, stage_all, write_parts
-from jaxckpt_train.pending import ProgressTracker
+from jaxckpt_train.checkpointables.saving import CheckpointSave, PathTarget
+from jaxckpt_train.checkpointables.staging import StagedPart
+from jaxckpt_train.distributed.coordinator import SingleProcess
 from jaxckpt_train.pytree.restore import TreeRestore
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import Box, box_from_index, full_box
@@ -35,7 +36,6 @@ from jaxckpt_train.store.read_plan import Wanted, plan_reads
 from jaxckpt_train.store.reader import READS_PER_THREAD, read_boxes
 from jaxckpt_train.store.segment import ArraySource, ChunkSource, plan_segments
 from jaxckpt_train.store.threads import paused_collection
-from jaxckpt_train.store.transaction import Transaction
 
 T = TypeVar("T")
 Seconds = dict[str, float]
@@ -58,15 +58,16 @@ def save_in_phases(path: Path, tree: Any, chunks: int | None = None) -> Seconds:
         The seconds of `snapshot` (what the caller waits for), `plan` (which bytes go where), `write` (without the
         plan) and `commit` (the manifest, syncs, and the rename).
     """
-    settings, backend, times = StoreSettings(), LocalBackend(), SaveTimes()
-    parts = stage_all({PART: tree}, times, settings)
+    settings, backend, final = StoreSettings(), LocalBackend(), str(path.resolve())
+    save = CheckpointSave(SingleProcess(), final, PathTarget(backend, final, settings, {}), backend, settings)
+    save.stage({PART: tree})
     if chunks is not None:
-        parts = [_cut(part, chunks) for part in parts]
-    arrays = [array for part in parts if part.snapshot for array in part.snapshot.arrays]
+        save.parts = [_cut(part, chunks) for part in save.parts]
+    arrays = [array for part in save.parts if part.snapshot for array in part.snapshot.arrays]
     with paused_collection():  # as a save does
         plan_s, _ = _timed(lambda: list(plan_segments(arrays, settings.segment_bytes)))
-    transaction = Transaction(backend, str(path.resolve()), settings)
-    write_parts(transaction, backend, parts, {}, settings, times, replace=False, progress=ProgressTracker())
+    save.run()
+    times = save.times
     return {
         "snapshot": times.snapshot_s + times.stage_s,
         "plan": plan_s,

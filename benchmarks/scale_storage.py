@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from benchmarks.counted_values import Asked, CountedValues
-from jaxckpt_train.checkpointables.job_saving import JobSave
-from jaxckpt_train.checkpointables.saving import StagedPart
+from jaxckpt_train.checkpointables.saving import CheckpointSave
+from jaxckpt_train.checkpointables.staging import StagedPart
 from jaxckpt_train.distributed.coordinator import ManyProcesses
 from jaxckpt_train.pytree.leaves import ArrayLeaf, TreeRecord
 from jaxckpt_train.pytree.snapshot import Snapshot
@@ -73,7 +73,7 @@ class _CountedSink:
         self._inner.abandon()
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SavedTogether:
     """What came of one save: what each process has asked for, and the checkpoint."""
 
@@ -101,11 +101,24 @@ def save_together(processes: int, arrays: int, timeout_s: float = 300.0) -> Save
     return SavedTogether([each.operations for each in backends], listed, [view.asked for view in views], committed)
 
 
-def _save(job: ManyProcesses, backend: Backend, arrays: int, timeout_s: float) -> Committed:
-    def begin() -> Transaction:
-        return Transaction(backend, FINAL, SETTINGS)
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """A new checkpoint without information."""
 
-    save = JobSave(job.within("save", timeout_s), FINAL, begin, backend, {}, SETTINGS, replace=False)
+    backend: Backend
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    replace: bool = False
+
+    def begin(self) -> Transaction:
+        """Create the attempt."""
+        return Transaction(self.backend, FINAL, SETTINGS)
+
+    def committed(self, committed: Committed) -> None:
+        """Record nothing."""
+
+
+def _save(job: ManyProcesses, backend: Backend, arrays: int, timeout_s: float) -> Committed:
+    save = CheckpointSave(job.within("save", timeout_s), FINAL, _Target(backend), backend, SETTINGS)
     save.parts = [StagedPart("state", "pytree", snapshot=_rows(job.process, job.processes, arrays))]
     return save.run()
 

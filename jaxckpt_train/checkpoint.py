@@ -20,18 +20,9 @@ import msgspec
 
 from jaxckpt_train._validation import absolute_path, flag, named
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
-from jaxckpt_train.checkpointables.job_saving import JobSave
 from jaxckpt_train.checkpointables.loading import expect_parts, load_parts
-from jaxckpt_train.checkpointables.saving import (
-    SaveTimes,
-    begin_save,
-    make_tracker,
-    stage_all,
-    undo_on_error,
-    wait_until_taken,
-    write_parts,
-)
-from jaxckpt_train.distributed.coordinator import Coordinator
+from jaxckpt_train.checkpointables.saving import CheckpointSave, PathTarget
+from jaxckpt_train.checkpointables.staging import wait_until_taken
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import (
     CorruptCheckpointError,
@@ -58,12 +49,7 @@ from jaxckpt_train.store.manifest import MAX_INFO_BYTES
 from jaxckpt_train.store.manifest_decoding import encode_value
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.timeouts import call_with_timeout
-from jaxckpt_train.store.transaction import (
-    Transaction,
-    refuse_existing,
-    refuse_temporary_name,
-    remove_stale_temporaries,
-)
+from jaxckpt_train.store.transaction import Transaction, refuse_existing, refuse_temporary_name
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
 from jaxckpt_train.transforms.apply import apply_operations, parse_operations
@@ -267,53 +253,22 @@ def save_checkpointables_async(
     settings: StoreSettings | None = None,
 ) -> PendingSave[CheckpointMetadata]:
     """Save like `save_async`, but several checkpointables by name."""
-    final, chosen, times = absolute(path), checked_settings("settings", settings), SaveTimes()
-    replace = flag("overwrite", overwrite)
-    job = current()
-    if job.processes > 1:
-        return _save_in_job(job, final, checkpointables, custom_metadata, chosen, replace)
-    refuse_temporary_name(final)
-    call_with_timeout(final, lambda _: refuse_existing(_BACKEND, final, replace))
-    parts = stage_all(checkpointables, times, chosen)
-    with undo_on_error(None, parts):
-        info, tracker = run_info(custom_metadata), make_tracker(parts)
-        transaction = call_with_timeout(final, lambda _: Transaction(_BACKEND, final, chosen), undo=_abort)
-
-    def work() -> CheckpointMetadata:
-        with undo_on_error(transaction, parts):
-            remove_stale_temporaries(_BACKEND, final)
-        done = write_parts(transaction, _BACKEND, parts, info, chosen, times, replace=replace, progress=tracker)
-        return describe(done)
-
-    pending = begin_save(final, work, transaction, parts, tracker)
-    wait_until_taken(parts, pending)
-    return pending
-
-
-def _save_in_job(
-    job: Coordinator,
-    final: str,
-    checkpointables: Mapping[str, Any],
-    custom_metadata: Any,
-    settings: StoreSettings,
-    replace: bool,
-) -> PendingSave[CheckpointMetadata]:
-    """Save together with the other processes of the job."""
-
-    def begin() -> Transaction:
-        refuse_temporary_name(final)
-        refuse_existing(_BACKEND, final, replace)
-        transaction = Transaction(_BACKEND, final, settings)
-        with undo_on_error(transaction, ()):
-            remove_stale_temporaries(_BACKEND, final)
-        return transaction
-
+    final, chosen = absolute(path), checked_settings("settings", settings)
     info = dict[str, Any]()
-    save = JobSave(job.within("save", settings.barrier_timeout_s), final, begin, _BACKEND, info, settings, replace)
+    target = PathTarget(_BACKEND, final, chosen, info, flag("overwrite", overwrite))
+    job = current().within("save", chosen.barrier_timeout_s)
+    save = CheckpointSave(job, final, target, _BACKEND, chosen)
     with save.sharing_errors():
+        if job.process == 0:
+            refuse_temporary_name(final)
+            call_with_timeout(final, lambda _: refuse_existing(_BACKEND, final, target.replace))
         save.stage(checkpointables)
-        info.update(run_info(custom_metadata))
-    pending = begin_save(final, lambda: describe(save.run()), None, save.parts, save.tracker)
+        info |= run_info(custom_metadata)
+        if job.process == 0:  # here, so that the call refuses a wrong path
+            target.transaction = save.transaction = call_with_timeout(
+                final, lambda _: Transaction(_BACKEND, final, chosen), undo=_abort
+            )
+    pending = save.start(lambda: describe(save.run()))
     wait_until_taken(save.parts, pending)
     return pending
 

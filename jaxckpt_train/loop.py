@@ -22,7 +22,7 @@ import numpy as np
 from jaxckpt_train._validation import Mode, index_of, refuse, stated_mode, whole
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.registry import is_grain_iterator, is_tree_in_place, keeps_itself_current
-from jaxckpt_train.checkpointables.saving import SaveTimes, StagedValue, stage_all, take
+from jaxckpt_train.checkpointables.staging import SaveTimes, StagedValue, stage_all, take
 from jaxckpt_train.errors import IteratorStateError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.context import PreservationPolicy, SavePolicy

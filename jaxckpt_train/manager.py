@@ -404,22 +404,20 @@ class StepManager(RunNotes):
         save = StepSave(
             request,
             checkpointables,
-            backend=self._backend,
-            directory=self.directory,
             run=self._run,
             job_sync=self._job_sync,
             settings=self.settings,
             clock=self._clock,
-            took=self._save_scheduler.clock.committed,
+            timer=self._save_scheduler.clock,
             drift=self.drift,
         )
         now, metrics = self._clock(), save.metrics or None
         self._save_slot.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)
         self._save_scheduler.save_started()
         _log.debug("step %d: saving (%s)", request.step, request.reason)
-        subject, patience_s = f"step {request.step} to {self.directory}", self._save_slot.patience_s(force)
+        slot = self._save_slot
         try:
-            pending = save.start(subject, self._save_slot.begun, timeout_s, patience_s, self._save_slot.is_time_up)
+            pending = save.start(slot.begun, timeout_s, slot.patience_s(force), slot.is_time_up)
         except CheckpointTimeoutError as stalled:
             return SaveResult(False, self._save_slot.not_taken(request.step, force, timeout_s, stalled))
         self._save_scheduler.clock.save_began(request.step, save.device_wait_s)

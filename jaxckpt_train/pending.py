@@ -274,8 +274,8 @@ def start_save(
     work: Callable[[], T],
     *,
     tracker: ProgressTracker | None = None,
-    on_start: Callable[[PendingSave[T] | None], None] = lambda pending: None,
-    undo: Callable[[BaseException], None] = lambda error: None,
+    on_start: Callable[[PendingSave[T] | None], None] | None = None,
+    undo: Callable[[BaseException], None] | None = None,
 ) -> PendingSave[T]:
     """Start a save on its own thread, or run it on the calling thread if no thread can be started.
 
@@ -286,18 +286,21 @@ def start_save(
         work: runs the save.
         tracker: measures the progress of `work`.
         on_start: called with the save before it starts, so that no interrupt loses it; and with None if it did not
-            start.
-        undo: called with the error if the save did not start.
+            start. None: nothing is called.
+        undo: called with the error if the save did not start. None: nothing is called.
     """
     pending: PendingSave[T] | None = None
     try:
         pending = PendingSave(subject, work, tracker)
-        on_start(pending)
+        if on_start is not None:
+            on_start(pending)
         pending._start()
     except BaseException as error:
         if pending is None or pending._cancel(error):
-            on_start(None)
-            undo(error)
+            if on_start is not None:
+                on_start(None)
+            if undo is not None:
+                undo(error)
         raise
     if must_wait_here():
         finish_here(pending)

@@ -1,41 +1,41 @@
-"""Save checkpointables: stage them on the caller's thread, then write and commit them on another thread.
+"""Save one checkpoint: every process of a job writes its shards, and the primary process commits.
 
-`ContentComparison` checks that the processes of a job save the same content.
+A single process is a job of size one. `CheckpointSave` has four phases: `stage` on the caller's thread, then begin,
+write and commit in `run`, on any thread. A `SaveTarget` says where the checkpoint goes. `ContentComparison` checks that
+the processes save the same content.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import logging
+import errno
+import os
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from jaxckpt_train._validation import named
-from jaxckpt_train.checkpointables.base import NOTHING, Staged
-from jaxckpt_train.checkpointables.registry import handler_of
-from jaxckpt_train.errors import (
-    CheckpointTimeoutError,
-    MismatchError,
-    NonFiniteError,
-    SettingsError,
-    UnsupportedLeafError,
+from jaxckpt_train.checkpointables.staging import (
+    MAX_SHOWN,
+    SaveTimes,
+    StagedPart,
+    check_finite,
+    close_parts,
+    make_tracker,
+    stage_all,
+    wait_for_devices,
 )
-from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker, start_save
+from jaxckpt_train.distributed.coordinator import Coordinator
+from jaxckpt_train.errors import CheckpointError, MismatchError, OtherProcessError, StorageError
+from jaxckpt_train.pending import PendingSave, ProgressTracker, start_save
 from jaxckpt_train.pytree.colocated.transfer import write_on_hosts
-from jaxckpt_train.pytree.copies import TransferBudget
 from jaxckpt_train.pytree.leaves import encode_tree
 from jaxckpt_train.pytree.partition import JobPartition
-from jaxckpt_train.pytree.paths import refuse_too_deep, refused_if_too_deep
-from jaxckpt_train.pytree.snapshot import Snapshot, snapshot
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.committed import Committed
@@ -48,341 +48,366 @@ from jaxckpt_train.store.manifest import (
     Manifest,
     PartRecord,
     SegmentRecord,
-    is_plain_name,
-    plain_name_rule,
 )
-from jaxckpt_train.store.manifest_decoding import encode_value
+from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
 from jaxckpt_train.store.segment import ChunkSource
-from jaxckpt_train.store.transaction import Transaction
-from jaxckpt_train.store.writer import Progress, WrittenArrays, write_arrays
+from jaxckpt_train.store.transaction import Attempt, Transaction, remove_stale_temporaries
+from jaxckpt_train.store.writer import WrittenArrays, write_arrays
 
-_log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
-MAX_SHOWN = 5  # leaves or differences in a message
+_DIFFERS = b"differs"
+_NO_INDEX = PartIndex((), (), ())
 
 
-class OwnFiles:
-    """Lets an object write its own files; `is_writing` is set meanwhile, since this may take long."""
+class SaveTarget(Protocol):
+    """Where a checkpoint goes. The primary process calls the methods, on the thread that writes."""
 
-    def __init__(self, write_files: Callable[[Path], None]) -> None:
-        self._write_files = write_files
-        self.is_writing = False
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """The information for the manifest."""
 
-    def write(self, folder: Path) -> None:
-        """Write the files into the folder."""
-        self.is_writing = True
-        try:
-            self._write_files(folder)
-        finally:
-            self.is_writing = False
+    @property
+    def replace(self) -> bool:
+        """Whether an existing checkpoint is replaced."""
 
+    def begin(self) -> Transaction:
+        """Create the attempt."""
 
-@dataclasses.dataclass(frozen=True)
-class StagedPart:
-    """One staged checkpointable, which later changes by its owner do not affect.
+    def committed(self, committed: Committed) -> Any:
+        """Record the commit, before the other processes learn of it.
 
-    Attributes:
-        same: for a value that each process of a job has: the content that must be equal if one value stands for all.
-    """
-
-    name: str
-    kind: str
-    snapshot: Snapshot | None = None
-    value: bytes | None = None
-    same: bytes | None = None
-    own_files: OwnFiles | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class StagedValue:
-    """A checkpointable that its handler staged earlier, to be saved as it was then."""
-
-    kind: str
-    staged: Staged
-
-
-def take(value: Any) -> StagedValue:
-    """Let the handler of a checkpointable stage it now."""
-    handler = handler_of(value)
-    return StagedValue(handler.kind, handler.stage(value))
+        The result is plain data that all processes receive. An error is raised in all of them, and the checkpoint
+        stays.
+        """
 
 
 @dataclasses.dataclass
-class SaveTimes:
-    """The duration of each phase of a save in seconds, and the number of bytes that this process wrote.
+class PathTarget:
+    """A checkpoint at a path of its own, outside of a run.
 
-    `snapshot_s` and `stage_s` (checkpointables other than pytrees) blocked the caller; the other phases did not. During
-    `device_wait_s` the devices computed updates that JAX had queued. This is training time, and no other phase includes
-    it.
+    Attributes:
+        transaction: the attempt, if it exists already. None: `begin` creates it.
     """
 
-    device_wait_s: float = 0.0
-    snapshot_s: float = 0.0
-    stage_s: float = 0.0
-    write_s: float = 0.0
-    commit_s: float = 0.0
-    bytes: int = 0
+    backend: Backend
+    final: str
+    settings: StoreSettings
+    info: Mapping[str, Any]
+    replace: bool = False
+    transaction: Transaction | None = None
+
+    def begin(self) -> Transaction:
+        """Remove leftovers of earlier attempts, and create this one."""
+        remove_stale_temporaries(self.backend, self.final)
+        return self.transaction or Transaction(self.backend, self.final, self.settings)
+
+    def committed(self, committed: Committed) -> None:
+        """Record nothing."""
 
 
-def stage_all(
-    checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings, partition: JobPartition | None = None
-) -> list[StagedPart]:
-    """Stage all checkpointables as they are now. `wait_until_taken` waits until all of them are safe.
+class _Coming(msgspec.Struct):
+    """The summary of a process's next save. `owners` maps arrays to the process whose devices hold them completely."""
+
+    subject: str
+    own_values: dict[str, str]
+    owners: dict[str, int]
+
+
+class _Begun(msgspec.Struct):
+    """The attempt.
+
+    `info` is JSON, as in the manifest. `shared` names the checkpointables with equal own values; `owners` combines
+    those of all processes.
+    """
+
+    directory: bytes
+    final: bytes
+    info: bytes
+    shared: tuple[str, ...]
+    owners: dict[str, int]
+
+
+class _Done(msgspec.Struct):
+    """The primary's message about the committed checkpoint."""
+
+    sha256: str
+    bytes: int
+    result: Any
+
+
+class CheckpointSave:
+    """One save of one checkpoint, as a process of the job performs it.
 
     Args:
-        checkpointables: the values by name.
-        times: records the durations.
-        settings: how they are saved.
-        partition: in a multi-process job, which parts of the arrays this process saves.
+        job: a coordinator for this save only; all processes create one for the same save.
+        subject: the name of what is saved, for messages; the same in all processes.
+        target: where the checkpoint goes.
+        backend: the storage.
+        settings: how checkpoints are stored.
 
-    Raises:
-        SettingsError: `checkpointables` is not a mapping or is empty, a name cannot be the name of a directory, or the
-            package of the digest is not installed.
-        UnsupportedLeafError: a value cannot be stored.
+    Attributes:
+        parts: the staged checkpointables of this process.
+        times: the durations of the phases in this process.
+        tracker: measures the progress of this process.
+        transaction: in the primary, the attempt, once it exists.
+        result: what `SaveTarget.committed` returned in the primary.
     """
-    digest_function(settings.digest)  # raise here, and not in the background, if its package is missing
-    if not named("checkpointables", checkpointables):
-        raise SettingsError('checkpointables: expected values by name, such as {"state": state}, found none')
-    parts, ahead = [], TransferBudget(settings.staging_bytes)
-    for name, value in checkpointables.items():
-        if not isinstance(name, str) or not is_plain_name(name):
-            raise SettingsError(f"checkpointable name {name!r}: expected {plain_name_rule()}")
+
+    def __init__(
+        self, job: Coordinator, subject: str, target: SaveTarget, backend: Backend, settings: StoreSettings
+    ) -> None:
+        self._job, self._target, self._backend, self._settings = job, target, backend, settings
+        self.subject = subject
+        self.parts: Sequence[StagedPart] = ()
+        self.times, self.tracker = SaveTimes(), ProgressTracker()
+        self.result: Any = None
+        self._is_single_process = job.processes == 1
+        self.transaction: Transaction | None = None
+        self._directory = self._final = ""
+        self._shared: frozenset[str] = frozenset()
+        self._comparison = ContentComparison(settings.digest)
+        # What this process has written; the chunks of arrays are only here if no index of another process is merged.
+        self._records: list[PartRecord] = []
+        self._segments: list[SegmentRecord] = []
+        self._committed: Committed | None = None
+
+    def stage(self, checkpointables: Mapping[str, Any]) -> None:
+        """Stage all checkpointables as they are now, like `stage_all`."""
+        partition = None if self._is_single_process else JobPartition(self._job.process, self._job.processes)
+        self.parts = stage_all(checkpointables, self.times, self._settings, partition)
+        self.tracker = make_tracker(self.parts)
+
+    @contextlib.contextmanager
+    def sharing_errors(self) -> Iterator[None]:
+        """Raise an error of the context in the other processes as well, and release the state. Use it before `run`."""
         try:
-            with refused_if_too_deep("the tree"):
-                parts.append(_stage(name, value, times, settings, ahead, partition))
-        except UnsupportedLeafError as error:
-            raise UnsupportedLeafError(f"checkpointable {name!r}: {error}") from error
-    return parts
+            yield
+        except BaseException as error:
+            self._share(error)
+            raise
 
+    def _share(self, error: BaseException) -> None:
+        def give() -> bytes:
+            raise error
 
-def _stage(
-    name: str,
-    value: Any,
-    times: SaveTimes,
-    settings: StoreSettings,
-    ahead: TransferBudget,
-    partition: JobPartition | None,
-) -> StagedPart:
-    started = time.perf_counter()
-    staged_value = value if isinstance(value, StagedValue) else take(value)
-    kind, staged = staged_value.kind, staged_value.staged
-    if staged.tree is not value:  # the search for a handler has already checked `value`
-        refuse_too_deep("the tree", staged.tree)
-    is_value = staged.tree is NOTHING and staged.write_files is None
-    encoded = encode_value(staged.value) if is_value else None
-    now = time.perf_counter()
-    times.stage_s += now - started
-    if staged.write_files is not None:
-        return StagedPart(name, kind, own_files=OwnFiles(staged.write_files))
-    if encoded is not None:
-        same = None if staged.same is NOTHING else encode_value(staged.same)
-        return StagedPart(name, kind, value=encoded, same=same)
-    is_guarded = settings.nonfinite != "allow"
-    taken = snapshot(
-        staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, partition=partition, colocated=settings.colocated
-    )
-    times.device_wait_s += taken.device_wait_s
-    times.snapshot_s += time.perf_counter() - now - taken.device_wait_s
-    return StagedPart(name, kind, snapshot=taken)
+        try:
+            with contextlib.suppress(type(error)):
+                self._job.exchange(self._beginning, give)
+        finally:
+            self._end()
 
+    def start(
+        self, work: Callable[[], T], on_start: Callable[[PendingSave[T] | None], None] | None = None
+    ) -> PendingSave[T]:
+        """Start `work`, which calls `run`, in the background; see `start_save`."""
+        return start_save(self.subject, work, tracker=self.tracker, on_start=on_start, undo=self._undo)
 
-def wait_until_taken(
-    parts: Sequence[StagedPart],
-    pending: PendingSave[T],
-    timeout_s: float | None = None,
-    patience_s: float = LAST_PATIENCE_S,
-    until: Callable[[], bool] = lambda: False,
-) -> None:
-    """Wait until the caller may change the values that `pending` saves.
+    def _undo(self, error: BaseException) -> None:
+        """Release the state, and remove the attempt if it is not committed."""
+        close_parts(self.parts)
+        if self.transaction is not None and self._committed is None:
+            self.transaction.abort_after(error)
 
-    Raises:
-        CheckpointTimeoutError: the time limit was exceeded, the save made no progress for `patience_s` seconds, or
-            `until` returned true. The save then fails.
-    """
-    end_s = None if timeout_s is None else time.monotonic() + timeout_s
-    for part in parts:
-        if part.snapshot is not None:
-            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
-            reason = pending.wait_for(part.snapshot.is_taken, left_s, patience_s, until)
-            if reason is not None and _give_up(parts):
-                raise CheckpointTimeoutError(
-                    f"saving {pending.subject}: {reason}; abandoned before its state was copied"
-                )
+    def run(self) -> Committed:
+        """Begin, write this process's shards, and commit.
 
-
-def _give_up(parts: Sequence[StagedPart]) -> bool:
-    """Make the save fail and release the state; return False if the whole state was copied after all."""
-    transfers = [part.snapshot.transfers for part in parts if part.snapshot is not None]
-    is_given_up = any(each.give_up() for each in transfers if each is not None)
-    if is_given_up:
-        close_parts(parts)
-    return is_given_up
-
-
-def make_tracker(parts: Sequence[StagedPart]) -> ProgressTracker:
-    """Return a progress tracker that excuses waits for computations and for objects that write their own files.
-
-    It holds no reference to the staged values.
-    """
-    snapshots = [part.snapshot for part in parts if part.snapshot is not None]
-    transfers = [weakref.ref(each.transfers) for each in snapshots if each.transfers is not None]
-    guards = [weakref.ref(each.guard) for each in snapshots if each.guard is not None]
-    on_hosts = [weakref.ref(each.on_hosts) for each in snapshots if each.on_hosts is not None]
-    owners = [weakref.ref(part.own_files) for part in parts if part.own_files is not None]
-
-    def is_excused() -> bool:
-        fetching = any(here.fetching for each in transfers if (here := each()) is not None)
-        looking = any(guard.is_looking for each in guards if (guard := each()) is not None)
-        waiting = any(parts.is_waiting for each in on_hosts if (parts := each()) is not None)
-        return (
-            fetching or looking or waiting or any(owner.is_writing for each in owners if (owner := each()) is not None)
-        )
-
-    return ProgressTracker(is_excused)
-
-
-def write_parts(
-    transaction: Transaction,
-    backend: Backend,
-    parts: Sequence[StagedPart],
-    info: Mapping[str, Any],
-    settings: StoreSettings,
-    times: SaveTimes,
-    *,
-    replace: bool,
-    progress: Progress,
-) -> Committed:
-    """Write all parts of an attempt and commit it. If this fails, remove the attempt and raise the error."""
-    with undo_on_error(transaction, parts):
-        wait_for_devices(parts, times)
-        check_finite(transaction.final, parts, settings)
-        started = time.perf_counter()
-        segments: list[SegmentRecord] = []
-        records = [_write_part(transaction, backend, part, segments, settings, times, progress) for part in parts]
-        times.write_s = time.perf_counter() - started
-        started = time.perf_counter()
-        manifest = Manifest(
-            FORMAT, FORMAT_VERSION, settings.digest, BLOCK_BYTES, tuple(segments), tuple(records), dict(info)
-        )
-        committed = transaction.commit(manifest, replace=replace)
-        times.commit_s = time.perf_counter() - started
-    close_parts(parts)
-    return committed
-
-
-def wait_for_devices(parts: Sequence[StagedPart], times: SaveTimes) -> None:
-    """Wait until the devices have computed the staged values. This runs on the writing thread."""
-    snapshots = [part.snapshot for part in parts if part.snapshot is not None]
-    times.device_wait_s += sum(snapshot.wait_for_devices() for snapshot in snapshots)
-
-
-def check_finite(subject: str, parts: Sequence[StagedPart], settings: StoreSettings) -> None:
-    """Warn about nan and inf, or refuse to save them, before a byte is written."""
-    guards = [(part.name, part.snapshot.guard) for part in parts if part.snapshot is not None]
-    found = [(f"{name}/{leaf}", flaw) for name, guard in guards if guard is not None for leaf, flaw in guard.flaws()]
-    if not found:
-        return
-    shown = ", ".join(f"{leaf!r} ({flaw})" for leaf, flaw in found[:MAX_SHOWN])
-    more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
-    problem = f"{subject}: {len(found)} {'leaf holds' if len(found) == 1 else 'leaves hold'} nan or inf: {shown}{more}"
-    if settings.nonfinite == "warn":
-        _log.warning("%s; saved anyway", problem)
-        return
-    raise NonFiniteError(
-        f'{problem}. The state is not saved, because nonfinite is "reject"; earlier checkpoints are unchanged. Find '
-        "the first step with these values, for example with jax.config.update('jax_debug_nans', True)",
-        tuple(leaf for leaf, _ in found),
-    )
-
-
-def begin_save(
-    subject: str,
-    work: Callable[[], T],
-    transaction: Transaction | None,
-    parts: Sequence[StagedPart],
-    tracker: ProgressTracker,
-    on_start: Callable[[PendingSave[T] | None], None] = lambda pending: None,
-) -> PendingSave[T]:
-    """Start the save of an attempt, and remove the attempt if the save cannot start.
-
-    Args:
-        subject: the name of what is saved, for messages.
-        work: runs the save.
-        transaction: the attempt. None: `work` begins it.
-        parts: the staged checkpointables.
-        tracker: measures the progress.
-        on_start: as for `start_save`.
-    """
-    undo = functools.partial(_undo, transaction, parts)
-    return start_save(subject, work, tracker=tracker, on_start=on_start, undo=undo)
-
-
-@contextlib.contextmanager
-def undo_on_error(transaction: Transaction | None, parts: Sequence[StagedPart]) -> Iterator[None]:
-    """Release the state and remove the attempt, if there is one, after an error within the context."""
-    try:
-        yield
-    except BaseException as error:
-        _undo(transaction, parts, error)
-        raise
-
-
-def _undo(transaction: Transaction | None, parts: Sequence[StagedPart], error: BaseException) -> None:
-    close_parts(parts)
-    if transaction is not None:
-        transaction.abort_after(error)
-
-
-def close_parts(parts: Sequence[StagedPart]) -> None:
-    """Release the state."""
-    for part in parts:
-        if part.snapshot is not None:
-            part.snapshot.close()
-
-
-def _write_part(
-    transaction: Transaction,
-    backend: Backend,
-    part: StagedPart,
-    segments: list[SegmentRecord],
-    settings: StoreSettings,
-    times: SaveTimes,
-    progress: Progress,
-) -> PartRecord:
-    folder = transaction.add_folder(part.name)
-    progress(0)
-    files: tuple[FileRecord, ...] = ()
-    if part.snapshot is not None:
-        written = write_arrays(
-            backend,
-            transaction.directory,
-            part.name,
-            part.snapshot.arrays,
-            settings,
-            first_segment=len(segments),
-            progress=progress,
-        )
-        if part.snapshot.on_hosts is not None:
-            parts, arrays = part.snapshot.on_hosts, part.snapshot.arrays
-            written = write_on_hosts(
-                transaction.directory, part.name, arrays, parts, written, segments, settings, progress
+        Raises:
+            Any error in this process, or the error of another process; nothing is committed then.
+            CheckpointTimeoutError: another process did not join or made no progress.
+        """
+        try:
+            begun = self._begin()
+            self._own(begun.owners)
+            # While this process waits, the progress of the others counts as progress of this save.
+            done = self._job.exchange(
+                f"saving {self.subject}", self._write, self._commit, self.tracker.sign, self.tracker
             )
-        segments.extend(written.segments)
-        times.bytes += written.data_bytes
-        return PartRecord(part.name, part.kind, written.arrays, files, encode_tree(part.snapshot.record))
-    if part.value is not None:
-        files = (transaction.write_file(value_file(part.name), part.value),)
-    elif part.own_files is not None:
-        part.own_files.write(Path(folder))
-        progress(0)
-        files = transaction.adopt_folder(part.name, progress)
-    times.bytes += sum(file.bytes for file in files)
-    return PartRecord(part.name, part.kind, (), files, msgspec.Raw(b"null"))
+            if done == _DIFFERS:
+                doing = f"comparing what the processes save as {self.subject}"
+                self._job.exchange(doing, self._comparison.encoded, refuse_differences, self.tracker.sign)
+            return self._committed or self._committed_elsewhere(begun, done)
+        except BaseException as error:
+            self._undo(error)
+            raise
+        finally:
+            self._end()
 
+    def _end(self) -> None:
+        close_parts(self.parts)
+        self._job.end()
 
-def value_file(name: str, process: int = 0) -> str:
-    """Return the file name for the value of one process. The file of process 0 may stand for all processes."""
-    return f"{name}/p{process:05d}.json"
+    @property
+    def _beginning(self) -> str:
+        return f"beginning to save {self.subject}"
+
+    def _begin(self) -> _Begun:
+        answer = self._job.exchange(self._beginning, self._coming, self._begin_attempt, self.tracker.sign)
+        begun = msgspec.msgpack.decode(answer, type=_Begun)
+        self._directory, self._final = os.fsdecode(begun.directory), os.fsdecode(begun.final)
+        self._shared = frozenset(begun.shared)
+        return begun
+
+    def _coming(self) -> bytes:
+        own_values = self._comparison.of_own_values(self.parts)
+        owners = {
+            f"{part.name}/{part.snapshot.arrays[number].name}": process
+            for part in self.parts
+            if part.snapshot is not None
+            for number, process in part.snapshot.owners.items()
+        }
+        return msgspec.msgpack.encode(_Coming(self.subject, own_values, owners))
+
+    def _begin_attempt(self, values: Sequence[bytes]) -> bytes:
+        """In the primary: create the attempt if all processes save the same."""
+        coming = [msgspec.msgpack.decode(value, type=_Coming) for value in values]
+        for process, each in enumerate(coming):
+            if each.subject != self.subject:
+                raise OtherProcessError(
+                    f"process {process} saves {each.subject}, but process 0 saves {self.subject}; all processes "
+                    "of a job must save the same steps in the same order"
+                )
+        own = coming[0].own_values
+        shared = tuple(name for name in own if all(each.own_values.get(name) == own[name] for each in coming))
+        self.transaction = transaction = self._target.begin()
+        for part in self.parts:
+            transaction.add_folder(part.name)
+        paths = os.fsencode(transaction.directory), os.fsencode(transaction.final)
+        owners = {name: owner for each in coming for name, owner in each.owners.items()}
+        return msgspec.msgpack.encode(_Begun(*paths, msgspec.json.encode(self._target.info), shared, owners))
+
+    def _own(self, owners: Mapping[str, int]) -> None:
+        for part in self.parts if owners else ():
+            snapshot = part.snapshot
+            for number in list(snapshot.local) if snapshot is not None else ():
+                assert snapshot is not None
+                if owners.get(f"{part.name}/{snapshot.arrays[number].name}") == self._job.process:
+                    snapshot.own(number)
+
+    def _write(self) -> bytes:
+        """Write the shards of all parts, and return their encoded index for the primary."""
+        if not self._is_single_process:
+            self._refuse_unseen()
+        wait_for_devices(self.parts, self.times)
+        check_finite(self._final, self.parts, self._settings)
+        started = time.perf_counter()
+        indexes = tuple(self._write_part(part) for part in self.parts)
+        self.times.write_s = time.perf_counter() - started
+        return b"" if self._is_single_process else encode_index(ProcessIndex(self._comparison.digest(), indexes))
+
+    def _refuse_unseen(self) -> None:
+        """Raise CheckpointError if this process does not see the directory that the primary has created."""
+        try:
+            self._backend.list(self._directory)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise CheckpointError(
+                f"{self._directory}: process 0 created this directory, but process {self._job.process} does not see "
+                "it; all processes of a job must save to one directory on shared storage"
+            ) from error
+
+    def _write_part(self, part: StagedPart) -> PartIndex:
+        self._progress(0)
+        if not self._is_single_process:
+            self._comparison.add_part(part)
+        if part.snapshot is None:
+            self._records.append(PartRecord(part.name, part.kind, (), (), msgspec.Raw(b"null")))
+            if part.own_files is not None:
+                part.own_files.write(Path(self._directory, part.name))
+            return PartIndex((), (), (), self._own_value(part))
+        written = self._write_arrays(part)
+        arrays, index = written.arrays, _NO_INDEX
+        if self._is_single_process:
+            self._segments += written.segments
+        else:
+            self._comparison.add_local(part, written)
+            numbers = tuple(number for number, array in enumerate(written.arrays) if array.chunks)
+            index = PartIndex(written.segments, numbers, tuple(written.arrays[number].chunks for number in numbers))
+            arrays = tuple(msgspec.structs.replace(array, chunks=()) for array in written.arrays)
+        self._records.append(PartRecord(part.name, part.kind, arrays, (), encode_tree(part.snapshot.record)))
+        return index
+
+    def _own_value(self, part: StagedPart) -> tuple[FileRecord, ...]:
+        """Write this process's value of a part to its own file, unless one file stands for all processes."""
+        if self._is_common(part):
+            return ()
+        assert part.value is not None
+        attempt = self.transaction or Attempt(self._backend, self._directory, self._settings)
+        record = attempt.write_file(value_file(part.name, self._job.process), part.value)
+        if attempt is not self.transaction:  # the transaction syncs when it commits
+            attempt.sync()
+        return (record,)
+
+    def _is_common(self, part: StagedPart) -> bool:
+        """Whether the primary writes the value of a part, if it has one, for all processes."""
+        return part.value is None or part.same is None or part.name in self._shared
+
+    def _write_arrays(self, part: StagedPart) -> WrittenArrays:
+        assert part.snapshot is not None
+        arrays, on_hosts = part.snapshot.arrays, part.snapshot.on_hosts
+        written = write_arrays(
+            self._backend,
+            self._directory,
+            part.name,
+            arrays,
+            self._settings,
+            first_segment=len(self._segments),
+            progress=self._progress,
+            process=self._job.process,
+        )
+        if on_hosts is not None:  # only in a single process, which controls the devices of several hosts
+            written = write_on_hosts(
+                self._directory, part.name, arrays, on_hosts, written, self._segments, self._settings, self._progress
+            )
+        self.times.bytes += written.data_bytes
+        return written
+
+    def _progress(self, done: int) -> None:
+        self.tracker(done)
+        if self._job.is_over():
+            raise CheckpointError(f"saving {self.subject}: stopped, because another process failed")
+
+    def _commit(self, values: Sequence[bytes]) -> bytes:
+        """In the primary: commit what all processes have written, unless they differ in what must be the same."""
+        transaction = self.transaction
+        assert transaction is not None
+        started = time.perf_counter()
+        segments, parts = self._segments, self._records
+        if not self._is_single_process:
+            indexes = [decode_index(value) for value in values]
+            if any(index.alike != indexes[0].alike for index in indexes):
+                return _DIFFERS
+            segments, parts = merge_indexes(self._records, indexes)
+        for number, part in enumerate(self.parts):
+            self._progress(0)
+            if part.own_files is not None:
+                files = transaction.adopt_folder(part.name, self._progress)
+                parts[number] = msgspec.structs.replace(parts[number], files=files)
+            elif part.value is not None and self._is_common(part):
+                file = transaction.write_file(value_file(part.name), part.value)
+                parts[number] = msgspec.structs.replace(parts[number], files=(file,))
+        manifest = self._manifest(self._target.info, segments, parts)
+        self._committed = committed = transaction.commit(manifest, replace=self._target.replace)
+        self.times.commit_s = time.perf_counter() - started
+        self.result = self._target.committed(committed)
+        return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes, self.result))
+
+    def _committed_elsewhere(self, begun: _Begun, done: bytes) -> Committed:
+        """In the other processes: describe the checkpoint that the primary has committed."""
+        message = msgspec.msgpack.decode(done, type=_Done)
+        self.result = message.result
+        return Committed(
+            self._final,
+            self._manifest(msgspec.json.decode(begun.info), (), self._records),
+            message.sha256,
+            message.bytes,
+        )
+
+    def _manifest(
+        self, info: Mapping[str, Any], segments: Sequence[SegmentRecord], parts: Sequence[PartRecord]
+    ) -> Manifest:
+        digest = self._settings.digest
+        return Manifest(FORMAT, FORMAT_VERSION, digest, BLOCK_BYTES, tuple(segments), tuple(parts), dict(info))
 
 
 class ContentComparison:
@@ -484,3 +509,8 @@ def _describe_difference(digests: Sequence[str | None]) -> str:
     who = f"process {named}" if len(others) == 1 else f"processes {named}"
     have = "has" if len(others) == 1 else "have"
     return f"{who} {have} none, unlike most" if lacking == others else f"{who} {have} another value than most"
+
+
+def value_file(name: str, process: int = 0) -> str:
+    """Return the file name for the value of one process. The file of process 0 may stand for all processes."""
+    return f"{name}/p{process:05d}.json"

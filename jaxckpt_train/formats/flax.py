@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast
 
-from jaxckpt_train.checkpointables.saving import SaveTimes, stage_all, write_parts
+from jaxckpt_train.checkpointables.saving import CheckpointSave, PathTarget
+from jaxckpt_train.distributed.coordinator import SingleProcess
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError, UnsupportedLeafError
 from jaxckpt_train.formats.step_folders import ARRAYS_OF_A_JOB, FlaxFile
-from jaxckpt_train.pending import ProgressTracker
 from jaxckpt_train.pytree.paths import MAX_DEPTH
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
@@ -19,7 +19,6 @@ from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.files import SNIFFED_BYTES, other_content, read_whole
 from jaxckpt_train.store.process_identity import memory_bytes
-from jaxckpt_train.store.transaction import Transaction
 
 _NAME = "state"
 _PLACEHOLDER = "//GDAPlaceholder:"
@@ -47,13 +46,11 @@ def open_flax_file(backend: Backend, found: FlaxFile, settings: StoreSettings) -
     # Non-finite values are the user's own, already saved: the policy for new saves does not apply.
     memory, plain = MemoryBackend(), dataclasses.replace(settings, nonfinite="allow")
     memory.make_directory(path.rpartition("/")[0] or "/", parents=True, sync=False)
-    transaction = Transaction(memory, path, plain)
-    parts = stage_all({_NAME: tree}, SaveTimes(), plain)
     step = _STEP.fullmatch(path.rpartition("/")[2])
-    info = {} if step is None else {"step": int(step[1])}
-    return memory, write_parts(
-        transaction, memory, parts, info, plain, SaveTimes(), replace=False, progress=ProgressTracker()
-    )
+    target = PathTarget(memory, path, plain, {} if step is None else {"step": int(step[1])})
+    save = CheckpointSave(SingleProcess(), path, target, memory, plain)
+    save.stage({_NAME: tree})
+    return memory, save.run()
 
 
 def _restore(backend: Backend, found: FlaxFile) -> Any:

@@ -278,6 +278,10 @@ class RunDirectory:
         clock: the current time.
         scrub_bytes_per_s: the rate of the scrubber; 0: it verifies only neighbours of damaged steps.
         best_link: the link to the best step; None: no link.
+
+    Attributes:
+        backend: as given.
+        directory: as given.
     """
 
     def __init__(
@@ -289,7 +293,7 @@ class RunDirectory:
         scrub_bytes_per_s: int = 0,
         best_link: BestLink | None = None,
     ) -> None:
-        self._backend, self._directory, self._policy, self._clock = backend, directory, policy, clock
+        self.backend, self.directory, self._policy, self._clock = backend, directory, policy, clock
         self.history, self.is_owner = History(backend, directory), False
         self.log, self._best = RunLog(self.history, clock), LinkToBest(backend, directory, best_link)
         self._lock = OwnerLock(backend, directory, self.log.beat)
@@ -319,7 +323,7 @@ class RunDirectory:
         """
         if not self.is_owner:
             return self.hold()
-        return call_with_timeout(self._directory, lambda _: self.check_owner())
+        return call_with_timeout(self.directory, lambda _: self.check_owner())
 
     def hold(self) -> None:
         """Like `own`, but an owner does not access the disk, which may not answer."""
@@ -334,25 +338,25 @@ class RunDirectory:
         self._lock.check()  # without the guard: other threads need it for calls that do not access the disk
 
     def _own(self) -> None:
-        take_ownership(self._backend, self._directory, self._lock, self.log.took_over)
+        take_ownership(self.backend, self.directory, self._lock, self.log.took_over)
         with self._guard:
             self._look()
             self._book.settle(self._notes, self._entries)
             self._next_save.continue_run(self._entries)
             self._left = self._origin.left_behind(self._entries, self._left)
         self._write_damage_reports()
-        recent = call_with_timeout(self._directory, lambda _: self.history.recent())
+        recent = call_with_timeout(self.directory, lambda _: self.history.recent())
         self.past = RunStatistics.of(recent)
         names = {entry.name for entry in self._entries}
-        self._deleter.delete(unfinished_deletions(self._backend, self._directory, names, recent, self.log.deleted))
+        self._deleter.delete(unfinished_deletions(self.backend, self.directory, names, recent, self.log.deleted))
         self.is_owner = True  # last: whatever an interrupt prevents is repeated
         self.log.started(None if self._origin.entry is None else self._origin.entry.step)
         self._best.update(self.newest)
         self._scrubber.start()
 
     def _look(self, progress: ReadProgress | None = None) -> None:
-        scan = functools.partial(scan_with_notes, self._backend, self._directory)
-        self._entries, self._notes = call_with_timeout(self._directory, scan, progress)
+        scan = functools.partial(scan_with_notes, self.backend, self.directory)
+        self._entries, self._notes = call_with_timeout(self.directory, scan, progress)
         self._left = left_behind(self._entries, self._notes.roll_back)
         self._next_save.found(self._entries, self._notes.roll_back)
         self._infos = None
@@ -360,7 +364,7 @@ class RunDirectory:
     def check_fresh(self, progress: ReadProgress | None = None, allows_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if there are step directories but none of them is committed and intact."""
         if not self.entries(progress):
-            refuse_uncommitted(self._backend, self._directory, bool(self.damaged(progress)), progress, allows_flax)
+            refuse_uncommitted(self.backend, self.directory, bool(self.damaged(progress)), progress, allows_flax)
             self._origin.nothing()
 
     def entries(self, progress: ReadProgress | None = None) -> list[Entry]:
@@ -414,7 +418,7 @@ class RunDirectory:
         if not found:
             if wanted is None and damaged:  # a restore
                 self._origin.nothing()
-            raise step_not_found(self._directory, step, entries, self._backend, progress)
+            raise step_not_found(self.directory, step, entries, self.backend, progress)
         return found
 
     def with_entries(
@@ -484,13 +488,13 @@ class RunDirectory:
             SettingsError: a later step is committed.
         """
         with self._guard:
-            self._origin.refuse(self._directory, self._entries)
+            self._origin.refuse(self.directory, self._entries)
             if not overwrite:
-                check_new_step(self._directory, step, self._line(), self._origin.entry)
+                check_new_step(self.directory, step, self._line(), self._origin.entry)
 
     def next_step_name(self, step: int) -> str:
         """The directory name of the next generation of a step, unused by existing and pending-deletion directories."""
-        names = {*self._pending_deletions, *(shown_name(item.name) for item in self._backend.list(self._directory))}
+        names = {*self._pending_deletions, *(shown_name(item.name) for item in self.backend.list(self.directory))}
         return free_step_name(step, names, [entry.name for entry in self._entries])
 
     def committed(self, committed: Committed, info: Mapping[str, Any]) -> None:
@@ -523,7 +527,7 @@ class RunDirectory:
             left, self._left_attempts = self._left_attempts, []
         for attempt in left:
             try:
-                self._backend.remove(attempt)
+                self.backend.remove(attempt)
             except StorageError as error:
                 _log.warning("cannot remove the files of a failed save: %s", error)
                 self._left_attempts.append(attempt)
@@ -622,7 +626,7 @@ class RunDirectory:
 
     def record_damage(self, restored: Restored) -> None:
         """Record the damage that a restore found. The owner writes it at once, others when they own the run."""
-        warn_about_uncommitted(self._backend, self._directory, self._warned_about)
+        warn_about_uncommitted(self.backend, self.directory, self._warned_about)
         self._damage_reports.add(restored)
         if self.is_owner:
             self._write_damage_reports()

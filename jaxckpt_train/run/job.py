@@ -231,6 +231,10 @@ class JobSync:
             self._channel.append(self._coordinator.within("run", self._timeout_s))
         return self._channel[0]
 
+    def channel(self, name: str, timeout_s: float) -> Coordinator:
+        """A coordinator with a separate order of calls, for another thread; see `Coordinator.within`."""
+        return self._coordinator if self.is_single_process else self.job.within(name, timeout_s)
+
     @property
     def processes(self) -> int:
         """The number of processes."""

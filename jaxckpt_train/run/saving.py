@@ -21,21 +21,13 @@ from jaxckpt_train.checkpoint import run_info
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.handlers import JsonHandler
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, current_fingerprint
-from jaxckpt_train.checkpointables.job_saving import JobSave
 from jaxckpt_train.checkpointables.registry import handler_of
-from jaxckpt_train.checkpointables.saving import (
-    SaveTimes,
-    StagedPart,
-    begin_save,
-    make_tracker,
-    stage_all,
-    undo_on_error,
-    wait_until_taken,
-    write_parts,
-)
+from jaxckpt_train.checkpointables.saving import CheckpointSave
+from jaxckpt_train.checkpointables.staging import StagedPart, wait_until_taken
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, MismatchError, SettingsError
 from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave
 from jaxckpt_train.policies.context import CheckpointInfo, positive_seconds
+from jaxckpt_train.policies.cost_model import LoopTimer
 from jaxckpt_train.pytree.copies import device_wait_s, some_arrays
 from jaxckpt_train.pytree.flatten import flatten
 from jaxckpt_train.pytree.mismatch import tree_differences
@@ -46,7 +38,6 @@ from jaxckpt_train.run.entry import entry_from_manifest, parse_step_name
 from jaxckpt_train.run.history import Clock, metrics_to_json, plain_metrics
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.manifest import ArrayRecord
@@ -95,53 +86,55 @@ class SaveRequest:
 
 
 class StepSave:
-    """One save. The constructor takes the state; `run` does the rest, on any thread.
+    """One save of a step. The constructor takes the state; `run` does the rest, on any thread.
 
     In a multi-process job, every process makes the same save and writes its shards. The primary performs the directory
-    operations.
+    operations: it is the `SaveTarget` of the checkpoint.
 
     Args:
         request: what to save, and why.
         checkpointables: the values to save, by name.
-        backend: the storage.
-        directory: the run directory.
         run: the state of the run directory.
         job_sync: the processes.
         settings: how to write.
         clock: the current time.
-        took: called after the commit with its duration in seconds, and the part of it in which devices were computing.
+        timer: measures what saves cost.
         drift: compares the save with the targets of `resume`.
 
     Attributes:
         device_wait_s: seconds that the call waited for updates that JAX had queued. This is training time, not time
             that the save blocked the loop.
+        info: the information for the manifest.
+        replace: False: a step never replaces another.
     """
+
+    replace = False
 
     def __init__(
         self,
         request: SaveRequest,
         checkpointables: Mapping[str, Any],
         *,
-        backend: Backend,
-        directory: str,
         run: RunDirectory,
         job_sync: JobSync,
         settings: StoreSettings,
         clock: Clock,
-        took: Callable[[float, float], None] | None = None,
+        timer: LoopTimer,
         drift: Drift | None = None,
     ) -> None:
         started = self._began_at = time.perf_counter()
-        self._took, self._drift = took, drift
-        self._backend, self._run, self._settings, self._clock = backend, run, settings, clock
-        self._directory, self._step, self._job_sync = directory, request.step, job_sync
-        self._times = SaveTimes()
+        self._timer, self._drift = timer, drift
+        self._run, self._settings, self._clock = run, settings, clock
+        self._step, self._job_sync = request.step, job_sync
         self._call_ended, self._caller = Latch(), threading.get_ident()
         self._attempt: Transaction | None = None
         self._is_owner = self._is_committed = False
-        self._info: dict[str, Any] = {}
-        self._job_save = None if job_sync.is_single_process else self._in_job()
-        with contextlib.nullcontext() if self._job_save is None else self._job_save.sharing_errors():
+        self.info: dict[str, Any] = {}
+        job = job_sync.channel("save", settings.barrier_timeout_s)
+        subject = f"step {request.step} to {run.directory}"
+        self._save = CheckpointSave(job, subject, self, run.backend, settings)
+        self._times = self._save.times
+        with self._save.sharing_errors():
             self._take(request, checkpointables)
         self._record = {key: getattr(request, key) for key in ("step", "decide_s", "wait_s", "cost_s")}
         self._record["reason"] = str(request.reason)  # a plain str, not a subclass
@@ -153,32 +146,12 @@ class StepSave:
         else:
             self._record["blocked_s"] += request.wait_s
 
-    def _in_job(self) -> JobSave:
-        job = self._job_sync.job.within("save", self._settings.barrier_timeout_s)
-        subject = f"step {self._step} to {self._directory}"
-        return JobSave(
-            job,
-            subject,
-            self._begun,
-            self._backend,
-            self._info,
-            self._settings,
-            replace=False,
-            committed=self._conclude,
-            times=self._times,
-        )
-
     def _take(self, request: SaveRequest, checkpointables: Mapping[str, Any]) -> None:
-        if self._job_save is None:
-            self._parts: Sequence[StagedPart] = stage_all(checkpointables, self._times, self._settings)
-            self._movement = make_tracker(self._parts)
-        else:
-            self._job_save.stage(checkpointables)
-            self._parts, self._movement = self._job_save.parts, self._job_save.tracker
+        self._save.stage(checkpointables)
         if isinstance(request.metrics, Mapping):
             self._times.device_wait_s += device_wait_s(some_arrays([*request.metrics.values()]))
         self.metrics = plain_metrics(request.metrics)
-        self._info |= run_info(
+        self.info |= run_info(
             created=self._clock().isoformat(timespec="microseconds"),
             step=request.step,
             **(self._run.lineage(request.step) if self._job_sync.is_primary else {}),
@@ -190,7 +163,6 @@ class StepSave:
 
     def start(
         self,
-        subject: str,
         begun: Callable[[PendingSave[CheckpointMetadata] | None], None],
         timeout_s: float | None,
         patience_s: float,
@@ -199,7 +171,6 @@ class StepSave:
         """Write in the background; return when the caller may modify what it saved.
 
         Args:
-            subject: names the save in messages.
             begun: called with the save before it starts, so that an interrupt does not lose it; with None if it did not
                 start.
             timeout_s: the time limit for taking the state.
@@ -210,13 +181,13 @@ class StepSave:
             CheckpointTimeoutError: the state was not taken within `timeout_s`, or before `until` became true, or made
                 no progress for `patience_s` seconds.
         """
-        started, waited_s = time.perf_counter(), self._times.device_wait_s
-        is_streamed = not all(part.snapshot is None or part.snapshot.is_taken.is_open() for part in self._parts)
+        started, waited_s, parts = time.perf_counter(), self._times.device_wait_s, self._save.parts
+        is_streamed = not all(part.snapshot is None or part.snapshot.is_taken.is_open() for part in parts)
         if unfinished.is_over():  # at the end of the process, the call waits for the save, not the other way round
             self._call_ended.open()
         try:
-            pending = begin_save(subject, self.run, None, self._parts, self._movement, begun)
-            wait_until_taken(self._parts, pending, timeout_s, patience_s, until)
+            pending = self._save.start(self.run, begun)
+            wait_until_taken(parts, pending, timeout_s, patience_s, until)
         finally:
             held_s = time.perf_counter() - started
             waited_s = min(held_s, self._times.device_wait_s - waited_s) if is_streamed else 0.0
@@ -231,81 +202,45 @@ class StepSave:
         All disk access is here, so that a disk that does not answer does not block the loop.
         """
         try:
-            return self._lead() if self._job_sync.is_primary else self._follow()
+            committed = self._save.run()
         except BaseException as error:
             if not self._is_committed:  # log it now: the next save, which raises the error, may never happen
+                self._failed(error)
                 _log.warning("saving step %d failed: %s: %s", self._step, type(error).__name__, error)
             raise
-
-    def _lead(self) -> CheckpointMetadata:
-        with undo_on_error(None, self._parts):
-            if self._drift is not None:
-                self._drift.look(self._step, self._parts)
-            if self._job_save is None:
-                self._check_owner()
-        try:
-            committed = self._write()
-        except BaseException as error:
-            self._failed(error)
-            raise
-        if self._job_save is None:
-            self._conclude(committed)
+        if not self._job_sync.is_primary:
+            self._timer.committed(time.perf_counter() - self._began_at, self._times.device_wait_s)
+            name, info = committed.directory.rpartition("/")[2], committed.manifest.info
+            step, generation = parse_step_name(name) or (self._step, 0)
+            self._job_sync.replica.committed(entry_from_manifest(name, step, generation, info), self._save.result)
         return describe(committed)
 
-    def _write(self) -> Committed:
-        if self._job_save is not None:
-            return self._job_save.run()
-        return write_parts(
-            self._begun(),
-            self._backend,
-            self._parts,
-            self._info,
-            self._settings,
-            self._times,
-            replace=False,
-            progress=self._movement,
-        )
-
-    def _follow(self) -> CheckpointMetadata:
-        """The part of a process that is not the primary: write the own shards, and record the outcome."""
-        assert self._job_save is not None
-        committed = self._job_save.run()
-        if self._took is not None:
-            self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
-        name, info = committed.directory.rpartition("/")[2], committed.manifest.info
-        step, generation = parse_step_name(name) or (self._step, 0)
-        self._job_sync.replica.committed(entry_from_manifest(name, step, generation, info), self._job_save.result)
-        return describe(committed)
-
-    def _check_owner(self) -> None:
+    def begin(self) -> Transaction:
+        """In the primary: check the ownership of the run, and create the attempt."""
+        if self._drift is not None:
+            self._drift.look(self._step, self._save.parts)
         self._run.check_owner()
         self._is_owner = True  # without ownership nothing is written, not even to the history
-
-    def _begun(self) -> Transaction:
-        with undo_on_error(None, self._parts):
-            if self._job_save is not None:
-                self._check_owner()
-            self._run.remove_left_attempts()
-            self._record["name"] = name = self._run.next_step_name(self._step)
-            path, check = f"{self._directory}/{name}", self._run.check_owner
-            self._attempt = Transaction(self._backend, path, self._settings, check)
-            return self._attempt
+        self._run.remove_left_attempts()
+        self._record["name"] = name = self._run.next_step_name(self._step)
+        path, check = f"{self._run.directory}/{name}", self._run.check_owner
+        self._attempt = Transaction(self._run.backend, path, self._settings, check)
+        return self._attempt
 
     def _failed(self, error: BaseException) -> None:
-        if not self._is_owner or self._is_committed:
+        if not self._is_owner:
             return
         attempt = self._attempt
         stays = attempt is not None and attempt.may_be_published
         left = attempt.directory if attempt is not None and attempt.was_not_removed else None
-        self._run.failed(self._info, self._record["name"] if stays else None, left)
+        self._run.failed(self.info, self._record["name"] if stays else None, left)
         self._note(ok=False, error=str(error))
 
-    def _conclude(self, committed: Committed) -> list[str]:
-        """Record the commit and apply retention; return the names of the steps that are no longer listed."""
+    def committed(self, committed: Committed) -> list[str]:
+        """In the primary: record the commit and apply retention; return the names that are no longer listed."""
         times, self._is_committed = self._times, True
-        if self._took is not None:
-            self._took(time.perf_counter() - self._began_at, self._times.device_wait_s)
-        self._run.committed(committed, self._info)
+        self._timer.committed(time.perf_counter() - self._began_at, times.device_wait_s)
+        self._run.committed(committed, self.info)
         is_durable = self._settings.durability == "full"
         self._run.note_roll_back(None if is_durable else committed.directory.rpartition("/")[2])
         times.bytes = committed.data_bytes  # of all processes
@@ -319,7 +254,7 @@ class StepSave:
             self._run.retain(is_durable=is_durable)
             return sorted(before - self._listed())
         except BaseException as error:
-            error.add_note(f"step {self._record['step']} is committed; only retention failed")
+            error.add_note(f"step {self._step} is committed; only retention failed")
             raise
 
     def _listed(self) -> set[str]:

@@ -1,0 +1,244 @@
+"""Stage checkpointables: take their values on the caller's thread, so that later changes by the caller do not matter.
+
+`stage_all` does this for all checkpointables of a save, and `wait_until_taken` waits until the caller may change them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxckpt_train._validation import named
+from jaxckpt_train.checkpointables.base import NOTHING, Staged
+from jaxckpt_train.checkpointables.registry import handler_of
+from jaxckpt_train.errors import CheckpointTimeoutError, NonFiniteError, SettingsError, UnsupportedLeafError
+from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker
+from jaxckpt_train.pytree.copies import TransferBudget
+from jaxckpt_train.pytree.partition import JobPartition
+from jaxckpt_train.pytree.paths import refuse_too_deep, refused_if_too_deep
+from jaxckpt_train.pytree.snapshot import Snapshot, snapshot
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.files import digest_function
+from jaxckpt_train.store.manifest import is_plain_name, plain_name_rule
+from jaxckpt_train.store.manifest_decoding import encode_value
+
+_log = logging.getLogger("jaxckpt_train")
+T = TypeVar("T")
+MAX_SHOWN = 5  # leaves or differences in a message
+
+
+class OwnFiles:
+    """Lets an object write its own files; `is_writing` is set meanwhile, since this may take long."""
+
+    def __init__(self, write_files: Callable[[Path], None]) -> None:
+        self._write_files = write_files
+        self.is_writing = False
+
+    def write(self, folder: Path) -> None:
+        """Write the files into the folder."""
+        self.is_writing = True
+        try:
+            self._write_files(folder)
+        finally:
+            self.is_writing = False
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedPart:
+    """One staged checkpointable, which later changes by its owner do not affect.
+
+    Attributes:
+        same: for a value that each process of a job has: the content that must be equal if one value stands for all.
+    """
+
+    name: str
+    kind: str
+    snapshot: Snapshot | None = None
+    value: bytes | None = None
+    same: bytes | None = None
+    own_files: OwnFiles | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedValue:
+    """A checkpointable that its handler staged earlier, to be saved as it was then."""
+
+    kind: str
+    staged: Staged
+
+
+def take(value: Any) -> StagedValue:
+    """Let the handler of a checkpointable stage it now."""
+    handler = handler_of(value)
+    return StagedValue(handler.kind, handler.stage(value))
+
+
+@dataclasses.dataclass
+class SaveTimes:
+    """The duration of each phase of a save in seconds, and the number of bytes that this process wrote.
+
+    `snapshot_s` and `stage_s` (checkpointables other than pytrees) blocked the caller; the other phases did not. During
+    `device_wait_s` the devices computed updates that JAX had queued. This is training time, and no other phase includes
+    it.
+    """
+
+    device_wait_s: float = 0.0
+    snapshot_s: float = 0.0
+    stage_s: float = 0.0
+    write_s: float = 0.0
+    commit_s: float = 0.0
+    bytes: int = 0
+
+
+def stage_all(
+    checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings, partition: JobPartition | None = None
+) -> list[StagedPart]:
+    """Stage all checkpointables as they are now. `wait_until_taken` waits until all of them are safe.
+
+    Args:
+        checkpointables: the values by name.
+        times: records the durations.
+        settings: how they are saved.
+        partition: in a multi-process job, which parts of the arrays this process saves.
+
+    Raises:
+        SettingsError: `checkpointables` is not a mapping or is empty, a name cannot be the name of a directory, or the
+            package of the digest is not installed.
+        UnsupportedLeafError: a value cannot be stored.
+    """
+    digest_function(settings.digest)  # raise here, and not in the background, if its package is missing
+    if not named("checkpointables", checkpointables):
+        raise SettingsError('checkpointables: expected values by name, such as {"state": state}, found none')
+    parts, ahead = [], TransferBudget(settings.staging_bytes)
+    for name, value in checkpointables.items():
+        if not isinstance(name, str) or not is_plain_name(name):
+            raise SettingsError(f"checkpointable name {name!r}: expected {plain_name_rule()}")
+        try:
+            with refused_if_too_deep("the tree"):
+                parts.append(_stage(name, value, times, settings, ahead, partition))
+        except UnsupportedLeafError as error:
+            raise UnsupportedLeafError(f"checkpointable {name!r}: {error}") from error
+    return parts
+
+
+def _stage(
+    name: str,
+    value: Any,
+    times: SaveTimes,
+    settings: StoreSettings,
+    ahead: TransferBudget,
+    partition: JobPartition | None,
+) -> StagedPart:
+    started = time.perf_counter()
+    staged_value = value if isinstance(value, StagedValue) else take(value)
+    kind, staged = staged_value.kind, staged_value.staged
+    if staged.tree is not value:  # the search for a handler has already checked `value`
+        refuse_too_deep("the tree", staged.tree)
+    is_value = staged.tree is NOTHING and staged.write_files is None
+    encoded = encode_value(staged.value) if is_value else None
+    now = time.perf_counter()
+    times.stage_s += now - started
+    if staged.write_files is not None:
+        return StagedPart(name, kind, own_files=OwnFiles(staged.write_files))
+    if encoded is not None:
+        same = None if staged.same is NOTHING else encode_value(staged.same)
+        return StagedPart(name, kind, value=encoded, same=same)
+    is_guarded = settings.nonfinite != "allow"
+    taken = snapshot(
+        staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, partition=partition, colocated=settings.colocated
+    )
+    times.device_wait_s += taken.device_wait_s
+    times.snapshot_s += time.perf_counter() - now - taken.device_wait_s
+    return StagedPart(name, kind, snapshot=taken)
+
+
+def wait_until_taken(
+    parts: Sequence[StagedPart],
+    pending: PendingSave[T],
+    timeout_s: float | None = None,
+    patience_s: float = LAST_PATIENCE_S,
+    until: Callable[[], bool] = lambda: False,
+) -> None:
+    """Wait until the caller may change the values that `pending` saves.
+
+    Raises:
+        CheckpointTimeoutError: the time limit was exceeded, the save made no progress for `patience_s` seconds, or
+            `until` returned true. The save then fails.
+    """
+    end_s = None if timeout_s is None else time.monotonic() + timeout_s
+    for part in parts:
+        if part.snapshot is not None:
+            left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+            reason = pending.wait_for(part.snapshot.is_taken, left_s, patience_s, until)
+            if reason is not None and _give_up(parts):
+                raise CheckpointTimeoutError(
+                    f"saving {pending.subject}: {reason}; abandoned before its state was copied"
+                )
+
+
+def _give_up(parts: Sequence[StagedPart]) -> bool:
+    """Make the save fail and release the state; return False if the whole state was copied after all."""
+    transfers = [part.snapshot.transfers for part in parts if part.snapshot is not None]
+    is_given_up = any(each.give_up() for each in transfers if each is not None)
+    if is_given_up:
+        close_parts(parts)
+    return is_given_up
+
+
+def make_tracker(parts: Sequence[StagedPart]) -> ProgressTracker:
+    """Return a progress tracker that excuses waits for computations and for objects that write their own files.
+
+    It holds no reference to the staged values.
+    """
+    snapshots = [part.snapshot for part in parts if part.snapshot is not None]
+    transfers = [weakref.ref(each.transfers) for each in snapshots if each.transfers is not None]
+    guards = [weakref.ref(each.guard) for each in snapshots if each.guard is not None]
+    on_hosts = [weakref.ref(each.on_hosts) for each in snapshots if each.on_hosts is not None]
+    owners = [weakref.ref(part.own_files) for part in parts if part.own_files is not None]
+
+    def is_excused() -> bool:
+        fetching = any(here.fetching for each in transfers if (here := each()) is not None)
+        looking = any(guard.is_looking for each in guards if (guard := each()) is not None)
+        waiting = any(parts.is_waiting for each in on_hosts if (parts := each()) is not None)
+        return (
+            fetching or looking or waiting or any(owner.is_writing for each in owners if (owner := each()) is not None)
+        )
+
+    return ProgressTracker(is_excused)
+
+
+def wait_for_devices(parts: Sequence[StagedPart], times: SaveTimes) -> None:
+    """Wait until the devices have computed the staged values. This runs on the writing thread."""
+    snapshots = [part.snapshot for part in parts if part.snapshot is not None]
+    times.device_wait_s += sum(snapshot.wait_for_devices() for snapshot in snapshots)
+
+
+def check_finite(subject: str, parts: Sequence[StagedPart], settings: StoreSettings) -> None:
+    """Warn about nan and inf, or refuse to save them, before a byte is written."""
+    guards = [(part.name, part.snapshot.guard) for part in parts if part.snapshot is not None]
+    found = [(f"{name}/{leaf}", flaw) for name, guard in guards if guard is not None for leaf, flaw in guard.flaws()]
+    if not found:
+        return
+    shown = ", ".join(f"{leaf!r} ({flaw})" for leaf, flaw in found[:MAX_SHOWN])
+    more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
+    problem = f"{subject}: {len(found)} {'leaf holds' if len(found) == 1 else 'leaves hold'} nan or inf: {shown}{more}"
+    if settings.nonfinite == "warn":
+        _log.warning("%s; saved anyway", problem)
+        return
+    raise NonFiniteError(
+        f'{problem}. The state is not saved, because nonfinite is "reject"; earlier checkpoints are unchanged. Find '
+        "the first step with these values, for example with jax.config.update('jax_debug_nans', True)",
+        tuple(leaf for leaf, _ in found),
+    )
+
+
+def close_parts(parts: Sequence[StagedPart]) -> None:
+    """Release the state."""
+    for part in parts:
+        if part.snapshot is not None:
+            part.snapshot.close()
