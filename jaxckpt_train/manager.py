@@ -203,10 +203,6 @@ class Holder(Protocol):
         """Close this object and the manager."""
 
 
-def _never() -> bool:
-    return False
-
-
 class StepManager(RunNotes):
     """A sequence of checkpoints in one directory. The label of a step is the number of completed updates.
 
@@ -518,7 +514,7 @@ class StepManager(RunNotes):
             CheckpointTimeoutError: the time limit was exceeded, the save made no progress for ten minutes, or `until`
                 returned true. The save continues.
         """
-        return self._save_slot.settle(time_limit("timeout_s", timeout_s), until=until or _never)
+        return self._save_slot.settle(time_limit("timeout_s", timeout_s), until=until)
 
     def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
         """Set when to stop early: saves stop waiting for the previous one, and abandon a state that takes too long.
@@ -582,7 +578,6 @@ class StepManager(RunNotes):
         longest_s = LAST_PATIENCE_S if limit_s is None else limit_s
         if self._closed:
             return
-        until = until or _never
         try:
             with self._guard:  # this waits for a save that another thread is starting
                 self._closed = True

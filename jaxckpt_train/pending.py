@@ -174,14 +174,14 @@ class PendingSave(Generic[T]):
         self,
         timeout_s: float | None = None,
         patience_s: float | None = None,
-        until: Callable[[], bool] = lambda: False,
+        until: Callable[[], bool] | None = None,
     ) -> BaseException | None:
         """Wait, and return the error if the save failed; the error then counts as seen.
 
         Args:
             timeout_s: the time limit in seconds. None: no limit.
             patience_s: how many seconds to wait without progress, such as another few MiB. None: no limit.
-            until: ends the wait once it returns true.
+            until: ends the wait once it returns true. None: nothing ends it.
 
         Raises:
             CheckpointTimeoutError: the save has neither committed nor failed in time, and continues; or it belongs to a
@@ -223,7 +223,7 @@ class PendingSave(Generic[T]):
         latch: Latch,
         timeout_s: float | None,
         patience_s: float | None,
-        until: Callable[[], bool] = lambda: False,
+        until: Callable[[], bool] | None = None,
     ) -> str | None:
         """Wait for a latch of this save with the limits of `outcome`; return why it was not opened, or None."""
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -233,7 +233,7 @@ class PendingSave(Generic[T]):
             if latch.wait(max(0.0, min(SLICE_S, end_s - started, patience_left_s))):
                 return None
             self.tracker.waited(time.monotonic() - started)
-            if until():
+            if until is not None and until():
                 return "not committed when the job was asked to stop"
             if end_s <= time.monotonic():
                 return f"not committed after {timeout_s:.3g} s" if timeout_s else "not committed yet"
@@ -325,9 +325,7 @@ def call_after(pending: PendingSave[T] | None, call: Callable[[], None]) -> None
         pending.committed.add_done_callback(lambda _: call())
 
 
-def call_within(
-    call: Callable[[], object], timeout_s: float, progress: Callable[[int], object] = lambda done: None
-) -> bool:
+def call_within(call: Callable[[], object], timeout_s: float, progress: Callable[[int], object] | None = None) -> bool:
     """Call a function that may use a disk that does not answer.
 
     Return False if it did not end in time; it then continues.
@@ -348,7 +346,8 @@ def call_within(
         work()
     end_s = time.monotonic() + timeout_s
     while not done.wait(max(0.0, min(SLICE_S, end_s - time.monotonic()))):
-        progress(0)
+        if progress is not None:
+            progress(0)
         if time.monotonic() >= end_s:
             return False
     return True
@@ -475,11 +474,12 @@ class ProgressTracker:
     Only time that a thread was awake and waited counts. The time during which the whole process was stopped does not.
 
     Args:
-        is_excused: returns whether the save currently waits for something else than the disk, such as devices.
+        is_excused: returns whether the save currently waits for something else than the disk, such as devices. None: it
+            never does.
     """
 
-    def __init__(self, is_excused: Callable[[], bool] = lambda: False) -> None:
-        self._is_excused = is_excused
+    def __init__(self, is_excused: Callable[[], bool] | None = None) -> None:
+        self._excused = is_excused
         self.waited_s, self.moved_at = 0.0, time.monotonic()
 
     def __call__(self, done: int = 0) -> None:
@@ -489,6 +489,9 @@ class ProgressTracker:
     def sign(self) -> float:
         """Return a number that changes with each progress, and while the save does not wait for the disk."""
         return time.monotonic() if self._is_excused() else self.moved_at
+
+    def _is_excused(self) -> bool:
+        return self._excused is not None and self._excused()
 
     def waited(self, seconds: float, at_most: float = POLL_S) -> None:
         """Record a wait. Only `at_most` seconds of it count, since a longer wait means that the process was stopped."""

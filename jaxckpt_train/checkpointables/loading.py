@@ -12,7 +12,7 @@ from jaxckpt_train._validation import named
 from jaxckpt_train.checkpointables.base import Json
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, check_fingerprint, current_fingerprint
 from jaxckpt_train.checkpointables.registry import handler_for_load, handler_of
-from jaxckpt_train.checkpointables.saving import value_file
+from jaxckpt_train.checkpointables.staging import value_file
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
 from jaxckpt_train.pytree.leaves import has_tree

@@ -28,6 +28,7 @@ from jaxckpt_train.checkpointables.staging import (
     close_parts,
     make_tracker,
     stage_all,
+    value_file,
     wait_for_devices,
 )
 from jaxckpt_train.distributed.coordinator import Coordinator
@@ -509,8 +510,3 @@ def _describe_difference(digests: Sequence[str | None]) -> str:
     who = f"process {named}" if len(others) == 1 else f"processes {named}"
     have = "has" if len(others) == 1 else "have"
     return f"{who} {have} none, unlike most" if lacking == others else f"{who} {have} another value than most"
-
-
-def value_file(name: str, process: int = 0) -> str:
-    """Return the file name for the value of one process. The file of process 0 may stand for all processes."""
-    return f"{name}/p{process:05d}.json"

@@ -162,7 +162,7 @@ def wait_until_taken(
     pending: PendingSave[T],
     timeout_s: float | None = None,
     patience_s: float = LAST_PATIENCE_S,
-    until: Callable[[], bool] = lambda: False,
+    until: Callable[[], bool] | None = None,
 ) -> None:
     """Wait until the caller may change the values that `pending` saves.
 
@@ -242,3 +242,8 @@ def close_parts(parts: Sequence[StagedPart]) -> None:
     for part in parts:
         if part.snapshot is not None:
             part.snapshot.close()
+
+
+def value_file(name: str, process: int = 0) -> str:
+    """Return the file name for the value of one process. The file of process 0 may stand for all processes."""
+    return f"{name}/p{process:05d}.json"

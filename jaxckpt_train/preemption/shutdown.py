@@ -67,7 +67,7 @@ class GracefulShutdown:
     def finish(
         self,
         manager: StepManager,
-        save: Callable[[float | None], SaveResult] = lambda left_s: NOTHING_NEW,
+        save: Callable[[float | None], SaveResult] | None = None,
         unsaved: int | None = None,
     ) -> SaveResult:
         """Finish the running save, then make the last one, if it is needed and can be committed in time.
@@ -77,7 +77,7 @@ class GracefulShutdown:
 
         Args:
             manager: the manager of the run.
-            save: starts the last save, within the given number of seconds.
+            save: starts the last save, within the given number of seconds. None: only the running save is finished.
             unsaved: the last completed update, if no save of it is committed or running.
 
         Raises:
@@ -90,7 +90,12 @@ class GracefulShutdown:
                 _log.error("the previous save failed", exc_info=before)
             if unsaved is not None and plan.waits and manager.agreed(plan.saves or before is not None):
                 plan = self._choose(manager, unsaved)  # the duration and the outcome of the running save are known now
-            result = save(self.left_s()) if plan.saves or unsaved is None else SaveResult(False, plan.why)
+            if save is None:
+                result = NOTHING_NEW
+            elif plan.saves or unsaved is None:
+                result = save(self.left_s())
+            else:
+                result = SaveResult(False, plan.why)
             failure = manager.settle(self.left_s()) or (None if result.saved else before)
         except CheckpointTimeoutError as error:
             self._give_up(manager, error)
@@ -149,7 +154,7 @@ class GracefulShutdown:
             raise failure
 
     def _last_failure(self, manager: StepManager) -> BaseException | None:
-        until = self._watch.is_asked if self._grace_period_s is not None else lambda: False
+        until = self._watch.is_asked if self._grace_period_s is not None else None
         try:
             return manager.settle(until=until)
         except CheckpointTimeoutError:

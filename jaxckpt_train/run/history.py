@@ -117,7 +117,7 @@ class History:
         """Send each event to these sinks from now on, including events that the disk refuses."""
         self._feeds = Feeds(sinks)
 
-    def finish(self, timeout_s: float, until: Callable[[], bool]) -> None:
+    def finish(self, timeout_s: float, until: Callable[[], bool] | None) -> None:
         """Wait a few seconds at most until the sinks have received all events, and close the sinks of the run."""
         self._feeds.finish(timeout_s, until)
 

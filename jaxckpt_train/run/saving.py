@@ -378,7 +378,7 @@ class SaveSlot:
         self,
         timeout_s: float | None = None,
         patience_s: float = LAST_PATIENCE_S,
-        until: Callable[[], bool] = lambda: False,
+        until: Callable[[], bool] | None = None,
     ) -> BaseException | None:
         """Wait for the save and free the slot; return the error if the save failed.
 
