@@ -21,19 +21,19 @@ def failure(fault: str, tmp_path: Path, **more: Any) -> str:
 
 def test_crashing_run_is_reported_with_its_error(tmp_path: Path) -> None:
     text = failure("crash", tmp_path)
-    assert text.startswith("the interrupted run, process 1 ended by itself with exit code 1 after update 1\n")
+    assert "process 1 ended by itself with exit code 1 after update 1" in text.splitlines()[0]
     assert text.splitlines()[-1].strip() == "| ValueError: the loss went to the dogs"
 
 
 def test_run_that_crashes_after_resume_is_reported(tmp_path: Path) -> None:
     text = failure("crash after the resume", tmp_path)
-    assert text.startswith("the interrupted run, process 2 (resumed at 2) ended by itself with exit code 1 before its ")
-    assert "ValueError: no such file: it was in /tmp" in text
+    assert "process 2 (resumed at 2) ended by itself with exit code 1" in text.splitlines()[0]
+    assert "ValueError: no such file" in text
 
 
-def test_a_run_that_hangs_is_ended_with_what_it_started_and_shown(tmp_path: Path) -> None:
+def test_hanging_run_is_killed_with_its_children(tmp_path: Path) -> None:
     text = failure("hang", tmp_path, timeout_s=15)
-    assert text.startswith("the interrupted run, process 1 did not end in 15 s (timeout_s)")
+    assert "process 1 did not end in 15 s" in text.splitlines()[0]
     assert "faulty_runs.py" in text
     assert "in hang" in text
     worker = int((tmp_path / "interrupted" / "run" / "worker.txt").read_text())
@@ -42,4 +42,4 @@ def test_a_run_that_hangs_is_ended_with_what_it_started_and_shown(tmp_path: Path
 
 def test_run_without_sigterm_handler_is_reported(tmp_path: Path) -> None:
     text = failure("no signals", tmp_path, how="preempt")
-    assert "process 1 was ended by SIGTERM in update 3 instead of saving" in text
+    assert "process 1 was ended by SIGTERM in update 3" in text

@@ -1,4 +1,4 @@
-"""The pytest plugin: its fixture proves loops of test files, and costs nothing until it is used."""
+"""The pytest plugin: its fixture proves loops of test files, and it imports little."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_fixture_proves_loop_of_test_file(run_python: Any, tmp_path: Path) -> No
     (folder / "test_loop.py").write_text(TEST_FILE)
     more = ["-p", "no:cacheprovider", "-p", "jaxckpt_train.pytest_plugin", "--import-mode=importlib"]
     program = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
-    # Without plugins that are installed: this one may be, and a plugin cannot be there twice.
+    # Without installed plugins: this plugin may be installed, and it cannot be registered twice.
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = run_python(
         program, "-q", *more, f"--basetemp={tmp_path / 'temp'}", tmp_path, cwd=tmp_path, env=alone, fresh=True
@@ -41,12 +41,12 @@ def test_fixture_proves_loop_of_test_file(run_python: Any, tmp_path: Path) -> No
     assert done.stdout.splitlines()[-1].startswith("1 failed, 1 passed"), done.stdout
     assert "E       jaxckpt_train.testing.attempts.ResumeNotProvenError: the interrupted run, process 1" in done.stdout
     assert "resume_proof(train, kill_at=4)" in done.stdout
-    assert "attempts.py" not in done.stdout  # pytest shows the line of the test, and nothing below it
+    assert "attempts.py" not in done.stdout  # the traceback ends at the line of the test
     left = {file.name for file in (tmp_path / "temp").glob("*/resume-proof-1/interrupted/*")}
-    assert left == {"process-1", "run"}  # of the one that failed
+    assert left == {"process-1", "run"}  # of the failed test
 
 
-def test_what_every_pytest_run_imports_is_small(run_python: Any) -> None:
+def test_plugin_imports_little(run_python: Any) -> None:
     program = """
 import pytest, sys, json
 before = set(sys.modules)

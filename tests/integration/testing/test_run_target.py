@@ -1,4 +1,4 @@
-"""What a proof can run: what a fresh process would find; everything else is refused with what to do."""
+"""Targets of a proof: functions, modules and scripts run in a new process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxckpt_train.testing.processes import FunctionTarget, Target, target_of
 
 
 def at_the_top(directory: Path, word: str = "default") -> None:
-    """What a proof is given."""
+    """A target at the top level."""
     (directory / "ran.txt").write_text(f"{word} {__name__}")
 
 
 class Holder:
-    """Has a function of its own."""
+    """A class with a target."""
 
     @staticmethod
     def inside(directory: Path) -> None:
@@ -45,7 +45,7 @@ def ran(target: Target, directory: Path, run_python: Any, **more: Any) -> subpro
     return done
 
 
-def test_a_function_of_a_test_module_is_found_by_a_fresh_process(run_python: Any, tmp_path: Path) -> None:
+def test_function_of_test_module_runs_elsewhere(run_python: Any, tmp_path: Path) -> None:
     ran(target_of(at_the_top), tmp_path, run_python)
     assert (tmp_path / "ran.txt").read_text() == f"default {__name__}"
 

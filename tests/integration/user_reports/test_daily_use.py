@@ -1,10 +1,8 @@
-"""What users of other checkpointers suffer in daily use: restores, memory, copies, noise, old files."""
+"""Problems of other checkpointers in daily use: restores, copies, noise, old files."""
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,9 +17,9 @@ from tests.golden.make_golden import FOLDER, golden_tree
 from tests.support.runs import DAMAGE, files_below, made_run, save_steps, state_of, step_of, step_path
 
 
-# 4. A bad newest checkpoint falls back, and never to step 0 in silence.
+# 4. A bad newest checkpoint falls back, and never silently to step 0.
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_newest_step_falls_back_with_a_warning_that_names_the_file(
+def test_damaged_newest_step_falls_back_with_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     run = made_run(tmp_path / "run", 10, 20, 30)
@@ -40,27 +38,8 @@ def test_a_damaged_newest_step_falls_back_with_a_warning_that_names_the_file(
     assert (jct.StepManager(run).steps, jct.StepManager(run).damaged) == ([10, 20], [30])
 
 
-def test_when_all_steps_are_damaged_it_raises_and_writes_nothing(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", 10, 20)
-    for step in (10, 20):
-        DAMAGE["a flipped payload byte"][0](step_path(run, step))
-    before = files_below(run)
-    with (
-        pytest.raises(jct.CorruptCheckpointError, match=r"none of 2 committed steps can be restored"),
-        jct.CheckpointCallback(str(run)) as ckpt,
-    ):
-        ckpt.resume(state_of(0))
-    assert files_below(run) == before
-
-
-def test_an_empty_directory_is_a_fresh_start(tmp_path: Path) -> None:
-    with jct.CheckpointCallback(str(tmp_path), save_interval_steps=2) as ckpt:
-        assert step_of({"state": ckpt.resume(state_of(0))}) == 0
-        assert list(ckpt.steps(2)) == [0, 1]
-
-
 # 15. Best and latest together.
-def test_best_and_latest_are_kept_together_and_metrics_may_come_later(tmp_path: Path) -> None:
+def test_best_and_latest_steps_are_kept_together(tmp_path: Path) -> None:
     keep = jct.AnyPreservationPolicy([jct.BestN("loss", 2, "min"), jct.LatestN(2)])
     with jct.StepManager(tmp_path / "run", preservation_policy=keep) as manager:
         for number, step in enumerate((100, 200, 300, 400, 500)):
@@ -100,7 +79,7 @@ def test_a_copy_loads_elsewhere(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("lost", ["COMMIT", "manifest.json", "state/p00000-s000.safetensors"])
-def test_half_a_copy_is_refused_and_never_deleted(tmp_path: Path, lost: str) -> None:
+def test_incomplete_copy_is_refused_and_never_deleted(tmp_path: Path, lost: str) -> None:
     run = made_run(tmp_path / "run", 10, 20)
     (step_path(run, 20) / lost).unlink()
     left = files_below(step_path(run, 20))
@@ -113,7 +92,7 @@ def test_half_a_copy_is_refused_and_never_deleted(tmp_path: Path, lost: str) -> 
 
 
 # 26. Many small arrays are cheap.
-def test_ten_thousand_leaves_are_a_handful_of_files(tmp_path: Path) -> None:
+def test_ten_thousand_leaves_need_few_files(tmp_path: Path) -> None:
     tree = {f"leaf{n:05d}": np.full(256, n, np.float32) for n in range(10_000)}
     jct.save(tmp_path / "a", tree)
     assert sum(path.is_file() for path in (tmp_path / "a").rglob("*")) <= 20
@@ -122,7 +101,7 @@ def test_ten_thousand_leaves_are_a_handful_of_files(tmp_path: Path) -> None:
 
 
 # 28. Quiet and forgiving.
-def test_a_training_prints_nothing_of_its_own(tmp_path: Path, run_python: RunPython) -> None:
+def test_training_prints_nothing(tmp_path: Path, run_python: RunPython) -> None:
     script = """
 import asyncio, sys, jax.numpy as jnp, jaxckpt_train as jct
 async def main():
@@ -139,26 +118,6 @@ asyncio.run(main())
 
 
 # 29. One command starts, resumes or initialises.
-def test_init_from_is_used_only_by_fresh_run(tmp_path: Path) -> None:
-    jct.save(tmp_path / "pretrained", state_of(1000))
-
-    def train(updates: int) -> int:
-        with jct.CheckpointCallback(str(tmp_path / "run"), init_from=str(tmp_path / "pretrained")) as ckpt:
-            state = ckpt.resume(state_of(0))
-            for _ in ckpt.steps(updates):
-                ckpt(state_of(int(state["step"]) + 1))
-            return int(state["step"])
-
-    assert train(2) == 1000
-    assert train(4) == 1001
-
-
-def test_an_explicit_step_that_is_missing_raises_and_lists_what_there_is(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", 10, 20)
-    with pytest.raises(jct.StepNotFoundError, match=r"has no committed step 15; committed: 10, 20"):
-        jct.StepManager(run).restore(step=15)
-
-
 # 30. Old checkpoints keep loading.
 def test_the_golden_checkpoint_of_version_1_loads_exactly() -> None:
     expected = golden_tree()
@@ -177,14 +136,3 @@ def test_the_golden_checkpoint_of_version_1_loads_exactly() -> None:
         assert np.asarray(found).dtype == np.asarray(wanted).dtype, path
         assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes(), path
     assert jct.load_checkpointables(FOLDER, {"notes": None})["notes"] == jct.JsonValue({"made": "once", "n": [1, 2.5]})
-
-
-def test_a_newer_format_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    shutil.copytree(FOLDER, tmp_path / "new")
-    for name in ("COMMIT", "manifest.json"):
-        found = json.loads((tmp_path / "new" / name).read_text())
-        (tmp_path / "new" / name).write_text(json.dumps({**found, "format_version": 2}))
-    with pytest.raises(
-        jct.FormatVersionError, match=r"format version 2, but this jaxckpt_train reads up to 1; upgrade"
-    ):
-        jct.load(tmp_path / "new")

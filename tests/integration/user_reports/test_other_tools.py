@@ -1,4 +1,4 @@
-"""What users of trainers and launchers outside of JAX suffer: handlers, lying clocks of files, modes, the best step."""
+"""Problems of trainers and launchers outside of JAX: signal handlers, wrong file times, file modes, the best step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import sys
 import jaxckpt_train as jct
 from tests.support.runs import state_of
 
-def requeue(number, frame):  # as submitit does, whose controller begins again what ends with this
+def requeue(number, frame):  # as submitit does; its controller restarts jobs with this exit code
     sys.exit(144)
 
 signal.signal(signal.SIGUSR2, requeue)
@@ -41,9 +41,7 @@ with jct.CheckpointCallback(sys.argv[1], on_preemption=sys.argv[2]) as ckpt:
 
 
 @pytest.mark.parametrize("on_preemption", ["exit", "raise"])
-def test_a_handler_that_ends_the_process_keeps_its_code_and_loses_no_update(
-    run_python: RunPython, on_preemption: str, tmp_path: Path
-) -> None:
+def test_exiting_handler_keeps_code_and_updates(run_python: RunPython, on_preemption: str, tmp_path: Path) -> None:
     seen: list[str] = []
     for code, latest, asked_in in [(144, 3, 3), (144, 7, 7), (0, 9, -1)]:
         done = run_python(REQUEUED, tmp_path, on_preemption, str(asked_in))
@@ -54,7 +52,7 @@ def test_a_handler_that_ends_the_process_keeps_its_code_and_loses_no_update(
 
 
 def times(how: str) -> Iterator[float]:
-    """Times of modification that say nothing of the order in which files were written."""
+    """Yield modification times that do not follow the order of the writes."""
     start, change = {"epoch": (0.0, 0.0), "backwards": (2e9, -1000.0), "later than now": (4e9, 1.0)}[how]
     while True:
         yield start
@@ -62,7 +60,7 @@ def times(how: str) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("how", ["epoch", "backwards", "later than now"])
-def test_times_of_files_decide_nothing(how: str, tmp_path: Path) -> None:
+def test_file_times_are_ignored(how: str, tmp_path: Path) -> None:
     given = times(how)
     for last in (4, 8, 12):
         with jct.CheckpointCallback(tmp_path, save_interval_steps=2, keep_latest=3) as ckpt:
@@ -70,7 +68,7 @@ def test_times_of_files_decide_nothing(how: str, tmp_path: Path) -> None:
             for step in ckpt.steps(last):
                 ckpt(state_of(step + 1))
                 ckpt.wait_until_finished()
-                for folder, names, files in os.walk(tmp_path):  # which bears that some are being deleted
+                for folder, names, files in os.walk(tmp_path):  # some may be deleted meanwhile
                     for path in [Path(folder, name) for name in [*names, *files] if "step-" in folder + name]:
                         with contextlib.suppress(FileNotFoundError):
                             os.utime(path, (time := next(given), time))
@@ -100,9 +98,7 @@ def exported(form: str) -> Callable[[Path], None]:
 
 @pytest.mark.parametrize("umask", [0o002, 0o027])
 @pytest.mark.parametrize("write", [saved_run, saved_twice, exported("safetensors"), exported("orbax")])
-def test_what_is_written_has_the_modes_that_others_files_have(
-    write: Callable[[Path], None], umask: int, tmp_path: Path
-) -> None:
+def test_written_files_have_the_usual_modes(write: Callable[[Path], None], umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         write(tmp_path / "written")
@@ -114,7 +110,7 @@ def test_what_is_written_has_the_modes_that_others_files_have(
     assert (False, 0o666 & ~umask) in modes
 
 
-def test_the_best_step_outlives_restarts_and_a_move(tmp_path: Path) -> None:
+def test_best_step_survives_restarts_and_a_move(tmp_path: Path) -> None:
     losses = [3.0, 1.0, 2.0, float("nan"), 5.0, 4.0]
     run = tmp_path / "run"
     for last in (3, 4, 6):
@@ -148,7 +144,7 @@ def test_older_step_is_read_whole_and_partly(step: int, tmp_path: Path) -> None:
     assert np.asarray(jct.load(out)["w"])[0] == step
 
 
-def test_another_batch_size_is_refused_where_the_fingerprint_names_it(tmp_path: Path) -> None:
+def test_another_batch_size_changes_the_fingerprint(tmp_path: Path) -> None:
     def samples(batch_size: int, num_steps: int, **options: str) -> list[int]:
         def batches(start: int) -> Iterator[range]:
             return (range(number * batch_size, (number + 1) * batch_size) for number in itertools.count(start))

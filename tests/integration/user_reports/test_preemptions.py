@@ -1,4 +1,4 @@
-"""What users of other checkpointers suffer when a job is asked to leave, again and again, and what is told of it."""
+"""Problems of other checkpointers with repeated preemptions, and how these are reported."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def kinds(directory: Path) -> list[str]:
     return [event["event"] for event in jct.StepManager(directory).history.events()]
 
 
-# 9. SIGTERM works inside an evaluation too; also where there is no time for another save.
-# 20. Saves are never skipped in silence: nor is the last one.
+# 9. SIGTERM works inside an evaluation too, also without time for another save.
+# 20. A skipped save is reported, even the last one.
 def test_evaluation_without_time_leaves_committed_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
@@ -62,8 +62,8 @@ def test_evaluation_without_time_leaves_committed_step(tmp_path: Path, caplog: p
     assert (row.how, row.last_step) == ("late", 8)
 
 
-# 21. 100 preemptions leave a bounded disk; and all that they cost is told.
-def test_a_hundred_requests_to_leave_keep_one_step_and_are_all_accounted_for(tmp_path: Path) -> None:
+# 21. 100 preemptions leave a bounded disk, and their cost is reported.
+def test_hundred_preemptions_keep_one_step(tmp_path: Path) -> None:
     for number in range(100):
         ckpt = jct.CheckpointCallback(
             str(tmp_path),
@@ -96,7 +96,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.run import history, lock
 from tests.support.runs import state_of
 
-lock.HEARTBEAT_S, history.LEAST_S, history.MOST_S = 0.02, 0.0, 0.0  # notes how far it has come at once
+lock.HEARTBEAT_S, history.LEAST_S, history.MOST_S = 0.02, 0.0, 0.0  # record the progress at once
 with jct.CheckpointCallback(sys.argv[1], save_interval_steps=5, keep_latest=1) as ckpt:
     ckpt.resume(state_of(0))
     first = ckpt.completed_steps
@@ -107,7 +107,7 @@ with jct.CheckpointCallback(sys.argv[1], save_interval_steps=5, keep_latest=1) a
         if step + 1 == first + 8:
             while not any(event.get("step") == first + 8 for event in ckpt.manager.history.events()):
                 pass
-            print("come to", first + 8, flush=True)
+            print("reached", first + 8, flush=True)
             sys.stdin.readline()
 """
 
@@ -115,7 +115,7 @@ with jct.CheckpointCallback(sys.argv[1], save_interval_steps=5, keep_latest=1) a
 def test_redone_work_after_kills_is_counted(tmp_path: Path) -> None:
     for number in range(2):
         with talking_to(KILLED, tmp_path) as job:
-            assert job.read() == f"come to {10 * number + 8}"
+            assert job.read() == f"reached {10 * number + 8}"
             job.kill()
         ckpt = jct.CheckpointCallback(
             str(tmp_path), save_interval_steps=5, keep_latest=1, on_preemption="raise", store=FAST
@@ -132,11 +132,11 @@ def test_redone_work_after_kills_is_counted(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert (found.useful_steps, found.redone_steps) == (20, 6)
     left = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".owner.dead-"))
-    assert left == ["history.jsonl", "step-0000000020"]  # locks of the dead stay for a minute
+    assert left == ["history.jsonl", "step-0000000020"]  # locks of dead processes stay for a minute
 
 
-# 22. Deletion is off the hot path: also where it leaves.
-def test_a_deletion_that_does_not_end_keeps_nobody_from_leaving(tmp_path: Path) -> None:
+# 22. Deletion is off the hot path, also at the exit.
+def test_hanging_deletion_does_not_block_the_exit(tmp_path: Path) -> None:
     made_run(tmp_path, 1, 2)
     disk = HoldingBackend("remove", "step-0000000001")
     ckpt = callback_on(disk, tmp_path, save_interval_steps=3, keep_latest=1, grace_period_s=2.0)
@@ -155,13 +155,13 @@ def test_a_deletion_that_does_not_end_keeps_nobody_from_leaving(tmp_path: Path) 
     assert [each.how for each in jct.StepManager(tmp_path).goodput().attempts] == ["closed", "preempted"]
     assert {name for name in disk.threads if "retention" not in name} == set()
     disk.go.set()
-    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:  # waits for its end
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:  # waits for the deletion
         manager.save(6, {"state": state_of(6)})
         manager.wait()
     assert not step_path(tmp_path, 1).exists()
 
 
-# 23. Blocking time is short and reported: of all processes together, too.
+# 23. Blocking time is short and reported, also for all processes of a run.
 def test_blocked_time_is_summed_over_the_run(tmp_path: Path) -> None:
     for updates in (2, 4):
         disk = HoldingBackend("rename", f"step-{updates - 1:010d}")
@@ -170,7 +170,7 @@ def test_blocked_time_is_summed_over_the_run(tmp_path: Path) -> None:
             ckpt.resume(state_of(0))
             for step in ckpt.steps(updates):
                 if step == updates - 1:
-                    threading.Timer(0.3, disk.go.set).start()  # the next save waits for the one before
+                    threading.Timer(0.3, disk.go.set).start()  # the next save waits for the previous one
                 ckpt(state_of(step + 1))
     events = [event for event in ckpt.manager.history.events() if event["event"] == "save"]
     assert [event["step"] for event in events] == [1, 2, 3, 4]
@@ -180,7 +180,7 @@ def test_blocked_time_is_summed_over_the_run(tmp_path: Path) -> None:
     assert all(row.useful_s <= row.wall_s - row.blocked_s for row in found.attempts)
 
 
-# 29. One command starts, resumes or initialises, and tells what became of each start.
+# 29. One command starts, resumes or initialises, and the summary has each start.
 def test_same_command_continues_and_reports_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jct.save(tmp_path / "elsewhere", state_of(77))
 

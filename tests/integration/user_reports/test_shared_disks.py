@@ -1,4 +1,4 @@
-"""What users of other checkpointers suffer from disks: two jobs on one directory, preemptions that fill it, copies."""
+"""Problems of other checkpointers with disks: retention, copies, two jobs on one directory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.conftest import RunPython
-from tests.support.runs import Clock, files_below, made_run, save_steps, state_of, step_of, step_path, talking_to
-from tests.support.signal_handlers import WATCHED, handlers_put_back
+from tests.support.runs import Clock, files_below, made_run, save_steps, step_of, step_path, talking_to
 
 JOB = """
 import sys
@@ -29,27 +28,13 @@ with jct.CheckpointCallback(sys.argv[1], save_interval_steps=1) as ckpt:
 """
 
 
-# 2. A keyboard interrupt is an exit path too.
-def test_a_keyboard_interrupt_drains_the_save_and_is_what_the_user_sees(tmp_path: Path) -> None:
-    with (
-        pytest.raises(KeyboardInterrupt),
-        jct.CheckpointCallback(str(tmp_path), save_interval_steps=2) as ckpt,
-    ):
-        ckpt.resume(state_of(0))
-        for step in ckpt.steps(10):
-            ckpt(state_of(step + 1))
-            if step == 4:
-                raise KeyboardInterrupt
-    assert jct.StepManager(tmp_path).steps == [2, 4]
-
-
-# 21. Time-based and tiered retention; 100 preemptions leave a bounded disk.
-def test_every_ten_minutes_one_and_every_thousand_steps_for_ever(tmp_path: Path) -> None:
-    class Standing(Clock):
+# 21. Time-based and tiered retention.
+def test_steps_are_kept_by_time_and_number(tmp_path: Path) -> None:
+    class ManualClock(Clock):
         def __call__(self) -> datetime.datetime:
             return self.now
 
-    clock = Standing()
+    clock = ManualClock()
     keep = jct.AnyPreservationPolicy([jct.LatestN(1), jct.EveryNSeconds(600), jct.EveryNSteps(1000)])
     settings = jct.StoreSettings(durability="none")
     with jct.StepManager(tmp_path, preservation_policy=keep, clock=clock, settings=settings) as manager:
@@ -62,27 +47,8 @@ def test_every_ten_minutes_one_and_every_thousand_steps_for_ever(tmp_path: Path)
     assert [later - step for step, later in itertools.pairwise(tenth_minutes)] == [500] * 4
 
 
-def test_hundred_preemptions_leave_one_step_and_no_litter(tmp_path: Path) -> None:
-    notice = tmp_path / "leave"
-    notice.touch()
-    run = tmp_path / "run"
-    with handlers_put_back(*WATCHED, may_end=True):
-        for step in range(1, 101):
-            with (
-                pytest.raises(SystemExit),
-                jct.CheckpointCallback(
-                    str(run), keep_latest=1, notice_file=str(notice), store=jct.StoreSettings(durability="none")
-                ) as ckpt,
-            ):
-                ckpt.resume(state_of(0))
-                assert ckpt.completed_steps == step - 1
-                ckpt(state_of(step))
-    assert sorted(path.name for path in run.iterdir()) == ["history.jsonl", "step-0000000100"]
-    assert step_of(jct.StepManager(run).restore()) == 100
-
-
 # 25. A checkpoint directory can be copied.
-def test_a_copy_by_rsync_loads_elsewhere_and_a_broken_one_does_not(tmp_path: Path) -> None:
+def test_only_a_complete_rsync_copy_loads(tmp_path: Path) -> None:
     if shutil.which("rsync") is None:
         pytest.skip("rsync is not installed")
     run = made_run(tmp_path / "run", 10, 20)
@@ -94,7 +60,7 @@ def test_a_copy_by_rsync_loads_elsewhere_and_a_broken_one_does_not(tmp_path: Pat
 
 
 def test_copy_of_live_run_is_usable(tmp_path: Path) -> None:
-    """The lock file comes with the copy, and is that of a live process; the copy is read, and a fork trains from it."""
+    """The copied lock file names a live process, so the copy can be read but not owned."""
     with talking_to(JOB, tmp_path / "run") as job:
         assert job.read() == "saved"
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -105,7 +71,7 @@ def test_copy_of_live_run_is_usable(tmp_path: Path) -> None:
 
 
 # 27. Wrong multi-process set-ups are detected.
-def test_a_second_job_on_the_directory_is_refused_and_does_no_damage(tmp_path: Path, run_python: RunPython) -> None:
+def test_second_job_on_the_directory_is_refused(tmp_path: Path, run_python: RunPython) -> None:
     run = tmp_path / "run"
     with talking_to(JOB, run) as first:
         assert first.read() == "saved"
@@ -113,7 +79,7 @@ def test_a_second_job_on_the_directory_is_refused_and_does_no_damage(tmp_path: P
         second = run_python(JOB, run)
         assert second.returncode == 1
         assert f"owned by process {first.process.pid} on" in second.stderr
-        assert "stop the other one, close its manager, or choose another directory" in second.stderr
+        assert "choose another directory" in second.stderr
         assert files_below(run) == before
         first.tell("end")
         assert first.finish()[0] == 0

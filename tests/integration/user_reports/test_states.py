@@ -1,4 +1,4 @@
-"""What users of other checkpointers suffer with states and data of their own kind: reused batches, adapters, boxes."""
+"""Problems of other checkpointers with special states and data: reused batches, adapters, boxes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.runs import Counter
 from tests.support.same_trees import assert_same, raw
 
 OPTIMIZER = optax.adamw(1e-2)
-Train = Callable[[Path, int], Any]  # trains to a step, and returns the state then
+Train = Callable[[Path, int], Any]  # trains to a step and returns its state
 
 
 def assert_resumes(train: Train, directory: Path, stops: tuple[int, ...] = (3,)) -> None:
-    """Fail unless runs that are stopped at these steps end, of 6, as one that is not."""
+    """Check that runs of 6 steps, stopped at the given steps, end like an uninterrupted run."""
     whole = train(directory / "whole", 6)
     for stop in stops:
         train(directory / f"stopped-{stop}", stop)
@@ -59,11 +59,11 @@ def batch_in_the_state(directory: Path, stop: int) -> Any:
 
 
 @pytest.mark.parametrize("train", [one_step_for_a_batch, batch_in_the_state])
-def test_a_batch_of_several_updates_is_used_up_after_a_resume(tmp_path: Path, train: Train) -> None:
+def test_batch_of_several_updates_resumes_exactly(tmp_path: Path, train: Train) -> None:
     assert_resumes(train, tmp_path, stops=(2, 3))
 
 
-def test_saves_between_the_updates_of_one_batch_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_save_within_a_batch_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with jct.CheckpointCallback(tmp_path, save_interval_steps=1) as ckpt:
         state, data = ckpt.resume({"w": jnp.zeros(3)}, Counter())
         for _ in range(3):
@@ -76,7 +76,7 @@ def test_saves_between_the_updates_of_one_batch_are_warned_of(tmp_path: Path, ca
 
 # The state of NumPy's generators, whose integers have 128 bits, among the leaves.
 @pytest.mark.parametrize("kind", [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64])
-def test_numpy_generators_in_the_state_go_on(tmp_path: Path, kind: Any) -> None:
+def test_numpy_generators_in_the_state_resume(tmp_path: Path, kind: Any) -> None:
     def train(directory: Path, stop: int) -> Any:
         rng = np.random.Generator(kind(42))
         with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
@@ -91,7 +91,7 @@ def test_numpy_generators_in_the_state_go_on(tmp_path: Path, kind: Any) -> None:
     assert_resumes(train, tmp_path)
 
 
-# Adapters that are trained, and saved without the model that they belong to.
+# Adapters, which are trained and saved without their model.
 class Adapted(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List([nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs) for _ in range(12)])
@@ -122,7 +122,7 @@ def train_adapters(directory: Path, stop: int) -> Any:
     return jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
 
 
-def test_adapters_are_trained_on_and_go_into_another_model_alone(tmp_path: Path) -> None:
+def test_adapters_resume_and_load_into_another_model(tmp_path: Path) -> None:
     assert_resumes(train_adapters, tmp_path)
     path = tmp_path / "whole" / "step-0000000006"
     assert "kernel" not in jct.load(path)[0]["layers"][0]  # the model itself was not saved
@@ -153,9 +153,7 @@ def matrices_of(model: Any, optimizer: Any) -> list[jax.Array]:
 
 @pytest.mark.parametrize("form", ["objects", "maker"])
 @pytest.mark.parametrize("axes", [{"a": 2, "b": 4}, {"x": 2, "y": 2, "z": 2}, {"y": 1, "x": 8}])
-def test_logical_names_of_another_mesh_decide_where_a_resume_puts_arrays(
-    tmp_path: Path, form: str, axes: dict[str, int]
-) -> None:
+def test_resume_follows_logical_axes_of_new_mesh(tmp_path: Path, form: str, axes: dict[str, int]) -> None:
     before: list[np.ndarray] = []
     for mesh, rows, columns in [(mesh_of(a=2, b=4), "a", "b"), (mesh_of(**axes), *list(axes)[:2])]:
         make = logically_sharded(("rows", "columns"), (("rows", rows), ("columns", columns)))

@@ -1,4 +1,4 @@
-"""Evaluations between two updates: what they change and no step holds is found, whatever update the user has named."""
+"""Evaluations between two updates, in processes that are really killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.evaluations import CHANGES, counts
 
 
 @pytest.mark.parametrize("how", ["kill", "preempt"])
-def test_a_process_that_is_really_ended_resumes_right_before_the_evaluation(how: How, tmp_path: Path) -> None:
+def test_killed_process_resumes_right_before_evaluation(how: How, tmp_path: Path) -> None:
     proof = assert_resume_exact(functools.partial(counts, place="top"), kill_at=2, how=how)
     assert (proof.interrupted_in, proof.resumed_at) == ((2, 4), (1 if how == "kill" else 2, 4))
     with pytest.raises(ResumeNotExactError, match=r"update 5: meter/count differs") as caught:

@@ -1,4 +1,4 @@
-"""Proofs by real processes that are really killed: right loops pass, and loops with one mistake are found out."""
+"""Proofs with killed processes: an error instead of a kill, and ignored metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_loop_with_key_in_its_state_survives_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ignored", ["*_per_s", ["updates_per_s", "other"]])
-def test_a_metric_that_is_taken_from_the_clock_is_left_out(ignored: Any, tmp_path: Path) -> None:
+def test_ignored_clock_metric_is_left_out(ignored: Any, tmp_path: Path) -> None:
     clocked = functools.partial(train, mistake="clock")
     proof = assert_resume_exact(clocked, kill_at=5, ignore_metrics=ignored, directory=tmp_path / "proof")
     assert proof == ResumeProof(9, (5,), (3,), 6, 6, ("updates_per_s",))

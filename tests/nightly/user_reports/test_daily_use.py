@@ -1,4 +1,4 @@
-"""What users of other checkpointers suffer in daily use: restores, memory, copies, noise, old files."""
+"""Problems of other checkpointers in daily use: memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.conftest import RunPython
 
 # 12, 13. Host memory of a save is bounded and does not grow; a restore does not double memory.
-# The peak of this program; getrusage would tell that of the process which started it, if that was larger.
+# The peak of this program; getrusage would count the peak of its parent process too.
 PEAK = """
 def peak_mib():
     with open("/proc/self/status") as status:
@@ -20,7 +20,7 @@ import statistics, sys, psutil, jax, numpy as np, jax.numpy as jnp, jaxckpt_trai
 MIB = 1 << 20
 own = psutil.Process()
 state = {f"w{n}": jnp.asarray(np.random.default_rng(n).random(16 * MIB // 4, np.float32)) for n in range(12)}
-jct.save(sys.argv[1] + "/tiny", {"x": jnp.zeros(3)})  # what any first save imports
+jct.save(sys.argv[1] + "/tiny", {"x": jnp.zeros(3)})  # imports what the first save needs
 before, used = own.memory_info().rss / MIB, []
 jct.save(sys.argv[1] + "/first", state)
 with jct.StepManager(sys.argv[1] + "/run", preservation_policy=jct.LatestN(1)) as manager:
@@ -43,7 +43,7 @@ print(psutil.Process().memory_info().rss / 2**20, peak_mib())
 )
 
 
-def test_fifty_saves_use_staging_budget_and_no_more(tmp_path: Path, run_python: RunPython) -> None:
+def test_fifty_saves_stay_within_staging_budget(tmp_path: Path, run_python: RunPython) -> None:
     before, early, late, peak = map(float, run_python(MEMORY, tmp_path, check=True, fresh=True).stdout.split())
     assert late - early < 24, f"RSS grew from {early:.0f} to {late:.0f} MiB"
     assert peak - before < 96 + 32, f"peak {peak:.0f} MiB, {before:.0f} before the first save; the state has 192"

@@ -104,14 +104,14 @@ def test_metric_that_differs_is_reported(metrics: tuple[Any, Any], text: str, tm
     assert described(1, 1, tmp_path, metrics).startswith(f"update 3: {text}")
 
 
-def test_values_that_were_not_kept_are_not_made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_values_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_files, "MOST_VALUE_BYTES", 0)
     assert described(WIDE, OTHER, tmp_path).startswith(
         "update 3: state/x float32[20,10] differs (the values were not kept);"
     )
 
 
-def test_the_rest_says_what_the_processes_did_and_where_their_records_are(tmp_path: Path) -> None:
+def test_report_lists_processes_and_their_records(tmp_path: Path) -> None:
     lines = first_lines(functools.partial(becomes, 1, 2, (None, None)), tmp_path / "proof")
     assert any(line.startswith("no batches were recorded") for line in lines)
     place = lines.index("what the processes did:")

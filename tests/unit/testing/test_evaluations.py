@@ -1,4 +1,4 @@
-"""Evaluations between two updates: what they change and no step holds is found, whatever update the user has named."""
+"""Evaluations between two updates: their unsaved changes are found, whichever update the user interrupts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.training_loops import Batches
 
 
 def replaces(directory: Path, polls: bool = True, place: Place = "after") -> None:
-    """The evaluation gives a new state, as one does that draws from a key in it."""
+    """A loop whose evaluation returns a new state, as one that draws from a key in the state does."""
     state, data = {"w": np.zeros(3), "draws": 0}, Batches()
     with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
         state, data = ckpt.resume(state, data)
@@ -34,7 +34,7 @@ def replaces(directory: Path, polls: bool = True, place: Place = "after") -> Non
 
 
 def normalizes(directory: Path, evaluates_as: str = "train") -> None:
-    """The evaluation runs a model with batch statistics, by mistake in the mode of training."""
+    """A loop whose evaluation updates batch statistics, because it runs in training mode by mistake."""
     model = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
     with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
         model, data = ckpt.resume(model, Batches())
@@ -63,9 +63,7 @@ FAULTY = {
 
 @pytest.mark.parametrize("kind", FAULTY)
 @pytest.mark.parametrize("kill_at", [2, 7])
-def test_a_change_by_an_evaluation_is_found_whatever_update_is_interrupted(
-    kind: str, kill_at: int, tmp_path: Path
-) -> None:
+def test_change_by_evaluation_is_found_in_any_update(kind: str, kill_at: int, tmp_path: Path) -> None:
     make_run, first = FAULTY[kind]
     error = failure(make_run, tmp_path, kill_at)
     assert str(error).startswith(first)
@@ -80,7 +78,7 @@ def test_a_change_by_an_evaluation_is_found_whatever_update_is_interrupted(
         (functools.partial(counts, place="top"), True),
         (functools.partial(replaces, place="top"), True),
         (functools.partial(normalizes, evaluates_as="eval"), False),
-        (functools.partial(counts, updates=EVERY), False),  # after the last update nothing goes on from it
+        (functools.partial(counts, updates=EVERY), False),  # nothing follows the last update
     ],
 )
 def test_an_evaluation_that_resumes_exactly_is_proven(make_run: Any, tried: bool, tmp_path: Path) -> None:
@@ -94,7 +92,7 @@ def test_resume_right_before_evaluation_is_not_tried_twice(tmp_path: Path) -> No
     assert (proof.interrupted_in, proof.resumed_at) == ((5,), (4,))
 
 
-def test_a_change_that_nothing_shows_is_named_where_other_resumes_are_exact(tmp_path: Path) -> None:
+def test_hidden_change_by_evaluation_is_found(tmp_path: Path) -> None:
     silent = functools.partial(replaces, polls=False)
     prove_here(silent, tmp_path / "unseen", 2)
     error = failure(silent, tmp_path, 2, 5)

@@ -1,4 +1,4 @@
-"""Digests of leaves and batches: whatever a save would tell apart they tell apart, and nothing else."""
+"""Digests of leaves and batches differ exactly where saved values would differ."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def same(first: Any, second: Any) -> bool:
     ],
     ids=str,
 )
-def test_a_value_is_the_same_as_itself(value: Any) -> None:
+def test_value_equals_itself(value: Any) -> None:
     assert same(value, value)
 
 
@@ -76,15 +76,15 @@ def test_a_value_is_the_same_as_itself(value: Any) -> None:
         (jct.JsonValue({"a": 1}), jct.JsonValue({"a": 2})),
     ],
 )
-def test_values_that_a_save_would_tell_apart_differ(first: Any, second: Any) -> None:
+def test_values_that_a_save_distinguishes_differ(first: Any, second: Any) -> None:
     assert not same(first, second)
 
 
-def test_a_nan_is_the_same_as_itself() -> None:
+def test_nan_equals_itself() -> None:
     assert same(np.array([np.nan]), np.array([np.nan]))
 
 
-def test_paths_begin_with_the_name_and_are_those_of_a_save() -> None:
+def test_paths_match_those_of_a_save() -> None:
     found = leaves({"params": [np.zeros((2, 3), np.float32)], "step": 4})
     assert {name: leaf.form() for name, leaf in found.items()} == {
         "state/params/0": "float32[2,3]",
@@ -111,7 +111,7 @@ def test_the_state_can_still_be_donated() -> None:
 
 
 class OwnFiles:
-    """An object that writes its own files."""
+    """A checkpointable that writes its own files."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -127,13 +127,13 @@ class OwnFiles:
         raise NotImplementedError
 
 
-def test_files_that_an_object_writes_are_compared_by_their_content() -> None:
+def test_files_of_objects_are_compared_by_content() -> None:
     assert list(leaves(OwnFiles(b"1"))) == ["state/a.bin"]
     assert same(OwnFiles(b"1"), OwnFiles(b"1"))
     assert not same(OwnFiles(b"1"), OwnFiles(b"2"))
 
 
-def test_small_values_are_kept_in_the_record_and_large_ones_are_handed_on() -> None:
+def test_only_small_values_stay_in_the_record() -> None:
     handed: dict[str, bytes] = {}
 
     def keep(leaf: Leaf, data: Callable[[], bytes], nbytes: int) -> Leaf:
@@ -168,19 +168,19 @@ def test_batches_know_their_examples() -> None:
 
 
 @pytest.mark.parametrize("batch", [np.float32(1), [np.zeros(2), np.zeros(3)], 5, np.zeros((5000, 1))], ids=str)
-def test_what_has_no_examples_has_no_rows(batch: Any) -> None:
+def test_batch_without_examples_has_no_rows(batch: Any) -> None:
     assert fingerprints.batch_of(batch).rows == ()
 
 
 @dataclasses.dataclass
 class Example:
-    """A batch that is no pytree."""
+    """A batch that is not a pytree."""
 
     x: Any
     text: Any = None
 
 
-def test_of_records_and_arrays_of_objects_the_content_is_compared() -> None:
+def test_records_and_object_arrays_are_compared_by_content() -> None:
     one = fingerprints.batch_of(Example(np.zeros(3), np.array(["a", "b"], object)))
     assert one.digest == fingerprints.batch_of(Example(np.zeros(3), np.array(["a", "b"], object))).digest
     assert one.digest != fingerprints.batch_of(Example(np.ones(3), np.array(["a", "b"], object))).digest
@@ -192,15 +192,15 @@ def test_of_records_and_arrays_of_objects_the_content_is_compared() -> None:
     assert "Example" in (fingerprints.batch_of(itself).opaque_leaf() or "")
 
 
-def test_of_strange_objects_only_the_type_is_compared() -> None:
+def test_unknown_objects_are_compared_by_type() -> None:
     one, other = fingerprints.batch_of([object(), 1]), fingerprints.batch_of([object(), 1])
     assert one.digest == other.digest
     assert one.digest != fingerprints.batch_of([object(), 2]).digest
-    unsorted = fingerprints.batch_of({("a", ("b",)): 1})  # a key that no path can be made of
+    unsorted = fingerprints.batch_of({("a", ("b",)): 1})  # a key that cannot become a path
     assert unsorted.leaves["batch"].kind == "object builtins.dict"
 
 
-def test_the_global_generators_are_seen_to_move() -> None:
+def test_use_of_global_generators_is_detected() -> None:
     python, numpy = random.getstate(), np.random.get_state()
     before = fingerprints.host_random()
     assert fingerprints.host_random() == before

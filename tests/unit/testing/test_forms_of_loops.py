@@ -1,4 +1,4 @@
-"""Loops in other forms: objects in place, data given again or looped over, hooks; each is compared like any other."""
+"""Loops of other forms: objects restored in place, data passed again, iterated data, hooks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Model(nnx.Module):
 
 
 def in_place(directory: Path, whole: bool = True, returned: bool = True) -> None:
-    """NNX objects that are restored in place, by mistake without the optimizer."""
+    """A loop with NNX objects restored in place; `whole=False` leaves the optimizer out by mistake."""
     model, data = Model(nnx.Rngs(0)), Batches()
     optimizer = nnx.Optimizer(model, optax.sgd(0.05, momentum=0.9), wrt=nnx.Param)
     with jct.CheckpointCallback(directory, save_interval_steps=2) as ckpt:
@@ -60,21 +60,21 @@ def test_ignored_iterator_is_proven_by_losses(tmp_path: Path) -> None:
     assert (proof.compared_updates, proof.compared_batches) == (3, 0)
 
 
-def test_an_optimizer_in_place_that_is_left_out_is_found(tmp_path: Path) -> None:
+def test_missing_optimizer_in_place_is_found(tmp_path: Path) -> None:
     with pytest.raises(ResumeNotExactError, match=r"^update 3: state/linear/bias float32\[1\] differs") as caught:
         prove_here(functools.partial(in_place, whole=False), tmp_path / "proof", 3)
     assert caught.value.causes[0].startswith("the optimizer state is not saved")
 
 
 class Opaque:
-    """A batch of which nobody can say what is in it."""
+    """A batch whose content cannot be compared."""
 
     def __init__(self, value: int) -> None:
         self.value = value
 
 
 def opaque(directory: Path, forgets: bool = False) -> None:
-    """Takes batches that cannot be compared; `forgets`: and goes on from a wrong one."""
+    """A loop over opaque batches; with `forgets` it continues from a wrong one after a resume."""
     data = iter(grain.MapDataset.range(20).map(Opaque).to_iter_dataset(grain.ReadOptions(num_threads=1)))
     with jct.CheckpointCallback(directory, save_interval_steps=2) as ckpt:
         state, same = ckpt.resume({"sum": np.int64(0)}, data)
@@ -88,15 +88,15 @@ def is_second(directory: Path) -> bool:
     return (directory / "step-0000000002").exists() and directory.parent.name == "interrupted"
 
 
-def test_batches_that_cannot_be_compared_do_not_count_as_equal(tmp_path: Path) -> None:
+def test_opaque_batches_do_not_count_as_equal(tmp_path: Path) -> None:
     proof = prove_here(opaque, tmp_path / "proof", 3)
     assert (proof.compared_updates, proof.compared_batches) == (3, 0)
-    with pytest.raises(ResumeNotExactError, match=r"batch, an object .*Opaque, of which only"):
+    with pytest.raises(ResumeNotExactError, match=r"batch, an object .*Opaque"):
         prove_here(functools.partial(opaque, forgets=True), tmp_path / "other", 3)
 
 
 class Forgetful:
-    """Saves its state, and does not restore it."""
+    """A checkpointable that saves its state but does not restore it."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -108,7 +108,7 @@ class Forgetful:
         pass
 
 
-def test_what_was_restored_from_very_beginning_is_compared(tmp_path: Path) -> None:
+def test_initial_save_is_compared_after_restore(tmp_path: Path) -> None:
     def run(directory: Path) -> None:
         with jct.CheckpointCallback(directory, save_interval_steps=100, save_initial=True) as ckpt:
             is_second = any(directory.glob("step-*"))
@@ -117,9 +117,7 @@ def test_what_was_restored_from_very_beginning_is_compared(tmp_path: Path) -> No
                 state = {"w": state["w"] + 1}
                 ckpt(state)
 
-    with pytest.raises(
-        ResumeNotExactError, match=r"^the state restored from step 0 differs from the state after update 0: kept/"
-    ):
+    with pytest.raises(ResumeNotExactError, match=r"restored from step 0 .*: kept/"):
         prove_here(run, tmp_path / "proof", 3)
 
 
@@ -127,8 +125,8 @@ def numbers() -> Any:
     return iter(grain.MapDataset.range(20).shuffle(seed=3).to_iter_dataset(grain.ReadOptions(num_threads=1)))
 
 
-def given_again(directory: Path) -> None:
-    """Gives its data to each call of `ckpt(...)` too, as other checkpointables may be."""
+def data_passed_again(directory: Path) -> None:
+    """A loop that passes its data to each call of `ckpt(...)` too, as it may pass other checkpointables."""
     with jct.CheckpointCallback(directory, save_interval_steps=2) as ckpt:
         state, data = ckpt.resume({"sum": np.int64(0)}, numbers())
         for _ in ckpt.steps(5):
@@ -137,11 +135,11 @@ def given_again(directory: Path) -> None:
 
 
 def test_what_is_saved_is_the_iterator_itself(tmp_path: Path) -> None:
-    given_again(tmp_path / "alone")
+    data_passed_again(tmp_path / "alone")
     with contextlib.closing(RecordWriter(ProcessFiles(tmp_path))) as writer:
         loop_observer.observe(Recorder(writer, Plan(ScriptTarget(()), str(tmp_path), None, "kill", None, 60.0, 0.0)))
         try:
-            given_again(tmp_path / "watched")
+            data_passed_again(tmp_path / "watched")
         finally:
             loop_observer.observe(None)
     alone, watched = (
@@ -151,8 +149,8 @@ def test_what_is_saved_is_the_iterator_itself(tmp_path: Path) -> None:
     assert alone == watched
 
 
-def looped_over(directory: Path) -> None:
-    """Loops over its data."""
+def data_iterated(directory: Path) -> None:
+    """A loop that iterates over its data."""
     with jct.CheckpointCallback(directory, save_interval_steps=2) as ckpt:
         state, data = ckpt.resume({"sum": np.int64(0)}, numbers())
         for _, element in zip(ckpt.steps(5), data, strict=False):
@@ -161,7 +159,7 @@ def looped_over(directory: Path) -> None:
 
 
 def hooked(directory: Path) -> None:
-    """Calls a hook after each step."""
+    """A loop that calls a hook after each step."""
     with jct.CheckpointCallback(directory, save_interval_steps=2) as ckpt:
         state, data = ckpt.resume({"sum": np.int64(0)}, numbers())
         hook = ckpt.as_hook(lambda: state)
@@ -170,14 +168,14 @@ def hooked(directory: Path) -> None:
             hook(step + 1)
 
 
-@pytest.mark.parametrize("make_run", [given_again, looped_over, hooked])
+@pytest.mark.parametrize("make_run", [data_passed_again, data_iterated, hooked])
 def test_a_loop_of_another_form_resumes_exactly(make_run: Any, tmp_path: Path) -> None:
     proof = prove_here(make_run, tmp_path / "proof", 3)
     assert (proof.updates, proof.resumed_at, proof.compared_updates, proof.compared_batches) == (5, (2,), 3, 3)
 
 
-def taken_before(directory: Path) -> None:
-    """Takes a batch before it knows whether there is an update to do: saves the position of the next one."""
+def batch_taken_ahead(directory: Path) -> None:
+    """A loop that takes a batch ahead of its update, and so saves the position after the next batch."""
     with jct.CheckpointCallback(directory, save_interval_steps=2) as ckpt:
         state, data = ckpt.resume({"sum": np.int64(0)}, numbers())
         coming = next(data)
@@ -187,7 +185,7 @@ def taken_before(directory: Path) -> None:
             ckpt(state)
 
 
-def test_an_element_that_is_taken_before_its_update_is_found(tmp_path: Path) -> None:
+def test_batch_taken_before_its_update_is_found(tmp_path: Path) -> None:
     with pytest.raises(ResumeNotExactError, match=r"^update 3: number of batches: 1 ") as caught:
-        prove_here(taken_before, tmp_path / "proof", 3)
+        prove_here(batch_taken_ahead, tmp_path / "proof", 3)
     assert caught.value.causes[0].endswith("batches are skipped (1)")

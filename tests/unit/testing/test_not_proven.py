@@ -1,4 +1,4 @@
-"""Runs that cannot be compared: each is told for what it is, with what the process printed last."""
+"""Runs that cannot be compared: each is reported with its reason."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.in_one_process import prove_here
 @pytest.mark.parametrize(
     ("fault", "kill_at", "text"),
     [
-        ("no save", 3, "no step was saved before the interruption in update 3"),
-        ("", 7, r"process 1 ended after update 6 and never reached update 7 \(kill_at\)"),
-        ("error caught", 3, r"continued after the error that ckpt\(...\) raised in update 3, to update 6"),
+        ("no save", 3, "no step was saved .* update 3"),
+        ("", 7, "never reached update 7"),
+        ("error caught", 3, "continued after the error .* update 3, to update 6"),
         ("switched off", 3, "ended without reporting an update"),
-        ("another place", 3, "saves to .*/elsewhere: expected a path inside .*/run,"),
-        ("a new place each time", 3, "saves to another directory each time, .*/run-0 and .*/run-1,"),
+        ("another place", 3, "saves to .*/elsewhere: expected"),
+        ("a new place each time", 3, "another directory each time, .*/run-0 and .*/run-1,"),
         ("no resume", 3, "reported updates but never called ckpt.resume"),
         ("two loops", 3, "called ckpt.resume 2 times"),
     ],
@@ -36,20 +36,20 @@ def test_resume_with_nothing_left_to_do_proves_nothing(tmp_path: Path) -> None:
     def shorter_once_resumed(directory: Path) -> None:
         train(directory, updates=2 if list(directory.iterdir()) else 6)
 
-    with pytest.raises(ResumeNotProvenError, match="process 2 resumed at 2 and had no update left"):
+    with pytest.raises(ResumeNotProvenError, match="process 2 resumed at 2"):
         prove_here(shorter_once_resumed, tmp_path / "proof", 3)
 
 
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"kill_at": 0}, "kill_at: expected a whole number of at least 1, found 0"),
-        ({"kill_at": []}, r"kill_at: expected an update, or several in ascending order, found \[\]"),
+        ({"kill_at": 0}, "kill_at: expected .*, found 0"),
+        ({"kill_at": []}, r"kill_at: expected .*, found \[\]"),
         ({"kill_at": [5, 3]}, r"in ascending order, found \[5, 3\]"),
         ({"kill_at": [3, 3]}, r"in ascending order, found \[3, 3\]"),
-        ({"kill_at": "3"}, "kill_at: expected a whole number of at least 1, found '3'"),
-        ({"kill_at": 3, "how": "term"}, "how: expected one of 'kill', 'preempt', 'raise', found 'term'"),
-        ({"kill_at": 3, "timeout_s": 0}, "timeout_s: expected a finite number of seconds above 0, found 0"),
+        ({"kill_at": "3"}, "kill_at: expected .*, found '3'"),
+        ({"kill_at": 3, "how": "term"}, "how: expected one of .*, found 'term'"),
+        ({"kill_at": 3, "timeout_s": 0}, "timeout_s: expected .*, found 0"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(more: Any, text: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The iterator that stands for a loop's data: tells of each element, and is like the data in all else."""
+"""The wrapper of a loop's data: it reports each element, and otherwise behaves like the data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Positioned:
 
 
 class Loader:
-    """Gives an iterator of its elements, and is none."""
+    """An iterable that is not an iterator."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([1, 2])
@@ -51,7 +51,7 @@ def test_each_element_is_recorded_before_the_loop() -> None:
     assert [(element, list(taken)) for element in data] == [(2, [1, 2]), (3, [1, 2, 3])]
 
 
-def test_it_has_the_members_of_the_data() -> None:
+def test_wrapper_has_the_members_of_data() -> None:
     real = Positioned()
     data: Any = observed(real, lambda element: None)
     assert isinstance(data, Positioned)
@@ -66,7 +66,7 @@ def test_it_has_the_members_of_the_data() -> None:
         _ = data.nothing_such
 
 
-def test_of_what_only_gives_iterators_those_are_observed() -> None:
+def test_iterators_of_a_loader_are_observed() -> None:
     taken: list[int] = []
     data = observed(Loader(), taken.append)
     assert not hasattr(data, "__next__")
@@ -88,5 +88,5 @@ def test_a_grain_iterator_stays_one() -> None:
 @pytest.mark.parametrize(
     ("data", "can"), [(Positioned(), True), (Loader(), True), (iter([1]), True), ({"a": 1}, False), (None, False)]
 )
-def test_only_what_loop_takes_elements_from_is_observed(data: Any, can: bool) -> None:
+def test_only_sources_of_elements_are_observed(data: Any, can: bool) -> None:
     assert can_be_observed(data) is can

@@ -1,4 +1,4 @@
-"""The pytest plugin: its fixture proves loops of test files, and costs nothing until it is used."""
+"""The pytest plugin: its entry point."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import tomllib
 from pathlib import Path
 
 
-def test_pytest_finds_it_by_its_entry_point(repo_root: Path) -> None:
+def test_plugin_has_an_entry_point(repo_root: Path) -> None:
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["pytest11"] == {"jaxckpt_train": "jaxckpt_train.pytest_plugin"}

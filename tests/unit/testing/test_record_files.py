@@ -1,4 +1,4 @@
-"""The files of a watched process: nothing is lost by a kill, values are kept up to a limit, and found again."""
+"""The files of an observed process: a kill loses no record, and values are kept up to a limit."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_records_are_read_back_while_process_still_writes(files: ProcessFiles, w
     assert files.lines() == [update, Stopped(3)]
 
 
-def test_line_that_kill_has_cut_is_left_out(files: ProcessFiles, writer: RecordWriter) -> None:
+def test_truncated_line_is_left_out(files: ProcessFiles, writer: RecordWriter) -> None:
     writer.add(Stopped(3))
     with open(files.folder / "records.jsonl", "ab") as file:
         file.write(b'{"line":"upd')
     assert files.lines() == [Stopped(3)]
 
 
-def test_a_process_that_was_killed_before_its_first_record_has_none(tmp_path: Path) -> None:
+def test_process_killed_at_start_has_no_record(tmp_path: Path) -> None:
     files = ProcessFiles(tmp_path / "none")
     assert files.lines() == []
     assert files.log_tail() == "  | (nothing)"
@@ -51,15 +51,13 @@ def test_a_process_that_was_killed_before_its_first_record_has_none(tmp_path: Pa
 def test_values_are_kept_once_each_and_found_again(files: ProcessFiles, writer: RecordWriter) -> None:
     first = writer.keep(leaf("a"), lambda: b"aaaa", 4)
     second = writer.keep(leaf("b"), lambda: b"bbbb", 4)
-    again = writer.keep(leaf("a"), lambda: pytest.fail("it is there already"), 4)
+    again = writer.keep(leaf("a"), lambda: pytest.fail("the value is stored already"), 4)
     assert [files.value(each, 4) for each in (first, second, again)] == [b"aaaa", b"bbbb", b"aaaa"]
     assert (files.folder / "values.bin").read_bytes() == b"aaaabbbb"
     assert files.value(Leaf("uint8", (4,), "c", b"cccc"), 4) == b"cccc"
 
 
-def test_values_beyond_the_limit_are_not_kept_until_they_are_wanted_most(
-    files: ProcessFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_beyond_the_limit_are_dropped(files: ProcessFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_files, "MOST_VALUE_BYTES", 10)
     with contextlib.closing(RecordWriter(files)) as writer:
         kept = [writer.keep(leaf(digest), lambda: b"1234", 4) for digest in "abc"]
@@ -68,10 +66,10 @@ def test_values_beyond_the_limit_are_not_kept_until_they_are_wanted_most(
         assert files.value(writer.keep(leaf("d"), lambda: b"5678", 4), 4) == b"5678"
 
 
-def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
+def test_directory_with_content_is_refused(tmp_path: Path) -> None:
     assert record_files.new_directory(tmp_path / "a" / "b") == tmp_path / "a" / "b"
     (tmp_path / "a" / "b" / "file").touch()
-    with pytest.raises(jct.SettingsError, match="directory: expected a new or empty directory, found files in"):
+    with pytest.raises(jct.SettingsError, match="directory: expected a new or empty"):
         record_files.new_directory(tmp_path / "a" / "b")
 
 

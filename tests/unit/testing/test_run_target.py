@@ -1,4 +1,4 @@
-"""What a proof can run: what a fresh process would find; everything else is refused with what to do."""
+"""Targets of a proof: those that a new process cannot run are refused."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxckpt_train.testing.processes import target_of
 
 
 def at_the_top(directory: Path, word: str = "default") -> None:
-    """What a proof is given."""
+    """A target at the top level."""
     (directory / "ran.txt").write_text(f"{word} {__name__}")
 
 
 class Holder:
-    """Has a function of its own."""
+    """A class with a target."""
 
     @staticmethod
     def inside(directory: Path) -> None:
@@ -38,28 +38,28 @@ def local() -> Any:
 @pytest.mark.parametrize(
     ("make_run", "found"),
     [
-        (local(), "define it at the top level, and pass arguments by functools.partial"),
+        (local(), "define it at the top level.* functools.partial"),
         (lambda directory: None, "define it at the top level"),
         (wrapped, "is another object \\(is the function decorated"),
         (Holder(), "expected a function or a list of strings"),
-        ("train.py", "expected a function or a list of strings, found 'train.py'"),
+        ("train.py", "expected a function .* found 'train.py'"),
         ([], "a script and its arguments"),
         (["train.py", 3], "all of them strings"),
         (["no_such.py", "{directory}"], "which is not a file in"),
         (["-m"], "the name of a module after -m"),
-        (["-m", "x", "--to", "a"], r'"\{directory\}", the directory to save in, in one of'),
+        (["-m", "x", "--to", "a"], r'"\{directory\}"'),
         (functools.partial(at_the_top, "positional"), "keyword arguments only"),
         (functools.partial(at_the_top, other=1), "unexpected keyword argument 'other'"),
         (functools.partial(at_the_top, word=(1, 2)), "that can be passed to another process"),
         (functools.partial(at_the_top, word=object()), "that can be passed to another process"),
     ],
 )
-def test_what_fresh_process_could_not_run_is_refused(make_run: Any, found: str) -> None:
+def test_unusable_target_is_refused(make_run: Any, found: str) -> None:
     with pytest.raises(jct.SettingsError, match=f"^resume proof: make_run: .*{found}"):
         target_of(make_run)
 
 
 def test_a_function_that_takes_no_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(at_the_top, "__signature__", inspect.signature(local), raising=False)
-    with pytest.raises(jct.SettingsError, match="a function that accepts a directory, found too many positional"):
+    with pytest.raises(jct.SettingsError, match="a function that accepts a directory"):
         target_of(at_the_top)
