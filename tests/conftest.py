@@ -31,8 +31,8 @@ pytest_plugins = [
     "tests.support.sinks",
 ]
 
-# A shell starts its background jobs (`make test &` in a script) with interrupts ignored, and they hand that on to every
-# process they start. The tests that interrupt somebody are to pass there too.
+# A shell starts its background jobs (`make test &` in a script) with interrupts ignored, and every process that they
+# start inherits that. The tests that send interrupts must pass there too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -94,8 +94,8 @@ class RunPython(Protocol):
             devices: CPU devices that jax shows there.
             check: raise, with the output in the message, unless the exit code is 0.
             timeout_s: kill it after this long, and raise.
-            fresh: in an interpreter that has imported nothing yet, and not in a fork of one that has: for what is said
-                of imports, of memory or of time. So it is with variables that Python itself reads.
+            fresh: run in a new interpreter, and not in a fork of one that has imported the package: for assertions on
+                imports, memory or time. Variables that Python itself reads have the same effect.
         """
 
 

@@ -1,4 +1,4 @@
-"""Bad input: for each sort an error of its own that says what to do, and nothing lost."""
+"""Bad input: each kind raises its own error that says what to do, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import os, sys
 import jaxckpt_train as jct
 reads = (jct.load, jct.metadata, jct.verify)
 for read in reads:
-    read(sys.argv[1] + "/c")  # what is imported late is there from now on
+    read(sys.argv[1] + "/c")  # imports all that is imported late
 os.setuid(65534)
 for read in reads:
     try:
@@ -35,7 +35,7 @@ for read in reads:
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what others may not enter, and be somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user that may not enter a directory")
 def test_directory_next_to_unreadable_one_is_read(run_python: Any) -> None:
     with tempfile.TemporaryDirectory() as made:
         os.chmod(made, 0o755)
@@ -49,7 +49,7 @@ def test_directory_next_to_unreadable_one_is_read(run_python: Any) -> None:
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mounts a tmpfs with the given options; only root can, and not in every container."""
+    """Mount a tmpfs with the given options, which only root can, and not in every container."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("needs root and the mount command, for a small or read-only file system")
     places: list[Path] = []
@@ -72,7 +72,7 @@ def read_only(place: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", place], check=True)
 
 
-def test_an_unwritable_directory(mounted: Callable[[str], Path]) -> None:
+def test_read_only_disk_keeps_its_checkpoint(mounted: Callable[[str], Path]) -> None:
     disk = mounted("size=3m")
     jct.save(disk / "c", STATE)
     read_only(disk)
@@ -88,7 +88,7 @@ def test_an_unwritable_directory(mounted: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_full_disk(overwrite: bool, mounted: Callable[[str], Path]) -> None:
+def test_full_disk_keeps_its_checkpoint(overwrite: bool, mounted: Callable[[str], Path]) -> None:
     disk = mounted("size=3m")
     jct.save(disk / "c", STATE)
     large = {"w": np.ones(5 << 20, np.uint8)}
@@ -109,7 +109,7 @@ def test_full_disk_is_named_by_orbax_export(leaves: int, mounted: Callable[[str]
     values = np.random.default_rng(0).normal(size=(leaves, (20 << 20) // 8 // leaves))  # in one piece, or many small
     jct.save(tmp_path / "c", {f"v{number}": value for number, value in enumerate(values)})
     message = refused("export", tmp_path / "c", disk / "out", "--to", "orbax", code=4)
-    assert "cannot write through TensorStore: No space left on device; free some space" in message
+    assert "No space left on device" in message
     assert list(disk.iterdir()) == []
 
 
@@ -120,7 +120,7 @@ print("the end of the script")
 """
 
 
-def test_a_full_disk_at_the_end_of_the_script_is_no_success(mounted: Callable[[str], Path], run_python: Any) -> None:
+def test_full_disk_at_exit_fails_the_script(mounted: Callable[[str], Path], run_python: Any) -> None:
     disk = mounted("size=3m")
     done = run_python(FULL_AT_EXIT, disk / "c")
     assert done.returncode == 1

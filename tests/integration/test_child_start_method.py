@@ -1,4 +1,4 @@
-"""A child of `multiprocessing` that starts its own children otherwise than it was started ends after its saves, too."""
+"""A child of `multiprocessing` that sets another start method than its own also ends after its saves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(("work", "code"), [("pass", 0), ("raise OSError('a disk')", 1)])
 @pytest.mark.parametrize(("how", "method"), [("fork", "spawn"), ("forkserver", "spawn"), ("spawn", "fork")])
-def test_what_it_saves_is_waited_for(
+def test_child_with_other_start_method_finishes_its_saves(
     how: str, method: str, work: str, code: int, is_late: bool, tmp_path: Path, run_python: Any
 ) -> None:
     script = tmp_path / "script.py"

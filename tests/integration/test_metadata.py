@@ -22,7 +22,7 @@ assert not bridge._backends, bridge._backends
 
 def test_no_device_is_touched(tmp_path: Path, run_python: Any) -> None:
     jct.save(tmp_path / "c", state())
-    # a platform that is not there: touching any device would fail
+    # A platform that does not exist here: touching any device would fail.
     done = run_python(NO_DEVICE, tmp_path / "c", env={"JAX_PLATFORMS": "tpu"}, check=True)
     assert done.stdout == "float32[16,16] (3,) True\n"
 
@@ -42,7 +42,7 @@ jct.save(sys.argv[2], {"w": placed})
 """
 
 
-def test_what_eight_devices_saved_loads_where_there_is_one_and_back(tmp_path: Path, run_python: Any) -> None:
+def test_eight_device_checkpoint_loads_on_one_device(tmp_path: Path, run_python: Any) -> None:
     tree = state()
     jct.save(tmp_path / "eight", tree)
     run_python(ONE_DEVICE, tmp_path / "eight", tmp_path / "one", check=True)

@@ -1,4 +1,4 @@
-"""What an overwrite must not take with it: all that lies in the directory of a checkpoint and is no part of it."""
+"""An overwrite removes no file in the directory of a checkpoint that is no part of the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLD, NEW = {"w": np.arange(4)}, {"w": np.arange(5)}
 
 @pytest.fixture
 def while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Has something done once while the next save of this process writes."""
+    """Call a function once, while the next save of this process writes."""
 
     def arrange(do: Callable[[], None]) -> None:
         real = Transaction.sync
@@ -35,7 +35,7 @@ def while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[C
     return arrange
 
 
-def test_nor_does_it_go_with_a_link_that_a_killed_save_has_replaced(tmp_path: Path) -> None:
+def test_link_target_outlives_a_killed_overwrite(tmp_path: Path) -> None:
     begin_run(tmp_path / "run")
     (tmp_path / "best").symlink_to("run/step-0000000001")
     before = content(tmp_path / "run")
@@ -46,7 +46,7 @@ def test_nor_does_it_go_with_a_link_that_a_killed_save_has_replaced(tmp_path: Pa
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_a_file_that_took_the_name_while_the_save_was_writing_is_kept(
+def test_file_created_during_overwrite_is_kept(
     tmp_path: Path, is_killed: bool, while_it_is_written: Callable[[Callable[[], None]], None]
 ) -> None:
     def take_the_name() -> None:
@@ -73,7 +73,7 @@ def test_a_file_that_took_the_name_while_the_save_was_writing_is_kept(
     ],
     ids=lambda files: "-".join(map(str, files.values())),
 )
-def test_what_another_program_calls_so_is_kept(tmp_path: Path, files: dict[str, str], is_killed: bool) -> None:
+def test_foreign_commit_and_manifest_files_are_kept(tmp_path: Path, files: dict[str, str], is_killed: bool) -> None:
     (tmp_path / "c" / "assets").mkdir(parents=True)
     for name, text in files.items():
         (tmp_path / "c" / name).write_text(text)

@@ -14,7 +14,7 @@ import pytest
 
 import jaxckpt_train
 
-# What only an adapter imports, when it is used.
+# Packages that only an adapter imports, when it is used.
 OPTIONAL = (
     "blake3", "bokeh", "flax", "grain", "hydra", "keras", "omegaconf", "opentelemetry", "optax", "orbax",
     "prometheus_client", "tensorstore", "torch", "typer",
@@ -27,7 +27,7 @@ def test_all_is_what_is_public() -> None:
     assert [name for name in jaxckpt_train.__all__ if getattr(jaxckpt_train, name, None) is None] == []
 
 
-def test_a_type_checker_sees_the_names_that_there_are_when_it_runs() -> None:
+def test_stub_has_the_names_of_the_package() -> None:
     stub = ast.parse(Path(jaxckpt_train.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     seen = {str(alias.asname): str(node.module) for node in imports for alias in node.names}
@@ -41,8 +41,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         jaxckpt_train.no_such_name  # noqa: B018 - reading the attribute is the test
 
 
-def test_no_module_has_a_public_name_but_one_that_is_public_itself(repo_root: Path) -> None:
-    # Importing jaxckpt_train.x puts the module x over whatever jaxckpt_train.x was before.
+def test_no_module_hides_a_public_name(repo_root: Path) -> None:
+    # Importing the module jaxckpt_train.x replaces the attribute jaxckpt_train.x.
     modules = {entry.stem for entry in (repo_root / "jaxckpt_train").iterdir()}
     assert modules & set(jaxckpt_train.__all__) == {"errors", "testing"}
     assert jaxckpt_train.testing is importlib.import_module("jaxckpt_train.testing")
@@ -53,7 +53,7 @@ def test_errors_are_there_without_import_of_their_own(run_python) -> None:
     run_python(program, check=True, fresh=True)
 
 
-def test_public_names_say_what_they_are_for() -> None:
+def test_public_names_have_docstrings() -> None:
     values = {name: getattr(jaxckpt_train, name) for name in jaxckpt_train.__all__}
     assert [name for name, value in values.items() if callable(value) and not (value.__doc__ or "").strip()] == []
 

@@ -52,8 +52,8 @@ FAILURE = "jct.save_checkpointables_async(path, {'t': Failing('background')})\n"
 def test_unseen_failure_is_reported_at_exit(tmp_path: Path, run_python: Any) -> None:
     done = run(run_python, tmp_path / "c", FAILURE + "print('the loop went well')")
     assert done.returncode == 1
-    assert f"jaxckpt_train: saving {tmp_path / 'c'} failed, and the program did not wait for it:" in done.stderr
-    assert "ConnectionError: the vocabulary server is gone" in done.stderr
+    assert f"saving {tmp_path / 'c'} failed" in done.stderr
+    assert "ConnectionError" in done.stderr
     assert done.stdout.splitlines() == [
         "the loop went well",
         "registered after the import",
@@ -69,7 +69,7 @@ def test_failure_hides_no_other_save_or_error(tmp_path: Path, run_python: Any) -
     done = run(run_python, tmp_path / "c", script)
     assert done.returncode == 1
     assert "ValueError: mine" in done.stderr
-    assert "ConnectionError: the vocabulary server is gone" in done.stderr
+    assert "ConnectionError" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c1", "c2"]
     assert all(jct.verify(path).ok for path in tmp_path.iterdir())
 
@@ -90,7 +90,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the backg
 
 class Slow(Tokenizer):
     async def _write(self, directory, text):
-        while not caught.wait(0.2):  # again, since one that comes while the garbage is collected is lost
+        while not caught.wait(0.2):  # repeat it, since an interrupt during a garbage collection is lost
             os.kill(os.getpid(), signal.SIGINT)
         release.wait()
         await super()._write(directory, text)

@@ -1,4 +1,4 @@
-"""The end of a process with a save under way: interrupts meanwhile, and children of `multiprocessing`."""
+"""The end of a process while a save is running: interrupts, and children of `multiprocessing`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pending.call_after(save, send)
 save.committed.result()
 atexit.register(at_end.set)
 """
-GIVEN_UP = "jaxckpt_train: saving x was abandoned at the end of the process (KeyboardInterrupt)"
+ABANDONED = "saving x was abandoned"
 
 
 def interrupted(
@@ -50,22 +50,23 @@ def interrupted(
 def test_interrupted_wait_at_exit_abandons_save(run_python: Any) -> None:
     code, stdout, stderr = interrupted(run_python)
     assert (code, stdout) == (130, "last\n")
-    assert stderr.count(GIVEN_UP) == 1
+    assert stderr.count(ABANDONED) == 1
+    assert "(KeyboardInterrupt)" in stderr
 
 
 def test_interrupt_during_cleanup_ends_process(run_python: Any) -> None:
     code, stdout, stderr = interrupted(run_python, FREEING)
     assert (code, stdout) == (130, "last\n")
-    assert "given up" not in stderr
+    assert "abandoned" not in stderr
 
 
 def test_interrupt_does_not_hide_failure_of_another_save(run_python: Any) -> None:
     failing = "other = pending.start_save('other', lambda: 1 / 0)\nother._thread.join()\n"
     code, _, stderr = interrupted(run_python, failing + STUCK)
     assert code == 130
-    assert stderr.count("jaxckpt_train: saving other failed, and the program did not wait for it:") == 1
-    assert stderr.count("ZeroDivisionError: division by zero") == 1
-    assert stderr.count(GIVEN_UP) == 1
+    assert stderr.count("saving other failed") == 1
+    assert stderr.count("ZeroDivisionError: ") == 1
+    assert stderr.count(ABANDONED) == 1
 
 
 AGAIN = "os.kill(os.getpid(), signal.SIGINT)"
@@ -76,28 +77,28 @@ class Interrupting:
         self.stream, self.flush = stream, stream.flush
     def write(self, text):
         self.stream.write(text)
-        if "given up" in text:
+        if "abandoned" in text:
             {AGAIN}
 sys.stderr = Interrupting(sys.stderr)
 """
 
 
 @pytest.mark.parametrize("after_ours", [AGAIN_LATER, AGAIN_MEANWHILE, AGAIN_LATER + AGAIN_MEANWHILE])
-def test_a_second_interrupt_does_no_harm(after_ours: str, run_python: Any) -> None:
+def test_second_interrupt_at_exit_changes_nothing(after_ours: str, run_python: Any) -> None:
     code, stdout, stderr = interrupted(run_python, after_ours=after_ours)
     assert (code, stdout) == (130, "last\n")
-    assert stderr.count(GIVEN_UP) == 1
+    assert stderr.count(ABANDONED) == 1
 
 
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(143)", 143), ("sys.exit(0)", 1), ("1 / 0", 1)])
-def test_what_a_handler_raises_ends_the_wait_and_is_no_success(ending: str, code: int, run_python: Any) -> None:
+def test_error_of_signal_handler_ends_the_wait(ending: str, code: int, run_python: Any) -> None:
     handler = f"def leave(*_): {ending}\nsignal.signal(signal.SIGTERM, leave)"
     done = interrupted(run_python, after_ours=handler, number="signal.SIGTERM")
     assert done[:2] == (code, "last\n")
-    assert "saving x was abandoned at the end of the process (" in done[2]
+    assert ABANDONED in done[2]
 
 
-def test_an_interrupt_that_c_code_holds_up_loses_no_save(run_python: Any) -> None:
+def test_interrupt_delayed_by_c_code_loses_no_save(run_python: Any) -> None:
     saves = "save = pending.start_save('x', lambda: (at_end.wait(), never.wait(0.3), print('saved', flush=True)))"
     from_c = "\natexit.register(getattr(ctypes.PyDLL(None), 'raise'), signal.SIGINT)\natexit.register(at_end.set)"
     code, stdout, stderr = interrupted(run_python, saves + from_c)
@@ -159,12 +160,10 @@ def test_a_child_of_multiprocessing_ends_after_its_saves(
 
 @METHODS
 @pytest.mark.parametrize("ending", ["pass", "sys.exit(0)", "raise ValueError('of the child')"])
-def test_a_child_of_multiprocessing_whose_save_failed_is_no_success(
-    how: str, ending: str, tmp_path: Path, run_python: Any
-) -> None:
+def test_child_with_failed_save_exits_with_1(how: str, ending: str, tmp_path: Path, run_python: Any) -> None:
     stdout, stderr = in_child(run_python, tmp_path, how, ending, work="raise OSError('a disk')")
     assert stdout == "finalizer\nexit code 1\n"
-    assert stderr.count("jaxckpt_train: saving x failed, and the program did not wait for it:") == 1
+    assert stderr.count("saving x failed") == 1
     assert stderr.count("OSError: a disk") == 1
     assert stderr.count("ValueError: of the child") == ending.startswith("raise")
 
@@ -184,14 +183,14 @@ if __name__ == "__main__":
 
 
 @METHODS
-def test_what_child_of_multiprocessing_saves_last_is_there(how: str, tmp_path: Path, run_python: Any) -> None:
+def test_last_save_of_a_child_is_committed(how: str, tmp_path: Path, run_python: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(SAVES_IN_CHILD)
     run_python(script, how, tmp_path / "c", check=True)
     assert jct.verify(tmp_path / "c").ok
 
 
-def test_who_does_not_use_multiprocessing_does_not_import_it(run_python: Any) -> None:
+def test_save_does_not_import_multiprocessing(run_python: Any) -> None:
     script = """
         import sys
         from jaxckpt_train.pending import start_save
@@ -227,9 +226,7 @@ if __name__ == "__main__":
 
 @METHODS
 @pytest.mark.parametrize(("work", "code"), [("pass", 0), ("raise OSError('a disk')", 1)])
-def test_what_a_thread_of_a_child_saves_last_is_waited_for(
-    how: str, work: str, code: int, tmp_path: Path, run_python: Any
-) -> None:
+def test_child_waits_for_saves_of_its_threads(how: str, work: str, code: int, tmp_path: Path, run_python: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(IN_A_THREAD.format(work=work))
     done = run_python(script, how, tmp_path / "saved", check=True)
@@ -255,16 +252,16 @@ FIRST = pytest.mark.parametrize("first", ["", "jct.save(sys.argv[1] + '/first', 
 
 
 @FIRST
-def test_what_an_exit_function_saves_after_the_wait_is_waited_for(first: str, tmp_path: Path, run_python: Any) -> None:
+def test_save_of_an_exit_function_is_awaited(first: str, tmp_path: Path, run_python: Any) -> None:
     done = run_python(AFTER_THE_WAIT.format(last=SLOW, first=first), tmp_path, check=True, fresh=True)
     assert (done.stdout, done.stderr) == ("saved\n", "")
 
 
 @FIRST
-def test_what_an_exit_function_could_not_save_is_no_success(first: str, tmp_path: Path, run_python: Any) -> None:
+def test_failed_save_of_exit_function_exits_with_1(first: str, tmp_path: Path, run_python: Any) -> None:
     done = run_python(AFTER_THE_WAIT.format(last="start_save('x', lambda: 1 / 0)", first=first), tmp_path)
     assert done.returncode == 1
-    assert done.stderr.count("ZeroDivisionError: division by zero") == 1
+    assert done.stderr.count("ZeroDivisionError: ") == 1
 
 
 @FIRST
@@ -322,12 +319,12 @@ def test_saves_after_the_end_of_the_main_thread(script: str, threads: str, tmp_p
     assert jct.load(tmp_path / "run" / "step-0000000002").tolist() == [0, 1]
 
 
-def test_failure_after_the_end_of_the_main_thread_is_no_success(tmp_path: Path, run_python: Any) -> None:
+def test_failed_save_after_main_thread_exits_with_1(tmp_path: Path, run_python: Any) -> None:
     late = "atexit.register(lambda: start_save('x', lambda: 1 / 0))"
     before = "import atexit\nfrom jaxckpt_train.pending import start_save\n"
     done = run_python(before + NO_THREADS + late, tmp_path, fresh=True)
     assert done.returncode == 1
-    assert done.stderr.count("ZeroDivisionError: division by zero") == 1
+    assert done.stderr.count("ZeroDivisionError: ") == 1
 
 
 GIVES_UP = """
@@ -356,12 +353,12 @@ def ends_late(seconds=0.05):  # the waiting thread continues before this one end
         ("1", "", 75, 0),
     ],
 )
-def test_a_save_that_was_given_up_is_no_success_unless_it_commits(
+def test_abandoned_save_fails_process_unless_it_commits(
     work: str, then: str, code: int, reports: int, run_python: Any
 ) -> None:
     done = run_python(GIVES_UP.format(work=work, then=then), fresh=True)
     assert done.returncode == code
-    assert done.stderr.count("saving x failed, and the program did not wait for it") == reports
+    assert done.stderr.count("saving x failed") == reports
 
 
 CHAINED = """
@@ -380,9 +377,7 @@ start_save("x", work).committed.add_done_callback(begin_another)
 
 
 @pytest.mark.parametrize(("work", "code"), [("Path(sys.argv[1]).touch()", 0), ("1 / 0", 1)])
-def test_a_save_that_another_begins_while_the_process_ends_is_waited_for(
-    work: str, code: int, tmp_path: Path, run_python: Any
-) -> None:
+def test_save_started_by_another_at_exit_is_awaited(work: str, code: int, tmp_path: Path, run_python: Any) -> None:
     done = run_python(CHAINED.format(work=work), tmp_path / "saved", timeout_s=60, fresh=True)
     assert (done.returncode, (tmp_path / "saved").exists()) == (code, code == 0), done.stderr
     assert done.stderr.count("ZeroDivisionError: ") == code
@@ -403,7 +398,7 @@ never.wait(0.1)
 """
 
 
-def test_daemon_threads_that_save_again_and_again_do_not_hold_up_the_end(run_python: Any) -> None:
+def test_saving_daemon_threads_do_not_delay_the_exit(run_python: Any) -> None:
     done = run_python(SAVES_FOR_EVER, timeout_s=60, fresh=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -422,7 +417,7 @@ import jaxckpt_train.pending  # its exit function comes before that
 
 
 @pytest.mark.parametrize(("see", "code"), [("pending.committed.exception()", 0), ("pass", 1)])
-def test_a_failure_that_an_exit_function_has_seen_sets_no_exit_code(see: str, code: int, run_python: Any) -> None:
+def test_failure_seen_by_exit_function_keeps_exit_code(see: str, code: int, run_python: Any) -> None:
     done = run_python(CAUGHT_AT_EXIT.format(see=see), fresh=True)
     assert (done.returncode, done.stdout) == (code, "fallback saved\n"), done.stderr
     assert done.stderr.count("ZeroDivisionError: ") == 1

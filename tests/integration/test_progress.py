@@ -1,4 +1,4 @@
-"""The progress line: there for people at a terminal, silent for everybody else."""
+"""The progress line: shown at a terminal, and silent elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ with jct.CheckpointCallback(sys.argv[1], progress="auto") as ckpt:
 
 
 def resume_at_a_terminal(run: Path) -> tuple[int, str]:
-    """A script that resumes, with a terminal as its standard error; its exit code and what the terminal showed."""
+    """Run a script that resumes at a terminal, and return its exit code and what the terminal showed."""
     ours, its = pty.openpty()
     shown = bytearray()
 
@@ -45,14 +45,14 @@ def resume_at_a_terminal(run: Path) -> tuple[int, str]:
     return code, shown.decode()
 
 
-def test_restore_at_terminal_shows_line_that_goes_again(tmp_path: Path) -> None:
+def test_restore_at_terminal_clears_its_progress_line(tmp_path: Path) -> None:
     code, shown = resume_at_a_terminal(made_run(tmp_path, 1))
     assert code == 0
     assert "restoring" in shown
     assert shown.rstrip().endswith(("\x1b[2K", "\x1b[?25h", "\x1b[1A\x1b[2K"))
 
 
-def test_a_damaged_newest_step_does_not_stop_a_restore_at_a_terminal(tmp_path: Path) -> None:
+def test_damaged_step_does_not_stop_restore_at_terminal(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     (run / "step-0000000002" / "manifest.json").unlink()
     code, shown = resume_at_a_terminal(run)

@@ -1,4 +1,4 @@
-"""What fails when a `with` closes a run: who says that all is well does not hide it, and an interrupt comes through."""
+"""The exit code of a process whose last save fails while a `with` statement closes the run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ with jct.StepManager(sys.argv[1], settings=jct.StoreSettings(nonfinite="reject")
 
 
 @pytest.mark.parametrize(("given", "code"), [("0", 1), ("7", 7)])
-def test_a_process_whose_last_save_failed_does_not_end_with_0(
-    tmp_path: Path, given: str, code: int, run_python: Any
-) -> None:
+def test_failed_last_save_changes_exit_code_0(tmp_path: Path, given: str, code: int, run_python: Any) -> None:
     done = run_python(EXITS, tmp_path, given)
     assert done.returncode == code
     assert "NonFiniteError" in done.stderr

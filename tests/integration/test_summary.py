@@ -1,4 +1,4 @@
-"""`ckpt.summary()`: what became of a run's time, while it trains, afterwards, for readers, and over many processes."""
+"""`ckpt.summary()`: how a run that was killed spent its time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_killed_process_and_lost_work_are_counted(tmp_path: Path) -> None:
         assert rows(jct.StepManager(tmp_path).goodput()) == [("running", 0, 17, 17, 0, 1)]
         owner.kill()
     reader = jct.StepManager(tmp_path)
-    assert rows(reader.goodput()) == [("killed", 0, 17, 17, 0, 1)]  # nobody has gone on yet
+    assert rows(reader.goodput()) == [("killed", 0, 17, 17, 0, 1)]  # no process has continued yet
     train(callback(tmp_path), 30)
     found = reader.goodput()
     assert rows(found) == [("killed", 0, 17, 10, 7, 1), ("finished", 10, 30, 20, 0, 2)]

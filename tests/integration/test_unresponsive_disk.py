@@ -1,4 +1,4 @@
-"""A disk that still tells what is there and takes nothing: who saves a single checkpoint there is not held for ever."""
+"""A disk that can be read but does not answer writes does not block the end of a process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import sys
 import numpy as np
 import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
-from jaxckpt_train.store import timeouts as answers
+from jaxckpt_train.store import timeouts
 from tests.unit.test_unresponsive_disk import Stuck
-checkpoint._BACKEND, answers.GIVE_UP_S = Stuck(), 1.0
+checkpoint._BACKEND, timeouts.GIVE_UP_S = Stuck(), 1.0
 try:
     jct.save_async(sys.argv[1] + "/c", {"w": np.ones(3)})
 except jct.CheckpointTimeoutError:
@@ -25,5 +25,5 @@ except jct.CheckpointTimeoutError:
 """
 
 
-def test_nor_is_the_end_of_the_process(run_python: Any, tmp_path: Path) -> None:
+def test_stuck_disk_does_not_block_the_exit(run_python: Any, tmp_path: Path) -> None:
     assert run_python(AT_EXIT, tmp_path, check=True, timeout_s=45).stdout == "reported\n"

@@ -1,4 +1,4 @@
-"""A part of the tests passes where what macOS lacks is taken away, and no save uses the sync that is too weak there."""
+"""Tests pass without the system calls that macOS lacks, and no save uses the sync that is too weak there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PART = (
     "tests/integration/test_checkpoint.py",
     "tests/integration/test_overwriting.py",
 )
-# It counts arrays that direct I/O has put into their places, and macOS has none.
+# It counts arrays that direct I/O has read, which macOS lacks.
 ABOUT_DIRECT = "tests/unit/run/test_restoring.py::test_arrays_of_damaged_step_are_freed_first"
 PROGRAM = """
 import os, sys
@@ -52,7 +52,7 @@ try:
 except OSError:
     pass
 else:
-    raise AssertionError("memory that others see, where there is no memfd")
+    raise AssertionError("shared memory without memfd")
 assert sorted(os.listdir(root)) == ["one", "run"]
 print(len(like_macos.full_syncs) > 10, len(plain) - len(like_macos.full_syncs))
 """

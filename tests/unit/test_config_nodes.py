@@ -117,6 +117,13 @@ def test_a_policy_is_no_place_for_a_sink() -> None:
             {"_target_": "jaxckpt_train.FixedIntervalPolcy"},
             'no policy "FixedIntervalPolcy", did you mean "FixedIntervalPolicy"',
         ),
+        ({"_target_": "jaxckpt_train.FixedIntervalPolicy", "intervals": 1}, 'did you mean "interval"'),
+        ({"_target_": "jaxckpt_train.FixedIntervalPolicy"}, "missing a required argument: 'interval'"),
+        ({"_target_": "jaxckpt_train.LatestN", "n": 1}, "should_save"),
+        ({"_target_": "jaxckpt_train.load", "path": "a"}, "expected a policy, found 'jaxckpt_train.load'"),
+        ({"_target_": "no.such.Policy"}, "cannot build no.such.Policy"),
+        ({"interval": 1}, "_target_"),
+        ("often", "_target_"),
     ],
 )
 def test_unbuildable_policy_error_names_its_place(node: Any, message: str) -> None:

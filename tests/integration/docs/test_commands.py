@@ -1,4 +1,4 @@
-"""Commands on pages name targets, modules, options, extras, presets and keys that there are."""
+"""Commands on pages name targets, modules, options, extras, presets and keys that exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_commands_name_what_there_is(page: Page) -> None:
         ("python examples/train.py steps=3", "no examples/train.py"),
     ],
 )
-def test_what_there_is_not_is_found(command: str, problem: str) -> None:
+def test_missing_names_are_found(command: str, problem: str) -> None:
     assert problems(command) == [problem]
 
 

@@ -1,4 +1,4 @@
-"""The training of the tutorial is killed, asked to leave, and goes on each time, as the page says."""
+"""The training of the tutorial resumes after a kill and after a preemption, as the page says."""
 
 from __future__ import annotations
 

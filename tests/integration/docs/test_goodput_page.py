@@ -1,4 +1,4 @@
-"""What docs/explanation/goodput.md says of the history and of leaving is what a run writes there."""
+"""The events, fields and plans that docs/explanation/goodput.md lists are those that a run writes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def train(directory: Path, num_steps: int, **options: Any) -> jct.CheckpointCall
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """The fields of each event of a run to which everything happens."""
+    """The fields of each event of a run that writes every kind of event."""
     directory = tmp_path_factory.mktemp("run") / "a"
     environment = {"PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", OTHERS_DEATH, str(directory)], env=environment, check=True, timeout=60)
@@ -81,7 +81,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         with pytest.raises(NonFiniteError):
             manager.save(100, {"state": {"w": jnp.array([jnp.nan])}})
             manager.wait()
-        manager.restore()  # it goes back
+        manager.restore()  # a roll-back
         log = run_log.RunLog(manager.history, Clock(), iter([0.0, 100.0]).__next__)
         log.started()
         log.completed = 24
@@ -94,7 +94,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     return found
 
 
-def test_every_event_is_reported_with_its_fields_and_no_others(page: Page, written: dict[str, set[str]]) -> None:
+def test_page_lists_exactly_the_fields_of_events(page: Page, written: dict[str, set[str]]) -> None:
     assert events_of(page) == written
 
 
@@ -108,6 +108,6 @@ def test_no_event_is_left_out(page: Page) -> None:
     assert {"start", "save", "set_aside", "take_over"} <= found <= set(events_of(page))
 
 
-def test_the_plans_are_those_that_are_chosen(page: Page) -> None:
+def test_page_shows_the_chosen_plans(page: Page) -> None:
     (plans,) = (block.text.splitlines() for block in page.blocks("") if "nothing new to save" in block.text)
     assert plans == [choose(situation).why for situation in SITUATIONS]

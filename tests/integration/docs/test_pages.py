@@ -1,4 +1,4 @@
-"""Blocks of code are found in pages, with what comments say of them."""
+"""Blocks of code are found in pages, with the comments that belong to them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ a: 1
 """
 
 
-def test_blocks_are_found_in_order_with_their_lines_and_comments() -> None:
+def test_blocks_have_their_lines_and_comments() -> None:
     hidden, shown, refused = Page("page.md", TEXT).blocks("python")
     assert (hidden.text, hidden.is_shown, hidden.line) == ("x = 1\n", False, 3)
     assert (shown.text, shown.is_shown, shown.line, shown.why_not) == ("y = x\n", True, 6, None)
@@ -35,7 +35,7 @@ def test_blocks_are_found_in_order_with_their_lines_and_comments() -> None:
     assert [block.why_not for block in Page("page.md", TEXT).blocks("yaml")] == [None]
 
 
-def test_every_fence_of_every_page_is_part_of_a_block() -> None:
+def test_every_fence_belongs_to_a_block() -> None:
     for page in pages():
         fences = re.findall(r"^\s*```", page.text, re.MULTILINE)
         languages = set(re.findall(r"^```([a-z]*)", page.text, re.MULTILINE))

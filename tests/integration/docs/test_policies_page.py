@@ -1,4 +1,4 @@
-"""What docs/reference/policies.md says that policies write into the history is what they write there."""
+"""The reasons that docs/reference/policies.md shows are those that policies write into the history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python of every page runs as it stands there, from top to bottom, in a directory of its own."""
+"""The Python of every page runs unchanged, from top to bottom, in a directory of its own."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WITH_PYTHON = [page for page in pages() if page.name != README and page.run_by i
 def test_python_blocks_run_unchanged(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(page)
-    gc.collect()  # a callback that a block has not closed lets go of its directory here
+    gc.collect()  # a callback that a block has not closed releases its directory here
 
 
 def run(page: Page) -> dict[str, object]:
-    """Run its blocks, one after the other with the same names, of which a few are there at first."""
+    """Run its blocks in order, with the same namespace, which defines a few names at first."""
     used = names(jax=jax, jnp=jnp, np=np, __name__="__main__")
     for block in page.blocks("python"):
         if block.why_not is None:

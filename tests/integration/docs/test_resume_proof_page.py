@@ -1,4 +1,4 @@
-"""The test of docs/how-to/resume-proof.md passes as it stands there, and a failure looks as the page says."""
+"""The test of docs/how-to/resume-proof.md passes unchanged, and a failure looks as the page says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_example_is_a_test_that_passes(repo_root: Path, run_python: Any, tmp
     assert done.stdout.splitlines()[-1].startswith("1 passed"), done.stdout
 
 
-def test_the_failure_that_it_shows_is_one(repo_root: Path, tmp_path: Path) -> None:
+def test_page_shows_a_real_failure(repo_root: Path, tmp_path: Path) -> None:
     with pytest.raises(ResumeNotExactError) as caught:
         prove_here(functools.partial(train_with_key, kept=False), tmp_path / "proof", 5)
     assert str(caught.value).startswith(block(repo_root, "text"))

@@ -15,7 +15,7 @@ from mkdocs.exceptions import Abort
 
 from docs.site_hooks import with_blank_lines
 
-# What a browser fetches by itself; a link that somebody has to follow is none of it.
+# What a browser fetches by itself, which a link is not.
 FETCHED = re.compile(r"""(?:<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=|url\(|@import )["']?(?:https?:)?//""")
 
 
@@ -51,7 +51,7 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     assert FETCHED.search('<script async src="//example/a.js">')
 
 
-def test_lists_and_tables_are_such(site: Path) -> None:
+def test_lists_and_tables_are_rendered(site: Path) -> None:
     text = (site / "explanation" / "scale.html").read_text()
     assert "<p>|" not in text
     assert "<li><strong>Simulated</strong>" in text
@@ -70,7 +70,7 @@ def small(repo_root: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_links_out_of_the_folder_lead_to_pages_of_the_site(small: Path) -> None:
+def test_links_to_other_folders_lead_to_pages(small: Path) -> None:
     (small / "CHANGELOG.md").write_text(
         "# Changes\nSee [the format](docs/format.md#a-page) and [one](examples/one.py).\n"
     )
@@ -116,7 +116,7 @@ def test_what_leads_nowhere_fails_the_build(small: Path, page: str, text: str) -
         build_site(small, small / "site")
 
 
-def test_a_list_or_table_below_a_line_of_text_gets_a_blank_line() -> None:
+def test_lists_and_tables_get_a_blank_line() -> None:
     assert with_blank_lines("Text\n- a\n  more\n- b\n") == "Text\n\n- a\n  more\n- b\n"
     assert with_blank_lines("Text\n| a |\n|---|\n| b |\n") == "Text\n\n| a |\n|---|\n| b |\n"
     assert with_blank_lines("# Head\n1. a\nlazily on\n2. b\n") == "# Head\n1. a\nlazily on\n2. b\n"

@@ -1,4 +1,4 @@
-"""YAML on pages is a configuration that the callback takes, where it says `checkpoint`; JSON is JSON."""
+"""YAML with `checkpoint` on pages is a configuration that the callback accepts, and JSON is valid."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check(text: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "block"), YAML, ids=place)
-def test_yaml_is_a_configuration_that_is_taken(
+def test_yaml_is_an_accepted_configuration(
     page: Page, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # what a node makes may open files
@@ -48,7 +48,7 @@ def test_json_is_json(page: Page, block: Block) -> None:
         json.loads(line)
 
 
-def test_what_is_no_configuration_is_found() -> None:
+def test_invalid_configuration_is_found() -> None:
     with pytest.raises(SettingsError, match="save_every"):
         check("checkpoint:\n  save_every: 5\n")
     with pytest.raises(SettingsError, match="expected a finite number of seconds"):

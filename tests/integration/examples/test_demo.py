@@ -1,4 +1,4 @@
-"""demo.py: ends well when all is equal, and can tell when it is not."""
+"""demo.py: succeeds when both trainings are equal, and finds each difference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Alter = Callable[[dict[str, Any]], None]
 
 
 def training(directory: Path, alter: Alter = lambda state: None, loss: str = "0x1p+0") -> demo.Training:
-    """What a training of two updates leaves behind, with a change in it."""
+    """Write the files of a training of two updates, with a change in its state."""
     params = {"kernel": jnp.arange(12.0).reshape(3, 4), "bias": jnp.zeros(4)}
     state = {"params": params, "opt_state": [{"mu": params}, None], "key": jax.random.key(3), "step": jnp.int32(2)}
     alter(state)
@@ -116,5 +116,5 @@ def test_an_update_that_was_done_twice_is_found(tmp_path: Path) -> None:
 def test_a_run_that_started_anew_is_found(tmp_path: Path) -> None:
     made = training(tmp_path)
     made.log.write_text("starting after 0 of 2 updates\nstarting after 0 of 2 updates\n")
-    with pytest.raises(SystemExit, match=r"started after \[0, 0\], expected \[0, 1\]"):
+    with pytest.raises(SystemExit, match=r"started after \[0, 0\]"):
         demo.check_pieces(made, [0, 1])

@@ -1,4 +1,4 @@
-"""The loops of others: asked to leave in the middle, and started again, each ends as if it had been left alone."""
+"""Loops of other libraries: preempted and started again, each ends as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from examples.loops import clu_hooks, flax_train_and_evaluate, levanter_hooks, o
 from tests.support.compiled_once import compiled_once
 from tests.support.signal_handlers import WATCHED, handlers_put_back
 
-STEPS, ASKED_AT = 12, 7
+STEPS, PREEMPTED_AT = 12, 7
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,7 +35,7 @@ def _handlers_are_put_back() -> Iterator[None]:
 
 
 def as_bytes(state: Any) -> dict[str, bytes]:
-    """Every leaf of a state by its path; keys as their data."""
+    """Return the bytes of every leaf of a state by its path."""
 
     def plain(leaf: Any) -> Any:
         return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
@@ -44,40 +44,40 @@ def as_bytes(state: Any) -> dict[str, bytes]:
     return {jax.tree_util.keystr(path): np.asarray(plain(leaf)).tobytes() for path, leaf in leaves}
 
 
-def ask_to_leave() -> None:
+def preempt() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def clu(directory: Path, asked_at: int | None) -> Any:
-    def ask(step: int, t: float | None = None) -> None:
-        if step == asked_at:
-            ask_to_leave()
+def clu(directory: Path, preempted_at: int | None) -> Any:
+    def hook(step: int, t: float | None = None) -> None:
+        if step == preempted_at:
+            preempt()
 
-    return clu_hooks.train(str(directory), STEPS, [ask])
-
-
-def levanter(directory: Path, asked_at: int | None) -> Any:
-    def ask(info: Any) -> None:
-        if info.step + 1 == asked_at:
-            ask_to_leave()
-
-    return levanter_hooks.main(str(directory), STEPS, ask)
+    return clu_hooks.train(str(directory), STEPS, [hook])
 
 
-def flax(directory: Path, asked_at: int | None) -> Any:
+def levanter(directory: Path, preempted_at: int | None) -> Any:
+    def hook(info: Any) -> None:
+        if info.step + 1 == preempted_at:
+            preempt()
+
+    return levanter_hooks.main(str(directory), STEPS, hook)
+
+
+def flax(directory: Path, preempted_at: int | None) -> Any:
     config = flax_train_and_evaluate.Config(num_train_steps=STEPS, eval_every_steps=5, checkpoint_every_steps=5)
-    with asking_in_update(flax_train_and_evaluate, asked_at):
+    with preempted_in_update(flax_train_and_evaluate, preempted_at):
         return flax_train_and_evaluate.train_and_evaluate(config, str(directory))
 
 
 @contextlib.contextmanager
-def asking_in_update(example: ModuleType, number: int | None) -> Iterator[None]:
-    """Within, the process is asked to leave in the middle of this update of an example's."""
+def preempted_in_update(example: ModuleType, number: int | None) -> Iterator[None]:
+    """Send this process SIGTERM in the middle of this update of an example."""
     step, counted = example.train_step, iter(range(1, STEPS + 1))
 
     def train_step(state: Any, batch: Any) -> Any:
         if next(counted) == number:
-            ask_to_leave()
+            preempt()
         return step(state, batch)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -86,22 +86,20 @@ def asking_in_update(example: ModuleType, number: int | None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("loop", [clu, levanter, flax])
-def test_a_loop_that_was_asked_to_leave_goes_on_bit_for_bit(
-    loop: Callable[[Path, int | None], Any], tmp_path: Path
-) -> None:
+def test_preempted_loop_resumes_exactly(loop: Callable[[Path, int | None], Any], tmp_path: Path) -> None:
     alone = as_bytes(loop(tmp_path / "alone", None))
     with pytest.raises(SystemExit) as left:
-        loop(tmp_path / "asked", ASKED_AT)
+        loop(tmp_path / "preempted", PREEMPTED_AT)
     assert left.value.code == 75
-    assert jct.StepManager(tmp_path / "asked").latest == ASKED_AT, "the label is the number of completed updates"
-    assert as_bytes(loop(tmp_path / "asked", None)) == alone
-    assert jct.StepManager(tmp_path / "asked").latest == STEPS
+    assert jct.StepManager(tmp_path / "preempted").latest == PREEMPTED_AT, "the label is not the number of updates"
+    assert as_bytes(loop(tmp_path / "preempted", None)) == alone
+    assert jct.StepManager(tmp_path / "preempted").latest == STEPS
 
 
 def test_preempted_orbax_loop_resumes_exactly(tmp_path: Path) -> None:
     alone = as_bytes(orbax_manager.train(str(tmp_path / "alone"), STEPS))
-    with asking_in_update(orbax_manager, ASKED_AT):
-        orbax_manager.train(str(tmp_path / "asked"), STEPS)
-    assert jct.StepManager(tmp_path / "asked").latest == ASKED_AT
-    assert as_bytes(orbax_manager.train(str(tmp_path / "asked"), STEPS)) == alone
-    assert jct.StepManager(tmp_path / "asked").latest == STEPS
+    with preempted_in_update(orbax_manager, PREEMPTED_AT):
+        orbax_manager.train(str(tmp_path / "preempted"), STEPS)
+    assert jct.StepManager(tmp_path / "preempted").latest == PREEMPTED_AT
+    assert as_bytes(orbax_manager.train(str(tmp_path / "preempted"), STEPS)) == alone
+    assert jct.StepManager(tmp_path / "preempted").latest == STEPS

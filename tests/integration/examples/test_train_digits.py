@@ -1,4 +1,4 @@
-"""train_digits.py: asked to leave or killed in the middle, it ends as if it had been left alone."""
+"""train_digits.py: preempted or killed in the middle, it ends as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def saved_steps(cwd: Path) -> list[int]:
 
 @pytest.fixture
 def start_and_signal(repo_root: Path, plugin: Path, compiled: dict[str, str], tmp_path: Path) -> Any:
-    """Starts it in tmp_path and sends a signal once `after` updates are done; gives the exit code and the output."""
+    """Run it in tmp_path, send a signal once `after` updates are done, and return the exit code and the output."""
 
     def start(number: signal.Signals, after: int, *arguments: str) -> tuple[int, str]:
         with subprocess.Popen(
@@ -65,12 +65,12 @@ def start_and_signal(repo_root: Path, plugin: Path, compiled: dict[str, str], tm
 
 @pytest.fixture(scope="module")
 def left_alone(run_example: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The directory and the losses of a training that nobody disturbed."""
+    """The directory and the losses of a training that was not interrupted."""
     cwd = tmp_path_factory.mktemp("left-alone")
     return cwd, losses_in(run_example("train_digits.py", *SETTINGS, cwd=cwd))
 
 
-def test_it_resumes_bit_for_bit_after_a_sigterm_and_after_a_sigkill(
+def test_training_resumes_exactly_after_sigterm_and_sigkill(
     left_alone: Any, start_and_signal: Any, run_example: Any, tmp_path: Path
 ) -> None:
     cwd, losses = left_alone
@@ -87,7 +87,7 @@ def test_it_resumes_bit_for_bit_after_a_sigterm_and_after_a_sigkill(
     assert code == -signal.SIGKILL
     assert f"starting after {len(first)} of {STEPS} updates" in output
     done, saved = len(first) + len(second), saved_steps(tmp_path)[-1]
-    assert len(first) < saved <= done < STEPS, "not the last update is saved, but one since the restart"
+    assert len(first) < saved <= done < STEPS, "an update since the restart is saved, if not the last"
 
     third = losses_in(run_example("train_digits.py", *SETTINGS, cwd=tmp_path))
     assert first + second == losses[:done]

@@ -1,4 +1,4 @@
-"""train_lm.py: three updates, a restart and three more are the same as six; another mesh can go on."""
+"""train_lm.py: three updates, a restart and three more equal six updates, and shards keep their places."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_it_resumes_bit_for_bit(in_one_go: tuple[Path, list[str]], run_example: 
     assert (tmp_path / position).read_bytes() == (cwd / position).read_bytes()
 
 
-def test_parameters_and_moments_are_saved_from_their_shards_and_rngs_with_their_counts(
+def test_saved_state_keeps_shardings_and_rng_counts(
     in_one_go: tuple[Path, list[str]],
 ) -> None:
     step = in_one_go[0] / "run" / "step-0000000006"

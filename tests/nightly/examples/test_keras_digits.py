@@ -1,4 +1,4 @@
-"""keras_digits.py: sent SIGTERM within an epoch, the next process goes on as if nobody had, bit for bit."""
+"""keras_digits.py: preempted within an epoch, the next process resumes exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jaxckpt_train as jct
 from tests.support.compiled_once import environment
 from tests.support.runs import talking_to
 
-# Trains; after a batch of the second epoch it says so and waits for a word, so that the signal surely comes there.
+# Trains; after a batch of the second epoch it prints "here" and waits for input, so that the signal arrives there.
 ASKED = """
 import sys
 import keras
@@ -30,7 +30,7 @@ class Halt(keras.callbacks.Callback):
 
 keras_digits.main(sys.argv[1], epochs=2, more_callbacks=(Halt(),))
 """
-# Goes on, and trains anew in another directory: weights, seeds, optimizer, and losses must be the same.
+# Resumes, and trains from the start in another directory: weights, seeds, optimizer and losses must be equal.
 GOES_ON = """
 import sys
 import keras, numpy as np
@@ -58,7 +58,7 @@ print("state", *[f"{name} {len(group)} {resumed[name] == group}" for name, group
 """
 
 
-def test_it_goes_on_bit_for_bit_in_another_process(
+def test_preempted_training_resumes_in_another_process(
     tmp_path: Path, run_python: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variables = {"KERAS_BACKEND": "jax", "PYTHONWARNINGS": "error", **environment(tmp_path / "compiled")}

@@ -1,4 +1,4 @@
-"""train_lm.py: three updates, a restart and three more are the same as six; another mesh can go on."""
+"""train_lm.py: a training continues on another mesh."""
 
 from __future__ import annotations
 

@@ -1,0 +1,103 @@
+"""The typed configuration: the arguments that it becomes, its defaults, and what it refuses by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxckpt_train as jct
+from jaxckpt_train.config import CheckpointConfig, StoreConfig, callback_arguments, is_multirun, resolve_directory
+
+
+def test_policy_of_somebody_else_is_built_by_hydra() -> None:
+    node = {"_target_": f"{OwnPolicy.__module__}.{OwnPolicy.__qualname__}", "every": 3}
+    assert callback_arguments({"save_policy": {"_target_": "jaxckpt_train.AnySavePolicy", "policies": [node]}})
+    assert callback_arguments({"save_policy": OwnPolicy(3)})["save_policy"] == OwnPolicy(3)
+
+
+@dataclasses.dataclass
+class OwnPolicy:
+    """A policy that a user wrote."""
+
+    every: int
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        return bool(step.step % self.every == 0)
+
+
+def test_configuration_has_the_arguments_of_the_callback() -> None:
+    parameters = inspect.signature(jct.CheckpointCallback).parameters
+    assert set(callback_arguments()) == set(parameters)
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
+    for name, value in callback_arguments().items():
+        if name in defaults and name != "store":
+            assert defaults[name] == value, name
+
+
+def test_store_has_fields_and_defaults_of_its_settings() -> None:
+    assert StoreConfig().settings() == jct.StoreSettings()
+    assert [field.name for field in dataclasses.fields(StoreConfig)] == [
+        field.name for field in dataclasses.fields(jct.StoreSettings)
+    ]
+
+
+def test_mappings_objects_and_nothing_are_accepted() -> None:
+    assert callback_arguments() == callback_arguments({}) == callback_arguments(CheckpointConfig())
+    given = callback_arguments({"directory": "a", "grace_period_s": 5, "store": {"io_threads": 4}})
+    assert (given["directory"], given["grace_period_s"], given["store"].io_threads) == ("a", 5.0, 4)
+    assert callback_arguments({"store": jct.StoreSettings(digest="sha256")})["store"].digest == "sha256"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"save_intervall_steps": 5}, 'unknown key "save_intervall_steps", did you mean "save_interval_steps"'),
+        ({"something": 5}, "valid keys: directory, save_interval_steps"),
+        ({"store": {"digets": "sha256"}}, 'checkpoint.store: unknown key "digets", did you mean "digest"'),
+        ({"save_interval_steps": 0}, "checkpoint.save_interval_steps: expected a whole number"),
+        ({"save_interval_steps": True}, "found True"),
+        ({"save_interval_steps": "500"}, "found '500'"),
+        ({"save_interval_secs": float("nan")}, "seconds above 0"),
+        ({"exit_code": 256}, "from 0 to 255"),
+        ({"signals": ["SIGKILL"]}, "found 'SIGKILL'"),
+        ({"signals": "SIGTERM"}, "a list of signal names"),
+        ({"progress": 1}, "found 1"),
+        ({"enabled": "yes"}, "true or false"),
+        ({"directory": ""}, "expected a path"),
+        ({"max_run_time_s": 30, "grace_period_s": 60}, "more than checkpoint.grace_period_s"),
+        ({"store": 3}, "checkpoint.store: expected a mapping"),
+        (["directory"], "checkpoint: expected a mapping"),
+    ],
+)
+def test_plain_mapping_is_checked(config: Any, message: str) -> None:
+    with pytest.raises(jct.SettingsError) as caught:
+        callback_arguments(config)
+    assert message in str(caught.value)
+
+
+def test_field_set_later_is_checked() -> None:
+    config = CheckpointConfig()
+    config.if_busy = "hurry"
+    with pytest.raises(jct.SettingsError, match="hurry"):
+        callback_arguments(config)
+
+
+def test_relative_directory_without_hydra_starts_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_directory("a/b") == tmp_path / "a" / "b"
+    assert resolve_directory("~/a") == Path.home() / "a"
+    assert resolve_directory(Path("/a")) == Path("/a")
+    assert not is_multirun()
+    with pytest.raises(jct.SettingsError, match="gs://bucket/run"):
+        resolve_directory("gs://bucket/run")
+    with pytest.raises(jct.SettingsError, match=r"^checkpoint.directory '~nobody-of-this-name/run': "):
+        resolve_directory("~nobody-of-this-name/run")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert resolve_directory("/a/b") == Path("/a/b")
