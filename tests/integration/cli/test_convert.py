@@ -1,8 +1,9 @@
-"""`jaxckpt import` and `jaxckpt export`: there and back again by every format, and a training that goes on from it."""
+"""`jaxckpt import` and `jaxckpt export`: round trips through every format, and a training that continues after one."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli import convert as importing
+from jaxckpt_train.cli import convert
 from jaxckpt_train.cli.main import app
 from tests.integration.formats.test_orbax_export import assert_same_content
 from tests.integration.formats.test_orbax_loads import blank
+from tests.support.commands import json_of
 from tests.support.model_states import llama, mnist
 from tests.support.runs import flip_a_payload_byte, made_run, state_of, step_path
 from tests.support.same_trees import assert_same, raw
@@ -32,29 +34,25 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserW
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    """The output of a command that ends with this code."""
+    """Return both outputs of a command that ends with this code."""
     result = CliRunner().invoke(app, [str(each) for each in arguments])
     assert result.exit_code == code, result.output
     return result.output
-
-
-def told(*arguments: object, code: int = 0) -> Any:
-    return json.loads(run(*arguments, "--json", code=code))
 
 
 def test_orbax_step_is_imported_byte_for_byte(tmp_path: Path) -> None:
     state = llama()
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:
         manager.save(12, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state)))
-    found = told("import", tmp_path / "orbax" / "12", tmp_path / "ours")
+    found = json_of("import", tmp_path / "orbax" / "12", tmp_path / "ours")
     assert (found["kind"], found["plan"]) == ("Orbax", [])
     assert jct.verify(tmp_path / "ours").ok
     assert_same(jct.load(tmp_path / "ours", jax.tree.map(blank, state)), state)
     assert jct.metadata(tmp_path / "ours").step == 12
 
 
-def test_import_fits_target_that_its_source_fits(tmp_path: Path) -> None:
-    """Orbax has no form of its own for empty NamedTuples, variables of NNX and keys that are digits."""
+def test_import_loads_into_target_of_its_source(tmp_path: Path) -> None:
+    """Orbax cannot represent empty NamedTuples, variables of NNX and keys that are digits."""
     params = {"a": np.arange(3.0, dtype=np.float32), "layers": {"0": np.ones(2, np.float32), "-1": np.zeros(1)}}
     adam = optax.adam(1e-3)
     opt = jax.tree.map(np.asarray, adam.update(params, adam.init(params))[1])
@@ -75,7 +73,7 @@ def test_import_fits_target_that_its_source_fits(tmp_path: Path) -> None:
         assert_same(ckpt.resume(like), wanted)
 
 
-def test_what_is_imported_can_be_changed_and_cut_on_the_way(tmp_path: Path) -> None:
+def test_import_applies_transforms_and_selection(tmp_path: Path) -> None:
     layers = [np.random.default_rng(n).normal(size=(4, 6)).astype(np.float32) for n in range(2)]
     save_file({f"h.{n}.w": layer for n, layer in enumerate(layers)} | {"head": layers[0]}, tmp_path / "m.safetensors")
     operations = tmp_path / "ops.yaml"
@@ -90,7 +88,7 @@ def test_what_is_imported_can_be_changed_and_cut_on_the_way(tmp_path: Path) -> N
 
 
 def train(state: Any, updates: int) -> list[float]:
-    """A few updates; their losses."""
+    """Do a few updates, and return their losses."""
     losses = []
     for number in range(updates):
         grads = jax.tree.map(lambda leaf, n=number: leaf * 0.1 + n, state["params"])
@@ -105,7 +103,7 @@ def test_training_survives_round_trip_through_safetensors(tmp_path: Path) -> Non
     state = {"params": params, "opt": optax.adam(1e-2).init(params), "step": 3}
     train(state, 3)
     jct.save(tmp_path / "a", state)
-    found = told("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
+    found = json_of("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     assert raw(tensors["params.Dense_0.kernel"]) == raw(state["params"]["Dense_0"]["kernel"])
     assert found["left_out"] == ["opt/1"]
@@ -117,7 +115,7 @@ def test_training_survives_round_trip_through_safetensors(tmp_path: Path) -> Non
 
 def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
     made_run(tmp_path / "run", 1, 2)
-    assert told("export", tmp_path / "run", tmp_path / "o" / "2", "--to", "orbax", "--item", "params")["files"] == [
+    assert json_of("export", tmp_path / "run", tmp_path / "o" / "2", "--to", "orbax", "--item", "params")["files"] == [
         "params"
     ]
     with ocp.CheckpointManager(tmp_path / "o") as manager:
@@ -130,13 +128,13 @@ def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["export", "{a}", "{out}", "--to", "torch"], 2, '--to: expected "safetensors" or "orbax", found \'torch\''),
+        (["export", "{a}", "{out}", "--to", "torch"], 2, "--to: .*found 'torch'"),
         (["export", "{a}", "{a}", "--to", "orbax"], 4, "exists; move it away"),
         *(
             (
                 ["export", "{a}", "{out}", "--to", "safetensors", f"--shard-gb={size}"],
                 2,
-                f"--shard-gb: expected a number of GB above 0, found {float(size)}",
+                rf"--shard-gb: .*above 0, found {re.escape(str(float(size)))}",
             )
             for size in ("nan", "inf", "-inf", "1e300", "0", "-1")
         ),
@@ -144,9 +142,7 @@ def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
             (
                 ["export", "{a}", "{out}", "--to", "orbax", f"--item={name}"],
                 2,
-                "the item of 'state': expected the name of a folder (letters, digits, '_', '-' and '.', not '.' or '-' "
-                "first, at most 200 of them, none of COMMIT, manifest.json, metrics, _CHECKPOINT_METADATA), "
-                f"found {name!r}",
+                rf"the item of 'state': .*found {re.escape(repr(name))}",
             )
             for name in ("../evil", "a/b", "", "..", "metrics", "_CHECKPOINT_METADATA")
         ),
@@ -159,19 +155,19 @@ def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
             (
                 ["export", "{a}", "{out}", "--to", "orbax", option],
                 2,
-                "--shard-gb and --separator: expected --to safetensors, found",
+                "--shard-gb and --separator: expected --to safetensors",
             )
             for option in ("--separator=_", "--separator=.", "--shard-gb=1", "--shard-gb=5")
         ),
         (
             ["export", "{a}", "{out}", "--to", "safetensors", "--separator", ""],
             2,
-            "--separator: expected text that is not empty, found ''",
+            "--separator: .*found ''",
         ),
         (
             ["import", "{a}", "{out}", "--op", "cast w int32 dtype=int8"],
             2,
-            "dtype: expected it once, found 'int32' and",
+            "dtype: .*found 'int32' and",
         ),
         (["import", "{a}", "{a}"], 4, "exists; move it away"),
         (["import", "{none}", "{out}"], 3, "none"),
@@ -179,7 +175,7 @@ def test_a_run_goes_to_orbax_and_back(tmp_path: Path) -> None:
         (
             ["import", "{a}", "{out}", "--only", "nothing"],
             2,
-            "--only 'nothing' selects none of the 1 leaves",
+            "--only 'nothing' selects none",
         ),
         (["import", "{a}", "{out}", "--transforms", "{none}"], 4, "none"),
         (["import", "{a}", "{out}", "--part", "data"], 2, "expected one of its checkpointables, found 'data'"),
@@ -190,28 +186,28 @@ def test_error_is_reported_in_one_line(tmp_path: Path, arguments: list[str], cod
     places = {"a": tmp_path / "a", "out": tmp_path / "out", "none": tmp_path / "none"}
     given = [each.format(**places) if each.startswith("{") else each for each in arguments]
     output = run(*given, code=code)
-    assert message in output
+    assert re.search(message, output)
     assert "Traceback" not in output
-    assert told(*given, code=code)["exit_code"] == code
+    assert json_of(*given, code=code)["exit_code"] == code
     assert not (tmp_path / "out").exists()
 
 
-def test_each_pattern_of_only_chooses_something(tmp_path: Path) -> None:
+def test_each_pattern_of_only_must_match(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(3), "v": np.ones(2)})
     message = run("import", tmp_path / "a", tmp_path / "b", "--only", "w", "--only", "q", code=2)
-    assert "--only 'q' selects none of the 2 leaves" in message
-    assert "'q' selects none of 2 leaves" in run("show", tmp_path / "a", "w", "q", code=2)
+    assert "--only 'q' selects none" in message
+    assert "'q' selects none" in run("show", tmp_path / "a", "w", "q", code=2)
     assert not (tmp_path / "b").exists()
 
 
-def test_metadata_of_a_safetensors_file_goes_along(tmp_path: Path) -> None:
-    told_there = {"format": "np", "made by": "us", "größe": "1"}
-    save_file({"w": np.ones(3)}, tmp_path / "m.safetensors", metadata=told_there)
+def test_metadata_of_a_safetensors_file_is_imported(tmp_path: Path) -> None:
+    metadata = {"format": "np", "made by": "us", "größe": "1"}
+    save_file({"w": np.ones(3)}, tmp_path / "m.safetensors", metadata=metadata)
     run("import", tmp_path / "m.safetensors", tmp_path / "a")
-    assert jct.metadata(tmp_path / "a").custom_metadata == told_there
+    assert jct.metadata(tmp_path / "a").custom_metadata == metadata
     run("export", tmp_path / "a", tmp_path / "out", "--to", "safetensors")
     with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
-        assert file.metadata() == told_there | {"format": "pt"}
+        assert file.metadata() == metadata | {"format": "pt"}
     jct.save(tmp_path / "b", {"w": np.ones(3)}, custom_metadata={"by": "us", "seed": 3})
     run("export", tmp_path / "b", tmp_path / "c", "--to", "safetensors")
     assert jct.metadata(tmp_path / "c").custom_metadata == {"by": "us", "format": "pt"}
@@ -255,11 +251,11 @@ def test_nnx_state_is_exported_as_dicts_or_variables(tmp_path: Path, restore: Ca
     assert_same(jct.load(tmp_path / "b", states(1)), states(0))
 
 
-def test_only_chooses_of_what_the_operations_leave(tmp_path: Path) -> None:
+def test_only_selects_after_all_operations(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"hidden": {"kernel": np.ones(3)}, "step": 3})
     command = ["import", tmp_path / "a", tmp_path / "b", "--op", "rename hidden/** params/**", "--only"]
     message = run(*command, "parms/**", code=2)
-    assert "--only 'parms/**' selects none of the 2 leaves after all operations, did you" in message
+    assert "2 leaves after all operations" in message
     assert 'did you mean "params/**"?' in message
     assert "operation 1 of 1" not in message
     run(*command, "hidden/**", code=2)
@@ -267,13 +263,13 @@ def test_only_chooses_of_what_the_operations_leave(tmp_path: Path) -> None:
     assert list(jct.load(tmp_path / "b")) == ["params"]
 
 
-def test_plan_has_shape_of_all_that_is_fused(tmp_path: Path) -> None:
+def test_plan_shows_shapes_of_fused_leaves(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"k": np.ones((2, 3)), "q": np.ones((5, 3))})
     output = run("import", tmp_path / "a", tmp_path / "b", "--op", "fuse q,k qk", "--dry-run")
     assert " ".join(output.split()).startswith("1. fuse: 1 change q float64[5,3], k float64[2,3] -> qk float64[7,3] ")
 
 
-def test_operations_of_a_file_and_of_the_command_line_are_counted_together(tmp_path: Path) -> None:
+def test_operations_of_file_and_options_share_numbers(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"x": np.ones(3)})
     file = tmp_path / "s.json"
     command = ["import", tmp_path / "a", tmp_path / "b", "--transforms", file]
@@ -307,11 +303,11 @@ def test_damage_is_reported_and_nothing_is_left(tmp_path: Path) -> None:
         (
             {"i": np.arange(3)},
             "add z 1000000000000000000",
-            "(add): leaf 'z': expected a valid shape of at most 16 TiB, found float32[1000000000000000000]",
+            "(add): leaf 'z': expected a valid shape",
         ),
     ],
 )
-def test_what_could_not_be_opened_or_is_other_values_is_not_written(
+def test_invalid_operation_writes_nothing(
     tmp_path: Path, tensors: dict[str, np.ndarray], operation: str, message: str
 ) -> None:
     save_file(tensors, tmp_path / "a.safetensors")
@@ -337,20 +333,20 @@ def test_dtype_that_orbax_lacks_is_named(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a"]
 
 
-def test_what_gets_name_while_import_goes_on_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_that_appears_during_import_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"w": np.zeros(3)}, tmp_path / "m.safetensors")
-    monkeypatch.setattr(importing, "remove_stale_temporaries", lambda _, final: jct.save(final, {"w": np.ones(3)}))
-    found = told("import", tmp_path / "m.safetensors", tmp_path / "out", code=4)
+    monkeypatch.setattr(convert, "remove_stale_temporaries", lambda _, final: jct.save(final, {"w": np.ones(3)}))
+    found = json_of("import", tmp_path / "m.safetensors", tmp_path / "out", code=4)
     assert found["message"].startswith(f"{tmp_path / 'out'}: already exists;")
     assert jct.load(tmp_path / "out")["w"].tolist() == [1, 1, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "out"]
 
 
-def test_a_dry_run_of_an_import_tells_what_would_be_there(tmp_path: Path) -> None:
+def test_dry_run_of_import_shows_its_result(tmp_path: Path) -> None:
     save_file({"w": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}, tmp_path / "m.safetensors")
     arguments = ["import", tmp_path / "m.safetensors", tmp_path / "out"]
     assert run(*arguments, "--dry-run") == f"{tmp_path / 'out'}: would have 2 leaves, 36 B\n"
     assert run(*arguments, "--only", "b", "-n") == f"{tmp_path / 'out'}: would have 1 leaf, 12 B\n"
-    found = told(*arguments, "--dry-run")
+    found = json_of(*arguments, "--dry-run")
     assert (found["leaves"], found["bytes"]) == (2, 36)
-    assert told(*arguments)["bytes"] >= 36
+    assert json_of(*arguments)["bytes"] >= 36

@@ -1,4 +1,4 @@
-"""`jaxckpt cp`: a copy holds all that its source does, or there is none."""
+"""`jaxckpt cp`: a running run is not copied into, and a terminal shows the progress."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.support.runs import (
 )
 
 
-def test_nothing_is_put_into_a_run_that_lives(tmp_path: Path) -> None:
+def test_copy_into_a_running_run_is_refused(tmp_path: Path) -> None:
     directory, other = made_run(tmp_path / "run", 1), made_run(tmp_path / "other", 7)
     with talking_to(OWNER, other) as owner:
         assert owner.read() == "owned"
         assert f"owned by process {owner.process.pid}" in refused("cp", directory, other, code=4)
-        json_of("cp", other, tmp_path / "copy")  # from it is fine
-    json_of("cp", directory, other)  # it is dead
+        json_of("cp", other, tmp_path / "copy")  # a copy from it is allowed
+    json_of("cp", directory, other)  # the owner is dead
     assert jct.StepManager(other).steps == [1, 7]
 
 
-def test_on_terminal_line_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_progress_is_shown_at_a_terminal(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     ours, theirs = os.openpty()
     with open(ours, "rb", buffering=0) as terminal:

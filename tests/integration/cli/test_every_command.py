@@ -1,4 +1,4 @@
-"""What holds for every command of `jaxckpt`: its help, its start, wrong calls, and who reads what it prints."""
+"""Properties of every command of `jaxckpt`: what it imports, how it starts, and closed pipes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GOLDEN = REPO_ROOT / "tests" / "golden"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, and a checkpoint with so many leaves that their names fill a pipe."""
+    """A run, and a checkpoint with enough leaves to fill a pipe with their names."""
     folder = tmp_path_factory.mktemp("some")
     made_run(folder / "run", 1, 2, 3)
     jct.save(folder / "many", {f"leaf-{number:05d}": np.zeros(1) for number in range(3000)})
@@ -44,7 +44,7 @@ except SystemExit as ended:
 """
 
 
-def test_each_is_imported_when_it_is_asked_for(directory: Path, run_python: RunPython) -> None:
+def test_each_command_imports_only_its_module(directory: Path, run_python: RunPython) -> None:
     program = PROGRAM.replace('{name.partition(".")[0] for name in sys.modules}', "sys.modules")
     done = run_python(program, "ls", "run", cwd=directory, check=True, fresh=True)
     modules = set(json.loads(done.stdout.splitlines()[-1])[1])
@@ -59,7 +59,7 @@ def test_each_is_imported_when_it_is_asked_for(directory: Path, run_python: RunP
     assert not {"jaxckpt_train.cli.inspect", "numpy"} & modules
 
 
-def test_none_of_them_imports_jax(directory: Path, run_python: RunPython) -> None:
+def test_no_command_imports_jax(directory: Path, run_python: RunPython) -> None:
     for name, arguments in CALLS.items():
         done = run_python(PROGRAM, *arguments, cwd=directory, check=True, fresh=True)
         code, modules = json.loads(done.stdout.splitlines()[-1])
@@ -82,8 +82,8 @@ print("\\n" + json.dumps(codes))
 """
 
 
-def test_what_moves_between_formats_and_looks_at_them_needs_no_jax(directory: Path, run_python: RunPython) -> None:
-    """Those of Orbax are read and written by TensorStore alone."""
+def test_format_commands_work_without_jax(directory: Path, run_python: RunPython) -> None:
+    """Checkpoints of Orbax are read and written by TensorStore alone."""
     golden = str(GOLDEN / "orbax" / "0.11.40" / "default" / "saved")
     calls = [
         ["export", "run", "hf", "--to", "safetensors", "--step", "3"],
@@ -107,7 +107,7 @@ def test_what_moves_between_formats_and_looks_at_them_needs_no_jax(directory: Pa
     "arguments", [["ls", "run"], ["show", "many"], ["show", "many", "--json"], ["--help"]], ids=" ".join
 )
 def test_closed_pipe_gives_no_traceback(directory: Path, arguments: list[str]) -> None:
-    """As `head` does; also where it ends before anything is printed."""
+    """`head` closes its pipe early; a pipe may even be closed before anything is printed."""
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxckpt_train.cli", *arguments],
         cwd=directory,
@@ -123,7 +123,7 @@ def test_closed_pipe_gives_no_traceback(directory: Path, arguments: list[str]) -
     assert (process.wait(timeout=60), errors) == (0, b"")
 
 
-def test_names_of_any_bytes_and_a_terminal_of_ascii_are_printed(tmp_path: Path) -> None:
+def test_undecodable_names_are_printed_as_ascii(tmp_path: Path) -> None:
     folder = os.fsencode(tmp_path / "run-") + b"\xff"
     made_run(Path(os.fsdecode(folder)), 1)
     for arguments in (["show", folder], ["stats", folder], ["ls", folder], ["verify", folder], ["ls", folder + b"-"]):
@@ -140,7 +140,7 @@ def test_names_of_any_bytes_and_a_terminal_of_ascii_are_printed(tmp_path: Path) 
 
 
 TUNED = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4194304"
-SAYS_HOW_IT_BEGINS = """
+RECORDS_ITS_START = """
 import os, sys
 with open(os.environ["BEGINS"], "a") as file:
     file.write(os.environ.get("GLIBC_TUNABLES", "") + "\\n")
@@ -148,19 +148,19 @@ with open(os.environ["BEGINS"], "a") as file:
 
 
 @pytest.mark.parametrize("words", [["-m", "jaxckpt_train.cli"], ["jaxckpt"]], ids=["module", "script"])
-def test_an_import_begins_again_with_huge_pages_and_others_do_not(words: list[str], tmp_path: Path) -> None:
-    """What decodes large chunks, and nothing else."""
+def test_only_import_restarts_with_huge_pages(words: list[str], tmp_path: Path) -> None:
+    """Only an import decodes large chunks."""
     if huge_malloc_environment({}) is None:
         pytest.skip("this system has no malloc that takes huge pages")
-    (tmp_path / "sitecustomize.py").write_text(SAYS_HOW_IT_BEGINS)
+    (tmp_path / "sitecustomize.py").write_text(RECORDS_ITS_START)
     script = [sys.executable, str(Path(sys.executable).parent / "jaxckpt")]
     command = script if words == ["jaxckpt"] else [sys.executable, *words]
     for name, expected in (("ls", [""]), ("import", ["", TUNED])):
-        told = tmp_path / name
-        environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "BEGINS": str(told)}
+        starts = tmp_path / name
+        environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "BEGINS": str(starts)}
         done = subprocess.run([*command, name, "--help"], env=environment, capture_output=True, text=True, check=True)
         assert f"jaxckpt {name}" in done.stdout or f"cli {name}" in done.stdout
-        assert told.read_text().splitlines() == expected
+        assert starts.read_text().splitlines() == expected
 
 
 LAUNCHERS = {
@@ -211,18 +211,18 @@ if __name__ == "__main__":
 def test_other_scripts_are_not_restarted(name: str, tmp_path: Path) -> None:
     if huge_malloc_environment({}) is None:
         pytest.skip("this system has no malloc that takes huge pages")
-    (tmp_path / "sitecustomize.py").write_text(SAYS_HOW_IT_BEGINS)
+    (tmp_path / "sitecustomize.py").write_text(RECORDS_ITS_START)
     script = tmp_path / "jaxckpt"
     script.write_text(LAUNCHERS[name].format(python=sys.executable))
     script.chmod(0o755)
-    told = tmp_path / "told"
-    environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "BEGINS": str(told), "PATH": os.environ["PATH"]}
+    starts = tmp_path / "starts"
+    environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "BEGINS": str(starts), "PATH": os.environ["PATH"]}
     done = subprocess.run(
         ["./jaxckpt", "import", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert "jaxckpt import" in done.stdout
     assert done.stdout.count("begins") - done.stdout.count("begins itself") == (name == "somebody")
-    assert told.read_text().splitlines() == ([""] if name == "somebody" else ["", TUNED])
+    assert starts.read_text().splitlines() == ([""] if name == "somebody" else ["", TUNED])
 
 
 INTERRUPTS_ITSELF = """
@@ -232,7 +232,7 @@ if os.environ.get("GLIBC_TUNABLES"):
 """
 
 
-def test_an_interrupt_while_python_starts_again_ends_it_with_130(tmp_path: Path) -> None:
+def test_interrupt_during_restart_exits_with_130(tmp_path: Path) -> None:
     if huge_malloc_environment({}) is None:
         pytest.skip("this system has no malloc that takes huge pages")
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS_ITSELF)
@@ -242,7 +242,7 @@ def test_an_interrupt_while_python_starts_again_ends_it_with_130(tmp_path: Path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_program_that_calls_command_is_not_begun_again(run_python: RunPython) -> None:
+def test_program_that_calls_main_is_not_restarted(run_python: RunPython) -> None:
     program = "import sys\nprint('once')\nfrom jaxckpt_train.cli import __main__ as start\nstart.main()"
     done = run_python(program, "import", "--help", check=True, fresh=True)
     assert done.stdout.splitlines().count("once") == 1

@@ -1,4 +1,4 @@
-"""What `jaxckpt export` says of a tree that safetensors files cannot hold as it is."""
+"""`jaxckpt export` to safetensors: it reports leaves that the format lacks, and writes one file or a folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import jaxckpt_train as jct
 from tests.support.commands import json_of, refused, run
 from tests.support.same_trees import raw
 
-NOTE = "PRNG key is written as plain integers, because safetensors has no keys: 0/drop/rngs/key"
-
 
 class Model(nnx.Module):
     """A layer, and the PRNG key of a dropout."""
@@ -25,11 +23,13 @@ class Model(nnx.Module):
         self.layer, self.drop = nnx.Linear(2, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
 
 
-def test_prng_keys_are_reported_and_what_loads_rest_works(tmp_path: Path) -> None:
+def test_exported_prng_keys_are_reported(tmp_path: Path) -> None:
     saved = Model(0)
     jct.save(tmp_path / "a", (saved,))
     done = run("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
-    assert (done.exit_code, done.stderr.startswith(f"1 {NOTE}")) == (0, True)
+    assert done.exit_code == 0
+    assert done.stderr.startswith("1 PRNG key ")
+    assert "0/drop/rngs/key" in done.stderr
     found = json_of("export", tmp_path / "a", tmp_path / "again", "--to", "safetensors")
     assert found["prng_keys"] == ["0/drop/rngs/key"]
     assert found["left_out"] == []
@@ -52,22 +52,22 @@ def test_prng_keys_are_reported_and_what_loads_rest_works(tmp_path: Path) -> Non
     assert (found["prng_keys"], found["notes"]) == ([], [])
 
 
-def test_of_many_keys_the_first_are_named(tmp_path: Path) -> None:
+def test_first_of_many_keys_are_named(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(2), "keys": {f"k{n}": jax.random.key(n) for n in range(7)}})
     found = json_of("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
     assert found["prng_keys"] == [f"keys/k{n}" for n in range(7)]
     named = ", ".join(found["prng_keys"][:5])
-    assert (
-        f"7 PRNG keys are written as plain integers, because safetensors has no keys: {named} and 2 more"
-        in found["notes"][0]
-    )
+    assert found["notes"][0].startswith("7 PRNG keys ")
+    assert f"{named} and 2 more" in found["notes"][0]
 
 
-def test_what_is_left_out_is_not_called_no_number(tmp_path: Path) -> None:
-    """A complex number of Python's own has 128 bits, for which the format has no name."""
+def test_leaves_that_safetensors_lacks_are_reported(tmp_path: Path) -> None:
+    """A Python complex number has 128 bits, for which the format has no name."""
     jct.save(tmp_path / "a", {"w": np.ones(2), "c": 1 + 2j, "none": None})
     done = run("export", tmp_path / "a", tmp_path / "hf", "--to", "safetensors")
-    assert done.stdout.splitlines()[1:] == ["left out, because safetensors cannot hold them: c, none"]
+    (line,) = done.stdout.splitlines()[1:]
+    assert line.startswith("left out, ")
+    assert line.endswith(": c, none")
 
 
 def test_name_of_a_file_makes_one_file(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_name_of_a_file_makes_one_file(tmp_path: Path) -> None:
     assert load_file(out).keys() == tree.keys()
 
 
-def test_one_file_is_written_whatever_its_size_and_folders_end_with_a_slash(tmp_path: Path) -> None:
+def test_target_with_slash_is_a_folder(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.arange(6.0), "b": np.ones(3)})
     file = tmp_path / "x.safetensors"
     assert "--shard-gb" in refused("export", tmp_path / "a", file, "--to", "safetensors", "--shard-gb", 1, code=2)

@@ -1,8 +1,9 @@
-"""`--step` of runs of Orbax and of directories of Flax: what it chooses, what is taken without it, and what is told."""
+"""`--step` of runs of Orbax and directories of Flax: what it selects, its default, and its errors."""
 
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def orbax_run(directory: Path, *steps: int) -> Path:
     return directory
 
 
-def test_of_flax_s_the_newest_is_taken_or_the_step_that_is_named(tmp_path: Path) -> None:
+def test_flax_step_is_newest_or_given_one(tmp_path: Path) -> None:
     save(tmp_path / "flax", 9, 10, 0.5 + 10)
     found = json_of("show", tmp_path / "flax")
     assert (found["path"], found["kind"], found.get("step")) == (f"{tmp_path}/flax/checkpoint_10.5", "Flax", None)
@@ -56,7 +57,7 @@ def test_of_flax_s_the_newest_is_taken_or_the_step_that_is_named(tmp_path: Path)
     assert raw(jct.load(tmp_path / "hf")["params.w"]) == raw(state_of(9)["params"]["w"])
 
 
-def test_of_flax_s_step_may_have_fraction(tmp_path: Path) -> None:
+def test_flax_step_may_have_a_fraction(tmp_path: Path) -> None:
     save(tmp_path / "flax", 8, 9.5, 10)
     for command in ("show", "stats"):
         assert json_of(command, tmp_path / "flax", "--step", "9.5")["path"] == f"{tmp_path}/flax/checkpoint_9.5"
@@ -71,59 +72,57 @@ def test_of_flax_s_step_may_have_fraction(tmp_path: Path) -> None:
     assert first["max_abs"] == 1.5
     assert json_of("show", tmp_path / "flax", "--step", "8.0")["step"] == 8
     message = refused("show", tmp_path / "flax", "--step", "9.25", code=3)
-    assert message == f"{tmp_path}/flax: has no step 9.25; the last steps are 8, 9.5, 10"
+    assert re.search(r"/flax: .*step 9\.25; .* 8, 9\.5, 10$", message)
 
 
-def test_of_others_a_step_is_a_whole_number(tmp_path: Path) -> None:
+def test_step_of_other_runs_is_whole(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     for command in (["show", run], ["verify", run], ["cp", run, tmp_path / "copy"], ["mv", run, tmp_path / "moved"]):
         message = refused(*command, "--step", "1.5", code=2)
-        assert message == f"{run}: expected a whole number as the step, found 1.5; the last steps are 1, 2"
+        assert re.search(r"/run: .*found 1\.5; .* 1, 2$", message)
     orbax = orbax_run(tmp_path / "orbax", 9, 10)
-    assert f"{orbax}: has no step 9.5; the last steps are 9, 10" in refused("show", orbax, "--step", "9.5", code=3)
+    assert re.search(r"/orbax: .*step 9\.5; .* 9, 10", refused("show", orbax, "--step", "9.5", code=3))
     assert json_of("show", orbax, "--step", "9.0")["path"] == f"{orbax}/9"
     assert "has no step 9007199254740993;" in refused("show", run, "--step", 2**53 + 1, code=3)
     for text in ("x", "nan", "inf", "1e999", ""):
         for command in (["diff", run, run, f"--step-a={text}"], ["diff", run, run, f"--step-b={text}"]):
             message = json_of(*command, code=2)["message"]
-            assert (
-                message
-                == f"Invalid value for '{command[-1][:8]}': expected a number, such as 100 or 9.5, found {text!r}"
-            )
+            assert command[-1][:8] in message
+            assert message.endswith(f", found {text!r}")
         assert json_of("show", run, f"--step={text}", code=2)["error"] == "UsageError"
 
 
-def test_of_orbax_s_step_has_to_be_named(tmp_path: Path) -> None:
+def test_orbax_step_must_be_given(tmp_path: Path) -> None:
     run = orbax_run(tmp_path / "orbax", 9, 10)
-    assert "found an Orbax run with 2 steps, the last steps are 9, 10;" in refused("show", run, code=3)
+    assert re.search("Orbax run with 2 steps, .* 9, 10;", refused("show", run, code=3))
     found = json_of("show", run, "--step", 9)
     assert (found["path"], found["kind"], found["step"]) == (f"{run}/9", "Orbax", 9)
     printed("import", run, tmp_path / "ours", "--step", 10)
     assert_is(tmp_path / "ours", 10)
     assert json_of("diff", run, tmp_path / "ours", "--step-a", 10)["differences"] == []
     assert json_of("stats", run, "params/w", "-s", 9)["leaves"][0]["max"] == 14.0
-    assert f"{run}: has no step 11; the last steps are 9, 10" in refused("show", run, "--step", 11, code=3)
+    assert re.search("/orbax: .*step 11; .* 9, 10", refused("show", run, "--step", 11, code=3))
 
 
-def test_what_cannot_be_chosen_is_reported(tmp_path: Path) -> None:
+def test_missing_and_damaged_steps_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "flax", 9, 10, 11)
     jct.save(tmp_path / "single", {"w": np.ones(3)})
     for command in ("show", "stats"):
         message = refused(command, tmp_path / "flax", "--step", 12, code=3)
-        assert message == f"{tmp_path}/flax: has no step 12; the last steps are 9, 10, 11"
+        assert re.search("/flax: .*step 12; .* 9, 10, 11$", message)
     for path in (tmp_path / "flax" / "checkpoint_9", tmp_path / "single"):
-        assert refused("show", path, "--step", 9, code=3) == f"{path}: expected a run with a step 9, found none"
+        assert f"{path}: expected a run with a step 9" in refused("show", path, "--step", 9, code=3)
     newest = tmp_path / "flax" / "checkpoint_11"
     newest.write_bytes(newest.read_bytes()[:-7])
-    assert f"{newest}: expected a Flax msgpack file, found" in refused("show", tmp_path / "flax", code=1)
+    assert f"{newest}: expected a Flax msgpack file" in refused("show", tmp_path / "flax", code=1)
     assert f"pass {tmp_path}/flax/checkpoint_10" in refused("import", tmp_path / "flax", tmp_path / "out", code=1)
     assert not (tmp_path / "out").exists()
     assert json_of("show", tmp_path / "flax", "--step", 10)["step"] == 10
     message = refused("verify", tmp_path / "flax", "--step", 10, code=3)
-    assert "checkpoint_10: expected a checkpoint with digests, found one of Flax" in message
+    assert "checkpoint_10: expected a checkpoint with digests" in message
 
 
-def test_no_part_of_an_item_or_a_step_of_orbax_is_a_step(tmp_path: Path) -> None:
+def test_parts_of_orbax_items_are_no_steps(tmp_path: Path) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "item", state_of(3))
     items = ocp.args.Composite(model_1=ocp.args.StandardSave(state_of(4)))
@@ -134,14 +133,14 @@ def test_no_part_of_an_item_or_a_step_of_orbax_is_a_step(tmp_path: Path) -> None
         for step in (0, 1, 3):
             for command in (["show", path], ["import", path, tmp_path / "out"]):
                 message = refused(*command, "--step", step, code=3)
-                assert message == f"{path}: expected a run with a step {step}, found none"
-        assert "found a checkpoint of Orbax: use `jaxckpt show" in refused("ls", path, code=3)
+                assert f"{path}: expected a run with a step {step}" in message
+        assert "found a checkpoint of Orbax" in refused("ls", path, code=3)
     (tmp_path / "item" / "manifest.ocdbt").unlink()
     (tmp_path / "item" / "_METADATA").unlink()
     assert "Orbax run" not in refused("show", tmp_path / "item", code=3)
 
 
-def test_ls_says_what_another_tool_has_left(tmp_path: Path) -> None:
+def test_ls_names_checkpoints_of_other_tools(tmp_path: Path) -> None:
     found = {
         orbax_run(tmp_path / "orbax", 3, 12): "steps of Orbax, the last ones 3, 12",
         tmp_path / "orbax" / "12": "a checkpoint of Orbax",
@@ -157,9 +156,10 @@ def test_ls_says_what_another_tool_has_left(tmp_path: Path) -> None:
     for path, text in found.items():
         message = refused("ls", path, code=3)
         hint = f"{path} --step 12" if path == tmp_path / "orbax" else path
-        assert message == f"{path}: expected a run, found {text}: use `jaxckpt show {hint}`"
+        assert f"found {text}:" in message
+        assert f"`jaxckpt show {hint}`" in message
         opened = json_of("show", *str(hint).split())
         assert opened["path"].startswith(f"{path}")
         assert opened["leaves"]
     (tmp_path / "empty").mkdir()
-    assert refused("ls", tmp_path / "empty", code=3).endswith("expected a run, found no steps in it")
+    assert "found no steps" in refused("ls", tmp_path / "empty", code=3)

@@ -1,4 +1,4 @@
-"""`jaxckpt mv`: the source goes once the copy is whole, and only what its run can do without."""
+"""`jaxckpt mv`: a step of a running run is not moved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.runs import (
 )
 
 
-def test_a_step_of_a_run_that_lives_stays(tmp_path: Path) -> None:
+def test_step_of_running_run_is_not_moved(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     with talking_to(OWNER, directory) as owner:
         assert owner.read() == "owned"

@@ -1,4 +1,4 @@
-"""`jaxckpt pin`: what is pinned stays under every policy, and the run's next process knows of it."""
+"""`jaxckpt pin`: a run that another process owns is not changed."""
 
 from __future__ import annotations
 

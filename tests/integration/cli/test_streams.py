@@ -1,4 +1,4 @@
-"""What becomes of a command whose output nobody reads, or the system refuses; and that nothing in it is raw."""
+"""Commands whose output is closed, full, or read only in part, and interrupts of a command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shell(folder: Path, arguments: str, around: str) -> tuple[int, str, str]:
-    """How a command ends in a shell: `around` has a %s where it is."""
+    """Run a command in a shell, in place of the %s in `around`."""
     return ended(["bash", "-c", around % f"{shlex.quote(sys.executable)} -m jaxckpt_train.cli {arguments}"], folder)
 
 
@@ -39,21 +39,21 @@ def shell(folder: Path, arguments: str, around: str) -> tuple[int, str, str]:
     ("arguments", "code"),
     [("diff a b", 1), ("diff a b --json", 1), ("show a", 0), ("ls damaged", 1), ("--help", 0), ("diff -h", 0)],
 )
-def test_who_reads_no_further_changes_no_exit_code(folder: Path, arguments: str, code: int, reader: str) -> None:
+def test_reader_that_stops_changes_no_exit_code(folder: Path, arguments: str, code: int, reader: str) -> None:
     found = shell(folder, arguments, f"set -o pipefail; %s | {reader}")
     assert (found[0], found[2]) == (code, "")
 
 
 @pytest.mark.parametrize("arguments", ["ls run", "show a", "verify run", "verify run --json", "--help", "--version"])
-def test_a_closed_output_does_no_harm(folder: Path, arguments: str) -> None:
+def test_closed_output_keeps_exit_code_0(folder: Path, arguments: str) -> None:
     assert shell(folder, arguments, "%s >&-") == (0, "", "")
     assert shell(folder, arguments, "%s >&- 2>&- <&-") == (0, "", "")
 
 
 @pytest.mark.parametrize("streams", ["2>&-", ">&- 2>&-", "2>/dev/full", "2> >(true)"])
-def test_a_closed_error_output_does_no_harm(folder: Path, streams: str) -> None:
-    code, told, _ = shell(folder, "verify run", f"%s {streams}")
-    assert (code, ": ok, " in told) == (0, ">&- 2" not in streams)
+def test_closed_error_output_keeps_the_exit_code(folder: Path, streams: str) -> None:
+    code, output, _ = shell(folder, "verify run", f"%s {streams}")
+    assert (code, ": ok, " in output) == (0, ">&- 2" not in streams)
     assert shell(folder, "verify none", f"%s {streams}")[:2] == (3, "")
     assert shell(folder, "ls --none", f"%s {streams}")[:2] == (2, "")
 
@@ -64,28 +64,29 @@ def test_closed_stream_number_is_not_reused(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("arguments", ["ls run", "show a", "verify run", "diff a b", "--help", "ls run --json"])
-def test_output_that_is_refused_is_one_line_and_4(folder: Path, arguments: str) -> None:
+def test_full_output_exits_with_4(folder: Path, arguments: str) -> None:
     code, _, error = shell(folder, arguments, "%s >/dev/full")
     assert code == 4
-    assert error.startswith("jaxckpt: standard output: No space left on device")
+    assert error.startswith("jaxckpt: standard output: ")
+    assert "No space left on device" in error
     assert error.endswith(f" {int(arguments == 'diff a b')}\n")
     assert error.count("\n") == 1
 
 
-def test_the_work_is_done_all_the_same(folder: Path, tmp_path: Path) -> None:
+def test_full_output_does_not_stop_the_copy(folder: Path, tmp_path: Path) -> None:
     assert shell(folder, f"cp a {tmp_path}/copy", "%s >/dev/full")[0] == 4
     assert jct.verify(tmp_path / "copy").ok
 
 
 def test_a_warning_is_one_line(folder: Path) -> None:
-    code, told, error = shell(folder, "verify damaged", "%s")
+    code, output, error = shell(folder, "verify damaged", "%s")
     assert code == 1
-    assert f"{step_path(folder / 'damaged', 1)}: ok" in told
+    assert f"{step_path(folder / 'damaged', 1)}: ok" in output
     assert error.startswith(f"jaxckpt: {step_path(folder / 'damaged', 2)} is skipped: ")
     assert error.count("\n") == 1
 
 
-def test_wrong_call_is_document_for_who_wants_one(folder: Path) -> None:
+def test_wrong_call_is_reported_as_json(folder: Path) -> None:
     for arguments in (["ls"], ["ls", "run", "--none"], ["none"], ["show", "a", "--step", "x"], ["--none", "ls"]):
         done = run(*arguments, "--json")
         found = json.loads(done.stdout)
@@ -110,28 +111,28 @@ start.main()
 """
 
 
-def test_an_interrupt_while_it_is_imported_ends_it_with_130(folder: Path, run_python) -> None:
+def test_interrupt_during_import_exits_with_130(folder: Path, run_python) -> None:
     done = run_python(INTERRUPTED, "ls", "run", cwd=folder, fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-SAYS_WHEN_IT_WAITS = """
+PRINTS_WHEN_IT_WAITS = """
 from jaxckpt_train.cli import __main__ as start
 from jaxckpt_train.cli import maintain
 
 wait = maintain.Latch.wait
 
-def told(latch, timeout_s=None):
+def print_and_wait(latch, timeout_s=None):
     print("waits", flush=True)
     return wait(latch, timeout_s)
 
-maintain.Latch.wait = told
+maintain.Latch.wait = print_and_wait
 start.main()
 """
 
 
-def test_later_interrupt_is_reported_as_usual(folder: Path) -> None:
-    command = [sys.executable, "-c", SAYS_WHEN_IT_WAITS, "scrub", str(folder / "run"), "--mib-per-second", "0.00001"]
+def test_interrupt_of_scrub_exits_with_130(folder: Path) -> None:
+    command = [sys.executable, "-c", PRINTS_WHEN_IT_WAITS, "scrub", str(folder / "run"), "--mib-per-second", "0.00001"]
     environment = {**os.environ, "PYTHONPATH": str(REPO_ROOT)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -166,7 +167,7 @@ print(codes, kept.getvalue().count("step-0000000001"))
 """
 
 
-def test_program_that_calls_it_has_its_streams_back(folder: Path, run_python) -> None:
+def test_calling_program_keeps_its_streams(folder: Path, run_python) -> None:
     done = run_python(IN_A_PROGRAM, "verify", "damaged", cwd=folder)
     assert done.returncode == 0
     lines = done.stdout.splitlines()
@@ -175,7 +176,7 @@ def test_program_that_calls_it_has_its_streams_back(folder: Path, run_python) ->
     assert done.stderr.count("is skipped") == 3
 
 
-def test_a_pipe_that_does_not_wait_is_written_to_all_the_same(folder: Path) -> None:
+def test_nonblocking_pipe_gets_the_whole_output(folder: Path) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     command = [sys.executable, "-m", "jaxckpt_train.cli", "diff", "a", "b", "--json"]
@@ -189,10 +190,10 @@ def test_a_pipe_that_does_not_wait_is_written_to_all_the_same(folder: Path) -> N
     assert (process.returncode, len(found["differences"])) == (1, 1500)
 
 
-def test_what_page_describes_is_not_repeated(tmp_path: Path) -> None:
+def test_warnings_in_json_are_not_printed(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     with (directory / "history.jsonl").open("ab") as file:
         file.write(b"\xff\n" * 3)
-    code, told, error = shell(tmp_path, "report run --json", "%s")
+    code, output, error = shell(tmp_path, "report run --json", "%s")
     assert (code, error) == (0, "")
-    assert len(json.loads(told)["warnings"]) == 3
+    assert len(json.loads(output)["warnings"]) == 3

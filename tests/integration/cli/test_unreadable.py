@@ -1,4 +1,4 @@
-"""What may not be read is not called damaged, and of a run the rest is told all the same."""
+"""Unreadable files are not reported as damaged, and the rest of a run is still reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ needs_setpriv = pytest.mark.skipif(
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    """A run, whose permissions are given back."""
+    """A run, whose permissions are restored afterwards."""
     made = made_run(tmp_path / "run", 1, 2, 3)
     yield made
     for path in (step_path(made, 3), step_path(made, 2)):
@@ -33,13 +33,13 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 
 
 def called(*arguments: str | Path) -> tuple[int, str, str]:
-    """The exit code, and what was printed, of a command that permissions hold back."""
+    """Run a command that permissions apply to, even for root, and return its exit code and outputs."""
     return ended([*AS_ANYBODY, sys.executable, "-m", "jaxckpt_train.cli", *map(str, arguments)])
 
 
 @needs_setpriv
 @pytest.mark.parametrize("what", ["step", "manifest"])
-def test_a_newer_step_that_may_be_whole_is_not_passed_over(directory: Path, tmp_path: Path, what: str) -> None:
+def test_unreadable_newer_step_is_not_skipped(directory: Path, tmp_path: Path, what: str) -> None:
     (step_path(directory, 3) if what == "step" else step_path(directory, 3) / "manifest.json").chmod(0)
     for command in (["verify", directory], ["show", directory], ["cp", directory, tmp_path / "copy"]):
         code, printed, error = called(*command)
@@ -53,7 +53,7 @@ def test_a_newer_step_that_may_be_whole_is_not_passed_over(directory: Path, tmp_
 
 @needs_setpriv
 @pytest.mark.parametrize("what", ["step", "manifest", "data"])
-def test_doctor_and_prune_tell_of_the_rest(directory: Path, what: str) -> None:
+def test_doctor_and_prune_report_readable_steps(directory: Path, what: str) -> None:
     step = step_path(directory, 3)
     {"step": step, "manifest": step / "manifest.json", "data": segment_of(step)}[what].chmod(0)
     code, printed, _ = called("doctor", directory, "--size-mib", "0", "--json")
@@ -66,7 +66,7 @@ def test_doctor_and_prune_tell_of_the_rest(directory: Path, what: str) -> None:
     assert "Permission denied" in warning
     for yes in ([], ["--yes"]):
         code, printed, _ = called("prune", directory, "--keep-latest", "1", "--json", *yes)
-        is_refused = what == "data" and bool(yes)  # what stays cannot be brought to the disk, so nothing goes
+        is_refused = what == "data" and bool(yes)  # a kept step cannot be synced, so nothing is deleted
         assert code == (4 if is_refused else 1)
         goes = {each["step"]: each["goes"] for each in json.loads(printed)["steps"]}
         assert goes == {1: True, 2: False, 3: False}
@@ -75,7 +75,7 @@ def test_doctor_and_prune_tell_of_the_rest(directory: Path, what: str) -> None:
 
 
 @needs_setpriv
-def test_verify_and_scrub_do_not_call_it_damaged(directory: Path) -> None:
+def test_verify_and_scrub_report_unreadable_data(directory: Path) -> None:
     segment_of(step_path(directory, 3)).chmod(0)
     step_path(directory, 2).chmod(0)
     code, printed, _ = called("verify", directory, "--step", "3")
@@ -97,7 +97,7 @@ def test_verify_and_scrub_do_not_call_it_damaged(directory: Path) -> None:
 @needs_setpriv
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 @pytest.mark.parametrize("name", ["w/0", "w/.zarray", "n/0"])
-def test_an_array_of_orbax_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, name: str) -> None:
+def test_unreadable_orbax_array_is_not_damage(tmp_path: Path, name: str) -> None:
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
     ocp.Checkpointer(handler).save(tmp_path / "a", {"w": np.arange(5.0), "n": 3})
     (tmp_path / "a" / name).chmod(0)

@@ -1,4 +1,4 @@
-"""`jaxckpt import` and `export` that were killed or interrupted, or that would write into a training: what is left."""
+"""`jaxckpt import` and `export` that are killed, interrupted, or would write into a running run: what they leave."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def names(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_killed_one_left_goes_with_next(tmp_path: Path, way: str) -> None:
+def test_next_conversion_removes_killed_attempt(tmp_path: Path, way: str) -> None:
     state = {f"w{number}": np.random.default_rng(number).random(8 << 20) for number in range(2)}
     jct.save(tmp_path / "a", state)
     command, *options = WAYS[way]
     words = [sys.executable, "-m", "jaxckpt_train.cli", command, str(tmp_path / "a"), str(tmp_path / "b"), *options]
     process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(REPO_ROOT)}, stdout=subprocess.DEVNULL)
-    while names(tmp_path) == {"a"}:  # until it has begun to write
+    while names(tmp_path) == {"a"}:  # until it starts to write
         assert process.poll() is None
     process.kill()
     process.wait()
@@ -47,7 +47,7 @@ def test_what_killed_one_left_goes_with_next(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_put_into_run_that_training_owns(tmp_path: Path, way: str) -> None:
+def test_conversion_into_a_running_run_is_refused(tmp_path: Path, way: str) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(3)})
     command, *options = WAYS[way]
     made_run(tmp_path / "run", 1)
@@ -61,7 +61,7 @@ def test_nothing_is_put_into_run_that_training_owns(tmp_path: Path, way: str) ->
     assert "would not see a new step" in message
 
 
-def test_a_name_of_left_overs_is_refused(tmp_path: Path) -> None:
+def test_name_of_unfinished_save_is_refused(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": np.ones(3)})
     name = ".b.tmp-00000000-00000000-1-1-0"
     assert "reserved for unfinished saves" in refused("import", tmp_path / "a", tmp_path / name, code=2)
@@ -79,17 +79,17 @@ def test_the_manifest_says_where_an_import_comes_from(tmp_path: Path) -> None:
 
 
 def waits_in_an_open(process: subprocess.Popen[str]) -> bool:
-    """Whether a thread of it waits for somebody who writes into a pipe that it opens."""
+    """Return whether a thread of the process waits for a writer of a pipe that it opens."""
     with contextlib.suppress(OSError):  # a thread that has just ended
         return "wait_for_partner" in [each.read_text() for each in Path(f"/proc/{process.pid}/task").glob("*/wchan")]
     return False
 
 
-@pytest.mark.skipif(not Path("/proc/self/wchan").exists(), reason="this system does not tell what threads wait for")
+@pytest.mark.skipif(not Path("/proc/self/wchan").exists(), reason="this system does not show what threads wait for")
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 @pytest.mark.parametrize("size", [3, 1 << 20], ids=["read with others", "alone"])
 @pytest.mark.parametrize("way", WAYS)
-def test_interrupt_ends_one_whose_disk_does_not_answer(tmp_path: Path, way: str, size: int) -> None:
+def test_interrupt_ends_conversion_on_hung_disk(tmp_path: Path, way: str, size: int) -> None:
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
     ocp.Checkpointer(handler).save(tmp_path / "a", {"w": np.ones(size), "v": np.ones((2, 3))})
     (tmp_path / "a" / "w" / "0").unlink()
@@ -102,9 +102,9 @@ def test_interrupt_ends_one_whose_disk_does_not_answer(tmp_path: Path, way: str,
         while not waits_in_an_open(process):
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=20)
+        outputs = process.communicate(timeout=20)
     finally:
         process.kill()
         process.communicate()
-    assert (process.returncode, *said) == (130, "", "")
+    assert (process.returncode, *outputs) == (130, "", "")
     assert names(tmp_path) == {"a"}

@@ -1,4 +1,4 @@
-"""The page of the command says what the commands are: all of them, their options, JSON keys and exit codes."""
+"""The page about `jaxckpt` documents all commands, their options, their JSON keys and the exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_each_command_has_a_section_with_an_example_its_options_and_codes(name: str) -> None:
+def test_each_command_has_a_complete_section(name: str) -> None:
     text = SECTIONS[name]
     assert f"$ jaxckpt {name} " in text
     options = {option for each in COMMANDS[name].params for option in each.opts if option.startswith("--")}
@@ -51,8 +51,8 @@ def test_keys_of_each_document_are_documented(tmp_path: Path) -> None:
         if name == "--help":
             continue
         done = run(name, *arguments, "--json")
-        told = SECTIONS[name].partition("With `--json`: ")[2]
-        assert [key for key in json.loads(done.stdout) if f"`{key}`" not in told] == [], name
+        documented = SECTIONS[name].partition("With `--json`: ")[2]
+        assert [key for key in json.loads(done.stdout) if f"`{key}`" not in documented] == [], name
 
 
 def test_each_exit_code_is_documented() -> None:

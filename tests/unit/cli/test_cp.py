@@ -1,4 +1,4 @@
-"""`jaxckpt cp`: a copy holds all that its source does, or there is none."""
+"""`jaxckpt cp`: a copy holds everything of its source, or there is no copy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.inspection import copying
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import copy as box_to_come
-from jaxckpt_train.store import copy as kept_chunks
 from jaxckpt_train.store import copy as store_copy
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import open_committed
@@ -40,7 +38,7 @@ def manifest_of(path: Path) -> Any:
 
 
 def saved_step(directory: Path) -> Path:
-    """A run with one step of everything that a manifest can say."""
+    """Make a run with one step that uses every field of a manifest, and return the step."""
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "model"))
     state = {
@@ -58,7 +56,7 @@ def saved_step(directory: Path) -> Path:
     return step_path(directory, 5)
 
 
-def test_a_copy_holds_all_that_the_source_does(tmp_path: Path) -> None:
+def test_copy_holds_everything_of_its_source(tmp_path: Path) -> None:
     step = saved_step(tmp_path / "run")
     found = json_of("cp", tmp_path / "run", tmp_path / "copy")
     assert found == {
@@ -84,13 +82,13 @@ def test_a_copy_holds_all_that_the_source_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most_bytes", [96, 100, 1 << 10, 1 << 28])
 @pytest.mark.parametrize("block_bytes", [64, 4096])
-def test_chunks_too_large_for_memory_are_cut_and_compared(
+def test_large_chunks_are_cut_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int, block_bytes: int
 ) -> None:
-    """Between blocks where that goes; else the bytes are compared."""
+    """They are cut between blocks of the digest where possible; otherwise the bytes are compared."""
     monkeypatch.setattr(store_copy, "CHUNK_BYTES", most_bytes)
     monkeypatch.setattr(copying, "CHUNK_BYTES", most_bytes)
-    monkeypatch.setattr(kept_chunks, "CUT_UNIT_BYTES", block_bytes)
+    monkeypatch.setattr(store_copy, "CUT_UNIT_BYTES", block_bytes)
     tree = {
         "rows": np.arange(70 * 4, dtype=np.float32).reshape(70, 4),
         "odd": np.arange(33 * 7, dtype=np.float64).reshape(1, 33, 7),
@@ -107,7 +105,7 @@ def test_chunks_too_large_for_memory_are_cut_and_compared(
     assert jct.verify(tmp_path / "copy").ok
 
 
-def test_metrics_that_were_attached_since_go_along(tmp_path: Path) -> None:
+def test_metrics_attached_later_are_copied(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "run") as manager:
         save_steps(manager, 1, metrics={"loss": 0.5})
         manager.attach_metrics(1, {"bleu": float("inf")})
@@ -122,8 +120,8 @@ def test_metrics_that_were_attached_since_go_along(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_goes_on_from_copied_steps_and_lets_them_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also where the run that they come from had notes, which do not go along."""
+def test_run_resumes_from_copied_steps_and_deletes_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Pins and other notes of the source run are not copied."""
     with jct.StepManager(tmp_path / "run") as manager:
         save_steps(manager, 1)
         manager.pin(1)
@@ -139,7 +137,7 @@ def test_a_run_goes_on_from_copied_steps_and_lets_them_go(tmp_path: Path, caplog
     assert caplog.text == ""
 
 
-def test_a_step_keeps_its_name_in_a_run_and_before_a_slash(tmp_path: Path) -> None:
+def test_copied_step_keeps_its_name_in_a_run(tmp_path: Path) -> None:
     directory, other = made_run(tmp_path / "run", 1, 2), made_run(tmp_path / "other", 7)
     assert json_of("cp", directory, other)["path"] == str(step_path(other, 2))
     assert json_of("cp", step_path(directory, 1), other)["path"] == str(step_path(other, 1))
@@ -156,7 +154,7 @@ def test_a_step_keeps_its_name_in_a_run_and_before_a_slash(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("target", ["copy", "new/", "new/deep/copy"])
-def test_of_a_damaged_source_nothing_is_left(tmp_path: Path, target: str) -> None:
+def test_copy_of_damaged_source_leaves_nothing(tmp_path: Path, target: str) -> None:
     directory = made_run(tmp_path / "run", 1)
     flip_a_payload_byte(step_path(directory, 1))
     before = files_below(tmp_path)
@@ -175,7 +173,7 @@ def test_a_damaged_source_replaces_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "run"]
 
 
-def test_only_what_is_to_be_is_replaced(tmp_path: Path) -> None:
+def test_copy_replaces_only_checkpoints_with_overwrite(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     json_of("cp", directory, tmp_path / "copy", "--step", 1)
     assert "pass --overwrite to replace it" in refused("cp", directory, tmp_path / "copy", code=4)
@@ -192,7 +190,7 @@ def test_only_what_is_to_be_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["cp", "mv"])
-def test_what_gets_the_name_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_target_that_appears_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     jct.save(tmp_path / "a", {"w": 1})
     monkeypatch.setattr(copying, "remove_stale_temporaries", lambda _, final: jct.save(final, {"w": 2}, overwrite=True))
     message = refused(command, tmp_path / "a", tmp_path / "b", code=4)
@@ -200,7 +198,7 @@ def test_what_gets_the_name_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.
     assert (jct.load(tmp_path / "a"), jct.load(tmp_path / "b")) == ({"w": 1}, {"w": 2})
 
 
-def test_in_the_working_directory_it_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_to_working_directory_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_run(tmp_path / "run", 1)
     (tmp_path / "here" / "deep").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here" / "deep")
@@ -209,7 +207,7 @@ def test_in_the_working_directory_it_keeps_its_name(tmp_path: Path, monkeypatch:
     assert json_of("cp", "../../run", "name")["path"] == str(Path.cwd() / "name")
 
 
-def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_impossible_targets_are_refused(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     (tmp_path / "alias").symlink_to(tmp_path / "run")
     step = step_path(directory, 1)
@@ -226,8 +224,8 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alias", "run"]
 
 
-def test_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from memory that errs between a read and the write."""
+def test_copy_with_changed_bytes_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit may flip in memory between the read and the write."""
     jct.save(tmp_path / "c", {"w": np.arange(500_000, dtype=np.float32)})
     read_into = LazyBox.read_into
 
@@ -240,7 +238,7 @@ def test_copy_that_came_out_otherwise_gets_no_name(tmp_path: Path, monkeypatch: 
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_with_check_a_disk_that_gives_other_bytes_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_finds_a_disk_that_changes_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jct.save(tmp_path / "c", {"w": np.arange(5000, dtype=np.float32)})
     write_arrays = store_copy.write_arrays
 
@@ -259,23 +257,23 @@ def test_with_check_a_disk_that_gives_other_bytes_is_found_out(tmp_path: Path, m
     json_of("cp", tmp_path / "c", tmp_path / "copy")  # unseen without --check
 
 
-def test_a_source_that_goes_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_deleted_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
-    read_boxes = box_to_come.read_boxes
+    read_boxes = store_copy.read_boxes
 
     def gone(*arguments: Any) -> Any:
         if step_path(directory, 1).exists():
             step_path(directory, 1).rename(directory / ".gone")
         return read_boxes(*arguments)
 
-    monkeypatch.setattr(box_to_come, "read_boxes", gone)
+    monkeypatch.setattr(store_copy, "read_boxes", gone)
     done = run("cp", directory, tmp_path / "copy", "--step", 1)
     assert done.exit_code == 3
     assert "was removed while it was being read" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_copy_leaves_nothing(tmp_path: Path) -> None:
     from jaxckpt_train.inspection.runs import open_at
 
     directory = made_run(tmp_path / "run", 1)
@@ -302,7 +300,7 @@ def test_foreign_directory_is_not_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["file/x", "file/", "link/", "link/x"])
-def test_way_that_is_no_directory_is_one_line(tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_target_below_a_file_is_refused(tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
     jct.save(tmp_path / "c", {"w": np.zeros(3)})
     (tmp_path / "file").write_text("precious")
     (tmp_path / "link").symlink_to("nowhere")

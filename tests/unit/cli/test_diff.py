@@ -54,7 +54,7 @@ def test_equal_checkpoints_end_with_0(tmp_path: Path) -> None:
     assert printed("diff", tmp_path / "a", tmp_path / "b") == "3 leaves are equal, 0 differ\n"
 
 
-def test_zeros_of_another_sign_differ_and_nan_does_not(tmp_path: Path) -> None:
+def test_signed_zeros_differ_and_nans_are_equal(tmp_path: Path) -> None:
     found = differences(tmp_path, {"w": np.array([0.0, np.nan])}, {"w": np.array([-0.0, np.nan])})
     assert (found["w"]["differing"], found["w"]["max_abs"]) == (1, 0)
 
@@ -64,7 +64,7 @@ def test_value_that_became_nan_is_reported(tmp_path: Path) -> None:
     assert (found["w"]["differing"], found["w"]["max_abs"]) == (1, "nan")
 
 
-def test_leaves_that_are_in_one_of_them_or_of_another_form(tmp_path: Path) -> None:
+def test_missing_leaves_and_other_types_are_shown(tmp_path: Path) -> None:
     a = {"w": np.zeros((2, 3), np.float32), "old": np.zeros(1), "n": 3}
     b = {"w": np.zeros((3, 2), np.float32), "new": "text", "n": 3.5}
     found = differences(tmp_path, a, b)
@@ -107,14 +107,14 @@ def test_the_same_values_in_other_chunks_are_equal(tmp_path: Path) -> None:
     assert differences(tmp_path, {"w": values}, {"w": jax.device_put(values, sharding)}, code=0) == {}
 
 
-def test_what_has_the_same_digests_is_not_read(tmp_path: Path) -> None:
+def test_leaves_with_equal_digests_are_not_read(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1)
     jct.save(tmp_path / "b", jct.load(step_path(run, 1)))
     segment_of(step_path(run, 1)).unlink()
     assert json_of("diff", run, tmp_path / "b")["equal"] == 2
 
 
-def test_damage_in_what_is_compared_ends_with_1_and_names_the_file(tmp_path: Path) -> None:
+def test_damaged_file_is_named_with_code_1(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     flip_a_payload_byte(step_path(run, 1))
     message = refused("diff", run, run, "--step-a", 1, code=1)
@@ -129,7 +129,7 @@ def test_steps_of_runs_and_leaves_are_chosen(tmp_path: Path) -> None:
     assert json_of("diff", run, run, "--only", "state/w")["equal"] == 1
 
 
-def test_the_relative_norm_is_of_finite_differences_and_nan_if_there_is_none(tmp_path: Path) -> None:
+def test_relative_norm_is_nan_if_not_finite(tmp_path: Path) -> None:
     one = np.array([1.0, 2.0, 3.0])
     for bad in (np.inf, np.nan):
         found = differences(tmp_path, {"w": one, "v": one}, {"w": one * [1, 1, bad], "v": one * [1, 2, bad]})

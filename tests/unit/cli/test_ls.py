@@ -1,4 +1,4 @@
-"""`jaxckpt ls`: every step of a run with what is known of it, and why one cannot be restored."""
+"""`jaxckpt ls`: every step of a run with its metadata, and why a step cannot be restored."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_step_is_listed_with_size_time_metrics_pin(tmp_path: Path) -> None:
         (truncate_commit, "COMMIT: not valid"),
     ],
 )
-def test_a_step_that_cannot_be_restored_is_listed_with_its_reason(tmp_path: Path, damage, reason: str) -> None:
+def test_damaged_step_is_listed_with_its_problem(tmp_path: Path, damage, reason: str) -> None:
     run = made_run(tmp_path / "run", 1, 2, 3)
     damage(step_path(run, 2))
     found = json_of("ls", run, code=1)["steps"]
@@ -76,15 +76,15 @@ def test_a_step_that_cannot_be_restored_is_listed_with_its_reason(tmp_path: Path
     assert reason in printed("ls", run, code=1)
 
 
-def test_a_step_without_commit_is_listed_as_none(tmp_path: Path) -> None:
+def test_uncommitted_step_is_listed_as_invalid(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     (step_path(run, 2) / "COMMIT").unlink()
     step_path(run, 3).symlink_to(step_path(run, 1))
     found = json_of("ls", run, code=1)["steps"]
     assert [each["valid"] for each in found] == [True, False, False]
-    assert "has no COMMIT: never committed, or copied only in part" in found[1]["problem"]
+    assert "has no COMMIT" in found[1]["problem"]
     assert (found[1]["time"], found[1]["current"]) == (None, False)
-    assert found[2]["problem"] == "is not a directory, perhaps a link"
+    assert "is not a directory" in found[2]["problem"]
 
 
 def test_abandoned_steps_are_listed_apart(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_abandoned_steps_are_listed_apart(tmp_path: Path) -> None:
     }
 
 
-def test_a_step_that_was_set_aside_says_so(tmp_path: Path) -> None:
+def test_step_that_was_set_aside_is_marked(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     flip_a_payload_byte(step_path(run, 2))
     with jct.StepManager(run) as manager:
@@ -112,19 +112,19 @@ def test_a_step_that_was_set_aside_says_so(tmp_path: Path) -> None:
     assert "p00000-s000.safetensors" in found[2]["problem"]
 
 
-def test_where_there_is_no_run_it_ends_with_3(tmp_path: Path) -> None:
+def test_path_without_a_run_exits_with_3(tmp_path: Path) -> None:
     jct.save(tmp_path / "single", {"w": 1})
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     assert "expected a directory, found nothing" in refused("ls", tmp_path / "gone", code=3)
-    assert "expected a run, found a file: use `jaxckpt show" in refused("ls", tmp_path / "file", code=3)
+    assert "found a file: use `jaxckpt show" in refused("ls", tmp_path / "file", code=3)
     assert "found nothing" in refused("ls", tmp_path / "file" / "below", code=3)
     assert "found no steps" in refused("ls", tmp_path / "empty", code=3)
     assert "found one checkpoint of this package" in refused("ls", tmp_path / "single", code=3)
     assert "other stores are not supported" in refused("ls", "gs://bucket/run", code=2)
 
 
-def test_a_directory_that_may_not_be_read_ends_with_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_directory_exits_with_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxckpt_train.errors import StorageError
     from jaxckpt_train.store.backends.local import LocalBackend
 
@@ -143,7 +143,7 @@ def test_a_relative_path_and_a_home_are_understood(tmp_path: Path, monkeypatch: 
     shutil.rmtree(run)
 
 
-def test_step_whose_manifest_is_broken_has_no_age(tmp_path: Path) -> None:
+def test_step_with_damaged_manifest_has_no_age(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     truncate_the_manifest(step_path(directory, 2))
     _, second = json_of("ls", directory, code=1)["steps"]

@@ -1,4 +1,4 @@
-"""`jaxckpt mv`: the source goes once the copy is whole, and only what its run can do without."""
+"""`jaxckpt mv`: the source is removed once the copy is complete, unless its run needs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.inspection import copying as source_removal
+from jaxckpt_train.inspection import copying
 from jaxckpt_train.run.retention import BestLink
 from tests.support.commands import json_of, printed, refused, run
 from tests.support.runs import (
@@ -55,7 +55,7 @@ def test_step_is_moved_by_owner_of_its_run(tmp_path: Path) -> None:
     assert step_of(jct.load_checkpointables(tmp_path / "two")) == 2
 
 
-def test_what_its_run_needs_stays(tmp_path: Path) -> None:
+def test_steps_that_a_run_needs_are_kept(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path / "run", best_link=BestLink("loss")) as manager:
         for step, loss in enumerate([1, 3, 2, 5, 4], 1):
             save_steps(manager, step, metrics={"loss": loss})
@@ -69,17 +69,17 @@ def test_what_its_run_needs_stays(tmp_path: Path) -> None:
     assert json_of("mv", tmp_path / "run", tmp_path / "new", "--step", 3)["removed"] is True
 
 
-def test_what_roll_back_has_left_behind_may_go(tmp_path: Path) -> None:
+def test_steps_behind_a_roll_back_may_move(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     with jct.StepManager(directory) as manager:
         manager.restore(step=1)
         save_steps(manager, 2)
-    assert json_of("mv", directory, tmp_path / "left", "--step", 3)["removed"] is True  # nobody goes on from it
+    assert json_of("mv", directory, tmp_path / "left", "--step", 3)["removed"] is True  # no process resumes from it
     refused("mv", directory, tmp_path / "new", "--step", 2, code=2)
     assert jct.StepManager(directory).steps == [1, 2]
 
 
-def test_a_damaged_source_stays_and_nothing_is_made(tmp_path: Path) -> None:
+def test_damaged_source_is_not_moved(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     jct.save(tmp_path / "c", {"w": np.arange(100)})
     flip_a_payload_byte(step_path(directory, 1))
@@ -91,7 +91,7 @@ def test_a_damaged_source_stays_and_nothing_is_made(tmp_path: Path) -> None:
     assert jct.StepManager(directory).steps == [1, 2]
 
 
-def test_what_is_more_than_a_checkpoint_stays(tmp_path: Path) -> None:
+def test_checkpoint_with_own_files_is_not_moved(tmp_path: Path) -> None:
     jct.save(tmp_path / "c", {"w": 1})
     (tmp_path / "c" / "notes.txt").write_text("mine")
     assert "found also notes.txt" in refused("mv", tmp_path / "c", tmp_path / "new", code=2)
@@ -115,16 +115,16 @@ def test_foreign_directory_is_not_moved(tmp_path: Path) -> None:
     assert files_below(tmp_path) == before
 
 
-def test_onto_itself_by_another_name_nothing_is_moved(tmp_path: Path) -> None:
-    """It would be removed after the copy, which it is."""
+def test_move_onto_itself_is_refused(tmp_path: Path) -> None:
+    """The copy would be its source, which is removed afterwards."""
     jct.save(tmp_path / "real" / "c", {"w": 1})
     (tmp_path / "alias").symlink_to(tmp_path / "real")
     assert "found the same" in refused("mv", tmp_path / "real" / "c", tmp_path / "alias" / "c", "--overwrite", code=2)
     assert jct.load(tmp_path / "real" / "c") == {"w": 1}
 
 
-def test_into_itself_by_another_name_nothing_is_moved(tmp_path: Path) -> None:
-    """The copy would be removed with it."""
+def test_move_into_itself_is_refused(tmp_path: Path) -> None:
+    """The copy would be removed with its source."""
     directory = made_run(tmp_path / "run", 1, 2)
     jct.save(tmp_path / "real" / "c", {"w": 1})
     (tmp_path / "alias").symlink_to(tmp_path)
@@ -144,14 +144,14 @@ def test_link_target_stays_under_any_run_name(tmp_path: Path) -> None:
     (directory / "b").symlink_to(step_path(directory, 3))
     (tmp_path / "alias").symlink_to(directory)
     for step, link in ((1, "best"), (2, "inside")):
-        told_why = refused("mv", tmp_path / "alias", tmp_path / "new", "--step", step, code=2)
-        assert f"the target of the link '{link}'" in told_why
+        message = refused("mv", tmp_path / "alias", tmp_path / "new", "--step", step, code=2)
+        assert f"the target of the link '{link}'" in message
     assert "the target of the link" in refused("mv", tmp_path / "alias", tmp_path / "new", "--step", 3, code=2)
     printed("prune", tmp_path / "alias", "--keep-latest", 1, "--yes")
     assert jct.StepManager(directory).steps == [1, 2, 3, 4]
 
 
-def test_what_is_there_is_replaced_only_if_that_is_asked_for(tmp_path: Path) -> None:
+def test_target_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     jct.save(tmp_path / "a", {"w": 1})
     jct.save(tmp_path / "b", {"w": 2})
     assert "pass --overwrite" in refused("mv", tmp_path / "a", tmp_path / "b", code=4)
@@ -180,7 +180,7 @@ def test_undeletable_source_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     assert jct.StepManager(directory).steps == [1, 2]
 
 
-def test_an_interrupt_before_the_removal_leaves_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_before_removal_leaves_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jct.save(tmp_path / "a", {"w": 1})
     seen: list[Any] = []
 
@@ -188,19 +188,19 @@ def test_an_interrupt_before_the_removal_leaves_both(tmp_path: Path, monkeypatch
         seen.append((jct.load(tmp_path / "a"), jct.load(tmp_path / "b")))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(source_removal, "rename_to_free", interrupt)
+    monkeypatch.setattr(copying, "rename_to_free", interrupt)
     assert run("mv", tmp_path / "a", tmp_path / "b").exit_code != 0
     assert seen == [({"w": 1}, {"w": 1})]
 
 
-def test_what_is_being_removed_is_never_taken_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_removed_source_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jct.save(tmp_path / "a", {"w": 1})
-    remove = source_removal.remove_replaced
-    monkeypatch.setattr(source_removal, "remove_replaced", lambda *_: None)
+    remove = copying.remove_replaced
+    monkeypatch.setattr(copying, "remove_replaced", lambda *_: None)
     done = run("mv", tmp_path / "a", tmp_path / "b")
     assert done.exit_code == 0
     (hidden,) = [name for name in names(tmp_path) if name != "b"]
     assert hidden.startswith(".a.tmp-")
-    monkeypatch.setattr(source_removal, "remove_replaced", remove)
+    monkeypatch.setattr(copying, "remove_replaced", remove)
     json_of("mv", tmp_path / "b", tmp_path / "a")
     assert "b" not in names(tmp_path)

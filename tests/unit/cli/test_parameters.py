@@ -1,4 +1,4 @@
-"""What is converted without a library is what the library would make of it."""
+"""Arguments that are parsed without typer's converters have the values that typer would give them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE = [
 
 
 def outcome(cls: Any, arguments: list[str]) -> Any:
-    """What a command is called with, or how the call is refused."""
+    """Return what a command is called with, or how the call is refused."""
     given: list[Any] = []
     app = typer.Typer(add_completion=False)
 
@@ -45,5 +45,5 @@ def test_numbers_are_taken_and_refused_as_typer_does(option: str, text: str) -> 
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "1"], ["--several=1", "--several", "2", "x"], ["--ranged"], ["--no"]])
-def test_all_else_is_as_it_was(arguments: list[str]) -> None:
+def test_other_arguments_are_parsed_as_typer_does(arguments: list[str]) -> None:
     assert outcome(PlainCommand, arguments) == outcome(None, arguments)

@@ -1,4 +1,4 @@
-"""`jaxckpt prune`: what a policy would let go goes, by the owner of the run, and nothing else does."""
+"""`jaxckpt prune`: it deletes the steps that a policy would delete, as the owner of the run, and no others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def why(found: dict[str, Any], step: int) -> list[str]:
     return next(each["why"] for each in found["steps"] if each["step"] == step)
 
 
-def test_a_dry_run_tells_what_goes_what_stays_and_why_and_changes_nothing(tmp_path: Path) -> None:
+def test_dry_run_shows_reasons_and_changes_nothing(tmp_path: Path) -> None:
     directory = run_with_losses(tmp_path / "run", 5, 1, 4, 3, 2, 6)
     before = files_below(tmp_path)
     found = json_of("prune", directory, "--keep-latest", 2, "--keep-every", 3, "--keep-best", 1, "--metric", "loss")
@@ -63,7 +63,7 @@ def test_a_dry_run_tells_what_goes_what_stays_and_why_and_changes_nothing(tmp_pa
     assert not (directory / ".owner").exists()
 
 
-def test_yes_deletes_just_what_the_dry_run_tells(tmp_path: Path) -> None:
+def test_yes_deletes_what_the_dry_run_shows(tmp_path: Path) -> None:
     directory = run_with_losses(tmp_path / "run", 5, 1, 4, 3, 2, 6)
     rules = ("--keep-latest", 1, "--keep-best", 2, "--metric", "loss", "--mode", "max")
     dry = json_of("prune", directory, *rules)
@@ -81,7 +81,7 @@ def test_yes_deletes_just_what_the_dry_run_tells(tmp_path: Path) -> None:
     assert int(manager.restore()["state"]["step"]) == 6
 
 
-def test_the_text_says_that_they_are_gone(tmp_path: Path) -> None:
+def test_text_shows_the_deleted_steps(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     text = printed("prune", directory, "--keep-latest", 1, "--yes")
     assert "1 of 2 steps deleted, 15.7 KiB" in text
@@ -98,7 +98,7 @@ def test_pinned_steps_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("check", [[], ["--no-check"]], ids=["every byte", "a look"])
-def test_the_newest_whole_step_stays_if_newer_ones_are_damaged(tmp_path: Path, check: list[str]) -> None:
+def test_newest_valid_step_is_kept(tmp_path: Path, check: list[str]) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3, 4)
     remove_the_segment(step_path(directory, 4))
     (flip_a_payload_byte if not check else remove_the_segment)(step_path(directory, 3))
@@ -118,7 +118,7 @@ def test_without_check_flipped_byte_is_not_seen(tmp_path: Path) -> None:
     assert going(json_of("prune", directory, "--keep-latest", 1, "--no-check")) == [1]
 
 
-def test_where_no_step_is_whole_nothing_goes(tmp_path: Path) -> None:
+def test_run_without_valid_step_is_not_pruned(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     for step in (1, 2, 3):
         flip_a_payload_byte(step_path(directory, step))
@@ -135,37 +135,36 @@ def test_link_target_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "best" / "COMMIT").exists()
 
 
-def test_what_cannot_be_judged_stays(tmp_path: Path) -> None:
+def test_unreadable_and_uncommitted_steps_are_kept(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3, 4)
     truncate_the_manifest(step_path(directory, 1))
     (step_path(directory, 2) / "COMMIT").unlink()
     found = json_of("prune", directory, "--keep-latest", 1, "--yes")
     assert going(found) == [3]
-    assert why(found, 1) == ["its manifest or its notes cannot be read"]
+    assert "cannot be read" in why(found, 1)[0]
     assert why(found, 2)[0].startswith("not committed: ")
     assert sorted(path.name for path in directory.glob("step-*")) == [
         step_path(directory, step).name for step in (1, 2, 4)
     ]
 
 
-def test_what_a_roll_back_left_behind_stays_until_it_is_saved_again(tmp_path: Path) -> None:
+def test_steps_behind_a_roll_back_are_kept(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     with jct.StepManager(directory) as manager:
         manager.restore(step=1)
         save_steps(manager, 2, 4)
     found = json_of("prune", directory, "--keep-latest", 1, "--yes")
-    assert {each["name"]: (each["goes"], each["why"]) for each in found["steps"]} == {
-        "step-0000000001": (True, ["no policy keeps it"]),
-        "step-0000000002.g1": (True, ["no policy keeps it"]),
-        "step-0000000003": (False, ["left behind by a roll-back, until its step is saved again"]),
-        "step-0000000004": (False, ["newest", "--keep-latest 1"]),
+    assert {each["name"]: each["goes"] for each in found["steps"]} == {
+        "step-0000000001": True,
+        "step-0000000002.g1": True,
+        "step-0000000003": False,
+        "step-0000000004": False,
     }
+    assert "roll-back" in why(found, 3)[0]
     assert sorted(path.name for path in directory.glob("step-*")) == ["step-0000000003", "step-0000000004"]
 
 
-def test_a_disk_that_keeps_nothing_keeps_what_would_be_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_sync_deletes_no_older_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxckpt_train.errors import StorageError
     from jaxckpt_train.store.backends.local import LocalBackend
 
@@ -210,7 +209,7 @@ def test_wrong_values_are_refused_with_2(tmp_path: Path, option: list[str]) -> N
     assert option[0] in done.stderr
 
 
-def test_where_there_is_no_run_it_ends_with_3_and_makes_nothing(tmp_path: Path) -> None:
+def test_path_without_a_run_exits_with_3(tmp_path: Path) -> None:
     jct.save(tmp_path / "single", {"w": 1})
     for yes in ([], ["--yes"]):
         refused("prune", tmp_path / "gone", "--keep-latest", 1, *yes, code=3)
@@ -231,5 +230,5 @@ def test_full_disk_error_suggests_a_remedy(tmp_path: Path, monkeypatch: pytest.M
     name, *rest = [str(tmp_path / each) if each == "elsewhere" else each for each in command]
     message = refused(name, directory, *rest, code=4)
     assert "No space left on device" in message
-    assert "remove the directory of the oldest step" in message
+    assert "the oldest step" in message
     assert files_below(directory) == before

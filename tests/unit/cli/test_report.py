@@ -18,12 +18,12 @@ from tests.support.runs import Counter, made_run, state_of, step_path, truncate_
 
 
 def report(*arguments: object) -> tuple[int, str, str]:
-    """The exit code of the command, and what it prints to both outputs."""
+    """Return the exit code of `jaxckpt report`, and what it prints to both outputs."""
     return invoked("report", *arguments)
 
 
 def invoked(*arguments: object) -> tuple[int, str, str]:
-    """The same of any command."""
+    """Return the same for any command."""
     done = CliRunner().invoke(app, [*map(str, arguments)])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.stdout, done.stderr
@@ -38,9 +38,7 @@ def test_page_is_written_and_size_printed(tmp_path: Path) -> None:
     assert "step-0000000002" in page.read_text()
 
 
-def test_without_a_name_the_page_is_in_the_directory_where_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_is_written_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_run(tmp_path / "run", 1)
     monkeypatch.chdir(tmp_path)
     assert report(run)[0] == 0
@@ -77,25 +75,25 @@ def test_sizes_match_ls_for_deleted_steps_too(tmp_path: Path) -> None:
     assert found["disk_use"][-1]["bytes"] == sizes[2] + sizes[3]
 
 
-def test_json_and_a_page_are_both_made_when_both_are_asked_for(tmp_path: Path) -> None:
+def test_json_and_page_may_be_combined(tmp_path: Path) -> None:
     run, page = made_run(tmp_path / "run", 1), tmp_path / "page.html"
     code, out, _ = report(run, "--json", "-o", page)
     assert (code, json.loads(out)["run"]) == (0, str(run))
     assert page.read_text().startswith(MARK)
 
 
-def test_what_disk_takes_is_measured_when_asked_for(tmp_path: Path) -> None:
+def test_measure_disk_adds_the_write_rate(tmp_path: Path) -> None:
     run, page = made_run(tmp_path / "run", 1), tmp_path / "page.html"
     before = sorted(run.iterdir())
     code, out, _ = report(run, "--measure-disk", "--json", "-o", page)
     rate = json.loads(out)["disk"]
     assert (code, rate["bytes"], rate["tries"]) == (0, 256 << 20, 3)
     assert rate["bytes_per_s"] > 1e6
-    assert "when this report was made: the fastest of 3 synced writes of 256.0 MiB" in page.read_text()
+    assert "3 synced writes of 256.0 MiB" in page.read_text()
     assert sorted(run.iterdir()) == before
 
 
-def test_pairs_of_steps_are_as_many_as_asked_for(tmp_path: Path) -> None:
+def test_changes_option_limits_the_pairs(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", *range(1, 9))
     for wanted, found in (("0", 0), ("2", 2), ("7", 7), ("99", 7)):
         changes = json.loads(report(run, "--json", "--changes", wanted)[1])["changes"]
@@ -117,38 +115,40 @@ def test_damaged_step_does_not_stop_the_page(tmp_path: Path) -> None:
     assert json.loads(out)["steps"][1]["state"] == "damaged"
 
 
-def test_a_run_of_which_only_an_empty_history_is_left_has_a_page(tmp_path: Path) -> None:
+def test_run_with_empty_history_has_a_page(tmp_path: Path) -> None:
     run, page = write_history(tmp_path / "run"), tmp_path / "page.html"
     assert report(run, "-o", page)[0] == 0
     assert "The history has no events yet." in page.read_text()
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_what_is_no_run_ends_with_3_in_one_line(tmp_path: Path, as_json: bool) -> None:
+def test_path_without_a_run_exits_with_3(tmp_path: Path, as_json: bool) -> None:
     (tmp_path / "nothing").mkdir()
     code, out, error = report(tmp_path / "nothing", "-o", tmp_path / "page.html", *(["--json"] if as_json else []))
     assert code == 3
-    told = json.loads(out)["message"] if as_json else error.removeprefix("jaxckpt: ").rstrip("\n")
-    assert told == f"{tmp_path / 'nothing'}: expected a run, found neither a step nor history.jsonl"
+    message = json.loads(out)["message"] if as_json else error.removeprefix("jaxckpt: ").rstrip("\n")
+    assert message.startswith(f"{tmp_path / 'nothing'}: expected a run")
+    assert "\n" not in message
     assert not (tmp_path / "page.html").exists()
 
 
-def test_what_is_no_report_is_not_replaced(tmp_path: Path) -> None:
+def test_other_file_is_not_replaced(tmp_path: Path) -> None:
     run, page = made_run(tmp_path / "run", 1), tmp_path / "weights.safetensors"
     page.write_bytes(b"precious")
     code, _, error = report(run, "-o", page)
     assert (code, page.read_bytes()) == (4, b"precious")
-    assert error.startswith(f"jaxckpt: {page}: expected a new file or an earlier report, found another file")
+    assert error.startswith(f"jaxckpt: {page}: ")
+    assert "found another file" in error
     assert error.count("\n") == 1
 
 
-def test_place_that_is_not_there_ends_with_4(tmp_path: Path) -> None:
+def test_missing_directory_of_page_exits_with_4(tmp_path: Path) -> None:
     code, _, error = report(made_run(tmp_path / "run", 1), "-o", tmp_path / "none" / "page.html")
     assert code == 4
     assert "expected the directory of the page" in error
 
 
-def test_the_documentation_tells_all_options_and_all_keys(tmp_path: Path, repo_root: Path) -> None:
+def test_all_options_and_keys_are_documented(tmp_path: Path, repo_root: Path) -> None:
     page = (repo_root / "docs" / "how-to" / "report.md").read_text()
     options = page.partition("## Options")[2].partition("## ")[0]
     assert set(re.findall(r"^\| `.*?(--[a-z-]+)` \|", options, re.MULTILINE)) == {
@@ -158,10 +158,3 @@ def test_the_documentation_tells_all_options_and_all_keys(tmp_path: Path, repo_r
         re.findall(r"`([a-z_]+)`", "".join(re.findall(r"^\| (`[^|]+) \|", page.partition("## The data")[2], re.M)))
     )
     assert keys == set(json.loads(report(made_run(tmp_path, 1), "--json")[1]))
-
-
-def test_its_help_says_what_it_is_for() -> None:
-    code, out, _ = report("--help")
-    assert code == 0
-    for word in ("--output", "--changes", "--measure-disk", "--json", "Write an HTML page about a run"):
-        assert word in out

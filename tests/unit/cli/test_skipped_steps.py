@@ -1,4 +1,4 @@
-"""A newest step that is damaged is skipped, and never in silence."""
+"""A damaged newest step is skipped, and every command reports that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.cli import maintain as verify
+from jaxckpt_train.cli import maintain
 from tests.support.commands import json_of, refused, run
 from tests.support.runs import (
     DAMAGE,
@@ -78,14 +78,14 @@ def test_skipped_step_is_reported_in_one_line(
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_each_command_tells_it(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_command_reports_skipped_steps(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     shutil.copytree(step_path(directory, 2), tmp_path / "same")
     remove_the_manifest(step_path(directory, 3))
     remove_commit(step_path(directory, 2))
     done = run(*call(tmp_path, name), "--json")
     assert name != "verify" or done.exit_code == 1
-    if name != "mv":  # the newest whole one stays where it is, which the next line says
+    if name != "mv":  # it refuses to move the newest valid step
         names = [step_path(directory, step).name for step in (3, 2)]
         assert json.loads(done.stdout)["skipped_a" if name == "diff" else "skipped"] == names
     assert [record.getMessage().partition(" is skipped")[0] for record in caplog.records][:2] == [
@@ -131,7 +131,7 @@ def test_earlier_quarantined_step_is_not_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a missing manifest", "a truncated COMMIT"])
-def test_if_all_are_damaged_it_ends_with_1(tmp_path: Path, name: str) -> None:
+def test_run_of_damaged_steps_exits_with_1(tmp_path: Path, name: str) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     for step in (1, 2):
         DAMAGE[name][0](step_path(directory, step))
@@ -146,19 +146,19 @@ def test_if_all_are_damaged_it_ends_with_1(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_one_of_a_newer_version_may_be_whole(tmp_path: Path, name: str) -> None:
+def test_step_of_newer_version_is_not_skipped(tmp_path: Path, name: str) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
     shutil.copytree(step_path(directory, 1), tmp_path / "same")
     becomes_newer(step_path(directory, 2))
     if name != "mv":  # of a run without one that may go
-        assert "; to take an older one, pass its number: --step 1" in refused(*call(tmp_path, name), code=1)
+        assert "--step 1" in refused(*call(tmp_path, name), code=1)
     becomes_newer(step_path(directory, 1))
     assert "FormatVersionError" in run(*call(tmp_path, name), "--json").stdout
     assert {path.name for path in tmp_path.iterdir()} == {"run", "same"}
 
 
 def becomes_newer(step: Path) -> None:
-    """As a later version of this package would write it."""
+    """Rewrite the step as a later version of this package would write it."""
     manifest = (step / "manifest.json").read_bytes().replace(b'"format_version":1', b'"format_version":9')
     (step / "manifest.json").write_bytes(manifest)
     commit = json.loads((step / "COMMIT").read_bytes())
@@ -166,18 +166,16 @@ def becomes_newer(step: Path) -> None:
     (step / "COMMIT").write_text(json.dumps(commit, separators=(",", ":")))
 
 
-def test_a_step_that_its_owner_deletes_meanwhile_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_deleted_meanwhile_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = made_run(tmp_path / "run", 1)
-    open_at = verify.open_at
+    open_at = maintain.open_at
 
     def opened_and_gone(*arguments: object) -> object:
         opened = open_at(*arguments)  # type: ignore[arg-type]
         shutil.rmtree(step_path(directory, 1))
         return opened
 
-    monkeypatch.setattr(verify, "open_at", opened_and_gone)
+    monkeypatch.setattr(maintain, "open_at", opened_and_gone)
     done = run("verify", directory)
     assert (done.exit_code, done.stdout) == (3, "")
     assert "was removed while it was being read" in done.stderr

@@ -48,7 +48,7 @@ def test_numbers_are_those_of_numpy(
     np.testing.assert_allclose(found["histogram"]["edges"], edges)
 
 
-def test_what_is_not_finite_is_counted_and_ends_with_1(tmp_path: Path) -> None:
+def test_nonfinite_values_are_counted_with_code_1(tmp_path: Path) -> None:
     values = np.array([1, np.nan, -2, np.inf, -np.inf, 0, np.nan], np.float32)
     found = stats_of(tmp_path, {"bad": values, "good": np.ones(3)}, code=1)
     bad = found["bad"]
@@ -59,7 +59,7 @@ def test_what_is_not_finite_is_counted_and_ends_with_1(tmp_path: Path) -> None:
     assert "bad" in printed("stats", tmp_path / "c", code=1)
 
 
-def test_what_has_no_values_or_only_one(tmp_path: Path) -> None:
+def test_empty_and_single_values_have_statistics(tmp_path: Path) -> None:
     tree = {
         "none": np.zeros((0, 4)),
         "one": np.float32(3),
@@ -90,25 +90,24 @@ def test_large_doubles_and_small_differences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "large"), [("float32", 1e20), ("float64", 1e17), ("float64", 1e200)])
-def test_the_mean_of_values_that_cancel(tmp_path: Path, dtype: str, large: float) -> None:
+def test_mean_of_cancelling_values_is_exact(tmp_path: Path, dtype: str, large: float) -> None:
     found = stats_of(tmp_path, {"a": np.array([large, -large, 3], dtype)})["a"]
     assert found["mean"] == 1
     assert found["norm"] == pytest.approx(math.sqrt(2) * large, rel=1e-7)
 
 
-def test_where_no_array_is_chosen_it_says_so(tmp_path: Path) -> None:
+def test_pattern_without_arrays_exits_with_2(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", {"state": {"lr": 0.5, "n": 3}, "data": jct.JsonValue(1)})
     message = refused("stats", tmp_path / "c", "lr", code=2)
-    assert message.endswith("'lr' selects no arrays, only 'state/lr', Python float: `jaxckpt show` prints their values")
-    assert "'*' selects no arrays, only 'state/lr', Python float, and 1 more:" in refused(
-        "stats", tmp_path / "c", "*", code=2
-    )
+    assert "'lr' selects no arrays, only 'state/lr'" in message
+    assert "`jaxckpt show`" in message
+    assert "Python float, and 1 more:" in refused("stats", tmp_path / "c", "*", code=2)
     assert printed("stats", tmp_path / "c") == "none of 2 leaves is an array\n"
     assert printed("stats", tmp_path / "c", "--part", "data") == "none of 0 leaves is an array\n"
     assert json_of("stats", tmp_path / "c")["leaves"] == []
 
 
-def test_complex_values_count_by_their_magnitudes_which_is_said(tmp_path: Path) -> None:
+def test_complex_values_count_by_their_magnitudes(tmp_path: Path) -> None:
     values = np.array([3 + 4j, 0, -5j])
     leaves = stats_of(tmp_path, {"w": np.ones(2), "z": values})
     found = leaves["z"]
@@ -118,17 +117,17 @@ def test_complex_values_count_by_their_magnitudes_which_is_said(tmp_path: Path) 
     assert last.endswith("of their magnitudes: state/z")
     assert "magnitudes" not in printed("stats", tmp_path / "c", "w")
     jct.save(tmp_path / "many", {f"w{number}": values for number in range(7)})
-    told_of = ", ".join(f"state/w{number}" for number in range(5))
-    assert printed("stats", tmp_path / "many").endswith(f"of their magnitudes: {told_of} and 2 more\n")
+    listed = ", ".join(f"state/w{number}" for number in range(5))
+    assert printed("stats", tmp_path / "many").endswith(f"of their magnitudes: {listed} and 2 more\n")
 
 
-def test_only_leaves_that_are_chosen_are_read(tmp_path: Path) -> None:
+def test_only_selected_leaves_are_read(tmp_path: Path) -> None:
     found = stats_of(tmp_path, {"a": np.ones(2), "b": np.zeros(2), "n": 3}, "a", "n")
     assert set(found) == {"a"}
     assert "histogram" not in stats_of(tmp_path, {"a": np.ones(2)}, "--no-histogram")["a"]
 
 
-def test_damage_ends_with_1_and_names_the_file(tmp_path: Path) -> None:
+def test_damaged_file_is_named_with_code_1(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1)
     flip_a_payload_byte(step_path(run, 1))
     assert "p00000-s000.safetensors" in refused("stats", run, code=1)

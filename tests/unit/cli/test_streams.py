@@ -1,4 +1,4 @@
-"""What becomes of a command whose output nobody reads, or the system refuses; and that nothing in it is raw."""
+"""Control characters in names and files reach no output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.runs import save_steps
 RAW = "evil\x1b[31m\nname"
 
 
-def test_nothing_that_files_or_names_hold_is_printed_raw(tmp_path: Path) -> None:
+def test_control_characters_are_never_printed_raw(tmp_path: Path) -> None:
     directory = tmp_path / RAW
     with jct.StepManager(directory) as manager:
         save_steps(manager, 1, metrics={"loss\x1b[31m\n": 1.0})

@@ -1,4 +1,4 @@
-"""What may not be read is not called damaged, and of a run the rest is told all the same."""
+"""Unreadable files are not reported as damaged, and the rest of a run is still reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.runs import made_run, step_path
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    """A run, whose permissions are given back."""
+    """A run, whose permissions are restored afterwards."""
     made = made_run(tmp_path / "run", 1, 2, 3)
     yield made
     for path in (step_path(made, 3), step_path(made, 2)):
@@ -49,8 +49,8 @@ class _FailingSource:
         self._source.close()
 
 
-def test_what_disk_fails_to_read_may_be_whole(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next try may succeed, or another way to the disk."""
+def test_failing_read_is_not_damage(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later try may succeed, or another path to the disk."""
     failing = _Failing(step_path(directory, 3), "state/p00000-s000.safetensors")
     monkeypatch.setattr("jaxckpt_train.cli.maintain.BACKEND", failing)
     monkeypatch.setattr("jaxckpt_train.cli.inspect.BACKEND", failing)
@@ -60,7 +60,7 @@ def test_what_disk_fails_to_read_may_be_whole(directory: Path, monkeypatch: pyte
     assert "Input/output error" in refused("stats", directory, code=4)
 
 
-def test_no_step_moves_with_unreadable_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_newer_step_blocks_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = made_run(tmp_path / "run", 1, 2, 3)
     monkeypatch.setattr("jaxckpt_train.cli.maintain.BACKEND", _Failing(step_path(directory, 3), "manifest.json"))
     refused("mv", directory, tmp_path / "moved", "--step", 1, code=4)

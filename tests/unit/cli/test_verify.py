@@ -1,4 +1,4 @@
-"""`jaxckpt verify` and `jaxckpt scrub`: every damage is found, named and changes nothing."""
+"""`jaxckpt verify` and `jaxckpt scrub`: every damage is found and named, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_verify_uses_newest_or_given_step(tmp_path: Path) -> None:
     assert json_of("verify", run, "--step", 1)["path"] == str(step_path(run, 1))
 
 
-def test_a_flipped_byte_ends_with_1_and_the_file_is_named(tmp_path: Path) -> None:
+def test_flipped_byte_names_file_with_code_1(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     flip_a_payload_byte(step_path(run, 2))
     before = files_below(run)
@@ -47,7 +47,7 @@ def test_a_flipped_byte_ends_with_1_and_the_file_is_named(tmp_path: Path) -> Non
     assert files_below(run) == before
 
 
-def test_only_what_was_compared_is_called_so(tmp_path: Path) -> None:
+def test_only_compared_bytes_are_counted(tmp_path: Path) -> None:
     saved = jct.save_checkpointables(
         tmp_path / "c", {"a": {"w": np.zeros(3000)}, "b": {"w": np.ones(700)}, "data": jct.JsonValue([1])}
     )
@@ -64,7 +64,7 @@ def test_only_what_was_compared_is_called_so(tmp_path: Path) -> None:
 
 
 @damaged
-def test_every_damage_ends_with_1_and_its_file_is_named(tmp_path: Path, damage, file: str) -> None:
+def test_every_damaged_file_is_named_with_code_1(tmp_path: Path, damage, file: str) -> None:
     run = made_run(tmp_path / "run", 1)
     damage(step_path(run, 1))
     if file in ("COMMIT", "manifest.json"):  # it cannot be opened
@@ -124,12 +124,12 @@ def test_scrub_keeps_to_its_rate() -> None:
 
 
 @pytest.mark.parametrize("rate", ["0", "-1", "nan"])
-def test_a_rate_that_is_none_is_refused(tmp_path: Path, rate: str) -> None:
+def test_invalid_rate_is_refused(tmp_path: Path, rate: str) -> None:
     assert "--mib-per-second: expected a number above 0" in refused(
         "scrub", tmp_path, f"--mib-per-second={rate}", code=2
     )
 
 
-def test_scrub_where_there_is_no_run_ends_with_3(tmp_path: Path) -> None:
+def test_scrub_without_a_run_exits_with_3(tmp_path: Path) -> None:
     refused("scrub", tmp_path, code=3)
     refused("scrub", tmp_path / "gone", code=3)
