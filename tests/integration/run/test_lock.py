@@ -163,7 +163,7 @@ def test_slow_lock_check_is_no_silence(tmp_path: Path, monkeypatch: pytest.Monke
 def test_unreadable_lock_is_not_taken_over(tmp_path: Path, quick_looks: None) -> None:
     class Refusing(LocalBackend):
         def modified_ns(self, path: str) -> int:
-            raise StorageError(errno.EIO, "refused to look", path)
+            raise StorageError(errno.EIO, "refused", path)
 
     dead_owner(tmp_path)
     edit_owner(tmp_path, host="another-machine")

@@ -122,7 +122,7 @@ def test_more_time_never_prevents_a_save(now: Situation, more_s: float) -> None:
 def test_time_limit_leaves_room_for_two_saves() -> None:
     assert leave_early_s(None, None, 1000.0) == leave_early_s(None, 5.0, 1000.0) == UNKNOWN_S
     assert leave_early_s(10.0, 3.0, 1000.0) == pytest.approx(ENDING_S + 2 * MARGIN * 10.0 + 2 * 3.0)
-    assert leave_early_s(0.0, None, 1000.0) == ENDING_S  # later than what is taken without knowing
+    assert leave_early_s(0.0, None, 1000.0) == ENDING_S  # less than for an unknown duration
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_first_save_measures_the_cost(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])
-def test_visible_updates_defer_save_to_longest_interval(kind: Any) -> None:
+def test_untimed_updates_defer_save_to_longest_interval(kind: Any) -> None:
     unseen = dataclasses.replace(KNOWN, is_unseen=True)
     assert interval_of(kind(max_interval_secs=None), unseen) == math.inf
     assert interval_of(kind(max_interval_secs=5000.0), unseen) == pytest.approx(5000, rel=0.01)

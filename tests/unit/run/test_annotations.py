@@ -180,7 +180,7 @@ def test_partial_append_loses_that_note_only(tmp_path: Path) -> None:
         assert {1, *range(100, 101 + room)} <= steps
 
 
-def test_a_refused_sync_leaves_no_number_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_sync_skips_no_note_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = LocalBackend()
     book = NoteBook(backend, str(tmp_path))
     book.add({"step": 1, "pin": True})
@@ -192,7 +192,7 @@ def test_a_refused_sync_leaves_no_number_out(tmp_path: Path, monkeypatch: pytest
     assert (book.number, pinned(tmp_path)) == (3, ({1, 2, 3}, None))
 
 
-def test_notes_that_cannot_be_read_are_added_to(tmp_path: Path, two_pins: bytes) -> None:
+def test_unreadable_notes_are_appended_to(tmp_path: Path, two_pins: bytes) -> None:
     pin(tmp_path, 500, backend=RefusingBackend("open", NOTES_NAME, errno.EIO, times=1))
     data = (tmp_path / NOTES_NAME).read_bytes()
     assert data.startswith(two_pins)

@@ -310,7 +310,7 @@ def test_training_resumes_before_damaged_step(tmp_path: Path) -> None:
     assert jct.verify(tmp_path / "step-0000000003.g1").ok
 
 
-def test_quarantined_metrics_do_not_move_on(tmp_path: Path) -> None:
+def test_metrics_of_damaged_step_are_not_inherited(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     with jct.StepManager(run) as manager:
         manager.attach_metrics(2, {"loss": 0.5})

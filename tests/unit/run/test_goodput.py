@@ -114,7 +114,7 @@ def test_a_roll_back_within_one_process() -> None:
     assert goodput(attempts(*events)).attempts[0].last_step == 60
 
 
-def test_clocks_that_disagree_make_no_share_above_one() -> None:
+def test_disagreeing_clocks_keep_share_below_one() -> None:
     early = [at(0, "start"), at(0, "resumed", step=0, resume_s=0.0), at(100, "end", step=10, how="finished")]
     late = [at(1, "start"), at(1, "resumed", step=10, resume_s=0.0), at(99, "end", step=20, how="finished")]
     found = goodput(attempts(*early, *late))

@@ -99,7 +99,7 @@ def test_holds_do_not_grow_with_restarts(tmp_path: Path, damage: Any, caplog: py
     assert StepManager(run).steps == [1, 10]
 
 
-def test_damage_after_that_is_damage_again(tmp_path: Path) -> None:
+def test_later_damage_holds_steps_again(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
     with StepManager(run) as manager:
         manager.pin(1)

@@ -149,7 +149,7 @@ def test_events_may_span_blocks(
     assert caplog.text.count("is left out") == 2
 
 
-def test_line_that_never_ends_is_not_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlong_line_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.run.history.BLOCK_BYTES", 64)
     monkeypatch.setattr("jaxckpt_train.run.history.MOST_LINE_BYTES", 512)
     history = History(LocalBackend(), str(tmp_path))
@@ -168,7 +168,7 @@ def test_recent_events_of_small_and_missing_history(tmp_path: Path) -> None:
     assert history.recent() == history.events()
 
 
-def test_of_very_large_history_end_is_recent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_recent_events_of_huge_history_are_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / HISTORY_NAME).write_bytes(b'{"event":"save","step":1}\n')
     os.truncate(tmp_path / HISTORY_NAME, 1 << 40)
     filling = b'{"event":"delete","name":"' + b"x" * 100 + b'"}\n'

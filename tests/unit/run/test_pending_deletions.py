@@ -141,7 +141,7 @@ def test_misreported_rename_still_deletes_step(tmp_path: Path) -> None:
 
 
 def test_undeletable_remains_do_not_block_reused_name(tmp_path: Path) -> None:
-    """While remains of a step exist, no later save is deleted under the same hidden name."""
+    """While remains of a step exist, a later save of its number gets another name."""
     backend = RefusingBackend("remove", hidden_name(THREE), errno.EBUSY, 1000)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
         saved(manager, 2)

@@ -48,7 +48,7 @@ def test_checkpoint_with_foreign_files_is_not_replaced(tmp_path: Path, other: st
     assert jct.load(tmp_path / "c") == {"w": 1}
 
 
-def test_a_damaged_checkpoint_is_replaced_all_the_same(tmp_path: Path) -> None:
+def test_damaged_checkpoint_can_be_overwritten(tmp_path: Path) -> None:
     jct.save_checkpointables(tmp_path / "c", {"state": STATE, "more": jct.JsonValue(3)})
     (tmp_path / "c" / "manifest.json").write_bytes(b"?")
     jct.save(tmp_path / "c", {"w": 1}, overwrite=True)
@@ -213,8 +213,8 @@ def test_step_removed_during_read_is_not_damaged(tmp_path: Path, monkeypatch: py
             raise AssertionError("the read opens more files than expected")
 
 
-@pytest.mark.parametrize("look", [False, True])
-def test_foreign_save_during_restore_is_not_abandoned(tmp_path: Path, look: bool) -> None:
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_foreign_save_during_restore_is_not_abandoned(tmp_path: Path, is_noticed: bool) -> None:
     owner, reader = jct.StepManager(tmp_path), jct.StepManager(tmp_path)
     save_steps(owner, 10)
     to_save = [20]
@@ -224,7 +224,7 @@ def test_foreign_save_during_restore_is_not_abandoned(tmp_path: Path, look: bool
             return
         while to_save:
             save_steps(owner, to_save.pop())
-        if look:
+        if is_noticed:
             assert reader.latest == 20
 
     assert step_of(reader.restore(step=10, progress=meanwhile)) == 10
@@ -253,13 +253,6 @@ def test_fresh_start_refuses_foreign_saves(tmp_path: Path, begin: str) -> None:
     assert jct.StepManager(tmp_path).latest == 30
 
 
-def test_unrestored_manager_continues_existing_run(tmp_path: Path) -> None:
-    made_run(tmp_path, 10, 20)
-    with jct.StepManager(tmp_path) as steps:
-        save_steps(steps, 30)
-    assert jct.StepManager(tmp_path).steps == [10, 20, 30]
-
-
 def test_fresh_start_continues_its_own_saves(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as steps:
         with pytest.raises(jct.StepNotFoundError):
@@ -268,11 +261,11 @@ def test_fresh_start_continues_its_own_saves(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == [10, 20]
 
 
-@pytest.mark.parametrize("look", ["metadata", "path"])
-def test_lookup_is_no_fresh_start(tmp_path: Path, look: str) -> None:
+@pytest.mark.parametrize("method", ["metadata", "path"])
+def test_lookup_is_no_fresh_start(tmp_path: Path, method: str) -> None:
     with jct.StepManager(tmp_path) as steps:
         with pytest.raises(jct.StepNotFoundError):
-            getattr(steps, look)()
+            getattr(steps, method)()
         made_run(tmp_path, 10)
         save_steps(steps, 20)
     assert jct.StepManager(tmp_path).steps == [10, 20]

@@ -51,7 +51,7 @@ def test_a_target_gets_back_its_own_types(tmp_path: Path) -> None:
 
 
 @damaged
-def test_past_damaged_newest_step_one_before_is_restored(
+def test_damaged_newest_step_falls_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], file: str
 ) -> None:
     run = made_run(tmp_path, 1, 2, 3)
@@ -102,7 +102,7 @@ def test_an_empty_run_has_nothing_to_restore(tmp_path: Path) -> None:
             manager.restore()
 
 
-def test_a_step_by_its_number(tmp_path: Path) -> None:
+def test_step_is_restored_by_number(tmp_path: Path) -> None:
     manager = jct.StepManager(made_run(tmp_path, 10, 20, 30))
     assert step_of(manager.restore(step=20)) == 20
     with pytest.raises(jct.StepNotFoundError, match="step 25; committed: 10, 20, 30"):

@@ -119,7 +119,7 @@ def test_idle_loop_logs_nothing(log: Log) -> None:
     assert log.events()[-1] == {"event": "progress", "step": 41}
 
 
-def test_the_heartbeat_of_the_lock_notes_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_heartbeat_records_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(run_log, "LEAST_S", 0.0)
     monkeypatch.setattr(run_log, "MOST_S", 0.0)

@@ -1,4 +1,4 @@
-"""The scrubber: finds damage while the run goes on, keeps to its rate, is off by default, and leaves no thread."""
+"""The scrubber: it finds damage during training, keeps to its rate, is off by default, and leaves no thread."""
 
 from __future__ import annotations
 

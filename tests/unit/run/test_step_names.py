@@ -33,7 +33,7 @@ def test_names_sort_like_numbers_to_ten_digits() -> None:
         "step-0000000\uff1100", "Step-0000000100", "step-0000000100.g1000000", "step-0000000100.g" + "9" * 5000,
     ],
 )  # fmt: skip
-def test_anything_else_is_no_step(name: str) -> None:
+def test_other_names_are_not_steps(name: str) -> None:
     assert parse_step_name(name) is None
 
 

@@ -84,7 +84,7 @@ def test_older_step_waits_for_sync_of_newest(tmp_path: Path, refusals: int) -> N
     assert StepManager(tmp_path).latest == 2
 
 
-def test_files_that_object_has_written_are_adopted(tmp_path: Path) -> None:
+def test_files_of_unknown_size_are_adopted(tmp_path: Path) -> None:
     transaction = Transaction(LocalBackend(), str(tmp_path / "c"), jct.StoreSettings())
     Path(transaction.add_folder("data"), "own.bin").write_bytes(b"own")
     with stat_refused(lambda path: path.endswith("own.bin")):

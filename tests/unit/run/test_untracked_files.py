@@ -115,7 +115,7 @@ def test_roll_back_past_unreadable_steps_persists(tmp_path: Path) -> None:
     assert (reader.latest, step_of(reader.restore())) == (15, 15)
 
 
-def test_warning_that_disk_refuses_costs_no_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_listing_does_not_stop_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_run(tmp_path, 1)
     manager = StepManager(run)
     listing, record_damage = manager._backend.list, manager._run.record_damage
