@@ -149,7 +149,7 @@ class RecordingBackend(LocalBackend):
 
 
 class RecordingListener:
-    """In place of a run, for who deletes. Writes down what is gone; all that waits may go."""
+    """Replaces a run in tests of the deleter: confirms every deletion and records the deleted names."""
 
     def __init__(self) -> None:
         self.gone: list[str] = []
@@ -158,13 +158,13 @@ class RecordingListener:
         return list(names)
 
     def deletions_delayed(self, names: Sequence[str]) -> None:
-        """They may go the next time, too."""
+        """Ignored: these deletions are confirmed again the next time."""
 
     def deleted(self, name: str) -> None:
         self.gone.append(name)
 
     def refused(self, name: str) -> None:
-        """It is told by the log, too."""
+        """Ignored: the deleter logs the refusal."""
 
 
 def callback_on(backend: LocalBackend, directory: Path | str, **options: Any) -> jct.CheckpointCallback:

@@ -1,4 +1,4 @@
-"""Locks of an owner to test with: of other processes, seen at other times, and backends that interfere."""
+"""Locks for tests: those of other processes, and back ends that change them at chosen moments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def new_lock(directory: Path, backend: Any = None) -> OwnerLock:
 
 
 def edit_owner(directory: Path, **process: Any) -> None:
-    """Make the lock that of another process."""
+    """Change the process that is recorded in the lock."""
     path = directory / LOCK_NAME
     record = json.loads(path.read_bytes())
     record["process"].update(process)
@@ -27,7 +27,7 @@ def edit_owner(directory: Path, **process: Any) -> None:
 
 
 class Beats(LocalBackend):
-    """A disk whose lock has these modification times, one at each look, and then the last one for ever."""
+    """A disk that reports these modification times of the lock one by one, and then always the last one."""
 
     def __init__(self, *modified_ns: int) -> None:
         self._modified_ns = list(modified_ns)
