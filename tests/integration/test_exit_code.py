@@ -42,7 +42,7 @@ def test_failed_save_exits_with_1_after_exit_functions(imports: str) -> None:
     assert done.stderr.count("OSError: a disk") == 1
 
 
-def test_without_failure_code_is_that_of_script() -> None:
+def test_exit_code_without_failure_is_unchanged() -> None:
     done = ended(work="lambda: None", ending="sys.exit(7)")
     assert (done.returncode, done.stdout, done.stderr) == (7, "second\nfirst\n", "")
 

@@ -48,7 +48,7 @@ def test_no_module_hides_a_public_name(repo_root: Path) -> None:
     assert jaxckpt_train.testing is importlib.import_module("jaxckpt_train.testing")
 
 
-def test_errors_are_there_without_import_of_their_own(run_python) -> None:
+def test_errors_need_no_import_of_their_own(run_python) -> None:
     program = "import jaxckpt_train as jct; assert jct.errors.SettingsError is jct.SettingsError"
     run_python(program, check=True, fresh=True)
 

@@ -312,7 +312,7 @@ atexit.register(lambda: {RUN}.save(2, {{"state": np.arange(2)}}))
 
 @pytest.mark.parametrize("threads", ["", NO_THREADS], ids=["threads", "no threads"])
 @pytest.mark.parametrize("script", SAVES_LATE.values(), ids=SAVES_LATE)
-def test_saves_after_the_end_of_the_main_thread(script: str, threads: str, tmp_path: Path, run_python: Any) -> None:
+def test_saves_after_main_thread_are_committed(script: str, threads: str, tmp_path: Path, run_python: Any) -> None:
     before = "import atexit, sys, threading\nimport numpy as np\nimport jaxckpt_train as jct\n"
     done = run_python(before + threads + script, tmp_path, check=True, fresh=True)
     assert "ulimit" not in done.stderr

@@ -59,14 +59,14 @@ print(len(like_macos.full_syncs) > 10, len(plain) - len(like_macos.full_syncs))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="imitates macOS on Linux")
-def test_a_training_is_saved_and_resumed(tmp_path: Path, run_python: RunPython) -> None:
+def test_training_resumes_without_linux_features(tmp_path: Path, run_python: RunPython) -> None:
     done = run_python(PROGRAM, tmp_path, fresh=True, check=True)
     assert done.stdout == "True 0\n"  # the imitation syncs once by `os.fsync` itself
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="imitates macOS on Linux")
-def test_a_part_of_the_tests_passes(repo_root: Path) -> None:
+def test_selected_tests_pass_without_linux_features(repo_root: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.support.like_macos", *PART]
     command += ["--deselect", ABOUT_DIRECT]
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=800, check=False)

@@ -90,7 +90,7 @@ def test_preempted_multirun_job_raises_an_ordinary_error(tmp_path: Path, monkeyp
         train(tmp_path / "exit", 1, on_preemption="exit")
 
 
-def test_next_run_goes_on_where_preempted_one_left(tmp_path: Path) -> None:
+def test_next_run_resumes_where_preempted_one_stopped(tmp_path: Path) -> None:
     for asked_at in (2, 5, 9):
         with pytest.raises(SystemExit):
             train(tmp_path, asked_at, keep_latest=1)
@@ -130,7 +130,7 @@ def test_step_that_is_due_anyway_is_saved_once(tmp_path: Path) -> None:
     assert [(event["step"], event["reason"]) for event in events] == [(4, "preemption: signal SIGTERM")]
 
 
-def test_inside_evaluation_completed_update_is_saved_at_once(tmp_path: Path) -> None:
+def test_request_during_evaluation_saves_at_once(tmp_path: Path) -> None:
     with pytest.raises(SystemExit), callback(tmp_path) as ckpt:
         _, data = ckpt.resume(state_of(0), Counter())
         for step in ckpt.steps(50):
@@ -240,7 +240,7 @@ def test_notice_file_requests_shutdown(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path / "run").steps == []
 
 
-def test_time_limit_asks_early_enough_for_last_save(tmp_path: Path) -> None:
+def test_time_limit_leaves_time_for_last_save(tmp_path: Path) -> None:
     with (
         pytest.raises(jct.Preempted, match="shutdown requested by the time limit"),
         callback(tmp_path, max_run_time_s=20.00001, grace_period_s=20.0, on_preemption="raise") as ckpt,
@@ -355,7 +355,7 @@ def test_interrupt_after_a_request_saves_nothing(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == []
 
 
-def test_error_after_request_before_any_update_leaves_too(tmp_path: Path) -> None:
+def test_error_after_request_without_updates_exits(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught, callback(tmp_path) as ckpt:
         ckpt.resume(state_of(0), range_iterator())
         send()

@@ -13,7 +13,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.config import CheckpointConfig, StoreConfig, callback_arguments, is_multirun, resolve_directory
 
 
-def test_policy_of_somebody_else_is_built_by_hydra() -> None:
+def test_custom_policy_is_built_by_hydra() -> None:
     node = {"_target_": f"{OwnPolicy.__module__}.{OwnPolicy.__qualname__}", "every": 3}
     assert callback_arguments({"save_policy": {"_target_": "jaxckpt_train.AnySavePolicy", "policies": [node]}})
     assert callback_arguments({"save_policy": OwnPolicy(3)})["save_policy"] == OwnPolicy(3)

@@ -87,7 +87,7 @@ class Refusing(MemoryBackend):
 
 
 @pytest.mark.timeout(20)
-def test_save_that_fails_by_such_error_ends(tmp_path: Path) -> None:
+def test_save_failing_with_circular_error_ends(tmp_path: Path) -> None:
     with jct.StepManager("/run", backend=Refusing()) as steps:
         steps.save(1, {"state": {"w": np.ones(3)}})
         with pytest.raises(OSError, match="refused"):

@@ -114,7 +114,7 @@ def _submodule(origin: str, name: str) -> str:
 
 
 def _own_name(name: str) -> str | None:
-    """The name below the package, or None for a module of somebody else."""
+    """The name below the package, or None for a module of another package."""
     top, _, rest = name.partition(".")
     return (rest or "__init__") if top == PACKAGE else None
 

@@ -87,7 +87,7 @@ def test_no_text_becomes_code(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "source"), MAY_IMPORT_BY_NAME)
-def test_an_exception_is_one_that_is_needed(name: str, source: str) -> None:
+def test_each_exception_is_needed(name: str, source: str) -> None:
     assert source in [ast.unparse(node) for node in ast.walk(MODULES[name].tree)]
     assert code_from_text(Module("store.manifest", source)) != []
 

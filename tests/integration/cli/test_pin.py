@@ -13,7 +13,7 @@ def pinned(directory: Path) -> list[int]:
     return [info.step for info in jct.StepManager(directory).infos if info.pinned]
 
 
-def test_a_live_owner_is_not_disturbed(tmp_path: Path) -> None:
+def test_run_with_live_owner_is_not_pinned(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     with talking_to(OWNER, directory) as owner:
         assert owner.read() == "owned"

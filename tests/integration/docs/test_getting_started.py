@@ -75,7 +75,7 @@ def run_here(script: Path, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     return np.asarray(names["state"]["w"]).tobytes()
 
 
-def test_resumes_after_kill_and_after_request(
+def test_tutorial_resumes_after_kill_and_signal(
     page: Page, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     killed = start(script, tmp_path)

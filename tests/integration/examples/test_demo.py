@@ -52,7 +52,7 @@ def compared(first: demo.Training, second: demo.Training) -> list[demo.Compariso
     return demo.compare(demo.what_is_left(first), demo.what_is_left(second))
 
 
-def test_the_demo_ends_well(run_example: Any, tmp_path: Path) -> None:
+def test_demo_of_equal_trainings_succeeds(run_example: Any, tmp_path: Path) -> None:
     arguments = ("--steps", "600", "--preemptions", "1", "--directory", str(tmp_path / "demo"))
     output = run_example("demo.py", *arguments, cwd=tmp_path)
     assert output.count("exit code 75") == 1
@@ -63,7 +63,7 @@ def test_the_demo_ends_well(run_example: Any, tmp_path: Path) -> None:
     assert [one.leaves for one in compared(preempted, alone)] == [4, 9, 1, 1, 1, 600]
 
 
-def test_two_trainings_that_left_the_same_are_equal(tmp_path: Path) -> None:
+def test_identical_trainings_are_equal(tmp_path: Path) -> None:
     assert all(one.equal for one in compared(training(tmp_path / "a"), training(tmp_path / "b")))
 
 

@@ -43,7 +43,9 @@ def in_one_go(run_example: Any, tmp_path_factory: pytest.TempPathFactory) -> tup
     return cwd, losses_in(run_example("train_lm.py", "steps=6", *SMALL, cwd=cwd))
 
 
-def test_it_resumes_bit_for_bit(in_one_go: tuple[Path, list[str]], run_example: Any, tmp_path: Path) -> None:
+def test_restarted_training_resumes_exactly(
+    in_one_go: tuple[Path, list[str]], run_example: Any, tmp_path: Path
+) -> None:
     cwd, losses = in_one_go
     first = run_example("train_lm.py", "steps=3", *SMALL, cwd=tmp_path)
     second = run_example("train_lm.py", "steps=6", *SMALL, cwd=tmp_path)

