@@ -1,7 +1,7 @@
-"""A block device that writes down all that is written to it, and every flush: `recorded_disk`.
+"""A block device that records all writes and flushes: `recorded_disk`.
 
-A file system on a loop device on a file of a `FuseDisk`: what the kernel sends there, block by block, goes to a list
-before it is answered. No part of the kernel need be made for that, as `dm-log-writes` would have to be.
+The file system is on a loop device, whose image is a file of a `FuseDisk`. The FUSE server appends each request of the
+kernel to a list before it replies. Unlike `dm-log-writes`, this needs no kernel module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECORD = struct.Struct("=QI")
 
 
 class Recorder(Server):
-    """Serves an image, and writes down what changes it."""
+    """Serve an image, and record its changes."""
 
     def __init__(self, device: int, backing: Path, control: mmap.mmap) -> None:
         super().__init__(device, backing, control)
@@ -43,7 +43,7 @@ class Recorder(Server):
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A write to the device, or a flush (`data` is None); `end` is how long the list was with it, in bytes."""
+    """A write to the device, or a flush (`data` is None); `end` is the length of the list after it, in bytes."""
 
     end: int
     offset: int = 0
@@ -51,7 +51,7 @@ class Change:
 
 
 class RecordedDisk:
-    """A file system whose device is recorded, mounted at `path`; `start` is what was on it before."""
+    """A file system on a recorded device, mounted at `path`; `start` is the initial image."""
 
     def __init__(self, folder: Path, disk: FuseDisk, kind: str, start: Path | None) -> None:
         self.path, self._list = folder / "recorded", disk.backing / LIST
@@ -68,11 +68,11 @@ class RecordedDisk:
             raise
 
     def written(self) -> int:
-        """Bytes of the list until now: a moment in the life of the device."""
+        """Return the length of the list, which identifies a moment."""
         return self._list.stat().st_size
 
     def changes(self) -> Iterator[Change]:
-        """All of them, in the order in which the device got them."""
+        """Yield all changes in order."""
         content, at = memoryview(self._list.read_bytes()), 0
         while at < len(content):
             offset, size = RECORD.unpack_from(content, at)
@@ -90,7 +90,7 @@ class RecordedDisk:
 
 @contextlib.contextmanager
 def recorded_disk(folder: Path, kind: str, start: Path | None = None) -> Iterator[RecordedDisk]:
-    """A file system of a kind, empty or the image `start`, whose device is recorded until the end."""
+    """Record the device of a file system, which is empty or starts from the image `start`."""
     with fuse_disk.fuse_disk(folder, __spec__.name) as disk:
         made = RecordedDisk(folder, disk, kind, start)
         try:
@@ -100,12 +100,12 @@ def recorded_disk(folder: Path, kind: str, start: Path | None = None) -> Iterato
 
 
 def attach(image: Path) -> str:
-    """A loop device on a file."""
+    """Attach a loop device to a file."""
     return run_command("losetup", "--find", "--show", image).strip()
 
 
 def detach(device: str) -> None:
-    """Free it."""
+    """Detach a loop device."""
     run_command("losetup", "--detach", device)
 
 

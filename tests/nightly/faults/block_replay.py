@@ -1,11 +1,10 @@
-"""Makes all that a device may hold after a power cut, mounts it, and looks.
+"""Create possible states of a device after a power failure, mount them, and check the promises.
 
 `python -m tests.nightly.faults.block_replay`
 
-A run, or a single checkpoint, is saved again and again on a real ext4 or xfs whose device is recorded. Of a state all
-is there that was written before the last flush, and of what came since some blocks of 4 KiB. The file system mends
-itself when it is mounted; then all that had been acknowledged until that moment must be there. Some recordings go on
-from such a state of another one.
+A run, or a single checkpoint, is saved repeatedly on a real ext4 or xfs whose device is recorded. A state holds all
+writes before the last flush, and some blocks of 4 KiB of later writes. The file system recovers when it is mounted;
+then everything acknowledged until that moment must be there. Some recordings start from such a state of another one.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from tests.nightly.faults.campaign_end import leave_with, those_that_can
 from tests.nightly.faults.loop_disk import UNMOUNT_S
 
 BLOCK = 4096
-BLKFLSBUF = 0x1261  # from <linux/fs.h>: forget what is cached of a block device
+BLKFLSBUF = 0x1261  # from <linux/fs.h>: drop the cache of a block device
 Blocks = dict[int, bytes]  # the content of a device by the number of the block; the others are zero
 KINDS = ("ext4", "xfs")
 STATES_OF_ONE = 250
-GOES_ON = 0.5
+CONTINUE_SHARE = 0.5
 SAVES, BUSY_S = 12, 0.01
 RUN, SINGLE = "data/run", "data/one"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -54,7 +53,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclasses.dataclass
 class Found:
-    """What a campaign came to: states looked at, how many had any save, and what must not be."""
+    """The result of a campaign: states checked, states with a save, and problems."""
 
     states: int = 0
     with_saves: int = 0
@@ -63,10 +62,10 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """A program's life on a recorded device: what was on it before, what changed it, and what was promised when.
+    """A program on a recorded device: the initial content, the changes, and the promises.
 
     Attributes:
-        boot: how often the machine had been started before.
+        boot: the number of earlier boots of the machine.
     """
 
     start: Blocks
@@ -77,14 +76,14 @@ class Recording:
 
 
 def why_not(kind: str) -> str | None:
-    """Why this cannot be done here; None: it can."""
+    """Return why this machine cannot run the campaign, or None."""
     return loop_disk.why_not(kind) or fuse_disk.why_not()
 
 
 def record(
     folder: Path, kind: str, program: str, chance: random.Random, settings: StoreSettings, before: Recording | None
 ) -> Recording:
-    """Save some times on a new file system, or on what a power cut left `before`."""
+    """Save several times on a new file system, or on a state of an earlier recording."""
     image = None if before is None else _image(folder / "before.start", kind, before.start)
     with recorded_disk(folder, kind, image) as disk:
         facts = Facts(keep=chance.choice((None, 1, 2))) if before is None else before.facts
@@ -100,7 +99,7 @@ def record(
 
 
 def _save_steps(root: Path, facts: Facts, chance: random.Random, settings: StoreSettings) -> Iterator[Any]:
-    """Saves, replacements, and pins; hands out what is to be told of each, for the moment at which it is handed out."""
+    """Save, replace and pin steps; yield functions that record each promise at a moment."""
     policy = None if facts.keep is None else LatestN(facts.keep)
     with StepManager(root / RUN, preservation_policy=policy, settings=settings) as manager:
         for _ in range(SAVES):
@@ -118,7 +117,7 @@ def _save_steps(root: Path, facts: Facts, chance: random.Random, settings: Store
 
 
 def _save_single(root: Path, facts: Facts, chance: random.Random, settings: StoreSettings) -> Iterator[Any]:
-    """The same for one name that is overwritten."""
+    """Save one checkpoint that is overwritten; yield functions that record each promise."""
     for _ in range(SAVES):
         made: list[Any] = []
         yield lambda at, made=made: made.append(facts.begin(0, at))
@@ -127,7 +126,7 @@ def _save_single(root: Path, facts: Facts, chance: random.Random, settings: Stor
 
 
 class Replayed:
-    """A device that is made to hold one state after the other, and where it is mounted."""
+    """A device that holds a sequence of states, and its mount point."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._kind, self.path, self._image = kind, folder / "replayed", folder / "replayed.img"
@@ -138,7 +137,7 @@ class Replayed:
         self._device = attach(self._image)
 
     def hold(self, blocks: Blocks) -> None:
-        """Make it hold just these blocks, also for a kernel that still knows others, as while somebody has it open."""
+        """Write these blocks, and drop blocks that the kernel has cached while another process has the device open."""
         device = os.open(self._device, os.O_RDONLY)
         try:
             fcntl.ioctl(device, BLKFLSBUF)
@@ -148,7 +147,7 @@ class Replayed:
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[None]:
-        """The file system mends itself first."""
+        """Mount the file system, which first recovers."""
         path = os.fsencode(self.path)
         if _libc.mount(self._device.encode(), path, self._kind.encode(), 0, None) != 0:
             raise OSError(ctypes.get_errno(), f"the {self._kind} cannot be mounted")
@@ -158,19 +157,19 @@ class Replayed:
             gc.collect()
             until = time.monotonic() + UNMOUNT_S
             while _libc.umount2(path, 0) != 0:
-                if time.monotonic() > until:  # no finding, and nothing can be looked at after it
+                if time.monotonic() > until:  # not a finding, and no further state can be checked
                     raise RuntimeError(f"{self.path} cannot be unmounted: {os.strerror(ctypes.get_errno())}")
                 time.sleep(BUSY_S)
 
     def close(self) -> None:
-        """Free the device."""
+        """Detach the device."""
         os.close(self._file)
         detach(self._device)
 
 
 @contextlib.contextmanager
 def replayed(folder: Path, kind: str) -> Iterator[Replayed]:
-    """Such a device, until the end."""
+    """Yield a device for replays, and close it at the end."""
     made = Replayed(folder, kind)
     try:
         yield made
@@ -179,7 +178,7 @@ def replayed(folder: Path, kind: str) -> Iterator[Replayed]:
 
 
 def states(recording: Recording, count: int, chance: random.Random) -> Iterator[tuple[int, Blocks]]:
-    """So many crash states, from the first moment to the last: the moment, and what the device holds."""
+    """Yield `count` crash states in order of their moments: the moment, and the blocks of the device."""
     blocks, pending = dict(recording.start), list[Change]()
     chosen = sorted(chance.choices(range(len(recording.changes)), k=count))
     for index, change in enumerate(recording.changes):
@@ -198,7 +197,7 @@ def states(recording: Recording, count: int, chance: random.Random) -> Iterator[
 
 
 def _write(blocks: Blocks, change: Change, is_there: Callable[[], bool]) -> None:
-    """Those of its blocks that are there."""
+    """Apply the blocks of a write that reached the device."""
     assert change.data is not None
     at = 0
     while at < len(change.data):
@@ -211,7 +210,7 @@ def _write(blocks: Blocks, change: Change, is_there: Callable[[], bool]) -> None
 
 
 def _image(path: Path, kind: str, blocks: Blocks) -> Path:
-    """A new file that holds just these blocks."""
+    """Create a file that holds just these blocks."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         _fill(file, loop_disk.SIZES_MIB[kind] << 20, blocks)
@@ -228,7 +227,7 @@ def _fill(file: int, size: int, blocks: Blocks) -> None:
 
 
 def _blocks_of(path: Path) -> Blocks:
-    """Those that are not all zero."""
+    """Return the blocks that are not all zero."""
     content = np.fromfile(path, np.uint8).reshape(-1, BLOCK)
     return {int(number): content[number].tobytes() for number in np.flatnonzero(content.any(axis=1))}
 
@@ -241,28 +240,28 @@ def campaign(
     settings: StoreSettings | None = None,
     programs: Sequence[str] = ("run", "run", "run", "single"),
 ) -> Found:
-    """So many states of one kind of file system, of several recordings."""
+    """Check `count` states of one kind of file system, from several recordings."""
     found, chance = Found(), random.Random(seed)
     before: Recording | None = None
     with replayed(folder, kind) as disk:
         for number in range(-(-count // STATES_OF_ONE)):
             place = folder / f"recording-{number}"
             place.mkdir()
-            if chance.random() >= GOES_ON:
+            if chance.random() >= CONTINUE_SHARE:
                 before = None
             program = chance.choice(programs) if before is None else before.program
             recording = record(place, kind, program, chance, settings or StoreSettings(), before)
             for each in place.rglob("*.start"):
                 each.unlink()
             subject = f"{kind}, seed {seed}, recording {number} ({program})"
-            before = _look_at(found, disk, recording, min(STATES_OF_ONE, count - found.states), chance, subject)
+            before = _check_states(found, disk, recording, min(STATES_OF_ONE, count - found.states), chance, subject)
     return found
 
 
-def _look_at(
+def _check_states(
     found: Found, disk: Replayed, recording: Recording, count: int, chance: random.Random, subject: str
 ) -> Recording:
-    """Look at so many states of it; returns one of them, for another recording to go on from."""
+    """Check `count` states of a recording; return one of them as the start of another recording."""
     one = chance.randrange(count)
     for number, (moment, blocks) in enumerate(states(recording, count, chance)):
         disk.hold(blocks)
@@ -281,7 +280,7 @@ def _look_at(
 
 
 def _problems(root: Path, program: str, facts: Facts) -> list[str]:
-    (root / "data").mkdir(exist_ok=True)  # the cut may have come before it was there
+    (root / "data").mkdir(exist_ok=True)  # the power may have failed before it existed
     if program == "single":
         path = root / SINGLE
         return problems_of_single(str(path), StoreSettings(), facts, lambda: os.listdir(path.parent))
@@ -291,12 +290,12 @@ def _problems(root: Path, program: str, facts: Facts) -> list[str]:
 
 
 def _names(folder: Path) -> list[str]:
-    """What is half made for the lock is left alone for a while, as somebody may be at work on it."""
+    """Return the names in a folder, except temporary files of locks, which another process may still use."""
     return [name for name in os.listdir(folder) if not name.startswith(TEMPORARY_PREFIXES)]
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--states", type=int, default=20_000, help="over all kinds of file systems")
     parser.add_argument("--seed", type=int, default=0)
@@ -313,7 +312,7 @@ def main() -> None:
 
 
 def _memory() -> str | None:
-    """Where files are in memory, if there is such a place."""
+    """Return a folder in memory, or None."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 

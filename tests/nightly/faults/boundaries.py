@@ -1,8 +1,8 @@
-"""Ends a training at every call on a file that Python knows of: `python -m tests.nightly.faults.boundaries`.
+"""End a training at every file operation that Python audits: `python -m tests.nightly.faults.boundaries`.
 
-`ckpt-chaos` finds these boundaries by the interpreter's audit events, ends a process at each (at once, or by a SIGTERM
-and soon after), and starts the training again. It must begin after the newest step that was complete, and come to the
-result of a training that nobody disturbed, bit for bit.
+`ckpt-chaos` finds these boundaries by the audit events of the interpreter, ends a process at each (at once, or soon
+after a SIGTERM), and starts the training again. It must resume after the newest complete step, and reach the result of
+an undisturbed training, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VERDICT = re.compile(r"  (PASS|HARD_FAIL|SILENT_DIVERGENCE|LOST_WORK|CONTROL_FA
 
 @dataclasses.dataclass
 class Found:
-    """What it came to: points at which a process ended, those that none came to, and those that are not PASS."""
+    """The result of a campaign: boundaries reached, boundaries missed, and verdicts other than PASS."""
 
     points: int = 0
     missed: int = 0
@@ -38,7 +38,7 @@ class Found:
 
 
 def why_not() -> str | None:
-    """Why it cannot be done here; None: it can."""
+    """Return why this machine cannot run the campaign, or None."""
     return None if find_spec("ckpt_chaos") else "needs the package ckpt-chaos"
 
 
@@ -46,13 +46,13 @@ def campaign(folder: Path, most: int | None, how: str = "ours", modes: str = "be
     """End a training at `most` boundaries, shared between the modes, or at all in each.
 
     Args:
-        folder: an empty one.
-        most: boundaries; None: all.
-        how: it saves: "ours", one of `FLAWS`, or "by_hand".
-        modes: how it ends.
+        folder: an empty folder.
+        most: the number of boundaries; None: all.
+        how: the way to save: "ours", one of `FLAWS`, or "by_hand".
+        modes: the ways to end the process.
 
     Raises:
-        RuntimeError: it did not come to a verdict.
+        RuntimeError: ckpt-chaos gave no verdict.
     """
     out = [] if how == "by_hand" else ["--checkpoint-glob", "{out}/run/step-*", "--ckpt-ignore-size"]
     done = subprocess.run(
@@ -74,14 +74,14 @@ def campaign(folder: Path, most: int | None, how: str = "ours", modes: str = "be
     if not rows or (done.returncode != 0) != bool(problems):
         raise RuntimeError(f"ckpt-chaos ended with {done.returncode}: {done.stdout[-1500:]}{done.stderr[-1500:]}")
     points = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("work/pt_[0-9]*/result.json")]
-    reached = sum(point["crashed"] for point in points)  # threads take turns: another run may have fewer calls
+    reached = sum(point["crashed"] for point in points)  # the order of threads varies, so a run may have fewer calls
     return Found(reached, len(points) - reached, problems)
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--most", type=int, help="boundaries; all without")
+    parser.add_argument("--most", type=int, help="number of boundaries; default: all")
     chosen, started = parser.parse_args(), time.monotonic()
     leave_if(why_not())
     with tempfile.TemporaryDirectory() as folder:

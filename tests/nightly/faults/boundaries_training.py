@@ -1,7 +1,7 @@
-"""A small training for `boundaries`: saves every step with this project, with a flaw in it, or as people do by hand.
+"""A small training for `boundaries`: saves every step with this package, with a flawed one, or by hand.
 
-`python -m tests.nightly.faults.boundaries_training OUT ours|by_hand|FLAW`. It prints where it began, and writes its
-result to OUT.
+`python -m tests.nightly.faults.boundaries_training OUT ours|by_hand|FLAW`. It prints the step that it
+resumes after, and writes its result to OUT.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ SIZE = 40_000
 
 @jax.jit
 def update(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """One step; another one for each state, so that a step that is left out or done twice is seen."""
+    """One update that depends on the count, so that an omitted or repeated update changes the result."""
     key = jax.random.fold_in(jax.random.key(0), state["count"])
     return {"w": 0.9 * state["w"] + jax.random.normal(key, (SIZE,)), "count": state["count"] + 1}
 
 
 def new_state() -> dict[str, jax.Array]:
-    """Before the first step."""
+    """Return the state before the first step."""
     return {"w": jnp.zeros(SIZE), "count": jnp.zeros((), jnp.int32)}
 
 
 def train_with_ours(out: Path) -> dict[str, jax.Array]:
-    """All steps are kept."""
+    """Train with this package, and keep all steps."""
     with jct.CheckpointCallback(out / "run", save_interval_steps=1, keep_latest=None) as ckpt:
         state = ckpt.resume(new_state())
         print(f"begins after step {ckpt.completed_steps}", flush=True)
@@ -45,7 +45,7 @@ def train_with_ours(out: Path) -> dict[str, jax.Array]:
 
 
 def train_by_hand(out: Path) -> dict[str, jax.Array]:
-    """One file, written over the one before: what a kill in a save takes with it."""
+    """Train with one file that is overwritten, so that a kill during a save loses it."""
     file, state = out / "state.npy", new_state()
     if file.exists():
         with file.open("rb") as opened:
@@ -53,14 +53,14 @@ def train_by_hand(out: Path) -> dict[str, jax.Array]:
     print(f"begins after step {int(state['count'])}", flush=True)
     while int(state["count"]) < STEPS:
         state = update(state)
-        with open(file, "wb") as opened:  # as people write it, and as its calls are watched
+        with open(file, "wb") as opened:  # plain calls, which are audited
             np.save(opened, np.asarray(state["w"]))
             np.save(opened, np.asarray(state["count"]))
     return state
 
 
 def main(out: str, how: str) -> None:
-    """Train to the end."""
+    """Train, and write the result."""
     Path(out).mkdir(exist_ok=True)
     if how in FLAWS:
         FLAWS[how](pytest.MonkeyPatch())

@@ -1,4 +1,4 @@
-"""How a campaign ends on the command line: its problems are counted, the first are shown, the exit code says it."""
+"""The end of a campaign on the command line: print the problems, and exit with a matching code."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MOST_SHOWN = 20
 
 
 def leave_with(problems: Sequence[str], started: float, seed: int | None = None) -> NoReturn:
-    """Tell them, with the seconds since `started` (of `time.monotonic`), and end the process.
+    """Print the problems and the seconds since `started` (of `time.monotonic`), and end the process.
 
     Raises:
-        SystemExit: with 1 if there is a problem, else with 0.
+        SystemExit: with 1 if there is a problem, otherwise with 0.
     """
     seeded = "" if seed is None else f", seed {seed}"
     print(f"{len(problems)} problems; {time.monotonic() - started:.0f} s{seeded}")
@@ -25,10 +25,10 @@ def leave_with(problems: Sequence[str], started: float, seed: int | None = None)
 
 
 def those_that_can(parts: Iterable[str], why_not: Callable[[str], str | None]) -> list[str]:
-    """The parts of a campaign that can run here; the others are told with the reason.
+    """Return the parts of a campaign that can run here; print the others with the reason.
 
     Raises:
-        SystemExit: none can run.
+        SystemExit: no part can run.
     """
     reasons = {part: why_not(part) for part in parts}
     for part, reason in reasons.items():

@@ -1,12 +1,12 @@
-"""Damages checkpoints at random and looks whether anything wrong is ever loaded.
+"""Damage checkpoints at random, and check that wrong data is never loaded.
 
 `python -m tests.nightly.faults.corruption`
 
-A run of two steps lies in memory. The files of the newer step are damaged, in eight ways; then it is loaded, verified
-and restored. A load gives what was saved or an error of ours; a verification finds every changed byte; a restore
-goes back to the older step and sets the damaged one aside: it is not tried again, and no retention deletes it. Clean
-runs must never be complained about. `damaged_owners` does the same to all files of a run, and `damaged_background` has
-damage found while the run goes on.
+A run of two steps is in memory. The files of the newer step are damaged in eight ways; then it is loaded, verified and
+restored. A load returns the saved data or raises a `CheckpointError`; a verification finds every changed byte; a
+restore falls back to the older step and sets the damaged one aside: it is not tried again, and retention does not
+delete it. Clean runs must not raise alarms. `damaged_owners` damages all files of a run, and `damaged_background`
+checks that damage is found while the run continues.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from tests.nightly.faults.damages import KINDS, Files, Victim, chosen
 from tests.nightly.faults.layers import layer_of
 from tests.nightly.faults.sample_runs import DIGESTS, NEW, OLD, RUN, expected, files_below, made, planted, raw, state_of
 
-GOES_ON = 10  # each so many trials another owner comes, saves, and deletes
-OTHERS = 20  # for so many trials one of all files of a run, and one in the background
+GOES_ON = 10  # in one of this many trials another owner saves and deletes
+OTHERS = 20  # one trial of all files of a run, and one in the background, for this many trials
 STEP = f"{RUN}/{NEW}"
 
 
 def campaign(
     trials: int, seed: int, digests: tuple[DigestName, ...] = DIGESTS, settings: StoreSettings | None = None
 ) -> Found:
-    """So many damages, and a tenth as many clean runs."""
+    """Run `trials` with damage, and a tenth as many without."""
     found = Found()
     pristine = {digest: made(digest) for digest in digests}
     for number in range(trials):
@@ -65,7 +65,7 @@ def campaign(
 
 @dataclasses.dataclass
 class _One:
-    """One trial: what was damaged, and what becomes of it."""
+    """One trial with a damaged or a clean run."""
 
     found: Found
     kind: str
@@ -77,7 +77,7 @@ class _One:
     settings: StoreSettings | None
 
     def try_it(self, goes_on: bool) -> None:
-        """Load, verify and restore it; if it `goes_on`, the next owner restores it too, saves, and deletes."""
+        """Load, verify and restore it; if it `goes_on`, the next owner also restores it, saves, and deletes."""
         backend = planted(self.files)
         problem = self._loaded(backend)
         self._count(problem, _verified(backend))
@@ -86,7 +86,7 @@ class _One:
         self._restore(backend, step, aside)
         if goes_on:
             self._go_on(backend, step, aside)
-        is_kept = step == 1 or not goes_on  # else it is a step like any other, and no policy keeps it
+        is_kept = step == 1 or not goes_on  # otherwise it is a normal step, which the policy does not keep
         if files_below(backend, STEP) != (before if is_kept else {}):
             self._wrong("a damaged step was changed or deleted" if is_kept else "retention left an old step")
 
@@ -94,7 +94,7 @@ class _One:
         self.found.problems.append(f"{self.subject}: {what}")
 
     def _loaded(self, backend: MemoryBackend) -> str | None:
-        """What a load says; None: it gave what was saved."""
+        """Return the error of a load, or None if it returned the saved data."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "_BACKEND", backend)
             try:
@@ -108,25 +108,25 @@ class _One:
         return None
 
     def _count(self, loaded: str | None, verified: str | None) -> None:
-        """Tell what noticed it first: a load, or a verification of what no load needs."""
+        """Count the trial by what noticed the damage: a load, or only a verification."""
         if (verified is not None) != self.is_changed:
             self._wrong("verify finds nothing" if self.is_changed else f"a false alarm of verify: {verified}")
-        said = verified if loaded is None else loaded
-        noticed = None if said is None else "verify" if loaded is None else "load"
-        layer = layer_of(said, STEP) if said is not None else UNNOTICED if self.is_changed else UNCHANGED
+        error = verified if loaded is None else loaded
+        noticed = None if error is None else "verify" if loaded is None else "load"
+        layer = layer_of(error, STEP) if error is not None else UNNOTICED if self.is_changed else UNCHANGED
         if layer is None:
-            self._wrong(f"noticed by no check that is known: {said}")
+            self._wrong(f"noticed by no check that is known: {error}")
         self.found.trials[Trial(self.kind, self.by, self.digest, noticed, layer or "unknown")] += 1
 
     def _restore(self, backend: MemoryBackend, step: int, aside: list[int]) -> None:
-        """The first owner finds out."""
+        """Let the first owner restore it."""
         with StepManager(RUN, backend=backend, settings=self.settings) as manager:
             self._restored(manager, step)
             if (manager.steps, manager.damaged) != ([1, 2][:step], aside):
                 self._wrong(f"not set aside: after the restore there are {manager.steps}, damaged {manager.damaged}")
 
     def _go_on(self, backend: MemoryBackend, step: int, aside: list[int]) -> None:
-        """The next owner knows: it does not try what was set aside, and deletes what its policy does not keep."""
+        """Check that the next owner does not retry the damaged step, and deletes steps that its policy expires."""
         with StepManager(RUN, backend=backend, settings=self.settings, preservation_policy=LatestN(1)) as manager:
             self._restored(manager, step)
             restores = [event for event in manager.history.events() if event["event"] == "restore"]
@@ -148,7 +148,7 @@ class _One:
 
 
 def _verified(backend: MemoryBackend) -> str | None:
-    """What a verification says first; None: it finds nothing."""
+    """Return the first problem of a verification, or None."""
     try:
         return next(iter(verify(backend, STEP, StoreSettings(io_threads=1)).problems), None)
     except CheckpointError as error:
@@ -156,7 +156,7 @@ def _verified(backend: MemoryBackend) -> str | None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""What a campaign of damage came to, and its tables in markdown."""
+"""The results of a damage campaign, and their tables in markdown."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BY = ("byte", "file")
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One damaged checkpoint, and who noticed.
+    """One damaged checkpoint, and the check that noticed.
 
     Attributes:
-        kind: of damage; "clean" is none.
-        by: how the file was chosen: by "byte" or by "file".
-        digest: of the checkpoint.
-        noticed: by a "load", by a "verify" of all bytes only, or by None.
-        layer: which check it was; else "changed nothing", if no byte was another one, or "nothing noticed it".
+        kind: the kind of damage; "clean" for none.
+        by: whether the file was chosen by "byte" or by "file".
+        digest: the digest function of the checkpoint.
+        noticed: "load", "verify" if only a verification of all bytes noticed, or None.
+        layer: the check that noticed; "changed nothing" if no byte differs, or "nothing noticed it".
     """
 
     kind: str
@@ -35,28 +35,28 @@ class Trial:
 
 @dataclasses.dataclass
 class Found:
-    """All trials, and what must not be."""
+    """All trials, and problems."""
 
     trials: collections.Counter[Trial] = dataclasses.field(default_factory=collections.Counter)
     problems: list[str] = dataclasses.field(default_factory=list)
 
     def count(self, **wanted: str | None) -> int:
-        """How many trials have these attributes."""
+        """Return the number of trials with these attributes."""
         fits = ((trial, all(getattr(trial, name) == value for name, value in wanted.items())) for trial in self.trials)
         return sum(self.trials[trial] for trial, is_wanted in fits if is_wanted)
 
     def damaged(self, **wanted: str | None) -> int:
-        """As `count`, without those of clean runs."""
+        """Return the number of trials with these attributes, without clean runs."""
         return self.count(**wanted) - self.count(**{"kind": CLEAN, **wanted})
 
 
 def tables(found: Found) -> str:
-    """Who noticed what: by kind of damage, by digest, and in how many trials."""
+    """Return tables of what was noticed: by kind of damage, by digest, and as shares."""
     return "\n\n".join((_by_kind(found), _by_digest(found), _shares(found)))
 
 
 def _by_kind(found: Found) -> str:
-    """Layers x kinds; in each cell the trials whose file was chosen by bytes, and those by files."""
+    """Return a table of layers and kinds; each cell has the trials chosen by byte, and those by file."""
     damaged = collections.Counter[tuple[str, str, str]]()
     for trial, count in found.trials.items():
         if trial.kind != CLEAN:
@@ -76,7 +76,7 @@ def _by_kind(found: Found) -> str:
 
 
 def _by_digest(found: Found) -> str:
-    """The layers at which a digest of the settings decides."""
+    """Return a table of the layers that depend on the digest of the settings."""
     digests = _digests(found)
     rows = [
         [layer, *(f"{found.damaged(layer=layer, digest=digest):,}" for digest in digests)]
@@ -87,7 +87,7 @@ def _by_digest(found: Found) -> str:
 
 
 def _shares(found: Found) -> str:
-    """How many changed anything, and how many of these were noticed: for each way of choosing, and each digest."""
+    """Return a table of changed trials and the share noticed, for each choice of files and each digest."""
     groups = {f"chosen by {by}": {"by": by} for by in BY}
     groups |= {digest: {"digest": digest} for digest in _digests(found)}
     rows = []
@@ -109,6 +109,6 @@ def _digests(found: Found) -> list[str]:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """Return a table in markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,4 +1,4 @@
-"""Damages a step of a run that verifies its steps in the background: it is set aside, its neighbours are read next."""
+"""Damage a step of a run with background verification: it is set aside, and its neighbours are read next."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ FAST = 1 << 60  # bytes per second
 
 
 class Watched(MemoryBackend):
-    """Tells whose manifests were opened, in order; many times in a row count once."""
+    """Record the steps whose manifests are opened, in order, without repetitions in a row."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.looks: list[str] = []
+        self.opened: list[str] = []
 
     def open(self, directory: str, name: str, *, direct: Any) -> Any:
         step = directory.rpartition("/")[2]
-        if name == MANIFEST_NAME and self.looks[-1:] != [step]:
-            self.looks.append(step)
+        if name == MANIFEST_NAME and self.opened[-1:] != [step]:
+            self.opened.append(step)
         return super().open(directory, name, direct=direct)
 
 
 @dataclasses.dataclass
 class Found:
-    """How many trials there were, in how many a step was set aside, and what must not be."""
+    """The result of a campaign: trials, steps set aside, and problems."""
 
     trials: int = 0
     aside: int = 0
@@ -43,7 +43,7 @@ class Found:
 
 
 def campaign(trials: int, seed: int) -> Found:
-    """So many damages, and a tenth as many clean runs."""
+    """Run `trials` with damage, and a tenth as many without."""
     found = Found(trials)
     pristine: dict[DigestName, Files] = {digest: made(digest, STEPS) for digest in DIGESTS}
     for number in range(trials):
@@ -69,7 +69,7 @@ def _try(found: Found, subject: str, files: Files, damaged: str | None) -> None:
         run = manager._run
         order = [entry.name for entry in run.entries()]
         scrubber = Scrubber(backend, RUN, FAST, weakref.ref(run))
-        backend.looks.clear()
+        backend.opened.clear()
         for _ in range(2 * STEPS):
             scrubber._verify_next()
         aside = [entry.name for entry in run.damaged()]
@@ -78,15 +78,15 @@ def _try(found: Found, subject: str, files: Files, damaged: str | None) -> None:
     if aside != wanted:
         found.problems.append(f"{subject}: set aside in the background are {aside}, expected {wanted}")
     if damaged is not None:
-        at, first = order.index(damaged), backend.looks.index(damaged)
+        at, first = order.index(damaged), backend.opened.index(damaged)
         next_to = [*order[at + 1 : at + 2], *order[max(at - 1, 0) : at]]
-        after = backend.looks[first + 1 :]
+        after = backend.opened[first + 1 :]
         if after[: len(next_to)] != next_to:
             found.problems.append(f"{subject}: its neighbours {next_to} were not next, but {after}")
         if damaged in after:
             found.problems.append(f"{subject}: it was read again after it was set aside")
-    if not set(order) <= set(backend.looks):
-        found.problems.append(f"{subject}: of {order} only {backend.looks} were verified")
+    if not set(order) <= set(backend.opened):
+        found.problems.append(f"{subject}: of {order} only {backend.opened} were verified")
     now = files_below(backend, RUN)
     if any(now.get(path) != data for path, data in files.items() if "/step-" in path):
         found.problems.append(f"{subject}: a step was changed or deleted in the background")

@@ -1,8 +1,8 @@
-"""Damages any file of a run whose owner has died, also those beside the steps, and has the next owner go on.
+"""Damage any file of a run whose owner has died, including notes, history and lock, and let the next owner continue.
 
-The run has a pinned step, one with the best metric, a branch that a roll-back has left behind, and a step that was set
-aside. Whatever one of its files has become, the next owner restores the newest step that is whole, byte for byte, and
-its retention deletes nothing that a pin or the policy keeps; if a note is lost, nothing at all.
+The run has a pinned step, one with the best metric, a branch abandoned by a roll-back, and a step that was set aside.
+Whatever the damage, the next owner restores the newest whole step, byte for byte, and its retention deletes nothing
+that a pin or the policy keeps; if a note is lost, it deletes nothing.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ PINNED, BEST, LEFT, OLD, ASIDE, AGAIN, NEWEST = (
     "step-0000000005.g1",
     "step-0000000006",
 )
-LINE = (NEWEST, AGAIN, OLD, BEST, PINNED)  # in which a restore tries them
-SURE = {PINNED, BEST, LEFT, ASIDE}  # these stay, whatever is restored
+LINE = (NEWEST, AGAIN, OLD, BEST, PINNED)  # the order in which a restore tries them
+SURE = {PINNED, BEST, LEFT, ASIDE}  # these stay in any case
 NOTES_KINDS = tuple(KINDS)
 LOCK_KINDS = tuple(KINDS)
-SEAL = b',"xxh3_64":'  # after what a note tells
+SEAL = b',"xxh3_64":'  # after the content of a note
 POLICY = AnyPreservationPolicy((LatestN(2), BestN("loss", 1, "min", keep_checkpoints_without_metrics=False)))
 
 
 @dataclasses.dataclass
 class Found:
-    """What a campaign came to: trials by file, kind of damage and what was done, and what must not be."""
+    """The result of a campaign: trials by file, kind of damage and outcome, and problems."""
 
     trials: collections.Counter[tuple[str, str, str]] = dataclasses.field(default_factory=collections.Counter)
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -64,7 +64,7 @@ class Found:
 
 @functools.cache
 def run_of(digest: DigestName) -> tuple[Files, Files]:
-    """The files of the run as its owner left them when it died, and as they were earlier or in another step."""
+    """Return the files left by the dead owner, and older versions of them or those of another step."""
     backend = MemoryBackend()
     with process(1), same_ids():
         manager = saving(digest, backend)
@@ -93,10 +93,10 @@ def _save(manager: StepManager, *steps: int) -> None:
 
 
 def campaign(trials: int, seed: int, notes: tuple[str, ...] = NOTES_KINDS) -> Found:
-    """So many runs with a damaged file, each tenth with another one as well, and a tenth as many clean runs."""
+    """Run `trials` with a damaged file, a tenth of them with two, and a tenth as many clean runs."""
     found = Found()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lock, "SILENCE_S", 0.0)  # whose owner cannot be asked has been silent for long
+        patch.setattr(lock, "SILENCE_S", 0.0)  # an owner that cannot be checked has been silent for long
         for number in range(trials):
             digest, chance = DIGESTS[number % len(DIGESTS)], random.Random(f"{seed} {number}")
             left, older = run_of(digest)
@@ -110,7 +110,7 @@ def campaign(trials: int, seed: int, notes: tuple[str, ...] = NOTES_KINDS) -> Fo
 
 
 def _damage(files: Files, left: Files, older: Files, notes: tuple[str, ...], chance: random.Random) -> tuple[str, str]:
-    """Damage a file that is as it was left; which sort of file it is, and how."""
+    """Damage an undamaged file, and return its sort and the kind of damage."""
     kinds = {"notes": notes, "lock": LOCK_KINDS}
     sorts: dict[str, list[str]] = {}
     for path, data in left.items():
@@ -125,13 +125,13 @@ def _damage(files: Files, left: Files, older: Files, notes: tuple[str, ...], cha
 
 
 def _sort_of(path: str) -> str:
-    beside = {NOTES: "notes", HISTORY: "history", LOCK: "lock"}
-    return beside.get(path, "newest step" if f"/{NEWEST}/" in path else "older steps")
+    other_files = {NOTES: "notes", HISTORY: "history", LOCK: "lock"}
+    return other_files.get(path, "newest step" if f"/{NEWEST}/" in path else "older steps")
 
 
 @dataclasses.dataclass
 class _Owner:
-    """The next owner of a damaged run, and what must hold for it."""
+    """The next owner of a damaged run, and the checks of its promises."""
 
     found: Found
     subject: str
@@ -141,8 +141,8 @@ class _Owner:
     def __post_init__(self) -> None:
         self.changed = {path for path, data in self.left.items() if self.files.get(path) != data}
         notes = [note.rpartition(SEAL) for note in self.left[NOTES].split(b"\n") if note]
-        assert all(told and seal for told, seal, _ in notes)
-        self.lost_notes = not all(told in self.files.get(NOTES, b"") for told, _, _ in notes)
+        assert all(content and seal for content, seal, _ in notes)
+        self.lost_notes = not all(content in self.files.get(NOTES, b"") for content, _, _ in notes)
 
     def _wrong(self, what: str) -> None:
         self.found.problems.append(f"{self.subject}: {what}")
@@ -151,7 +151,7 @@ class _Owner:
         return not any(f"/{name}/" in path for path in self.changed)
 
     def goes_on(self) -> str:
-        """Own, restore, save, delete; what it came to."""
+        """Own, restore, save and delete; return the outcome."""
         backend = planted(self.files)
         try:
             with process(2):
@@ -159,7 +159,7 @@ class _Owner:
         except CheckpointError as error:
             self._wrong(f"the run does not go on: {error}")
             return "does not go on"
-        except Exception as error:  # noqa: BLE001  # whatever is no error of ours
+        except Exception as error:  # noqa: BLE001  # any error that is no CheckpointError
             trace = traceback.extract_tb(error.__traceback__)[-1]
             self._wrong(f"raised {error!r} at {trace.filename}:{trace.lineno}")
             return "raised"
@@ -167,7 +167,7 @@ class _Owner:
         return f"went on from {'the newest' if restored == NEWEST else 'an older step'}"
 
     def _life(self, backend: MemoryBackend) -> str:
-        """One owner; the name of what it restored."""
+        """Run one owner, and return the name of the step that it restored."""
         with StepManager(RUN, backend=backend, preservation_policy=POLICY) as manager:
             manager.own()
             found, step = raw(manager.restore()), manager.restored_step
@@ -182,7 +182,7 @@ class _Owner:
 
     def _check_restored(self, manager: StepManager, name: str, *, is_right: bool) -> None:
         if not is_right:
-            self._wrong(f"restored something else than was saved, or what was left behind: {name}")
+            self._wrong(f"restored other data, or an abandoned step: {name}")
             return
         later = LINE[: LINE.index(name)]
         if any(self._is_whole(each) for each in later):
@@ -195,7 +195,7 @@ class _Owner:
                 self._wrong("what was set aside was tried again")
 
     def _check_kept(self, now: Files, restored: str) -> None:
-        """Nothing that a pin or the policy keeps, is damaged, or may be needed, has lost a byte."""
+        """Check that all pinned, kept, damaged and possibly needed steps are unchanged."""
         stays = SURE | set(LINE[: LINE.index(restored) + 1]) if restored in LINE else SURE
         for path, data in self.files.items():
             name = path.split("/")[2]
@@ -208,7 +208,7 @@ class _Owner:
 
 
 def table(found: Found) -> str:
-    """What became of the runs, by damaged file and kind."""
+    """Return a table of outcomes by damaged file and kind."""
     sorts = [CLEAN, *sorted({sort for sort, _, _ in found.trials} - {CLEAN})]
     outcomes = sorted({outcome for _, _, outcome in found.trials})
     rows = []

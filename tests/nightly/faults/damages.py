@@ -1,4 +1,4 @@
-"""What may become of a file: eight kinds of damage, and how the file is chosen."""
+"""Eight kinds of damage to a file, and the choice of the file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Files = dict[str, bytes]
 
 @dataclasses.dataclass(frozen=True)
 class Victim:
-    """The file that was chosen.
+    """The file to damage.
 
     Attributes:
         name: its path.
-        names: of all that may be changed.
-        older: by path, what a file was in another step, or at an earlier time.
-        chance: what is left to it.
+        names: the paths of all files that may be changed.
+        older: by path, the content of a file in another step or at an earlier time.
+        chance: the random generator.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Victim:
     chance: random.Random
 
     def other(self) -> str:
-        """Another file; of a segment another segment, if there is one."""
+        """Return another file; for a segment another segment, if there is one."""
         others = [name for name in self.names if name != self.name]
         alike = [name for name in others if name.endswith(".safetensors")]
         return self.chance.choice(alike if alike and self.name.endswith(".safetensors") else others)
@@ -36,14 +36,14 @@ Damage = Callable[[Files, Victim], None]
 
 
 def flip(files: Files, victim: Victim) -> None:
-    """One bit."""
+    """Flip one bit."""
     data = bytearray(files[victim.name])
     data[victim.chance.randrange(len(data))] ^= 1 << victim.chance.randrange(8)
     files[victim.name] = bytes(data)
 
 
 def zero(files: Files, victim: Victim) -> None:
-    """A range of up to 4 KiB."""
+    """Set a range of up to 4 KiB to zeros."""
     data = bytearray(files[victim.name])
     start = victim.chance.randrange(len(data))
     stop = min(len(data), start + victim.chance.randint(1, 4096))
@@ -52,34 +52,34 @@ def zero(files: Files, victim: Victim) -> None:
 
 
 def truncate(files: Files, victim: Victim) -> None:
-    """The end is gone."""
+    """Cut off the end."""
     files[victim.name] = files[victim.name][: victim.chance.randrange(len(files[victim.name]))]
 
 
 def extend(files: Files, victim: Victim) -> None:
-    """There is more than was written."""
+    """Append bytes."""
     chance = victim.chance
     files[victim.name] += chance.choice((b"\0", chance.randbytes(chance.randint(1, 5000)), files[victim.name]))
 
 
 def swap(files: Files, victim: Victim) -> None:
-    """Two files have changed places."""
+    """Exchange the content of two files."""
     other = victim.other()
     files[victim.name], files[other] = files[other], files[victim.name]
 
 
 def duplicate(files: Files, victim: Victim) -> None:
-    """One file has the content of another."""
+    """Copy the content of another file."""
     files[victim.name] = files[victim.other()]
 
 
 def missing(files: Files, victim: Victim) -> None:
-    """It is gone."""
+    """Remove the file."""
     del files[victim.name]
 
 
 def stale(files: Files, victim: Victim) -> None:
-    """It is that of another step, or of before."""
+    """Replace it by that of another step, or by an older version."""
     files[victim.name] = victim.older[victim.name]
 
 
@@ -89,5 +89,5 @@ KINDS: dict[str, Damage] = {
 
 
 def chosen(files: Files, names: Sequence[str], by_bytes: bool, chance: random.Random) -> str:
-    """One of these files: every byte as likely as any other, or every file."""
+    """Choose a file: with a probability by its size, or evenly."""
     return chance.choices(names, [len(files[name]) if by_bytes else 1 for name in names])[0]

@@ -1,10 +1,10 @@
-"""Asks trainings on a slow disk to leave, and looks whether they have left in time.
+"""Ask trainings on a slow disk to leave, and check that they leave in time.
 
 `python -m tests.nightly.faults.deadline`
 
 Each trial is a real training with a grace period of 1 to 30 s, on a disk that takes up to three times as long for one
-save. It must have ended before the grace period has, with its exit code; what is restored then is the newest step that
-it knew to be committed, or a newer one, whole.
+save. It must end within the grace period, with its exit code; then the newest step that it knew to be committed, or a
+newer one, must be restored, whole.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ with jct.CheckpointCallback(directory, **options) as ckpt:
 ROOT = REPO_ROOT
 EXIT_CODE, MIB = 75, 4
 PATIENCE_S = 60.0
-SLOWEST_S = 8.0  # for a MiB: one call, which nobody can interrupt, takes an eighth of it at most
+SLOWEST_S = 8.0  # for a MiB: one uninterruptible call takes at most an eighth of it
 
 
 @dataclasses.dataclass
 class Found:
-    """What a campaign came to: trials, in how many the save under way was given up, and what must not be."""
+    """The result of a campaign: trials, trials whose running save was given up, and problems."""
 
     trials: int = 0
     given_up: int = 0
@@ -66,7 +66,7 @@ class Found:
 
 @contextlib.contextmanager
 def training(directory: Path, grace_s: float | None) -> Iterator[subprocess.Popen[str]]:
-    """Such a training, which is killed in the end if it has not left."""
+    """Start a training, and kill it at the end if it has not left."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", TRAINING, str(directory), str(grace_s), str(MIB)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -77,10 +77,12 @@ def training(directory: Path, grace_s: float | None) -> Iterator[subprocess.Pope
             process.kill()
 
 
-def trial(found: Found, disk: FuseDisk, subject: str, grace_s: float, chance: random.Random, *, told: bool) -> None:
-    """One training; `told`: whether it knows its grace period."""
+def trial(
+    found: Found, disk: FuseDisk, subject: str, grace_s: float, chance: random.Random, *, knows_grace: bool
+) -> None:
+    """Run one training; `knows_grace`: whether it knows its grace period."""
     run = disk.path / "run"
-    with training(run, grace_s if told else None) as process:
+    with training(run, grace_s if knows_grace else None) as process:
         assert process.stdout is not None
         lines = iter(process.stdout)
         for _ in range(chance.randint(1, 30)):
@@ -109,7 +111,7 @@ def trial(found: Found, disk: FuseDisk, subject: str, grace_s: float, chance: ra
 
 
 def look(run: Path, committed: int) -> list[str]:
-    """What is wrong with what a training left, for the next owner."""
+    """Return the problems that the next owner finds."""
     with StepManager(run) as manager:
         manager.own()
         try:
@@ -124,18 +126,19 @@ def look(run: Path, committed: int) -> list[str]:
     return problems + ([f"left over: {left}"] if left else [])
 
 
-def campaign(trials: int, seed: int, graces_s: tuple[float, ...], *, told: bool = True) -> Found:
-    """So many trainings, one after the other on one run."""
+def campaign(trials: int, seed: int, graces_s: tuple[float, ...], *, knows_grace: bool = True) -> Found:
+    """Run `trials` trainings in sequence on one run."""
     found, chance = Found(), random.Random(seed)
     with tempfile.TemporaryDirectory() as folder, fuse_disk(Path(folder)) as disk:
         for number in range(trials):
             grace_s = chance.choice(graces_s)
-            trial(found, disk, f"seed {seed}, trial {number}, grace {grace_s} s", grace_s, chance, told=told)
+            subject = f"seed {seed}, trial {number}, grace {grace_s} s"
+            trial(found, disk, subject, grace_s, chance, knows_grace=knows_grace)
     return found
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)

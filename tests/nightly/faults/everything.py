@@ -1,10 +1,10 @@
-"""All campaigns, one after the other, as a table.
+"""Run all campaigns in sequence, and write a table.
 
 `python -m tests.nightly.faults.everything --markdown build/reliability.md`
 
-Each is a command of its own, and what it says of problems, or why it is skipped, is its result. The table is written
-after each, so that a run that is ended has its rows. A campaign that was skipped is in the table with its reason; the
-exit code is 1 if one found something, or fell over, and 0 else.
+Each campaign is a command; its result is the printed number of problems, or the reason for a skip. The table is written
+after each campaign, so that an aborted run has its rows. A skipped campaign is in the table with its reason. The exit
+code is 1 if a campaign found problems or fell over, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _COUNT = re.compile(r"\b(\d+) (?:problems|violations)\b")
 
 @dataclasses.dataclass(frozen=True)
 class Campaign:
-    """One command: its short name, what the table calls it, its module, and how many trials it takes by which option.
+    """One command: its key, its name in the table, its module, and the option for its number of trials.
 
     Attributes:
-        each: whether the option says that only each so manieth of all trials is made; without, all are.
-        some: whether the option is given only for less than all trials.
+        each: whether the option is a stride N, which runs each N-th of all trials; without it, all run.
+        some: whether the option is passed only for fewer than all trials.
     """
 
     key: str
@@ -45,18 +45,18 @@ class Campaign:
     more: tuple[str, ...] = ()
 
     def amount(self, share: float) -> int:
-        """How much of all trials, or how rarely one."""
+        """Return the number of trials, or the stride."""
         return max(1, round(1 / share if self.each else share * self.trials))
 
     def command(self, share: float, seed: int) -> list[str]:
-        """The command for so much of the trials."""
-        is_told = self.option is not None and not (self.some and share >= 1)
-        trials = [str(self.option), str(self.amount(share))] if is_told else []
+        """Return the command for a share of the trials."""
+        has_trials = self.option is not None and not (self.some and share >= 1)
+        trials = [str(self.option), str(self.amount(share))] if has_trials else []
         seeds = ["--seed", str(seed)] if self.seeded else []
         return [sys.executable, "-m", self.module, *self.more, *trials, *seeds]
 
-    def told_trials(self, share: float) -> str:
-        """As the table says it."""
+    def shown_trials(self, share: float) -> str:
+        """Return the number of trials as the table shows it."""
         if self.option is None or ((self.each or self.some) and share >= 1):
             return "all"
         return f"each {self.amount(share)}th" if self.each else f"{self.amount(share):,}"
@@ -64,7 +64,7 @@ class Campaign:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One row: what ran, of which version and when, what it said, whether it is as it must be."""
+    """One row: the campaign, its output, its exit code, its time, and the commit."""
 
     campaign: Campaign
     lines: tuple[str, ...]
@@ -75,7 +75,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """In the words of the table."""
+        """The result as the table shows it."""
         counts = [int(count) for line in self.lines for count in _COUNT.findall(line)]
         skips = [line for line in self.lines if "SKIP: " in line]
         if not self.has_ended and not sum(counts):
@@ -85,12 +85,12 @@ class Result:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it came to its end, and found nothing."""
+        """Whether it ended normally without problems."""
         return self.returncode == 0 or (self.returncode == SKIPPED and any("SKIP: " in line for line in self.lines))
 
     @property
     def is_right(self) -> bool:
-        """Nothing found, and something said."""
+        """Whether it ended normally and printed a result."""
         return self.has_ended and self.verdict != "said nothing"
 
 
@@ -104,7 +104,7 @@ CAMPAIGNS = (
         seeded=False, each=True,
     ),
     Campaign(
-        "native-call-controls", "the same calls of writers with flaws, which are found out",
+        "native-call-controls", "the same calls of writers with flaws, which are detected",
         f"{_FAULTS}.native_calls", seeded=False, more=("--controls",),
     ),
     Campaign(
@@ -129,7 +129,7 @@ KEYS = tuple(each.key for each in CAMPAIGNS)
 
 
 def run(campaign: Campaign, share: float, seed: int) -> Result:
-    """One campaign; what it prints is shown as well."""
+    """Run one campaign, and print its output."""
     started, today, commit = time.monotonic(), datetime.datetime.now(datetime.UTC).date(), version()
     with subprocess.Popen(campaign.command(share, seed), stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
@@ -141,24 +141,24 @@ def run(campaign: Campaign, share: float, seed: int) -> Result:
 
 
 def version() -> str:
-    """The commit that is checked out, and whether files differ from it."""
-    told = []
+    """Return the current commit, and whether files differ from it."""
+    outputs = []
     for command in (["rev-parse", "--short=10", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
         try:
             done = subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
             return "unknown"
-        told.append(done.stdout.strip())
-    return told[0] + (", dirty" if told[1] else "")
+        outputs.append(done.stdout.strip())
+    return outputs[0] + (", dirty" if outputs[1] else "")
 
 
 def table(results: list[Result], share: float, seed: int) -> str:
-    """As markdown."""
+    """Return the table in markdown."""
     rows = ["| campaign | trials | found | seed | date | time | commit |", "|---|---|---|---|---|---|---|"]
     for result in results:
         campaign = result.campaign
         cells = [
-            campaign.name, campaign.told_trials(share), result.verdict.replace("|", "/"),
+            campaign.name, campaign.shown_trials(share), result.verdict.replace("|", "/"),
             str(seed) if campaign.seeded else "none", str(result.began), f"{result.seconds:.0f} s", result.commit,
         ]  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")
@@ -166,7 +166,7 @@ def table(results: list[Result], share: float, seed: int) -> str:
 
 
 def chosen_keys(text: str) -> list[str]:
-    """The campaigns of a list with commas.
+    """Return the keys in a comma-separated list.
 
     Raises:
         ArgumentTypeError: there is no such campaign.
@@ -178,10 +178,10 @@ def chosen_keys(text: str) -> list[str]:
 
 
 def share_of_all(text: str) -> float:
-    """More than nothing, at most all.
+    """Return a share that is more than 0 and at most 1.
 
     Raises:
-        ArgumentTypeError: it is not.
+        ArgumentTypeError: it is out of range.
     """
     share = float(text)
     if not 0 < share <= 1:
@@ -190,7 +190,7 @@ def share_of_all(text: str) -> float:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--share", type=share_of_all, default=1.0, help="of all trials, such as 0.01")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Writers with one protection taken out, for the controls of the campaigns: each must be found out."""
+"""Writers without one protection, for the controls of the campaigns: each must be detected."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def _no_retries(patch: pytest.MonkeyPatch) -> None:
 
 def _writes_ignore(*codes: int) -> Callable[[pytest.MonkeyPatch], None]:
     def flaw(patch: pytest.MonkeyPatch) -> None:
-        told = local._storage_errors
+        storage_errors = local._storage_errors
 
         @contextlib.contextmanager
-        def untold(action: str, path: str) -> Any:
-            with told(action, path):
+        def suppressing(action: str, path: str) -> Any:
+            with storage_errors(action, path):
                 try:
                     yield
                 except OSError as error:
                     if error.errno not in codes or not action.startswith(("write", "finish")):
                         raise
 
-        patch.setattr(local, "_storage_errors", untold)
+        patch.setattr(local, "_storage_errors", suppressing)
 
     return flaw
 
@@ -96,7 +96,7 @@ def _deletes_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def _publishes_late(patch: pytest.MonkeyPatch) -> None:
-    """Each save gets its name when the next one is about to, or at the end; it is acknowledged before."""
+    """Publish each save only before the next one, or at the end, after it was acknowledged."""
     publish, close = Transaction._publish, StepManager.close
     late: list[tuple[Transaction, bool]] = []
 
@@ -117,7 +117,7 @@ def _publishes_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def _publishes_first(patch: pytest.MonkeyPatch) -> None:
-    """The bytes of arrays come last, in many calls, as if they were written to a place that has its name already."""
+    """Write the bytes of arrays last, in many calls, after the checkpoint has its final name."""
     write, publish = local._LocalSink.write_at, Transaction._publish
     late: list[tuple[str, int, bytes]] = []
 
@@ -154,13 +154,13 @@ def _removes_no_directory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(local.LocalBackend, "remove", only_files)
 
 
-def _tells_of_read_only_as_it_comes(patch: pytest.MonkeyPatch) -> None:
-    told = local._storage_errors
+def _raises_read_only_error_unwrapped(patch: pytest.MonkeyPatch) -> None:
+    storage_errors = local._storage_errors
 
     @contextlib.contextmanager
     def foreign(action: str, path: str) -> Any:
         try:
-            with told(action, path):
+            with storage_errors(action, path):
                 yield
         except StorageError as error:
             if error.errno == errno.EROFS and isinstance(error.__cause__, OSError):
@@ -191,6 +191,6 @@ FLAWS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "publishes first": _publishes_first,
     "leaves attempts": _leaves_attempts,
     "removes no directory": _removes_no_directory,
-    "tells of a read-only disk as it comes": _tells_of_read_only_as_it_comes,
+    "raises the error of a read-only disk unwrapped": _raises_read_only_error_unwrapped,
     "pins in memory only": _forgets_pins,
 }

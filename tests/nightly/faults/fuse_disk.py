@@ -1,8 +1,8 @@
-"""A file system in user space that hands everything on to a directory, and can stop answering: `FuseDisk`.
+"""A file system in user space that forwards all requests to a directory, and can stop responding: `FuseDisk`.
 
-It speaks the kernel's own protocol (`/dev/fuse`, version 7.31), so it needs root and nothing else. It is a process of
-its own, which looks at numbers in shared memory before each answer: whether to answer at all, how long to wait for
-every MiB that is written, and how many of a thousand requests that change something it refuses with EIO.
+It uses the protocol of the kernel (`/dev/fuse`, version 7.31), so it needs only root. It is a separate process, which
+reads settings from shared memory before each reply: whether to reply at all, how long to wait per written MiB, and how
+many of a thousand changing requests to refuse with EIO.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LOOK_S = 0.005
 MOST_WRITE = 1 << 17
 _HEADER, _REPLY = struct.Struct("=IIQQIIIHH"), struct.Struct("=IiQ")
 _ATTRIBUTES = struct.Struct("=6Q10I")
-_FORGET, _INTERRUPT, _BATCH_FORGET = 2, 36, 42  # are not answered
+_FORGET, _INTERRUPT, _BATCH_FORGET = 2, 36, 42  # these need no reply
 _DETACH = 2  # MNT_DETACH
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @functools.cache
 def why_not() -> str | None:
-    """Why there can be no such disk here; None: one was mounted."""
+    """Return why this machine cannot mount such a disk, or None."""
     if sys.platform != "linux" or not os.path.exists("/dev/fuse"):
         return "needs /dev/fuse"
     try:
@@ -63,7 +63,7 @@ def _mount(device: int, path: str) -> None:
 
 
 class Server:
-    """Answers the kernel's requests. A node is an open handle of a file or directory below the backing directory."""
+    """Reply to the requests of the kernel. A node is an open handle of a file or directory below the backing one."""
 
     def __init__(self, device: int, backing: Path, control: mmap.mmap) -> None:
         self._device, self._control, self._chance = device, control, random.Random(0)
@@ -80,7 +80,7 @@ class Server:
         }  # fmt: skip
 
     def serve(self) -> None:
-        """Until it is unmounted."""
+        """Serve until it is unmounted."""
         while True:
             try:
                 request = os.read(self._device, MOST_WRITE + (1 << 16))
@@ -112,14 +112,14 @@ class Server:
             data = self._answers[opcode](node, body)
         except OSError as error:
             code = error.errno or errno.EIO
-        with contextlib.suppress(FileNotFoundError):  # who asked is gone
+        with contextlib.suppress(FileNotFoundError):  # the caller is gone
             os.write(self._device, _REPLY.pack(_REPLY.size + len(data), -code, unique) + data)
 
     def _path(self, node: int) -> str:
         return f"/proc/self/fd/{self._nodes[node]}"
 
     def _found(self, folder: int, name: bytes) -> bytes:
-        """A node for a name, as an entry."""
+        """Return the entry of a name, with a node for it."""
         handle = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._nodes[folder])
         inode = os.fstat(handle).st_ino
         if inode in self._numbers:
@@ -255,7 +255,7 @@ class Server:
 
 
 class FuseDisk:
-    """Such a file system, mounted at `path`. `module` is run to serve it: this one, or one that calls `main` too."""
+    """The file system, mounted at `path` and served by a process that runs `module`."""
 
     def __init__(self, folder: Path, module: str = __spec__.name) -> None:
         self.path, self.backing, self._file = folder / "fuse", folder / "behind", folder / "control"
@@ -270,16 +270,16 @@ class FuseDisk:
         assert self._process.stdout.readline() == "mounted\n"
 
     def set(self, state: int = ANSWER, per_mib_s: float = 0.0, refused_per_mille: int = 0) -> None:
-        """From now on: whether it answers, how long it takes for every MiB that is written, and what it refuses."""
+        """Set whether it responds, how long it takes per written MiB, and how many changes it refuses."""
         CONTROL.pack_into(self._control, 0, state, 0, per_mib_s, refused_per_mille)
 
     def die(self) -> None:
-        """Whatever still waits for an answer is refused, and whatever comes."""
+        """Kill the server; pending and later requests are refused."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """As `die`, and there is nothing any more where it was."""
+        """Kill the server, and unmount it."""
         self.die()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -289,7 +289,7 @@ class FuseDisk:
 
 @contextlib.contextmanager
 def fuse_disk(folder: Path, module: str = __spec__.name) -> Iterator[FuseDisk]:
-    """A disk that is unmounted afterwards."""
+    """Yield a disk, and unmount it at the end."""
     disk = FuseDisk(folder, module)
     try:
         yield disk

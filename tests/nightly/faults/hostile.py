@@ -1,9 +1,9 @@
-"""Feeds files that somebody else made to all that reads them.
+"""Feed hostile files to all code that reads files.
 
 `python -m tests.nightly.faults.hostile --executions 20000000`
 
-Each target gets bytes in place of one file, and may only raise our errors. The bytes are sound files that were changed,
-as JSON or as bytes, by chance from a seed; `--atheris` lets atheris choose them instead, guided by what they reach.
+Each target gets bytes in place of one file, and may only raise a `CheckpointError`. The bytes are valid files that were
+changed at random, as JSON or as bytes; with `--atheris`, atheris chooses them instead, guided by coverage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ import numpy as np
 import pytest
 
 from jaxckpt_train import checkpoint
-from jaxckpt_train import checkpoint as sources
 from jaxckpt_train.checkpointables.iterator_state import encode_state
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
 from jaxckpt_train.run.annotations import NOTES_NAME, sealed
@@ -67,31 +66,31 @@ AN_ITERATOR = {
     ),
 }  # fmt: skip
 SLOW = {"load", "metadata", "segment", "steps", "verify", "Flax file", "value", "iterator"}
-# These hand out what the file holds, which as Python objects takes many times as much: theirs are made less large.
+# These return the content as Python objects, which take much more memory, so their inflated files are smaller.
 HAND_OUT = {"load", "metadata", "value", "iterator", "Flax file", "history", "notes"}
 SETTINGS = StoreSettings(io_threads=1)
 LONGEST_S = 1.0
 TRIES = 3
-MOST_TIMES, MOST_MORE_BYTES = 2, 8 << 20  # of memory: this many times the file, and some more
+MOST_TIMES, MOST_MORE_BYTES = 2, 8 << 20  # allowed memory: a multiple of the file, and a constant
 MEASURED_EVERY, INFLATED_EVERY = 200, 1000
-FIRST_FILES = 200  # that atheris begins with, besides the sound one
-INFLATED_BYTES, HANDED_OUT_BYTES = 2_000_000, 100_000  # the first is more than a manifest's info may have
+FIRST_FILES = 200  # the changed files that atheris starts with
+INFLATED_BYTES, HANDED_OUT_BYTES = 2_000_000, 100_000  # the first exceeds the limit of the info of a manifest
 
 
 def replaced(files: Files, path: str, data: bytes) -> MemoryBackend:
-    """A back end whose file is another one."""
+    """Return a backend with one replaced file."""
     return planted({**files, path: data})
 
 
 def with_manifest(files: Files, data: bytes) -> MemoryBackend:
-    """A back end whose manifest is another one, for which COMMIT stands as it should."""
+    """Return a backend with a replaced manifest and a matching COMMIT."""
     commit = CommitRecord(FORMAT, FORMAT_VERSION, len(data), hashlib.sha256(data).hexdigest())
     changed = {**files, f"{STEP}/{MANIFEST_NAME}": data, f"{STEP}/{COMMIT_NAME}": msgspec.json.encode(commit)}
     return planted(changed)
 
 
 def a_lock() -> bytes:
-    """The lock of an owner."""
+    """Return the content of a lock."""
     backend = MemoryBackend()
     backend.make_directory(RUN, parents=True, sync=False)
     lock = OwnerLock(backend, RUN)
@@ -103,7 +102,7 @@ def a_lock() -> bytes:
 
 
 def a_manifest_of_many_chunks() -> bytes:
-    """As a job of many processes writes it: chunks that are looked at together."""
+    """Return a manifest with enough chunks for the bulk checks."""
     backend, rows = MemoryBackend(), 2 * MANY
     boxes = {"w": [((row, row + 1), (0, 2)) for row in range(rows)]}
     arrays = {"w": np.arange(2.0 * rows).reshape(rows, 2), "b": np.zeros(3)}
@@ -114,7 +113,7 @@ AllTargets = dict[str, tuple[bytes, Callable[[bytes], object]]]
 
 
 class Targets:
-    """All that reads files, each with a sound file to begin with."""
+    """All readers of files, each with a valid file to start from."""
 
     def __init__(self) -> None:
         self.files = made("xxh3-128")
@@ -146,12 +145,12 @@ class Targets:
         }
 
     def head(self, data: bytes) -> None:
-        """A segment's head, compared with what the manifest says."""
+        """Compare the header of a segment with the manifest."""
         if not is_head_of(memoryview(data), self.tensors):
             raise CorruptCheckpointError("another head")
 
     def segment(self, data: bytes) -> None:
-        """A check of the step whose first segment has another head, for which the manifest stands as it should."""
+        """Verify the step with another header in its first segment, and a matching manifest."""
         digest, by = digest_function(self.manifest.digest)(data), len(data) - self.record.header_bytes
         manifest = json.loads(msgspec.json.encode(self.manifest))
         manifest["segments"][0][1:] = [self.record.bytes + by, len(data), digest]
@@ -164,19 +163,19 @@ class Targets:
             raise CorruptCheckpointError(report.problems[0])
 
     def load(self, data: bytes) -> None:
-        """A load of the step."""
+        """Load the step."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "_BACKEND", with_manifest(self.files, data))
             checkpoint.load_checkpointables(STEP, settings=SETTINGS)
 
     def metadata(self, data: bytes) -> None:
-        """All that is told of the step."""
+        """Read the metadata of the step."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "_BACKEND", with_manifest(self.files, data))
             repr((checkpoint.metadata(STEP), checkpoint.metadata(STEP).checkpointables))
 
     def value(self, data: bytes, kind: str = "json") -> None:
-        """A load of a value, whose digest stands for what it is."""
+        """Load a value with a matching digest."""
         manifest = self.manifest
         text = msgspec.json.encode(manifest)
         digests = block_digests(np.frombuffer(data, np.uint8), manifest.block_bytes, digest_function(manifest.digest))
@@ -190,33 +189,33 @@ class Targets:
             checkpoint.load_checkpointables(STEP, {"config": None}, settings=SETTINGS)
 
     def flax_file(self, data: bytes) -> None:
-        """A file of Flax's own, read as ours."""
+        """Load a checkpoint file of Flax."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(checkpoint, "_BACKEND", planted({"/file/state": data}))
-            patch.setattr(sources, "is_file", lambda path: True)
+            patch.setattr(checkpoint, "is_file", lambda path: True)
             checkpoint.load("/file/state", settings=SETTINGS)
 
     def open(self, data: bytes) -> None:
-        """What a load looks at first."""
+        """Open the checkpoint."""
         open_committed(replaced(self.files, f"{STEP}/{COMMIT_NAME}", data), STEP)
 
     def history(self, data: bytes) -> None:
-        """The history of a run."""
+        """Read the history of a run."""
         History(replaced(self.files, f"{RUN}/{HISTORY_NAME}", data), RUN).events()
 
     def notes(self, data: bytes) -> None:
-        """The list of steps of a run."""
+        """List the steps of a run."""
         scan(replaced(self.files, f"{RUN}/{NOTES_NAME}", data), RUN)
         scan(replaced(self.files, f"{RUN}/{NOTES_NAME}", sealed(data)), RUN)
 
     def lock(self, data: bytes) -> None:
-        """Who owns a run."""
+        """Read the lock of a run."""
         OwnerLock(replaced(self.files, f"{RUN}/{LOCK_NAME}", data), RUN)._read()
 
 
 @dataclasses.dataclass
 class Found:
-    """What a campaign came to: executions by target and end, the longest, the largest, and what must not be."""
+    """The result of a campaign: executions by target and end, time, memory, and problems."""
 
     ends: collections.Counter[tuple[str, str]] = dataclasses.field(default_factory=collections.Counter)
     longest_s: float = 0.0
@@ -226,7 +225,7 @@ class Found:
 
 
 def execute(found: Found, name: str, target: Callable[[bytes], object], data: bytes) -> None:
-    """One execution; of one that took long the shortest of a few, since the machine may have been busy."""
+    """Execute a target; repeat a slow execution, because the machine may be busy."""
     took_s = math.inf
     for _ in range(TRIES):
         started = time.perf_counter()
@@ -235,7 +234,7 @@ def execute(found: Found, name: str, target: Callable[[bytes], object], data: by
             end = "taken"
         except CheckpointError:
             end = "refused"
-        except Exception:  # noqa: BLE001  # whatever else there is, is what this looks for
+        except Exception:  # noqa: BLE001  # any other error is a problem
             end = "other"
             found.problems.append(f"{name}: {traceback.format_exc(limit=-3)}\n  of {data[:2000]!r}")
         took_s = min(took_s, time.perf_counter() - started)
@@ -248,7 +247,7 @@ def execute(found: Found, name: str, target: Callable[[bytes], object], data: by
 
 
 def measure(found: Found, name: str, target: Callable[[bytes], object], data: bytes) -> None:
-    """One execution more, for the memory that it takes."""
+    """Execute a target once more, and measure its memory."""
     tracemalloc.start()
     try:
         with contextlib.suppress(CheckpointError):
@@ -263,7 +262,7 @@ def measure(found: Found, name: str, target: Callable[[bytes], object], data: by
 
 
 def campaign(executions: int, seed: int, names: list[str] | None = None, targets: AllTargets | None = None) -> Found:
-    """So many executions over all targets, the slow ones at every thirtieth; of some the memory is measured too."""
+    """Execute the targets in random order, slow ones rarely; measure the memory of some."""
     found, chance, targets = Found(), random.Random(seed), targets or Targets().all
     chosen = names or list(targets)
     slow = SLOW & set(chosen)
@@ -284,7 +283,7 @@ def campaign(executions: int, seed: int, names: list[str] | None = None, targets
 
 
 def with_atheris(executions: int, seed: int, name: str) -> None:
-    """Let atheris choose the bytes; it ends the process at the first thing that must not be."""
+    """Let atheris choose the bytes; it ends the process at the first problem."""
     import atheris
 
     targets, found = Targets(), Found()
@@ -296,7 +295,7 @@ def with_atheris(executions: int, seed: int, name: str) -> None:
             raise AssertionError(found.problems[0])
 
     sound, chance = targets.all[name][0], random.Random(0)
-    with tempfile.TemporaryDirectory() as folder:  # what it begins with
+    with tempfile.TemporaryDirectory() as folder:  # the initial corpus
         for number, first in enumerate([sound, *(changed(sound, chance) for _ in range(FIRST_FILES))]):
             (Path(folder) / str(number)).write_bytes(first)
         for each in gc.get_objects():
@@ -311,35 +310,35 @@ _DONE = re.compile(r"^Done ([0-9]+) runs", re.MULTILINE)
 
 
 def guided(executions: int, seed: int, names: list[str]) -> list[str]:
-    """As `campaign`, with atheris, in a process for each target; the problems."""
+    """Run atheris in a process for each target, and return the problems."""
     problems, share = [], str(share_of_guided(executions, names))
     for name in names:
         command = [sys.executable, "-m", "tests.nightly.faults.hostile", "--atheris", "--targets", name]
         command += ["--executions", share, "--seed", str(seed)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        made = [int(count) for count in _DONE.findall(done.stderr)]  # perhaps a few more than were asked for
+        made = [int(count) for count in _DONE.findall(done.stderr)]  # may be slightly more than requested
         if done.returncode != 0 or max(made, default=0) < int(share):
             problems.append(f"{name}: ended with {done.returncode}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
     return problems
 
 
 def share_of_guided(executions: int, names: list[str]) -> int:
-    """For each target: at least what it begins with, which always runs."""
+    """Return the executions of each target: at least the initial corpus, which always runs."""
     return max(2 * FIRST_FILES, -(-executions // len(names)))
 
 
 def why_not_guided() -> str | None:
-    """Why atheris cannot choose the bytes here; None: it can."""
+    """Return why atheris cannot run here, or None."""
     return None if importlib.util.find_spec("atheris") else "needs the package atheris"
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--executions", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--targets", nargs="+")
-    parser.add_argument("--atheris", action="store_true", help="let it choose the bytes, led by what they reach")
+    parser.add_argument("--atheris", action="store_true", help="let atheris choose the bytes, guided by coverage")
     chosen, started = parser.parse_args(), time.monotonic()
     with small_sizes():
         if chosen.atheris:

@@ -1,7 +1,7 @@
-"""A small state that tells by all its bytes which save it is of.
+"""A small state whose bytes all identify its save.
 
-A save is known by a number, its token: the step, and how many roll-backs or replacements there were before. So a later
-save has a higher one.
+A save is identified by a token: its step, and the number of roll-backs or replacements before it. A later save has a
+higher token.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ _STEPS = 1000
 
 
 def token_of(step: int, generation: int) -> int:
-    """The token of a save."""
+    """Return the token of a save."""
     return generation * _STEPS + step
 
 
 def step_in(token: int) -> int:
-    """The step that a save is of."""
+    """Return the step of a save."""
     return token % _STEPS
 
 
 def state_of(token: int) -> dict[str, Any]:
-    """Some 320 kB of arrays."""
+    """Return about 320 kB of arrays."""
     chance = np.random.default_rng(token)
     return {"w": chance.standard_normal(SIZE), "small": {f"x{n}": chance.integers(0, 99, 7) for n in range(5)}}
 
 
 def checkpointables_of(token: int) -> dict[str, Any]:
-    """What is saved: arrays and a position in the data."""
+    """Return the content of a save: arrays and a position in the data."""
     return {"state": state_of(token), "data": JsonValue({"position": token})}
 
 
 def token_in(restored: dict[str, Any]) -> int:
-    """Which save it is of, all of it.
+    """Return the token of the save that has all of this content.
 
     Raises:
-        AssertionError: it is a mixture.
+        AssertionError: it mixes several saves.
     """
     token = int(restored["data"].value["position"])
     expected, state = state_of(token), restored["state"]

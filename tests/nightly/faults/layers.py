@@ -1,12 +1,12 @@
-"""Which check noticed a damage, told from its error: where it begins to say, and what it says there."""
+"""Recognize the check that noticed damage, by the begin of its error message."""
 
 from __future__ import annotations
 
 import re
 
 SEGMENT, FILE = r"/[\w./-]+\.safetensors: ", r"/[\w./-]+\.json: "
-# Matched from the directory of the step on, the first that fits; in the order in which a load and a verification check.
-_SAYS = (
+# Matched after the directory of the step; the first match counts. In the order of the checks of a load.
+_MESSAGES = (
     ("COMMIT: missing", r": (has no COMMIT: |expected a checkpoint directory, |not a checkpoint: )"),
     ("COMMIT: size", r"/COMMIT: \d+ bytes, expected at most "),
     ("COMMIT: content", r"/COMMIT: (not valid: |format )"),
@@ -26,14 +26,14 @@ _SAYS = (
     ("value: digest", FILE + r"bytes \d+ to \d+ (of 'the file' )?are not what was saved"),
     ("value: content", FILE + "not JSON: "),
 )
-_PATTERNS = tuple((layer, re.compile(says, re.DOTALL)) for layer, says in _SAYS)
-LAYERS = tuple(layer for layer, _ in _SAYS)
+_PATTERNS = tuple((layer, re.compile(message, re.DOTALL)) for layer, message in _MESSAGES)
+LAYERS = tuple(layer for layer, _ in _MESSAGES)
 
 
 def layer_of(problem: str, directory: str) -> str | None:
-    """The check that says this of the checkpoint in a directory; None: it is of none that is known.
+    """Return the check that reports this problem of the checkpoint in a directory, or None if it is unknown.
 
-    A storage may refuse a file that it lacks, with the path behind what it says: that is not such an error.
+    A storage error has its path at the end, so it is not of a check.
     """
     if not problem.startswith(directory):
         return None

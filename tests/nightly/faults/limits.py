@@ -1,9 +1,9 @@
-"""Lets a run meet the limits of its machine: a full disk, one that is read-only, limits of the process.
+"""Run into limits of the machine: a full or read-only disk, and limits of the process.
 
-`python -m tests.nightly.faults.limits`. A run saves one step, then meets the limit in the second, then is rid of it
-and saves a third one. The second is acknowledged, or its error is one of ours, and says of what it is, what was refused
-and what to do about it; whatever it was, the others are not touched, and nothing is left over, not even as long as the
-process lives. Each run is a forked process, and so is the look at what it left.
+`python -m tests.nightly.faults.limits`. A run saves one step, the second under the limit, and the third without it. The
+second is acknowledged, or raises a `CheckpointError` that names its subject, what was refused and what to do. In any
+case the other steps are intact, and nothing is left over, even while the process lives. Each run is a forked process,
+and so is the check of its result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxckpt_train.policies.preservation import LatestN
 from tests.nightly.faults.campaign_end import leave_with, those_that_can
 from tests.nightly.faults.flaws import FLAWS
 from tests.nightly.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in
-from tests.nightly.faults.native_programs import by_kind, inspect_run, looked
+from tests.nightly.faults.native_programs import by_kind, checked, inspect_run
 from tests.nightly.faults.needs import why_no_mount
 from tests.support.forking import LONGEST_S, Tell, forked
 
@@ -45,7 +45,7 @@ Limited = contextlib.AbstractContextManager[None]
 
 @dataclasses.dataclass
 class Found:
-    """What a campaign came to: runs by limit, in how many of them the second save failed, and what must not be."""
+    """The result of a campaign: runs by limit, runs whose save under the limit failed, and problems."""
 
     runs: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     failed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -54,7 +54,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Clear:
-    """What an error must say, as patterns: what was refused, what to do, and of what it is if not of the run's path."""
+    """Patterns of an error: what was refused, what to do, and its subject if that is not the path of the run."""
 
     refused: str
     advice: str
@@ -77,7 +77,7 @@ CLEAR = {
 
 
 def lacks(name: str, directory: Path, message: str) -> list[str]:
-    """What the error of a save that met this limit does not say."""
+    """Return what the error of a save under this limit does not say."""
     wanted = CLEAR[name]
     patterns = {
         "of what it is": rf"{re.escape(str(directory))}\b|{wanted.subject}",
@@ -105,27 +105,27 @@ def run(directory: Path, limit: Callable[[], Limited], at: int, tell: Tell) -> N
 
 
 def trial(found: Found, name: str, value: object, directory: Path, limit: Callable[[], Limited], at: int = 2) -> None:
-    """One run, and the look at what it left."""
+    """Run one trial, and check its result."""
     lines, status = forked(lambda tell: run(directory, limit, at, tell))
-    told = by_kind(lines)
-    problems = [] if status == 0 else [f"the run ended with {status}: {' '.join(told['raised'])}"]
-    failed = [step for step, _ in told["failed"]]
+    events = by_kind(lines)
+    problems = [] if status == 0 else [f"the run ended with {status}: {' '.join(events['raised'])}"]
+    failed = [step for step, _ in events["failed"]]
     found.runs[name] += 1
     found.failed[name] += failed == [at]
     if set(failed) - {at}:
-        problems.append(f"the limit was over, and yet: {told['failed']}")
-    problems += [f"{UNCLEAR} {lack}: {text}" for _, text in told["failed"] for lack in lacks(name, directory, text)]
-    known = " ".join(text for _, text in told["failed"] if "could not be removed" in text)
-    problems += [f"left over in a life: {left}" for names in told["left"] for left in names if left not in known]
-    if told["restored"] != [3]:
-        problems.append(f"restored {told['restored']}")
-    problems += looked(inspect_run, directory, told)
+        problems.append(f"the limit was over, and yet: {events['failed']}")
+    problems += [f"{UNCLEAR} {lack}: {text}" for _, text in events["failed"] for lack in lacks(name, directory, text)]
+    known = " ".join(text for _, text in events["failed"] if "could not be removed" in text)
+    problems += [f"left over in a life: {left}" for names in events["left"] for left in names if left not in known]
+    if events["restored"] != [3]:
+        problems.append(f"restored {events['restored']}")
+    problems += checked(inspect_run, directory, events)
     found.problems += [f"{name} {value}: {problem}" for problem in problems]
 
 
 @contextlib.contextmanager
 def process_limit(kind: int, value: int) -> Iterator[None]:
-    """A soft limit of this process."""
+    """Set a soft limit of this process."""
     soft, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (value, hard))
     try:
@@ -135,21 +135,21 @@ def process_limit(kind: int, value: int) -> Iterator[None]:
 
 
 def file_sizes(found: Found, folder: Path) -> None:
-    """No file may be larger than so many bytes."""
+    """Limit the size of files."""
     for number, value in enumerate((0, 1, 100, 4095, 4096, 5000, 200_000, 320_000, 330_000, 400_000)):
         limit = lambda value=value: process_limit(resource.RLIMIT_FSIZE, value)  # noqa: E731
         trial(found, "file size", value, folder / f"size{number}", limit)
 
 
 def descriptors(found: Found, folder: Path) -> None:
-    """So many more files may be open."""
+    """Limit the number of further open files."""
     for more in range(14):
-        trial(found, "descriptors", more, folder / f"descriptors{more}", lambda more=more: only_so_many(more))  # type: ignore[misc]
+        trial(found, "descriptors", more, folder / f"descriptors{more}", lambda more=more: limited_descriptors(more))  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def only_so_many(more: int) -> Iterator[None]:
-    """So many more files may be open, whichever numbers are free."""
+def limited_descriptors(more: int) -> Iterator[None]:
+    """Leave room for `more` open files, whichever descriptors are free."""
     used, limit = [], 256
     with process_limit(resource.RLIMIT_NOFILE, limit):
         with contextlib.suppress(OSError):
@@ -165,19 +165,19 @@ def only_so_many(more: int) -> Iterator[None]:
 
 
 def memory(found: Found, folder: Path) -> None:
-    """So much more address space, for a first save, which needs memory, and for a second one, which has it.
+    """Limit the address space in a first save, which needs memory, and in a second one, which has it.
 
-    Less than that, and Python waits for ever for a new thread (python/cpython#140746).
+    With less memory, Python waits forever for a new thread (python/cpython#140746).
     """
     for at in (1, 2):
         for more in (MIB, *(each * MIB for each in (4, 9, 16, 17, 24, 32, 36, 40, 44, 64))):
-            limit = lambda more=more: so_much_memory(more)  # noqa: E731
+            limit = lambda more=more: limited_memory(more)  # noqa: E731
             trial(found, "memory", f"{more} at step {at}", folder / f"memory{at}-{more}", limit, at)
 
 
 @contextlib.contextmanager
-def so_much_memory(more: int) -> Iterator[None]:
-    """So many bytes more of address space. A forked process has the stacks of its parent's threads: they are taken."""
+def limited_memory(more: int) -> Iterator[None]:
+    """Leave `more` bytes of address space, after using the stacks inherited from threads of the parent."""
     before, over = address_space(), threading.Event()
     idle: list[threading.Thread] = []
     while address_space() < before + MIB and len(idle) < MOST_STACKS:
@@ -193,13 +193,13 @@ def so_much_memory(more: int) -> Iterator[None]:
 
 
 def address_space() -> int:
-    """Bytes of address space that this process has."""
+    """Return the bytes of address space of this process."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system in memory."""
+    """Mount a file system in memory."""
     folder.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOMY}", "tmpfs", folder], check=True)
     try:
@@ -210,7 +210,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def remounted(disk: Path, limited: str, back: str) -> Iterator[None]:
-    """A disk that has another option for a while."""
+    """Change an option of a mounted disk for a while."""
     subprocess.run(["mount", "-o", f"remount,{limited}", disk], check=True)
     try:
         yield
@@ -219,7 +219,7 @@ def remounted(disk: Path, limited: str, back: str) -> Iterator[None]:
 
 
 def full_disks(found: Found, folder: Path) -> None:
-    """Room for 0, 64, 128, ... KiB more, until there is enough."""
+    """Leave room for 0, 64, 128, ... KiB, until it suffices."""
     with small_disk(folder / "full") as disk:
         for more in range(0, MIB, 64 * KIB):
             directory = disk / f"run{more}"
@@ -228,14 +228,14 @@ def full_disks(found: Found, folder: Path) -> None:
 
 
 def full(disk: Path, more: int) -> Limited:
-    """A disk with room for so many bytes more."""
+    """Leave room for `more` bytes on a disk."""
     used = os.statvfs(disk)
     size = (used.f_blocks - used.f_bfree) * used.f_frsize + more
     return remounted(disk, f"size={max(size, used.f_frsize)}", f"size={ROOMY}")
 
 
 def read_only(found: Found, folder: Path) -> None:
-    """A disk that became read-only, as after an error of the device."""
+    """Make a disk read-only, as after an error of the device."""
     with small_disk(folder / "read-only") as disk:
         trial(found, "read-only", "", disk / "run", lambda: remounted(disk, "ro", "rw"))
 
@@ -251,14 +251,14 @@ _ON_DISKS = {"full disk", "read-only"}
 
 
 def why_not(name: str) -> str | None:
-    """Why this limit cannot be met here; None: it can."""
+    """Return why this machine cannot apply the limit, or None."""
     return why_no_mount() if name in _ON_DISKS else None
 
 
 def campaign(names: list[str], folder: Path) -> Found:
-    """All trials of these limits."""
-    handler_of({})  # imports what a save would import late: not under a limit of memory
-    jax.devices()  # nor starts JAX then
+    """Run all trials of these limits."""
+    handler_of({})  # import what a save imports late, before memory is limited
+    jax.devices()  # start JAX before memory is limited
     found = Found()
     for name in names:
         LIMITS[name](found, folder)
@@ -266,10 +266,10 @@ def campaign(names: list[str], folder: Path) -> Found:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limits", nargs="+", choices=LIMITS, default=list(LIMITS))
-    parser.add_argument("--flaw", choices=FLAWS, help="a control: what a writer could do wrong")
+    parser.add_argument("--flaw", choices=FLAWS, help="a control: run with this flaw")
     chosen, started = parser.parse_args(), time.monotonic()
     if chosen.flaw:
         FLAWS[chosen.flaw](pytest.MonkeyPatch())

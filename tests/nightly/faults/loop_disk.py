@@ -1,4 +1,4 @@
-"""A real file system in a file, whose power can be cut: made, mounted on a loop device, shut down, mounted again."""
+"""A real file system on a loop device, whose power can be cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-# Of ext4 and xfs: nothing more reaches the disk; what is left of the journal does at the last moment, or not even that.
+# An ioctl of ext4 and xfs: nothing more reaches the disk, except the journal if it is flushed.
 _SHUTDOWN = 0x8004587D
 Cut = Literal["journal flushed", "nothing flushed"]
 _FLAGS: dict[Cut, int] = {"journal flushed": 1, "nothing flushed": 2}
@@ -26,7 +26,7 @@ UNMOUNT_S = 30.0
 
 @functools.cache
 def why_not(kind: str) -> str | None:
-    """Why there can be no such disk here; None: one was made and mounted."""
+    """Return why this machine cannot mount such a disk, or None."""
     for tool in (_MKFS[kind][0], "mount", "umount"):
         if shutil.which(tool) is None:
             return f"needs {tool}"
@@ -42,15 +42,15 @@ def why_not(kind: str) -> str | None:
 
 
 class LoopDisk:
-    """One file system; `path` is where it is mounted."""
+    """One file system, mounted at `path`."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.kind, self.path, self._image = kind, folder / "mounted", folder / f"{kind}.img"
-        self._is_mounted = False  # the directory of an xfs that was shut down cannot be asked
+        self._is_mounted = False  # an xfs that was shut down cannot be inspected
         self.path.mkdir()
 
     def make_new(self) -> None:
-        """An empty file system, mounted."""
+        """Create an empty file system, and mount it."""
         with contextlib.suppress(FileNotFoundError):
             self._image.unlink()
         make_image(self._image, self.kind)
@@ -62,10 +62,10 @@ class LoopDisk:
         self._is_mounted = True
 
     def cut_power(self, cut: Cut = "nothing flushed") -> None:
-        """From now on nothing reaches the disk, and all calls are refused.
+        """Shut down the file system: nothing reaches the disk, and all calls are refused.
 
         Args:
-            cut: whether the names are there that were changed until now, without the data that were not synced.
+            cut: whether earlier changes of names reach the disk, without unsynced data.
         """
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
@@ -74,7 +74,7 @@ class LoopDisk:
             os.close(descriptor)
 
     def unmount(self) -> None:
-        """Unmount it, once nobody uses it any more."""
+        """Unmount it, once it is unused."""
         if self._is_mounted:
             unmount(self.path)
             self._is_mounted = False
@@ -82,7 +82,7 @@ class LoopDisk:
 
 @contextlib.contextmanager
 def loop_disk(folder: Path, kind: str) -> Iterator[LoopDisk]:
-    """A disk that is unmounted afterwards."""
+    """Yield a disk, and unmount it at the end."""
     disk = LoopDisk(folder, kind)
     try:
         yield disk
@@ -91,10 +91,10 @@ def loop_disk(folder: Path, kind: str) -> Iterator[LoopDisk]:
 
 
 def unmount(path: Path) -> None:
-    """Unmount what is there, once nobody uses it any more.
+    """Unmount a file system, once it is unused.
 
     Raises:
-        OSError: somebody still does after half a minute.
+        OSError: it is still in use after half a minute.
     """
     until = time.monotonic() + UNMOUNT_S
     while (done := subprocess.run(["umount", path], capture_output=True, text=True, check=False)).returncode != 0:
@@ -103,17 +103,17 @@ def unmount(path: Path) -> None:
 
 
 def make_image(path: Path, kind: str) -> None:
-    """An empty file system in a new file."""
+    """Create an empty file system in a new file."""
     with path.open("xb") as image:
         image.truncate(SIZES_MIB[kind] << 20)
     run_command(*_MKFS[kind], path)
 
 
 def run_command(*command: str | os.PathLike[str]) -> str:
-    """What it prints.
+    """Run a command, and return its output.
 
     Raises:
-        OSError: it failed, and what it said.
+        OSError: it failed; with its error output.
     """
     done = subprocess.run([os.fspath(part) for part in command], capture_output=True, text=True, check=False)
     if done.returncode != 0:

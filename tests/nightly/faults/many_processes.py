@@ -1,9 +1,9 @@
-"""Lets processes own, read, pin, retain and be killed on one directory.
+"""Let processes own, read, pin, delete and be killed on one directory.
 
 `python -m tests.nightly.faults.many_processes`
 
-All are real, forked processes, and their clocks jump. There is one owner at a time; who reads gets the newest step that
-was acknowledged before, or a newer one, whole, however many are deleted meanwhile; a pinned step stays.
+All are real, forked processes, and their clocks jump. There is one owner at a time; a reader gets the newest step
+acknowledged before, or a newer one, whole, although steps are deleted meanwhile; a pinned step stays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.nightly.faults.campaign_end import leave_with
 from tests.nightly.faults.known_states import KEPT, SETTINGS, checkpointables_of, token_in
 from tests.support.forking import LONGEST_S, Tell, ended, started
 
-PROCESSES, DEEDS = 4, 12
+PROCESSES, ACTIONS = 4, 12
 LONGEST_ROUND_S = 1.5
 SHARED = struct.Struct("=qqq")
 NAMES = ("newest", "owner", "pinned")  # the newest acknowledged step, the process that owns, the pinned step
@@ -42,20 +42,20 @@ NAMES = ("newest", "owner", "pinned")  # the newest acknowledged step, the proce
 
 @dataclasses.dataclass
 class Found:
-    """What a campaign came to: rounds, deeds by kind, and what must not be."""
+    """The result of a campaign: rounds, actions by kind, and problems."""
 
     rounds: int = 0
-    deeds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    actions: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
 def put(shared: mmap.mmap, name: str, value: int) -> None:
-    """Change one of the numbers, and no other: others may be at it."""
+    """Change only one of the numbers, because other processes may change the others."""
     struct.pack_into("=q", shared, 8 * NAMES.index(name), value)
 
 
 def is_alive(number: int) -> bool:
-    """Whether this process runs: one that nobody has waited for yet does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -63,14 +63,14 @@ def is_alive(number: int) -> bool:
 
 
 class Process:
-    """One of them: does things to the directory, at random."""
+    """A process that acts on the directory at random."""
 
     def __init__(self, directory: Path, shared: mmap.mmap, seed: str, tell: Tell) -> None:
         self._directory, self._shared, self._chance, self._tell = directory, shared, random.Random(seed), tell
 
     def live(self) -> None:
-        """A few deeds."""
-        for _ in range(DEEDS):
+        """Make a few random actions."""
+        for _ in range(ACTIONS):
             self._chance.choice((self._own, self._read, self._read))()
 
     def _clock(self) -> datetime.datetime:
@@ -109,7 +109,7 @@ class Process:
             self._put(newest=step)
             if self._chance.random() < 0.2:
                 self._pin(manager, step)
-        self._put(owner=0)  # before another one can
+        self._put(owner=0)  # before another process can own
         manager.close()
         self._tell("closed", None)
 
@@ -133,7 +133,7 @@ class Process:
 
 
 def one_round(found: Found, directory: Path, shared: mmap.mmap, seed: str) -> None:
-    """Some processes at once, of which some are killed."""
+    """Run some processes at once, and kill some of them."""
     chance = random.Random(seed)
     children = [
         started(lambda tell, n=number: Process(directory, shared, f"{seed} {n}", tell).live())  # type: ignore[misc]
@@ -146,7 +146,7 @@ def one_round(found: Found, directory: Path, shared: mmap.mmap, seed: str) -> No
     for child in children:
         lines, status = ended(child)
         for what, value in lines:
-            found.deeds[what] += 1
+            found.actions[what] += 1
             if what in ("problem", "raised"):
                 found.problems.append(f"{seed}: {value}")
         if status not in (0, 1, -signal.SIGKILL):
@@ -155,7 +155,7 @@ def one_round(found: Found, directory: Path, shared: mmap.mmap, seed: str) -> No
 
 
 def campaign(rounds: int, seed: int, folder: Path) -> Found:
-    """So many rounds on one directory, some of them on the same."""
+    """Run `rounds`; twenty of them share a directory."""
     found = Found()
     for number in range(rounds):
         if number % 20 == 0:
@@ -165,13 +165,13 @@ def campaign(rounds: int, seed: int, folder: Path) -> Found:
 
 
 def no_lock(patch: pytest.MonkeyPatch) -> None:
-    """A control: everybody owns."""
+    """Disable the lock, as a control."""
     patch.setattr(OwnerLock, "acquire", lambda self: None)
     patch.setattr(OwnerLock, "check", lambda self: None)
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
@@ -180,7 +180,7 @@ def main() -> None:
     logging.getLogger("jaxckpt_train").disabled = True
     with tempfile.TemporaryDirectory() as folder:
         found = campaign(chosen.rounds, chosen.seed, Path(folder))
-    print(f"{found.rounds} rounds of {PROCESSES} processes: {dict(found.deeds)}")
+    print(f"{found.rounds} rounds of {PROCESSES} processes: {dict(found.actions)}")
     leave_with(found.problems, started, chosen.seed)
 
 

@@ -1,4 +1,4 @@
-"""Changes sound files by chance: as JSON, line by line, as bytes; a little, or until they are many times larger."""
+"""Change valid files at random, as JSON, lines or bytes; or inflate them to many times their size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANY_BYTES = (b"[", b"9", b" ", b"\0", b"\x80", b"\x90", b"\xc0", b"\n", b"{}\n"
 
 
 def changed(data: bytes, chance: random.Random) -> bytes:
-    """As JSON if it is that, line by line or after a length; else, and often anyway, as bytes."""
+    """Change data as JSON if it is (with a length prefix or by line); otherwise, and sometimes anyway, as bytes."""
     if chance.random() < 0.7:
         prefix = _length_prefix(data)
         try:
@@ -35,7 +35,7 @@ def changed(data: bytes, chance: random.Random) -> bytes:
 
 
 def _length_prefix(data: bytes) -> int:
-    """How many bytes of a length stand before the JSON."""
+    """Return the size of the length prefix before the JSON."""
     return LENGTH_BYTES if data[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and data[:1] != b"{" else 0
 
 
@@ -105,7 +105,7 @@ def _changed_bytes(data: bytearray, chance: random.Random) -> bytes:
 
 
 def inflated(data: bytes, chance: random.Random, size: int) -> bytes:
-    """The same with one thing of it so often, or so long, that there are about so many bytes."""
+    """Repeat or extend one element of the data, until it has about `size` bytes."""
     prefix = _length_prefix(data)
     lines = [] if prefix else data.splitlines(keepends=True)
     if len(lines) > 1 or (lines and chance.random() < 0.2):
@@ -117,7 +117,7 @@ def inflated(data: bytes, chance: random.Random, size: int) -> bytes:
     except ValueError:
         at, many = chance.randrange(len(data) + 1), chance.choice(MANY_BYTES)
         count = size // len(many)
-        announced = chance.choice((b"", b"\xdd" + count.to_bytes(4, "big")))  # as MessagePack says of a list
+        announced = chance.choice((b"", b"\xdd" + count.to_bytes(4, "big")))  # the MessagePack header of a list
         return data[:at] + announced + many * count + data[at:]
     return _joined(json.dumps(_inflated_tree(tree, chance, size), separators=(",", ":")).encode(), prefix)
 

@@ -1,16 +1,15 @@
-"""Lets each native call of some programs fail, fall short, be stuck, or be the last.
+"""Let each native call of some programs fail, fall short, get stuck, or be the last.
 
 `python -m tests.nightly.faults.native_calls`
 
 `native_programs.py` has the programs: saves with retention, pins and metrics, a roll-back, a take-over after a dead
-owner, the replacement of a single checkpoint. A library that is loaded before all others counts the calls below their
-directory, and does something to the n-th: n is 1, 2, ... until a program is over before it. Each run is a forked
-process, and so is each look at what it left: what was acknowledged is there, byte for byte, also pins and metrics; the
-next save succeeds; nothing is left over. Where a signal interrupts a call, or a call does less than was asked or takes
-long, a program must not notice anything; where bytes or a sync of a save are refused, it must.
+owner, the replacement of a single checkpoint. A preloaded library counts the calls below their directory, and injects a
+fault into the n-th: n is 1, 2, ... until a program makes fewer calls. Each run is a forked process, and so is each
+check of its result: acknowledged saves are there, byte for byte, also pins and metrics; the next save succeeds; nothing
+is left over. An interrupted, short or slow call must be invisible to the program; a refused write or sync of a save
+must be noticed.
 
-`python -m tests.nightly.faults.native_calls`. With `--controls` each kind of fault meets a writer that has one
-protection less, which must be found out.
+With `--controls`, each kind of fault is injected into a writer without one protection, which must be detected.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ import pytest
 
 from tests.nightly.faults.campaign_end import leave_with
 from tests.nightly.faults.flaws import FLAWS
-from tests.nightly.faults.native_programs import PROGRAMS, Program, by_kind, looked
+from tests.nightly.faults.native_programs import PROGRAMS, Program, by_kind, checked
 from tests.nightly.faults.needs import COMPILER, leave_if, why_no_compiler
 from tests.support.forking import Tell, forked
 
@@ -51,7 +50,7 @@ MUST_SUCCEED = {"pwrite64", "pwrite", "ftruncate", "ftruncate64", "fsync", "fdat
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What is done to the n-th call; `is_seen`: whether the run may notice, `kills`: whether it ends there."""
+    """The fault of the n-th call; `is_seen`: whether the run may notice, `kills`: whether the process ends there."""
 
     kind: int
     error: int = 0
@@ -59,7 +58,7 @@ class Fault:
 
     @property
     def kills(self) -> bool:
-        """Whether the process ends there."""
+        """Whether the process ends at the call."""
         return self.kind in (KILL_BEFORE, KILL_HALF, KILL_AFTER)
 
 
@@ -80,10 +79,10 @@ FAULTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """A writer with a flaw, the program in which a kind of fault must bring it to light, and how that is told.
+    """A flawed writer, the fault and the program that must reveal the flaw, and its symptom.
 
     Attributes:
-        stride: all calls are tried until it is found out, first each so manieth; the one that took fewest.
+        stride: calls are tried with this stride until the flaw is detected, then those in between.
     """
 
     fault: str
@@ -111,7 +110,7 @@ CONTROLS = (
 
 @dataclasses.dataclass
 class Found:
-    """What a campaign came to: runs by fault, the calls of each program, and what must not be."""
+    """The result of a campaign: runs by fault, the calls of each program, and problems."""
 
     runs: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -122,26 +121,26 @@ class Found:
 
 @dataclasses.dataclass
 class Stage:
-    """Where one program runs again and again; what it finds there was made once."""
+    """The folder of one program; its initial content is made once."""
 
     name: str
     folder: Path
-    told: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    events: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def program(self) -> Program:
-        """What runs."""
+        """The program."""
         return PROGRAMS[self.name]
 
     def __post_init__(self) -> None:
         if self.program.before is not None:
             shutil.rmtree(self.folder / "before", ignore_errors=True)
             before = self.program.before
-            self.told = forked(lambda tell: before(self.folder / "before", tell))[0]
-            assert not by_kind(self.told)["raised"], self.told
+            self.events = forked(lambda tell: before(self.folder / "before", tell))[0]
+            assert not by_kind(self.events)["raised"], self.events
 
     def set_anew(self) -> Path:
-        """Where the next run is to be."""
+        """Prepare the folder of the next run."""
         shutil.rmtree(self.folder / "run", ignore_errors=True)
         if self.program.before is not None:
             shutil.copytree(self.folder / "before", self.folder / "run")
@@ -149,24 +148,24 @@ class Stage:
 
 
 def campaign(names: list[str], folder: Path, every: int = 1, programs: list[str] | None = None) -> Found:
-    """All faults at all calls, or at every so many, first at another one for each; in a process that has no threads.
+    """Inject all faults at all calls, or at each `every`-th; in a process without threads.
 
     Raises:
-        RuntimeError: a run did not come to its end, and nobody killed it.
+        RuntimeError: a run ended early without being killed.
     """
     found, first = Found(), itertools.cycle(range(1, min(every, FEWEST) + 1, 41))
     for program in programs or PROGRAMS:
         stage = Stage(program, folder)
         for name in names:
             for number in itertools.count(next(first), every):
-                ends = every > 1 and 0 < found.calls[program] < number  # else it ends when a run passes untouched
+                ends = every > 1 and 0 < found.calls[program] < number  # otherwise it ends when a run has fewer calls
                 if ends or not _one(found, stage, name, number):
                     break
     return found
 
 
-def is_found_out(control: Control, folder: Path) -> bool:
-    """Whether a writer with a flaw is; the calls are tried until it is."""
+def is_detected(control: Control, folder: Path) -> bool:
+    """Return whether a flawed writer is detected at any call."""
     found = Found()
     with pytest.MonkeyPatch.context() as patch:
         stage = Stage(control.program, folder)
@@ -181,47 +180,47 @@ def is_found_out(control: Control, folder: Path) -> bool:
 
 
 def _one(found: Found, stage: Stage, name: str, number: int) -> bool:
-    """One run and the look at it; False if the run has fewer calls."""
+    """Run one trial and check it; return False if the run has fewer calls."""
     fault, directory = FAULTS[name], stage.set_anew()
     lines, status = forked(lambda tell: _run_with(fault, number, stage.program, directory, tell))
-    told = by_kind([*stage.told, *lines])
-    if not told["calls"] and status != -signal.SIGKILL:
-        raise RuntimeError(f"{stage.name}, {name} at call {number}: ended with {status}, and told {lines}")
-    calls, call, path = told["calls"][0] if told["calls"] else (number, "", "")
+    events = by_kind([*stage.events, *lines])
+    if not events["calls"] and status != -signal.SIGKILL:
+        raise RuntimeError(f"{stage.name}, {name} at call {number}: ended with {status}, with events {lines}")
+    calls, call, path = events["calls"][0] if events["calls"] else (number, "", "")
     if calls < number:
         return False
     found.runs[name] += 1
     found.calls[stage.name] = max(found.calls[stage.name], calls)
     found.hit[call] += 1
-    found.failed += len(told["failed"])
+    found.failed += len(events["failed"])
     expected = {-signal.SIGKILL if fault.kills else 0}
     if fault.kind == KILL_HALF and call not in ON_BYTES:
-        expected.add(0)  # there is no half of it
-    problems = [] if status in expected else [f"the run ended with {status}: {' '.join(told['raised'])}"]
-    problems += _wrongly_told(fault, [*stage.told, *lines], call, path)
-    problems += looked(stage.program.look, directory, told)
+        expected.add(0)  # such a call cannot be half done
+    problems = [] if status in expected else [f"the run ended with {status}: {' '.join(events['raised'])}"]
+    problems += _event_problems(fault, [*stage.events, *lines], call, path)
+    problems += checked(stage.program.check, directory, events)
     found.problems += [
         f"{stage.name}, {name} at call {number} ({call} {Path(path).name}): {problem}" for problem in problems
     ]
     return True
 
 
-def _wrongly_told(fault: Fault, lines: list[tuple[str, Any]], call: str, path: str) -> list[str]:
-    """What a run must not tell of itself."""
-    problems, told = [], by_kind(lines)
-    if not fault.is_seen and told["failed"]:
-        problems.append(f"the run noticed: {told['failed']}")
-    if fault.kind == FAIL and fault.is_seen and call in MUST_SUCCEED and ".tmp-" in path and not told["failed"]:
+def _event_problems(fault: Fault, lines: list[tuple[str, Any]], call: str, path: str) -> list[str]:
+    """Return the problems in the events of a run."""
+    problems, events = [], by_kind(lines)
+    if not fault.is_seen and events["failed"]:
+        problems.append(f"the run noticed: {events['failed']}")
+    if fault.kind == FAIL and fault.is_seen and call in MUST_SUCCEED and ".tmp-" in path and not events["failed"]:
         problems.append("the refusal was not noticed")
-    if fault.kind == FAIL and len(told["failed"]) > 1:
-        problems.append(f"one refusal cost more than one deed: {told['failed']}")
+    if fault.kind == FAIL and len(events["failed"]) > 1:
+        problems.append(f"one refusal cost more than one action: {events['failed']}")
     if fault.kind in (FAIL, SHORT, STUCK):
         problems += [f"one refusal, and the run went back to {restored}" for restored in _went_back(lines)]
     return problems
 
 
 def _went_back(lines: list[tuple[str, Any]]) -> list[int]:
-    """The saves that were restored although a later one had been acknowledged."""
+    """Return the saves that were restored although a later one was acknowledged."""
     newest, found = 0, []
     for what, token in lines:
         if what == "acknowledged":
@@ -245,27 +244,27 @@ def _run_with(fault: Fault, number: int, program: Program, directory: Path, tell
 
 
 def built(folder: Path) -> Path:
-    """The library."""
+    """Compile the library."""
     library = folder / "native_faults.so"
     subprocess.run([COMPILER, "-O1", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
     return library
 
 
 def preloaded(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run this module with the library."""
+    """Run this module with the library preloaded."""
     variables = {**os.environ, "LD_PRELOAD": str(built(folder)), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.nightly.faults.native_calls", "--preloaded", *arguments]
     return subprocess.run(command, env=variables, text=True, stdout=subprocess.PIPE, check=False)
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
-    parser.add_argument("--every", type=int, default=1, help="only each so manieth call")
-    parser.add_argument("--controls", action="store_true", help="writers with flaws, which must be found out")
-    parser.add_argument("--folder", type=Path, help="where the programs run: in memory it is faster; a temporary one")
+    parser.add_argument("--every", type=int, default=1, help="only each N-th call")
+    parser.add_argument("--controls", action="store_true", help="flawed writers, which must be detected")
+    parser.add_argument("--folder", type=Path, help="where the programs run; faster in memory")
     parser.add_argument("--preloaded", action="store_true", help=argparse.SUPPRESS)
     chosen, started = parser.parse_args(), time.monotonic()
     leave_if(why_no_compiler())
@@ -289,9 +288,9 @@ def _with_flaws(faults: list[str], folder: Path) -> list[str]:
     problems = []
     for control in CONTROLS:
         if control.fault in faults:
-            is_found = is_found_out(control, folder)
-            print(f"{control.fault}: {control.flaw}: {'found out' if is_found else 'not found out'}", flush=True)
-            problems += [] if is_found else [f"{control.fault}: {control.flaw}: was not found out"]
+            is_found = is_detected(control, folder)
+            print(f"{control.fault}: {control.flaw}: {'detected' if is_found else 'not detected'}", flush=True)
+            problems += [] if is_found else [f"{control.fault}: {control.flaw}: was not detected"]
     return problems
 
 

@@ -1,7 +1,7 @@
-"""Programs of which every native call is made to fail, and what a process that comes next must find of each.
+"""Programs whose native calls are made to fail, and the checks of their results.
 
-A program is made of deeds, and tells which were acknowledged. A deed that is refused with an error of ours is over; the
-next one goes on from there.
+A program makes actions, and reports which were acknowledged. After an action that raises a `CheckpointError`, it
+continues with the next one.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from jaxckpt_train.store.transaction import Transaction
 from tests.nightly.faults.known_states import KEPT, SETTINGS, checkpointables_of, step_in, token_in, token_of
 from tests.support.forking import LONGEST_S, Tell, forked
 
-Told = Mapping[str, list[Any]]
+Events = Mapping[str, list[Any]]
 SINGLE, LATER = "single", 900  # a step after all that programs save
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is run; what is wrong with what it left; and what is there before, with what was acknowledged of that."""
+    """A program, the check of its result, and a function that makes its initial content."""
 
     run: Callable[[Path, Tell], None]
-    look: Callable[[Path, Told], list[str]]
+    check: Callable[[Path, Events], list[str]]
     before: Callable[[Path, Tell], None] | None = None
 
 
 def by_kind(lines: list[tuple[str, Any]]) -> dict[str, list[Any]]:
-    """All that was told, by what it is about."""
-    told = collections.defaultdict(list)
+    """Return the values of all events by kind."""
+    events = collections.defaultdict(list)
     for what, value in lines:
-        told[what].append(value)
-    return told
+        events[what].append(value)
+    return events
 
 
 def manager_of(directory: Path) -> StepManager:
-    """Of a run that keeps few steps."""
+    """Return the manager of a run that keeps few steps."""
     return StepManager(directory, preservation_policy=LatestN(KEPT), settings=SETTINGS)
 
 
-def done(tell: Tell, deed: Callable[[], object]) -> bool:
-    """Do it; False, and told, if it is refused."""
+def done(tell: Tell, action: Callable[[], object]) -> bool:
+    """Make an action; if it raises a CheckpointError, report it and return False."""
     try:
-        deed()
+        action()
     except CheckpointError as error:
         tell("failed", str(error))
         return False
@@ -66,45 +66,45 @@ def done(tell: Tell, deed: Callable[[], object]) -> bool:
 
 
 def save(tell: Tell, manager: StepManager, token: int, *, overwrite: bool = False) -> bool:
-    """Save a step, until it is acknowledged."""
+    """Save a step, and report its acknowledgement."""
 
-    def deed() -> None:
+    def action() -> None:
         manager.save(step_in(token), checkpointables_of(token), overwrite=overwrite)
         manager.wait(LONGEST_S)
         tell("acknowledged", token)
 
-    return done(tell, deed)
+    return done(tell, action)
 
 
 def restore(tell: Tell, manager: StepManager) -> bool:
-    """Restore the newest."""
+    """Restore the newest step."""
     return done(tell, lambda: tell("restored", token_in(manager.restore())))
 
 
 def pin(tell: Tell, manager: StepManager, step: int) -> bool:
     """Pin a step, if it is there."""
 
-    def deed() -> None:
+    def action() -> None:
         if step in manager.steps:
             manager.pin(step)
             tell("pinned", step)
 
-    return done(tell, deed)
+    return done(tell, action)
 
 
 def measure(tell: Tell, manager: StepManager, step: int) -> bool:
     """Attach metrics to a step, if it is there."""
 
-    def deed() -> None:
+    def action() -> None:
         if step in manager.steps:
             manager.attach_metrics(step, {"loss": 0.5})
             tell("measured", step)
 
-    return done(tell, deed)
+    return done(tell, action)
 
 
 def run_steps(directory: Path, tell: Tell) -> None:
-    """Saves, retention, a restore."""
+    """Save with retention, and restore."""
     manager = manager_of(directory)
     for step in (1, 2, 3, 4):
         save(tell, manager, step)
@@ -113,7 +113,7 @@ def run_steps(directory: Path, tell: Tell) -> None:
 
 
 def run_notes(directory: Path, tell: Tell) -> None:
-    """A pin and metrics of a step that retention would have deleted."""
+    """Pin and measure a step that retention would delete."""
     manager = manager_of(directory)
     save(tell, manager, 1)
     pin(tell, manager, 1)
@@ -124,7 +124,7 @@ def run_notes(directory: Path, tell: Tell) -> None:
 
 
 def run_roll_back(directory: Path, tell: Tell) -> None:
-    """A step is gone back to; the one after it gets a new generation, and another one by `overwrite`."""
+    """Roll back to a step, and save new generations of the next step."""
     manager = manager_of(directory)
     for step in (1, 2, 3):
         save(tell, manager, step)
@@ -137,7 +137,7 @@ def run_roll_back(directory: Path, tell: Tell) -> None:
 
 
 def run_take_over(directory: Path, tell: Tell) -> None:
-    """The owner before died in the middle of a save."""
+    """Take over from an owner that died during a save."""
     manager = manager_of(directory)
     done(tell, manager.own)
     restore(tell, manager)
@@ -147,7 +147,7 @@ def run_take_over(directory: Path, tell: Tell) -> None:
 
 
 def die_in_a_save(directory: Path, tell: Tell) -> None:
-    """What is there before a take-over: two steps, one of them pinned, and an attempt."""
+    """Save two steps, pin one, and die during the third save."""
     manager = manager_of(directory)
     save(tell, manager, 1)
     pin(tell, manager, 1)
@@ -157,10 +157,10 @@ def die_in_a_save(directory: Path, tell: Tell) -> None:
 
 
 def run_replacement(directory: Path, tell: Tell, *, can_exchange: bool = True) -> None:
-    """One checkpoint, saved and replaced twice; atomically where the kernel can exchange two names."""
+    """Save and replace one checkpoint; atomically if the kernel can exchange two names."""
     if not can_exchange:
         find = local_names._c_function
-        without = pytest.MonkeyPatch()  # for the rest of this process; it says so if there is no such function any more
+        without = pytest.MonkeyPatch()  # for the rest of this process; raises if the function was renamed
         without.setattr(local_names, "_c_function", lambda name: None if name == "renameat2" else find(name))
     path = directory / SINGLE
 
@@ -173,10 +173,10 @@ def run_replacement(directory: Path, tell: Tell, *, can_exchange: bool = True) -
     done(tell, lambda: tell("restored", token_in(checkpoint.load_checkpointables(path, settings=SETTINGS))))
 
 
-def inspect_run(directory: Path, told: Told) -> list[str]:
-    """What is wrong with a run, for a process that owns it next."""
+def inspect_run(directory: Path, events: Events) -> list[str]:
+    """Return the problems of a run that the next owner finds."""
     problems = []
-    newest, pinned = max(told.get("acknowledged", ()), default=0), set(told.get("pinned", ()))
+    newest, pinned = max(events.get("acknowledged", ()), default=0), set(events.get("pinned", ()))
     manager = manager_of(directory)
     manager.own()
     try:
@@ -187,13 +187,13 @@ def inspect_run(directory: Path, told: Told) -> list[str]:
         problems.append(f"restored save {token}, but {newest} was acknowledged")
     there = {step: token_in(checkpoint.load_checkpointables(manager.path(step))) for step in manager.steps}
     problems += [f"step {step} holds save {token}" for step, token in there.items() if step_in(token) != step]
-    acknowledged = {step_in(token) for token in told.get("acknowledged", ())}
+    acknowledged = {step_in(token) for token in events.get("acknowledged", ())}
     if missing := ({*sorted({*acknowledged, *there})[-KEPT:]} | pinned) - set(there):
         problems.append(f"{sorted(missing)} are gone; there are {sorted(there)}")
-    measured, kept = manager.best("loss"), [step for step in told.get("measured", ()) if step in there]
+    measured, kept = manager.best("loss"), [step for step in events.get("measured", ()) if step in there]
     if kept and measured not in kept:
         problems.append(f"of {kept} metrics were acknowledged, of {measured} there are some")
-    for step in range(LATER, LATER + KEPT + 1):  # so that nothing that is there now stays by itself
+    for step in range(LATER, LATER + KEPT + 1):  # so that retention deletes every unpinned step
         manager.save(step, checkpointables_of(token_of(step, LATER)))
         manager.wait(LONGEST_S)
     if token_in(manager.restore()) != token_of(LATER + KEPT, LATER):
@@ -205,15 +205,15 @@ def inspect_run(directory: Path, told: Told) -> list[str]:
 
 
 def left_over(directory: Path) -> list[str]:
-    """What nobody cleans; what is half made for the lock stays for a minute, as somebody may be at work on it."""
+    """Return leftovers; temporary files of locks stay for a minute, because another process may use them."""
     harmless = (*TEMPORARY_PREFIXES, f"{LOCK_NAME}.dead-")
     left = [name for name in os.listdir(directory) if name.startswith(".") and not name.startswith(harmless)]
     return [f"left over: {', '.join(sorted(left))}"] if left else []
 
 
-def look_at_single(directory: Path, told: Told) -> list[str]:
-    """What is wrong with a single checkpoint, for a process that loads and replaces it next."""
-    problems, path, newest = [], directory / SINGLE, max(told.get("acknowledged", ()), default=0)
+def inspect_single(directory: Path, events: Events) -> list[str]:
+    """Return the problems of a single checkpoint that is loaded and replaced next."""
+    problems, path, newest = [], directory / SINGLE, max(events.get("acknowledged", ()), default=0)
     try:
         token = token_in(checkpoint.load_checkpointables(path))
     except NotACheckpointError:
@@ -226,11 +226,11 @@ def look_at_single(directory: Path, told: Told) -> list[str]:
     return problems + left_over(directory)
 
 
-def looked(look: Callable[[Path, Told], list[str]], directory: Path, told: Told) -> list[str]:
-    """What is wrong with what was left, seen by a process of its own."""
-    seen, status = forked(lambda tell: tell("problems", look(directory, told)))
+def checked(check: Callable[[Path, Events], list[str]], directory: Path, events: Events) -> list[str]:
+    """Run a check in a forked process, and return the problems."""
+    seen, status = forked(lambda tell: tell("problems", check(directory, events)))
     problems = [problem for what, value in seen for problem in (value if what == "problems" else [value])]
-    return problems if status == 0 else [*problems, f"the look ended with {status}"]
+    return problems if status == 0 else [*problems, f"the check ended with {status}"]
 
 
 PROGRAMS = {
@@ -238,6 +238,6 @@ PROGRAMS = {
     "notes": Program(run_notes, inspect_run),
     "roll-back": Program(run_roll_back, inspect_run),
     "take-over": Program(run_take_over, inspect_run, die_in_a_save),
-    "replacement": Program(run_replacement, look_at_single),
-    "replacement by renames": Program(functools.partial(run_replacement, can_exchange=False), look_at_single),
+    "replacement": Program(run_replacement, inspect_single),
+    "replacement by renames": Program(functools.partial(run_replacement, can_exchange=False), inspect_single),
 }

@@ -1,7 +1,7 @@
-"""What campaigns need of a machine: a compiler, the right to mount, FUSE, loop devices. It is tried, not guessed.
+"""Requirements of campaigns: a compiler, the right to mount, FUSE, loop devices. Each is tried, not guessed.
 
-A campaign that cannot run at all prints `SKIP: <why>` and leaves with the exit code `SKIPPED`, which is 77 as in
-Automake; one of which only a part cannot says `<part>: SKIP: <why>`, and its exit code is that of what ran.
+A campaign that cannot run prints `SKIP: <why>` and exits with `SKIPPED`, which is 77 as in Automake. A campaign with
+parts that cannot run prints `<part>: SKIP: <why>`, and its exit code is that of the other parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COMPILER = "cc"
 
 
 def leave_if(reason: str | None) -> None:
-    """End a campaign that cannot run, and say why.
+    """End a campaign that cannot run, and print why.
 
     Raises:
         SystemExit: with `SKIPPED`, if there is a reason.
@@ -29,7 +29,7 @@ def leave_if(reason: str | None) -> None:
 
 @functools.cache
 def why_no_compiler() -> str | None:
-    """Why no library can be made that is loaded before others; None: it can."""
+    """Return why no library can be compiled and preloaded, or None."""
     if sys.platform != "linux":
         return "needs Linux, to load a library before all others"
     if shutil.which(COMPILER) is None:
@@ -41,7 +41,7 @@ def why_no_compiler() -> str | None:
 
 @functools.cache
 def why_no_mount() -> str | None:
-    """Why no file system in memory can be mounted; None: one can."""
+    """Return why no file system in memory can be mounted, or None."""
     for tool in ("mount", "umount"):
         if shutil.which(tool) is None:
             return f"needs {tool}"
@@ -55,4 +55,4 @@ def why_no_mount() -> str | None:
 
 
 def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no reason was told"])[-1].replace("\n", " ")
+    return (text.strip().splitlines() or ["no reason was given"])[-1].replace("\n", " ")

@@ -1,4 +1,4 @@
-"""Sequences of owners, readers, pins and deaths against a model.
+"""Compare sequences of owners, readers, pins and deaths with a model.
 
 `python -m tests.nightly.faults.owners --sequences 5000`
 """
@@ -15,11 +15,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.unit.run.test_owners_model import Owners
 
-DEEDS = 25
+STEPS = 25
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
@@ -27,19 +27,19 @@ def main() -> None:
     logging.getLogger("jaxckpt_train").disabled = True
     wanted = settings(
         max_examples=chosen.sequences,
-        stateful_step_count=DEEDS,
+        stateful_step_count=STEPS,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         database=None,
     )
     try:
         run_state_machine_as_test(seed(chosen.seed)(Owners), settings=wanted)
-    except Exception:  # noqa: BLE001  # whatever does not fit the model
+    except Exception:  # noqa: BLE001  # any difference from the model
         traceback.print_exc()
         problems = 1
     took_s = time.monotonic() - started
     print(
-        f"{chosen.sequences} sequences of up to {DEEDS} deeds; {problems} problems; {took_s:.0f} s, seed {chosen.seed}"
+        f"{chosen.sequences} sequences of up to {STEPS} steps; {problems} problems; {took_s:.0f} s, seed {chosen.seed}"
     )
     raise SystemExit(problems)
 

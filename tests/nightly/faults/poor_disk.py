@@ -1,4 +1,4 @@
-"""A file system in user space that lacks what others offer: `poor_disk(folder, *flaws)`; see `FLAWS`."""
+"""A file system in user space without some features: `poor_disk(folder, *flaws)`; see `FLAWS`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from tests.nightly.faults.fuse_disk import FuseDisk, Server, fuse_disk, main
 
 FLAWS = {
     "no links": "os.link is refused, as on FAT, exFAT and mounted buckets",
-    "no rename flags": "names are neither exchanged nor given to nothing else, as on most file systems in user space",
-    "no cuts": "a file is not made shorter, as on s3fs",
-    "no direct I/O": "what was opened for direct I/O takes no bytes, whatever its flags are later, as on mergerfs",
+    "no rename flags": "names cannot be exchanged, or renamed without replacing, as on most FUSE file systems",
+    "no cuts": "files are never truncated, as on s3fs",
+    "no direct I/O": "a file opened for direct I/O refuses all bytes, also after its flags change, as on mergerfs",
     "hides files in use": "a removed file that is open has another name until it is closed, as on NFS, SMB, libfuse",
     "keeps directories in use": "a directory with an open file below is not renamed, as on SMB",
     "no times": "modification times are not set",
-    "copies": "a renamed directory stays under its old name, too",
+    "copies": "a renamed directory also stays under its old name",
 }
 
 
 class PoorServer(Server):
-    """Refuses, or ignores, what is among its flaws."""
+    """Refuse or ignore requests according to the flaws."""
 
     flaws: frozenset[str] = frozenset()
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self._direct, self._hidden = set[int](), dict[int, tuple[int, bytes]]()
-        self._open_inodes: dict[int, int] = {}  # by handle
+        self._open_inodes: dict[int, int] = {}  # the inode of each open handle
 
     def _opened(self, handle: int, flags: int) -> None:
         self._open_inodes[handle] = os.fstat(handle).st_ino
@@ -113,7 +113,7 @@ class PoorServer(Server):
 
 @contextlib.contextmanager
 def poor_disk(folder: Path, *flaws: str) -> Iterator[FuseDisk]:
-    """A disk with these flaws that is unmounted afterwards."""
+    """Yield a disk with these flaws, and unmount it at the end."""
     assert FLAWS.keys() >= {*flaws}
     (folder / "flaws").write_text("\n".join(flaws))
     with fuse_disk(folder, __spec__.name) as disk:

@@ -1,9 +1,8 @@
-"""Cuts the power of a real ext4 or xfs while steps are saved: `python -m tests.nightly.faults.power_cut --trials 1000`.
+"""Cut the power of a real ext4 or xfs during saves: `python -m tests.nightly.faults.power_cut --trials 1000`.
 
-After each cut the file system is mounted again, which replays its journal, and the run is restored: it must give the
+After each cut the file system is mounted again, which replays its journal, and the run is restored: it must return the
 newest acknowledged step or a newer one, byte for byte. Half of the cuts come right after an acknowledgement, half at
-random; at every other one the journal still reaches the disk, without the data, so that names are there and what they
-lead to is not.
+random. In every other cut the journal reaches the disk without the data, so that names exist without their content.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MOST_STEPS, LATEST_CUT_S = 12, 0.15
 
 @dataclasses.dataclass
 class Found:
-    """What a campaign came to: cuts, saves that were acknowledged, how many found a newer one, what must not be."""
+    """The result of a campaign: cuts, acknowledged saves, restores of a newer step, and problems."""
 
     cuts: Counter[Cut] = dataclasses.field(default_factory=Counter)
     acknowledged: int = 0
@@ -49,16 +48,16 @@ class Found:
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """A state of some 400 kB that tells by all its bytes which step it is of."""
+    """Return a state of about 400 kB whose bytes all identify its step."""
     chance = np.random.default_rng(step)
     return {"w": chance.standard_normal(50_000), "small": {f"x{n}": chance.integers(0, 99, 7) for n in range(30)}}
 
 
 def step_of(restored: dict[str, Any]) -> int:
-    """Which step it is of, all of it.
+    """Return the step that has all of this content.
 
     Raises:
-        AssertionError: it is a mixture.
+        AssertionError: it mixes several steps.
     """
     step = int(restored["data"].value["position"])
     expected = state_of(step)
@@ -69,7 +68,7 @@ def step_of(restored: dict[str, Any]) -> int:
 
 
 def campaign(disk: LoopDisk, trials: int, seed: int, settings: StoreSettings | None = None) -> Found:
-    """So many cuts; the file system is made anew after a few of them."""
+    """Cut the power `trials` times; create a new file system after every 20 cuts."""
     found, chance = Found(), random.Random(seed)
     for number in range(trials):
         if number % 20 == 0:
@@ -83,13 +82,13 @@ def campaign(disk: LoopDisk, trials: int, seed: int, settings: StoreSettings | N
         disk.unmount()
         disk.mount()
         found.cuts[cut] += 1
-        with process(2 * number + 2, 2 + number):  # the machine was started anew
-            _look(found, disk, acknowledged, subject)
+        with process(2 * number + 2, 2 + number):  # after a reboot
+            _check(found, disk, acknowledged, subject)
     return found
 
 
 class Timer:
-    """Cuts the power after a while, on a thread; what went wrong with that is raised by `join`."""
+    """Cut the power after a while, on a thread; `join` raises an error of the cut."""
 
     def __init__(self, disk: LoopDisk, cut: Cut, after_s: float) -> None:
         self._disk, self._kind, self._error = disk, cut, None
@@ -97,18 +96,18 @@ class Timer:
         self._timer = threading.Timer(after_s, self._cut)
 
     def start(self) -> None:
-        """From now on it may come."""
+        """Start the timer."""
         self._timer.start()
 
     def _cut(self) -> None:
         self.is_near.set()
         try:
             self._disk.cut_power(self._kind)
-        except OSError as error:  # a thread's edge
+        except OSError as error:  # raised by `join`
             self._error = error
 
     def join(self) -> None:
-        """Wait for it."""
+        """Wait for the cut."""
         self._timer.join()
         if self._error is not None:
             raise RuntimeError(f"the power of {self._disk.path} could not be cut") from self._error
@@ -123,7 +122,7 @@ def _save_until_the_cut(
     settings: StoreSettings | None,
     subject: str,
 ) -> int:
-    """Save steps until the power is cut; returns the last acknowledged one, 0 if there is none."""
+    """Save steps until the power is cut; return the last acknowledged one, or 0."""
     acknowledged, steps = 0, chance.randint(1, 4)
     timer = Timer(disk, cut, 0.0 if when == "acknowledged" else chance.uniform(0, LATEST_CUT_S))
     manager = None
@@ -153,7 +152,7 @@ def _save_until_the_cut(
     return acknowledged
 
 
-def _look(found: Found, disk: LoopDisk, acknowledged: int, subject: str) -> None:
+def _check(found: Found, disk: LoopDisk, acknowledged: int, subject: str) -> None:
     run = disk.path / "run"
     try:
         with StepManager(run) as manager:
@@ -177,7 +176,7 @@ def _look(found: Found, disk: LoopDisk, acknowledged: int, subject: str) -> None
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=1000, help="on each file system")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,10 +1,9 @@
-"""Kills processes that save at random moments, with SIGKILL.
+"""Kill saving processes at random moments, with SIGKILL.
 
 `python -m tests.nightly.faults.random_kills --kills 5000`
 
-Each life is a real, forked process: it takes the run over, restores, saves one step after the other, pins some, until
-it is killed. It tells what was acknowledged to it; the next life must find the newest of that, or a newer step, whole,
-and nothing that the one before has left half done.
+Each life is a real, forked process: it takes over the run, restores, saves steps and pins some until it is killed. It
+reports acknowledged steps; the next life must find the newest of these, or a newer step, whole, and no leftovers.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ LONGER, SHORTER = 1.1, 0.95
 
 @dataclasses.dataclass
 class Found:
-    """What a campaign came to: kills, acknowledged saves, kills by what the process was doing, and what must not be."""
+    """The result of a campaign: kills, acknowledged saves, kills by activity of the process, and problems."""
 
     kills: int = 0
     acknowledged: int = 0
@@ -52,7 +51,7 @@ class Found:
 
 
 def live(directory: Path, newest: int, seed: int, tell: Tell) -> None:
-    """One process: what it finds wrong is told, and what is acknowledged to it."""
+    """Run one process, which reports problems and acknowledged steps."""
     chance = random.Random(seed)
     with StepManager(directory, preservation_policy=LatestN(KEPT), settings=SETTINGS) as manager:
         tell("owning", None)
@@ -85,7 +84,7 @@ def live(directory: Path, newest: int, seed: int, tell: Tell) -> None:
 
 
 def killed(work: Work, after_s: float) -> list[tuple[str, Any]]:
-    """Do it in a forked process that is killed after so long; what it told until then."""
+    """Run a function in a forked process that is killed after a time; return its events."""
     child = started(work)
     time.sleep(after_s)
     os.kill(child.process, signal.SIGKILL)
@@ -96,7 +95,7 @@ def killed(work: Work, after_s: float) -> list[tuple[str, Any]]:
 
 
 def campaign(kills: int, seed: int, folder: Path) -> Found:
-    """So many lives, some tens of them on one run after the other; on a slow machine they last longer."""
+    """Run and kill processes; `LIVES` of them share a run, and they live longer on a slow machine."""
     found, newest, longest_s = Found(), 0, LONGEST_LIFE_S
     directory = folder / "run"
     for number in range(kills):
@@ -105,12 +104,12 @@ def campaign(kills: int, seed: int, folder: Path) -> Found:
             newest = 0
         life = random.Random(f"{seed} {number}")
         work = functools.partial(live, directory, newest, life.randrange(1 << 30))
-        told = killed(work, life.uniform(0, longest_s))
-        has_saved = any(what == "saving" for what, _ in told)
+        events = killed(work, life.uniform(0, longest_s))
+        has_saved = any(what == "saving" for what, _ in events)
         longest_s = max(LONGEST_LIFE_S, longest_s * (SHORTER if has_saved else LONGER))
         found.kills += 1
-        found.during[told[-1][0] if told else "starting"] += 1
-        for what, value in told:
+        found.during[events[-1][0] if events else "starting"] += 1
+        for what, value in events:
             if what == "acknowledged":
                 found.acknowledged += 1
                 newest = max(newest, value)
@@ -120,11 +119,11 @@ def campaign(kills: int, seed: int, folder: Path) -> Found:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--flaw", choices=FLAWS, help="a control: what a writer could do wrong")
+    parser.add_argument("--flaw", choices=FLAWS, help="a control: run with this flaw")
     chosen, started = parser.parse_args(), time.monotonic()
     warnings.simplefilter("ignore")
     logging.getLogger("jaxckpt_train").disabled = True

@@ -1,4 +1,4 @@
-"""Runs in memory for campaigns of damage: how their states look, how they are made, planted and compared."""
+"""Runs in memory for damage campaigns: their states, creation and comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIGESTS: tuple[DigestName, ...] = ("xxh3-128", "sha256", "blake3")
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """A state with arrays of many kinds, in several segments, and a value."""
+    """Return a state with arrays of many kinds in several segments, and a value."""
     chance = np.random.default_rng(step)
     return {
         "state": {
@@ -43,7 +43,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def raw(found: Mapping[str, Any]) -> dict[str, bytes]:
-    """All that was loaded, as bytes by name."""
+    """Return the loaded leaves as bytes, by name."""
     state = found["state"]
     leaves = {
         **{k: v for k, v in state.items() if k != "small"},
@@ -56,13 +56,13 @@ def raw(found: Mapping[str, Any]) -> dict[str, bytes]:
 
 @functools.cache
 def expected(step: int) -> dict[str, bytes]:
-    """What a load of this step must give."""
+    """Return the expected result of a load of this step."""
     return raw(state_of(step))
 
 
 @contextlib.contextmanager
 def same_ids() -> Iterator[None]:
-    """Whatever is made within has the same ids as the last time: a trial damages the same bytes wherever it runs."""
+    """Make generated ids reproducible, so that a trial always damages the same bytes."""
     chance = random.Random(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=chance.getrandbits(128)))
@@ -70,13 +70,13 @@ def same_ids() -> Iterator[None]:
 
 
 def saving(digest: DigestName, backend: MemoryBackend) -> StepManager:
-    """An owner that saves small segments on one thread, at times that are always the same."""
+    """Return an owner that saves small segments on one thread, with a reproducible clock."""
     settings = StoreSettings(digest=digest, segment_bytes=8192, staging_bytes=1 << 16, io_threads=1)
     return StepManager(RUN, settings=settings, backend=backend, clock=Clock())
 
 
 def made(digest: DigestName, steps: int = 2) -> Files:
-    """The files of a run of so many steps."""
+    """Return the files of a run with `steps` steps."""
     backend = MemoryBackend()
     with same_ids(), saving(digest, backend) as manager:
         for step in range(1, 1 + steps):
@@ -86,13 +86,13 @@ def made(digest: DigestName, steps: int = 2) -> Files:
 
 
 def files_below(backend: MemoryBackend, directory: str) -> Files:
-    """The files below a directory, as they are now."""
+    """Return the current files below a directory."""
     nodes = backend._nodes.items()
     return {path: bytes(node.data) for path, node in nodes if node is not None and path.startswith(f"{directory}/")}
 
 
 def planted(files: Files, into: MemoryBackend | None = None) -> MemoryBackend:
-    """A back end that holds these files."""
+    """Return a backend that holds these files."""
     backend = into or MemoryBackend()
     for path, data in files.items():
         backend.make_directory(path.rpartition("/")[0], parents=True, sync=False)

@@ -1,9 +1,9 @@
-"""Trains for an hour, saving every second, on a disk that is slow, refuses, or does not answer at times.
+"""Train for an hour with a save every second, on a disk that is slow, refuses, or does not respond at times.
 
-`python -m tests.nightly.faults.soak --minutes 60`. One process trains all the time; after a save that failed it makes a
-new callback and resumes. It must not grow: neither memory, nor threads, nor open files, nor what lies in its directory,
-which is counted all the time, and not only after somebody has cleaned it. And whatever it resumes from is the newest
-step that it knew to be committed, or a newer one.
+`python -m tests.nightly.faults.soak --minutes 60`. One process trains all the time; after a failed save it makes a new
+callback and resumes. Its memory, threads, open files, and the names in its directory must not grow; names are counted
+all the time, not only after a cleanup. It must resume from the newest step that it knew to be committed, or a newer
+one.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ KINDS: dict[str, Callable[[str], bool]] = {
     "dead owners": lambda name: name.startswith(f"{LOCK_NAME}.dead-"),
     "half made": lambda name: name.startswith(TEMPORARY_PREFIXES),
 }
-# What a refused removal leaves goes with the next owner; what is of locks and of looks at the clock after `SILENCE_S`.
+# The next owner removes leftovers of refused removals; temporary files of locks are removed after `SILENCE_S`.
 MOST = {"steps": KEPT + 4, "attempts": 6, "deletions": 6, "dead owners": 30, "half made": 120, "others": 6}
-# Four states: what pools hold changes by as much, also when nothing leaks; and they take minutes to fill.
+# The size of four states: pools vary by this much without a leak, and take minutes to fill.
 MEMORY, AT_FIRST, SETTLED_S = 16 << 20, 48 << 20, 180
 TRAINING = """
 import json, os, sys, threading, time
@@ -53,7 +53,7 @@ import jaxckpt_train as jct
 
 directory, seconds, every_s = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
 update = jax.jit(lambda state: {"w": state["w"] + 1.0}, donate_argnums=0)
-ends, committed, failed, skipped, told = time.monotonic() + seconds, 0, 0, 0, 0.0
+ends, committed, failed, skipped, reported = time.monotonic() + seconds, 0, 0, 0, 0.0
 
 def tell():
     with open("/proc/self/statm") as file:
@@ -75,8 +75,8 @@ while time.monotonic() < ends:
                 state, step = update(state), step + 1
                 skipped += "skipped" in ckpt(state, step=step).reason
                 committed = max(committed, ckpt.latest_step() or 0)
-                if time.monotonic() > told + 5 * every_s:
-                    told = time.monotonic()
+                if time.monotonic() > reported + 5 * every_s:
+                    reported = time.monotonic()
                     tell()
                 time.sleep(0.01)  # the step
     except (jct.StorageError, jct.CheckpointTimeoutError):
@@ -87,7 +87,7 @@ tell()
 
 @dataclasses.dataclass
 class Found:
-    """What a soak came to: all that the training told, names in its directory by kind, and what must not be."""
+    """The result of a soak: reports of the training, names in its directory by kind, and problems."""
 
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     names: list[dict[str, int]] = dataclasses.field(default_factory=list)
@@ -96,49 +96,50 @@ class Found:
 
 
 def soak(seconds: float, seed: int, every_s: float, folder: Path, training: str = TRAINING) -> Found:
-    """Train for so long."""
+    """Train for `seconds`."""
     found, chance = Found(), random.Random(seed)
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with fuse_disk(folder) as disk:
         run = disk.path / "run"
         command = [sys.executable, "-c", training, str(run), str(seconds), str(every_s), str(KEPT)]
         with (
-            (folder / "told").open("w", encoding="utf-8") as told,
-            (folder / "warnings").open("w", encoding="utf-8") as warnings,  # a pipe that nobody reads would hold it up
-            subprocess.Popen(command, env=variables, stdout=told, stderr=warnings) as process,
+            (folder / "reports").open("w", encoding="utf-8") as reports,
+            (folder / "warnings").open("w", encoding="utf-8") as warnings,  # an unread pipe would block it
+            subprocess.Popen(command, env=variables, stdout=reports, stderr=warnings) as process,
         ):
             try:
                 for kind in _faults(disk, chance, every_s, lambda: found.names.append(count(disk.backing / "run"))):
                     found.faults[kind] += 1
                     if process.poll() is not None:
                         break
-            finally:  # else it waits for the disk, and nobody for it
+            finally:  # otherwise it would wait for the disk
                 disk.set()
                 process.kill()
-        found.rows = [json.loads(line) for line in (folder / "told").read_text(encoding="utf-8").splitlines()]
+        found.rows = [json.loads(line) for line in (folder / "reports").read_text(encoding="utf-8").splitlines()]
         if process.returncode != 0:
             errors = (folder / "warnings").read_text(encoding="utf-8")
             found.problems.append(f"the training ended with {process.returncode}: {errors[-1000:]}")
         with StepManager(run, preservation_policy=LatestN(KEPT)) as manager:  # the next owner cleans
-            manager.save((manager.latest or 0) + 1, {"state": 0})  # and deletes what a refusal at the very end has left
+            manager.save((manager.latest or 0) + 1, {"state": 0})  # and deletes leftovers of a late refusal
         names = sorted(os.listdir(run))
         found.problems += [f"left over: {name}" for name in names if _is_left(run / name)]
         steps = [name for name in names if name.startswith("step-")]
         if len(steps) > KEPT:
-            found.problems.append(f"{len(steps)} steps are there, and {KEPT} are kept: {_told_of(run, steps[:-KEPT])}")
+            records = _records_of(run, steps[:-KEPT])
+            found.problems.append(f"{len(steps)} steps are there, and {KEPT} are kept: {records}")
     found.problems += growth(found.rows, seconds) + too_many(found.names) + standstill(found.rows)
     return found
 
 
-def _told_of(run: Path, names: list[str]) -> list[str]:
-    """What the history and the notes say of steps."""
+def _records_of(run: Path, names: list[str]) -> list[str]:
+    """Return the lines of history and notes about steps."""
     files = [run / HISTORY_NAME, run / NOTES_NAME]
     lines = [line for file in files if file.exists() for line in file.read_text(encoding="utf-8").splitlines()]
     return [line[:400] for line in lines if any(name in line for name in names[:3])]
 
 
 def count(directory: Path) -> dict[str, int]:
-    """How many names of each kind are in a run's directory."""
+    """Return the number of names of each kind in the directory of a run."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -150,7 +151,7 @@ def count(directory: Path) -> dict[str, int]:
 
 
 def too_many(names: list[dict[str, int]]) -> list[str]:
-    """The kinds of names of which there were ever more than there may be."""
+    """Return the kinds of names that exceeded their limit."""
     most = {kind: max((each[kind] for each in names), default=0) for kind in MOST}
     return [
         f"{found} {kind} at once, expected at most {MOST[kind]}" for kind, found in most.items() if found > MOST[kind]
@@ -169,7 +170,7 @@ def _faults(disk: FuseDisk, chance: random.Random, every_s: float, look: Callabl
                 disk.set(WEDGED)
             case _:
                 disk.set()
-        until = time.monotonic() + chance.uniform(0, 4 * every_s)  # so long it is as it is
+        until = time.monotonic() + chance.uniform(0, 4 * every_s)  # keep the fault until then
         while (rest_s := until - time.monotonic()) > 0:
             time.sleep(min(rest_s, every_s))
             look()
@@ -178,20 +179,20 @@ def _faults(disk: FuseDisk, chance: random.Random, every_s: float, look: Callabl
 
 
 def _is_left(path: Path) -> bool:
-    """What is half made for the lock is left alone as long as somebody may be at work on it."""
+    """Return whether a name is a leftover; recent temporary files of locks may be in use."""
     if path.name.startswith(TEMPORARY_PREFIXES):
         return time.time() - path.stat().st_mtime > SILENCE_S
     return ".tmp-" in path.name or ".deleting" in path.name
 
 
 def growth(rows: list[dict[str, Any]], seconds: float) -> list[str]:
-    """What is more in the last third than in the second one, beyond what varies.
+    """Return the resources that grew from the second third to the last, beyond normal variation.
 
-    Memory by its least, as a burst of failures holds some more states for a while; a leak raises that, too.
+    Memory is compared by its minimum, because failures hold extra states for a while; a leak raises the minimum too.
     """
     second, last = rows[len(rows) // 3 : 2 * len(rows) // 3], rows[2 * len(rows) // 3 :]
     if not second or not last:
-        return [f"only {len(rows)} rows were told"]
+        return [f"only {len(rows)} rows were reported"]
     problems = []
     memory = MEMORY if seconds >= SETTLED_S else AT_FIRST
     for name, slack, of in (("resident", memory, min), ("threads", 2, max), ("files", 4, max)):
@@ -202,13 +203,13 @@ def growth(rows: list[dict[str, Any]], seconds: float) -> list[str]:
 
 
 def standstill(rows: list[dict[str, Any]]) -> list[str]:
-    """Tenths of the time in which nothing was committed, although the disk answered now and then."""
+    """Return the tenths of the time without a committed step, although the disk responded at times."""
     marks = [rows[number * (len(rows) - 1) // 10]["committed"] for number in range(11)] if len(rows) > 20 else []
     return [f"nothing was committed in tenth {at}" for at in range(10) if marks and marks[at] == marks[at + 1]]
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)

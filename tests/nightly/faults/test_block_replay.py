@@ -1,6 +1,6 @@
-"""Whatever a real device holds after a power cut, what was acknowledged is there; without syncs it is not.
+"""Acknowledged saves survive every state of a real device after a power failure; without syncs some are lost.
 
-The whole campaign is `make block-replay`.
+`make block-replay` runs the whole campaign.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TRIES = 8
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     reason = why_not(request.param)
     if reason is not None:
-        pytest.skip(f"no {request.param} whose device is recorded: {reason}")
+        pytest.skip(f"cannot record a device with {request.param}: {reason}")
     monkeypatch.setattr(logging.getLogger("jaxckpt_train"), "disabled", True)
     return str(request.param)
 
 
 @pytest.mark.parametrize("program", ["run", "single"])
-def test_what_was_acknowledged_is_there_whatever_device_kept(tmp_path: Path, kind: str, program: str) -> None:
+def test_acknowledged_saves_survive_any_device_state(tmp_path: Path, kind: str, program: str) -> None:
     found = campaign(tmp_path, kind, 8, seed=0, programs=[program])
     assert found.problems == []
     assert found.states == 8
@@ -47,8 +47,8 @@ ALL = [(kind, *each) for kind in KINDS for each in (("run", "file"), ("run", "no
     ALL,
     indirect=["kind"],
 )
-def test_saves_that_do_not_sync_are_found_out(tmp_path: Path, kind: str, program: str, durability: Any) -> None:
-    """What of it the file system syncs by itself differs from run to run."""
+def test_saves_that_do_not_sync_are_detected(tmp_path: Path, kind: str, program: str, durability: Any) -> None:
+    """The file system syncs some writes by itself, which varies from run to run."""
     settings = StoreSettings(durability=durability)
     for seed in range(TRIES):
         folder = tmp_path / str(seed)
@@ -59,7 +59,7 @@ def test_saves_that_do_not_sync_are_found_out(tmp_path: Path, kind: str, program
     raise AssertionError(f"nothing acknowledged was lost in {TRIES} tries")
 
 
-def test_all_that_is_written_is_recorded(tmp_path: Path, kind: str) -> None:
+def test_every_write_is_recorded(tmp_path: Path, kind: str) -> None:
     with recorded_disk(tmp_path, kind) as disk:
         before = disk.written()
         with (disk.path / "file").open("wb") as file:
@@ -74,15 +74,15 @@ def test_all_that_is_written_is_recorded(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"], indirect=True)
-def test_recordings_go_on_from_what_power_cuts_left(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_replay, "GOES_ON", 1.0)
+def test_recording_continues_after_power_cuts(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_replay, "CONTINUE_SHARE", 1.0)
     monkeypatch.setattr(block_replay, "STATES_OF_ONE", 8)
     found = campaign(tmp_path, kind, 16, seed=1)
     assert found.problems == []
     assert found.with_saves > 10
 
 
-def test_each_state_is_what_is_mounted_also_while_somebody_reads_the_device(tmp_path: Path, kind: str) -> None:
+def test_mounted_state_is_current_despite_cached_reads(tmp_path: Path, kind: str) -> None:
     (tmp_path / "recorded").mkdir()
     with recorded_disk(tmp_path / "recorded", kind) as disk:
         (disk.path / "file").write_text("content")
@@ -95,10 +95,10 @@ def test_each_state_is_what_is_mounted_also_while_somebody_reads_the_device(tmp_
     with replayed(tmp_path, kind) as again:
         device = os.open(again._device, os.O_RDONLY)
         try:
-            for blocks, is_there in ((full, True), (empty, False), (full, True)):
+            for blocks, exists in ((full, True), (empty, False), (full, True)):
                 again.hold(blocks)
                 with again.mounted():
-                    assert (again.path / "file").exists() == is_there
-                os.pread(device, 16 << 20, 0)  # the kernel keeps what was read as long as the device is open
+                    assert (again.path / "file").exists() == exists
+                os.pread(device, 16 << 20, 0)  # the kernel caches these blocks while the device is open
         finally:
             os.close(device)

@@ -1,4 +1,4 @@
-"""How campaigns end: the exit code and what is printed say what was found, and what could not run."""
+"""The exit code and output of a campaign report its problems, and the parts that could not run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from tests.nightly.faults.needs import SKIPPED
 
 
 @pytest.mark.parametrize(("count", "code"), [(0, 0), (1, 1), (256, 1)])  # an exit code has eight bits
-def test_problems_are_counted_and_the_first_are_shown(
-    count: int, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_problems_are_counted_and_the_first_shown(count: int, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         leave_with([f"problem {number}" for number in range(count)], time.monotonic() - 5, 7)
     said = capsys.readouterr().out.splitlines()
@@ -27,7 +25,7 @@ def test_unrunnable_campaign_is_reported(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "xfs: SKIP: needs mkfs.xfs\n"
 
 
-def test_nothing_that_can_run_is_a_skip(capsys: pytest.CaptureFixture[str]) -> None:
+def test_campaign_without_runnable_parts_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         those_that_can(["ext4", "xfs"], lambda kind: f"no {kind}")
     assert left.value.code == SKIPPED

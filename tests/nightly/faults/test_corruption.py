@@ -1,6 +1,6 @@
-"""Damaged checkpoints: nothing wrong is ever loaded, nothing clean is complained about, what is damaged is set aside.
+"""Damaged data is never loaded, clean data raises no alarm, and damaged steps are set aside.
 
-The whole campaign is `make corruption`. That it can tell is shown by `test_corruption_controls.py`.
+`make corruption` runs the whole campaign; `test_corruption_controls.py` has its controls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _small() -> Iterator[None]:
         yield
 
 
-def test_whatever_is_damaged_nothing_wrong_is_loaded_and_the_step_before_is_restored() -> None:
+def test_damage_never_loads_and_restore_falls_back() -> None:
     found = campaign(TRIALS, seed=0)
     assert found.problems == []
     for kind in KINDS:
@@ -55,7 +55,7 @@ def test_whatever_is_damaged_nothing_wrong_is_loaded_and_the_step_before_is_rest
     assert found.damaged(noticed=None) == found.damaged(layer=UNCHANGED)
     assert {trial.layer for trial in found.trials if trial.noticed} == REACHED
     same_size = found.count(kind="swap", layer="segment: digest of a block")
-    assert same_size > 0, "two segments of one size have changed places, which no size tells"
+    assert same_size > 0, "two segments of one size were swapped, which no size reveals"
 
 
 def test_next_owner_survives_any_damaged_file() -> None:
@@ -68,13 +68,13 @@ def test_next_owner_survives_any_damaged_file() -> None:
     assert older > 20
 
 
-def test_damage_is_found_in_the_background_and_its_neighbours_are_verified_next() -> None:
+def test_background_finds_damage_and_verifies_neighbours_next() -> None:
     found = damaged_background.campaign(60, seed=0)
     assert found.problems == []
     assert found.aside > 50
 
 
-def test_the_command_prints_tables_and_a_verdict(
+def test_command_prints_tables_and_a_verdict(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["corruption", "--trials", "40", "--seed", "4"])

@@ -1,4 +1,4 @@
-"""With one protection taken out, the campaigns of damage find just what it protects from."""
+"""Controls of the damage campaigns: without one protection, they find the matching problem."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxckpt_train.run import annotations as note_lines
-from jaxckpt_train.run import annotations as notes
+from jaxckpt_train.run import annotations as run_annotations
 from jaxckpt_train.run import catalog
 from jaxckpt_train.run import directory as run_directory
-from jaxckpt_train.run import entry as lineage
+from jaxckpt_train.run import entry as run_entry
 from jaxckpt_train.run.annotations import NoteLines, Notes
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.settings import DigestName, StoreSettings
-from jaxckpt_train.store import files as digests
-from jaxckpt_train.store import files as plain_files
-from jaxckpt_train.store import reader as reading
-from jaxckpt_train.store import verify
+from jaxckpt_train.store import files, reader, verify
 from tests.nightly.crash.explorer import small_sizes
 from tests.nightly.faults import corruption, damaged_background, damaged_owners
 from tests.nightly.faults.sample_runs import DIGESTS
@@ -42,46 +38,46 @@ def problems_of(campaign: Callable[..., Any], trials: int, **options: Any) -> st
 
 
 @pytest.mark.parametrize("digest", DIGESTS)
-def test_a_load_without_digests(digest: DigestName) -> None:
+def test_load_without_digests_is_detected(digest: DigestName) -> None:
     settings = StoreSettings(verify_on_load=False, io_threads=1)
     found = problems_of(corruption.campaign, 100, digests=(digest,), settings=settings)
     assert "loaded in silence, and wrong" in found
 
 
-def test_a_digest_that_errs_on_what_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, real = itertools.count(1), digests.digest_function
+def test_digest_with_false_alarms_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, real = itertools.count(1), files.digest_function
 
-    def erring(name: str) -> digests.HexDigest:
+    def erring(name: str) -> files.HexDigest:
         digest = real(name)
         return lambda data: digest(data) if next(calls) % 97 else digest(b"something else")
 
-    for module in (reading, verify, plain_files):
+    for module in (reader, verify, files):
         monkeypatch.setattr(module, "digest_function", erring)
     found = corruption.campaign(120, seed=1)
     assert any(problem.startswith("clean") and "a false alarm: " in problem for problem in found.problems)
     assert any(problem.startswith("clean") and "a false alarm of verify: " in problem for problem in found.problems)
 
 
-def test_a_verification_that_reads_no_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_without_headers_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_head_problems", lambda *_: iter(()))
     assert "verify finds nothing" in problems_of(corruption.campaign, 100)
 
 
-def test_a_run_that_writes_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_damage_reports_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunDirectory, "_write_damage_reports", lambda self: None)
     found = problems_of(corruption.campaign, 40)
     assert "not set aside: after the restore there are [1, 2], damaged []" in found
 
 
-def test_verdicts_that_are_kept_in_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notes.NoteBook, "add", lambda *_: None)
+def test_damage_reports_in_memory_only_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_annotations.NoteBook, "add", lambda *_: None)
     found = problems_of(corruption.campaign, 40)
     assert "after the restore there are" not in found
     assert "not set aside: the next process finds" in found
     assert "a step that was set aside was tried again" in found
 
 
-def test_restore_that_tries_what_was_set_aside_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_that_retries_damaged_steps_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = RunDirectory.candidates
 
     def newest_first(self: RunDirectory, step: int | None, **options: Any) -> list[Entry]:
@@ -92,7 +88,7 @@ def test_restore_that_tries_what_was_set_aside_again(monkeypatch: pytest.MonkeyP
     assert set(kinds_of(found)) == {"a step that was set aside was tried again"}
 
 
-def test_a_retention_that_deletes_what_was_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_that_deletes_damaged_steps_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     retain = RunDirectory.retain
 
     def retain_less(self: RunDirectory, *, is_durable: bool = True) -> None:
@@ -110,13 +106,13 @@ def kinds_of(problems: str) -> Iterator[str]:
         yield problem.split(": ", 1)[1]
 
 
-def test_notes_that_are_left_out_once_they_are_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_dropped_after_damage_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NoteLines, "_doubt", lambda *_: None)
     monkeypatch.setattr(NoteLines, "missing_of", lambda *_: None)
     assert "notes are lost, and step-" in problems_of(damaged_owners.campaign, 60)
 
 
-def test_pins_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_pins_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     added_to = Notes.added_to
 
     def without_pins(self: Notes, entry: Entry) -> Entry:
@@ -127,12 +123,12 @@ def test_pins_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "what must stay is gone: step-0000000001" in problems_of(damaged_owners.campaign, 20)
 
 
-def test_damaged_notes_that_raise_what_json_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(note_lines, "_note_of", lambda line: msgspec.json.decode(line, type=dict[str, Any]))
+def test_raw_json_errors_of_notes_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_annotations, "_note_of", lambda line: msgspec.json.decode(line, type=dict[str, Any]))
     assert "raised DecodeError" in problems_of(damaged_owners.campaign, 60)
 
 
-def test_a_damaged_manifest_that_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_that_fails_on_damage_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "_committed_info", lambda backend, path: (_certain(backend, path), True))
     found = problems_of(damaged_owners.campaign, 60)
     assert "the run does not go on: /run/step-" in found
@@ -144,13 +140,13 @@ def _certain(backend: Any, path: str) -> dict[str, Any]:
     return catalog._info_of(found[0], path)
 
 
-def test_a_roll_back_that_nobody_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (lineage, run_directory):
+def test_forgotten_roll_back_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (run_entry, run_directory):
         monkeypatch.setattr(module, "left_behind", lambda *_: frozenset())
     assert "what must stay is gone: step-0000000003" in problems_of(damaged_owners.campaign, 20)
 
 
-def test_a_background_that_forgets_the_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_that_ignores_neighbours_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Scrubber._judge
 
     def judge_alone(self: Scrubber, *what: Any) -> None:
@@ -161,12 +157,12 @@ def test_a_background_that_forgets_the_neighbours(monkeypatch: pytest.MonkeyPatc
     assert "were not next, but" in problems_of(damaged_background.campaign, 20)
 
 
-def test_a_background_that_sets_nothing_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_that_sets_nothing_aside_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunDirectory, "set_aside", lambda *_: None)
     assert "set aside in the background are []" in problems_of(damaged_background.campaign, 10)
 
 
-def test_without_any_of_this_they_find_nothing() -> None:
+def test_unchanged_package_has_no_problems() -> None:
     assert not logging.getLogger("jaxckpt_train").isEnabledFor(logging.WARNING)
     for campaign, trials in (
         (corruption.campaign, 120),

@@ -1,4 +1,4 @@
-"""The tables of a campaign of damage count what was found, and say what was not."""
+"""The tables of a damage campaign count noticed damage, missed damage and false alarms."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from tests.nightly.faults.damage_report import CLEAN, UNCHANGED, Found, Trial, t
 
 
 def rows_of(found: Found) -> dict[str, list[str]]:
-    """The rows of all tables by their first cell."""
+    """Return the rows of all tables by their first cell."""
     lines = [line.strip("| ").split(" | ") for line in tables(found).split("\n") if line.startswith("| ")]
     return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
 
 
-def test_trials_are_counted_by_layer_kind_choice_and_digest() -> None:
+def test_trials_are_counted_in_each_table() -> None:
     found = Found()
     for count, trial in (
         (3, Trial("flip", "byte", "sha256", "load", "segment: digest of a block")),
@@ -30,7 +30,7 @@ def test_trials_are_counted_by_layer_kind_choice_and_digest() -> None:
     assert rows["all"] == ["10", "4", "6", "4", "2", "all", "0 of 5"]
 
 
-def test_what_was_not_noticed_and_what_was_accused_falsely_is_said() -> None:
+def test_tables_show_missed_damage_and_false_alarms() -> None:
     found = Found()
     found.trials[Trial("flip", "byte", "sha256", None, "nothing noticed it")] = 1
     found.trials[Trial("flip", "byte", "sha256", "load", "value: digest")] = 3

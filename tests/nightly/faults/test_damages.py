@@ -1,4 +1,4 @@
-"""Each kind of damage does what its name says, to the file that was chosen."""
+"""Each kind of damage has its effect on the chosen file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def different(files: Files) -> set[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES[:2])
-def test_it_is_a_damage_of_this_file(kind: str, name: str) -> None:
+def test_each_damage_changes_the_chosen_file(kind: str, name: str) -> None:
     for seed in range(50):
         changed = different(damaged(kind, name, seed))
         assert name in changed
@@ -33,13 +33,13 @@ def test_it_is_a_damage_of_this_file(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["swap", "duplicate"])
-def test_segment_meets_another_segment_if_there_is_one(kind: str) -> None:
+def test_segment_is_swapped_with_another_segment(kind: str) -> None:
     contents = {damaged(kind, NAMES[1], seed)[NAMES[1]] for seed in range(50)}
     assert contents == {FILES[NAMES[2]], FILES[NAMES[3]]}
     assert damaged(kind, NAMES[1], 0, NAMES[:2])[NAMES[1]] == FILES[NAMES[0]]
 
 
-def test_each_does_what_it_says() -> None:
+def test_each_kind_of_damage_has_its_effect() -> None:
     name, whole = NAMES[0], FILES[NAMES[0]]
     for seed in range(50):
         after = {kind: damaged(kind, name, seed).get(name) for kind in KINDS}
@@ -55,7 +55,7 @@ def test_each_does_what_it_says() -> None:
         assert (after["missing"], after["stale"]) == (None, OLDER[name])
 
 
-def test_files_are_chosen_by_their_bytes_or_each_as_often() -> None:
+def test_files_are_chosen_by_size_or_evenly() -> None:
     files, chance = {"/small": b"x", "/large": b"x" * 999}, random.Random(0)
     by_bytes, by_file = ([chosen(files, list(files), by, chance) for _ in range(1000)] for by in (True, False))
     assert by_bytes.count("/small") < 10

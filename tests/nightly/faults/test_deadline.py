@@ -1,6 +1,6 @@
-"""A job with little time on a slow disk leaves in time, and loses nothing; one that does not know its time is late.
+"""A job with a short grace period on a slow disk leaves in time and loses nothing; without a known one it is late.
 
-The whole campaign is `make deadlines`.
+`make deadlines` runs the whole campaign.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def _can() -> None:
         pytest.skip(f"no slow disk: {reason}")
 
 
-def test_it_commits_or_gives_up_before_its_time_is_over() -> None:
+def test_job_leaves_within_its_grace_period() -> None:
     found = campaign(2, seed=1, graces_s=(2,))
     assert found.problems == []
     assert found.given_up > 0
 
 
-def test_a_job_that_does_not_know_how_long_it_lives_is_late() -> None:
-    problems = campaign(1, seed=1, graces_s=(1.5,), told=False).problems
+def test_job_without_known_grace_period_is_late() -> None:
+    problems = campaign(1, seed=1, graces_s=(1.5,), knows_grace=False).problems
     assert any("left after" in problem for problem in problems)

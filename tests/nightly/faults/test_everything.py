@@ -1,4 +1,4 @@
-"""The table of campaigns says what they said: problems, skips, and what fell over."""
+"""The table of campaigns shows problems, skips, and campaigns that fell over."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tests.conftest import REPO_ROOT
 from tests.nightly.faults.everything import CAMPAIGNS, Campaign, Result, chosen_keys, run, table, version
 from tests.nightly.faults.needs import SKIPPED
 
-OF_OTHERS = {"native-call-controls", "owners", "hostile-atheris"}  # a part of another target, or not in it
+WITHOUT_TARGET = {"native-call-controls", "owners", "hostile-atheris"}  # run by another target, or by none
 
 
 @pytest.mark.parametrize("campaign", CAMPAIGNS, ids=lambda each: each.key)
-def test_every_campaign_is_there(campaign: Campaign) -> None:
+def test_every_campaign_has_a_main(campaign: Campaign) -> None:
     assert callable(importlib.import_module(campaign.module).main)
 
 
-def test_every_target_of_a_campaign_is_there() -> None:
-    """What `make` runs with the modules of campaigns is what is run here."""
+def test_every_campaign_has_a_make_target() -> None:
+    """The campaigns are the modules that the Makefile runs."""
     makefile = (REPO_ROOT / "Makefile").read_text(encoding="utf-8")
     modules = set(re.findall(r"-m (tests\.nightly\.(?:faults|crash|kill)\.\w+)", makefile))
     modules -= {"tests.nightly.faults.everything"}
     assert modules == {campaign.module for campaign in CAMPAIGNS}
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    assert {campaign.key for campaign in CAMPAIGNS} - OF_OTHERS <= targets
+    assert {campaign.key for campaign in CAMPAIGNS} - WITHOUT_TARGET <= targets
     for campaign in CAMPAIGNS:
         if campaign.trials and not campaign.some:
             options = "".join(f"{each} " for each in campaign.more)
@@ -54,7 +54,7 @@ def test_every_target_of_a_campaign_is_there() -> None:
         (("on its way",), -9, "fell over (-9)", False),
     ],
 )
-def test_the_verdict(lines: tuple[str, ...], code: int, verdict: str, right: bool) -> None:
+def test_verdict_summarizes_the_output(lines: tuple[str, ...], code: int, verdict: str, right: bool) -> None:
     result = Result(CAMPAIGNS[0], lines, code, 1.0, datetime.date(2026, 1, 2), "abc, dirty")
     assert (result.verdict, result.is_right) == (verdict, right)
     assert f"| {verdict} | 7 | 2026-01-02 | 1 s | abc, dirty |" in table([result], 1.0, 7)
@@ -68,7 +68,7 @@ def test_campaign_is_run_with_its_share_of_trials(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(("share", "every", "most"), [(1.0, "1", None), (0.01, "100", "1"), (0.1, "10", "7")])
-def test_share_of_what_has_no_number_of_trials(share: float, every: str, most: str | None) -> None:
+def test_share_applies_to_campaigns_without_trials(share: float, every: str, most: str | None) -> None:
     commands = {campaign.key: campaign.command(share, 0) for campaign in CAMPAIGNS}
     assert commands["native-calls"][-2:] == ["--every", every]
     assert commands["boundaries"][3:] == ([] if most is None else ["--most", most])
@@ -76,13 +76,13 @@ def test_share_of_what_has_no_number_of_trials(share: float, every: str, most: s
 
 def test_an_unknown_campaign_is_refused() -> None:
     assert chosen_keys("soak, limits") == ["soak", "limits"]
-    with pytest.raises(argparse.ArgumentTypeError, match="no campaign lost; there are crash-states"):
+    with pytest.raises(argparse.ArgumentTypeError, match="no campaign lost"):
         chosen_keys("soak,lost")
 
 
 @pytest.mark.timeout(240)
-def test_some_campaigns_from_end_to_end_after_one_that_cannot_run(tmp_path: Path) -> None:
-    """Without a compiler one is skipped, and the others run."""
+def test_campaigns_run_after_one_that_is_skipped(tmp_path: Path) -> None:
+    """Without a compiler one campaign is skipped, and the others run."""
     script = (
         "import os, sys; os.environ['PATH'] = '/nowhere'; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     )

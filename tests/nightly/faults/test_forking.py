@@ -1,4 +1,4 @@
-"""A forked process tells what it saw, however it ends; one that hangs tells where."""
+"""A forked process reports its events however it ends, and its stacks if it hangs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.forking import Tell, forked
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*fork")]
 
 
-def test_output_before_the_kill_is_known() -> None:
+def test_output_before_the_kill_is_received() -> None:
     def work(tell: Tell) -> None:
         tell("began", 1)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -28,7 +28,7 @@ def test_error_of_child_is_reported() -> None:
 
 
 def wait_twice_for_a_lock(lock: threading.Lock) -> None:
-    """A dead-lock."""
+    """Wait forever."""
     with lock, lock:
         pass
 
@@ -46,7 +46,7 @@ def test_deadlock_shows_stack_of_each_thread() -> None:
     assert where.count("in wait_twice_for_a_lock") == 2
 
 
-def test_a_parent_that_has_an_alarm_of_its_own_changes_nothing() -> None:
+def test_alarm_handler_of_parent_has_no_effect() -> None:
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     try:
         lines, status = forked(lambda _: wait_twice_for_a_lock(threading.Lock()), longest_s=1)

@@ -1,6 +1,6 @@
-"""Files that somebody else made: only our errors, at once; whatever stands where a file should, nobody waits for it.
+"""Hostile files raise only a `CheckpointError`, quickly; files of other kinds do not block a reader.
 
-The whole campaign is `make hostile`.
+`make hostile` runs the whole campaign.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _small() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_small")
-def test_sound_files_are_taken() -> None:
+def test_valid_files_are_accepted() -> None:
     found = Found()
     for name, (data, target) in Targets().all.items():
         execute(found, name, target, data)
@@ -61,7 +61,7 @@ def test_sound_files_are_taken() -> None:
 
 
 @pytest.mark.usefixtures("_small")
-def test_changed_files_raise_only_our_errors() -> None:
+def test_changed_files_raise_only_checkpoint_errors() -> None:
     found = campaign(14_000, seed=0)
     assert found.problems == []
     refused = {name for name, end in found.ends if end == "refused"}
@@ -70,12 +70,12 @@ def test_changed_files_raise_only_our_errors() -> None:
 
 
 def greedy(data: bytes) -> None:
-    """Takes many times what it is given."""
+    """Allocate many times the size of the data."""
     raise CorruptCheckpointError(f"{len(20 * data)} bytes")
 
 
 @pytest.mark.usefixtures("_small")
-def test_reader_that_takes_many_times_file_is_found() -> None:
+def test_memory_hungry_reader_is_detected() -> None:
     targets = {**Targets().all, "greedy": (b'{"a":[1,2,3]}', greedy)}
     found = campaign(2 * INFLATED_EVERY, seed=0, names=["greedy"], targets=targets)
     assert found.problems
@@ -83,7 +83,7 @@ def test_reader_that_takes_many_times_file_is_found() -> None:
 
 
 @pytest.mark.usefixtures("_small")
-def test_files_many_times_their_size_are_read_in_time_and_memory() -> None:
+def test_inflated_files_stay_within_time_and_memory() -> None:
     for name, (data, target) in Targets().all.items():
         found, chance = Found(), random.Random(name)
         for _ in range(4):
@@ -98,12 +98,12 @@ def leaves_of(manifest: Any) -> Any:
 
 
 def renamed(name: str) -> Callable[[Any], None]:
-    """A leaf under another path."""
+    """Add a leaf under another path."""
     return lambda manifest: leaves_of(manifest).update({name: {"kind": "int", "value": "1"}})
 
 
 def empty_of(*shape: int) -> Callable[[Any], None]:
-    """The array without elements, of another shape."""
+    """Give the empty array another shape."""
     return lambda manifest: array_of(manifest, "none").update(shape=list(shape))
 
 
@@ -129,7 +129,7 @@ MANIFESTS: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS)
-def test_manifests_that_once_raised_something_else(change: Callable[[Any], None]) -> None:
+def test_earlier_failing_manifests_raise_checkpoint_errors(change: Callable[[Any], None]) -> None:
     targets, found = Targets(), Found()
     manifest = json.loads(targets.all["manifest"][0])
     change(manifest)
@@ -141,7 +141,7 @@ def test_manifests_that_once_raised_something_else(change: Callable[[Any], None]
 
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("metrics", ["[1]", '"loss"', '{"a":1' + "0" * 400 + "}"])
-def test_notes_that_once_made_a_run_unusable(metrics: str) -> None:
+def test_invalid_metrics_in_notes_are_ignored(metrics: str) -> None:
     targets, found = Targets(), Found()
     data, target = targets.all["notes"]
     execute(found, "notes", target, data.replace(b'{"a": 1.0}', metrics.encode()))
@@ -149,7 +149,7 @@ def test_notes_that_once_made_a_run_unusable(metrics: str) -> None:
 
 
 @pytest.mark.usefixtures("_small")
-def test_an_iterator_whose_dtype_is_no_python() -> None:
+def test_invalid_dtype_of_iterator_is_refused() -> None:
     targets, found = Targets(), Found()
     data, target = targets.all["iterator"]
     assert b'"<i8"' in data
@@ -158,14 +158,14 @@ def test_an_iterator_whose_dtype_is_no_python() -> None:
 
 
 @pytest.mark.usefixtures("_small")
-def test_reader_that_expects_only_bad_json_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_with_unhandled_json_errors_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (manifest_module, manifest_decoding, committed):
         monkeypatch.setattr(module, "NOT_JSON", msgspec.ValidationError)
     assert campaign(3000, seed=0, names=["COMMIT", "manifest"]).problems
 
 
-@pytest.mark.skipif(why_not_guided() is not None, reason=f"bytes are not led by what they reach: {why_not_guided()}")
-def test_bytes_that_are_led_by_what_they_reach_raise_only_our_errors() -> None:
+@pytest.mark.skipif(why_not_guided() is not None, reason=f"bytes are not guided: {why_not_guided()}")
+def test_guided_bytes_raise_only_checkpoint_errors() -> None:
     assert guided(10_000, 0, ["manifest"]) == []
 
 
@@ -228,7 +228,7 @@ def test_non_regular_files_cost_no_step(tmp_path: Path, name: str, place: Callab
     place(run / name)
     started = time.monotonic()
     manager = jct.StepManager(run, preservation_policy=jct.LatestN(1))
-    if name == "notes.jsonl":  # it may hold pins: who cannot know them must not delete
+    if name == "notes.jsonl":  # its pins are unknown, so nothing may be deleted
         with jct.StepManager(run, preservation_policy=jct.LatestN(1)) as owner:
             owner.restore()
             owner.save(2, {"state": state_of(2)}, overwrite=True)
@@ -242,7 +242,7 @@ def test_non_regular_files_cost_no_step(tmp_path: Path, name: str, place: Callab
     assert time.monotonic() - started < 5 * LONGEST_S
 
 
-def test_step_that_is_link_is_no_step(tmp_path: Path) -> None:
+def test_linked_step_is_not_listed(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1)
     made_run(tmp_path / "other", 7)
     (run / "step-0000000007").symlink_to(tmp_path / "other" / "step-0000000007")
@@ -264,7 +264,7 @@ with jct.StepManager(sys.argv[1], preservation_policy=jct.LatestN(1)) as manager
 
 
 @pytest.mark.parametrize("umask", ["022", "002", "077", "000"])
-def test_files_and_directories_have_permissions_that_umask_leaves(tmp_path: Path, umask: str) -> None:
+def test_file_permissions_follow_the_umask(tmp_path: Path, umask: str) -> None:
     command = [sys.executable, "-c", PERMISSIONS, str(tmp_path / "run"), umask]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     mask = int(umask, 8)
@@ -276,7 +276,7 @@ def test_files_and_directories_have_permissions_that_umask_leaves(tmp_path: Path
         assert stat.S_IMODE(path.stat().st_mode) == wanted, path
 
 
-def test_numbers_of_five_thousand_digits(tmp_path: Path) -> None:
+def test_version_of_five_thousand_digits_is_refused(tmp_path: Path) -> None:
     jct.save(tmp_path / "x", {"w": np.ones(3)})
     for name in ("COMMIT", "manifest.json"):
         data = json.loads((tmp_path / "x" / name).read_text())

@@ -1,4 +1,4 @@
-"""Properties of all that reads files: whatever bytes they hold, however a sound file is changed, only our errors."""
+"""Property tests of all readers: arbitrary bytes and changed valid files raise only a `CheckpointError`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def targets() -> Targets:
 
 
 def read(name: str, data: bytes) -> None:
-    """Anything else than one of our errors is what a test fails with."""
+    """Read a file, and let any error but a `CheckpointError` fail the test."""
     with contextlib.suppress(CheckpointError):
         targets().all[name][1](data)
 
@@ -67,18 +67,18 @@ def lines(text: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
 
 
 @every_target
-def test_whatever_bytes(name: str) -> None:
+def test_arbitrary_bytes_raise_only_checkpoint_errors(name: str) -> None:
     check(name, st.binary(max_size=300) | lines(st.binary(max_size=40)))
 
 
 @every_target
-def test_whatever_json(name: str) -> None:
+def test_arbitrary_json_raises_only_checkpoint_errors(name: str) -> None:
     check(name, lines(trees.map(lambda tree: json.dumps(tree).encode())))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "Flax file"])
-def test_any_value_in_place_of_one_field(name: str) -> None:
-    """Of the last line, if it has several. A Flax file has none: it is no JSON."""
+def test_any_field_value_raises_only_checkpoint_errors(name: str) -> None:
+    """Change a field of the last line. A Flax file is no JSON, so it has no fields."""
     sound = targets().all[name][0]
     prefix = 8 if name.startswith("segment") else 0
     last = sound[prefix:].splitlines()[-1]
@@ -92,7 +92,7 @@ def test_any_value_in_place_of_one_field(name: str) -> None:
 
 
 @every_target
-def test_whatever_change_of_a_sound_file(name: str) -> None:
+def test_any_change_raises_only_checkpoint_errors(name: str) -> None:
     sound = targets().all[name][0]
 
     def change(chance: random.Random) -> bytes:
@@ -102,7 +102,7 @@ def test_whatever_change_of_a_sound_file(name: str) -> None:
 
 
 @every_target
-def test_whatever_piece_of_a_sound_file(name: str) -> None:
+def test_any_piece_raises_only_checkpoint_errors(name: str) -> None:
     sound = targets().all[name][0]
     at = st.integers(0, len(sound))
     check(
@@ -110,19 +110,19 @@ def test_whatever_piece_of_a_sound_file(name: str) -> None:
     )
 
 
-def test_reader_that_expects_no_bad_json_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_without_json_errors_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (committed, manifest_module):
         monkeypatch.setattr(module, "NOT_JSON", UnicodeDecodeError)
     for finds in (
-        test_whatever_bytes,
-        test_whatever_json,
-        test_any_value_in_place_of_one_field,
-        test_whatever_change_of_a_sound_file,
-        test_whatever_piece_of_a_sound_file,
+        test_arbitrary_bytes_raise_only_checkpoint_errors,
+        test_arbitrary_json_raises_only_checkpoint_errors,
+        test_any_field_value_raises_only_checkpoint_errors,
+        test_any_change_raises_only_checkpoint_errors,
+        test_any_piece_raises_only_checkpoint_errors,
     ):
         with pytest.raises((msgspec.MsgspecError, RecursionError)):
             finds("COMMIT")
 
 
-def test_every_target_is_here() -> None:
+def test_every_target_is_tested() -> None:
     assert set(NAMES) == set(targets().all)

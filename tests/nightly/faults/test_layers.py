@@ -1,4 +1,4 @@
-"""Every check of a load and of a verification is told apart from all others, by an error that it really raises."""
+"""Each check of a load or a verification is recognized by the error that it raises."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pristine(_small: None) -> Files:
 
 
 def set_to(path: str, change: Callable[[bytes], bytes]) -> Callable[[Files], None]:
-    """Change one file."""
+    """Return a damage that changes one file."""
 
     def damage(files: Files) -> None:
         before, files[path] = files[path], change(files[path])
@@ -55,7 +55,7 @@ def without(path: str) -> Callable[[Files], None]:
 
 
 def forged(path: str, old: bytes, new: bytes) -> Callable[[Files], None]:
-    """Change some bytes of a file, and make all digests above it fit."""
+    """Return a damage that changes bytes of a file, and updates all digests above it."""
 
     def damage(files: Files) -> None:
         before = files[path]
@@ -85,7 +85,7 @@ def longer(data: bytes) -> bytes:
 
 
 class Shrinking(MemoryBackend):
-    """Some files lose their end once they are open."""
+    """Truncate some files after they are opened."""
 
     def open(self, directory: str, name: str, *, direct: Any) -> Any:
         source = super().open(directory, name, direct=direct)
@@ -135,7 +135,7 @@ VERIFIED_ONLY = [
 ENDS_EARLY = [("segment: ends early", ".safetensors"), ("value: ends early", ".json")]
 
 
-def said_by_load(backend: MemoryBackend) -> str | None:
+def error_of_load(backend: MemoryBackend) -> str | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "_BACKEND", backend)
         try:
@@ -145,7 +145,7 @@ def said_by_load(backend: MemoryBackend) -> str | None:
     return None
 
 
-def said_by_verify(backend: MemoryBackend) -> str | None:
+def error_of_verify(backend: MemoryBackend) -> str | None:
     try:
         return next(iter(verify(backend, STEP, StoreSettings(io_threads=1)).problems), None)
     except CheckpointError as error:
@@ -153,54 +153,52 @@ def said_by_verify(backend: MemoryBackend) -> str | None:
 
 
 @pytest.mark.parametrize(("layer", "damage"), CASES + LOADED_ONLY)
-def test_what_a_load_says_is_of_the_check_that_said_it(
-    pristine: Files, layer: str, damage: Callable[[Files], None]
-) -> None:
+def test_error_of_load_names_its_check(pristine: Files, layer: str, damage: Callable[[Files], None]) -> None:
     files = dict(pristine)
     damage(files)
-    said = said_by_load(planted(files))
-    assert said is not None
-    assert layer_of(said, STEP) == layer, said
+    message = error_of_load(planted(files))
+    assert message is not None
+    assert layer_of(message, STEP) == layer, message
 
 
 @pytest.mark.parametrize(("layer", "damage"), CASES)
-def test_what_verification_says_is_of_same_check(pristine: Files, layer: str, damage: Callable[[Files], None]) -> None:
+def test_error_of_verification_names_its_check(pristine: Files, layer: str, damage: Callable[[Files], None]) -> None:
     files = dict(pristine)
     damage(files)
-    said = said_by_verify(planted(files))
-    assert said is not None
-    assert layer_of(said, STEP) == layer, said
+    message = error_of_verify(planted(files))
+    assert message is not None
+    assert layer_of(message, STEP) == layer, message
 
 
 @pytest.mark.parametrize(("layer", "damage"), VERIFIED_ONLY)
-def test_headers_are_seen_by_a_verification_only(pristine: Files, layer: str, damage: Callable[[Files], None]) -> None:
+def test_headers_are_checked_by_verification_only(pristine: Files, layer: str, damage: Callable[[Files], None]) -> None:
     files = dict(pristine)
     damage(files)
-    assert said_by_load(planted(files)) is None
-    said = said_by_verify(planted(files))
-    assert said is not None
-    assert layer_of(said, STEP) == layer, said
+    assert error_of_load(planted(files)) is None
+    message = error_of_verify(planted(files))
+    assert message is not None
+    assert layer_of(message, STEP) == layer, message
 
 
 @pytest.mark.parametrize(("layer", "end"), ENDS_EARLY)
-def test_a_file_that_ends_while_it_is_read(
+def test_file_that_shrinks_during_read_is_recognized(
     pristine: Files, layer: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Shrinking, "shrinks", end)
-    for said_by in (said_by_load, said_by_verify):
+    for error_of in (error_of_load, error_of_verify):
         backend = Shrinking()
         backend._nodes = planted(pristine)._nodes
-        said = said_by(backend)
-        assert said is not None
-        assert layer_of(said, STEP) == layer, said
+        message = error_of(backend)
+        assert message is not None
+        assert layer_of(message, STEP) == layer, message
 
 
-def test_no_layer_is_left_out() -> None:
+def test_every_layer_has_a_case() -> None:
     assert {layer for layer, _ in (*CASES, *LOADED_ONLY, *VERIFIED_ONLY, *ENDS_EARLY)} == set(LAYERS)
 
 
 @pytest.mark.parametrize(
-    ("said", "layer"),
+    ("message", "layer"),
     [
         (f"{MANIFEST}: 3 bytes, but COMMIT says 4", "manifest: size"),
         (f"{MANIFEST}: missing, but COMMIT refers to it", "manifest: missing"),
@@ -218,5 +216,5 @@ def test_no_layer_is_left_out() -> None:
         (f"{STEP}: was replaced while it was being read", None),
     ],
 )
-def test_where_it_begins_decides_and_not_what_it_also_names(said: str, layer: str | None) -> None:
-    assert layer_of(said, STEP) == layer
+def test_begin_of_the_message_determines_the_layer(message: str, layer: str | None) -> None:
+    assert layer_of(message, STEP) == layer

@@ -1,4 +1,4 @@
-"""Saves and runs on file systems of other kinds that are mounted for it: overlayfs, exFAT, mergerfs."""
+"""Saves and runs on other kinds of file systems: overlayfs, exFAT, mergerfs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def mounted(*command: str | os.PathLike[str], at: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def image(tmp_path: Path) -> Iterator[Path]:
-    """An overlayfs whose lower layer holds a checkpoint, and a run with three steps."""
+    """Mount an overlayfs whose lower layer holds checkpoints and a run with three steps."""
     lower, upper, work = (tmp_path / name for name in ("lower", "upper", "work"))
     for each in (lower, upper, work):
         each.mkdir()
@@ -120,7 +120,7 @@ def test_steps_of_an_image_are_deleted(image: Path, caplog: pytest.LogCaptureFix
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
-def test_a_step_of_an_image_that_cannot_be_deleted_is_warned_of_once(
+def test_undeletable_step_of_image_is_warned_once(
     image: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: LocalBackend, path: str) -> None:

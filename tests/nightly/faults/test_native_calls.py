@@ -1,6 +1,6 @@
-"""Native calls that fail, fall short, or are a process's last: nothing is lost; a writer with a flaw is found out.
+"""Native calls that fail, fall short, or are the last of a process lose nothing; flawed writers are detected.
 
-The whole campaign is `make native-calls`.
+`make native-calls` runs the whole campaign.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MEMORY = ["--folder", "/dev/shm"] if os.access("/dev/shm", os.W_OK) else []
 def _can() -> None:
     reason = why_no_compiler()
     if reason is not None:
-        pytest.skip(f"native calls cannot be made to fail here: {reason}")
+        pytest.skip(f"cannot inject faults into native calls: {reason}")
 
 
-def test_some_of_all_calls(tmp_path: Path) -> None:
+def test_sample_of_native_calls_loses_nothing(tmp_path: Path) -> None:
     done = preloaded(tmp_path, "--every", EVERY, *MEMORY)
     assert done.returncode == 0, done.stdout
     assert "\n0 problems" in done.stdout
@@ -37,7 +37,7 @@ def test_each_kind_of_fault_has_a_control() -> None:
     assert {control.fault for control in CONTROLS} == set(FAULTS)
 
 
-def test_writers_with_a_flaw_are_found_out(tmp_path: Path) -> None:
+def test_flawed_writers_are_detected(tmp_path: Path) -> None:
     done = preloaded(tmp_path, "--controls", *MEMORY)
     assert done.returncode == 0, done.stdout
-    assert done.stdout.count(": found out") == len(CONTROLS)
+    assert done.stdout.count(": detected") == len(CONTROLS)

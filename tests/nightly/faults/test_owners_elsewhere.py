@@ -1,4 +1,4 @@
-"""Owners in other containers and on other machines: without /proc, with a clock that is wrong, behind a slow mount."""
+"""Owners in other containers and on other machines: without /proc, with a wrong clock, on a caching mount."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
 import jaxckpt_train as jct
 
 with jct.StepManager(directory) as manager:
-    assert manager.latest in (None, 1), manager.latest  # looks, before the directory is there
+    assert manager.latest in (None, 1), manager.latest  # also before the directory exists
     if manager.latest is not None:
         np.testing.assert_array_equal(manager.restore()["state"]["w"], np.arange(9))
     manager.save((manager.latest or 0) + 1, {"state": {"w": np.arange(9)}})
@@ -64,7 +64,7 @@ FAKETIME = next((str(each) for each in Path("/usr/lib").glob("*/faketime/libfake
 
 
 class Started:
-    """A process in namespaces of its own, that is talked to line by line."""
+    """A process in its own namespaces, which communicates by lines."""
 
     def __init__(self, shell: str, script: str, *arguments: str, pids: bool = False) -> None:
         spaces = ["--kill-child", "--pid", "--fork"] if pids else []
@@ -80,7 +80,7 @@ class Started:
         return self.process.stdout.readline().strip()
 
     def ask(self) -> str:
-        """Whether it owns the run still."""
+        """Ask the process whether it still owns the run."""
         assert self.process.stdin is not None
         self.process.stdin.write("?\n")
         self.process.stdin.flush()
@@ -97,7 +97,7 @@ class Started:
 
 @pytest.fixture
 def start() -> Iterator[Any]:
-    """Start processes that are gone afterwards."""
+    """Return a function that starts processes, which are killed after the test."""
     started: list[Started] = []
 
     def begin(*arguments: Any, **more: Any) -> Started:
@@ -110,7 +110,7 @@ def start() -> Iterator[Any]:
 
 
 NO_PROC = "hostname box; umount -l /proc;"
-BURN = "for i in $(seq 40); do /bin/true; done;"  # so that the process gets another number
+BURN = "for i in $(seq 40); do /bin/true; done;"  # gives the process another number
 
 
 @pytest.mark.parametrize("first", [NO_PROC, NO_PROC + BURN], ids=["same number", "another number"])
@@ -142,7 +142,7 @@ def why_no_sshfs() -> str | None:
 
 @contextlib.contextmanager
 def over_ssh(folder: Path, skews: Sequence[str]) -> Iterator[list[Path]]:
-    """One directory of a server, mounted by clients whose clocks are off by so much."""
+    """Mount one directory of a server on clients with skewed clocks."""
     for kind in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / kind], check=True)
     os.makedirs("/run/sshd", exist_ok=True)
@@ -193,7 +193,7 @@ def test_ownership_works_with_wrong_clock(tmp_path: Path, start: Any, skews: Seq
 @pytest.mark.parametrize("kept_s", [0, 15])
 @pytest.mark.parametrize("below", ["run", "project/run"])
 def test_first_start_on_two_machines_shares_directory(tmp_path: Path, start: Any, kept_s: int, below: str) -> None:
-    """The second machine's mount says for a while that a name is not there, as an NFS client does."""
+    """The mount of the second machine caches missing names for a while, like an NFS client."""
     caches, hosts = f"negative_timeout={kept_s},entry_timeout={kept_s},attr_timeout={kept_s}", tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost one other\n")
     resolves = f"mount --bind {hosts} /etc/hosts;"

@@ -1,4 +1,4 @@
-"""What a file system does not offer has a substitute, or is named by `jaxckpt doctor`; no save is lost by it."""
+"""A missing feature of a file system has a substitute, or `jaxckpt doctor` names it; no save is lost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ sys.stdin.readline()
 @pytest.fixture(autouse=True)
 def _each_disk_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     if REASON is not None:
-        pytest.skip(f"no file system in user space: {REASON}")
+        pytest.skip(f"cannot mount a file system in user space: {REASON}")
     monkeypatch.setattr(local, "_no_truncate", set())
 
 
@@ -59,7 +59,7 @@ def poor(folder: Path, *flaws: str) -> Iterator[Path]:
 
 
 def state_of(number: int) -> dict[str, np.ndarray]:
-    """Two arrays of sizes that fill no block."""
+    """Return two arrays whose sizes are no multiple of a block."""
     values = np.random.default_rng(number)
     return {"small": values.integers(0, 9, 3), "large": values.integers(0, 256, 700_001, np.uint8)}
 
@@ -92,7 +92,7 @@ def test_saves_overwrites_and_runs_work(tmp_path: Path, flaws: Sequence[str]) ->
 
 
 @pytest.mark.parametrize("flaws", [("no links",), ("no links", "no rename flags")])
-def test_one_process_owns_a_run_where_there_are_no_links(tmp_path: Path, flaws: Sequence[str]) -> None:
+def test_one_process_owns_run_without_links(tmp_path: Path, flaws: Sequence[str]) -> None:
     with poor(tmp_path, *flaws) as root:
         with talking_to(OWNING, root / "run") as owner:
             assert owner.read() == "saved"
@@ -104,7 +104,7 @@ def test_one_process_owns_a_run_where_there_are_no_links(tmp_path: Path, flaws: 
 
 
 @pytest.mark.parametrize("content", [b"", b'{"process":{"host":'])
-def test_a_lock_that_a_crash_left_half_written_is_taken_over(tmp_path: Path, content: bytes) -> None:
+def test_half_written_lock_is_taken_over(tmp_path: Path, content: bytes) -> None:
     with poor(tmp_path, "no links", "no rename flags") as root:
         (root / "run").mkdir()
         (root / "run" / ".owner").write_bytes(content)
@@ -115,7 +115,7 @@ def test_a_lock_that_a_crash_left_half_written_is_taken_over(tmp_path: Path, con
             assert_same(manager.restore()["state"], 1)
 
 
-def test_files_that_are_not_cut_are_padded_once(tmp_path: Path) -> None:
+def test_untruncatable_files_are_padded_once(tmp_path: Path) -> None:
     with poor(tmp_path, "no cuts") as root:
         for number in range(2):
             jct.save(root / f"{number}", state_of(number))
@@ -128,7 +128,7 @@ def test_files_that_are_not_cut_are_padded_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reader", ["here", "in another process"])
-def test_a_directory_in_use_is_named_when_it_cannot_be_replaced(tmp_path: Path, reader: str) -> None:
+def test_irreplaceable_directory_in_use_is_named(tmp_path: Path, reader: str) -> None:
     with poor(tmp_path, "keeps directories in use", "no rename flags") as root, contextlib.ExitStack() as held:
         jct.save(root / "one", state_of(0))
         if reader == "here":
@@ -148,7 +148,7 @@ def test_a_directory_in_use_is_named_when_it_cannot_be_replaced(tmp_path: Path, 
         assert_same(jct.load(root / "one"), 1)
 
 
-def test_what_a_reader_has_open_is_removed_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_open_in_a_reader_are_removed_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with poor(tmp_path, "hides files in use") as root:
         run, policy = root / "run", jct.LatestN(1)
         with jct.StepManager(run, preservation_policy=policy) as manager:
@@ -170,7 +170,7 @@ def test_what_a_reader_has_open_is_removed_later(tmp_path: Path, caplog: pytest.
         assert list(run.glob(".step-*")) == []
 
 
-def test_a_removed_file_in_use_is_no_stranger(tmp_path: Path) -> None:
+def test_removed_file_in_use_does_not_block_overwrite(tmp_path: Path) -> None:
     with poor(tmp_path, "hides files in use") as root:
         jct.save(root / "one", state_of(0))
         names = [".nfs00000000012345670000abcd", ".fuse_hidden0000001200000001", ".smb00A1"]
@@ -214,5 +214,5 @@ def test_doctor_ends_with_1_where_no_run_works(tmp_path: Path, flaw: str, code: 
         assert found["operations"]["lock"] is None
 
 
-def test_the_flaws_are_all_tried() -> None:
+def test_every_flaw_is_tested() -> None:
     assert {*SUBSTITUTED, "keeps directories in use", "no times", "copies"} == FLAWS.keys()

@@ -1,6 +1,6 @@
-"""After a power cut of a real file system the newest acknowledged step is there; without syncs it is not.
+"""After a power failure of a real file system the newest acknowledged step is there; without syncs it is not.
 
-The whole campaign is `make power-cuts`.
+`make power-cuts` runs the whole campaign.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ pytestmark = pytest.mark.timeout(300)
 def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopDisk]:
     reason = why_not(request.param)
     if reason is not None:
-        pytest.skip(f"no {request.param} whose power can be cut: {reason}")
+        pytest.skip(f"cannot cut the power of {request.param}: {reason}")
     monkeypatch.setattr(logging.getLogger("jaxckpt_train"), "disabled", True)
     with loop_disk(tmp_path, request.param) as made:
         yield made
 
 
-def test_what_was_acknowledged_is_there_after_power_cut(disk: LoopDisk) -> None:
+def test_acknowledged_saves_survive_a_power_cut(disk: LoopDisk) -> None:
     found = campaign(disk, trials=10, seed=0)
     assert found.problems == []
     assert found.cuts == {"nothing flushed": 5, "journal flushed": 5}
     assert found.acknowledged > 3
 
 
-def test_saves_that_do_not_sync_are_found_out_by_both_cuts(disk: LoopDisk) -> None:
-    """A slow machine may have written by itself what a few cuts would have lost: then more cuts are made."""
+def test_unsynced_saves_are_detected_by_both_cuts(disk: LoopDisk) -> None:
+    """Repeat with more cuts, because a slow machine may write unsynced data before the cut."""
     missing, problems = set(CUTS), []
     for seed in range(1, 9):
         problems += campaign(disk, trials=8, seed=seed, settings=StoreSettings(durability="none")).problems
         missing -= {cut for cut in CUTS if any("was acknowledged" in text and cut in text for text in problems)}
         if not missing:
             return
-    raise AssertionError(f"not found out by {missing}: {problems}")
+    raise AssertionError(f"not detected by {missing}: {problems}")
 
 
 def test_cut_that_flushes_journal_leaves_names_without_data(disk: LoopDisk) -> None:

@@ -1,6 +1,6 @@
-"""Processes that are killed at random moments lose nothing; one that acknowledges before it has published is found out.
+"""Processes killed at random moments lose nothing; a writer that acknowledges before it publishes is detected.
 
-The whole campaign is `make random-kills`; that of a real training is `make kill-campaign`.
+`make random-kills` runs the whole campaign, and `make kill-campaign` that of a real training.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("jaxckpt_train"), "disabled", True)
 
 
-def test_what_was_acknowledged_is_there(tmp_path: Path) -> None:
+def test_acknowledged_saves_survive_random_kills(tmp_path: Path) -> None:
     found = campaign(30, seed=0, folder=tmp_path)
     assert found.problems == []
     assert found.acknowledged > 8
     assert found.during["saving"] > 8
 
 
-def test_a_writer_that_publishes_late_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_that_publishes_late_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FLAWS["publishes late"](monkeypatch)
     assert any("was acknowledged" in problem for problem in campaign(30, seed=0, folder=tmp_path).problems)

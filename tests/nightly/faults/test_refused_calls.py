@@ -1,4 +1,4 @@
-"""Sandboxes refuse system calls that their profile does not list: each that is optional has a substitute."""
+"""Sandboxes refuse system calls; each optional call has a substitute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import RunPython
 
-# By architecture. Those in one line are one operation of Python or of the C library.
+# By architecture. The numbers in one line belong to one operation of Python or of the C library.
 _CALLS = {
     "x86_64": {
         "renameat2": [316],
@@ -54,7 +54,7 @@ _CALLS = {
         "pipe2": [59],
     },
 }.get(platform.machine(), {})
-_ANSWERS = ("EPERM", "ENOSYS", "EINVAL", "EOPNOTSUPP")
+_ERRORS = ("EPERM", "ENOSYS", "EINVAL", "EOPNOTSUPP")
 PROGRAM = """
 import ctypes, os, struct, sys
 import numpy as np
@@ -110,12 +110,12 @@ print("ok")
 
 @pytest.mark.skipif(sys.platform != "linux" or not _CALLS, reason="needs Linux on x86_64 or aarch64")
 @pytest.mark.parametrize(
-    ("call", "answer"),
-    [(call, answer) for call in _CALLS for answer in _ANSWERS],
+    ("call", "error"),
+    [(call, error) for call in _CALLS for error in _ERRORS],
 )
-def test_a_refused_call_has_a_substitute(tmp_path: Path, run_python: RunPython, call: str, answer: str) -> None:
+def test_a_refused_call_has_a_substitute(tmp_path: Path, run_python: RunPython, call: str, error: str) -> None:
     numbers = [str(number) for number in _CALLS[call]]
-    done = run_python(PROGRAM, tmp_path, str(getattr(errno, answer)), *numbers, check=True)
+    done = run_python(PROGRAM, tmp_path, str(getattr(errno, error)), *numbers, check=True)
     if done.stdout == "SKIP\n":
-        pytest.skip("no filter of system calls can be installed here")
+        pytest.skip("cannot install a filter of system calls")
     assert done.stdout == "ok\n"

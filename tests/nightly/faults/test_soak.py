@@ -1,4 +1,4 @@
-"""A short soak: a training on a disk that misbehaves neither grows nor loses anything. The whole is `make soak`."""
+"""A short soak on a faulty disk: nothing grows and nothing is lost. `make soak` runs the whole campaign."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ STEP = "state, step = update(state), step + 1\n"
 def _fuse() -> None:
     reason = why_not()
     if reason is not None:
-        pytest.skip(f"no file system in user space: {reason}")
+        pytest.skip(f"cannot mount a file system in user space: {reason}")
 
 
-def test_a_few_seconds_of_it(tmp_path: Path) -> None:
+def test_short_soak_has_no_problems(tmp_path: Path) -> None:
     found = soak(8, 0, 0.05, tmp_path)
     assert found.problems == []
     assert found.rows[-1]["committed"] > 10
@@ -34,7 +34,7 @@ LEAKS = {
 }
 
 
-def test_a_training_that_leaks_is_found_out_by_each_of_its_leaks(tmp_path: Path) -> None:
+def test_each_leak_of_a_training_is_detected(tmp_path: Path) -> None:
     assert STEP in TRAINING
     leaks = "".join(f"                step % 3 or {leak}\n" for leak in LEAKS.values())
     leaking = TRAINING.replace(STEP, f"{STEP}{leaks}").replace("def tell", "hoard = []\ndef tell")
@@ -42,8 +42,8 @@ def test_a_training_that_leaks_is_found_out_by_each_of_its_leaks(tmp_path: Path)
     assert all(any(problem.startswith(kind) for problem in problems) for kind in LEAKS), problems
 
 
-def test_what_is_left_over_in_life_is_found(tmp_path: Path) -> None:
-    """The next owner cleans it, so that it is not seen afterwards."""
+def test_leftovers_during_the_run_are_detected(tmp_path: Path) -> None:
+    """The next owner removes them, so only the count during the run reveals them."""
     flaw = "import pytest; from tests.nightly.faults import flaws"
     flaw += "; flaws.FLAWS['removes no directory'](pytest.MonkeyPatch())"
     problems = soak(6, 0, 0.05, tmp_path, f"{flaw}\n{TRAINING}").problems
@@ -51,6 +51,6 @@ def test_what_is_left_over_in_life_is_found(tmp_path: Path) -> None:
     assert not any("left over" in problem for problem in problems)
 
 
-def test_growth_is_found_out() -> None:
+def test_growth_of_resources_is_detected() -> None:
     rows = [{"resident": n << 22, "threads": 3, "files": 9 + n} for n in range(60)]
     assert [problem.split()[0] for problem in growth(rows, 3600)] == ["resident", "files"]

@@ -18,7 +18,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import manifest_decoding
 from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.buffers import empty_array
-from jaxckpt_train.store.manifest import MAX_INFO_BYTES, Manifest, encode_manifest, is_plain_name
+from jaxckpt_train.store.manifest import MAX_BLOCK_BYTES, MAX_INFO_BYTES, Manifest, encode_manifest, is_plain_name
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from tests.support.checkpoints import commit
 from tests.support.in_time import in_time
@@ -221,6 +221,21 @@ def test_unsafe_file_name_is_refused(name: str) -> None:
     for place in ((*SEGMENT, 0, name), (*FILE, 0, name)):
         with pytest.raises(CorruptCheckpointError, match="is not a plain file"):
             decode_manifest(edited(put(*place)), "manifest")
+
+
+@pytest.mark.parametrize("block_bytes", [-4096, 4097, MAX_BLOCK_BYTES + 4096, 1 << 41, 10**400])
+def test_invalid_block_size_is_refused(block_bytes: int) -> None:
+    data = GOOD.replace(b'"block_bytes":4194304', f'"block_bytes":{block_bytes}'.encode())
+    assert data != GOOD
+    with pytest.raises(CorruptCheckpointError, match=r"block_bytes is|not valid"):
+        decode_manifest(data, "manifest")
+
+
+@pytest.mark.parametrize("block_bytes", [4096, 4 << 20, MAX_BLOCK_BYTES])
+def test_block_sizes_within_the_limits_are_accepted(block_bytes: int) -> None:
+    content = msgspec.json.decode(GOOD)
+    content.update(segments=[], parts=[], block_bytes=block_bytes)
+    assert decode_manifest(msgspec.json.encode(content), "manifest").block_bytes == block_bytes
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "a/b", ".a", "-a", "COMMIT", "manifest.json", "a b", "\u00e9", "a\n"])
