@@ -145,7 +145,7 @@ def test_position_file_of_another_process_is_corrupt() -> None:
 
 
 def sharded(process: int, processes: int, batch: int, order: str = "batch last") -> Any:
-    """Of 96 records, each process takes every n-th."""
+    """Return an iterator of every n-th of 96 records for one of n processes."""
     records = grain.MapDataset.source(SOURCE[:96])
     if order == "shuffle last":
         return iter(records[process::processes].shuffle(seed=1).batch(batch).to_iter_dataset())

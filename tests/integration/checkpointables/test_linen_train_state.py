@@ -74,7 +74,7 @@ def test_train_state_resumes_with_live_functions(tmp_path: Path) -> None:
     for _ in range(3):
         state = train_step(state)
     jct.save(tmp_path / "c", state)
-    target = train_step(new_state(1))  # its step is an array already, as that of the saved one
+    target = train_step(new_state(1))  # its step is already an array, like that of the saved state
     found = jct.load(tmp_path / "c", target)
     assert found.apply_fn is target.apply_fn
     assert found.tx is target.tx

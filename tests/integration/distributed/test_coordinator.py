@@ -153,7 +153,7 @@ def test_keys_do_not_accumulate() -> None:
     with running(2) as job:
         assert job.call(keys_left, "keys")[0] <= 10
         most = job.call(keys_of_broadcasts, "counting")[0]
-        assert 0 < most <= MOST_ENDED + 10  # some are of the exchange that clears them
+        assert 0 < most <= MOST_ENDED + 10  # plus keys of the exchange that deletes them
 
 
 def wait_in_exchange(name: str, who: int) -> list[Any]:

@@ -22,7 +22,7 @@ from tests.support.jobs.small_runs import QUICK, SAVED, is_first, outcome, save,
 
 
 class Slower(LocalBackend):
-    """A disk that takes longer in process 1, but gets on all the time."""
+    """A disk that is slower in process 1, but always makes progress."""
 
     def create(self, path: str, *, direct: Any) -> Any:
         if not is_first() and path.endswith(".safetensors"):
@@ -31,7 +31,9 @@ class Slower(LocalBackend):
 
 
 def save_where_one_is_slower(directory: str) -> list[str]:
-    settings = jct.StoreSettings(segment_bytes=1 << 20, io_threads=1, barrier_timeout_s=8.0)  # signs each second
+    settings = jct.StoreSettings(
+        segment_bytes=1 << 20, io_threads=1, barrier_timeout_s=8.0
+    )  # progress is reported each second
     manager = jct.StepManager(directory, backend=Slower(), stall_timeout_s=2.0, settings=settings)
     state = {str(number): global_array([512, 1024], [2], ["x"]) for number in range(20)}
     found = [outcome(lambda step=step: manager.save(step, {"state": state}).saved) for step in (1, 2)]  # type: ignore[misc]

@@ -136,7 +136,7 @@ def test_messages_to_ended_process_are_dropped() -> None:
 SEND_TO_NOBODY = """
 import signal
 from jaxckpt_train.distributed.shared_memory import Channel, Mailbox
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in a script that ends when nobody reads its output any more
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the default, which ends a process that writes to a closed pipe
 mailbox = Mailbox()
 channel = Channel(mailbox.address)
 mailbox.close()

@@ -31,7 +31,7 @@ def test_failed_save_counts_in_no_process(tmp_path: Path, job_of: JobOf) -> None
 
 @pytest.mark.parametrize("saves_first", [True, False])
 def test_request_to_one_process_stops_all(tmp_path: Path, saves_first: bool) -> None:
-    with running(2, 2) as job:  # its own: JAX does not forget that a job is to end
+    with running(2, 2) as job:  # its own job: JAX cannot withdraw a request to end
         answers = job.call(is_asked, str(tmp_path), 1, saves_first)
     assert answers[0] == answers[1]
     step, is_saved = answers[0]

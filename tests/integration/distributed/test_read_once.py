@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.distributed import shared_memory as near_memory
+from jaxckpt_train.distributed import shared_memory
 from jaxckpt_train.pytree.redistribution import JobTransfer, Transfer
 from jaxckpt_train.store.dtypes import DTYPES
 from tests.support.jobs.arrays import global_array, sharding_of
@@ -273,7 +273,7 @@ def load_without_sight(path: str, specs: dict[str, list[Any]], arrays: Arrays, w
 
     with pytest.MonkeyPatch.context() as patch:
         if jax.process_index() == who:
-            patch.setattr(near_memory, "open_memory", refuse)
+            patch.setattr(shared_memory, "open_memory", refuse)
         return load_counted(path, [4], specs, arrays, "auto")
 
 

@@ -156,7 +156,7 @@ def test_failed_load_keeps_no_arrays(tmp_path: Path, job_of: JobOf) -> None:
 
 
 def load_unlike(path: str, other: str, who: int, kind: str) -> dict[str, Any]:
-    """Process `who` does not load what the others do."""
+    """Load in a job in which process `who` does something else, as `kind` says."""
     if jax.process_index() == who:
         match kind:
             case "checkpoint":

@@ -18,11 +18,11 @@ import jaxckpt_train as jct
 from tests.support.jobs.arrays import Spec, holds, placed, sharding_of
 from tests.support.jobs.fixtures import JobOf
 
-DEVICES = {1: (8, 3, 1), 2: (4, 3, 1), 4: (2, 1)}  # of each process, by how many there are
+DEVICES = {1: (8, 3, 1), 2: (4, 3, 1), 4: (2, 1)}  # devices of each process, for each number of processes
 DTYPES = (
     "float32", "bfloat16", "int8", "bool", "float16", "uint32", "complex64", "float8_e4m3fn", "int4", "int16",
 )  # fmt: skip
-ARRAYS = 5  # in each trial, of as many dtypes
+ARRAYS = 5  # arrays in each trial, each of another dtype
 UNITS = (1, 2, 3, 5, 0, 7)  # rows of a part; where nothing is cut, sizes that no mesh divides
 LARGE_BYTES = 6 << 20  # from 1 MiB a part on, replicas are written by several
 
@@ -73,7 +73,7 @@ def sides(draw: st.DrawFn, processes: int, *, saves: bool) -> Side:
     order = draw(st.permutations(range(processes * devices)))
     used = order[: draw(st.sampled_from([len(order), len(order) - len(order) // 3, 1]))]
     if saves and len({place // devices for place in used}) == 1:
-        used = order  # a job of several does not save an array that one of them has alone
+        used = order  # test_arrays_of_one_process.py has arrays that one process holds alone
     return Side(processes, devices, draw(meshes(len(used))), list(used))
 
 

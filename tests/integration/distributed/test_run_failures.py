@@ -189,7 +189,9 @@ def save_to_a_full_disk(directory: str, who: int) -> dict[str, Any]:
     concurrent.futures.wait([result.pending.committed])  # does not mark the error as reported
     begun = result.saved
     backend.is_full = False
-    second = outcome(lambda: manager.save(3, {"state": state_of(3)}).saved)  # the save was started all the same
+    second = outcome(
+        lambda: manager.save(3, {"state": state_of(3)}).saved
+    )  # raises the error of step 2, but saves step 3
     third = outcome(lambda: manager.save(4, {"state": state_of(4)}).saved)
     manager.wait()
     manager.close()
@@ -279,7 +281,7 @@ def save_where_process_1_has_a_disk_of_its_own(shared: str, own: str) -> str:
     if jax.process_index() == 1:
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.unshare(0x20000) == 0  # a name space of mounts for this thread
-        assert libc.mount(b"none", b"/", None, 1 << 14 | 1 << 18, None) == 0  # private, of all below
+        assert libc.mount(b"none", b"/", None, 1 << 14 | 1 << 18, None) == 0  # make all mounts private
         assert libc.mount(own.encode(), shared.encode(), None, 1 << 12, None) == 0  # bind
     return outcome(lambda: jct.StepManager(shared).own())
 

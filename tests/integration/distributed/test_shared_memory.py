@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.distributed import shared_memory as near_memory
+from jaxckpt_train.distributed import shared_memory
 from jaxckpt_train.distributed.shared_memory import SharedMemory
 from jaxckpt_train.store.segment import ALIGNMENT
 from tests.support.jobs.arrays import digest_of
@@ -59,7 +59,7 @@ def load_and_count(path: str, kind: str, who: int) -> dict[str, Any]:
     outcomes, counts = list[str](), list[tuple[int, int]]()
     with pytest.MonkeyPatch.context() as patch:
         if is_affected and kind in ("Channel", "SharedMemory"):
-            patch.setattr(near_memory, kind, refuse_address)
+            patch.setattr(shared_memory, kind, refuse_address)
         for _ in range(TIMES):
             spec = ["x"] if kind == "sharding" and is_affected else []
             outcomes.append(load_once(path, spec, PROGRESS.get(kind) if is_affected else None))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree.colocated import transfer as colocated_taking
-from jaxckpt_train.store import threads as workers
+from jaxckpt_train.pytree.colocated import transfer
+from jaxckpt_train.store import threads
 from tests.support.colocated_states import HOSTS, MIB, PLAIN, abstract, spread, written_by
 from tests.support.jobs.arrays import global_array, values_of
 from tests.support.jobs.controller import HostProcess, controlled
@@ -39,7 +39,7 @@ def state() -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def _cuts_of_a_mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut small arrays as large ones are cut."""
-    monkeypatch.setattr(colocated_taking, "LEAST_CUT_BYTES", MIB)
+    monkeypatch.setattr(transfer, "LEAST_CUT_BYTES", MIB)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_load_from_stopped_host_times_out(
     jct.save(tmp_path / "c", tree, settings=PLAIN)
     stopped = HostProcess(str(tmp_path / "socket"))
     stopped.process.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(workers, "GIVE_UP_S", 5.0)
+    monkeypatch.setattr(threads, "GIVE_UP_S", 5.0)
     try:
         with (
             controlled({**hosts, jax.devices()[3]: stopped}),

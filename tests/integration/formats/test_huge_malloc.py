@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxckpt_train.store import process_identity as huge_malloc
+from jaxckpt_train.store import process_identity
 from jaxckpt_train.store.process_identity import huge_malloc_environment
 from tests.conftest import REPO_ROOT
 
@@ -32,7 +32,8 @@ def test_huge_malloc_reduces_page_faults() -> None:
     if variables is None:
         pytest.skip("this system has no malloc that takes huge pages")
     assert (
-        _faults({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}) > 10_000 or "[always]" in huge_malloc.POLICY.read_text()
+        _faults({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}) > 10_000
+        or "[always]" in process_identity.POLICY.read_text()
     )
     assert _faults(variables) < 8_000
 

@@ -208,7 +208,7 @@ def test_tree_without_its_metadata_is_reported(tmp_path: Path) -> None:
     shutil.rmtree(path / "config")
     shutil.rmtree(path / "metrics")
     with pytest.raises(jct.CorruptCheckpointError, match="expected the files of"):
-        jct.metadata(path)  # nothing of it is left
+        jct.metadata(path)  # no item is left
 
 
 def test_items_without_handler_are_not_missed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp1
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import orbax_write as orbax_writes
+from jaxckpt_train.formats import orbax_write
 from jaxckpt_train.formats.orbax_write import export_orbax
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend
@@ -63,7 +63,7 @@ def test_orbax_restores_what_was_exported(
     name: str, how: str, compressed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = STATES[name]()
-    monkeypatch.setattr(orbax_writes, "CHUNK_BYTES", 1000)  # several to an array
+    monkeypatch.setattr(orbax_write, "CHUNK_BYTES", 1000)  # several to an array
     jct.save(tmp_path / "a", state)
     assert export(tmp_path / "a", tmp_path / "run" / "12", compressed=compressed) == ("state",)
     restored = RESTORES[how](tmp_path / "run" / "12", jax.tree.map(blank, state))

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import orbax_write as orbax_writes
+from jaxckpt_train.formats import orbax_write
 from jaxckpt_train.formats.orbax_write import export_orbax
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend
@@ -33,10 +33,10 @@ def restored(item: Path) -> object:
 
 
 def test_many_small_leaves_become_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orbax_writes, "CHUNK_BYTES", 4 << 20)  # the large leaf has several chunks, and is written alone
+    monkeypatch.setattr(orbax_write, "CHUNK_BYTES", 4 << 20)  # the large leaf has several chunks, and is written alone
     large = np.random.default_rng(0).normal(size=(6 << 10, 512))
     state = {f"l{n}": {"w": np.full(3 + n, n, np.float32)} for n in range(1000)} | {"large": large}
-    assert large.nbytes > orbax_writes.BATCH_BYTES
+    assert large.nbytes > orbax_write.BATCH_BYTES
     jct.save(tmp_path / "a", state)
     sizes = export(tmp_path / "a", tmp_path / "5", StoreSettings())
     assert sum(each.is_file() for each in (tmp_path / "5").rglob("*")) < 40

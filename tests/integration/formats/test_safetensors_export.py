@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import safetensors as safetensors_export
+from jaxckpt_train.formats import safetensors
 from jaxckpt_train.formats.safetensors import Exported, export_safetensors
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend
@@ -33,7 +33,7 @@ def export(source: Path, folder: Path, **options: Any) -> Exported:
 
 def test_the_library_reads_what_was_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = llama()
-    monkeypatch.setattr(safetensors_export, "BAND_BYTES", 4096)  # several to a tensor
+    monkeypatch.setattr(safetensors, "BAND_BYTES", 4096)  # several to a tensor
     jct.save(tmp_path / "a", state)
     found = export(tmp_path / "a", tmp_path / "out")
     assert found.files == ("model.safetensors",)

@@ -273,7 +273,7 @@ def test_a_tensor_that_would_run_code_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a" / "__0_0.distcp"
     data, place = bytearray(file.read_bytes()), places["w"]
     assert len(evil) <= place.length
-    comment = place.length - len(evil)  # of a zip file, at its end: bytes that mean nothing
+    comment = place.length - len(evil)  # the comment at the end of a zip file is ignored
     evil = evil[:-2] + comment.to_bytes(2, "little") + bytes(comment)
     data[place.offset : place.offset + place.length] = evil
     file.write_bytes(data)

@@ -29,14 +29,14 @@ for name in sys.argv[1:]:
     vars(jax.sharding).pop(name, None)
 
 import jaxckpt_train
-from jaxckpt_train.pytree import _jax as caller_context
+from jaxckpt_train.pytree import _jax
 
 mesh = jax.make_mesh((1,), ("x",))
-with caller_context.set_mesh(mesh), caller_context.enable_x64(True):
-    print(caller_context.get_mesh() == mesh, jax.numpy.arange(2.0).dtype)
-    with caller_context.without_caller_settings():
-        print(caller_context.get_mesh().empty)
-print(caller_context.get_mesh().empty, jax.numpy.arange(2.0).dtype)
+with _jax.set_mesh(mesh), _jax.enable_x64(True):
+    print(_jax.get_mesh() == mesh, jax.numpy.arange(2.0).dtype)
+    with _jax.without_caller_settings():
+        print(_jax.get_mesh().empty)
+print(_jax.get_mesh().empty, jax.numpy.arange(2.0).dtype)
 """
     done = run_python(program, *gone, check=True, fresh=True)
     assert done.stdout.splitlines() == ["True float64", "True", "True float32"]

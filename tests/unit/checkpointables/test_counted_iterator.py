@@ -93,7 +93,7 @@ def test_an_iterator_instead_of_a_function_is_refused() -> None:
         jct.CountedIterator(iter([1]))  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore:Python iterable type")  # of JAX, which looks whether they are trees
+@pytest.mark.filterwarnings("ignore:Python iterable type")  # JAX warns when it checks whether they are trees
 @pytest.mark.parametrize(
     "data", [iter([1]), (number for number in range(3)), zip([1], [2], strict=True), lambda: iter([1])]
 )

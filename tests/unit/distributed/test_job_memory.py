@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxckpt_train.distributed import shared_memory as near_memory
+from jaxckpt_train.distributed import shared_memory
 from jaxckpt_train.distributed.coordinator import SingleProcess
 from jaxckpt_train.distributed.shared_memory import (
     Channel,
@@ -72,7 +72,7 @@ def test_announced_values_belong_to_their_sender(three: list[ColocatedMemory]) -
 
 
 def test_a_wait_ends_when_it_is_woken(three: list[ColocatedMemory], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_memory, "SLICE_S", 45)
+    monkeypatch.setattr(shared_memory, "SLICE_S", 45)
     began = time.monotonic()
     thread = threading.Thread(target=three[1].wake)
     thread.start()
@@ -81,12 +81,12 @@ def test_a_wait_ends_when_it_is_woken(three: list[ColocatedMemory], monkeypatch:
     three[0].announce(3, 0)
     for _ in range(5000):  # more than there is room for
         three[1].wake()
-    monkeypatch.setattr(near_memory, "SLICE_S", 0)
+    monkeypatch.setattr(shared_memory, "SLICE_S", 0)
     for _ in range(5):
         three[1].wait()
     assert time.monotonic() - began < 30
     assert [three[1].has_given(number) for number in range(3)] == [3, 0, 0]
-    monkeypatch.setattr(near_memory, "SLICE_S", 0.2)
+    monkeypatch.setattr(shared_memory, "SLICE_S", 0.2)
     began = time.monotonic()
     three[1].wait()
     assert time.monotonic() - began > 0.19

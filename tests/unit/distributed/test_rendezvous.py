@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.counted_values import CountedValues, ValuesOfProcess
-from jaxckpt_train.distributed import rendezvous as meeting_module
+from jaxckpt_train.distributed import rendezvous
 from jaxckpt_train.distributed.coordinator import ManyProcesses
 from jaxckpt_train.distributed.rendezvous import PACK, SMALL_BYTES, Contributions
 from jaxckpt_train.errors import CheckpointTimeoutError, OtherProcessError, StorageError
@@ -41,12 +41,12 @@ def test_values_come_in_order_however_large(processes: int, size: int) -> None:
         return size if process % 3 else 8
 
     def act(job: ManyProcesses) -> None:
-        heard: list[bytes] = []
+        received: list[bytes] = []
         for turn in range(2):
             mine = value_of(job.process + turn, size_of(job.process))
-            assert job.exchange("meeting", functools.partial(bytes, mine), collect_in(heard)) == b"!"
+            assert job.exchange("meeting", functools.partial(bytes, mine), collect_in(received)) == b"!"
         if job.process == 0:
-            assert heard == [value_of(n + turn, size_of(n)) for turn in range(2) for n in range(processes)]
+            assert received == [value_of(n + turn, size_of(n)) for turn in range(2) for n in range(processes)]
 
     views = in_all(processes, act)
     sets = 0
@@ -58,11 +58,11 @@ def test_values_come_in_order_however_large(processes: int, size: int) -> None:
     assert sets == 2  # the last one wakes process 0
 
 
-def collect_in(heard: list[bytes]) -> Callable[[Sequence[bytes]], bytes]:
+def collect_in(received: list[bytes]) -> Callable[[Sequence[bytes]], bytes]:
     """Return a function that records the values that it merges, and merges them to `!`."""
 
     def merge(values: Sequence[bytes]) -> bytes:
-        heard.extend(values)
+        received.extend(values)
         return b"!"
 
     return merge
@@ -140,7 +140,7 @@ def test_failing_process_raises_its_own_error() -> None:
 
 
 def test_missing_process_among_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_module, "SLICE_S", 0.05)
+    monkeypatch.setattr(rendezvous, "SLICE_S", 0.05)
     messages: list[str] = []
 
     def act(job: ManyProcesses) -> None:
@@ -158,8 +158,8 @@ def test_missing_process_among_many_is_named(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_processes_do_not_wait_for_one_that_left(monkeypatch: pytest.MonkeyPatch, who: int, is_nested: bool) -> None:
-    monkeypatch.setattr(meeting_module, "PERIOD_S", 0.1)
-    monkeypatch.setattr(meeting_module, "SLICE_S", 0.05)
+    monkeypatch.setattr(rendezvous, "PERIOD_S", 0.1)
+    monkeypatch.setattr(rendezvous, "SLICE_S", 0.05)
     messages: list[str] = []
 
     def act(job: ManyProcesses) -> None:
@@ -195,7 +195,7 @@ class NeverAnswers(ValuesOfProcess):
 
 
 def test_no_look_waits_for_a_stopped_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_module, "SLICE_S", 0.05)
+    monkeypatch.setattr(rendezvous, "SLICE_S", 0.05)
     run = ManyProcesses(NeverAnswers(CountedValues(waits=True)), 1, 2, 0.5).within("run")
     with pytest.raises(CheckpointTimeoutError, match="process 0 of 2"):
         run.within("save").broadcast("outcome", lambda: b"")
@@ -216,7 +216,7 @@ def test_group_can_be_left_and_joined_again() -> None:
     ("processes", "slice_s", "period_s"), [(2, 1.0, 10.0), (1000, 1.0, 10.0), (8000, 8.0, 10.0), (100_000, 37.5, 37.5)]
 )
 def test_large_jobs_poll_less_often(processes: int, slice_s: float, period_s: float) -> None:
-    found = meeting_module.Rendezvous(CountedValues(waits=True).of(1), "x", 1, processes, "meeting", 300.0, None)
+    found = rendezvous.Rendezvous(CountedValues(waits=True).of(1), "x", 1, processes, "meeting", 300.0, None)
     assert (found._slice_s, found._period_s) == (slice_s, period_s)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxckpt_train.store import process_identity as huge_malloc
+from jaxckpt_train.store import process_identity
 from jaxckpt_train.store.process_identity import has_huge_malloc, huge_malloc_environment
 
 ASKED, KEPT = "glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=4194304"
@@ -18,7 +18,7 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The kernel's setting of huge pages in a file, and a libc that is new enough."""
     file = tmp_path / "enabled"
     file.write_text("always [madvise] never\n")
-    monkeypatch.setattr(huge_malloc, "POLICY", file)
+    monkeypatch.setattr(process_identity, "POLICY", file)
     monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.36")
     return file
 

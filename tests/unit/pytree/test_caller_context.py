@@ -1,4 +1,4 @@
-"""Saves under the loop's mesh of arrays on other devices or meshes."""
+"""Saves and loads under the caller's mesh or transfer guard, of arrays on other devices or meshes."""
 
 from __future__ import annotations
 

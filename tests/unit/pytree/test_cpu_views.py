@@ -46,7 +46,7 @@ def test_every_dtype_and_shape_has_its_bytes(dtypes: tuple[str, ...], tmp_path: 
 
 
 def test_array_with_custom_layout_has_its_bytes(tmp_path: Path) -> None:
-    """Python's buffer protocol refuses it."""
+    """Python's buffer protocol refuses such an array."""
     plain = jnp.arange(20.0).reshape(4, 5)
     other = jax.device_put(plain, Format(Layout((1, 0)), plain.sharding))
     with pytest.raises(BufferError):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt_train.pytree import copies as device_copies
+from jaxckpt_train.pytree import copies as copies_module
 from jaxckpt_train.pytree.copies import SPARE_FRACTION, copy_on_devices, have_room
 from tests.support.same_trees import raw
 
@@ -118,7 +118,7 @@ def array_on(*devices: FakeDevice, size: int) -> Any:
 
 @pytest.fixture(autouse=True)
 def _nothing_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_copies, "_measured", set())
+    monkeypatch.setattr(copies_module, "_measured", set())
 
 
 def test_device_copy_needs_never_used_memory() -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxckpt_train.pytree import copies as device_leaves
+from jaxckpt_train.pytree import copies
 from jaxckpt_train.pytree.copies import TransferBudget, take_from_devices
 
 MIB = 1 << 20
@@ -18,7 +18,7 @@ MIB = 1 << 20
 @pytest.mark.parametrize("room", ["there is", "there is none", "there is none after all"])
 def test_auto_copies_on_devices_only_with_room(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copied, ordered = list[Any](), list[Any]()
-    copy_on_devices, start_transfers = device_leaves.copy_on_devices, device_leaves.start_transfers
+    copy_on_devices, start_transfers = copies.copy_on_devices, copies.start_transfers
 
     def copy(leaves: Any) -> Any:
         copied.append(leaves)
@@ -30,9 +30,9 @@ def test_auto_copies_on_devices_only_with_room(room: str, monkeypatch: pytest.Mo
         ordered.append(handles)
         return start_transfers(handles)
 
-    monkeypatch.setattr(device_leaves, "have_room", lambda leaves: room != "there is none")
-    monkeypatch.setattr(device_leaves, "copy_on_devices", copy)
-    monkeypatch.setattr(device_leaves, "start_transfers", start)
+    monkeypatch.setattr(copies, "have_room", lambda leaves: room != "there is none")
+    monkeypatch.setattr(copies, "copy_on_devices", copy)
+    monkeypatch.setattr(copies, "start_transfers", start)
     content = np.random.default_rng(0).random((256, 1024), np.float32)
     array = jnp.array(content)
     chunks, transfers = take_from_devices([array], "auto", TransferBudget(MIB))

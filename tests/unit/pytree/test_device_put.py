@@ -14,7 +14,7 @@ import pytest
 from jax._src.interpreters import pxla
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxckpt_train.pytree import placing as device_put
+from jaxckpt_train.pytree import placing
 from jaxckpt_train.pytree.placing import DevicePuts
 from jaxckpt_train.pytree.target import Placement, device_placement, host_placement
 from jaxckpt_train.store.buffers import Arena, empty_array
@@ -50,8 +50,8 @@ class CountedFastPut:
     """Counts the calls of JAX's internal function."""
 
     def __init__(self) -> None:
-        assert device_put._fast_put is not None, "this JAX has no internal call, so there is nothing to compare"
-        self.inner, self.calls = device_put._fast_put, 0
+        assert placing._fast_put is not None, "this JAX has no internal call, so there is nothing to compare"
+        self.inner, self.calls = placing._fast_put, 0
 
     def __call__(self, *arguments: Any) -> jax.Array:
         self.calls += 1
@@ -62,7 +62,7 @@ class CountedFastPut:
 def fast_put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CountedFastPut | None:
     """Run the test on both paths."""
     chosen = CountedFastPut() if request.param == "fast" else None
-    monkeypatch.setattr(device_put, "_fast_put", chosen)
+    monkeypatch.setattr(placing, "_fast_put", chosen)
     return chosen
 
 
@@ -232,12 +232,12 @@ def extended(aval: Any, sharding: Any, xs: Any, devices: Any, committed: bool = 
 def test_internal_call_is_used_only_with_known_signature(
     monkeypatch: pytest.MonkeyPatch, internal: Any, taken: bool
 ) -> None:
-    assert device_put._find_fast_put() is pxla.batched_device_put
+    assert placing._find_fast_put() is pxla.batched_device_put
     monkeypatch.setattr(pxla, "batched_device_put", internal)
-    assert (device_put._find_fast_put() is internal) is taken
-    assert taken or device_put._find_fast_put() is None
+    assert (placing._find_fast_put() is internal) is taken
+    assert taken or placing._find_fast_put() is None
     monkeypatch.delattr(pxla, "batched_device_put")
-    assert device_put._find_fast_put() is None
+    assert placing._find_fast_put() is None
 
 
 def test_put_arrays_are_strong_on_default_device(fast_put: CountedFastPut | None) -> None:

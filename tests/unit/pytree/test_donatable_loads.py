@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree import placing as device_put
+from jaxckpt_train.pytree import placing
 from jaxckpt_train.pytree._jax import enable_x64
 from tests.support.same_trees import raw
 from tests.unit.pytree.test_device_put import SHARDINGS, aligned, assert_alike, content, every_sharding, placement_of
@@ -30,7 +30,7 @@ def state(put: Callable[[np.ndarray], jax.Array] = jnp.asarray) -> dict[str, jax
 
 
 def pointers(tree: Any) -> list[int]:
-    """Where the shards of all arrays that are not empty are in memory."""
+    """Return the addresses of the shards of all arrays that are not empty."""
     arrays = [array for array in jax.tree.leaves(tree) if array.size]
     return [shard.data.unsafe_buffer_pointer() for array in arrays for shard in array.addressable_shards]
 
@@ -50,14 +50,14 @@ def reused(tree: Any) -> float:
 def fast_put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With JAX's internal call for arrays, and without."""
     if request.param == "public":
-        monkeypatch.setattr(device_put, "_fast_put", None)
+        monkeypatch.setattr(placing, "_fast_put", None)
 
 
 @every_sharding
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("fast_put")
 def test_copied_boxes_are_the_arrays_that_jax_makes(name: str, dtype: str) -> None:
-    sharding, puts = SHARDINGS[name](), device_put.DevicePuts()
+    sharding, puts = SHARDINGS[name](), placing.DevicePuts()
     placement = placement_of(sharding, (8, 16))
     for number in range(3):
         whole, array = content(number, (8, 16), dtype), None
@@ -159,6 +159,6 @@ def test_memory_that_is_read_into_stays_within_budget(path: Path, watch: Any) ->
 
 
 def test_loads_work_without_internal_copying_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_put, "_copying_put", None)
+    monkeypatch.setattr(placing, "_copying_put", None)
     jct.save(tmp_path / "c", state())
     jax.tree.map(assert_alike, jct.load(tmp_path / "c", state(), donatable=True), state())

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxckpt_train.pytree import copies as host_copies
-from jaxckpt_train.pytree import snapshot as donations
+from jaxckpt_train.pytree import copies
+from jaxckpt_train.pytree import snapshot as snapshot_module
 from jaxckpt_train.pytree.snapshot import Snapshot, snapshot
 
-LARGE = donations.LEAST_BYTES // 4
+LARGE = snapshot_module.LEAST_BYTES // 4
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known() -> Iterator[None]:
-    donations._donated.clear()
+    snapshot_module._donated.clear()
     yield
-    donations._donated.clear()
+    snapshot_module._donated.clear()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -74,7 +74,7 @@ def test_state_is_held_without_memory_for_copy(monkeypatch: pytest.MonkeyPatch) 
     first = snapshot(state)
     state = step(state)
     first.close()
-    monkeypatch.setattr(host_copies, "_take_kept_area", none_left)
+    monkeypatch.setattr(copies, "_take_kept_area", none_left)
     assert holds_memory_of(snapshot(state), state["w"])
     with pytest.raises(OSError, match="Cannot allocate"):
         snapshot(state, "host")
@@ -176,4 +176,4 @@ def test_few_structures_are_remembered() -> None:
         taken = snapshot(state)
         step(state)
         taken.close()
-    assert len(donations._donated) == donations._KEPT_STRUCTURES
+    assert len(snapshot_module._donated) == snapshot_module._KEPT_STRUCTURES

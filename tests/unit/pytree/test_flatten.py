@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import UnsupportedLeafError
-from jaxckpt_train.pytree import flatten as flattening
+from jaxckpt_train.pytree import flatten as flatten_module
 from jaxckpt_train.pytree.flatten import PLACEHOLDER, flatten, register_transparent, unflatten
 from jaxckpt_train.pytree.leaves import EMPTY
 
@@ -209,19 +209,19 @@ MANY = 64  # the least number of leaves of a tree whose names are cached
 @pytest.fixture
 def kept() -> Iterator[collections.OrderedDict[Any, Any]]:
     """The cache of names, empty at first."""
-    flattening._known.clear()
-    yield flattening._known
-    flattening._known.clear()
+    flatten_module._known.clear()
+    yield flatten_module._known
+    flatten_module._known.clear()
 
 
 def same_as_walked(tree: Any) -> bool:
     """Flatten a tree twice and return whether the second call used the cache."""
     flatten(tree)
-    found, walked = flatten(tree), flattening._flatten_uncached(tree)
+    found, walked = flatten(tree), flatten_module._flatten_uncached(tree)
     assert list(found.names) == walked.names
     assert [id(leaf) for leaf in found.leaves] == [id(leaf) for leaf in walked.leaves]
     assert found.containers == walked.containers
-    return any(known.names is found.names for known in flattening._known.values())
+    return any(known.names is found.names for known in flatten_module._known.values())
 
 
 def refilled(tree: Any, fill: Any) -> Any:
@@ -235,9 +235,9 @@ def test_names_that_are_kept_are_those_of_tree(parts: list[Any]) -> None:
     large = [{"filling": [object() for _ in range(MANY)], "part": part} for part in parts]
     large += [[part, (Point(None, part), {}), large[0]["filling"]] for part in parts]
     for tree in [*large, *large, *[refilled(tree, object) for tree in large]]:
-        assert same_as_walked(tree) == flattening._has_plain_keys(flattening._flatten_uncached(tree))
+        assert same_as_walked(tree) == flatten_module._has_plain_keys(flatten_module._flatten_uncached(tree))
         assert unflatten(tree, flatten(tree).leaves) == tree
-    assert len(flattening._known) <= 4
+    assert len(flatten_module._known) <= 4
 
 
 class OtherPoint(NamedTuple):
@@ -286,14 +286,14 @@ def test_similar_structures_are_distinguished(kept: dict[Any, Any], backwards: b
     filling = [object() for _ in range(MANY)]
     large = [{"part": part, "filling": filling} for part in ALIKE]
     for tree in large[::-1] if backwards else large:
-        assert same_as_walked(tree) == flattening._has_plain_keys(flattening._flatten_uncached(tree))
+        assert same_as_walked(tree) == flatten_module._has_plain_keys(flatten_module._flatten_uncached(tree))
         assert len(kept) <= 4
     for first in large:
         for second in large:
             kept.clear()
             flatten(first)
-            assert list(flatten(second).names) == flattening._flatten_uncached(second).names
-            assert flatten(second).containers == flattening._flatten_uncached(second).containers
+            assert list(flatten(second).names) == flatten_module._flatten_uncached(second).names
+            assert flatten(second).containers == flatten_module._flatten_uncached(second).containers
 
 
 def test_only_large_structures_are_kept(kept: dict[Any, Any]) -> None:
@@ -369,7 +369,7 @@ STATIC = {
 def test_static_data_of_any_kind_is_accepted(kept: dict[Any, Any], name: str) -> None:
     for turn in range(3):
         tree = {"a": WithStatic([object() for _ in range(MANY)], STATIC[name]()), "turn": turn}
-        found, walked = flatten(tree), flattening._flatten_uncached(tree)
+        found, walked = flatten(tree), flatten_module._flatten_uncached(tree)
         assert (list(found.names), found.containers) == (walked.names, walked.containers)
         assert [id(leaf) for leaf in found.leaves] == [id(leaf) for leaf in walked.leaves]
     assert len(kept) <= 4
@@ -384,7 +384,7 @@ def test_error_of_large_tree_is_raised_each_time(kept: dict[Any, Any]) -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(1, True), (True, 1), (1, 1.0), (1.0, 1), (0.0, -0.0)])
 def test_equal_keys_of_other_types_keep_names(first: object, second: object) -> None:
-    flattening._known.clear()
+    flatten_module._known.clear()
     flatten({first: [0] * 64})
     tree = {second: [0] * 64}
-    assert list(flatten(tree).names) == flattening._flatten_uncached(tree).names
+    assert list(flatten(tree).names) == flatten_module._flatten_uncached(tree).names

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxckpt_train.pytree import copies as host_copies
+from jaxckpt_train.pytree import copies as copies_module
 from jaxckpt_train.pytree.copies import copy_all
 from tests.support.same_trees import raw
 
@@ -19,9 +19,9 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> Iterator[None]:
-    host_copies._kept.clear()
+    copies_module._kept.clear()
     yield
-    host_copies._kept.clear()
+    copies_module._kept.clear()
 
 
 def sources() -> list[np.ndarray]:
@@ -68,8 +68,8 @@ def test_too_small_area_is_replaced() -> None:
         del_me = copy_all([np.ones(size, np.uint8)])
         assert raw(del_me[0]) == b"\1" * size
         del del_me
-        assert len(host_copies._kept) == 1
-    assert len(host_copies._kept[0]) == 4 * MIB
+        assert len(copies_module._kept) == 1
+    assert len(copies_module._kept[0]) == 4 * MIB
 
 
 def test_an_empty_state_has_no_copies() -> None:
@@ -88,8 +88,8 @@ def test_two_trees_of_save_both_reuse_memory() -> None:
         while copies:
             copies.pop()
     assert len(places) <= 2, "allocated at most twice: the second tree of the first turn found no kept area"
-    assert len(host_copies._kept) == 2
-    assert sorted(map(len, host_copies._kept))[1] == 8 * MIB
+    assert len(copies_module._kept) == 2
+    assert sorted(map(len, copies_module._kept))[1] == 8 * MIB
 
 
 class _Contested(list[Any]):
@@ -107,9 +107,9 @@ def test_an_empty_array_may_be_the_first() -> None:
 
 
 def test_memory_taken_by_another_thread_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "_kept", _Contested())
+    monkeypatch.setattr(copies_module, "_kept", _Contested())
     first = copy_all([np.ones(MIB, np.uint8)])
     first.clear()
-    assert len(host_copies._kept) == 1
+    assert len(copies_module._kept) == 1
     held = copy_all([np.full(MIB, 3, np.uint8)])
     assert held[0].tobytes() == bytes([3]) * MIB

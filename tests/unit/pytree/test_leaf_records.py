@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
-from jaxckpt_train.pytree import leaves as leaf_records
+from jaxckpt_train.pytree import leaves
 from jaxckpt_train.pytree.flatten import check_storable
 from jaxckpt_train.pytree.leaves import (
     ArrayLeaf,
@@ -83,7 +83,7 @@ def test_only_plain_values_have_inline_records() -> None:
 def test_overlong_or_invalid_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': .*Unicode"):
         record_value("x", "\ud800")
-    monkeypatch.setattr(leaf_records, "MAX_INLINE_BYTES", 10)
+    monkeypatch.setattr(leaves, "MAX_INLINE_BYTES", 10)
     for value in ("a" * 11, b"a" * 11):
         with pytest.raises(UnsupportedLeafError, match=r"leaf 'x': .* 11, expected at most 10"):
             record_value("x", value)

@@ -293,7 +293,7 @@ def test_exact_array_holds_the_value_or_refuses() -> None:
     assert exact_array(2**63, np.dtype("uint64")) == 2**63
     assert exact_array(2**63, np.dtype("int64")) is None
     assert exact_array(2**70, np.dtype("float32")) == 2**70
-    assert exact_array(2**70, np.dtype(jnp.bfloat16)) is None  # refused rather than looked at more closely
+    assert exact_array(2**70, np.dtype(jnp.bfloat16)) is None  # refused, although bfloat16 holds it
     assert exact_array(complex(0, 0.1), np.dtype("complex64")) is None
 
 

@@ -14,8 +14,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree import copies as pinned_host
-from jaxckpt_train.pytree import snapshot as snapshots
+from jaxckpt_train.pytree import copies, snapshot
 from jaxckpt_train.pytree.copies import start_transfers
 from tests.support.same_trees import raw
 from tests.unit.pytree.test_snapshot_modes import next_state, quick, raw_of, state_of
@@ -55,9 +54,9 @@ def arrays_on_several_devices() -> list[jax.Array]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_refused_before() -> Iterator[None]:
-    pinned_host._refused.clear()
+    copies._refused.clear()
     yield
-    pinned_host._refused.clear()
+    copies._refused.clear()
 
 
 @pytest.mark.parametrize("then", ["nothing", "delete", "donate"])
@@ -110,9 +109,9 @@ def test_full_memory_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: p
 @pytest.fixture
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat JAX's arrays on the CPU as arrays of another device."""
-    collector = snapshots._LeafCollector
-    monkeypatch.setattr(snapshots, "_LeafCollector", lambda keeps_views, **more: collector(keeps_views=False, **more))
-    monkeypatch.setattr(snapshots, "_wait_for_cpus", lambda leaves, hosts: 0.0)
+    collector = snapshot._LeafCollector
+    monkeypatch.setattr(snapshot, "_LeafCollector", lambda keeps_views, **more: collector(keeps_views=False, **more))
+    monkeypatch.setattr(snapshot, "_wait_for_cpus", lambda leaves, hosts: 0.0)
 
 
 def no_room(*_: Any) -> None:
@@ -133,7 +132,7 @@ def test_host_saves_the_state_at_the_call(
         with monkeypatch.context() as patch:
             if not room:
                 patch.setattr("jaxckpt_train.pytree.copies.jax.device_put", no_room)
-            taken = snapshots.snapshot(state, mode)
+            taken = snapshot.snapshot(state, mode)
             pending = jct.save_async(tmp_path / "c", state, overwrite=True, settings=quick(mode))
         places = [chunk.data for array in taken.arrays for chunk in array.chunks if chunk.data.nbytes]
         assert {isinstance(place, np.ndarray) for place in places} == {not room}
@@ -163,7 +162,7 @@ def test_partly_offloaded_state_can_be_donated() -> None:
     there = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     state = {"a": jnp.arange(5000.0), "b": jax.device_put(jnp.arange(7000.0), there)}
     expected, memory = raw_of(state), state["b"].unsafe_buffer_pointer()
-    taken = snapshots.snapshot(state, "host")
+    taken = snapshot.snapshot(state, "host")
     for leaf in state.values():
         leaf.delete()
     data = {array.name: array.chunks[0].data for array in taken.arrays}

@@ -231,7 +231,7 @@ def test_restored_replicas_may_be_donated_again_and_again(saved: dict[str, Path]
     @functools.partial(jax.jit, donate_argnums=0)
     @functools.partial(jax.shard_map, mesh=line, in_specs=P(), out_specs=P(), check_vma=False)
     def step(w: jax.Array) -> jax.Array:
-        return w + jax.lax.axis_index("x").astype(w.dtype)  # on purpose something else on each device
+        return w + jax.lax.axis_index("x").astype(w.dtype)  # another value on each device, on purpose
 
     for _ in range(20):
         found = jct.load(saved["4x2"], like)

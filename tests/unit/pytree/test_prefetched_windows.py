@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
-from jaxckpt_train.pytree import redistribution as feed_ahead
+from jaxckpt_train.pytree import redistribution
 from jaxckpt_train.pytree.read_assignment import ShardReader, Stream, assign_reads
 from jaxckpt_train.pytree.redistribution import Prefetcher
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import reader as reading
-from jaxckpt_train.store import timeouts as answers
+from jaxckpt_train.store import reader, timeouts
 from jaxckpt_train.store.boxes import Box
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.files import digest_function
@@ -95,7 +94,7 @@ def test_windows_hold_saved_bytes_read_once(save: Any, processes: int, lines: in
         filling.close()
         verified = list[int]()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reading, "digest_function", functools.partial(counted, verified))
+            patch.setattr(reader, "digest_function", functools.partial(counted, verified))
             found = read_ahead(feed_of(backend, committed, stream), right, window, threads, ahead_by)
         assert found.tobytes() == by_fill.tobytes() == right.tobytes()
         assert sum(verified) == stream.bytes
@@ -163,7 +162,7 @@ def test_window_is_complete_only_after_those_before_it() -> None:
     ahead = Prefetcher(feed_of(backend, committed, stream), 2, answered)
     ahead.order(found[:BLOCK], 0, BLOCK)
     ahead.look()
-    assert held.begun.acquire(timeout=60)  # else the read of another window may be the first one, and held
+    assert held.begun.acquire(timeout=60)  # otherwise the read of another window might be the held one
     for start in range(BLOCK, stream.end, BLOCK):
         ahead.order(found[start : start + BLOCK], start, start + BLOCK)
     ahead.look()
@@ -223,8 +222,8 @@ def test_read_error_is_raised_by_look(what: str) -> None:
 
 
 def test_unresponsive_disk_times_out_and_close_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "GIVE_UP_S", 0.2)
-    monkeypatch.setattr(feed_ahead, "POLL_S", 0.02)
+    monkeypatch.setattr(timeouts, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(redistribution, "POLL_S", 0.02)
     backend = StrictBackend()
     committed, stream, _ = large(backend)
     held, answered, found = Held(backend, 1), Answered(), np.full(stream.end, EMPTY, np.uint8)

@@ -14,7 +14,7 @@ from jaxckpt_train.errors import StorageError
 from jaxckpt_train.pytree.read_assignment import ShardReader, assign_reads
 from jaxckpt_train.pytree.redistribution import Prefetcher
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import timeouts as answers
+from jaxckpt_train.store import timeouts
 from tests.support.checkpoints import commit
 from tests.support.strict_backend import BLOCK, StrictBackend, small_sizes
 
@@ -44,7 +44,7 @@ class TransferBudget:
 @pytest.mark.parametrize("size", [192, BLOCK, BLOCK + 64, 7 * BLOCK + 64])
 def test_windows_become_complete_in_their_order(size: int, has_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_threads:
-        monkeypatch.setattr(answers, "_is_started", lambda call: False)
+        monkeypatch.setattr(timeouts, "_is_started", lambda call: False)
     ahead, target = TransferBudget(StrictBackend()), np.zeros(len(SAVED) + size, np.uint8)
     starts = range(0, ahead.stream.end, size)
     with contextlib.closing(ahead.windows) as windows:
@@ -71,7 +71,7 @@ def test_abandoned_read_is_counted_after_another_failed() -> None:
         assert answers_again.wait(60)
 
     backend.before_read = before_read
-    before = answers._threads.get(None).abandoned_count()
+    before = timeouts._threads.get(None).abandoned_count()
     try:
         with contextlib.closing(ahead.windows) as windows:
             for number in range(2):
@@ -83,6 +83,6 @@ def test_abandoned_read_is_counted_after_another_failed() -> None:
             ahead.read.get(timeout=60)
             with pytest.raises(StorageError, match="broken"):
                 windows.look()
-        assert answers._threads.get(None).abandoned_count() == before + 1
+        assert timeouts._threads.get(None).abandoned_count() == before + 1
     finally:
         answers_again.set()

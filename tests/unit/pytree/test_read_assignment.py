@@ -84,7 +84,7 @@ def record(number: int, offset: int, length: int) -> ArrayRecord:
     return ArrayRecord(f"x{number}", (length,), "uint8", (chunk,))
 
 
-def test_shares_are_long_runs() -> None:
+def test_assigned_reads_are_long_runs() -> None:
     block = 4 << 20
     large = [record(number, number * 40 * block, 40 * block) for number in range(3)]
     for stream in assign_reads(large, 4, block, lambda _: range(4)):

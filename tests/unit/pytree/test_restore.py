@@ -28,7 +28,7 @@ IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def patterns(name: str) -> np.ndarray:
-    """Many values of a dtype, nan payloads and both zeros among them."""
+    """Return many values of a dtype, including nan payloads and both zeros."""
     dtype = DTYPES[name]
     if name == "bool":
         return np.array([True, False, True])

@@ -15,11 +15,10 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
-from jaxckpt_train.pytree import placing as arrivals
-from jaxckpt_train.pytree import restore
+from jaxckpt_train.pytree import placing, restore
 from jaxckpt_train.pytree._jax import enable_x64
 from jaxckpt_train.pytree.placing import DevicePuts
-from jaxckpt_train.store import buffers as read_budget
+from jaxckpt_train.store import buffers
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.watched_reads import Watch
 
@@ -81,9 +80,9 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.deque[n
         if held:
             held.popleft()
 
-    monkeypatch.setattr(read_budget, "gc", SimpleNamespace(collect=release_one))
-    monkeypatch.setattr(read_budget, "STALL_S", 0.001)
-    monkeypatch.setattr(arrivals, "DevicePuts", SlowDevice)
+    monkeypatch.setattr(buffers, "gc", SimpleNamespace(collect=release_one))
+    monkeypatch.setattr(buffers, "STALL_S", 0.001)
+    monkeypatch.setattr(placing, "DevicePuts", SlowDevice)
     monkeypatch.setattr(restore, "_leaves_host", lambda job, placement, default: True)
     yield held
     held.clear()
@@ -129,7 +128,7 @@ def test_arrays_are_put_while_others_are_being_read(path: Path, monkeypatch: pyt
             return super().put(*given, **how)
 
     monkeypatch.setattr(checkpoint, "_BACKEND", backend)
-    monkeypatch.setattr(arrivals, "DevicePuts", SignalledPuts)
+    monkeypatch.setattr(placing, "DevicePuts", SignalledPuts)
     with enable_x64(True):
         like = {f"x{n:02d}": jax.ShapeDtypeStruct((LEAF_BYTES // 8,), np.float64) for n in range(LEAVES)}
         assert_loaded(jct.load(path, like, settings=BUDGET), np.float64)

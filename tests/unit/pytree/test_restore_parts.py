@@ -1,4 +1,4 @@
-"""Loading parts of a tree: patterns, placeholders, renamed and missing leaves, and no unneeded bytes."""
+"""Loading parts of a tree: patterns, placeholders, renamed leaves and missing leaves."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.checkpointables import saving
-from jaxckpt_train.pytree import copies as device_leaves
+from jaxckpt_train.pytree import copies
 from jaxckpt_train.pytree.copies import TransferBudget
 
 KIB = 1 << 10
@@ -64,7 +64,7 @@ def saved(monkeypatch: pytest.MonkeyPatch, path: Path, mode: Any) -> int:
     """Save three checkpointables, and return the most bytes that were under way at a time."""
     total = Total()
     monkeypatch.setattr(saving, "TransferBudget", total.made)
-    monkeypatch.setattr(device_leaves, "TransferBudget", total.made)
+    monkeypatch.setattr(copies, "TransferBudget", total.made)
     state = parts(8)
     settings = jct.StoreSettings(snapshot=mode, staging_bytes=STAGING_BYTES, io_threads=1)
     jct.save_checkpointables(path, state, settings=settings)

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree import snapshot as value_guard
+from jaxckpt_train.pytree import snapshot
 from jaxckpt_train.pytree.flatten import flatten
 from jaxckpt_train.pytree.snapshot import ValueGuard
 from jaxckpt_train.store.dtypes import DTYPES
@@ -95,7 +95,7 @@ def test_nan_in_one_shard_is_found() -> None:
 
 
 def test_arrays_of_many_devices_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(value_guard, "TOGETHER", 3)
+    monkeypatch.setattr(snapshot, "TOGETHER", 3)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     places = [
         jax.devices()[0],

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree import placing as device_put
+from jaxckpt_train.pytree import placing
 from jaxckpt_train.pytree._jax import enable_x64
 from tests.support.same_trees import assert_same
 
@@ -77,11 +77,11 @@ def test_weak_arrays_keep_their_sharding(spec: PartitionSpec, shape: tuple[int, 
 def test_weak_types_without_internal_call_kept_or_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    odd = device_put.weakly_typed("odd", jnp.ones(3, jnp.bfloat16))
+    odd = placing.weakly_typed("odd", jnp.ones(3, jnp.bfloat16))
     tree = {"f": weak_vector(1, 2, 3), "n": jnp.full((2,), 7), "s": jnp.asarray(2.0)}
     jct.save(tmp_path / "c", tree, settings=FAST)
     jct.save(tmp_path / "odd", {"odd": odd}, settings=FAST)
-    monkeypatch.setattr(device_put, "_fast_put", None)
+    monkeypatch.setattr(placing, "_fast_put", None)
     assert_same(jct.load(tmp_path / "c", tree), tree)
     assert not caplog.messages
     assert not jct.load(tmp_path / "odd", {"odd": odd})["odd"].weak_type

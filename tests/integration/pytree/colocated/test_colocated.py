@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree.colocated import transfer as colocated_taking
+from jaxckpt_train.pytree.colocated import transfer
 from tests.conftest import RunPython
 from tests.support.colocated_states import MIB
 
@@ -15,7 +15,7 @@ from tests.support.colocated_states import MIB
 @pytest.fixture(autouse=True)
 def _cuts_of_a_mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut small arrays as large ones are cut."""
-    monkeypatch.setattr(colocated_taking, "LEAST_CUT_BYTES", MIB)
+    monkeypatch.setattr(transfer, "LEAST_CUT_BYTES", MIB)
 
 
 def test_colocated_python_without_its_pickler_is_reported(run_python: RunPython, tmp_path: Path) -> None:

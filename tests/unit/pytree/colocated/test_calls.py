@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree.colocated import host as colocated_host
+from jaxckpt_train.pytree.colocated import host
 from jaxckpt_train.pytree.colocated.calls import HostQueue
 from tests.support.colocated_states import HOSTS, MIB
 from tests.support.same_trees import assert_same
@@ -50,7 +50,7 @@ def test_a_host_reads_one_budget_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     slow, fast = jax.devices()[:2]
     tree = {str(n): jax.device_put(np.full((MIB // 4,), n, np.float32), jax.devices()[n % 2]) for n in range(12)}
     jct.save(tmp_path / "c", tree, settings=HOSTS)
-    begun, is_fast_done, seen, read = {slow: 0, fast: 0}, threading.Event(), list[int](), colocated_host._read
+    begun, is_fast_done, seen, read = {slow: 0, fast: 0}, threading.Event(), list[int](), host._read
 
     def reading(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.Array]) -> Any:
         (device,) = sharding.device_set
@@ -64,7 +64,7 @@ def test_a_host_reads_one_budget_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         if begun[fast] == 6:
             is_fast_done.set()
 
-    monkeypatch.setattr(colocated_host, "_read", reading)
+    monkeypatch.setattr(host, "_read", reading)
     settings = jct.StoreSettings(colocated=True, read_budget_bytes=MIB)
     assert_same(jct.load(tmp_path / "c", like=tree, settings=settings, progress=progress), tree)
     assert seen == [1, 2, 3, 4, 5, 6]

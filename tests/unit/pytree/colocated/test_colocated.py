@@ -14,8 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError
-from jaxckpt_train.pytree.colocated import calls as colocated_devices
-from jaxckpt_train.pytree.colocated import transfer as colocated_taking
+from jaxckpt_train.pytree.colocated import calls, transfer
 from jaxckpt_train.pytree.colocated.calls import cpu_device_of, is_single_controller
 from jaxckpt_train.pytree.colocated.host import (
     Answer,
@@ -39,7 +38,7 @@ from tests.support.same_trees import assert_same, raw
 @pytest.fixture(autouse=True)
 def _cuts_of_a_mebibyte(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut small arrays as large ones are cut."""
-    monkeypatch.setattr(colocated_taking, "LEAST_CUT_BYTES", MIB)
+    monkeypatch.setattr(transfer, "LEAST_CUT_BYTES", MIB)
 
 
 def numbers(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -277,7 +276,7 @@ def test_single_controller_runtimes_are_recognised() -> None:
 
 
 def test_single_controller_runtime_uses_hosts_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(colocated_devices, "is_single_controller", lambda kind: kind == "pjrt_ifrt")  # as here
+    monkeypatch.setattr(calls, "is_single_controller", lambda kind: kind == "pjrt_ifrt")  # as here
     tree = everything()
     jct.save(tmp_path / "c", tree)
     assert set(written_by(tmp_path / "c")) == set(range(9))
@@ -289,8 +288,8 @@ def test_single_controller_runtime_uses_hosts_by_default(monkeypatch: pytest.Mon
 def test_controller_arrays_do_not_block_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Such a process has two runtimes; here the first device acts as the local one."""
     first, second = jax.devices()[:2]
-    monkeypatch.setattr(colocated_devices, "is_single_controller", lambda kind: True)
-    monkeypatch.setattr(colocated_taking, "runs_on_hosts", lambda sharding, _: sharding.device_set != {first})
+    monkeypatch.setattr(calls, "is_single_controller", lambda kind: True)
+    monkeypatch.setattr(transfer, "runs_on_hosts", lambda sharding, _: sharding.device_set != {first})
     tree = {"a": jax.device_put(numbers(3), first), "b": jax.device_put(numbers(4), second)}
     jct.save(tmp_path / "c", tree)
     assert written_by(tmp_path / "c") == {0: 12, 1: 16}
