@@ -1,4 +1,4 @@
-"""The manager in Orbax's form: where it does better than Orbax, and what it refuses, or warns of, by name."""
+"""The manager in Orbax's form: where it differs from Orbax, and what it refuses or warns about by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def saved(directory: Path, *steps: int, **options: Any) -> Path:
 
 
 def step_in(restored: Any) -> int:
-    """Which step a restored state is of."""
+    """Return the step that a restored state belongs to."""
     (step,) = set(np.asarray(restored["w"]).tolist())
     return int(step)
 
@@ -50,7 +50,7 @@ def lowest(metrics: Any) -> float:
     return float(metrics["loss"])
 
 
-def test_newest_step_that_is_not_kept_stays_on_the_disk_until_the_next(tmp_path: Path) -> None:
+def test_expired_newest_step_stays_until_the_next(tmp_path: Path) -> None:
     options = CheckpointManagerOptions(best_fn=lowest, best_mode="min", max_to_keep=2)
     with CheckpointManager(tmp_path, options=options) as manager:
         for step, loss in enumerate([1.0, 2.0, float("nan"), 3.0, 4.0]):
@@ -65,7 +65,7 @@ def test_newest_step_that_is_not_kept_stays_on_the_disk_until_the_next(tmp_path:
 
 @pytest.mark.parametrize("step", [2, 4, 5])
 @pytest.mark.parametrize("restores", [False, True])
-def test_run_goes_on_past_a_newest_step_that_is_not_kept(step: int, restores: bool, tmp_path: Path) -> None:
+def test_run_continues_past_an_expired_newest_step(step: int, restores: bool, tmp_path: Path) -> None:
     options = CheckpointManagerOptions(best_fn=lowest, best_mode="min", max_to_keep=2)
     with CheckpointManager(tmp_path, options=options) as manager:
         for number, loss in enumerate([1.0, 2.0, 3.0, 3.0, 4.0]):
@@ -79,7 +79,7 @@ def test_run_goes_on_past_a_newest_step_that_is_not_kept(step: int, restores: bo
     assert step_in(jct.load(jct.StepManager(tmp_path).path(step))) == 50
 
 
-def test_nothing_is_listed_where_nothing_is_kept(tmp_path: Path) -> None:
+def test_keeping_nothing_lists_nothing(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, options=CheckpointManagerOptions(max_to_keep=0)) as manager:
         for step in range(3):
             assert manager.save(step, args=args.StandardSave(state_of(step)))
@@ -89,7 +89,7 @@ def test_nothing_is_listed_where_nothing_is_kept(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == [2]
 
 
-def test_deleted_steps_are_moved_into_the_subdirectory_that_is_named(tmp_path: Path) -> None:
+def test_deleted_steps_move_into_the_subdirectory(tmp_path: Path) -> None:
     options = CheckpointManagerOptions(max_to_keep=1, todelete_subdir="ttl=1h")
     for start in (0, 2):
         with CheckpointManager(tmp_path, options=options) as manager:
@@ -105,7 +105,7 @@ def test_deleted_steps_are_moved_into_the_subdirectory_that_is_named(tmp_path: P
     assert step_in(jct.load(sorted((tmp_path / "ttl=1h").iterdir())[-1])) == 3
 
 
-def test_step_that_is_moved_twice_is_kept_twice(tmp_path: Path) -> None:
+def test_step_moved_twice_is_kept_twice(tmp_path: Path) -> None:
     options = CheckpointManagerOptions(todelete_subdir="old")
     for value in (10, 20):
         with CheckpointManager(tmp_path, options=options) as manager:
@@ -181,7 +181,7 @@ def test_args_without_a_handler_are_refused(name: str, library: Any, tmp_path: P
     is_single = name in ("a single handler", "a checkpointer")
     with (
         library.CheckpointManager(tmp_path, **HANDLERS[name]) as manager,
-        pytest.raises(ValueError, match="does not match with any registered handler"),
+        pytest.raises(ValueError, match="any registered handler"),
     ):
         manager.save(1, args=given if is_single else library.args.Composite(state=given))
 
@@ -240,7 +240,7 @@ def test_items_of_checkpointers_are_saved_and_restored(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_damaged_step_is_skipped_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_damaged_step_is_skipped_unless_requested(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     flip_a_byte(step_path(tmp_path, 2))
     with CheckpointManager(tmp_path) as manager:
@@ -251,18 +251,18 @@ def test_a_damaged_step_is_skipped_unless_it_is_asked_for(tmp_path: Path) -> Non
         assert step_in(manager.restore(2)) == 2
 
 
-def test_a_run_that_begins_with_an_older_step_goes_on_from_there(tmp_path: Path) -> None:
+def test_restored_older_step_is_where_saving_continues(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3)
     with CheckpointManager(tmp_path) as manager:
         assert step_in(manager.restore(1)) == 1
         assert not manager.should_save(1)
         assert manager.should_save(2)
-        assert manager.save(2, args=args.StandardSave({"w": jnp.full(3000, 20.0)})), "Orbax says no, and nothing else"
+        assert manager.save(2, args=args.StandardSave({"w": jnp.full(3000, 20.0)}))  # Orbax refuses this save
     with CheckpointManager(tmp_path) as manager:
         assert (manager.latest_step(), step_in(manager.restore())) == (2, 20)
 
 
-def test_a_run_that_has_saved_only_looks_at_an_older_step(tmp_path: Path) -> None:
+def test_restore_after_saves_changes_no_position(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, options=CheckpointManagerOptions(max_to_keep=3)) as manager:
         for step in (1, 2, 3):
             manager.save(step, args=args.StandardSave(state_of(step)))
@@ -271,10 +271,10 @@ def test_a_run_that_has_saved_only_looks_at_an_older_step(tmp_path: Path) -> Non
         assert not manager.save(2, args=args.StandardSave(state_of(2)))
         assert manager.save(4, args=args.StandardSave(state_of(4)))
         assert manager.all_steps() == [2, 3, 4]
-    assert jct.StepManager(tmp_path).steps == [2, 3, 4], "none of them was left behind"
+    assert jct.StepManager(tmp_path).steps == [2, 3, 4]
 
 
-def test_save_that_failed_is_reported_and_does_not_count(tmp_path: Path) -> None:
+def test_failed_save_is_reported_and_not_listed(tmp_path: Path) -> None:
     settings = jct.StoreSettings(nonfinite="reject")
     manager = CheckpointManager(tmp_path, settings=settings)
     manager.save(1, args=args.StandardSave(state_of(1)))
@@ -287,7 +287,7 @@ def test_save_that_failed_is_reported_and_does_not_count(tmp_path: Path) -> None
     assert jct.StepManager(tmp_path).steps == [1, 2]
 
 
-def test_what_is_saved_is_one_checkpoint_of_this_package(tmp_path: Path) -> None:
+def test_saved_step_is_a_native_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, 7)
     assert step_in(jct.load(step_path(tmp_path, 7))) == 7
     assert jct.verify(step_path(tmp_path, 7)).ok
@@ -299,12 +299,12 @@ def test_what_is_saved_is_one_checkpoint_of_this_package(tmp_path: Path) -> None
         assert manager.all_steps() == []
 
 
-def test_sigterm_asks_to_leave_from_first_question_on(tmp_path: Path) -> None:
+def test_sigterm_is_handled_from_first_check_on(tmp_path: Path) -> None:
     with handlers_put_back(signal.SIGTERM):
         before = signal.getsignal(signal.SIGTERM)
         with CheckpointManager(tmp_path, options=CheckpointManagerOptions(save_interval_steps=100)) as manager:
             manager.save(0, args=args.StandardSave(state_of(0)))
-            assert signal.getsignal(signal.SIGTERM) is before, "nobody has asked, so it ends the process"
+            assert signal.getsignal(signal.SIGTERM) is before  # it ends the process until the first check
             assert not manager.reached_preemption(1)
             assert not manager.save(1, args=args.StandardSave(state_of(1)))
             os.kill(os.getpid(), signal.SIGTERM)
@@ -314,21 +314,21 @@ def test_sigterm_asks_to_leave_from_first_question_on(tmp_path: Path) -> None:
     assert jct.StepManager(tmp_path).steps == [0, 2]
 
 
-def test_a_program_that_saves_before_it_asks_leaves_with_what_it_has_done(tmp_path: Path) -> None:
+def test_program_that_saves_first_leaves_with_its_step(tmp_path: Path) -> None:
     with handlers_put_back(signal.SIGTERM):
         options = CheckpointManagerOptions(save_interval_steps=100)
         with CheckpointManager(tmp_path, options=options) as manager:
-            told = []
+            answers = []
             for step in range(20):
                 if step == 5:
                     os.kill(os.getpid(), signal.SIGTERM)
                 is_saved = manager.save(step, args=args.StandardSave(state_of(step)))
                 if step == 3:
                     assert not manager.should_save(step + 1)
-                told.append((is_saved, manager.reached_preemption(step)))
-                if told[-1][1]:
+                answers.append((is_saved, manager.reached_preemption(step)))
+                if answers[-1][1]:
                     break
-    assert told == [(True, False), *[(False, False)] * 4, (True, True)]
+    assert answers == [(True, False), *[(False, False)] * 4, (True, True)]
     assert jct.StepManager(tmp_path).steps == [0, 5]
 
 
@@ -337,11 +337,11 @@ def test_signal_between_two_checks_counts_for_next_step(tmp_path: Path) -> None:
         manager.reached_preemption(0)
         manager.save(1, args=args.StandardSave(state_of(1)))
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not manager.reached_preemption(1), "its save did not know of it"
+        assert not manager.reached_preemption(1)  # the save came before the signal
         assert manager.reached_preemption(2)
 
 
-def test_the_directory_is_there_from_the_beginning_unless_it_is_not_to_be(tmp_path: Path) -> None:
+def test_directory_is_created_unless_options_forbid(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "a" / "b") as manager:
         (manager.directory / "config.json").write_text("{}")
     for unmade in ({"create": False}, {"read_only": True}):
@@ -366,7 +366,7 @@ manager.save(1, args=args.StandardSave({"w": np.array([np.nan])}))
     assert "called" not in found.stdout
 
 
-def test_somebody_is_called_once_step_is_on_disk(tmp_path: Path) -> None:
+def test_callback_is_called_after_the_commit(tmp_path: Path) -> None:
     committed, manager = threading.Event(), jct.StepManager(tmp_path)
 
     def finalized() -> None:
@@ -381,7 +381,7 @@ def test_somebody_is_called_once_step_is_on_disk(tmp_path: Path) -> None:
 
 def test_the_newest_step_is_not_deleted(tmp_path: Path) -> None:
     with CheckpointManager(saved(tmp_path, 1, 2)) as manager:
-        with pytest.raises(jct.SettingsError, match="step 2 is the newest step or pinned"):
+        with pytest.raises(jct.SettingsError, match="step 2 is the newest"):
             manager.delete(2)
         assert manager.all_steps() == [1, 2]
         manager.delete(1)
@@ -393,11 +393,11 @@ def test_one_manager_has_one_checkpointable_or_several(tmp_path: Path) -> None:
     one, several = args.StandardSave(state_of(1)), args.Composite(state=args.StandardSave(state_of(1)))
     with CheckpointManager(tmp_path / "a") as manager:
         manager.save(1, args=one)
-        with pytest.raises(jct.SettingsError, match="expected args of one checkpointable as in the previous calls"):
+        with pytest.raises(jct.SettingsError, match="expected args of one checkpointable"):
             manager.save(2, args=several)
     with (
         CheckpointManager(tmp_path / "b", item_handlers={"state": ocp.StandardCheckpointHandler()}) as manager,
-        pytest.raises(jct.SettingsError, match=r"expected an args\.Composite as in the previous calls"),
+        pytest.raises(jct.SettingsError, match=r"expected an args\.Composite"),
     ):
         manager.save(1, args=one)
 
@@ -434,23 +434,23 @@ REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(REFUSED_OPTIONS))
-def test_an_option_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
+def test_unsupported_option_is_refused_by_name(name: str) -> None:
     with pytest.raises(jct.SettingsError, match=name):
         CheckpointManagerOptions(**REFUSED_OPTIONS[name])
 
 
-def test_processes_that_are_no_whole_job_are_refused(tmp_path: Path) -> None:
+def test_processes_outside_of_the_job_are_refused(tmp_path: Path) -> None:
     for given in ({"active_processes": {0}}, {"primary_host": None}, {"barrier_sync_key_prefix": "a"}):
         processes = ocp.options.MultiprocessingOptions(**given)
         options = CheckpointManagerOptions(multiprocessing_options=processes)
         with CheckpointManager(tmp_path / next(iter(given)), options=options) as manager:
-            assert manager.save(1, args=args.StandardSave(state_of(1))), "this one process is the whole job"
+            assert manager.save(1, args=args.StandardSave(state_of(1)))  # this process is the whole job
     processes = ocp.options.MultiprocessingOptions(active_processes={0, 1})
     with pytest.raises(jct.SettingsError, match="active_processes"):
         CheckpointManager(tmp_path, options=CheckpointManagerOptions(multiprocessing_options=processes))
 
 
-def test_an_option_that_nobody_knows_yet_is_refused_by_name(tmp_path: Path) -> None:
+def test_option_of_newer_orbax_is_refused_by_name(tmp_path: Path) -> None:
     newer = dataclasses.make_dataclass(
         "Newer", [("keep_on_the_moon", bool, False)], bases=(ocp.CheckpointManagerOptions,)
     )
@@ -492,14 +492,14 @@ REFUSED_ARGS: dict[str, tuple[Any, Any]] = {
     "support_layout": (None, ocp.args.StandardRestore(support_layout=True)),
     "transforms: .*rename=": (None, ocp.args.PyTreeRestore(transforms={"a": 1})),
     "custom_metadata: .*save": (ocp.args.StandardSave({"n": 1}, custom_metadata={"a": 1}), None),
-    "expected one of args.StandardSave.* found .*StandardRestore": (args.StandardRestore(), None),
-    "expected one of args.StandardRestore.* found .*JsonSave": (None, args.JsonSave({})),
-    "expected args such as args.StandardSave .* found None": (None, None),
+    "expected .*args.StandardSave.* found .*StandardRestore": (args.StandardRestore(), None),
+    "expected .*args.StandardRestore.* found .*JsonSave": (None, args.JsonSave({})),
+    "expected args .* found None": (None, None),
 }
 
 
 @pytest.mark.parametrize("message", list(REFUSED_ARGS))
-def test_args_that_cannot_be_honoured_are_refused_by_name(message: str, tmp_path: Path) -> None:
+def test_unsupported_args_are_refused_by_name(message: str, tmp_path: Path) -> None:
     to_save, to_restore = REFUSED_ARGS[message]
     with CheckpointManager(saved(tmp_path, 1)) as manager, pytest.raises(jct.SettingsError, match=message):
         if to_restore is None:
@@ -517,7 +517,7 @@ def test_args_that_cannot_be_honoured_are_refused_by_name(message: str, tmp_path
     ],
     ids=lambda given: next(iter(given)),
 )
-def test_an_argument_that_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], tmp_path: Path) -> None:
+def test_unsupported_argument_is_refused_by_name(given: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(jct.SettingsError, match=next(iter(given))):
         CheckpointManager(tmp_path, **given)
 
@@ -532,7 +532,7 @@ def test_items_without_a_handler_are_refused(tmp_path: Path) -> None:
             manager.save(1, state_of(1), args=args.StandardSave(state_of(1)))
 
 
-def test_leaves_without_place_go_where_fallback_says(tmp_path: Path) -> None:
+def test_leaves_without_sharding_follow_the_fallback(tmp_path: Path) -> None:
     device = jax.devices()[3]
     fallback = jax.sharding.SingleDeviceSharding(device)
     with CheckpointManager(saved(tmp_path, 5)) as manager:
@@ -541,17 +541,17 @@ def test_leaves_without_place_go_where_fallback_says(tmp_path: Path) -> None:
             assert (step_in(found), found["w"].devices()) == (5, {device})
 
 
-def test_arrays_that_jax_cannot_hold_come_back_on_the_host(tmp_path: Path) -> None:
+def test_arrays_without_jax_dtype_stay_on_host(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, args=args.StandardSave({"n": np.arange(3)}))
         manager.wait_until_finished()
         for target in (None, args.StandardRestore({"n": jax.ShapeDtypeStruct((3,), np.int64)})):
             found = manager.restore(1, args=target)
             assert (type(found["n"]), found["n"].dtype, found["n"].tolist()) == (np.ndarray, np.int64, [0, 1, 2])
-            found["n"][0] = 5  # its own memory, and no view of something else
+            found["n"][0] = 5  # it owns its memory
 
 
-def test_it_needs_no_orbax(run_python: Any) -> None:
+def test_module_needs_no_orbax(run_python: Any) -> None:
     program = """
 import sys
 from jaxckpt_train.integrations import orbax_manager as ocp
@@ -560,15 +560,13 @@ print("orbax" in sys.modules, ocp.args.StandardSave.__name__)
     assert run_python(program, check=True, fresh=True).stdout.split() == ["False", "StandardSave"]
 
 
-def test_what_a_program_imports_is_there() -> None:
+def test_imported_names_exist() -> None:
     assert all(hasattr(orbax_manager, name) and hasattr(ocp, name) for name in ("CheckpointManager", "args"))
     theirs = {name for name in dir(ocp.args) if name.endswith(("Save", "Restore"))} - {"ProtoSave", "ProtoRestore"}
     assert theirs <= set(dir(args))
 
 
 @pytest.mark.parametrize("name", ["best_fn", "should_save_fn"])
-def test_an_option_that_is_no_function_is_refused_when_it_is_given(name: str) -> None:
-    with pytest.raises(
-        jct.SettingsError, match=f"CheckpointManagerOptions.{name}: expected a function, or None, found 5"
-    ):
+def test_option_that_is_no_function_is_refused(name: str) -> None:
+    with pytest.raises(jct.SettingsError, match=f"CheckpointManagerOptions.{name}: .*found 5"):
         CheckpointManagerOptions(**{name: 5})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The manager in Orbax's form: a process that has not saved restores trees of Flax and Optax as Orbax does."""
+"""The manager in Orbax's form: a new process restores trees of Flax and Optax as Orbax does."""
 
 from __future__ import annotations
 

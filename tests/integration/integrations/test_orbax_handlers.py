@@ -1,4 +1,4 @@
-"""The manager in Orbax's form with handlers of a program, which save and restore in a way of their own."""
+"""The manager in Orbax's form with handlers of the user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOTH = pytest.mark.parametrize("library", [ocp, orbax_manager])
 
 
 class TextHandler(ocp.CheckpointHandler):
-    """Writes text while `save` waits."""
+    """Writes text within `save`."""
 
     def save(self, directory: Any, args: Any) -> None:
         (directory / "text").write_text("".join(args.item))
@@ -44,7 +44,7 @@ class TextRestore(ocp.args.CheckpointArgs):
 
 
 class SlowHandler(ocp.AsyncCheckpointHandler):
-    """Copies what it is given, and writes it once it is allowed to."""
+    """Copies its item, and writes it once `may_write` is set."""
 
     def __init__(self) -> None:
         self.may_write, self.pool = threading.Event(), ThreadPoolExecutor(1)
@@ -57,7 +57,7 @@ class SlowHandler(ocp.AsyncCheckpointHandler):
         text = "".join(args.item)
 
         def write() -> None:
-            self.may_write.wait(20)  # or a test that fails would wait for ever
+            self.may_write.wait(20)  # a failed test must not wait without end
             (directory / "slow").write_text(text)
             if self.error is not None:
                 raise self.error
@@ -80,7 +80,7 @@ class SlowRestore(TextRestore): ...
 
 
 class OldHandler(ocp.CheckpointHandler):
-    """Of the time before args, for which none are registered."""
+    """A handler of the old kind, without registered args."""
 
     def save(self, directory: Any, item: Any, *, end: str = "") -> None:
         (directory / "old").write_text(item + end)
@@ -90,7 +90,7 @@ class OldHandler(ocp.CheckpointHandler):
 
 
 class TwiceHandler(ocp.JsonCheckpointHandler):
-    """One of Orbax's, changed."""
+    """A handler of Orbax with another `async_save`."""
 
     async def async_save(self, directory: Any, args: Any) -> Any:
         return await super().async_save(directory, args=ocp.args.JsonSave([args.item, args.item]))
@@ -119,19 +119,19 @@ def test_handler_is_found_by_args_or_item_name(library: Any, given: Any, tmp_pat
 
 
 @BOTH
-def test_a_registry_says_which_handler_takes_which_args(library: Any, tmp_path: Path) -> None:
+def test_registry_maps_args_to_handlers(library: Any, tmp_path: Path) -> None:
     registry, handler = ocp.handlers.DefaultCheckpointHandlerRegistry(), TwiceHandler()
     registry.add("twice", TwiceSave, handler)
     registry.add("twice", TwiceRestore, handler)
     with library.CheckpointManager(tmp_path, handler_registry=registry) as manager:
         manager.save(0, args=library.args.Composite(twice=TwiceSave(3), n=library.args.JsonSave([1])))
         manager.wait_until_finished()
-        wanted = library.args.Composite(twice=TwiceRestore(), n=library.args.JsonRestore())
-        restored = manager.restore(0, args=wanted)
+        requested = library.args.Composite(twice=TwiceRestore(), n=library.args.JsonRestore())
+        restored = manager.restore(0, args=requested)
         assert (restored.twice, restored.n) == ([3, 3], [1])
 
 
-def test_a_handler_that_saves_in_the_background_has_copied_when_save_returns(tmp_path: Path) -> None:
+def test_async_handler_copies_before_save_returns(tmp_path: Path) -> None:
     handler, text = SlowHandler(), ["a", "b"]
     with CheckpointManager(tmp_path, item_handlers=handler) as manager:
         assert manager.save(0, args=SlowSave(text))
@@ -163,7 +163,7 @@ def test_logger_gets_wait_for_previous_save(tmp_path: Path) -> None:
     assert first == 0 < 0.05 < second <= entries[1]["checkpoint_manager_blocking_duration_secs"]
 
 
-def test_error_in_background_stays_for_thread_that_saves(tmp_path: Path) -> None:
+def test_background_error_stays_for_the_saving_thread(tmp_path: Path) -> None:
     handler = SlowHandler()
     handler.error = OSError("the disk of the handler")
     with CheckpointManager(tmp_path, item_handlers=handler) as manager, ThreadPoolExecutor(2) as pool:
@@ -182,7 +182,7 @@ def test_error_in_background_stays_for_thread_that_saves(tmp_path: Path) -> None
         assert manager.all_steps() == [1]
 
 
-def test_error_before_writing_is_that_of_save(tmp_path: Path) -> None:
+def test_error_of_handler_fails_the_save(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, item_handlers=TextHandler()) as manager:
         manager.save(0, args=TextSave([1]))
         with pytest.raises(TypeError, match="expected str"):

@@ -19,7 +19,7 @@ from jaxckpt_train.integrations.orbax_manager import args
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning"),
-    # A restore that Orbax refuses leaves coroutines that nobody awaits.
+    # A restore that Orbax refuses leaves coroutines that are never awaited.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 SPEC = jax.sharding.PartitionSpec
@@ -27,7 +27,7 @@ SPEC = jax.sharding.PartitionSpec
 
 @pytest.fixture(autouse=True)
 def _coroutines_end_here() -> Iterator[None]:
-    """What Orbax leaves is collected within the test that made it, not in a later one."""
+    """Collect the coroutines that Orbax leaves in the test that made them."""
     yield
     gc.collect()
 
@@ -42,7 +42,7 @@ def placed(*axes: Any) -> jax.sharding.NamedSharding:
 
 
 def tree() -> dict[str, Any]:
-    """Leaves of every kind, one of them over eight devices."""
+    """Return leaves of every kind, one of them over eight devices."""
     sharded = jax.device_put(jnp.arange(64, dtype=jnp.float32).reshape(8, 8), placed("x", "y"))
     return {
         "w": sharded,
@@ -56,7 +56,7 @@ def tree() -> dict[str, Any]:
 
 
 def every(value: Any) -> Any:
-    """The same value in place of every leaf."""
+    """Return a tree with this value in place of every leaf."""
     return jax.tree.map(lambda _: value, tree())
 
 
@@ -65,7 +65,7 @@ def with_leaf(path: str, value: Any, rest: Any) -> Any:
 
 
 def described(value: Any) -> Any:
-    """Containers by type, leaves by type, dtype, place and value."""
+    """Return containers by type, and leaves by type, dtype, sharding and value."""
     if isinstance(value, dict):
         return {key: described(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -87,7 +87,7 @@ def standard(item: Any = None) -> Callable[[Any], Any]:
 
 
 def restores() -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Args to restore with, made anew for each library."""
+    """Yield args to restore with, as functions of the library."""
     whole, array = ocp.RestoreArgs, ocp.ArrayRestoreArgs
     yield "nothing", standard()
     yield "any object", pytree(every(object()))
@@ -160,13 +160,13 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_targets_that_do_not_fit_are_value_errors_as_in_orbax(name: str, saved: dict[str, Path]) -> None:
+def test_mismatched_targets_are_value_errors(name: str, saved: dict[str, Path]) -> None:
     for library, directory in ((ocp, saved["orbax"]), (orbax_manager, saved["ours"])):
         with library.CheckpointManager(directory) as manager, pytest.raises(ValueError):  # noqa: PT011
             manager.restore(1, args=REFUSED[name](library))
 
 
-def test_own_restore_arguments_are_those_of_orbax(saved: dict[str, Path]) -> None:
+def test_own_restore_arguments_match_those_of_orbax(saved: dict[str, Path]) -> None:
     own = {
         "w": orbax_manager.ArrayRestoreArgs(sharding=placed("y"), dtype=jnp.int32),
         "n": orbax_manager.RestoreArgs(float),

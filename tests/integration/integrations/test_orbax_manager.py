@@ -1,4 +1,4 @@
-"""The manager in Orbax's form: beside Orbax itself, the same program tells and restores the same."""
+"""The manager in Orbax's form: the same program gets the same results as with Orbax."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.support.orbax_programs import (
     several_items,
 )
 
-# Orbax says so of a restore of its own that a program did not tell where arrays go.
+# Orbax warns about its own restores without shardings.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")
 
 
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_the_same_options_save_and_keep_the_same_steps_with_the_same_bytes(name: str, tmp_path: Path) -> None:
+def test_same_options_keep_the_same_steps(name: str, tmp_path: Path) -> None:
     expected = saving(ocp, tmp_path / "orbax", OPTIONS[name])
     assert saving(OURS, tmp_path / "ours", OPTIONS[name]) == expected
     assert saving(OURS_FOR_ORBAX, tmp_path / "for orbax", OPTIONS[name]) == expected

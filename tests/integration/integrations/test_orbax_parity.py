@@ -1,4 +1,4 @@
-"""The manager in Orbax's form: single calls that answer, refuse or decide as Orbax's own do."""
+"""The manager in Orbax's form: single calls return, refuse and decide as in Orbax."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BOTH = pytest.mark.parametrize("library", [ocp, orbax_manager])
 
 
 class RenamedHandler(ocp.PyTreeCheckpointHandler):
-    """A handler of a program, for which no args are registered."""
+    """A handler of the user, without registered args."""
 
 
 @BOTH
 @pytest.mark.parametrize("kind", ["StandardRestore", "PyTreeRestore"])
 @pytest.mark.parametrize("item", [{"w": ..., "n": 0}, {"w": {"a": ..., "b": 0}, "n": 0}])
-def test_a_placeholder_does_not_stand_for_a_subtree(library: Any, kind: str, item: Any, tmp_path: Path) -> None:
+def test_placeholder_for_a_subtree_is_refused(library: Any, kind: str, item: Any, tmp_path: Path) -> None:
     with library.CheckpointManager(tmp_path) as manager:
         state = {"w": {"a": {"x": np.ones(2), "y": np.ones(2)}, "b": 1}, "n": 2}
         manager.save(0, args=library.args.StandardSave(state))
@@ -73,11 +73,11 @@ def test_steps_are_kept_by_the_hours_between_them(options: Any, kept: list[int],
     manager.wait_until_finished()
     assert manager.all_steps() == kept
     manager.close()
-    assert jct.StepManager(tmp_path).steps == sorted({*kept, 9}), "the newest stays until the next one"
+    assert jct.StepManager(tmp_path).steps == sorted({*kept, 9})  # the newest step stays until the next one
 
 
 class Entries:
-    """A logger of a program."""
+    """A logger of the user."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -86,7 +86,7 @@ class Entries:
         self.entries.append(entry)
 
 
-def test_a_logger_is_given_what_orbax_gives_it(tmp_path: Path) -> None:
+def test_logger_gets_the_entries_of_orbax(tmp_path: Path) -> None:
     found = []
     for name, library in (("orbax", ocp), ("ours", orbax_manager)):
         logger, directory = Entries(), tmp_path / name

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 PASSING = 120
-"""How many tests of the file of orbax-checkpoint 0.12.4 pass."""
+"""The number of tests of orbax-checkpoint 0.12.4 that pass."""
 NAME = "checkpoint_manager_test.py"
 TIME_LIMIT_S = 1800
-# Why a test cannot pass, by what its text or its parameters mention; the first that fits.
+# The reasons why a test cannot pass, by a pattern in its text or its parameters; the first match counts.
 REASONS = {
     "privates of Orbax": r"manager\._(checkpointer|maybe)|_on_commit_callback|'_save_step_metadata'|'finalize'"
     r"|broadcast_one_to_all",
@@ -35,7 +35,7 @@ REASONS = {
 
 
 def find_file(given: str | None) -> Path | None:
-    """The file with the tests: the given one, or that of the installed package. None: there is none."""
+    """Return the file with the tests: the given one, that of the installed package, or None."""
     if given is not None:
         return Path(given) if Path(given).is_file() else None
     spec = importlib.util.find_spec("orbax.checkpoint")
@@ -44,7 +44,7 @@ def find_file(given: str | None) -> Path | None:
 
 
 def reason_of(text: str) -> str:
-    """Why a test with this text does not pass, as far as its text shows it."""
+    """Return the reason why a test with this text fails."""
     return next((reason for reason, pattern in REASONS.items() if re.search(pattern, text)), "other")
 
 
@@ -82,14 +82,14 @@ def run(path: Path, only: str) -> dict[str, dict[str, str]]:
 
 
 def _text_of(module: Any, name: str) -> str:
-    """The text of a test; of one with parameters, that of all of them."""
+    """Return the text of a test, or the common text of parametrised tests."""
     texts = re.split(r"\n(?=  (?:def|@))", inspect.getsource(module))
     named = {found[1]: text for text in texts if (found := re.match(r"  def (test_\w+)", text))}
     return named.get(max((each for each in named if name.startswith(each)), key=len, default=""), "")
 
 
 def _with_this_manager(path: Path) -> Any:
-    """The module of the tests, in which Orbax's manager, options and args are those of this package."""
+    """Return the module of the tests, with the manager, options and args of this package."""
     import orbax.checkpoint
     from absl import flags
     from absl.testing import absltest
@@ -100,13 +100,13 @@ def _with_this_manager(path: Path) -> Any:
     from tests.support.orbax_shim import ObservedManager, checkpointer_of
 
     class MultiProcessTest(absltest.TestCase):
-        """Takes the place of the base class for jobs, which no package of Orbax contains."""
+        """Replaces the base class for multi-process jobs, which no package of Orbax contains."""
 
         def multiprocess_create_tempdir(self, name: str) -> str:
             return self.create_tempdir(name).full_path
 
         def assertRaisesRegex(self, expected: Any, regex: Any, *given: Any, **more: Any) -> Any:  # noqa: N802
-            """The class of an error counts, and not its sentence."""
+            """Check the class of an error, but not its message."""
             return super().assertRaisesRegex(expected, "", *given, **more)  # noqa: PT027
 
     testing = types.ModuleType("orbax.checkpoint._src.testing.multiprocess_test")
@@ -114,7 +114,7 @@ def _with_this_manager(path: Path) -> Any:
     sys.modules[testing.__name__] = testing
     importlib.import_module("orbax.checkpoint._src.testing").multiprocess_test = testing
     flags.FLAGS([str(path), f"--test_tmpdir={tempfile.mkdtemp()}"])
-    _module_of(path)  # so that whatever it imports is imported with the real names
+    _module_of(path)  # so that its imports are done with the real names
     ours = {**_public(orbax_manager), "CheckpointManager": ObservedManager}
     theirs_with_our_args = {"Checkpointer": checkpointer_of(checkpointers.checkpointer.Checkpointer, args)}
     replaced = [
@@ -151,12 +151,12 @@ def _module_of(path: Path) -> Any:
 
 
 def main() -> int:
-    """Run the tests in a process of their own, and print what they found."""
+    """Run the tests in a new process and print their results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path", nargs="?", help=f"of {NAME}; not given: that of the installed Orbax")
     parser.add_argument("--only", default="", help="a regular expression for the names of tests")
     parser.add_argument("--errors", action="store_true", help="print the errors in full")
-    parser.add_argument("--into", help="run them in this process, and write what they found into this file")
+    parser.add_argument("--into", help="run them in this process, and write the results into this file")
     given = parser.parse_args()
     path = find_file(given.path)
     if path is None:
@@ -174,7 +174,7 @@ def main() -> int:
 
 
 def report(found: dict[str, dict[str, str]], *, prints_errors: bool, is_whole: bool) -> int:
-    """Print the counts, and which tests do not pass."""
+    """Print the counts and the failed tests."""
     failed = {name: each for name, each in found.items() if each["result"] == "failed"}
     for name, each in failed.items():
         last = each["error"].strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""The manager in Orbax's form: a process that has not saved restores trees of Flax and Optax as Orbax does."""
+"""The manager in Orbax's form: a restore in a new process does not change later saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-def test_restore_in_a_fresh_process_does_not_change_what_is_saved_next(tmp_path: Path, run_python: Any) -> None:
+def test_fresh_restore_does_not_change_later_saves(tmp_path: Path, run_python: Any) -> None:
     program = """
 import sys
 from flax import nnx

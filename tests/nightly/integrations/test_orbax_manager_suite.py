@@ -1,4 +1,4 @@
-"""Orbax's own tests of its manager: the script that runs them, and all of them where their file can be had."""
+"""Orbax's own tests of its manager: the script that runs them, and a run if their file is available."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class CheckpointManagerTest(parameterized.TestCase, multiprocess_test.MultiProce
 """
 
 
-def test_script_counts_what_passes_and_why_rest_fails(tmp_path: Path) -> None:
+def test_script_counts_results_and_reasons(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint_manager_test.py"
     file.write_text(TESTS)
     done = subprocess.run([*COMMAND, file], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.stdout.splitlines()[-1].startswith("4 tests: {'failed': 1, 'passed': 3}"), done.stderr
     assert "'privates of Orbax': 1" in done.stdout
-    assert done.returncode == 1, "fewer pass than of Orbax's own"
+    assert done.returncode == 1
 
 
-def test_script_skips_where_there_is_no_file(tmp_path: Path) -> None:
+def test_script_skips_without_the_file(tmp_path: Path) -> None:
     done = subprocess.run([*COMMAND, tmp_path / "none.py"], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout.split(":")[0]) == (77, "SKIP")
 
@@ -71,7 +71,7 @@ def test_reason_is_found_in_text_of_test(text: str, reason: str) -> None:
 
 
 @pytest.mark.timeout(2000)
-def test_tests_of_orbax_pass_as_many_as_before(run_python: Any) -> None:
+def test_enough_tests_of_orbax_pass(run_python: Any) -> None:
     path = find_file(None)
     if path is None:
         pytest.skip("the installed Orbax has no checkpoint_manager_test.py")
