@@ -106,7 +106,7 @@ SERIES = {
     "model-{}-of-2.safetensors": "model.safetensors.index.json",
     "0000{}-of-00002.safetensors": "model.safetensors.index.json",
 }
-HALVES = [{"a": np.arange(3.0), "b": np.arange(2)}, {"c": np.ones((2, 2), np.float16)}]
+HALVES: list[dict[str, np.ndarray]] = [{"a": np.arange(3.0), "b": np.arange(2)}, {"c": np.ones((2, 2), np.float16)}]
 
 
 def series(folder: Path, names: str) -> list[Path]:
