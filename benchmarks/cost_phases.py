@@ -59,14 +59,14 @@ def save_in_phases(path: Path, tree: Any, chunks: int | None = None) -> Seconds:
         plan) and `commit` (the manifest, syncs, and the rename).
     """
     settings, backend, final = StoreSettings(), LocalBackend(), str(path.resolve())
-    save = CheckpointSave(SingleProcess(), final, PathTarget(backend, final, settings, {}), backend, settings)
+    save = CheckpointSave(SingleProcess(), final, backend, settings)
     save.stage({PART: tree})
     if chunks is not None:
         save.parts = [_cut(part, chunks) for part in save.parts]
     arrays = [array for part in save.parts if part.snapshot for array in part.snapshot.arrays]
     with paused_collection():  # as a save does
         plan_s, _ = _timed(lambda: list(plan_segments(arrays, settings.segment_bytes)))
-    save.run()
+    save.run(PathTarget(backend, final, settings, {}))
     times = save.times
     return {
         "snapshot": times.snapshot_s + times.stage_s,

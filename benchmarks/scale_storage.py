@@ -118,9 +118,9 @@ class _Target:
 
 
 def _save(job: ManyProcesses, backend: Backend, arrays: int, timeout_s: float) -> Committed:
-    save = CheckpointSave(job.within("save", timeout_s), FINAL, _Target(backend), backend, SETTINGS)
+    save = CheckpointSave(job.within("save", timeout_s), FINAL, backend, SETTINGS)
     save.parts = [StagedPart("state", "pytree", snapshot=_rows(job.process, job.processes, arrays))]
-    return save.run()
+    return save.run(_Target(backend))
 
 
 def _rows(process: int, processes: int, arrays: int) -> Snapshot:

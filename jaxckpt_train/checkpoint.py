@@ -257,7 +257,7 @@ def save_checkpointables_async(
     info = dict[str, Any]()
     target = PathTarget(_BACKEND, final, chosen, info, flag("overwrite", overwrite))
     job = current().within("save", chosen.barrier_timeout_s)
-    save = CheckpointSave(job, final, target, _BACKEND, chosen)
+    save = CheckpointSave(job, final, _BACKEND, chosen)
     with save.sharing_errors():
         if job.process == 0:
             refuse_temporary_name(final)
@@ -268,7 +268,7 @@ def save_checkpointables_async(
             target.transaction = save.transaction = call_with_timeout(
                 final, lambda _: Transaction(_BACKEND, final, chosen), undo=_abort
             )
-    pending = save.start(lambda: describe(save.run()))
+    pending = save.start(lambda: describe(save.run(target)))
     wait_until_taken(save.parts, pending)
     return pending
 

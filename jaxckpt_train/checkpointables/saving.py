@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import time
 from collections import Counter
@@ -142,7 +143,6 @@ class CheckpointSave:
     Args:
         job: a coordinator for this save only; all processes create one for the same save.
         subject: the name of what is saved, for messages; the same in all processes.
-        target: where the checkpoint goes.
         backend: the storage.
         settings: how checkpoints are stored.
 
@@ -154,10 +154,8 @@ class CheckpointSave:
         result: what `SaveTarget.committed` returned in the primary.
     """
 
-    def __init__(
-        self, job: Coordinator, subject: str, target: SaveTarget, backend: Backend, settings: StoreSettings
-    ) -> None:
-        self._job, self._target, self._backend, self._settings = job, target, backend, settings
+    def __init__(self, job: Coordinator, subject: str, backend: Backend, settings: StoreSettings) -> None:
+        self._job, self._backend, self._settings = job, backend, settings
         self.subject = subject
         self.parts: Sequence[StagedPart] = ()
         self.times, self.tracker = SaveTimes(), ProgressTracker()
@@ -209,19 +207,27 @@ class CheckpointSave:
         if self.transaction is not None and self._committed is None:
             self.transaction.abort_after(error)
 
-    def run(self) -> Committed:
+    def run(self, target: SaveTarget) -> Committed:
         """Begin, write this process's shards, and commit.
+
+        Args:
+            target: where the checkpoint goes. It is not kept: a target may refer to this object, and such a ring would
+                keep the state in memory.
 
         Raises:
             Any error in this process, or the error of another process; nothing is committed then.
             CheckpointTimeoutError: another process did not join or made no progress.
         """
         try:
-            begun = self._begin()
+            begun = self._begin(target)
             self._own(begun.owners)
             # While this process waits, the progress of the others counts as progress of this save.
             done = self._job.exchange(
-                f"saving {self.subject}", self._write, self._commit, self.tracker.sign, self.tracker
+                f"saving {self.subject}",
+                self._write,
+                functools.partial(self._commit, target),
+                self.tracker.sign,
+                self.tracker,
             )
             if done == _DIFFERS:
                 doing = f"comparing what the processes save as {self.subject}"
@@ -241,8 +247,9 @@ class CheckpointSave:
     def _beginning(self) -> str:
         return f"beginning to save {self.subject}"
 
-    def _begin(self) -> _Begun:
-        answer = self._job.exchange(self._beginning, self._coming, self._begin_attempt, self.tracker.sign)
+    def _begin(self, target: SaveTarget) -> _Begun:
+        begin = functools.partial(self._begin_attempt, target)
+        answer = self._job.exchange(self._beginning, self._coming, begin, self.tracker.sign)
         begun = msgspec.msgpack.decode(answer, type=_Begun)
         self._directory, self._final = os.fsdecode(begun.directory), os.fsdecode(begun.final)
         self._shared = frozenset(begun.shared)
@@ -258,7 +265,7 @@ class CheckpointSave:
         }
         return msgspec.msgpack.encode(_Coming(self.subject, own_values, owners))
 
-    def _begin_attempt(self, values: Sequence[bytes]) -> bytes:
+    def _begin_attempt(self, target: SaveTarget, values: Sequence[bytes]) -> bytes:
         """In the primary: create the attempt if all processes save the same."""
         coming = [msgspec.msgpack.decode(value, type=_Coming) for value in values]
         for process, each in enumerate(coming):
@@ -269,12 +276,12 @@ class CheckpointSave:
                 )
         own = coming[0].own_values
         shared = tuple(name for name in own if all(each.own_values.get(name) == own[name] for each in coming))
-        self.transaction = transaction = self._target.begin()
+        self.transaction = transaction = target.begin()
         for part in self.parts:
             transaction.add_folder(part.name)
         paths = os.fsencode(transaction.directory), os.fsencode(transaction.final)
         owners = {name: owner for each in coming for name, owner in each.owners.items()}
-        return msgspec.msgpack.encode(_Begun(*paths, msgspec.json.encode(self._target.info), shared, owners))
+        return msgspec.msgpack.encode(_Begun(*paths, msgspec.json.encode(target.info), shared, owners))
 
     def _own(self, owners: Mapping[str, int]) -> None:
         for part in self.parts if owners else ():
@@ -368,7 +375,7 @@ class CheckpointSave:
         if self._job.is_over():
             raise CheckpointError(f"saving {self.subject}: stopped, because another process failed")
 
-    def _commit(self, values: Sequence[bytes]) -> bytes:
+    def _commit(self, target: SaveTarget, values: Sequence[bytes]) -> bytes:
         """In the primary: commit what all processes have written, unless they differ in what must be the same."""
         transaction = self.transaction
         assert transaction is not None
@@ -387,10 +394,10 @@ class CheckpointSave:
             elif part.value is not None and self._is_common(part):
                 file = transaction.write_file(value_file(part.name), part.value)
                 parts[number] = msgspec.structs.replace(parts[number], files=(file,))
-        manifest = self._manifest(self._target.info, segments, parts)
-        self._committed = committed = transaction.commit(manifest, replace=self._target.replace)
+        manifest = self._manifest(target.info, segments, parts)
+        self._committed = committed = transaction.commit(manifest, replace=target.replace)
         self.times.commit_s = time.perf_counter() - started
-        self.result = self._target.committed(committed)
+        self.result = target.committed(committed)
         return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes, self.result))
 
     def _committed_elsewhere(self, begun: _Begun, done: bytes) -> Committed:

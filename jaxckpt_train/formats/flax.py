@@ -48,9 +48,9 @@ def open_flax_file(backend: Backend, found: FlaxFile, settings: StoreSettings) -
     memory.make_directory(path.rpartition("/")[0] or "/", parents=True, sync=False)
     step = _STEP.fullmatch(path.rpartition("/")[2])
     target = PathTarget(memory, path, plain, {} if step is None else {"step": int(step[1])})
-    save = CheckpointSave(SingleProcess(), path, target, memory, plain)
+    save = CheckpointSave(SingleProcess(), path, memory, plain)
     save.stage({_NAME: tree})
-    return memory, save.run()
+    return memory, save.run(target)
 
 
 def _restore(backend: Backend, found: FlaxFile) -> Any:

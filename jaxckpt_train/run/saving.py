@@ -132,7 +132,7 @@ class StepSave:
         self.info: dict[str, Any] = {}
         job = job_sync.channel("save", settings.barrier_timeout_s)
         subject = f"step {request.step} to {run.directory}"
-        self._save = CheckpointSave(job, subject, self, run.backend, settings)
+        self._save = CheckpointSave(job, subject, run.backend, settings)
         self._times = self._save.times
         with self._save.sharing_errors():
             self._take(request, checkpointables)
@@ -202,7 +202,7 @@ class StepSave:
         All disk access is here, so that a disk that does not answer does not block the loop.
         """
         try:
-            committed = self._save.run()
+            committed = self._save.run(self)
         except BaseException as error:
             if not self._is_committed:  # log it now: the next save, which raises the error, may never happen
                 self._failed(error)
