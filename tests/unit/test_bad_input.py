@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -89,7 +87,7 @@ def test_checkpoint_without_commit_is_incomplete(read: Callable[[Path], Any], sa
 def test_newer_format_version_is_refused(read: Callable[[Path], Any], saved: Path) -> None:
     rewrite(saved, lambda manifest: manifest.update(format_version=2, parts={"of": "tomorrow"}))
     before = content(saved)
-    with pytest.raises(jct.FormatVersionError, match=r"version 2, .* up to 1; .*upgrade"):
+    with pytest.raises(jct.FormatVersionError, match=r"version 2, .*up to 1; .*upgrade"):
         read(saved)
     assert content(saved) == before
 
@@ -184,15 +182,6 @@ def test_manifest_naming_a_file_elsewhere_is_damage(read: Callable[[Path], Any],
 
     rewrite(saved, change)
     check_corrupt(read, saved, "'state/../../../etc/passwd' is not a plain file")
-
-
-def test_target_with_other_structure_lists_differences(saved: Path) -> None:
-    with pytest.raises(jct.MismatchError, match="leaf 'params/b'") as caught:
-        jct.load(saved, {"params": {"w": STATE["params"]["w"]}, "step": 0, "new": jax.ShapeDtypeStruct((2,), jnp.int8)})
-    assert caught.value.differences == (
-        "leaf 'new': not in the checkpoint, wanted int8[2]",
-        "leaf 'params/b': saved float64[3], not in the target",
-    )
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "file", "directory", "full directory", "broken link"])

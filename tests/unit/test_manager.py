@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import errno
 import logging
 import math
 import threading
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from tests.support.fake_backends import HoldingBackend, RefusingBackend
+from tests.support.fake_backends import HoldingBackend
 from tests.support.runs import START, Clock, made_run, save_steps, state_of, step_of, step_path
 
 PHASES = ("decide_s", "snapshot_s", "stage_s", "write_s", "commit_s", "wait_s", "blocked_s")
@@ -80,11 +79,6 @@ def test_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: Any) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_negative_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(jct.SettingsError, match="step: expected 0 to"):
-        jct.StepManager(tmp_path).save(-1, {"state": state_of(1)})
-
-
 def test_existing_step_is_refused_without_overwrite(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as manager:
         save_steps(manager, 1, 2)
@@ -146,16 +140,6 @@ def test_a_busy_manager_may_skip_and_reports_it(tmp_path: Path) -> None:
     manager.save(4, {"state": state_of(4)}, force=True)  # a forced save waits
     manager.close()
     assert manager.steps == [1, 3, 4]
-
-
-def test_later_changes_do_not_reach_the_save(tmp_path: Path) -> None:
-    manager, backend = held(tmp_path, 1)
-    state = {"w": np.arange(3000, dtype=np.float32) + 1, "step": np.int32(1)}
-    manager.save(1, {"state": state})
-    state["w"][:] = 0
-    backend.go.set()
-    manager.close()
-    assert step_of(manager.restore()) == 1
 
 
 def test_a_policy_knows_of_the_save_under_way(tmp_path: Path) -> None:
@@ -228,14 +212,12 @@ def test_metrics_can_come_later_and_count_then(tmp_path: Path) -> None:
         assert manager.steps == [1, 3]
 
 
-def test_pins_are_kept_across_processes(tmp_path: Path) -> None:
-    with jct.StepManager(made_run(tmp_path, 1, 2)) as manager:
-        manager.pin(1)
-        with pytest.raises(jct.StepNotFoundError, match="has no committed step 9"):
-            manager.pin(9)
-    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
-        save_steps(manager, 3)
-        assert manager.steps == [1, 3]
+def test_missing_step_cannot_be_pinned(tmp_path: Path) -> None:
+    with (
+        jct.StepManager(made_run(tmp_path, 1, 2)) as manager,
+        pytest.raises(jct.StepNotFoundError, match="no committed step 9"),
+    ):
+        manager.pin(9)
 
 
 def test_path_of_step_can_be_loaded_and_verified(tmp_path: Path) -> None:
@@ -386,10 +368,3 @@ def test_paths_may_be_relative_or_start_with_tilde(tmp_path: Path, monkeypatch: 
     made_run(Path("runs/a"), 1)
     assert jct.StepManager("~/runs/a").steps == [1]
     assert jct.StepManager(tmp_path / "runs" / "a").steps == [1]
-
-
-def test_a_failing_history_does_not_fail_the_save(tmp_path: Path) -> None:
-    backend = RefusingBackend("append", "history.jsonl", errno.EIO, 100)
-    with jct.StepManager(tmp_path, backend=backend) as manager:
-        save_steps(manager, 1)
-    assert jct.StepManager(tmp_path).steps == [1]

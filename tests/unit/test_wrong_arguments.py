@@ -167,12 +167,6 @@ def test_a_number_of_steps_is_whole(count: Any, tmp_path: Path) -> None:
         assert list(ckpt.steps(0)) == []
 
 
-@pytest.mark.parametrize("seconds", [0.001, 20, 30])
-def test_short_job_needs_no_grace_period(tmp_path: Path, seconds: float) -> None:
-    with jct.CheckpointCallback(tmp_path / "run", max_run_time_s=seconds, enabled=False) as ckpt:
-        assert ckpt._watch._limit is not None
-        assert ckpt._watch._limit.end - ckpt._watch._limit._began_at == pytest.approx(seconds / 2)
-
 
 def test_infinite_timeout_is_no_limit(tmp_path: Path) -> None:
     assert jct.save_async(tmp_path / "c", STATE).wait(math.inf).bytes > 0
