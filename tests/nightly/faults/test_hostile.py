@@ -117,7 +117,7 @@ MANIFESTS: dict[str, Callable[[Any], None]] = {
     "metrics of None": lambda manifest: manifest["info"].update(metrics={"a": None}),
     "metrics of 400 digits": lambda manifest: manifest["info"].update(metrics={"a": 10**400}),
     "a key that is no float": renamed("~fzz"),
-    "a key that is no float any more": renamed("~f0x1p99999"),
+    "a key that exceeds a float": renamed("~f0x1p99999"),
     "a key of 5000 digits": renamed("9" * 5000),
     "a key of 5000 tuples": renamed("~t" * 5000),
     "a PRNG of someone else": lambda manifest: leaves_of(manifest).update(one={"kind": "key", "impl": "mine"}),

@@ -198,7 +198,7 @@ def test_removed_file_in_use_does_not_block_overwrite(tmp_path: Path) -> None:
         ("copies", ["rename", "exchange"]),
     ],
 )
-def test_doctor_names_what_does_not_work(tmp_path: Path, flaw: str | None, failing: list[str]) -> None:
+def test_doctor_names_failing_operations(tmp_path: Path, flaw: str | None, failing: list[str]) -> None:
     with poor(tmp_path, *([] if flaw is None else [flaw])) as root:
         found = try_operations(LocalBackend(), str(root))
         assert [each.name for each in found if each.problem] == failing
@@ -207,7 +207,7 @@ def test_doctor_names_what_does_not_work(tmp_path: Path, flaw: str | None, faili
 
 
 @pytest.mark.parametrize(("flaw", "code"), [("no links", 0), ("no times", 1), ("copies", 1)])
-def test_doctor_ends_with_1_where_no_run_works(tmp_path: Path, flaw: str, code: int) -> None:
+def test_doctor_fails_where_no_run_works(tmp_path: Path, flaw: str, code: int) -> None:
     with poor(tmp_path, flaw) as root:
         found = json_of("doctor", root, "--size-mib", 1, code=code)
         assert bool(found["warnings"]) is bool(code)

@@ -13,6 +13,6 @@ def test_boxes_tile_an_array() -> None:
     assert chunk_boxes((0, 1 << 60), 4, "it") == []
 
 
-def test_an_array_of_billions_of_boxes_is_refused() -> None:
+def test_array_with_billions_of_boxes_is_refused() -> None:
     with pytest.raises(UnsupportedLeafError, match="it: cannot copy 2,305,843,009,213,693,952 bytes"):
         chunk_boxes((1 << 61,), 1, "it")

@@ -27,7 +27,7 @@ REFERENCE = {
 
 
 @pytest.mark.parametrize("name", HEX_DIGITS)
-def test_a_digest_is_the_published_one(name: str) -> None:
+def test_digest_matches_the_published_value(name: str) -> None:
     function = digest_function(name)
     data = np.arange(1000, dtype=np.uint8)
     assert function(b"") == DIGEST_OF_EMPTY[name]
@@ -40,7 +40,7 @@ def test_an_unknown_digest_is_refused_with_the_choices() -> None:
         digest_function("md5")
 
 
-def test_missing_package_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_digest_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "blake3", None)
     with pytest.raises(SettingsError, match=r'pip install "jaxckpt-train\[blake3\]"'):
         digest_function("blake3")

@@ -46,7 +46,7 @@ def test_an_unknown_name_is_refused(name: str, hint: str) -> None:
         dtype_named(name, "leaf")
 
 
-def test_safetensors_gets_bytes_where_it_has_no_name() -> None:
+def test_dtypes_unknown_to_safetensors_become_bytes() -> None:
     assert form(np.dtype("float32"), (2,)) == ("F32", (2,))
     assert form(np.dtype(ml_dtypes.bfloat16), ()) == ("BF16", ())
     assert form(np.dtype(ml_dtypes.float8_e4m3fn), (2,)) == ("U8", (2,))

@@ -123,14 +123,22 @@ def test_boxes_share_memory_of_one_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert watch.now == 0
 
 
-def test_kept_boxes_do_not_count_against_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kept_every", "budget_pages"), [(1, 1), (2, 2 * LEAF_PAGES)], ids=["all", "half"])
+def test_kept_boxes_do_not_count_against_budget(kept_every: int, budget_pages: int) -> None:
     """Without `passing`, results stay in host memory: a load larger than its budget must not wait for them."""
     backend = StrictBackend()
-    committed, wanted = saved(backend)
-    chosen = StoreSettings(read_budget_bytes=PAGE, io_threads=1)
-    with contextlib.closing(iter_boxes(backend, committed, wanted, chosen)) as reading:
-        kept = list(reading)
-    assert {number: data.tobytes() for number, _, data in kept} == {n: leaf(n).tobytes() for n in range(20)}
+    committed, wanted = saved(backend, 40)
+    mixed = [want._replace(passing=number % kept_every != 0) for number, want in enumerate(wanted)]
+    chosen = StoreSettings(read_budget_bytes=budget_pages * PAGE, io_threads=kept_every)
+    kept = {}
+    with contextlib.closing(iter_boxes(backend, committed, mixed, chosen)) as reading:
+        for number, _, data in reading:
+            if number % kept_every == 0:
+                kept[number] = data
+            assert data.tobytes() == leaf(number).tobytes()
+            del data
+    expected = {number: leaf(number).tobytes() for number in range(0, 40, kept_every)}
+    assert {number: data.tobytes() for number, data in kept.items()} == expected
 
 
 @pytest.mark.parametrize("passes", [False, True])
@@ -224,21 +232,6 @@ def test_copies_for_the_consumer_count_too(what: str, monkeypatch: pytest.Monkey
     # A run and the copies of its unaligned leaves are in memory at the same time.
     in_progress = reader.READS_PER_THREAD * chosen.known_io_threads * (LEAF_PAGES + 1) * PAGE
     assert watch.most <= chosen.read_budget_bytes + in_progress
-
-
-def test_kept_results_may_exceed_the_read_budget() -> None:
-    backend = StrictBackend()
-    committed, wanted = saved(backend, 40)
-    mixed = [want._replace(passing=number % 2 == 0) for number, want in enumerate(wanted)]
-    chosen = StoreSettings(read_budget_bytes=2 * LEAF_PAGES * PAGE, io_threads=2)
-    kept = {}
-    with contextlib.closing(iter_boxes(backend, committed, mixed, chosen)) as reading:
-        for number, _, data in reading:
-            if number % 2:
-                kept[number] = data
-            assert data.tobytes() == leaf(number).tobytes()
-            del data
-    assert {number: data.tobytes() for number, data in kept.items()} == {n: leaf(n).tobytes() for n in range(1, 40, 2)}
 
 
 def test_memory_freed_only_by_gc_does_not_hang() -> None:

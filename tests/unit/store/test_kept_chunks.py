@@ -61,7 +61,7 @@ def test_pieces_of_whole_blocks_have_digests_of_source(shape: tuple[int, ...], m
     assert same_digests(manifest_of(), array, manifest_of(), wrong, 4, most_bytes) is False
 
 
-def test_digests_of_other_bytes_say_nothing() -> None:
+def test_digests_of_other_blocks_are_not_compared() -> None:
     odd = array_of((12289, 257))  # no number of rows makes whole blocks
     assert same_digests(manifest_of(), odd, manifest_of(), copied(odd, 5 * MIB), 4, 5 * MIB) is None
     array = array_of((3072, 1024))

@@ -29,27 +29,27 @@ def _small() -> Iterator[None]:
     yield from small_sizes()
 
 
-@pytest.mark.parametrize("who", ["disk", "consumer"])
+@pytest.mark.parametrize("slow", ["disk", "consumer"])
 def test_slow_thread_does_not_lift_the_limit(
-    who: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    slow: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Meanwhile another thread waits for memory much longer than the limit for idle threads."""
     monkeypatch.setattr(buffers, "STALL_S", 0.005)
     backend = StrictBackend()
     committed, wanted = saved(backend, 6)
-    waited, slow = threading.Semaphore(0), iter(range(1))
+    waited, once = threading.Semaphore(0), iter(range(1))
     monkeypatch.setattr(buffers, "gc", SimpleNamespace(collect=lambda generation: waited.release()))
 
     def be_slow() -> None:
-        for _ in slow:  # only once, in one thread
+        for _ in once:  # only once, in one thread
             for _ in range(2 * buffers.STALLS):
                 assert waited.acquire(timeout=30)
 
-    backend.before_read = be_slow if who == "disk" else lambda: None
+    backend.before_read = be_slow if slow == "disk" else lambda: None
     watch, chosen = Watch(monkeypatch), StoreSettings(read_budget_bytes=LEAF_PAGES * PAGE, io_threads=2)
     with passing(backend, committed, wanted, chosen) as reading:
         for number, _, data in reading:
-            if who == "consumer":
+            if slow == "consumer":
                 be_slow()
             assert data.tobytes() == leaf(number).tobytes()
             del data

@@ -147,7 +147,7 @@ def test_concurrent_buffers_are_disjoint_and_within_budget() -> None:
     assert max(places) - min(places) <= budget
 
 
-def test_pool_of_budget_is_shared_and_within_it() -> None:
+def test_pool_is_shared_per_budget() -> None:
     pool = shared_pool(10_000_000)
     assert shared_pool(10_000_000) is pool
     assert 10_000_000 - PAGE < pool.budget_bytes <= 10_000_000

@@ -49,7 +49,7 @@ def test_files_then_directories_then_rename_then_parent() -> None:
 
 
 @pytest.mark.parametrize(("durability", "files", "directories"), [("file", True, False), ("none", False, False)])
-def test_weaker_durability_leaves_out_what_it_says(durability: str, files: bool, directories: bool) -> None:
+def test_weaker_durability_omits_its_syncs(durability: str, files: bool, directories: bool) -> None:
     backend = RecordingBackend(MemoryBackend())
     commit(backend, "/runs/a", OLD, StoreSettings(durability=durability))  # type: ignore[arg-type]
     assert any(op == "finish synced" for op, _ in backend.operations) is files

@@ -154,7 +154,7 @@ def test_each_result_comes_once() -> None:
     assert list(Workers(1, "test").run_each(lambda item: None, [1, 2])) == [None, None]
 
 
-def test_results_come_while_others_are_worked_on() -> None:
+def test_results_come_while_other_items_run() -> None:
     go, results = threading.Event(), list[int]()
 
     def work(item: int) -> int:

@@ -209,7 +209,7 @@ def test_memory_is_touched_only_before_a_measurement(monkeypatch: pytest.MonkeyP
     assert touched == [0]
 
 
-def test_number_in_settings_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configured_number_of_threads_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     small_turns(monkeypatch, PAGE)
     backend = Counting()
     content = np.zeros(300 * PAGE, np.uint8)
@@ -242,7 +242,7 @@ def test_cached_and_direct_writes_are_measured_separately(monkeypatch: pytest.Mo
     assert known(backend) in CANDIDATES
 
 
-def test_directories_of_one_disk_share_what_is_known(tmp_path: Any) -> None:
+def test_directories_of_one_disk_share_measurements(tmp_path: Any) -> None:
     (tmp_path / "a").mkdir()
     disk = LocalBackend()
     here = write_depth_for(disk.volume(str(tmp_path)), STAGING)

@@ -97,7 +97,7 @@ def test_deep_tree_in_checkpoint_is_refused_or_kept(place: Path, folder: str, is
         assert (place / "c" / folder / "a").is_dir()
 
 
-def removed_by_nobody(tmp_path: Path) -> tuple[str | None, list[str]]:
+def removed_by_unprivileged_user(tmp_path: Path) -> tuple[str | None, list[str]]:
     """Remove a tree as an unprivileged user, and return the name of the error and the remaining entries."""
     tmp_path.chmod(0o777)
 
@@ -125,7 +125,7 @@ def test_empty_read_only_directory_is_removed(tmp_path: Path, depth: int) -> Non
     refused = tmp_path / "tree" / "/".join("d" * depth) / "refused"
     refused.mkdir(parents=True)
     refused.chmod(0o555)
-    assert removed_by_nobody(tmp_path) == (None, [])
+    assert removed_by_unprivileged_user(tmp_path) == (None, [])
 
 
 @pytest.mark.parametrize("depth", range(48, 52))
@@ -134,5 +134,5 @@ def test_non_empty_read_only_directory_is_refused(tmp_path: Path, depth: int) ->
     refused.mkdir(parents=True)
     (refused / "file").touch()
     refused.chmod(0o555)
-    assert removed_by_nobody(tmp_path) == ("EACCES", ["tree"])
+    assert removed_by_unprivileged_user(tmp_path) == ("EACCES", ["tree"])
     subprocess.run(["chmod", "-R", "u+w", str(tmp_path / "tree")], check=True)
