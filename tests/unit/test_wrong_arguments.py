@@ -167,7 +167,6 @@ def test_a_number_of_steps_is_whole(count: Any, tmp_path: Path) -> None:
         assert list(ckpt.steps(0)) == []
 
 
-
 def test_infinite_timeout_is_no_limit(tmp_path: Path) -> None:
     assert jct.save_async(tmp_path / "c", STATE).wait(math.inf).bytes > 0
     with jct.StepManager(tmp_path / "run") as steps:
