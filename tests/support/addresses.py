@@ -1,4 +1,4 @@
-"""Addresses of what other processes of a machine may look at, with something wrong in them."""
+"""Damaged addresses of shared memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 def changed(address: bytes, place: int, value: Any) -> bytes:
-    """One with another value at a place."""
+    """Return the address with another value in one field."""
     fields = msgspec.msgpack.decode(address)
     fields[place] = value
     return msgspec.msgpack.encode(fields)

@@ -1,6 +1,6 @@
-"""What every back end must do: the tests that `test_local.py` and `test_memory.py` inherit.
+"""The contract of every back end: the tests that `test_local.py` and `test_memory.py` inherit.
 
-What was written is looked at past the back end under test, by the two functions `raw` and `names`.
+The tests read written files without the back end under test, with the two functions `raw` and `names`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxckpt_train.store.buffers import aligned_buffer
 
 
 def refused(code: int, message: str = "cannot ") -> Any:
-    """Expects a StorageError with this errno that names a path."""
+    """Expect a StorageError with this errno and a path."""
 
     def fits(error: StorageError) -> bool:
         return error.errno == code and bool(error.filename)
@@ -27,7 +27,7 @@ def refused(code: int, message: str = "cannot ") -> Any:
 
 
 class BackendContract:
-    """Inherit, and say what `backend`, `root`, `direct`, `raw` and `names` are."""
+    """Inherit, and define `backend`, `root`, `direct`, `raw` and `names`."""
 
     direct: Any = False
 
@@ -42,11 +42,11 @@ class BackendContract:
         raise NotImplementedError
 
     def raw(self, backend: Any, path: str) -> bytes:
-        """The bytes of a file, read without the back end."""
+        """Return the bytes of a file, read without the back end."""
         raise NotImplementedError
 
     def names(self, backend: Any, path: str) -> list[str]:
-        """The names in a directory, read without the back end."""
+        """Return the names in a directory, read without the back end."""
         raise NotImplementedError
 
     def put(self, backend: Any, path: str, data: bytes) -> None:
@@ -66,13 +66,13 @@ class BackendContract:
         return buffer[: source.size].tobytes()
 
     @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 100_000])
-    def test_a_file_holds_what_was_written_and_no_padding(self, backend: Any, root: str, size: int) -> None:
+    def test_file_holds_written_bytes_without_padding(self, backend: Any, root: str, size: int) -> None:
         data = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
         self.put(backend, f"{root}/a", data)
         assert self.raw(backend, f"{root}/a") == data
         assert self.get(backend, root, "a") == data
 
-    def test_windows_may_be_written_in_any_order_by_many_threads(self, backend: Any, root: str) -> None:
+    def test_many_threads_write_windows_in_any_order(self, backend: Any, root: str) -> None:
         sink = backend.create(f"{root}/a", direct=self.direct)
         pieces = [aligned_buffer(4096) for _ in range(16)]
         for number, piece in enumerate(pieces):
@@ -80,7 +80,7 @@ class BackendContract:
 
         def write(number: int) -> None:
             sink.write_at(number * 4096, pieces[number])
-            pieces[number][:] = 255  # the caller may use its buffer again at once
+            pieces[number][:] = 255  # the caller may reuse its buffer at once
 
         threads = [threading.Thread(target=write, args=(number,)) for number in reversed(range(16))]
         for thread in threads:
@@ -100,7 +100,7 @@ class BackendContract:
         finished.abandon()
         assert self.raw(backend, f"{root}/b") == b""
 
-    def test_create_refuses_what_exists_and_where_nothing_is(self, backend: Any, root: str) -> None:
+    def test_create_refuses_existing_names_and_missing_folders(self, backend: Any, root: str) -> None:
         self.put(backend, f"{root}/a", b"old")
         backend.make_directory(f"{root}/d", parents=False, sync=False)
         for taken in ("a", "d"):
@@ -127,15 +127,15 @@ class BackendContract:
         source.close()
         source.close()
 
-    def test_reading_beyond_the_end_is_corruption_with_the_place(self, backend: Any, root: str) -> None:
+    def test_read_beyond_the_end_is_corruption(self, backend: Any, root: str) -> None:
         self.put(backend, f"{root}/a", b"x" * 100)
         source = backend.open(root, "a", direct=self.direct)
         for offset, needed in [(0, 101), (90, 11), (4096, 1)]:
-            with pytest.raises(CorruptCheckpointError, match=rf"{root}/a: ends at byte \d+, expected more"):
+            with pytest.raises(CorruptCheckpointError, match=rf"{root}/a: ends at byte \d+"):
                 source.read_into(offset, aligned_buffer(4096), needed)
         source.close()
 
-    def test_a_file_stays_readable_when_it_is_removed(self, backend: Any, root: str) -> None:
+    def test_removed_file_stays_readable_while_open(self, backend: Any, root: str) -> None:
         self.put(backend, f"{root}/a", b"still here")
         source = backend.open(root, "a", direct=self.direct)
         backend.remove(f"{root}/a")
@@ -145,7 +145,7 @@ class BackendContract:
         assert buffer[:10].tobytes() == b"still here"
         assert self.names(backend, root) == []
 
-    def test_open_refuses_what_is_no_file(self, backend: Any, root: str) -> None:
+    def test_open_refuses_all_but_files(self, backend: Any, root: str) -> None:
         backend.make_directory(f"{root}/d", parents=False, sync=False)
         self.put(backend, f"{root}/a", b"")
         for name, code in [("missing", errno.ENOENT), ("missing/x", errno.ENOENT), ("d", errno.EISDIR)]:
@@ -161,7 +161,7 @@ class BackendContract:
         self.put(backend, f"{root}/d/e/a", b"deep")
         assert self.get(backend, root, "d/e/a") == b"deep"
 
-    def test_a_list_tells_kinds_in_order(self, backend: Any, root: str) -> None:
+    def test_list_has_kinds_in_order(self, backend: Any, root: str) -> None:
         self.put(backend, f"{root}/b", b"12345")
         self.put(backend, f"{root}/.a", b"")
         backend.make_directory(f"{root}/c/inner", parents=True, sync=False)
@@ -185,7 +185,7 @@ class BackendContract:
             with refused(errno.ENOTDIR, "cannot create the directory"):
                 backend.make_directory(f"{root}/{path}", parents=True, sync=True)
 
-    def test_remove_takes_files_and_whole_trees_and_nothing(self, backend: Any, root: str) -> None:
+    def test_remove_takes_files_trees_and_missing_names(self, backend: Any, root: str) -> None:
         backend.make_directory(f"{root}/a/b", parents=True, sync=False)
         self.put(backend, f"{root}/a/b/file", b"x")
         self.put(backend, f"{root}/ab", b"a name that begins with the same letter")
@@ -235,7 +235,7 @@ class BackendContract:
         assert self.names(backend, f"{root}/one") == ["two"]
         assert self.raw(backend, f"{root}/two/one") == b"one"
 
-    def test_exchange_with_nothing_changes_nothing(self, backend: Any, root: str) -> None:
+    def test_exchange_with_missing_name_changes_nothing(self, backend: Any, root: str) -> None:
         backend.make_directory(f"{root}/one", parents=False, sync=False)
         for first, second in [("one", "missing"), ("missing", "one")]:
             with refused(errno.ENOENT):
@@ -269,7 +269,7 @@ class BackendContract:
         with refused(errno.ENOENT):
             backend.append(f"{root}/missing/history", b"x")
 
-    def test_appends_of_many_threads_are_all_there(self, backend: Any, root: str) -> None:
+    def test_appends_of_many_threads_all_arrive(self, backend: Any, root: str) -> None:
         def add(number: int) -> None:
             for _ in range(20):
                 backend.append(f"{root}/history", b"%d\n" % number)
@@ -282,7 +282,7 @@ class BackendContract:
         lines = self.raw(backend, f"{root}/history").split()
         assert sorted(lines) == sorted([b"0", b"1", b"2", b"3"] * 20)
 
-    def test_the_modification_time_changes_when_the_file_is_touched(self, backend: Any, root: str) -> None:
+    def test_touch_changes_the_modification_time(self, backend: Any, root: str) -> None:
         self.put(backend, f"{root}/lock", b"x")
         self.backdate(backend, f"{root}/lock")
         before = backend.modified_ns(f"{root}/lock")

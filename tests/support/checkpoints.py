@@ -1,4 +1,4 @@
-"""Writes and reads small checkpoints with the store alone, as the layers above do; or rewrites their manifest."""
+"""Write, read and rewrite small checkpoints with the store alone, as the layers above do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def written(
     settings: StoreSettings,
     boxes: Boxes | None = None,
 ) -> Manifest:
-    """Write arrays into an attempt; what remains is to commit."""
+    """Write arrays into an attempt, without the commit."""
     transaction.add_folder("state")
     sources = []
     for name, array in arrays.items():
@@ -65,7 +65,7 @@ def load(backend: Any, path: str, settings: StoreSettings, boxes: Boxes | None =
 def load_committed(
     backend: Any, committed: Committed, settings: StoreSettings, boxes: Boxes | None = None
 ) -> dict[str, list[np.ndarray]]:
-    """As `load`, of a checkpoint that was opened before."""
+    """Like `load`, for an opened checkpoint."""
     arrays = committed.manifest.parts[0].arrays
     wanted = [Wanted(array, (boxes or {}).get(array.name, [full_box(array.shape)])) for array in arrays]
     found = read_boxes(backend, committed, wanted, settings)
@@ -73,7 +73,7 @@ def load_committed(
 
 
 def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest, and let COMMIT stand for the changed one: damage that no digest finds."""
+    """Change the manifest and update COMMIT: damage that no digest finds."""
     file = checkpoint / "manifest.json"
     manifest = json.loads(file.read_text())
     change(manifest)

@@ -24,7 +24,7 @@ FLAGS = (
 
 
 def find_chromium() -> str | None:
-    """The browser of this machine; None: there is none."""
+    """Return the path of a browser on this machine, or None."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -32,8 +32,8 @@ class Tab:
     """A page in the browser.
 
     Attributes:
-        requests: addresses that it asked for, but data in the page itself.
-        errors: what went wrong in it: errors on the console, exceptions, what its policy refused.
+        requests: addresses that it requested, without data in the page itself.
+        errors: errors on the console, exceptions, and violations of its policy.
     """
 
     def __init__(self, browser: Browser, target: str, session: str) -> None:
@@ -43,7 +43,7 @@ class Tab:
         self.errors: list[str] = []
 
     def watch(self) -> None:
-        """Hear of what happens in it."""
+        """Receive the events of the page."""
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.ask(f"{domain}.enable")
         self.ask("Page.setLifecycleEventsEnabled", enabled=True)
@@ -52,7 +52,7 @@ class Tab:
         return self._browser.ask(method, self._session, **parameters)
 
     def open(self, file: Path) -> None:
-        """Open a file, and wait until the page says that it has drawn all of its charts."""
+        """Open a file, and wait until all charts are drawn."""
         self.go_to(file)
         self.wait_for("document.documentElement.dataset.ready === 'true'")
 
@@ -63,27 +63,27 @@ class Tab:
             self._browser.hear_next("Page.navigate")
 
     def show_as(self, scheme: str, width: int = 1200, height: int = 900) -> None:
-        """Let the page see a system that is "light" or "dark", and a window of this size."""
+        """Emulate a "light" or "dark" system, and a window of this size."""
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )  # fmt: skip
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is in the page."""
+        """Return the value of a JavaScript expression in the page."""
         done = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
-        """Wait until it holds; the page is asked again with each frame that it draws."""
+        """Wait until a condition holds."""
         until = (
             f"new Promise(done => {{ const look = () => ({condition}) ? done(true) : setTimeout(look, 10); look(); }})"
         )
         assert self.value(until) is True
 
     def click(self, selector: str) -> None:
-        """Press and release the mouse in the middle of the first element that there is."""
+        """Press and release the mouse in the middle of the first element."""
         place = f"document.querySelector({json.dumps(selector)})"
         self.value(f"{place}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
         x, y = self.value(f"(box => [box.x + box.width / 2, box.y + box.height / 2])({place}.getBoundingClientRect())")
@@ -93,16 +93,16 @@ class Tab:
     def press(self, key: str, text: str = "") -> None:
         """Press a key where the focus is."""
         codes = {"Enter": 13, "Tab": 9, "Escape": 27, " ": 32}
-        told = {"key": key, "code": key, "windowsVirtualKeyCode": codes.get(key, 0)}
-        self.ask("Input.dispatchKeyEvent", type="keyDown", **told, **({"text": text} if text else {}))
-        self.ask("Input.dispatchKeyEvent", type="keyUp", **told)
+        event = {"key": key, "code": key, "windowsVirtualKeyCode": codes.get(key, 0)}
+        self.ask("Input.dispatchKeyEvent", type="keyDown", **event, **({"text": text} if text else {}))
+        self.ask("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def type(self, text: str) -> None:
         """Put text where the focus is, as typing does."""
         self.ask("Input.insertText", text=text)
 
     def screenshot(self, *, whole: bool = False) -> bytes:
-        """What is seen as a PNG; `whole`: all of the page."""
+        """Return the visible part as a PNG, or the `whole` page."""
         return base64.b64decode(self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])
 
     def close(self) -> None:
@@ -110,18 +110,18 @@ class Tab:
         self._browser.close_tab(self._target)
 
     def hear(self, event: dict[str, Any]) -> None:
-        told = event["params"]
+        params = event["params"]
         match event["method"]:
-            case "Page.lifecycleEvent" if told["name"] == "load":
-                self._loaded.add(told["loaderId"])
-            case "Network.requestWillBeSent" if not told["request"]["url"].startswith(("data:", "blob:")):
-                self.requests.append(told["request"]["url"])
+            case "Page.lifecycleEvent" if params["name"] == "load":
+                self._loaded.add(params["loaderId"])
+            case "Network.requestWillBeSent" if not params["request"]["url"].startswith(("data:", "blob:")):
+                self.requests.append(params["request"]["url"])
             case "Runtime.exceptionThrown":
-                self.errors.append(json.dumps(told["exceptionDetails"]))
-            case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning", "assert"):
-                self.errors.append(json.dumps(told["args"]))
-            case "Log.entryAdded" if told["entry"]["level"] in ("error", "warning"):
-                self.errors.append(json.dumps(told["entry"]))
+                self.errors.append(json.dumps(params["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if params["type"] in ("error", "warning", "assert"):
+                self.errors.append(json.dumps(params["args"]))
+            case "Log.entryAdded" if params["entry"]["level"] in ("error", "warning"):
+                self.errors.append(json.dumps(params["entry"]))
 
 
 class Browser:
@@ -133,7 +133,7 @@ class Browser:
         self._tabs: dict[str, Tab] = {}
 
     def open_tab(self) -> Tab:
-        context = self.ask("Target.createBrowserContext")["browserContextId"]  # which remembers nothing of others
+        context = self.ask("Target.createBrowserContext")["browserContextId"]  # an isolated context
         target = self.ask("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self._tabs[session] = tab = Tab(self, target, session)
@@ -155,7 +155,7 @@ class Browser:
         return dict(answer["result"])
 
     def hear_next(self, method: str) -> dict[str, Any]:
-        """Wait for the next message, while `method` is under way; a tab hears of its own events."""
+        """Wait for the next message during a call of `method`, and pass events to their tab."""
         answer = self._next(method)
         tab = self._tabs.get(answer.get("sessionId", ""))
         if tab is not None and "method" in answer:
@@ -176,7 +176,7 @@ class Browser:
 
 @contextlib.contextmanager
 def chromium(program: str, profile: Path) -> Iterator[Browser]:
-    """A browser that is gone afterwards. It reads descriptor 3 and writes 4."""
+    """Run a browser. It reads descriptor 3 and writes 4."""
     theirs_in, to = os.pipe()
     back, theirs_out = os.pipe()
     command = ["bash", "-c", 'exec "$@" 3<&"$0" 4>&"$FD_OUT"', str(theirs_in), program, *FLAGS]
@@ -193,7 +193,7 @@ def chromium(program: str, profile: Path) -> Iterator[Browser]:
         yield Browser(process, to, back)
     finally:
         with contextlib.suppress(OSError):
-            os.close(to)  # it ends when nobody can ask it any more
+            os.close(to)  # the browser exits at the end of its input
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Stand-ins for programs of a cluster: executables in a directory that is put first on PATH."""
+"""Fake programs of a cluster: executables in a directory at the front of PATH."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"  # `python` is this Python
 
 
 def put_on_path(folder: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A shell script of this name, found before all others; the file that `$LOG` names is returned."""
+    """Put a shell script of this name first on PATH, and return its `$LOG` file."""
     folder.mkdir(exist_ok=True)
     log = folder / f"{name}.log"
     program = folder / name
@@ -23,7 +23,7 @@ def put_on_path(folder: Path, name: str, script: str, monkeypatch: pytest.Monkey
 
 
 def in_slurm_job(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
-    """The variables of a job of `sbatch`."""
+    """Set the variables of a job of `sbatch`."""
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"SLURM_JOB_ID": "1234", **more}.items():
@@ -31,12 +31,12 @@ def in_slurm_job(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
 
 
 def in_a_container(*command: str) -> list[str]:
-    """The command line that runs another as process 1 of a name space of processes, as a container has."""
+    """Return a command line that runs the command as process 1 of a PID namespace, as in a container."""
     return ["unshare", "--pid", "--fork", "--mount-proc", *command]
 
 
 def can_be_process_1() -> bool:
-    """Whether this system lets that be done."""
+    """Return whether this system allows PID namespaces."""
     try:
         return subprocess.run(in_a_container("true"), capture_output=True, check=False).returncode == 0
     except OSError:

@@ -1,4 +1,4 @@
-"""What tests of Colocated Python share: arrays over meshes, abstract trees, and who wrote what."""
+"""Helpers for the tests of Colocated Python: arrays over meshes, abstract trees, bytes by writer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spread(value: Any, sizes: tuple[int, ...], *spec: Any) -> jax.Array:
 
 
 def written_by(path: Path) -> Counter[int]:
-    """Bytes of data by the number that files are named by."""
+    """Return the bytes of data by the number in the names of files."""
     manifest = json.loads((path / "manifest.json").read_text())
     counts: Counter[int] = Counter()
     for part in manifest["parts"]:

@@ -1,4 +1,4 @@
-"""Runs a command of `jaxckpt` in this process, and gives what it has printed and how it has ended."""
+"""Run a command of `jaxckpt` in this process, and return its output and exit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from jaxckpt_train.cli.main import app
 from tests.conftest import REPO_ROOT
 
-# A program that owns the run that it gets as its argument, until its input ends.
+# A program that owns the run of its argument until its input ends.
 OWNER = """
 import sys
 import jaxckpt_train as jct
@@ -41,17 +41,17 @@ CALLS = {
     "average": ["average", "run", "mean", "--leaves", "w"],
     "doctor": ["doctor", "run", "--size-mib", "1"],
 }
-SECONDS = re.compile(r"\d+ s ago")  # some pass from one call to the next
+SECONDS = re.compile(r"\d+ s ago")  # time passes between two calls
 
 
 def all_commands() -> dict[str, Any]:
-    """What typer makes of each, by name."""
+    """Return the commands of typer by name."""
     group: Any = get_command(app)
     return {name: group.get_command(None, name) for name in group.list_commands(None)}
 
 
 def run(*arguments: str | int | os.PathLike[str]) -> Result:
-    """What came of it; an error that the command does not tell of is raised."""
+    """Run a command; raise an error that the command does not handle."""
     done = CliRunner().invoke(
         app, [os.fspath(each) if isinstance(each, os.PathLike) else str(each) for each in arguments]
     )
@@ -61,7 +61,7 @@ def run(*arguments: str | int | os.PathLike[str]) -> Result:
 
 
 def ended(words: Sequence[str], cwd: str | os.PathLike[str] | None = None) -> tuple[int, str, str]:
-    """The exit code of a process that can import this package, and what it printed."""
+    """Run a process that can import this package; return its exit code, output and errors."""
     done = subprocess.run(
         words,
         cwd=cwd,
@@ -75,14 +75,14 @@ def ended(words: Sequence[str], cwd: str | os.PathLike[str] | None = None) -> tu
 
 
 def printed(*arguments: str | int | os.PathLike[str], code: int = 0) -> str:
-    """What a command prints that ends with this code."""
+    """Return the output of a command that exits with this code."""
     done = run(*arguments)
     assert done.exit_code == code, done.output
     return done.stdout
 
 
 def json_of(*arguments: str | int | os.PathLike[str], code: int = 0) -> dict[str, Any]:
-    """The JSON document of a command that ends with this code."""
+    """Return the JSON document of a command that exits with this code."""
     done = run(*arguments, "--json")
     assert done.exit_code == code, done.output
     found: dict[str, Any] = json.loads(done.stdout)
@@ -90,7 +90,7 @@ def json_of(*arguments: str | int | os.PathLike[str], code: int = 0) -> dict[str
 
 
 def refused(*arguments: str | int | os.PathLike[str], code: int) -> str:
-    """The one line by which a command refuses, and ends with this code; as JSON it says the same."""
+    """Return the error line of a command that exits with this code; check that its JSON has the same message."""
     done = run(*arguments)
     assert (done.exit_code, done.stdout) == (code, ""), done.output
     begin, _, message = done.stderr.partition("jaxckpt: ")

@@ -1,4 +1,4 @@
-"""Programs that are made again and again, by each training anew, are compiled once."""
+"""Compile programs that many trainings make anew only once."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _CACHE_ALL = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What has another process do so, too."""
+    """Return the variables for another process."""
     return {name.upper(): str(value) for name, value in {"jax_compilation_cache_dir": folder, **_CACHE_ALL}.items()}
 
 
 @contextlib.contextmanager
 def compiled_once(folder: Path) -> Iterator[None]:
-    """Within: what is compiled is kept in a folder, and looked for there."""
-    wanted = {"jax_compilation_cache_dir": str(folder), **_CACHE_ALL}
-    before = {name: getattr(jax.config, name) for name in wanted}
+    """Use a folder as the compilation cache."""
+    values = {"jax_compilation_cache_dir": str(folder), **_CACHE_ALL}
+    before = {name: getattr(jax.config, name) for name in values}
     try:
-        for name, value in wanted.items():
+        for name, value in values.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
         yield

@@ -1,4 +1,4 @@
-"""A loop with evaluations between two updates, and what they may change."""
+"""A loop with evaluations between two updates, which may change a saved object."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_due(updates: int) -> bool:
 
 
 def counts(directory: Path, place: Place = "after", polls: bool = False, updates: int = UPDATES) -> None:
-    """The evaluation resets an object that is saved."""
+    """A loop whose evaluation resets a saved object."""
     meter, state, data = Meter(), {"w": np.zeros(3)}, Batches()
     with jct.CheckpointCallback(directory, save_interval_steps=1) as ckpt:
         state, data, meter = ckpt.resume(state, data, meter=meter)

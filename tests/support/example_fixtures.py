@@ -1,4 +1,4 @@
-"""The examples as users start them: in a process and a directory of their own, with the Hydra plugin installed."""
+"""The examples as users start them: each in a new process and directory, with the Hydra plugin installed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class RunExample(Protocol):
     """Runs an example to its end and returns what it printed."""
 
     def __call__(self, name: str, *arguments: str, cwd: Path, code: int = 0) -> str:
-        """Fails, and shows all that was printed, unless the exit code is `code`."""
+        """Fail with the whole output unless the exit code is `code`."""
 
 
 @pytest.fixture(scope="session")
 def plugin(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
-    """The plugin where an install puts it; an editable install may hold an older copy, or there may be none."""
+    """A folder with the plugin, as an install makes it; an editable install may have an older copy or none."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "hydra_plugins").mkdir()
     shutil.copy(
@@ -33,14 +33,14 @@ def plugin(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables that have each program compiled once, in the first process that runs it."""
+    """Variables of a shared compilation cache."""
     return compiled_once.environment(tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(scope="session")
 def run_example(repo_root: Path, run_python: Any, plugin: Path, compiled: dict[str, str]) -> RunExample:
-    """See RunExample. Warnings are errors there too."""
-    # JAX writes its cache in place: one of two trainings at a time may find half of a program, and compiles it itself.
+    """See RunExample. Warnings are errors in the example too."""
+    # JAX writes its cache in place: a concurrent training may find half of a program, and then compiles it itself.
     half_written = "ignore:Error reading persistent compilation cache entry"
     variables = {"PYTHONWARNINGS": f"error,{half_written}", **compiled}
 

@@ -1,4 +1,4 @@
-"""Back ends for the tests of runs: the real disk, but one operation waits, is refused, or is written down; a run."""
+"""Back ends on the real disk that hold, slow, refuse or record operations; and a callback on one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxckpt_train.store.backends.local import LocalBackend
 
 
 class HoldingBackend(LocalBackend):
-    """Lets one kind of operation on matching paths wait until `go` is set.
+    """Holds one kind of operation on matching paths until `go` is set.
 
     Args:
         operation: "rename", "remove", "create", "open", "list" or "append".
@@ -32,7 +32,7 @@ class HoldingBackend(LocalBackend):
         if operation == self._operation and self._part in path:
             self.threads.append(threading.current_thread().name)
             self.reached.set()
-            assert self.go.wait(60), f"{operation} {path} was held and never let go"
+            assert self.go.wait(60), f"{operation} {path} was never released"
 
     def create(self, path: str, *, direct: Any) -> Any:
         self._pass("create", path)
@@ -60,11 +60,11 @@ class HoldingBackend(LocalBackend):
 
 
 class SlowBackend(HoldingBackend):
-    """Writes what is saved at no more than a rate. Once `go` is set all is as fast as the disk.
+    """Limits the rate of writes until `go` is set.
 
     Args:
         bytes_per_s: the rate; may be changed at any time.
-        operation, part: what waits for `go`, as of `HoldingBackend`; nothing unless given.
+        operation, part: the operations to hold, as for `HoldingBackend`; none by default.
     """
 
     def __init__(self, bytes_per_s: float, operation: str = "", part: str = "") -> None:
@@ -127,7 +127,7 @@ class RefusingBackend(LocalBackend):
 
 
 class RecordingBackend(LocalBackend):
-    """Writes down what changes the disk: (operation, name), in the order in which it was done."""
+    """Records the changes of the disk, in order: (operation, name)."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, str]] = []
@@ -168,7 +168,7 @@ class RecordingListener:
 
 
 def callback_on(backend: LocalBackend, directory: Path | str, **options: Any) -> jct.CheckpointCallback:
-    """A callback whose run lies on this back end; saves each hundredth step unless told otherwise."""
+    """Return a callback on this back end; the default save interval is 100 steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "LocalBackend", lambda: backend)
         return jct.CheckpointCallback(str(directory), **{"save_interval_steps": 100, **options})

@@ -1,4 +1,4 @@
-"""Checkpoint libraries for the tests of the benchmarks: an honest one, and some that are not."""
+"""Checkpoint libraries for the tests of the benchmarks: a correct one, and some with faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HONEST_IN_JOB, WRONG_IN_ONE, DYING_IN_ONE, OURS_COUNTED = (
 
 
 class Honest:
-    """Every leaf in a file of its own."""
+    """Saves every leaf to its own file."""
 
     arrays = "jax"
     durable = False
@@ -49,7 +49,7 @@ class Honest:
 
 
 class WrongBytes(Honest):
-    """One bit of the last leaf is another."""
+    """Saves the last leaf with a flipped bit."""
 
     def start_save(self, path: Path, state: State) -> None:
         super().start_save(path, state)
@@ -60,7 +60,7 @@ class WrongBytes(Honest):
 
 
 class Forgetful(Honest):
-    """A leaf is missing."""
+    """Loads without one leaf."""
 
     def load(self, path: Path, like: State) -> State:
         loaded = super().load(path, like)
@@ -69,7 +69,7 @@ class Forgetful(Honest):
 
 
 class Dying(Honest):
-    """The process is gone in the middle of a load."""
+    """Ends its process in a load."""
 
     def load(self, path: Path, like: State) -> State:
         print("last words", flush=True)
@@ -77,7 +77,7 @@ class Dying(Honest):
 
 
 class HonestInJob(Honest):
-    """Each process has its shards of every leaf in files of its own, and loads them as they were."""
+    """Each process saves its shards of every leaf to its own files, and loads them again."""
 
     def start_save(self, path: Path, state: State) -> None:
         path.mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ class HonestInJob(Honest):
 
 
 class WrongInOne(HonestInJob):
-    """One bit is another in the last process."""
+    """The last process saves a flipped bit."""
 
     def start_save(self, path: Path, state: State) -> None:
         super().start_save(path, state)
@@ -113,7 +113,7 @@ class WrongInOne(HonestInJob):
 
 
 class DyingInOne(HonestInJob):
-    """The last process is gone in the middle of a load, and the others wait for it."""
+    """The last process exits in a load, and the others wait for it."""
 
     def load(self, path: Path, like: State) -> State:
         if jax.process_index() == jax.process_count() - 1:
@@ -123,7 +123,7 @@ class DyingInOne(HonestInJob):
 
 
 class OursCounted(Ours):
-    """Ours, which writes down how many bytes its progress told of."""
+    """Ours, which records how many bytes its progress reported."""
 
     def load(self, path: Path, like: State) -> State:
         counts: list[int] = []

@@ -1,4 +1,4 @@
-"""Runs that do not get so far that they could be compared: they crash, hang, never save, or go on regardless."""
+"""Runs that cannot be compared: they crash, hang, never save, or continue after an error."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def train(directory: Path, fault: str = "", updates: int = 6) -> None:
             state = {"w": state["w"] + 1}
             try:
                 ckpt(state)
-            except Exception:  # the fault that is looked for
+            except Exception:  # the fault under test
                 if fault != "error caught":
                     raise
 
 
 def hang(directory: Path) -> None:
-    """Wait for ever, as a dead-lock does; a process that it has started waits too."""
+    """Wait without end, as in a deadlock; a child process waits too."""
     worker = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     (directory / "worker.txt").write_text(str(worker.pid))
     threading.Event().wait()

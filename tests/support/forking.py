@@ -1,6 +1,6 @@
-"""Does something in a forked process, which tells what it sees as it goes: also one that is killed has told it.
+"""Run work in a forked process that reports as it goes, so that reports survive a kill.
 
-One that hangs, or dies of a signal of its own, tells where each of its threads was.
+A process that hangs or crashes also reports the stacks of its threads.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Work = Callable[[Tell], None]
 
 @dataclasses.dataclass(frozen=True)
 class Child:
-    """A process under way: its number, where it tells, and where it writes what its threads were at."""
+    """A running process: its number, its pipe of reports, and the file for the stacks of its threads."""
 
     process: int
-    told: int
+    reports: int
     threads: IO[bytes]
 
 
 def started(work: Work, longest_s: int = LONGEST_S) -> Child:
-    """Begin it. What it raises it tells as "raised", and ends with 1; after `longest_s` it ends by SIGALRM."""
+    """Start it. It reports an error as "raised" and exits with 1; after `longest_s` SIGALRM ends it."""
     threads = tempfile.TemporaryFile()  # noqa: SIM115  # `ended` closes it
     read, write = os.pipe()
     process = os.fork()
@@ -50,21 +50,21 @@ def started(work: Work, longest_s: int = LONGEST_S) -> Child:
         try:
             work(tell)
             status = 0
-        except BaseException:  # noqa: BLE001  # the edge of a process: it is told to the other one
+        except BaseException:  # noqa: BLE001  # the edge of a process: the parent gets it
             tell("raised", traceback.format_exc())
     os._exit(status)
 
 
 def _tell_threads_on_alarm(file: IO[bytes]) -> None:
-    """In C, so that a thread that holds the interpreter's lock for ever does not keep it from being told."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # whatever the parent had: in the end it is to kill
+    """Write the stacks in C, so that a thread that never releases the GIL does not block them."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it must end the process, whatever the handler of the parent
     faulthandler.register(signal.SIGALRM, file, all_threads=True, chain=True)
-    faulthandler.enable(file, all_threads=True)  # and a crash
+    faulthandler.enable(file, all_threads=True)  # also at a crash
 
 
 def ended(child: Child) -> tuple[list[tuple[str, Any]], int]:
-    """Wait for its end: what it told, and how it ended; a negative number is a signal's."""
-    with child.threads, os.fdopen(child.told, encoding="utf-8") as file:
+    """Wait for its end; return its reports and its exit code, negative for a signal."""
+    with child.threads, os.fdopen(child.reports, encoding="utf-8") as file:
         lines = [tuple(json.loads(line)) for line in file]
         status = os.waitstatus_to_exitcode(os.waitpid(child.process, 0)[1])
         child.threads.seek(0)
@@ -73,5 +73,5 @@ def ended(child: Child) -> tuple[list[tuple[str, Any]], int]:
 
 
 def forked(work: Work, longest_s: int = LONGEST_S) -> tuple[list[tuple[str, Any]], int]:
-    """Begin it, and wait for its end."""
+    """Start it, and wait for its end."""
     return ended(started(work, longest_s))

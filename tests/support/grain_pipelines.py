@@ -22,7 +22,7 @@ IS_NEW = hasattr(x, "multithread_prefetch")  # not one of Grain 0.2.10 to 0.2.14
 
 @dataclasses.dataclass
 class FakeSaved:
-    """What a checkpoint hands to a handler, from memory; the value goes through JSON as on disk."""
+    """A saved checkpointable in memory; its value goes through JSON as on disk."""
 
     content: Json
     name: str = "data"
@@ -89,7 +89,7 @@ def five_kinds_of_datasets() -> list[Any]:
 
 
 class Countdown(grain.DatasetIterator):
-    """An iterator of a user: numpy in its state, and keys that come and go."""
+    """An iterator of the user, with NumPy values and changing keys in its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Countdown(grain.DatasetIterator):
 
 
 class LiveCountdown(Countdown):
-    """The state that it gives goes on changing with it."""
+    """An iterator whose returned state changes with it."""
 
     def get_state(self) -> dict[str, Any]:
         return super().get_state() | {"seen": self.seen}
@@ -182,7 +182,7 @@ PIPELINES: dict[str, Pipeline] = {
     "a user's, live": lambda: iter(CountdownDataset(LiveCountdown)),
     "a user's, wrapped": lambda: iter(x.WindowShuffleIterDataset(CountdownDataset(), window_size=7, seed=1)),
 }
-# What older versions of Grain do not have, or do not resume exactly.
+# Pipelines that older versions of Grain lack, or do not resume exactly.
 NEWER = frozenset(
     (
         "DataLoader, flat map",
@@ -200,7 +200,7 @@ EXACT = {name: pipeline for name, pipeline in PIPELINES.items() if IS_NEW or nam
 
 
 def raw(element: Any) -> Any:
-    """An element as bytes, so that two can be compared to the last bit."""
+    """Return an element as bytes, for exact comparisons."""
     if isinstance(element, dict):
         return {key: raw(item) for key, item in element.items()}
     if isinstance(element, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Events of a history to test with, as a run notes them."""
+"""Events of a history, as a run records them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tests.support.runs import START
 
 
 def at(second: float, event: str, **fields: Any) -> dict[str, Any]:
-    """An event so many seconds after the begin of the run."""
+    """Return an event `second` seconds after the start of the run."""
     time = START + datetime.timedelta(seconds=second)
     return {"event": event, "time": time.isoformat(timespec="milliseconds"), **fields}
 
 
 def attempts(*events: dict[str, Any], **more: Any) -> list[Attempt]:
-    """The processes that they tell of."""
+    """Return the processes that the events describe."""
     return attempts_of(run_events(events), **more)
 
 
 def stretches(attempt: Attempt) -> list[tuple[int, int]]:
-    """From which step to which it has come."""
+    """Return the first and last step of each stretch."""
     return [(each.first, each.last) for each in attempt.stretches]

@@ -1,4 +1,4 @@
-"""Proofs whose runs all happen in this process, each after the other: an error ends those that are interrupted."""
+"""Proofs whose runs all happen in this process in turn; an error ends the interrupted ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MakeRun = Callable[[Path], object]
 def prove_here(
     make_run: MakeRun, directory: Path, *kill_at: int, ignores: Callable[[str], bool] = lambda name: False
 ) -> ResumeProof:
-    """As `assert_resume_exact(..., how="raise")`, without processes of their own, and of any function."""
+    """Like `assert_resume_exact(..., how="raise")`, but in this process and for any function."""
 
     def start(plan_file: Path, log: Path, timeout_s: float) -> int:
         files, plan = ProcessFiles.of_plan(plan_file)

@@ -1,4 +1,4 @@
-"""What is to take no long time: seconds of a machine at rest, however slow the one here is at the moment."""
+"""Time limits in seconds of an idle reference machine, corrected for a slow or busy one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-_LOOP_S = 0.085 if sys.version_info >= (3, 12) else 0.055  # as `_loop_s` takes on the machines that this is made for
+_LOOP_S = 0.085 if sys.version_info >= (3, 12) else 0.055  # `_loop_s()` on the reference machine
 
 
 def _loop_s() -> float:
@@ -20,10 +20,10 @@ def _loop_s() -> float:
 
 @contextlib.contextmanager
 def in_time(longest_s: float = 1.0) -> Iterator[None]:
-    """Fail if what is done within takes more processor time than this.
+    """Fail if the block takes more processor time than this.
 
-    A machine of which others take half, or whose cores share what they calculate with, is given as much more. What
-    other tests have left in memory is not gone through meanwhile.
+    A slower or shared machine gets proportionally more time. Objects of earlier tests are frozen, so that the garbage
+    collector does not visit them in the block.
     """
     gc.collect()
     gc.freeze()

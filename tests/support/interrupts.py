@@ -1,4 +1,4 @@
-"""Interrupts that come at a chosen moment: before a line of chosen functions, or while a save is waited for."""
+"""Interrupts at a chosen moment: before a line of chosen functions, or during the wait for a save."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxckpt_train.pending import PendingSave
 
 @contextlib.contextmanager
 def interrupt_at(number: int, *codes: Any) -> Iterator[list[int]]:
-    """Raises KeyboardInterrupt before the so many-th line of these functions; the list counts the lines."""
+    """Raise KeyboardInterrupt before line `number` of these functions; the yielded list counts the lines."""
     seen, chosen = [0], {code.__code__ for code in codes}
 
     def trace(frame: Any, *_: Any) -> Any:
         return Lines() if frame.f_code in chosen else None
 
     class Lines:
-        """The lines of one call, each counted once: the end of a `with`, its line again, cannot be interrupted."""
+        """Counts each line of a call once: the end of a `with` repeats its line, and cannot be interrupted."""
 
         def __init__(self) -> None:
             self.lines: set[int] = set()
@@ -42,7 +42,7 @@ def interrupt_at(number: int, *codes: Any) -> Iterator[list[int]]:
 
 
 def once_waiting(call: Callable[[], object]) -> threading.Thread:
-    """Have it called on another thread once the main thread waits for a save."""
+    """Call it on another thread once the main thread waits for a save."""
     main, pause = threading.main_thread().ident, threading.Event()
 
     def is_waiting() -> bool:

@@ -1,4 +1,4 @@
-"""Trainings by `model.fit` to test with: a model with all that has a state, data of three kinds, interruptions."""
+"""Trainings with `model.fit`: a model with all kinds of state, data of three kinds, interruptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TARGETS = INPUTS.sum(axis=1, keepdims=True)
 
 
 class Shuffled:
-    """An iterator of batches with a state of its own, which it changes in place."""
+    """An iterator of batches whose state it changes in place."""
 
     def __init__(self) -> None:
         self._state = {"count": 0}
@@ -41,7 +41,7 @@ class Shuffled:
 
 
 class Reordered(keras.utils.PyDataset):
-    """A data set that is shuffled after each epoch, from the order that it has."""
+    """A data set that shuffles its current order after each epoch."""
 
     def __init__(self, rng: Any, **more: Any) -> None:
         super().__init__(**more)
@@ -59,7 +59,7 @@ class Reordered(keras.utils.PyDataset):
 
 
 def grain_data() -> grain.IterDataset:
-    """Batches of a shuffled data set that ends within the second epoch and begins anew."""
+    """Return batches of a shuffled data set that ends within the second epoch and restarts."""
     rows = grain.MapDataset.range(40).shuffle(seed=3).repeat(2).batch(8)
     return rows.map(lambda index: (INPUTS[index], TARGETS[index])).to_iter_dataset()
 
@@ -86,7 +86,7 @@ class AskToLeave(keras.callbacks.Callback):
 
 
 class Watch(keras.callbacks.Callback):
-    """Notes the loss after each batch, as it was first told, and all that is said at the end of each epoch."""
+    """Records the first reported loss of each batch, and the logs of each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Watch(keras.callbacks.Callback):
 
 
 class Skewed(keras.layers.Layer):
-    """A layer that has a seed and a state, and uses both."""
+    """A layer with a seed and a state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Skewed(keras.layers.Layer):
 
 
 def build(**compiled: Any) -> keras.Model:
-    """A model whose optimizer has moments, and averages of the weights that it puts in their place at the end."""
+    """Return a model whose optimizer has moments and averaged weights, which replace the weights at the end."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(4), Skewed(), keras.layers.Dense(1)])
     optimizer = keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.5)
@@ -126,7 +126,7 @@ def build(**compiled: Any) -> keras.Model:
 
 
 def fit(directory: Path | None, kind: str, watch: Watch, ask: AskToLeave | None = None) -> dict[str, list[bytes]]:
-    """Train, or go on; the state at the end. `directory` None: without saving anything."""
+    """Train or resume, and return the final state. Without a `directory`, nothing is saved."""
     model = build(steps_per_execution=2 if kind == "iterator" else 1)
     ckpt = KerasCheckpoint(directory or "none", enabled=directory is not None)
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)

@@ -1,4 +1,4 @@
-"""Saves of a single checkpoint that are killed, and what such a save leaves beside it."""
+"""Killed saves of a single checkpoint, and the files that they leave next to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.forking import forked
 OF_KILLED_SAVES = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:.*fork"),
-    pytest.mark.skipif(sys.platform != "linux", reason="asks /proc which processes are dead"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads from /proc which processes are dead"),
 ]
 
 
@@ -38,15 +38,15 @@ def die() -> None:
 
 
 def killed(work: Callable[[pytest.MonkeyPatch], None]) -> None:
-    """Do it in a process of its own, with what it replaces there; a kill has to end it."""
-    told, status = forked(lambda tell: work(pytest.MonkeyPatch()))
-    assert (told, status) == ([], -signal.SIGKILL)
+    """Do it in a forked process with its own patches; a kill must end it."""
+    reports, status = forked(lambda tell: work(pytest.MonkeyPatch()))
+    assert (reports, status) == ([], -signal.SIGKILL)
 
 
 def killed_after_the_exchange(
     checkpoint: Path, tree: dict[str, np.ndarray], before: Callable[[], None] = lambda: None
 ) -> None:
-    """Overwrite it, in a process that does something right before the exchange, and ends right after it."""
+    """Overwrite it in a process that calls `before` right before the exchange, and dies right after it."""
     real = LocalBackend.exchange
 
     def exchange(self: LocalBackend, first: str, second: str, *, sync: bool) -> None:
@@ -63,17 +63,17 @@ def killed_after_the_exchange(
 
 
 def dead_attempt(checkpoint: Path) -> Path:
-    """The name of an attempt at it by a process that is gone."""
-    tag = re.sub(r"-[0-9]+-[0-9]+$", "-1-1", machine.process_tag())  # process 1 lives, and began at another time
+    """Return the name of an attempt by a dead process."""
+    tag = re.sub(r"-[0-9]+-[0-9]+$", "-1-1", machine.process_tag())  # process 1 is alive, but started at another time
     return checkpoint.with_name(f".{checkpoint.name}.tmp-{tag}-0")
 
 
 def of_another_boot(attempt: Path) -> Path:
-    """Give an attempt the name that it would have, had the machine been booted anew since."""
+    """Rename an attempt as if the machine had rebooted since."""
     return attempt.rename(attempt.with_name(re.sub(r"(\.tmp-[0-9a-f]{8})-[0-9a-f]{8}", r"\1-00000000", attempt.name)))
 
 
 def save_under(name: Path, parts: Any) -> None:
-    """Save under a name that no save takes, as it is that of a left-over."""
+    """Save under the name of a leftover, which no save accepts."""
     jct.save_checkpointables(name.with_name("to-be-moved"), parts)
     name.with_name("to-be-moved").rename(name)

@@ -1,4 +1,4 @@
-"""Where each module belongs: the layers from the top down, and what each of them may import or touch."""
+"""The layers of the package from the top down, and what each of them may import or touch."""
 
 # From the top down: a module imports only from its own folder and from lower lines.
 LAYERS = (
@@ -32,7 +32,7 @@ LAYERS = (
     "_validation",
     "errors",
 )
-# Which third parties a layer may import at all. What only adapters, or whole layers, may import is in ADAPTERS.
+# CORE: third-party packages of the layers. WITH_JAX: layers that may import jax. ADAPTERS: packages of single modules.
 CORE = {"jax", "ml_dtypes", "msgspec", "numpy", "xxhash"}
 WITH_JAX = {
     "__init__",
@@ -52,7 +52,7 @@ ADAPTERS = {
     "blake3": {"store.files"},
     "bokeh": {"report.charts"},
     "cloudpickle": {"pytree.colocated.calls"},
-    "etils": {"integrations.orbax_items"},  # only for handlers of Orbax, which has it
+    "etils": {"integrations.orbax_items"},  # only for handlers of Orbax, which depends on it
     "flax": {"checkpointables.nnx", "formats.flax"},
     "grain": {"checkpointables.grain"},
     "hydra": {"config", "integrations.hydra_search_path"},
@@ -67,25 +67,24 @@ ADAPTERS = {
     "typer": {"cli"},
     "yaml": {"cli.convert"},
 }
-# Never: code from a checkpoint must not run. The second line is for the disk, which only store/local.py touches.
+# Code from a checkpoint must never run.
 FORBIDDEN_STDLIB = {"marshal", "pickle", "shelve"}
-MAY_READ_A_PICKLE = {
-    "formats.torch_pickle": "PyTorch's metadata is one: it is read as records, and nothing else is made"
-}
+MAY_READ_A_PICKLE = {"formats.torch_pickle": "PyTorch's metadata is a pickle, which is read as plain records"}
+# Modules for the disk, which only the local backend touches.
 DISK_STDLIB = {"glob", "shutil", "tempfile"}
 FORBIDDEN_FILES = {"common.py", "helpers.py", "misc.py", "types.py", "util.py", "utils.py"}
 
 MAY_TOUCH_THE_DISK = {
-    "store.backends.local": "it is the one that does",
-    "store.backends.local_names": "the part of the local backend that renames",
-    "cli.output": "it keeps the numbers of standard streams that are closed, and touches no data",
-    "store.process_identity": "it asks /proc, /sys and the environment about processes, and touches no data",
-    "distributed.shared_memory": "it finds pipes and memory of other processes under /proc, and touches no disk",
-    "report.page": "it reads the style and the scripts of a page from the package, and touches no data",
-    "integrations.hydra_search_path": "it looks up where its own presets are, and touches no data",
-    "testing.processes": "it keeps what the processes of a proof print and record in files; they are no checkpoint",
+    "store.backends.local": "the backend of the disk",
+    "store.backends.local_names": "the renames of the local backend",
+    "cli.output": "keeps descriptors of closed standard streams in use; touches no data",
+    "store.process_identity": "reads /proc, /sys and the environment about processes; touches no data",
+    "distributed.shared_memory": "finds pipes and memory of other processes under /proc; touches no disk",
+    "report.page": "reads the style and the scripts of a page from the package; touches no data",
+    "integrations.hydra_search_path": "looks up its own presets; touches no data",
+    "testing.processes": "keeps the output and records of a proof in files, which are no checkpoint",
 }
-# What of `os` and `os.path` touches no disk. `environ` is not here either: no environment variable is a knob.
+# Names of `os` and `os.path` that touch no disk. `environ` is not allowed: no environment variable is a setting.
 OS_WITHOUT_DISK = {"PathLike", "_exit", "cpu_count", "fspath", "getpid", "path", "register_at_fork", "sep", "strerror"}
 OS_WITHOUT_DISK |= {"PRIO_PROCESS", "fsdecode", "fsencode", "killpg", "setpriority"}
 OS_PATH_WITHOUT_DISK = {"abspath", "basename", "dirname", "expanduser", "isabs", "join", "normpath", "relpath", "split"}

@@ -1,8 +1,8 @@
-"""A plugin of pytest that takes away what macOS lacks, and gives what it has.
+"""A pytest plugin that imitates macOS: it removes features of Linux and adds those of macOS.
 
 `pytest -p tests.support.like_macos tests/unit/store`
 
-It is loaded before the package. What imports differently on macOS is imported first. `/proc` and `/sys` cannot be read,
+It is loaded before the package. Modules that differ on macOS are imported first. `/proc` and `/sys` cannot be read,
 but tests may list `/proc/self/fd` to count descriptors.
 """
 
@@ -39,11 +39,11 @@ _LACKING: dict[Any, str] = {
 _FULL_SYNC = 51
 _renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
 full_syncs: list[int] = []
-"""How many bytes each file had that was synced to the medium."""
+"""The size of each file that was synced to the medium."""
 
 
 def _renamex_np(source: bytes, target: bytes, flags: int) -> int:
-    """Of macOS, by that of Linux: RENAME_SWAP is 2, RENAME_EXCL is 4."""
+    """Implement the call of macOS with renameat2: RENAME_SWAP is 2, RENAME_EXCL is 4."""
     return int(_renameat2(-100, source, -100, target, {2: 2, 4: 1}[flags]))
 
 

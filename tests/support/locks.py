@@ -1,4 +1,4 @@
-"""Locks for tests: those of other processes, and back ends that change them at chosen moments."""
+"""Locks of an owner: of other processes, with chosen times, and backends that interfere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers on loopback that speak as the metadata servers of clouds do, and such that do not speak as they should."""
+"""Local servers that imitate the metadata servers of clouds, and servers that misbehave."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Respond = Callable[["Handler", "Server"], None]
 
 
 class Server:
-    """Notes each request, as "GET /path", and has `respond` answer it.
+    """Records each request as "GET /path", and lets `respond` answer it.
 
     Attributes:
-        respond: may be replaced while it runs.
-        requests: in the order in which they came.
-        over: set when the server ends; what hangs waits for it.
+        respond: answers requests; may be replaced at any time.
+        requests: in their order.
+        over: set when the server ends; hanging answers wait for it.
     """
 
     def __init__(self, respond: Respond) -> None:
@@ -34,15 +34,15 @@ class Server:
         class Handling(http.server.BaseHTTPRequestHandler):
             def handle_request(self) -> None:
                 server.requests.put(f"{self.command} {self.path}")
-                with contextlib.suppress(OSError):  # who asked has hung up
+                with contextlib.suppress(OSError):  # the client has disconnected
                     server.respond(self, server)
 
-            do_GET = do_PUT = handle_request  # noqa: N815  # as http.server wants it
+            do_GET = do_PUT = handle_request  # noqa: N815  # names of http.server
 
             def log_message(self, *arguments: Any) -> None: ...
 
         class Quiet(http.server.ThreadingHTTPServer):
-            def handle_error(self, *arguments: Any) -> None: ...  # of who has hung up
+            def handle_error(self, *arguments: Any) -> None: ...  # of disconnected clients
 
         self._http = Quiet(("127.0.0.1", 0), Handling)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
@@ -52,7 +52,7 @@ class Server:
         return f"http://127.0.0.1:{self._http.server_port}"
 
     def wait_for(self, count: int) -> list[str]:
-        """So many more requests."""
+        """Wait for `count` more requests, and return them."""
         return [self.requests.get(timeout=LIMIT_S) for _ in range(count)]
 
     def __enter__(self) -> Server:
@@ -76,7 +76,7 @@ def send(handler: Handler, status: int, body: bytes, **headers: str) -> None:
 
 
 class Gce:
-    """What Google's metadata server tells of a machine. As that one, it refuses who does not send its header."""
+    """Google's metadata server of a machine. It refuses requests without its header."""
 
     def __init__(self) -> None:
         self.values = {"preempted": "FALSE", "maintenance-event": "NONE"}
@@ -92,13 +92,13 @@ class Gce:
 
 
 class Imds:
-    """What Amazon's metadata service tells of an instance, to who has a token that it has given and not forgotten.
+    """Amazon's metadata service of an instance, for clients with a valid token.
 
     Attributes:
         answers: bodies by their path; all other paths are not found.
-        tokens: that are valid.
-        given: how many there were.
-        date: of the answers; None: as it is.
+        tokens: the valid tokens.
+        given: the number of tokens given so far.
+        date: the date of the answers; None: the current one.
     """
 
     ACTION = "/latest/meta-data/spot/instance-action"
@@ -133,7 +133,7 @@ class Imds:
             send(handler, 404, b"<html>Not Found</html>")
 
 
-# What a server may do instead of answering.
+# Misbehaviour of servers.
 
 
 def hang(handler: Handler, server: Server) -> None:
@@ -141,7 +141,7 @@ def hang(handler: Handler, server: Server) -> None:
 
 
 def drip(handler: Handler, server: Server) -> None:
-    """A byte now and then, each of which would begin a timeout of the socket anew; no header ever ends."""
+    """Send a byte now and then, which restarts a socket timeout; the header never ends."""
     handler.wfile.write(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\nX-Long: ")
     while not server.over.wait(0.02):
         handler.wfile.write(b"x")
@@ -158,7 +158,7 @@ def close(handler: Handler, server: Server) -> None:
 
 
 def break_off(handler: Handler, server: Server) -> None:
-    """What is left of NONE, or of a token, may look like something else."""
+    """Send an incomplete body: the rest of a value may look like another value."""
     handler.wfile.write(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\nContent-Length: 30\r\n\r\nTERMINATE_ON_HOST")
 
 
@@ -184,16 +184,16 @@ MISBEHAVIOURS = (hang, drip, drip_the_body, close, break_off, fail, garbage, no_
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait for what another thread does."""
+    """Wait until a condition holds, which another thread makes true."""
     end, tick = time.monotonic() + LIMIT_S, threading.Event()
     while not condition():
-        assert time.monotonic() < end, "it did not come"
+        assert time.monotonic() < end, "the condition never held"
         tick.wait(0.002)
 
 
 @contextlib.contextmanager
 def started(source: Any) -> Iterator[Any]:
-    """A source that looks."""
+    """Start a source, and stop it afterwards."""
     source.start()
     try:
         yield source

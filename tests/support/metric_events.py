@@ -1,4 +1,4 @@
-"""Events as runs note them, for the tests of sinks."""
+"""Events as runs record them, for the tests of sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States as trainings have them: of an MNIST model, of a Llama-like and of a Gemma-like one, sharded over devices."""
+"""States of real trainings: of an MNIST, a Llama-like and a Gemma-like model, sharded over devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mesh() -> jax.sharding.Mesh:
 
 
 def sharded(shape: tuple[int, ...], dtype: Any, seed: int, *axes: str | None) -> jax.Array:
-    """An array of numbers that are all different, over the devices."""
+    """Return an array of random numbers, sharded over the devices."""
     values = np.random.default_rng(seed).integers(-1000, 1000, shape).astype(np.float32) / 7
     sharding = NamedSharding(mesh(), PartitionSpec(*axes))
     return jax.device_put(values.astype(dtype), sharding)

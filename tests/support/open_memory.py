@@ -1,4 +1,4 @@
-"""What a process has open: to see that memory that others look at leaves nothing behind."""
+"""The open descriptors and shared mappings of this process, to show that shared memory leaves nothing open."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def left_open() -> tuple[int, int]:
-    """Descriptors, and mappings of shared memory, of this process."""
+    """Return the numbers of descriptors and of shared-memory mappings of this process."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return len(os.listdir("/proc/self/fd")), sum("memfd:jaxckpt" in line for line in maps)

@@ -66,8 +66,8 @@ def assert_item(found: Any, expected: Any, subject: str) -> None:
     if isinstance(expected, jct.JsonValue):
         assert found == expected, subject
         return
-    there, wanted = flatten(found), flatten(expected)
-    leaves = dict(zip(there.names, there.leaves, strict=True))
+    loaded, wanted = flatten(found), flatten(expected)
+    leaves = dict(zip(loaded.names, loaded.leaves, strict=True))
     assert sorted(leaves) == sorted(wanted.names), subject
     for name, leaf in zip(wanted.names, wanted.leaves, strict=True):
         assert_leaf(leaves[name], leaf, f"{subject}: {name}")

@@ -1,4 +1,4 @@
-"""Programs for a manager of Orbax's form, for Orbax itself and for ours: what each is told, and what it restores."""
+"""Programs for a manager of Orbax's form, run with Orbax and with ours: each returns its observations."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import orbax.checkpoint as ocp
 from jaxckpt_train.integrations import orbax_manager
 
 OURS = orbax_manager
-"""The own manager, options and args: what a program imports that has no Orbax."""
+"""Our manager, options and args, for a program without Orbax."""
 OURS_FOR_ORBAX = SimpleNamespace(
     CheckpointManager=orbax_manager.CheckpointManager,
     CheckpointManagerOptions=ocp.CheckpointManagerOptions,
     args=ocp.args,
 )
-"""The own manager with the options and args of Orbax: where only one name of an import was changed."""
+"""Our manager with the options and args of Orbax, for a program that changed one import."""
 LOSSES = {0: 5.0, 1: 3.0, 2: 4.0, 3: 2.5, 4: 2.0, 5: 1.0}
 
 
 def tree_of(step: int) -> dict[str, Any]:
-    """A state that tells by its bytes which step it is of, with leaves of every kind that Orbax saves."""
+    """Return a state whose bytes depend on the step, with leaves of every kind that Orbax saves."""
     return {
         "params": {"w": jnp.arange(600, dtype=jnp.bfloat16).reshape(30, 20) + step, "b": jnp.zeros(3)},
         "opt_state": [jnp.full(7, step, jnp.int8), {"mu": jnp.float32(step) / 3, "nu": None}],
@@ -40,13 +40,13 @@ def tree_of(step: int) -> dict[str, Any]:
 
 
 def abstract_of(tree: Any) -> Any:
-    """The same tree with abstract arrays in place of those on devices."""
+    """Return the tree with abstract arrays in place of those on devices."""
     abstract = ocp.utils.to_shape_dtype_struct
     return jax.tree.map(lambda leaf: abstract(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
 
 def as_bytes(tree: Any) -> dict[str, Any]:
-    """Every leaf by its path, tuples and lists alike: dtype, shape, bytes."""
+    """Return dtype, shape and bytes of every leaf by its path."""
 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, bool | int | float | str):
@@ -61,34 +61,34 @@ def as_bytes(tree: Any) -> dict[str, Any]:
 
 
 def saving(library: Any, directory: Path, options: Mapping[str, Any]) -> list[Any]:
-    """Saves six steps and looks at all there is to see: in the same process, and in a manager that begins anew."""
-    told: list[Any] = []
+    """Save six steps, and observe them with the same manager and with a new one."""
+    seen: list[Any] = []
     made = library.CheckpointManagerOptions(**options)
     with library.CheckpointManager(directory, options=made) as manager:
-        told.append((manager.all_steps(), manager.latest_step(), manager.best_step()))
+        seen.append((manager.all_steps(), manager.latest_step(), manager.best_step()))
         for step, loss in LOSSES.items():
             is_due = manager.should_save(step)
             args = library.args.StandardSave(tree_of(step))
             is_saved = manager.save(step, args=args, metrics={"loss": loss}, custom_metadata={"epoch": step * 10})
-            told.append((step, is_due, is_saved, manager.all_steps(), manager.latest_step(), manager.best_step()))
-        told.append(manager.save(5, args=library.args.StandardSave(tree_of(5))))
+            seen.append((step, is_due, is_saved, manager.all_steps(), manager.latest_step(), manager.best_step()))
+        seen.append(manager.save(5, args=library.args.StandardSave(tree_of(5))))
         manager.wait_until_finished()
-        told.append((manager.all_steps(), manager.is_saving_in_progress()))
+        seen.append((manager.all_steps(), manager.is_saving_in_progress()))
     with library.CheckpointManager(directory, options=made) as manager:
-        told.append((manager.all_steps(), manager.latest_step(), manager.best_step(), manager.should_save(4)))
+        seen.append((manager.all_steps(), manager.latest_step(), manager.best_step(), manager.should_save(4)))
         for step in manager.all_steps():
-            told.append(manager.metadata(step).custom_metadata)
+            seen.append(manager.metadata(step).custom_metadata)
             target = library.args.StandardRestore(abstract_of(tree_of(0)))
-            told.append(as_bytes(manager.restore(step, args=target)))
-        told.append(as_bytes(manager.restore(None, args=library.args.StandardRestore(tree_of(0)))))
-        told.append(as_bytes(manager.restore(manager.latest_step())))
-    return told
+            seen.append(as_bytes(manager.restore(step, args=target)))
+        seen.append(as_bytes(manager.restore(None, args=library.args.StandardRestore(tree_of(0)))))
+        seen.append(as_bytes(manager.restore(manager.latest_step())))
+    return seen
 
 
 def several_items(library: Any, directory: Path) -> list[Any]:
-    """Saves several checkpointables of different kinds, and restores some or all of them."""
+    """Save several checkpointables of different kinds, and restore some or all of them."""
     generator = np.random.RandomState(3)
-    told: list[Any] = []
+    seen: list[Any] = []
     with library.CheckpointManager(directory, item_names=("state", "notes", "key", "rng", "rate")) as manager:
         args = library.args.Composite(
             state=library.args.PyTreeSave(tree_of(7)),
@@ -97,14 +97,14 @@ def several_items(library: Any, directory: Path) -> list[Any]:
             rng=library.args.NumpyRandomKeySave(generator.get_state()),
             rate=library.args.ArraySave(jnp.float32(0.25)),
         )
-        told.append(manager.save(1, args=args))
-        told.append(manager.all_steps())
+        seen.append(manager.save(1, args=args))
+        seen.append(manager.all_steps())
     with library.CheckpointManager(directory) as manager:
         args = library.args.Composite(
             state=library.args.PyTreeRestore(item=abstract_of(tree_of(0))), notes=library.args.JsonRestore()
         )
         found = manager.restore(1, args=args)
-        told.append((sorted(found), found.notes, found["notes"], "state" in found, as_bytes(found.state)))
+        seen.append((sorted(found), found.notes, found["notes"], "state" in found, as_bytes(found.state)))
         rest = library.args.Composite(
             key=library.args.JaxRandomKeyRestore(),
             rng=library.args.NumpyRandomKeyRestore(),
@@ -112,12 +112,12 @@ def several_items(library: Any, directory: Path) -> list[Any]:
         )
         found = manager.restore(1, args=rest)
         generator.set_state(found.rng)
-        told.append((as_bytes(found.key), generator.bytes(20), as_bytes(found.rate)))
-    return told
+        seen.append((as_bytes(found.key), generator.bytes(20), as_bytes(found.rate)))
+    return seen
 
 
 def leaf_by_leaf(library: Any, directory: Path) -> list[Any]:
-    """Restores with arguments for each leaf: sharded, replicated, on the host."""
+    """Restore with arguments for each leaf: sharded, replicated, on the host."""
     mesh = jax.make_mesh((2, 4), ("x", "y"), devices=jax.devices()[:8], axis_types=(jax.sharding.AxisType.Auto,) * 2)
     spec = jax.sharding.PartitionSpec
     tree = {"w": jnp.arange(64.0).reshape(8, 8), "b": jnp.arange(8), "host": np.arange(3.0), "n": 3}
@@ -127,57 +127,57 @@ def leaf_by_leaf(library: Any, directory: Path) -> list[Any]:
         "host": ocp.RestoreArgs(restore_type=np.ndarray),
         "n": ocp.RestoreArgs(restore_type=int),
     }
-    told: list[Any] = []
+    seen: list[Any] = []
     with library.CheckpointManager(directory) as manager:
         manager.save(1, args=library.args.PyTreeSave(tree))
         manager.wait_until_finished()
         for item in (tree, None):
             found = manager.restore(1, args=library.args.PyTreeRestore(item=item, restore_args=wanted))
             places = [found["w"].sharding.spec, found["w"].sharding.shard_shape((8, 8)), found["b"].sharding.spec]
-            told.append((as_bytes(found), places, type(found["host"]), type(found["n"])))
+            seen.append((as_bytes(found), places, type(found["host"]), type(found["n"])))
         manager.save(2, args=library.args.PyTreeSave(found))
         manager.wait_until_finished()
         found = manager.restore(2)
-        told.append((as_bytes(found), found["w"].sharding.spec, found["b"].sharding.spec))
-    return told
+        seen.append((as_bytes(found), found["w"].sharding.spec, found["b"].sharding.spec))
+    return seen
 
 
 def reading(library: Any, directory: Path) -> list[Any]:
-    """Looks at a run that somebody else saves, and tries to save and to delete."""
+    """Read a run with a read-only manager, and try to save and to delete."""
     with library.CheckpointManager(directory) as manager:
         for step in (1, 2):
             manager.save(step, args=library.args.StandardSave(tree_of(step)))
-    told: list[Any] = []
+    seen: list[Any] = []
     with library.CheckpointManager(directory, options=library.CheckpointManagerOptions(read_only=True)) as manager:
-        told += [manager.all_steps(), manager.latest_step(), manager.best_step(), manager.should_save(9)]
-        told.append(manager.save(9, args=library.args.StandardSave(tree_of(9))))
+        seen += [manager.all_steps(), manager.latest_step(), manager.best_step(), manager.should_save(9)]
+        seen.append(manager.save(9, args=library.args.StandardSave(tree_of(9))))
         manager.delete(1)
-        told += [manager.all_steps(), as_bytes(manager.restore(1, args=library.args.StandardRestore(tree_of(0))))]
-    return told
+        seen += [manager.all_steps(), as_bytes(manager.restore(1, args=library.args.StandardRestore(tree_of(0))))]
+    return seen
 
 
 def deleting(library: Any, directory: Path) -> list[Any]:
-    """Deletes steps, and asks for what is not there."""
-    told: list[Any] = []
+    """Delete steps, and request missing ones."""
+    seen: list[Any] = []
     with library.CheckpointManager(directory) as manager:
         for call in (lambda: manager.restore(None), lambda: manager.delete(1)):
-            told.append(error_of(call))
+            seen.append(error_of(call))
         for step in (1, 2, 3):
             manager.save(step, args=library.args.StandardSave({"w": jnp.full(4, step)}))
         manager.wait_until_finished()
         manager.delete(2)
-        told.append((manager.all_steps(), manager.latest_step()))
-        told += [error_of(lambda: manager.delete(2)), error_of(lambda: manager.restore(2))]
+        seen.append((manager.all_steps(), manager.latest_step()))
+        seen += [error_of(lambda: manager.delete(2)), error_of(lambda: manager.restore(2))]
         again = library.args.StandardSave({"w": jnp.zeros(4)})
-        told.append(error_of(lambda: manager.save(3, args=again, force=True)))
-        told.append((manager.save(3, args=again), manager.save(4, args=again), manager.all_steps()))
+        seen.append(error_of(lambda: manager.save(3, args=again, force=True)))
+        seen.append((manager.save(3, args=again), manager.save(4, args=again), manager.all_steps()))
     with library.CheckpointManager(directory) as manager:
-        told.append(manager.all_steps())
-    return told
+        seen.append(manager.all_steps())
+    return seen
 
 
 def error_of(call: Any) -> str:
-    """Which of the errors that a program of Orbax expects is raised."""
+    """Return the name of the raised error, as a program of Orbax expects it."""
     try:
         call()
     except FileNotFoundError:
@@ -188,19 +188,19 @@ def error_of(call: Any) -> str:
 
 
 def iterating(library: Any, directory: Path) -> list[Any]:
-    """Saves and restores the position of a Grain iterator."""
+    """Save and restore the position of a Grain iterator."""
     own = {"CheckpointSave": grain.checkpoint.CheckpointSave, "CheckpointRestore": grain.checkpoint.CheckpointRestore}
     save, restore = (getattr(library.args, name, own[name]) for name in own)
     data = iter(grain.MapDataset.range(100).shuffle(seed=1).batch(4).to_iter_dataset())
-    told: list[Any] = [next(data).tolist() for _ in range(3)]
+    seen: list[Any] = [next(data).tolist() for _ in range(3)]
     with library.CheckpointManager(directory) as manager:
         manager.save(3, args=library.args.Composite(data=save(data), state=library.args.StandardSave({"n": 3})))
-        told.append(next(data).tolist())
+        seen.append(next(data).tolist())
     fresh = iter(grain.MapDataset.range(100).shuffle(seed=1).batch(4).to_iter_dataset())
     with library.CheckpointManager(directory) as manager:
         found = manager.restore(3, args=library.args.Composite(data=restore(fresh)))
-        told.append((found.data is fresh, next(fresh).tolist()))
-    return told
+        seen.append((found.data is fresh, next(fresh).tolist()))
+    return seen
 
 
 def _policies() -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What Orbax's tests need besides the manager: its private attributes that they read, and a checkpointer of Orbax.
+"""The parts that Orbax's tests need in addition to the manager: private attributes, and a checkpointer of Orbax.
 
-No answer depends on the test that asks: each is looked up in the manager, or on the disk.
+No value depends on the test: each comes from the manager or from the disk.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class ObservedManager(CheckpointManager):
 
     @property
     def _default_item(self) -> Any:
-        """Whether there is one item without a name; None: nothing has shown it yet."""
+        """Whether there is one item without a name; None: unknown so far."""
         return SimpleNamespace(get=lambda: self._items.is_single)
 
     @property
     def _checkpoints(self) -> list[Any]:
-        """The steps that there are, with their times and metrics."""
+        """The existing steps with their times and metrics."""
         return [_Checkpoint(info.step, info.time, info.metrics) for info in self._steps.infos()]
 
     def _root_metadata_file_path(self) -> Path:
@@ -49,13 +49,13 @@ _real_datetime = datetime.datetime
 
 
 def _replaceable_now() -> datetime.datetime:
-    """The time by `datetime.datetime`, which a test may have replaced: the real one until that has a time."""
+    """Return the time of `datetime.datetime`, or the real time if a test replaced that by a mock without one."""
     now = datetime.datetime.now(datetime.UTC)
     return now if isinstance(now, _real_datetime) else _real_datetime.now(datetime.UTC)
 
 
 def checkpointer_of(base: Any, args_module: Any) -> Any:
-    """Orbax's checkpointer, which also takes args of this package: it saves by those of its own with the same name."""
+    """Return Orbax's checkpointer, which also accepts args of this package and converts them to its own."""
 
     class Checkpointer(base):  # type: ignore[misc]
         def save(self, directory: Any, *given: Any, args: Any = None, **more: Any) -> None:

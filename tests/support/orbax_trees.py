@@ -59,9 +59,9 @@ TARGETS = ("concrete", "abstract", "arguments")
 
 
 def described(tree: Any) -> tuple[str, list[tuple[str, Any]]]:
-    """The containers of a tree, and the type and bytes of each leaf by its path, as text that two processes share."""
+    """Return the containers of a tree, and the type and bytes of each leaf by its path, as text."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    del structure  # a train state has its functions in it
+    del structure  # the structure of a train state contains functions
     kinds = [type(node).__name__ for node in (tree, *(tree.values() if isinstance(tree, dict) else ()))]
     found = [
         (

@@ -1,4 +1,4 @@
-"""What lies in the directory of a checkpoint that is overwritten: own files of an object, a run, damage."""
+"""Content of an overwritten checkpoint: own files of a checkpointable, a run, damage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUN = {"w": np.arange(3)}
 
 
 class OwnFiles:
-    """An object that writes files of its own, one of them in a folder; and an empty folder."""
+    """A checkpointable that writes a file in a folder, and an empty folder."""
 
     async def save(self, directory: Any) -> Awaitable[None]:
         async def write() -> None:

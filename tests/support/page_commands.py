@@ -1,4 +1,4 @@
-"""What is wrong with the commands that pages show: targets, modules, options, extras and keys that there are not."""
+"""Errors in the commands that pages show: unknown targets, modules, options, extras and keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def commands(page: Page) -> Iterator[str]:
 
 
 def problems(command: str) -> list[str]:
-    """What a command names that there is not."""
+    """Return the unknown names in a command."""
     text = command.partition(" #")[0]
     found = []
     for target in re.findall(r"\bmake ([a-z][a-z-]*)", text):
@@ -44,13 +44,13 @@ def problems(command: str) -> list[str]:
 
 
 def _of_python(text: str) -> list[str]:
-    """Modules and scripts of the repository are there, and know the options that they are given."""
+    """Return unknown modules, scripts and options of a Python command."""
     name = re.search(r"python[0-9.]* (?:-m )?((?:benchmarks|tests|examples)[./]\S+)", text)
     if name is None:
         return []
     path = name[1] if name[1].endswith(".py") else name[1].replace(".", "/") + ".py"
     if not (ROOT / path).exists():
         return [f"no {path}"]
-    # Some parse their arguments in a module beside them.
+    # Some modules parse their arguments in another module of their folder.
     sources = "".join(file.read_text() for file in sorted((ROOT / path).parent.glob("*.py")))
     return [f"{path} has no option {each}" for each in re.findall(r" (--[a-z-]+)", text) if f'"{each}"' not in sources]

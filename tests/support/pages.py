@@ -1,4 +1,4 @@
-"""The pages of the documentation as text, with the blocks of code in them and what comments say of these."""
+"""The pages of the documentation as text, with their blocks of code and the comments about these."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from tests.support.paths import REPO_ROOT
 
 ROOT = REPO_ROOT
-# Comments. Right above a block: it is not run. Elsewhere: run there, and not shown. Of a page: which tests run it all.
+# Comments: a block that is not run, hidden code that is run, and the test file that runs the whole page.
 _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>[^>]+?) -->\n\Z")
 _PIECE = re.compile(
     r"^<!-- run first:\n(?P<hidden>.*?)^-->$|^```(?P<language>[a-z]*)[^\n]*\n(?P<text>.*?)^```$",
@@ -22,11 +22,11 @@ class Block:
     """A block of code.
 
     Attributes:
-        text: what is in it.
-        language: as the page says; "": it does not.
-        line: of the page, where it begins.
-        why_not: the reason for which it is not run; None: it is.
-        is_shown: whether readers see it; else it only prepares what the next ones need.
+        text: its content.
+        language: as in the page; "": none.
+        line: its first line in the page.
+        why_not: the reason why it is not run; None: it is run.
+        is_shown: whether readers see it; hidden blocks prepare the next ones.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Page:
 
     Attributes:
         name: its path below the repository.
-        text: all of it.
+        text: its whole text.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Page:
 
     @property
     def run_by(self) -> str | None:
-        """The test file that runs its blocks, if that is one of its own."""
+        """The test file that runs its blocks, if the page has its own."""
         found = _RUN_BY.search(self.text)
         return found and found.group(1)
 
     def blocks(self, *languages: str) -> list[Block]:
-        """The blocks in these languages, in order, with what is run and not shown counted as Python."""
+        """Return the blocks in these languages, in order; hidden blocks are Python."""
         found = []
         for piece in _PIECE.finditer(self.text):
             before, line = self.text[: piece.start()], self.text.count("\n", 0, piece.start()) + 2
@@ -68,6 +68,6 @@ class Page:
 
 
 def pages() -> list[Page]:
-    """README.md and all below docs/."""
+    """Return README.md and all pages below docs/."""
     files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [Page(str(file.relative_to(ROOT)), file.read_text()) for file in files]

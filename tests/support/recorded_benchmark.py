@@ -51,7 +51,7 @@ def load_sample(
 
 
 def turns() -> list[Turn]:
-    """A warm-up that must not count, and three rounds in which the peer takes 2, 4 and 3 times as long as ours."""
+    """Return a warm-up, and three rounds in which the peer takes 2, 4 and 3 times as long as ours."""
     made = [Turn(0, "ours", save_sample(99.0), [load_sample("ours", 99.0)])]
     for number, factor in enumerate((2.0, 4.0, 3.0), start=1):
         loads = [load_sample("raw", 0.5 * number), load_sample("raw_fresh", 0.75 * number)]

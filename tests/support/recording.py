@@ -1,4 +1,4 @@
-"""Back ends for tests: one that writes down every operation, and one that dies after some of them."""
+"""A back end that records every operation, and can die before one of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 
 
 class Died(BaseException):
-    """The process is gone: nothing after this happens, not even cleaning up."""
+    """The simulated death of the process: nothing happens afterwards, not even cleanup."""
 
 
 class RecordingBackend:
-    """Passes everything on to another back end, notes it, and dies before operation number `dies_at`."""
+    """Forwards and records all operations of another back end, and dies before operation `dies_at`."""
 
     def __init__(self, inner: Any, dies_at: int | None = None) -> None:
         self.inner, self.dies_at = inner, dies_at

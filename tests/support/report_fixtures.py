@@ -1,4 +1,4 @@
-"""A run with a preemption and a kill, its page, and a browser; each is made once."""
+"""A run with a preemption and a kill, its page, and a browser; each is made once a session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.report_runs import LAST_STEP, gathered_of, train_until
 
 @pytest.fixture(scope="session")
 def preempted_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three processes: asked to leave in update 24, killed in update 43, finished at step 60. Not to be changed."""
+    """A run of three processes: preempted in update 24, killed in update 43, finished at step 60. Read only."""
     directory = tmp_path_factory.mktemp("preempted") / "run"
     assert train_until(directory, 23, signal.SIGTERM) == 75
     assert train_until(directory, 42, signal.SIGKILL) == -signal.SIGKILL
@@ -44,7 +44,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def tab(browser: Browser) -> Iterator[Tab]:
-    """A tab of its own, light, in a window of 1200 by 900."""
+    """A new tab, light, in a window of 1200 by 900."""
     made = browser.open_tab()
     made.show_as("light")
     yield made

@@ -1,4 +1,4 @@
-"""Runs to report on: by hand-made histories, and one that is really preempted and killed in processes of its own."""
+"""Runs for reports: hand-made histories, and one with real preemptions and kills."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from tests.support.runs import START, talking_to
 BACKEND = LocalBackend()
 NOW = START + datetime.timedelta(days=1)
 LAST_STEP = 60
-# Saves every fifth step and keeps three; the loss of a step tells which it is. Says so after each update, and waits for
-# an answer, so that signals come at a step that is known.
+# Saves every fifth step and keeps three; the loss of a step is 1 / step. Pauses at one step, where signals arrive.
 TRAINING = """
 import sys, signal
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ with jct.CheckpointCallback(sys.argv[1], save_interval_steps=5, keep_latest=3, k
 
 
 def train_until(directory: Path, step: int, how: signal.Signals | None) -> int:
-    """Train to a step, be sent a signal there or none, and go on; returns the exit code."""
+    """Train to a step, send a signal there if any, continue, and return the exit code."""
     with talking_to(TRAINING, directory, str(LAST_STEP), str(step)) as training:
         assert training.read() == "there"
         if how is not None:
@@ -55,20 +54,20 @@ def train_until(directory: Path, step: int, how: signal.Signals | None) -> int:
 
 
 def write_history(directory: Path, *events: Mapping[str, Any]) -> Path:
-    """A run of which only a history is left."""
+    """Write a run that has only a history."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "history.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return directory
 
 
 def gathered_of(directory: Path, changes: int | None = None, made: datetime.datetime = NOW) -> Gathered:
-    """What a report of a run tells."""
+    """Return the data of a report of a run."""
     read = read_run(BACKEND, str(directory), made)
     return gather(BACKEND, read, plan_changes(read.looks, changes), made)
 
 
 def history_of(*events: Mapping[str, Any], names: Collection[str] = ()) -> RunHistory:
-    """What a report takes from events."""
+    """Return the history that a report builds from events."""
     history = RunHistory(names)
     for event in events:
         history.add(msgspec.convert(event, ReportEvent))

@@ -23,7 +23,7 @@ START = datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC)
 
 
 class Clock:
-    """A wall clock that goes on by a minute each time it is asked."""
+    """A wall clock that advances a minute at each call."""
 
     def __init__(self) -> None:
         self.now = START
@@ -54,26 +54,26 @@ class Counter:
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """A state that tells by its bytes which step it is of; with a leaf of more than one page."""
+    """Return a state whose bytes depend on the step, with a leaf of more than one page."""
     return {"w": jnp.arange(3000, dtype=jnp.float32) + step, "step": jnp.int32(step)}
 
 
 def save_steps(manager: StepManager, *steps: int, **more: Any) -> None:
-    """Save and commit steps one after the other."""
+    """Save and commit steps in order."""
     for step in steps:
         manager.save(step, {"state": state_of(step)}, **more)
         manager.wait()
 
 
 def made_run(directory: Path, *steps: int, **options: Any) -> Path:
-    """A run directory with these steps, and no owner."""
+    """Make a run directory with these steps and no owner."""
     with StepManager(directory, **options) as manager:
         save_steps(manager, *steps)
     return directory
 
 
 def step_of(restored: dict[str, Any]) -> int:
-    """Which step a restored state is of, all of it."""
+    """Return the step of a restored state; check all of its bytes."""
     state = restored["state"]
     step = int(state["step"])
     np.testing.assert_array_equal(np.asarray(state["w"]), np.arange(3000, dtype=np.float32) + step)
@@ -131,7 +131,7 @@ damaged = pytest.mark.parametrize(("damage", "file"), list(DAMAGE.values()), ids
 
 
 def files_below(directory: Path) -> dict[str, bytes]:
-    """Every file with its bytes, but not the lock and the history."""
+    """Return every file with its bytes, except the lock and the history."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -140,7 +140,7 @@ def files_below(directory: Path) -> dict[str, bytes]:
 
 
 class Talker:
-    """A Python process whose lines are read as they come, and that is told lines; `fresh`: as of `run_python`."""
+    """A Python process that exchanges lines with the test; `fresh` as for `run_python`."""
 
     def __init__(self, script: str, *arguments: str | os.PathLike[str], fresh: bool = False) -> None:
         variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": "1"}
@@ -154,7 +154,7 @@ class Talker:
             self.process = WarmProcess(command, variables, stderr=2)
 
     def read(self) -> str:
-        """The next line; fails at the end of the output."""
+        """Return the next line; fail at the end of the output."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the process ended with {self.process.wait()} instead of printing a line"
@@ -166,7 +166,7 @@ class Talker:
         self.process.stdin.flush()
 
     def finish(self) -> tuple[int, str]:
-        """Close its input, wait for its end; the exit code and what else it printed."""
+        """Close its input, wait for its end, and return the exit code and the rest of its output."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
@@ -181,7 +181,7 @@ class Talker:
 
 @contextlib.contextmanager
 def talking_to(script: str, *arguments: str | os.PathLike[str], fresh: bool = False) -> Iterator[Talker]:
-    """A process that is gone afterwards, whatever happens."""
+    """Start a process, and kill it afterwards."""
     talker = Talker(script, *arguments, fresh=fresh)
     try:
         yield talker

@@ -12,7 +12,7 @@ from jaxckpt_train.pytree.leaves import EMPTY
 
 
 def raw(leaf: Any) -> bytes:
-    """The bytes of an array, key array or number."""
+    """Return the bytes of an array, key array or number."""
     if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.ascontiguousarray(np.asarray(leaf)).tobytes()

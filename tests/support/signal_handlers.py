@@ -1,4 +1,4 @@
-"""Puts the handlers of signals back after a test, and looks whether the test has left any."""
+"""Restore signal handlers after a test, and check that the test left none."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 @contextlib.contextmanager
 def handlers_put_back(*numbers: int, may_end: bool = False) -> Iterator[None]:
-    """Within, a test may install handlers, and has to take them away again.
+    """Check that a test removes the handlers that it installs, and restore the earlier ones.
 
     Args:
         numbers: of the signals.
-        may_end: whether one may stay that is live no more: of a signal that the process ends for, and that may come
-            again.
+        may_end: whether a handler may stay that is not live any more, as after a signal that ends the process.
     """
     before = {number: signal.getsignal(number) for number in numbers}
     yield

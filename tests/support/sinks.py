@@ -1,4 +1,4 @@
-"""Sinks to test with: one that keeps what it gets, and one that is held up."""
+"""Sinks for tests: one that records its events, and one that blocks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from jaxckpt_train.metrics.events import Feeds
 
-LONGEST_S = 60  # to wait for what comes at once
+LONGEST_S = 60  # a limit for events that come at once
 
 
 class Recorder:
-    """Keeps what it is told, and on which thread."""
+    """Records its events, and the thread of each call."""
 
     def __init__(self) -> None:
         self.events: list[Mapping[str, Any]] = []
@@ -31,7 +31,7 @@ class Recorder:
 
 
 class Held(Recorder):
-    """Does not return before it may."""
+    """Blocks until `go` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Held(Recorder):
 
 @pytest.fixture
 def held() -> Iterator[Held]:
-    """A sink that is let go at the end."""
+    """A sink that blocks until the end of the test."""
     sink = Held()
     yield sink
     sink.go.set()
@@ -61,7 +61,7 @@ def put(feeds: Feeds, *steps: int) -> None:
 
 
 class Closable(Recorder):
-    """Says when it is closed."""
+    """Records its close as step -1."""
 
     def close(self) -> None:
         self({"step": -1})

@@ -28,7 +28,7 @@ def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
 
 @st.composite
 def tilings(draw: st.DrawFn, shape: Sequence[int], most_cuts: int = 6) -> list[Box]:
-    """Boxes that cover an array exactly: boxes are cut in two, again and again, and shuffled."""
+    """Boxes that cover an array exactly: repeatedly cut in two, and shuffled."""
     boxes = [full_box(shape)]
     for _ in range(draw(st.integers(0, most_cuts))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))

@@ -1,4 +1,4 @@
-"""A memory back end that insists on aligned windows, as a disk does, and counts what is read and held for it."""
+"""A memory back end that requires aligned windows, as a disk does, and counts reads and held memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 4096
 
 
 def small_sizes() -> Iterator[None]:
-    """Lets settings be tiny, and digest blocks and runs small, so that small arrays take every path of large ones."""
+    """Allow tiny settings, blocks and runs, so that small arrays take every path of large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxckpt_train.settings._MINIMUM", {"io_threads": 1})
         patch.setattr(segment_writer, "BLOCK_BYTES", BLOCK)
@@ -34,14 +34,14 @@ def small_sizes() -> Iterator[None]:
 
 
 class StrictBackend(MemoryBackend):
-    """Every read and write of a file that was opened for direct I/O must be aligned.
+    """Requires aligned reads and writes of files opened for direct I/O.
 
     Attributes:
-        reads: (path, offset, bytes that had to be there) of every read.
-        most_held_bytes: the most memory that reads filled and that was alive at any one time.
+        reads: (path, offset, required bytes) of every read.
+        most_held_bytes: the most memory filled by reads that was alive at one time.
         open_files: sinks and sources that were not closed.
-        most_open_files: the most of them at any one time.
-        before_read: called at the begin of every direct read.
+        most_open_files: the most of them at one time.
+        before_read: called at the start of every direct read.
     """
 
     def __init__(self) -> None:
@@ -75,10 +75,10 @@ class StrictBackend(MemoryBackend):
         with self.count_lock:
             if id(root) not in self._held:
                 self._held[id(root)] = len(root)
-                weakref.finalize(root, self._let_go, id(root))
+                weakref.finalize(root, self._release, id(root))
             self.most_held_bytes = max(self.most_held_bytes, sum(self._held.values()))
 
-    def _let_go(self, number: int) -> None:
+    def _release(self, number: int) -> None:
         with self.count_lock:
             self._held.pop(number, None)
 

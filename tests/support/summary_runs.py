@@ -1,4 +1,4 @@
-"""Short runs, and the rows of what became of their time."""
+"""Short runs, and the rows of their summaries."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def train(ckpt: jct.CheckpointCallback, updates: int, asked_at: int | None = Non
 
 
 def rows(found: Goodput) -> list[tuple[Any, ...]]:
-    """The row of each process."""
+    """Return the row of each process."""
     names = ("how", "first_step", "last_step", "useful_steps", "redone_steps", "saves")
     return [tuple(getattr(each, name) for name in names) for each in found.attempts]

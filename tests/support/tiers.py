@@ -1,4 +1,4 @@
-"""Which cases of a test run in which tier."""
+"""The tiers of the cases of a test."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One process of a job of PyTorch that writes a checkpoint: `python -m tests.support.torch_job FOLDER RANK`.
 
-It needs no JAX. What the whole tensors are, is in `FOLDER/expected`, which the first process writes.
+It needs no JAX. The first process writes the whole tensors to `FOLDER/expected`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PROCESSES = 2
 
 
 def sharded_tensors(mesh: Any) -> dict[str, Any]:
-    """Tensors in all the ways that they may lie on two processes."""
+    """Return tensors in all layouts on two processes."""
     whole = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
     return {
-        "rows": distribute_tensor(whole, mesh, [Shard(0)]),  # 4 and 3 of them
+        "rows": distribute_tensor(whole, mesh, [Shard(0)]),  # 4 and 3 rows
         "columns": distribute_tensor(whole.bfloat16(), mesh, [Shard(1)]),
         "copies": distribute_tensor(whole + 1, mesh, [Replicate()]),
         "one_row": distribute_tensor(whole[:1].clone(), mesh, [Shard(0)]),  # the second process has none
@@ -34,7 +34,7 @@ def sharded_tensors(mesh: Any) -> dict[str, Any]:
 
 
 def trained_model(mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of a model under FSDP, and of its AdamW."""
+    """Return the states of a model under FSDP, and of its AdamW."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(10, 9), torch.nn.GELU(), torch.nn.Linear(9, 3))
     fully_shard(model, mesh=mesh)
@@ -47,7 +47,7 @@ def trained_model(mesh: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def whole(state: Any) -> Any:
-    """The same with whole tensors."""
+    """Return the state with whole tensors."""
     if isinstance(state, dict):
         return {key: whole(child) for key, child in state.items()}
     if isinstance(state, list | tuple):

@@ -1,4 +1,4 @@
-"""Training loops that resume exactly, and the same with one mistake in each, as users make them."""
+"""Training loops that resume exactly, and the same loops with one typical mistake each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRAWS = {"host generator", "unseeded host generator", "python's generator", "own
 
 
 class Batches:
-    """Shuffled batches of a few examples, again and again; knows its position."""
+    """Shuffled batches of a few examples, repeated; knows its position."""
 
     def __init__(self, seed: int | None = 0, mistake: str = "") -> None:
         self.position, self._mistake = 0, mistake
@@ -51,7 +51,7 @@ class Batches:
 
 
 class Ema:
-    """A checkpointable with a state of its own, of which it may forget a part."""
+    """A checkpointable whose restore may omit a part of its state."""
 
     def __init__(self, forgets: bool) -> None:
         self.mean, self.count, self._forgets = np.zeros(3), 0, forgets
@@ -69,13 +69,13 @@ class Ema:
 
 
 def drawn(mistake: str) -> float:
-    """What a loop adds to its gradient that draws from something it should not."""
+    """Return the noise that a mistaken source of randomness adds to the gradient."""
     match mistake:
         case "host generator" | "unseeded host generator":
             return float(np.random.normal())
         case "python's generator":
             return random.random()
-        case "rounding":  # as another order of sums would be
+        case "rounding":  # like another order of sums
             return 1e-9 * int.from_bytes(os.urandom(2), "little") / 65536
         case _:
             return int.from_bytes(os.urandom(2), "little") / 65536
@@ -90,11 +90,11 @@ def update(state: dict[str, Any], batch: dict[str, np.ndarray], rate: float, noi
 
 
 def train(directory: Path, mistake: str = "", reports_metrics: bool = True, updates: int = UPDATES) -> None:
-    """Train, or go on training, with one mistake.
+    """Train, or resume, with one mistake.
 
     Args:
         directory: where it saves.
-        mistake: which; none: it resumes exactly.
+        mistake: its name; "": the loop resumes exactly.
         reports_metrics: whether it passes metrics to its callback.
         updates: of the whole training.
     """
@@ -140,20 +140,20 @@ def train(directory: Path, mistake: str = "", reports_metrics: bool = True, upda
 
 
 def wrapped_anew(data: Any) -> Any:
-    """The data from its beginning, by the iterator that was resumed."""
+    """Return the resumed iterator, set back to the start of its data."""
     data.position = 0
     return data
 
 
 def ahead(data: Any, mistake: str) -> Any:
-    """The data as the loop takes it; by mistake it is taken before its update."""
+    """Return the data for the loop; a mistake takes batches before their update."""
     if mistake == "prefetch":
         return prefetched(data)
     return on_a_thread(data) if mistake == "thread" else data
 
 
 def prefetched(data: Any) -> Any:
-    """One batch ahead of the loop."""
+    """Yield batches, taken one ahead of the loop."""
     coming = next(data)
     while True:
         current, coming = coming, next(data)
@@ -161,7 +161,7 @@ def prefetched(data: Any) -> Any:
 
 
 def on_a_thread(data: Any) -> Any:
-    """Batches ahead of the loop, taken by a thread."""
+    """Yield batches that a thread takes ahead of the loop."""
     batches: queue.Queue[Any] = queue.Queue(1)
 
     def fill() -> None:
@@ -176,7 +176,7 @@ def on_a_thread(data: Any) -> Any:
 
 
 def train_with_key(directory: Path, kept: bool = True) -> None:
-    """A loop with dropout, whose key is part of the state, or by mistake is not."""
+    """A loop with dropout; its key is part of the state, or by mistake is not."""
     import jax
 
     key = jax.random.key(0)

@@ -1,8 +1,8 @@
-"""Starts Python processes that have imported jax before they begin: each is a fork of one that has done nothing else.
+"""Start Python processes that have imported jax already: each is a fork of a process that only did its imports.
 
-To import jax, this package and what tests import takes seconds of a processor, and tests start hundreds of processes.
-What is forked has one thread of Python, no devices, and no answer yet to what is asked once a process. It is not for
-tests of what is imported, of how much memory a process takes, or of variables that Python itself or the linker reads.
+Importing jax, this package and common modules takes seconds of processor time, and tests start hundreds of processes.
+A fork has one Python thread, no devices, and no cached values of the process. It is not suited for tests of imports, of
+the memory of a process, or of variables that Python itself or the linker reads.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from typing import IO, Any
 
 from tests.support.paths import REPO_ROOT
 
-MOST_BYTES = 1 << 17  # of what one is told
+MOST_BYTES = 1 << 17  # of one request
 IMPORTED = ("jax.numpy", "jax.experimental.multihost_utils", "pytest", "hypothesis", "jaxckpt_train.callback")
-READ_BEFORE = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "COVERAGE_")  # by whom no fork asks again
-NOT_READ = ("PYTHONPATH", "PYTHONUNBUFFERED")  # or heeded here
+READ_BEFORE = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "COVERAGE_")  # variables that a fork does not read again
+NOT_READ = ("PYTHONPATH", "PYTHONUNBUFFERED")  # or applied here
 
 
 class WarmProcess:
-    """What is needed of `subprocess.Popen`, with text in all pipes.
+    """The part of `subprocess.Popen` that tests need, with text in all pipes.
 
     Args:
-        command: what follows the interpreter: `-u` or nothing, `-c`, `-m` or a file, and its arguments.
-        environment: all variables. Those that jax reads when it is imported are heeded.
-        cwd: where it runs; None: in the root of the repository.
-        stdin, stdout, stderr: a pipe, or a file that it gets as its own.
-        source: which of the processes it is forked from. Those forked from one have the same seed of hashes.
+        command: the arguments of the interpreter: an optional `-u`, then `-c`, `-m` or a file, and its arguments.
+        environment: all variables. Those that jax reads at its import are applied.
+        cwd: its working directory; None: the root of the repository.
+        stdin, stdout, stderr: a pipe, or a file for the process.
+        source: the number of the process to fork from. All forks of one have the same hash seed.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class WarmProcess:
         stderr: int = subprocess.PIPE,
         source: int = 0,
     ) -> None:
-        assert is_alike(environment), "it has variables that are read before a fork begins: it needs a fresh process"
+        assert is_alike(environment), "a variable is read before the fork: use a fresh process"
         self.args = [*map(os.fspath, command)]
         self.returncode: int | None = None
         self._source = _source(source)
-        told = {"command": self.args, "environment": {**environment}, "cwd": str(cwd or REPO_ROOT)}
+        request = {"command": self.args, "environment": {**environment}, "cwd": str(cwd or REPO_ROOT)}
         ours, theirs = zip(*map(_end, (stdin, stdout, stderr), (True, False, False)), strict=True)
         try:
-            self.pid = self._source.ask(told, theirs)
+            self.pid = self._source.ask(request, theirs)
         finally:
             for given, each in zip((stdin, stdout, stderr), theirs, strict=True):
                 if each != given:
@@ -72,20 +72,20 @@ class WarmProcess:
         self.stdin: IO[str] | None = ours[0]
         self.stdout: IO[str] | None = ours[1]
         self.stderr: IO[str] | None = ours[2]
-        self._ends = os.pidfd_open(self.pid)  # not waited for by anybody else, so the number is its own
+        self._ends = os.pidfd_open(self.pid)  # only this object waits for it, so the number stays valid
 
     def poll(self) -> int | None:
-        """Its exit code; None: it runs."""
+        """Return its exit code, or None while it runs."""
         if self.returncode is None and select.select([self._ends], [], [], 0)[0]:
             self.returncode = os.waitstatus_to_exitcode(self._source.ask({"ended": self.pid}, []))
             os.close(self._ends)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended; its exit code.
+        """Wait for its end, and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it runs on.
+            subprocess.TimeoutExpired: it is still running.
         """
         if self.returncode is None:
             self.wait_until_zombie(timeout)
@@ -96,7 +96,7 @@ class WarmProcess:
         return code
 
     def wait_until_zombie(self, timeout: float | None = None) -> None:
-        """Wait until it has ended, and let nobody ask for its exit code yet."""
+        """Wait for its end without reaping it."""
         select.select([self._ends], [], [], timeout)
 
     def send_signal(self, number: int) -> None:
@@ -116,10 +116,10 @@ def run(
     cwd: Path | None = None,
     timeout_s: float = 120,
 ) -> subprocess.CompletedProcess[str]:
-    """Run one without input, and come back with its exit code and all that it printed.
+    """Run a process without input, and return its exit code and output.
 
     Raises:
-        subprocess.TimeoutExpired: it ran for longer, and was killed.
+        subprocess.TimeoutExpired: it ran longer and was killed.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors, open(os.devnull) as nothing:
         streams = {"stdin": nothing.fileno(), "stdout": output.fileno(), "stderr": errors.fileno()}
@@ -135,7 +135,7 @@ def run(
 
 
 def is_alike(environment: Mapping[str, str]) -> bool:
-    """Whether the variables that are read before a fork begins are those of this process."""
+    """Return whether the variables that are read before a fork equal those of this process."""
     mine, theirs = (
         {name: value for name, value in each.items() if name.startswith(READ_BEFORE) and name not in NOT_READ}
         for each in (os.environ, environment)
@@ -144,7 +144,7 @@ def is_alike(environment: Mapping[str, str]) -> bool:
 
 
 def _end(given: int, is_read: bool) -> tuple[IO[str] | None, int]:
-    """Of a stream: our end if it is a pipe, and the file that the process gets."""
+    """Return our end of a stream if it is a pipe, and the file for the process."""
     if given != subprocess.PIPE:
         return None, given
     reading, writing = os.pipe()
@@ -152,7 +152,7 @@ def _end(given: int, is_read: bool) -> tuple[IO[str] | None, int]:
 
 
 class _Source:
-    """The process that others are forked from, which is also their parent."""
+    """The process from which others are forked; it is also their parent."""
 
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
@@ -167,16 +167,16 @@ class _Source:
                 cwd=REPO_ROOT,
             )
 
-    def ask(self, told: dict[str, Any], files: Sequence[int]) -> int:
-        """The number that answers it."""
+    def ask(self, request: dict[str, Any], files: Sequence[int]) -> int:
+        """Return the number in the answer to a request."""
         with self._one_at_a_time:
-            socket.send_fds(self._ours, [json.dumps(told).encode()], files)
+            socket.send_fds(self._ours, [json.dumps(request).encode()], files)
             answer = self._ours.recv(100)
-        assert answer, f"the process that others are forked from has left with {self._process.wait(10)}"
+        assert answer, f"the source of forks exited with {self._process.wait(10)}"
         return int(answer)
 
     def end(self) -> None:
-        """Let it go."""
+        """End it."""
         self._ours.close()
         self._process.wait(30)
 
@@ -189,14 +189,14 @@ def _source(number: int) -> _Source:
 
 
 def _forked(connection: socket.socket) -> dict[str, Any]:
-    """What to run: answers whoever asks, and comes back in a new process only."""
+    """Serve requests; return the request to run, in a new process only."""
     while True:
         message, files, _, _ = socket.recv_fds(connection, MOST_BYTES, 3)
         if not message:
             os._exit(0)
-        told: dict[str, Any] = json.loads(message)
-        if "ended" in told:
-            _, status = os.waitpid(told["ended"], 0)
+        request: dict[str, Any] = json.loads(message)
+        if "ended" in request:
+            _, status = os.waitpid(request["ended"], 0)
             connection.send(str(status).encode())
             continue
         pid = os.fork()
@@ -207,12 +207,12 @@ def _forked(connection: socket.socket) -> dict[str, Any]:
         for file in files:
             os.close(file)
         if pid == 0:
-            return told
+            return request
         connection.send(str(pid).encode())
 
 
-def _heed(environment: Mapping[str, str]) -> None:
-    """What Python and jax do about variables when they begin."""
+def _apply(environment: Mapping[str, str]) -> None:
+    """Apply variables as Python and jax do at their start."""
     before = {**os.environ}
     os.environ.clear()
     os.environ.update(environment)
@@ -226,7 +226,7 @@ def _heed(environment: Mapping[str, str]) -> None:
 
 
 def _run_as_main(command: Sequence[str]) -> None:
-    """As the interpreter would."""
+    """Run a command as the interpreter does."""
     if command[0] == "-u":
         sys.stdout = io.TextIOWrapper(open(1, "wb", buffering=0, closefd=False), write_through=True)  # noqa: SIM115
         command = command[1:]
@@ -245,21 +245,21 @@ def _run_as_main(command: Sequence[str]) -> None:
         text, name, sys.path[0] = Path(how).read_text(encoding="utf-8"), how, os.path.dirname(how)
         main.__file__ = how
         sys.argv = [how, *arguments]
-    exec(compile(text, name, "exec"), main.__dict__)  # what a test is about
+    exec(compile(text, name, "exec"), main.__dict__)  # the program of a test
 
 
 def main() -> None:
-    """Import what most need, then be forked; a new process runs what it is told to, as Python would."""
+    """Import common modules and serve forks; a new process runs its command as Python does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for each in IMPORTED:
         importlib.import_module(each)
     gc.collect()
     gc.freeze()
-    told = _forked(socket.socket(fileno=int(sys.argv[1])))
+    request = _forked(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(told["cwd"])
-    _heed(told["environment"])
-    _run_as_main(told["command"])
+    os.chdir(request["cwd"])
+    _apply(request["environment"])
+    _run_as_main(request["command"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Leaves to read, and a watch over the memory that the reader takes for them."""
+"""Leaves to read, and a count of the memory that the reader takes for them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ LEAF_PAGES = 16
 
 
 class Watch:
-    """Counts the memory that the reader took and that is alive, without the reused buffers of its threads.
+    """Counts the living memory of the reader, without the reused buffers of its threads.
 
-    By plain weak references, which are dead before the first finalizer reports that there is room again.
+    It uses plain weak references, which die before the first finalizer reports free memory.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:

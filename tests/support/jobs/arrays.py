@@ -1,4 +1,4 @@
-"""Arrays over all devices of a job, and their contents, for functions that its processes call."""
+"""Arrays over all devices of a job, for functions that its processes call."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ Spec = list[Any]
 
 
 def values_of(shape: list[int], dtype: str = "float32") -> np.ndarray:
-    """0, 1, 2, ..."""
+    """Return 0, 1, 2, ... in a shape."""
     return np.arange(np.prod(shape, dtype=np.int64)).astype(dtype).reshape(shape)
 
 
 def sharding_of(mesh_shape: list[int], spec: Spec, devices: list[int] | None = None) -> NamedSharding:
-    """Over all devices of the job, or over those with these places among them; the axes are "x", "y" and "z"."""
+    """Return a sharding over all devices of the job, or the chosen ones, with the axes "x", "y" and "z"."""
     chosen = jax.devices() if devices is None else [jax.devices()[place] for place in devices]
     mesh = Mesh(np.array(chosen).reshape(mesh_shape), ("x", "y", "z")[: len(mesh_shape)])
     return NamedSharding(mesh, P(*[tuple(part) if isinstance(part, list) else part for part in spec]))
 
 
 def global_array(shape: list[int], mesh_shape: list[int], spec: Spec, dtype: str = "float32") -> jax.Array:
-    """`values_of`, in such a sharding."""
+    """Return `values_of` in such a sharding."""
     return placed(values_of(shape, dtype), sharding_of(mesh_shape, spec))
 
 
 def placed(values: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Values that each process has, as one array of the job."""
+    """Return values that each process has as one array of the job."""
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index], dtype=values.dtype)
 
 
 def is_right(array: jax.Array, shape: list[int], dtype: str = "float32") -> bool:
-    """Whether each shard that this process has holds the bytes of `values_of`."""
+    """Return whether the local shards hold the bytes of `values_of`."""
     return holds(array, values_of(shape, dtype))
 
 
 def holds(array: jax.Array, values: np.ndarray) -> bool:
-    """Whether each shard that this process has holds the bytes of these values."""
+    """Return whether the local shards hold the bytes of these values."""
     return array.shape == values.shape and all(
         np.asarray(shard.data).tobytes() == values[shard.index].tobytes() and shard.data.dtype == values.dtype
         for shard in array.addressable_shards
@@ -49,7 +49,7 @@ def holds(array: jax.Array, values: np.ndarray) -> bool:
 
 
 def are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether what this process has of two states is the same, byte for byte."""
+    """Return whether the local shards of two states are equal, byte for byte."""
     return one.keys() == other.keys() and all(
         np.asarray(mine.data).tobytes() == np.asarray(its.data).tobytes()
         for name in one
@@ -58,7 +58,7 @@ def are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def digest_of(tree: Any) -> str:
-    """Of all that this process has of a tree of JAX arrays."""
+    """Return the digest of the local shards of a tree of JAX arrays."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:

@@ -1,7 +1,7 @@
 """A fake single-controller runtime: each CPU device acts as a host, which is a separate process.
 
-It takes the place of `jax.experimental.colocated_python.colocated_python`, whose CPU backend runs all in this process.
-As the real one it sends functions by cloudpickle, wants arrays of one device, and holds results to what was promised.
+It replaces `jax.experimental.colocated_python.colocated_python`, whose CPU backend runs all calls in this process.
+Like the real one it sends functions by cloudpickle, requires arrays of one device, and checks the specs of results.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.support.paths import REPO_ROOT
 
 
 class HostProcess:
-    """One host, and the replies that are waited for.
+    """One host, and its pending replies.
 
     Attributes:
-        calls: names of the functions that it was sent.
-        is_called: whether there was one.
+        calls: names of the functions that it received.
+        is_called: whether there was a call.
     """
 
     def __init__(self, address: str, most_file_bytes: int | None = None) -> None:
@@ -55,7 +55,7 @@ class HostProcess:
         self._reader.start()
 
     def run(self, function: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> Reply:
-        """What a function gives there; the error of a runtime that has lost the host."""
+        """Run a function on the host; a dead host raises the error of the real runtime."""
         number, future = next(self._numbers), Future[Reply]()
         self._waiting[number] = future
         inner = getattr(function, "func", function)
@@ -118,7 +118,7 @@ class _Unspecialized:
 
 @contextmanager
 def controlled(hosts: Mapping[jax.Device, HostProcess]) -> Iterator[None]:
-    """Within, Colocated Python runs in these processes."""
+    """Let Colocated Python run in these processes."""
     from jax.experimental import colocated_python
 
     made = (colocated_calls._writing, colocated_calls._reading, colocated_calls._progress_call)

@@ -1,4 +1,4 @@
-"""Loads in jobs that count what each process reads, for functions that the processes call."""
+"""Loads in jobs that count the bytes that each process reads, for functions that the processes call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt_train as jct
-from jaxckpt_train.distributed import shared_memory as neighbours
+from jaxckpt_train.distributed import shared_memory
 from tests.support.jobs.arrays import sharding_of
 
 Spec = list[Any]
@@ -40,15 +40,15 @@ SPECS: dict[str, list[Any]] = {
 
 @contextlib.contextmanager
 def apart(*, is_apart: bool = True) -> Iterator[None]:
-    """Within, each process takes itself to be on a machine of its own, if `is_apart`."""
+    """If `is_apart`, each process believes that it is on its own machine."""
     with pytest.MonkeyPatch.context() as patch:
         if is_apart:
-            patch.setattr(neighbours, "machine_id", lambda: f"machine {jax.process_index()}")
+            patch.setattr(shared_memory, "machine_id", lambda: f"machine {jax.process_index()}")
         yield
 
 
 class Count:
-    """How many bytes this process has read, from the progress of a load."""
+    """Counts the bytes that this process reads, from the progress of a load."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -58,7 +58,7 @@ class Count:
 
 
 def patterned(shape: list[int], dtype: str) -> np.ndarray:
-    """Bytes that differ from place to place, as values of any dtype."""
+    """Return pseudo-random bytes as values of a dtype."""
     wanted = np.dtype(getattr(jnp, dtype, dtype))
     size = int(np.prod(shape, dtype=np.int64)) * wanted.itemsize
     raw = np.random.default_rng(size).integers(0, 256, size, np.uint8)
@@ -66,12 +66,12 @@ def patterned(shape: list[int], dtype: str) -> np.ndarray:
         return (raw & 1).view(np.bool_).reshape(shape)
     if name_bits := re.fullmatch(r"u?int([124])|float([46])_.*", dtype):
         raw &= (1 << int(name_bits[1] or name_bits[2])) - 1
-        raw = (raw & 1).astype(wanted).view(np.uint8) if name_bits[1] else raw  # of integers those that all have
+        raw = (raw & 1).astype(wanted).view(np.uint8) if name_bits[1] else raw  # bits that all integer types have
     return raw.view(wanted).reshape(shape)
 
 
 def save_alone(path: str, arrays: Arrays) -> None:
-    """Save whole arrays, in a process of its own kind: that of the test."""
+    """Save whole arrays in the process of the test."""
     jct.save(path, {name: patterned(*each) for name, each in arrays.items()})
 
 
@@ -84,7 +84,7 @@ def load_counted(
     budget: int = 256 << 20,
     check: bool = True,
 ) -> dict[str, Any]:
-    """Load with these shardings; the names of arrays that are not right, and the bytes that this process read."""
+    """Load with these shardings; return the names of wrong arrays, and the bytes that this process read."""
     count = Count()
     settings = jct.StoreSettings(read_once=read_once, read_budget_bytes=budget)
     loaded = jct.load(path, target_of(arrays, specs, mesh), settings=settings, progress=count)
@@ -93,17 +93,17 @@ def load_counted(
 
 
 def load_counted_apart(*arguments: Any) -> dict[str, Any]:
-    """As `load_counted`, in processes that take themselves to be on machines of their own."""
+    """Like `load_counted`, in processes that believe that they are on different machines."""
     with apart():
         return load_counted(*arguments)
 
 
 WAYS = [load_counted, load_counted_apart]
-"""Through memory that all see, and over devices."""
+"""Through shared memory, and over devices."""
 
 
 def target_of(arrays: Arrays, specs: dict[str, Spec], mesh: list[int] | Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """What to load, onto all devices of the job or those of a mesh with the axes "x" and "y"."""
+    """Return the target of a load, on all devices of the job or on a mesh with the axes "x" and "y"."""
     return {
         name: jax.ShapeDtypeStruct(
             tuple(shape),
@@ -117,12 +117,12 @@ def target_of(arrays: Arrays, specs: dict[str, Spec], mesh: list[int] | Mesh) ->
 
 
 def devices_in(order: list[int], mesh: list[int]) -> Mesh:
-    """A mesh of some devices of the job."""
+    """Return a mesh of some devices of the job."""
     return Mesh(np.array([jax.devices()[number] for number in order]).reshape(mesh), ("x", "y"))
 
 
 def holds(array: jax.Array, values: np.ndarray) -> bool:
-    """Whether each shard that this process has holds these bytes."""
+    """Return whether the local shards hold these bytes."""
     return array.shape == values.shape and all(
         np.asarray(shard.data).tobytes() == values[shard.index].tobytes() and shard.data.dtype == values.dtype
         for shard in array.addressable_shards

@@ -1,4 +1,4 @@
-"""Jobs that several tests share, because starting one takes seconds."""
+"""Jobs that several tests share, because a start takes seconds."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 from tests.support.jobs.job import Job
 
 JobOf = Callable[[int, int], Job]
-MOST_JOBS = 4  # that wait at a time
+MOST_JOBS = 4  # idle jobs at one time
 
 
-_jobs: dict[tuple[int, int], Job] = {}  # the one that was asked for last is last
+_jobs: dict[tuple[int, int], Job] = {}  # ordered by their last use
 
 
 @pytest.fixture(scope="session")
 def job_of() -> JobOf:
-    """`job_of(processes, devices)`: a job that waits for calls; another one if a test has ended it."""
+    """`job_of(processes, devices)` returns an idle job, or a new one if a test ended it."""
 
     def job(processes: int, devices: int = 1) -> Job:
         found = _jobs.pop((processes, devices), None)
@@ -32,7 +32,7 @@ def job_of() -> JobOf:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the jobs before tests of something else, from which they would take memory and time."""
+    """End the jobs before other tests, so that they take no memory and time from these."""
     if nextitem is None or "distributed" not in nextitem.path.parts:
         while _jobs:
             _jobs.popitem()[1].end()

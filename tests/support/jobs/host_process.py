@@ -23,19 +23,19 @@ Packed = tuple[str, tuple[int, ...], bytes]
 
 
 def packed(array: Any) -> Packed:
-    """An array as plain data."""
+    """Return an array as plain data."""
     found = np.asarray(array)
     return found.dtype.name, found.shape, found.tobytes()
 
 
 def unpacked(data: Packed) -> np.ndarray:
-    """The array."""
+    """Return the array of plain data."""
     name, shape, content = data
     return np.frombuffer(bytearray(content), DTYPES[name]).reshape(shape)
 
 
 class Request(msgspec.Struct):
-    """A function, as JAX's Colocated Python sends it, and its arrays."""
+    """A function, pickled as by Colocated Python, and its arrays."""
 
     number: int
     function: bytes
@@ -43,7 +43,7 @@ class Request(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """What it returned, or what it raised."""
+    """The results of a function, or its error."""
 
     number: int
     arrays: tuple[Packed, ...] = ()
@@ -61,7 +61,7 @@ def _run(request: Request) -> Reply:
 
 
 def main() -> None:
-    """Run each request on a thread of its own, until the controller hangs up."""
+    """Run each request on its own thread, until the controller disconnects."""
     faulthandler.enable()
     options = json.loads(sys.argv[1])
     if options["most_file_bytes"] is not None:

@@ -1,4 +1,4 @@
-"""A real job: processes that are joined by jax.distributed on loopback and call functions of the tests."""
+"""A real job: processes that join through jax.distributed on loopback and call functions of the tests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ START_S, CALL_S = 120.0, 120.0
 
 
 class Job:
-    """Processes that wait for calls. Each call is made in all of them at once.
+    """Processes that wait for calls. Each call runs in all of them at once.
 
     Args:
-        processes: how many.
+        processes: their number.
         devices: CPU devices of each.
         more: options of the worker, such as `heartbeat_timeout_seconds=10`.
     """
@@ -35,10 +35,10 @@ class Job:
         self._pool = ThreadPoolExecutor(processes)
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = CALL_S) -> list[Any]:
-        """What a function of a test module returns in each process, in order. What it takes and returns is JSON.
+        """Call a function of a test module in each process; return the results in order. All values are JSON.
 
         Raises:
-            AssertionError: it raised in one; the job cannot be used any more.
+            AssertionError: it raised in a process; the job cannot be used again.
         """
         answers = self.outcomes(function, *arguments, timeout_s=timeout_s)
         failed = [f"process {number}: {each['error']}" for number, each in enumerate(answers) if "error" in each]
@@ -55,9 +55,9 @@ class Job:
         of: Sequence[int] | None = None,
         heard: Sequence[int] | None = None,
     ) -> list[dict[str, Any]]:
-        """As `call`, but for each process `{"value": ...}` or `{"error": text}`.
+        """Like `call`, but return `{"value": ...}` or `{"error": text}` for each process.
 
-        `of`: only these processes are called; `heard`: only these answers are waited for, the others never come.
+        `of`: only these processes are called; `heard`: only these answers are awaited, the others never come.
         """
         chosen = range(self.processes) if of is None else of
         request = json.dumps({"call": f"{function.__module__}:{function.__qualname__}", "arguments": arguments})
@@ -67,13 +67,13 @@ class Job:
         return list(self._pool.map(lambda number: self.workers[number].answer(end), heard or chosen))
 
     def end(self) -> None:
-        """Kill all of it."""
+        """Kill all processes."""
         for worker in self.workers:
             worker.kill()
         self._pool.shutdown()
 
     def is_alive(self) -> bool:
-        """Whether it can be called."""
+        """Return whether all processes are alive."""
         return all(worker.process.poll() is None for worker in self.workers)
 
 
@@ -82,7 +82,7 @@ class _Worker:
         self._number = number
         variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
         options = json.dumps({"coordinator_address": address, "num_processes": processes, "process_id": number, **more})
-        # Each from another source: sets of two processes of a job are in another order.
+        # Different sources have different hash seeds, so that sets of two processes differ in their order.
         self.process = WarmProcess(["-m", "tests.support.jobs.worker", options], variables, source=number)
         self._lines: list[str] = []
         self._drainer = threading.Thread(target=self._drain, daemon=True)
@@ -101,7 +101,7 @@ class _Worker:
             self.process.stdin.flush()
 
     def answer(self, end: float) -> dict[str, Any]:
-        """Its answer; a process that does not answer in time is killed, with the traces of all its threads."""
+        """Return its answer; kill a process that does not answer in time, and show the stacks of its threads."""
         late = threading.Timer(max(0.0, end - time.monotonic()), self._give_up)
         late.start()
         try:
@@ -115,7 +115,7 @@ class _Worker:
         return answer
 
     def _give_up(self) -> None:
-        self.process.send_signal(signal.SIGABRT)  # faulthandler shows where all threads are
+        self.process.send_signal(signal.SIGABRT)  # faulthandler writes the stacks of all threads
 
     def kill(self) -> None:
         self.process.kill()
@@ -128,7 +128,7 @@ class _Worker:
 
 @contextlib.contextmanager
 def running(processes: int, devices: int = 1, **more: Any) -> Iterator[Job]:
-    """A job for a while."""
+    """Start a job, and end it afterwards."""
     job = Job(processes, devices, **more)
     try:
         yield job

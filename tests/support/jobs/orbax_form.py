@@ -1,4 +1,4 @@
-"""What each process of a job does with an Orbax-style manager, and the answers it gets."""
+"""Calls of an Orbax-style manager in each process of a job, and their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxckpt_train.integrations.orbax_manager import CheckpointManager, Checkpoi
 
 
 def state_of(step: int, value: float | None = None) -> dict[str, Any]:
-    """An array with a row for each device of the job, that tells which step it is of."""
+    """Return an array with a row for each device of the job, filled with the step."""
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     rows = np.full((jax.device_count(), 3), step if value is None else value, np.float32)
@@ -23,7 +23,7 @@ def state_of(step: int, value: float | None = None) -> dict[str, Any]:
 
 
 def saves_and_restores(directory: str) -> list[Any]:
-    """Saves, lets go, deletes and restores."""
+    """Save, prune, delete and restore."""
     answers: list[Any] = []
     options = CheckpointManagerOptions(
         should_save_fn=lambda step, newest: step % 2 == 0,
@@ -49,13 +49,13 @@ def saves_and_restores(directory: str) -> list[Any]:
 
 
 def rows_of(state: dict[str, Any]) -> list[float]:
-    """The values of the rows of this process, and the number in it."""
+    """Return the values of the rows of this process, and the number."""
     shards = [np.asarray(shard.data).tolist() for shard in state["w"].addressable_shards]
     return [*{value for shard in shards for row in shard for value in row}, float(state["n"])]
 
 
 def fails(directory: str) -> list[Any]:
-    """A save fails, in all of them."""
+    """Make a save fail in all processes."""
     answers: list[Any] = []
     with CheckpointManager(directory, settings=jct.StoreSettings(nonfinite="reject")) as manager:
         answers.append(manager.save(1, args=args.StandardSave(state_of(1))))
@@ -70,11 +70,11 @@ def fails(directory: str) -> list[Any]:
 
 
 def is_asked(directory: str, process: int, saves_first: bool) -> list[Any]:
-    """One of them is asked to leave, and all save the same step; `saves_first`: before they ask whether to leave."""
+    """Send SIGTERM to one process; all save the same step. `saves_first`: save before the check for preemption."""
     options = CheckpointManagerOptions(save_interval_steps=10**9)
     answers: list[Any] = []
     with CheckpointManager(directory, options=options) as manager:
-        for step in itertools.count():  # JAX takes a while to agree
+        for step in itertools.count():  # JAX needs several steps to agree
             if step == 5 and jax.process_index() == process:
                 os.kill(os.getpid(), signal.SIGTERM)
             reached = not saves_first and manager.reached_preemption(step)

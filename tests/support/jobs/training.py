@@ -24,14 +24,14 @@ def mesh() -> jax.sharding.Mesh:
 
 
 def dataset(epochs: int = 4) -> Any:
-    """This process's share of the records, in batches that all processes make together."""
+    """Return the records of this process, in batches that form global batches."""
     n, i = jax.process_count(), jax.process_index()
     records = grain.MapDataset.range(RECORDS).shuffle(seed=3).repeat(epochs)[i::n]
     return records.batch(GLOBAL_BATCH // n).to_iter_dataset(grain.ReadOptions(num_threads=0))
 
 
 def start() -> dict[str, Any]:
-    """The state before training: a matrix that is split over the devices, one that is not, and a key."""
+    """Return the initial state: a sharded matrix, replicated arrays, and a key."""
     rows, everywhere = NamedSharding(mesh(), P("x")), NamedSharding(mesh(), P())
     make = jax.jit(
         lambda: {
@@ -48,7 +48,7 @@ def start() -> dict[str, Any]:
 
 @jax.jit
 def train_step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-    """An update that any change of the state, the data or the key would change to the last bit."""
+    """Make an update whose bits depend on the state, the data and the key."""
     key, noise = jax.random.split(state["key"])
     seen = state["seen"].at[batch].add(1)
     scale = jnp.sum(jnp.sort(batch).astype(jnp.float32)) / 1000
@@ -62,9 +62,9 @@ def global_batch(data: Any) -> jax.Array:
 
 
 def train(directory: str, steps: int, options: dict[str, Any], events: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Train to the end, or until it is asked to leave; what came of it in this process.
+    """Train to the end or to a shutdown; return the result of this process.
 
-    `events`: what happens in which process after how many updates, as `{"step": 3, "process": 1, "signal": 15}`.
+    `events`: what happens in a process after some updates, such as `{"step": 3, "process": 1, "signal": 15}`.
     """
     losses, preempted = [], None
     store = jct.StoreSettings(**options.pop("store", {}))
@@ -86,7 +86,7 @@ def train(directory: str, steps: int, options: dict[str, Any], events: dict[str,
 
 
 def sink_events(directory: str) -> list[list[Any]]:
-    """The events that sinks receive of a short run in this process."""
+    """Return the events that sinks receive from a short run in this process."""
     events = list[list[Any]]()
     with jct.StepManager(
         directory, sinks=[lambda event: events.append([event["event"], event.get("step")])]
@@ -98,7 +98,7 @@ def sink_events(directory: str) -> list[list[Any]]:
 
 
 def happen(events: dict[str, Any], step: int) -> None:
-    """Do what is to happen now in this process."""
+    """Trigger the event of this step in this process."""
     import os
 
     if events["step"] == step and events["process"] == jax.process_index():

@@ -14,10 +14,10 @@ import jax
 
 
 def main() -> None:
-    """Answer each line of the input by one line."""
+    """Answer each line of the input with one line."""
     faulthandler.enable()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what anybody prints is no answer
+    os.dup2(2, 1)  # prints must not become answers
     options = json.loads(sys.argv[1])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", options.pop("preemption_service", True))
