@@ -1,4 +1,4 @@
-"""Feeds: events reach every sink in order, whatever a sink does, and nobody is held up by one."""
+"""Feeds in forked processes: a child has its own event thread, and closes no sink."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_forked_child_has_its_own_event_thread(held: Held) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_nor_is_it_closed_by_a_forked_child() -> None:
+def test_forked_child_closes_no_sink() -> None:
     mine = Closable()
     feeds = Feeds([Owned(mine)])
 

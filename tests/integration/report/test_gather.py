@@ -22,7 +22,7 @@ def test_processes_ended_as_they_did(preempted_run: Path) -> None:
     assert not gathered.is_live
 
 
-def test_goodput_is_that_of_the_library(preempted_run: Path) -> None:
+def test_goodput_matches_the_library(preempted_run: Path) -> None:
     totals, found = gathered_of(preempted_run).totals, jct.StepManager(preempted_run).goodput()
     assert (totals.share, totals.useful_s, totals.wall_s, totals.between_s, totals.blocked_s, totals.to_resume_s) == (
         found.share, found.useful_s, found.wall_s, found.between_s, found.blocked_s, found.to_resume_s

@@ -50,7 +50,7 @@ def test_function_of_test_module_runs_elsewhere(run_python: Any, tmp_path: Path)
     assert (tmp_path / "ran.txt").read_text() == f"default {__name__}"
 
 
-def test_its_arguments_follow_the_directory(run_python: Any, tmp_path: Path) -> None:
+def test_arguments_follow_the_directory(run_python: Any, tmp_path: Path) -> None:
     ran(target_of(functools.partial(at_the_top, word="given")), tmp_path, run_python)
     assert (tmp_path / "ran.txt").read_text().startswith("given ")
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import cost_model
 
 
-def test_the_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_file = tmp_path / "out.json"
     sizes = ["--quick", "--axes", "leaves", "--largest", "100", "--repeats", "1"]
     cost_model.main([*sizes, "--dir", str(tmp_path / "work"), "--json", str(json_file)])

@@ -62,7 +62,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("when", WHEN)
-def test_ours_keeps_what_it_acknowledged(kind: str, tmp_path: Path, when: When) -> None:
+def test_ours_keeps_acknowledged_saves(kind: str, tmp_path: Path, when: When) -> None:
     assert ends_on(kind, tmp_path, "ours", when, 3) == {"right": 3}
 
 

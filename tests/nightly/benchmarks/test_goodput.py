@@ -36,7 +36,7 @@ def test_unexpected_exit_code_is_an_error(tmp_path: Path) -> None:
         run_attempt(arguments(tmp_path, "ours_nothing", 0), None, 60.0)
 
 
-def test_the_command_measures_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_measures_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_file, page = tmp_path / "out.json", tmp_path / "page"
     options = ["--quick", "--subjects", "ours_fixed", "--seconds", "4", "--mean-s", "18", "--every-s", "0.2"]
     goodput.main([*options, "--dir", str(tmp_path / "work"), "--json", str(json_file), "--page", str(page)])

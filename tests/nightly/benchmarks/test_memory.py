@@ -10,7 +10,7 @@ import pytest
 from benchmarks import memory
 
 
-def test_the_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_file = tmp_path / "out.json"
     parts = ["--parts", "series", "--subjects", "ours", "--saves", "5"]
     memory.main(["--quick", *parts, "--dir", str(tmp_path / "work"), "--json", str(json_file)])

@@ -13,7 +13,7 @@ from benchmarks.step_time_summary import summarise
 from benchmarks.step_time_turn import Cycle
 
 
-def test_the_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_file = tmp_path / "out.json"
     size = ["--layers", "1", "--width", "64", "--rounds", "1", "--saves", "1"]
     step_time.main(["--quick", *size, "--subjects", "ours", "--dir", str(tmp_path / "work"), "--json", str(json_file)])

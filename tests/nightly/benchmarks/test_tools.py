@@ -11,7 +11,7 @@ from benchmarks import tools
 
 
 @pytest.mark.timeout(600)
-def test_the_command_measures_and_writes_everything(tmp_path: Path) -> None:
+def test_command_measures_and_writes_everything(tmp_path: Path) -> None:
     file = tmp_path / "tools.json"
     tools.main(["--quick", "--dir", str(tmp_path), "--json", str(file), "--page", str(tmp_path)])
     results = json.loads(file.read_text())["results"]

@@ -171,7 +171,7 @@ def test_the_cost_of_a_save_is_found() -> None:
     assert interval.steps == round(interval.seconds / 0.1)
 
 
-def test_save_costs_what_its_call_takes_at_least() -> None:
+def test_save_costs_at_least_its_call() -> None:
     noise = SaveCost(cost_s=-0.1, update_s=0.1, called_s=0.06, start_s=3.0, saves=4)
     assert interval_for(noise, 40.0).seconds == pytest.approx(daly_interval_s(0.06, 40.0) + 0.06)
 
@@ -238,7 +238,7 @@ def test_a_goodput_survives_json() -> None:
     assert as_goodput(json.loads(json.dumps(dataclasses.asdict(found)))) == found
 
 
-def test_every_subject_finds_an_interval_that_is_measured() -> None:
+def test_interval_of_every_subject_is_measured() -> None:
     assert set(INTERVALS) | set(INTERVALS.values()) <= set(SUBJECTS)
     assert not set(INTERVALS) & set(INTERVALS.values())
 

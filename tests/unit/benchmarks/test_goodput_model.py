@@ -72,6 +72,6 @@ def test_a_budget_is_kept(training: Training) -> None:
     assert found.saves >= 3
 
 
-def test_budget_is_used_where_nothing_else_bounds_it() -> None:
+def test_budget_is_used_up_without_other_bounds() -> None:
     found = SimulatedRun(Training(), jct.OverheadBudgetPolicy(0.035), failure_times(NEVER, 1)).run(8000)
     assert found.slowed_s / found.useful_s > 0.025

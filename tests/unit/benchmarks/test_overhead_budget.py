@@ -109,7 +109,7 @@ def test_block_ends_after_its_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert loop.saves[0].lasted_s is not None
 
 
-def test_limit_is_of_disk_and_not_of_partition(tmp_path: Path) -> None:
+def test_limit_applies_to_the_whole_disk(tmp_path: Path) -> None:
     number = os.stat(tmp_path).st_dev
     name = f"{os.major(number)}:{os.minor(number)}"
     disk = tmp_path / "real" / "disk"
@@ -155,7 +155,7 @@ def test_a_page_has_the_figures_and_its_plot(tmp_path: Path) -> None:
     assert (tmp_path / "overhead-budget.png").stat().st_size > 0
 
 
-def test_disk_that_cannot_be_slowed_is_reported(tmp_path: Path) -> None:
+def test_disk_without_write_limit_is_reported(tmp_path: Path) -> None:
     found = overhead_of([Block(10, 10.0, 0)] * 2, [Block(10, 10.3, 1)], stored(1.0))
     results = {"fraction": 0.035, "disks": {"fast": {"overhead": dataclasses.asdict(found)}}, "phases": None}
     overhead_report.write(tmp_path, WITH_VERSIONS, {**results, "left_out": "needs the right to make a control group"})

@@ -13,7 +13,7 @@ from benchmarks.read_ways import PIECE_BYTES, WAYS, measure
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_way_gives_bytes_of_file_and_their_digests(way: str, tmp_path: Path) -> None:
+def test_every_way_returns_bytes_and_digests(way: str, tmp_path: Path) -> None:
     content = np.random.default_rng(1).integers(0, 256, 3 * PIECE_BYTES // 2, np.uint8).tobytes()
     (tmp_path / "file").write_bytes(content)
     memory, digests = WAYS[way](tmp_path / "file", len(content))

@@ -231,7 +231,7 @@ def test_invalid_sinks_are_refused(wrong: Any, said: str) -> None:
         checked_sinks("here", wrong)
 
 
-def test_sinks_come_back_in_their_order() -> None:
+def test_sinks_keep_their_order() -> None:
     sinks: list[Sink] = [print, Recorder()]
     assert checked_sinks("here", sinks) == tuple(sinks)
 

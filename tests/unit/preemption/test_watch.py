@@ -211,7 +211,7 @@ def test_watch_logs_reason_once(tmp_path: Path, caplog: pytest.LogCaptureFixture
     watch.stop()
 
 
-def test_the_first_reason_stays_the_reason(tmp_path: Path) -> None:
+def test_first_reason_is_kept(tmp_path: Path) -> None:
     time, path = Time(), tmp_path / "leave"
     path.touch()
     watch = PreemptionWatch(

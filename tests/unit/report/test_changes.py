@@ -35,7 +35,7 @@ def pairs(directory: Path, requested: int | None) -> list[tuple[int, int]]:
     return [(before.step, after.step) for before, after in plan.pairs]
 
 
-def test_relative_changes_are_norms_by_norms(tmp_path: Path) -> None:
+def test_relative_change_is_a_ratio_of_norms(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     one, other = (rng.normal(size=(50, 40)).astype(np.float32) for _ in range(2))
     still = np.arange(5.0)

@@ -42,7 +42,7 @@ def second(number: float) -> datetime.datetime:
     return START + datetime.timedelta(seconds=number)
 
 
-def test_step_lives_from_its_save_to_its_deletion() -> None:
+def test_step_lives_from_save_to_deletion() -> None:
     one, two = lives(saved(1, 10), saved(5, 20), deleted(6, 10), inspected=present(20))
     assert (one.saved, one.deleted, one.state, one.bytes) == (second(1), second(6), "deleted", 110)
     assert (two.saved, two.deleted, two.is_there) == (second(5), None, True)

@@ -27,7 +27,7 @@ def test_greatest_of_each_group_stays() -> None:
     assert thinned([0, 9, 1, 1, 7, 2], 3, float) == [9, 1, 7]
 
 
-def test_half_of_everything_is_never_nothing() -> None:
+def test_halved_limits_stay_above_zero() -> None:
     limits = Limits(saves=1, steps=9, leaves=20_000)
     assert (limits.halved().saves, limits.halved().steps, limits.halved().leaves) == (1, 4, 10_000)
 

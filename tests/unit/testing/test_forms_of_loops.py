@@ -134,7 +134,7 @@ def data_passed_again(directory: Path) -> None:
             ckpt(state, data=data)
 
 
-def test_what_is_saved_is_the_iterator_itself(tmp_path: Path) -> None:
+def test_saved_data_is_the_plain_iterator(tmp_path: Path) -> None:
     data_passed_again(tmp_path / "alone")
     with contextlib.closing(RecordWriter(ProcessFiles(tmp_path))) as writer:
         loop_observer.observe(Recorder(writer, Plan(ScriptTarget(()), str(tmp_path), None, "kill", None, 60.0, 0.0)))

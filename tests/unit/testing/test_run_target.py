@@ -59,7 +59,7 @@ def test_unusable_target_is_refused(make_run: Any, found: str) -> None:
         target_of(make_run)
 
 
-def test_a_function_that_takes_no_directory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_without_directory_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(at_the_top, "__signature__", inspect.signature(local), raising=False)
     with pytest.raises(jct.SettingsError, match="a function that accepts a directory"):
         target_of(at_the_top)
