@@ -110,7 +110,7 @@ class PathTarget:
 class _Coming(msgspec.Struct):
     """The summary of a process's next save. `owners` maps arrays to the process whose devices hold them completely."""
 
-    subject: str
+    subject: bytes
     own_values: dict[str, str]
     owners: dict[str, int]
 
@@ -263,15 +263,15 @@ class CheckpointSave:
             if part.snapshot is not None
             for number, process in part.snapshot.owners.items()
         }
-        return msgspec.msgpack.encode(_Coming(self.subject, own_values, owners))
+        return msgspec.msgpack.encode(_Coming(os.fsencode(self.subject), own_values, owners))
 
     def _begin_attempt(self, target: SaveTarget, values: Sequence[bytes]) -> bytes:
         """In the primary: create the attempt if all processes save the same."""
         coming = [msgspec.msgpack.decode(value, type=_Coming) for value in values]
         for process, each in enumerate(coming):
-            if each.subject != self.subject:
+            if (subject := os.fsdecode(each.subject)) != self.subject:
                 raise OtherProcessError(
-                    f"process {process} saves {each.subject}, but process 0 saves {self.subject}; all processes "
+                    f"process {process} saves {subject}, but process 0 saves {self.subject}; all processes "
                     "of a job must save the same steps in the same order"
                 )
         own = coming[0].own_values

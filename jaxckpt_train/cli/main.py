@@ -1,16 +1,11 @@
-"""The command `jaxckpt` and its subcommands, whose modules are imported when a subcommand is called.
-
-Values that need no conversion bypass typer's own conversion, which imports pydantic: a fifth of the start-up time.
-"""
+"""The command `jaxckpt` and its subcommands, whose modules are imported when a subcommand is called."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import itertools
 import keyword
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -19,8 +14,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from jaxckpt_train.cli.output import Code, print_json, standard_streams
 
-_PLAIN = (str, int, float)
-_WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")  # typer converts all other forms, and reports what is no number
 _MODULES = {
     "inspect": ("ls", "show", "stats", "diff"),
     "maintain": ("verify", "scrub", "prune", "pin", "cp", "mv"),
@@ -32,58 +25,6 @@ _MODULE_OF = {command: module for module, commands in _MODULES.items() for comma
 _WANTS_JSON = "jaxckpt_train.json"
 _UsageError: Any = typer.BadParameter.__base__  # typer's own class or click's, depending on the version
 _HELP = {"help_option_names": ["-h", "--help"]}
-
-
-class PlainCommand(TyperCommand):
-    """A command that lets typer convert only the values that do not have the type of their parameter yet.
-
-    Text, defaults and missing values have it, and integers are parsed here. Versions of typer before 0.29 convert
-    without pydantic and are left alone.
-    """
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, each with the fast conversion."""
-        return [_with_fast_conversion(each) for each in super().get_params(ctx)]
-
-
-class PlainGroup(TyperGroup):
-    """A group of commands with the conversion of `PlainCommand`."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, each with the fast conversion."""
-        return [_with_fast_conversion(each) for each in super().get_params(ctx)]
-
-
-class _Conversion:
-    """Converts the values of one parameter, and asks typer only for those that need it."""
-
-    def __init__(self, parameter: Any) -> None:
-        self._annotation, self._get_other = parameter.type_descriptor.annotation, parameter.get_runtime_param
-        self._least, self._most = (getattr(parameter.type_descriptor.parameter_info, each) for each in ("min", "max"))
-        self._is_several = bool(parameter.multiple) or parameter.nargs == -1
-
-    def coerce(self, value: Any, **context: Any) -> Any:
-        """Return the value in the type of the parameter; the interface is typer's."""
-        if value is None:
-            return () if self._is_several else None
-        if self._annotation in _PLAIN and type(value) is self._annotation:
-            return value
-        if self._annotation == list[str] and isinstance(value, list | tuple) and all(type(e) is str for e in value):
-            return [*value]
-        if self._annotation is int and isinstance(value, str) and _WHOLE.fullmatch(value) and self._allows(int(value)):
-            return int(value)
-        return self._get_other().coerce(value, **context)
-
-    def _allows(self, number: int) -> bool:
-        return (self._least is None or number >= self._least) and (self._most is None or number <= self._most)
-
-
-def _with_fast_conversion(parameter: Any) -> Any:
-    is_known = hasattr(parameter, "get_runtime_param") and hasattr(parameter, "type_descriptor")
-    if is_known and "get_runtime_param" not in vars(parameter):
-        conversion = _Conversion(parameter)
-        parameter.get_runtime_param = lambda: conversion
-    return parameter
 
 
 COMMANDS = {
@@ -119,7 +60,7 @@ def _usage_errors_as_json(ctx: Any) -> Iterator[None]:
         raise typer.Exit(int(Code.USAGE)) from None
 
 
-class _OnDemand(PlainGroup):
+class _OnDemand(TyperGroup):
     """Imports the module of a command when the command is called. Importing all takes as long as importing NumPy."""
 
     def __init__(self, **arguments: Any) -> None:
@@ -133,12 +74,12 @@ class _OnDemand(PlainGroup):
         if cmd_name not in COMMANDS:
             return None
         if self._lists_help:
-            return PlainCommand(cmd_name, help=COMMANDS[cmd_name])
+            return TyperCommand(cmd_name, help=COMMANDS[cmd_name])
         module = _MODULE_OF[cmd_name]
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         imported = importlib.import_module(f"jaxckpt_train.cli.{module}")
         function = getattr(imported, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)
-        single.command(cmd_name, cls=PlainCommand, context_settings=_HELP)(function)
+        single.command(cmd_name, context_settings=_HELP)(function)
         return typer.main.get_command(single)
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
@@ -199,6 +140,5 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command."""
-    gc.set_threshold(100_000)  # collections during the imports would take a tenth of the start-up time
     with standard_streams():
         app()
