@@ -275,11 +275,11 @@ class _KnownTilings:
     """A cache of boxes: most arrays are cut as another one, and need not be checked and converted again."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[int, ...], bytes], list[Box]] = {}
+        self._known: dict[tuple[tuple[int, ...], int, bytes], list[Box]] = {}
 
     def boxes(self, corners: np.ndarray, array: ArrayRecord, part: str) -> list[Box]:
         """The boxes with these corners, after checking that they tile the array."""
-        key = (array.shape, corners.tobytes())
+        key = (array.shape, len(corners), corners.tobytes())
         found = self._known.get(key)
         if found is None:
             check_corners(corners, array.shape, f"{part}: array {array.name!r}")

@@ -81,7 +81,7 @@ def test_merge_equals_a_chunk_by_chunk_merge(case: tuple[list[PartRecord], list[
 
 
 @given(written().filter(lambda case: any(part.chunks for index in case[1] for part in index.parts)), st.data())
-def test_what_one_has_lost_written_twice_or_elsewhere_is_found(
+def test_lost_duplicate_or_moved_chunk_is_found(
     case: tuple[list[PartRecord], list[ProcessIndex]], data: st.DataObject
 ) -> None:
     parts, indexes = case
@@ -129,6 +129,16 @@ def test_identically_cut_arrays_are_each_checked() -> None:
         merged(good[0], good[1][:-1], good[2], columns)
     with pytest.raises(CorruptCheckpointError, match="array 'a3'"):
         merged(*good, good[0])
+
+
+@pytest.mark.parametrize("chunks_of_second", [0, 2])
+def test_lost_or_duplicate_scalar_chunk_is_found(chunks_of_second: int) -> None:
+    """The corners of any number of 0-d boxes are the same empty bytes."""
+    one = chunk((), 0)
+    files = (SegmentRecord("state/x", 9, 8, "d"),)
+    index = ProcessIndex("", (PartIndex(files, (0, 1), ((one,), (one,) * chunks_of_second)),))
+    with pytest.raises(CorruptCheckpointError, match="array 'a1'"):
+        merge_indexes([part_of((), ())], [decode_index(encode_index(index))])
 
 
 @pytest.mark.parametrize(("array", "box"), [(1, ((0, 4),)), (0, ((0, 2), (0, 2))), (0, ()), (7, ())])
