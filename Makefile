@@ -72,12 +72,7 @@ lint: $(STAMP)  ## check style, imports, formatting, and banned words
 
 # Files and folders without banned words. The list grows as more of them are cleaned.
 LANGUAGE_PATHS := README.md CHANGELOG.md CITATION.cff CONTRIBUTING.md SECURITY.md Makefile mkdocs.yml pyproject.toml \
-	.ci .github .pre-commit-config.yaml benchmarks configs docs examples jaxckpt_train tools \
-	$(addprefix tests/,unit/test_check_language.py unit/metrics unit/policies unit/preemption unit/run \
-		unit/store integration/examples integration/metrics integration/preemption integration/pytree \
-		integration/run integration/store integration/testing integration/docs/test_api_reference.py \
-		integration/docs/test_repository_files.py unit/benchmarks/test_goodput.py nightly/checkpointables \
-		nightly/examples nightly/integrations nightly/store nightly/testing)
+	.ci .github .pre-commit-config.yaml benchmarks configs docs examples jaxckpt_train tests tools
 .PHONY: language
 language: $(STAMP)  ## look for banned words
 	$(BIN)/python tools/check_language.py $(LANGUAGE_PATHS)
