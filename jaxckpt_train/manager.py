@@ -37,12 +37,12 @@ from jaxckpt_train.policies.context import (
 )
 from jaxckpt_train.policies.cost_model import LoopTimer, ShutdownPlan, Situation, choose, leave_early_s
 from jaxckpt_train.run.directory import RunDirectory
-from jaxckpt_train.run.entry import Restored, check_step
+from jaxckpt_train.run.entry import check_step
 from jaxckpt_train.run.goodput import RunStatistics
 from jaxckpt_train.run.history import Clock, plain_metrics, utc_now
 from jaxckpt_train.run.job import JobDecisions, JobSync, decided_locally
 from jaxckpt_train.run.listing import RunNotes
-from jaxckpt_train.run.restoring import JobRestore, restore_newest
+from jaxckpt_train.run.restoring import RunRestore
 from jaxckpt_train.run.retention import BestLink
 from jaxckpt_train.run.saving import Drift, SaveRequest, SaveResult, SaveSlot, StepSave
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
@@ -50,7 +50,6 @@ from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.threads import free_in_child
-from jaxckpt_train.store.timeouts import call_with_timeout
 
 NO_POLICY = Decision(True, "no save policy: every call saves")
 _log = logging.getLogger("jaxckpt_train")
@@ -455,21 +454,9 @@ class StepManager(RunNotes):
             return self.load(targets, step, progress=progress)
         self.refuse_replaced()
         self.wait()
-        job = JobRestore(self._job_sync, self._backend, targets, self.settings, progress)
-        if not self._job_sync.is_primary:
-            results, self.restored_step = job.follow()
-            return results
-        more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress, "asked": step}
-        restore = functools.partial(restore_newest, self._backend, self.directory, **more)
-        with job.leading() as load:
-            use = functools.partial(restore, load=load)
-            then = functools.partial(self._run.note_restore, warns=not roll_back)
-            restored: Restored = self._run.with_entries(step, use, damaged=True, progress=progress, then=then)
-            self.restored_step = restored.entry.step
-            call_with_timeout(self.directory, lambda _: self._run.record_damage(restored), progress)
-            restored.warn_about_left_out()
-            job.restored(restored.entry.step)
-        return restored.results
+        restore = RunRestore(self._run, self._job_sync, targets, self.settings, progress)
+        results, self.restored_step = restore.restore(step, warns=not roll_back)
+        return results
 
     def load(
         self,
@@ -484,9 +471,7 @@ class StepManager(RunNotes):
         """
         if not self._job_sync.is_single_process:
             return load_checkpointables(self.path(step), targets, settings=self.settings, progress=progress)
-        more: dict[str, Any] = {"targets": targets, "settings": self.settings, "progress": progress, "asked": step}
-        load = functools.partial(restore_newest, self._backend, self.directory, **more)
-        return self._run.with_entries(step, load, damaged=step is not None, progress=progress).results
+        return RunRestore(self._run, self._job_sync, targets, self.settings, progress).load(step)
 
     def check(self) -> None:
         """Raise the error of a failed background save, once.

@@ -39,7 +39,6 @@ from jaxckpt_train.run.entry import (
     Entry,
     Restored,
     RollBack,
-    StepVanishedError,
     branch_last,
     check_step,
     entry_from_manifest,
@@ -421,37 +420,29 @@ class RunDirectory:
             raise step_not_found(self.directory, step, entries, self.backend, progress)
         return found
 
-    def with_entries(
-        self,
-        step: int | None,
-        use: Callable[[list[Entry]], T],
-        *,
-        damaged: bool = False,
-        progress: ReadProgress | None = None,
-        then: Callable[[T, list[Entry] | None], object] | None = None,
-    ) -> T:
-        """Call `use` with the candidates, which retention does not delete meanwhile.
+    @contextlib.contextmanager
+    def holding_candidates(
+        self, step: int | None, *, damaged: bool = False, progress: ReadProgress | None = None
+    ) -> Iterator[tuple[list[Entry], list[Entry] | None]]:
+        """Protect the candidates for a read from deletion within the context.
+
+        A reader may raise StepVanishedError within the context, since the owner may have deleted the step after the
+        scan. Call `forget` then, and try again.
 
         Args:
             step: the step; None: all steps.
-            use: called with the candidates.
             damaged: whether to append the steps that were set aside.
             progress: called with 0 while waiting for the disk.
-            then: called with the result, and for a reader with the entries of its scan.
+
+        Yields:
+            The candidates, and for a reader all entries of its scan: only the owner changes the run.
         """
-        while True:
-            try:
-                with contextlib.ExitStack() as held:
-                    with self._guard:
-                        candidates = self.candidates(step, damaged=damaged, progress=progress)
-                        there = None if self.is_owner else [*self._entries]  # only the owner changes the run
-                        held.enter_context(self.reading(candidates))
-                    result = use(candidates)
-                    if then is not None:
-                        then(result, there)
-                    return result
-            except StepVanishedError as gone:  # the owner deleted it after the scan: scan again
-                self.forget(gone.name)
+        with contextlib.ExitStack() as held:
+            with self._guard:
+                candidates = self.candidates(step, damaged=damaged, progress=progress)
+                there = None if self.is_owner else [*self._entries]
+                held.enter_context(self.reading(candidates))
+            yield candidates, there
 
     def infos(self) -> tuple[CheckpointInfo, ...]:
         """The steps that the run descends from, as policies see them. Cheap for an owner, stale for a reader."""

@@ -111,7 +111,12 @@ class StepListing:
                 return describe(self._job_sync.known.candidates(step))
             except StepVanishedError as gone:
                 raise step_not_found(self.directory, step, self._job_sync.known.newest()) from gone
-        return self._run.with_entries(step, describe, progress=progress)
+        while True:
+            try:
+                with self._run.holding_candidates(step, progress=progress) as (listed, _):
+                    return describe(listed)
+            except StepVanishedError as gone:
+                self._run.forget(gone.name)
 
 
 class RunNotes(StepListing, abc.ABC):

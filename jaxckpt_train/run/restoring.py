@@ -1,8 +1,7 @@
 """Restoring a step of a run, by one process or by all processes of a job.
 
-`restore_newest` restores the newest intact step: a step that fails to load is read twice, then skipped with a warning.
-`JobRestore` does this in a multi-process job: the primary chooses the step, all processes load it, and a failure in one
-process is a failure in all.
+`RunRestore` restores the newest intact step: a step that fails to load is read twice, then skipped with a warning. In a
+multi-process job the primary chooses the step, all processes load it, and a failure in one process is a failure in all.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, NotACh
 from jaxckpt_train.pytree.flatten import PLACEHOLDER
 from jaxckpt_train.pytree.restore import LoadOptions
 from jaxckpt_train.pytree.shared_reads import JobLoads
+from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry, Restored, Skipped, StepVanishedError
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import StoreSettings
@@ -33,6 +33,7 @@ from jaxckpt_train.store.committed import UNREADABLE, Committed, is_removed_with
 from jaxckpt_train.store.manifest import MANIFEST_NAME, encode_manifest
 from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.reader import ReadProgress
+from jaxckpt_train.store.timeouts import call_with_timeout
 from jaxckpt_train.store.verify import verify
 
 # The errors of a damaged or vanished file. Any other error (no permission, no memory) is not caused by the step.
@@ -94,62 +95,15 @@ def size_if_readable(describe: Callable[[], CheckpointMetadata]) -> int | None:
         return None
 
 
-def restore_newest(
-    backend: Backend,
-    directory: str,
-    candidates: Sequence[Entry],
-    targets: Mapping[str, Any] | None,
-    settings: StoreSettings,
-    progress: ReadProgress | None,
-    asked: int | None = None,
-    load: Callable[[Committed], dict[str, Any]] | None = None,
-) -> Restored:
-    """Restore the first intact candidate.
-
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        candidates: the entries to try, in this order; at least one.
-        targets: the targets by name of the checkpointable, a target of None to restore it without one; None: restore
-            all checkpointables.
-        settings: how to read.
-        progress: called with numbers of bytes.
-        asked: the requested step; None: any.
-        load: loads a checkpoint together with the other processes; None: this process loads it alone.
-
-    Raises:
-        CorruptCheckpointError: no candidate is intact.
-        MismatchError: the first readable candidate does not fit the targets.
-        StepVanishedError: a candidate no longer exists; scan again.
-    """
-    started, meter = time.perf_counter(), ByteMeter(progress)
-    skipped: list[Skipped] = []
-    last: Exception | None = None
-    for entry in candidates:
-        reading = _Reading(backend, f"{directory}/{entry.name}", entry, targets, settings, meter, load)
-        try:
-            results = reading.twice()
-            reading.warn_if_renamed()
-            taken_s = time.perf_counter() - started
-            is_mended, is_verified = reading.is_mended(), bool(skipped) and reading.is_verified()
-            return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, is_verified, reading.left_out())
-        except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
-            if isinstance(error, StorageError) and error.errno not in _DAMAGE:
-                raise
-            if is_removed_with_timeout(backend, reading.path, progress):
-                raise StepVanishedError(entry.name) from error
-            skipped.append(Skipped(entry, str(error), _is_proof(error)))
-            last = error
-            free_frames(error)  # the frames hold the values loaded so far, and the next step needs the memory
-            _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
+def _none_intact(directory: str, skipped: Sequence[Skipped], asked: int | None) -> CorruptCheckpointError:
     listing = "\n".join(f"  step {each.entry.step}: {each.problem}" for each in skipped)
     what = f"none of {len(skipped)} committed steps can" if asked is None else f"step {asked} cannot"
     instead = "start from scratch in another directory" if asked is None else "restore another step"
-    raise CorruptCheckpointError(
+    return CorruptCheckpointError(
         f"{directory}: {what} be restored; no file was changed. Bring the damaged files back from a copy "
         "(`jaxckpt_train.verify` lists them), load the intact parts by `jaxckpt_train.load_checkpointables`, "
         f"or {instead}:\n{listing}"
-    ) from last
+    )
 
 
 def _is_proof(error: Exception) -> bool:
@@ -167,7 +121,7 @@ class _Reading:
     targets: Mapping[str, Any] | None
     settings: StoreSettings
     meter: ByteMeter
-    load: Callable[[Committed], dict[str, Any]] | None = None
+    load: Callable[[Committed], dict[str, Any]]
     manifests: set[str] = dataclasses.field(default_factory=set)
     saved_as: object = None
     parts: frozenset[str] = frozenset()
@@ -196,10 +150,7 @@ class _Reading:
         self.parts = frozenset(part.name for part in committed.manifest.parts)
         if len(self.manifests) > 1:
             raise StepVanishedError(self.entry.name)
-        if self.load is not None:
-            return self.load(committed)
-        wanted = {part.name: None for part in committed.manifest.parts} if self.targets is None else self.targets
-        return load_parts(self.backend, committed, wanted, self.settings, LoadOptions(donatable=True), self.meter)
+        return self.load(committed)
 
     def warn_if_renamed(self) -> None:
         """Warn if the directory was renamed to another step, which may be intended."""
@@ -234,70 +185,138 @@ class _Chosen(msgspec.Struct, array_like=True):
     step: int | None
 
 
-class JobRestore:
-    """One restore, as one process of a job performs it.
+class RunRestore:
+    """One restore of a run, as a process of its job performs it. A single process is a job of size one.
 
     Args:
+        run: the run directory.
         job_sync: the processes.
-        backend: the storage.
-        targets: the targets, as for `restore_newest`.
+        targets: the targets by name of the checkpointable, a target of None to restore it without one. None: restore
+            all checkpointables.
         settings: how to read.
-        progress: called with the numbers of bytes that this process reads.
+        progress: called with the numbers of bytes that this process reads, and with 0 during waits.
     """
 
     def __init__(
         self,
+        run: RunDirectory,
         job_sync: JobSync,
-        backend: Backend,
         targets: Mapping[str, Any] | None,
         settings: StoreSettings,
         progress: ReadProgress | None,
     ) -> None:
-        self._job_sync, self._backend = job_sync, backend
-        self._targets, self._settings, self._meter = targets, settings, ByteMeter(progress)
-        self._is_reported = False
+        self._run, self._job_sync, self._targets, self._settings = run, job_sync, targets, settings
+        self._progress, self._meter = progress, ByteMeter(progress)
 
-    @contextlib.contextmanager
-    def leading(self) -> Iterator[Callable[[Committed], dict[str, Any]] | None]:
-        """In the primary: choose and load checkpoints within the context, then call `restored`.
+    def restore(self, step: int | None, *, warns: bool) -> tuple[dict[str, Any], int]:
+        """Restore a step, from which the run continues.
 
-        Yields:
-            A function that loads a checkpoint in all processes; None: there is only this process.
+        Args:
+            step: the step; None: the newest intact one.
+            warns: whether to warn an owner that has saved later steps.
+
+        Returns:
+            The restored checkpointables by name, and the step.
 
         Raises:
-            Exception: what is raised within the context. The others raise it, too.
+            CorruptCheckpointError: no candidate is intact.
+            MismatchError: the first readable candidate does not fit the targets.
+            Exception: in a job, the error of another process.
         """
-        if self._job_sync.is_single_process:
-            yield None
-            return
+        if not self._job_sync.is_primary:
+            return self._follow()
         try:
-            yield self._send_and_load
+            restored = self._restore_newest(step, warns)
+            call_with_timeout(self._run.directory, lambda _: self._run.record_damage(restored), self._progress)
+            restored.warn_about_left_out()
         except BaseException as error:
-            if not self._is_reported:
-                self._report_failure(error)
+            self._report_failure(error)
             raise
-
-    def restored(self, step: int) -> None:
-        """In the primary: report that all processes have restored this step."""
         if not self._job_sync.is_single_process:
-            self._is_reported = True
-            self._job_sync.on_primary("restoring", lambda: _Chosen("", "", b"", step))
+            self._job_sync.on_primary("restoring", lambda: _Chosen("", "", b"", restored.entry.step))
+        return restored.results, restored.entry.step
+
+    def load(self, step: int | None) -> dict[str, Any]:
+        """Load a step in this process only; the run continues as before. Arguments and errors as for `restore`."""
+        while True:
+            try:
+                with self._run.holding_candidates(step, damaged=step is not None, progress=self._progress) as (
+                    found,
+                    _,
+                ):
+                    return self._newest(found, step, self._load_alone).results
+            except StepVanishedError as gone:
+                self._run.forget(gone.name)
+
+    def _restore_newest(self, step: int | None, warns: bool) -> Restored:
+        load = self._load_alone if self._job_sync.is_single_process else self._load_everywhere
+        while True:
+            try:
+                with self._run.holding_candidates(step, damaged=True, progress=self._progress) as (found, there):
+                    restored = self._newest(found, step, load)
+                    self._run.note_restore(restored, there, warns=warns)
+                    return restored
+            except StepVanishedError as gone:
+                self._run.forget(gone.name)
+
+    def _newest(
+        self, candidates: Sequence[Entry], asked: int | None, load: Callable[[Committed], dict[str, Any]]
+    ) -> Restored:
+        """Restore the first intact candidate.
+
+        Raises:
+            StepVanishedError: a candidate no longer exists; scan again.
+        """
+        started, backend, directory = time.perf_counter(), self._run.backend, self._run.directory
+        meter = self._meter
+        skipped: list[Skipped] = []
+        last: Exception | None = None
+        for entry in candidates:
+            reading = _Reading(backend, f"{directory}/{entry.name}", entry, self._targets, self._settings, meter, load)
+            try:
+                results = reading.twice()
+                reading.warn_if_renamed()
+                taken_s = time.perf_counter() - started
+                is_mended, is_verified = reading.is_mended(), bool(skipped) and reading.is_verified()
+                found = reading.left_out()
+                return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, is_verified, found)
+            except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
+                if isinstance(error, StorageError) and error.errno not in _DAMAGE:
+                    raise
+                if is_removed_with_timeout(backend, reading.path, self._progress):
+                    raise StepVanishedError(entry.name) from error
+                skipped.append(Skipped(entry, str(error), _is_proof(error)))
+                last = error
+                free_frames(error)  # the frames hold the values loaded so far, and the next step needs the memory
+                _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
+        raise _none_intact(directory, skipped, asked) from last
+
+    def _load_alone(self, committed: Committed) -> dict[str, Any]:
+        options, wanted = LoadOptions(donatable=True), self._wanted(committed)
+        return load_parts(self._run.backend, committed, wanted, self._settings, options, self._meter)
+
+    def _wanted(self, committed: Committed) -> Mapping[str, Any]:
+        return dict.fromkeys(part.name for part in committed.manifest.parts) if self._targets is None else self._targets
 
     def _report_failure(self, error: BaseException) -> None:
+        """In the primary: raise the error in the other processes as well."""
+
         def say() -> Any:
             raise error
 
-        with contextlib.suppress(type(error)):
-            self._job_sync.on_primary("restoring", say)
+        if not self._job_sync.is_single_process:
+            with contextlib.suppress(type(error)):
+                self._job_sync.on_primary("restoring", say)
 
-    def _send_and_load(self, committed: Committed) -> dict[str, Any]:
+    def _load_everywhere(self, committed: Committed) -> dict[str, Any]:
+        """In the primary: load a checkpoint in all processes."""
         manifest = encode_manifest(committed.manifest)
         sent = manifest if len(manifest) <= MOST_SENT_BYTES else b""
         chosen = _Chosen(committed.directory, committed.manifest_sha256, sent, None)
         self._job_sync.on_primary("restoring", lambda: chosen)
-        return self._load(committed.directory, lambda: committed)
+        return self._load_together(committed.directory, lambda: committed)
 
-    def follow(self) -> tuple[dict[str, Any], int]:
+    def _follow(self) -> tuple[dict[str, Any], int]:
         """In the other processes: load what the primary chooses, until all processes succeed.
 
         Returns:
@@ -319,7 +338,7 @@ class JobRestore:
                 return results, chosen.step
             results = {}
             try:
-                results = self._load(chosen.directory, lambda chosen=chosen: self._opened(chosen))  # type: ignore[misc]
+                results = self._load_together(chosen.directory, lambda chosen=chosen: self._opened(chosen))  # type: ignore[misc]
             except CheckpointError as error:
                 if 0 in getattr(error, "lost", ()):
                     raise  # the primary is lost
@@ -331,19 +350,18 @@ class JobRestore:
         if chosen.manifest:
             manifest = decode_manifest(chosen.manifest, f"{chosen.directory}/{MANIFEST_NAME}")
             return Committed(chosen.directory, manifest, chosen.sha256)
-        committed = open_with_timeout(self._backend, chosen.directory, self._meter)
+        committed = open_with_timeout(self._run.backend, chosen.directory, self._meter)
         if committed.manifest_sha256 != chosen.sha256:
             raise CorruptCheckpointError(f"{chosen.directory}: was replaced during the restore")
         return committed
 
-    def _load(self, directory: str, open_it: Callable[[], Committed]) -> dict[str, Any]:
+    def _load_together(self, directory: str, open_it: Callable[[], Committed]) -> dict[str, Any]:
         """Load a checkpoint so that all processes succeed or all fail."""
 
         def look() -> tuple[Committed, Mapping[str, Any]]:
             committed = open_it()
-            names = [part.name for part in committed.manifest.parts]
-            wanted = dict.fromkeys(names) if self._targets is None else self._targets
-            compare_parts(self._backend, committed, wanted, self._settings)
+            wanted = self._wanted(committed)
+            compare_parts(self._run.backend, committed, wanted, self._settings)
             return committed, wanted
 
         # First compare everywhere: a mismatch in one process is reported at once, before the processes read together.
@@ -356,7 +374,7 @@ class JobRestore:
         def load() -> dict[str, Any]:
             with loads.sharing_errors():
                 options = LoadOptions(donatable=True)
-                return load_parts(self._backend, committed, wanted, self._settings, options, self._meter, loads)
+                return load_parts(self._run.backend, committed, wanted, self._settings, options, self._meter, loads)
 
         return self._job_sync.on_all(f"restoring {directory}", load)
 
