@@ -49,7 +49,7 @@ from jaxckpt_train.store.manifest import MAX_INFO_BYTES
 from jaxckpt_train.store.manifest_decoding import encode_value
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.timeouts import call_with_timeout
-from jaxckpt_train.store.transaction import Transaction, refuse_existing, refuse_temporary_name
+from jaxckpt_train.store.transaction import Transaction
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
 from jaxckpt_train.transforms.apply import apply_operations, parse_operations
@@ -254,17 +254,17 @@ def save_checkpointables_async(
 ) -> PendingSave[CheckpointMetadata]:
     """Save like `save_async`, but several checkpointables by name."""
     final, chosen = absolute(path), checked_settings("settings", settings)
-    info = dict[str, Any]()
-    target = PathTarget(_BACKEND, final, chosen, info, flag("overwrite", overwrite))
+    info, replace = dict[str, Any](), flag("overwrite", overwrite)
     job = current().within("save", chosen.barrier_timeout_s)
+    is_single_process = job.processes == 1
+    target = PathTarget(_BACKEND, final, chosen, info, replace, checks=not is_single_process)
     save = CheckpointSave(job, final, _BACKEND, chosen)
     with save.sharing_errors():
-        if job.process == 0:
-            refuse_temporary_name(final)
-            call_with_timeout(final, lambda _: refuse_existing(_BACKEND, final, target.replace))
+        if is_single_process:  # in a job, all processes get the error when they wait
+            call_with_timeout(final, lambda _: target.check())
         save.stage(checkpointables)
         info |= run_info(custom_metadata)
-        if job.process == 0:  # here, so that the call refuses a wrong path
+        if is_single_process:  # here, so that the call refuses a wrong path
             target.transaction = save.transaction = call_with_timeout(
                 final, lambda _: Transaction(_BACKEND, final, chosen), undo=_abort
             )

@@ -53,7 +53,13 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
 from jaxckpt_train.store.segment import ChunkSource
-from jaxckpt_train.store.transaction import Attempt, Transaction, remove_stale_temporaries
+from jaxckpt_train.store.transaction import (
+    Attempt,
+    Transaction,
+    refuse_existing,
+    refuse_temporary_name,
+    remove_stale_temporaries,
+)
 from jaxckpt_train.store.writer import WrittenArrays, write_arrays
 
 T = TypeVar("T")
@@ -88,6 +94,7 @@ class PathTarget:
     """A checkpoint at a path of its own, outside of a run.
 
     Attributes:
+        checks: whether `begin` refuses a path that is taken or reserved.
         transaction: the attempt, if it exists already. None: `begin` creates it.
     """
 
@@ -96,10 +103,18 @@ class PathTarget:
     settings: StoreSettings
     info: Mapping[str, Any]
     replace: bool = False
+    checks: bool = False
     transaction: Transaction | None = None
+
+    def check(self) -> None:
+        """Raise CheckpointExistsError or SettingsError if the path is taken or reserved."""
+        refuse_temporary_name(self.final)
+        refuse_existing(self.backend, self.final, self.replace)
 
     def begin(self) -> Transaction:
         """Remove leftovers of earlier attempts, and create this one."""
+        if self.checks:
+            self.check()
         remove_stale_temporaries(self.backend, self.final)
         return self.transaction or Transaction(self.backend, self.final, self.settings)
 
@@ -395,8 +410,10 @@ class CheckpointSave:
                 file = transaction.write_file(value_file(part.name), part.value)
                 parts[number] = msgspec.structs.replace(parts[number], files=(file,))
         manifest = self._manifest(target.info, segments, parts)
+        begun = time.perf_counter()
+        self.times.write_s += begun - started
         self._committed = committed = transaction.commit(manifest, replace=target.replace)
-        self.times.commit_s = time.perf_counter() - started
+        self.times.commit_s = time.perf_counter() - begun
         self.result = target.committed(committed)
         return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes, self.result))
 

@@ -205,8 +205,8 @@ class StepSave:
             committed = self._save.run(self)
         except BaseException as error:
             if not self._is_committed:  # log it now: the next save, which raises the error, may never happen
-                self._failed(error)
                 _log.warning("saving step %d failed: %s: %s", self._step, type(error).__name__, error)
+                self._failed(error)
             raise
         if not self._job_sync.is_primary:
             self._timer.committed(time.perf_counter() - self._began_at, self._times.device_wait_s)
