@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
-import functools
-import importlib.metadata
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import jax
-import msgspec
-
 from jaxckpt_train._validation import absolute_path, flag, named
-from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe, run_info
 from jaxckpt_train.checkpointables.loading import expect_parts, load_parts
 from jaxckpt_train.checkpointables.saving import CheckpointSave, PathTarget
 from jaxckpt_train.checkpointables.staging import wait_until_taken
@@ -28,9 +22,7 @@ from jaxckpt_train.errors import (
     CorruptCheckpointError,
     MismatchError,
     NotACheckpointError,
-    SettingsError,
     StorageError,
-    UnsupportedLeafError,
 )
 from jaxckpt_train.formats.detect import find_file, find_in_directory
 from jaxckpt_train.formats.orbax_metadata import match_target
@@ -45,8 +37,6 @@ from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend, is_file
 from jaxckpt_train.store.committed import Committed, use_committed
-from jaxckpt_train.store.manifest import MAX_INFO_BYTES
-from jaxckpt_train.store.manifest_decoding import encode_value
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.timeouts import call_with_timeout
 from jaxckpt_train.store.transaction import Transaction
@@ -146,41 +136,6 @@ def _to_read(path: PathLike) -> str:
     there = absolute(path)
     wait_for_saves_of(there)
     return there
-
-
-def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
-    """Return the part of a manifest that says who wrote it, and when.
-
-    Raises:
-        UnsupportedLeafError: the custom metadata would change on its way through JSON.
-        SettingsError: the result is too large for a manifest, which every inspection reads.
-    """
-    try:
-        encoded = encode_value(custom_metadata, is_strict=True)
-        custom = msgspec.json.decode(encoded)  # a copy, since the manifest is encoded later
-    except UnsupportedLeafError as error:
-        raise UnsupportedLeafError(f"custom_metadata: {error}") from error
-    versions = {"jaxckpt_train": package_version(), "jax": jax.__version__}
-    now = datetime.datetime.now(datetime.UTC)
-    created = now.isoformat(timespec="milliseconds")
-    info = {"created": created, "versions": versions, "custom_metadata": custom, **more}
-    size = len(msgspec.json.encode(info))
-    if size > MAX_INFO_BYTES:
-        largest = max(info, key=lambda name: len(msgspec.json.encode(info[name])))
-        raise SettingsError(
-            f"{largest}: expected at most {MAX_INFO_BYTES:,} bytes of JSON in the manifest's information on this save, "
-            f"found {size:,}; save it as a separate checkpointable, as JsonValue"
-        )
-    return info
-
-
-@functools.cache
-def package_version() -> str:
-    """Return the version of this package, or "unknown" if it runs from a folder that was never installed."""
-    try:
-        return importlib.metadata.version("jaxckpt-train")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def save(

@@ -1,15 +1,23 @@
-"""The description of a checkpoint, made without reading array data and without touching a device."""
+"""The description of a checkpoint, made without reading array data and without touching a device.
+
+`run_info` makes the part of a manifest that says who wrote it, and when.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import functools
+import importlib.metadata
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
+import msgspec
 import numpy as np
 
+from jaxckpt_train.errors import SettingsError, UnsupportedLeafError
 from jaxckpt_train.pytree.leaves import (
     ArrayLeaf,
     KeyLeaf,
@@ -23,7 +31,8 @@ from jaxckpt_train.pytree.leaves import (
 from jaxckpt_train.pytree.restore import rebuild
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, metrics_from_json
+from jaxckpt_train.store.manifest import MAX_INFO_BYTES, ArrayRecord, PartRecord, metrics_from_json
+from jaxckpt_train.store.manifest_decoding import encode_value
 from jaxckpt_train.store.threads import unlocked_cached_property
 
 
@@ -160,3 +169,38 @@ def _key_dtype(impl: str) -> Any:
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
     except (TypeError, ValueError):
         return None
+
+
+def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
+    """Return the part of a manifest that says who wrote it, and when.
+
+    Raises:
+        UnsupportedLeafError: the custom metadata would change on its way through JSON.
+        SettingsError: the result is too large for a manifest, which every inspection reads.
+    """
+    try:
+        encoded = encode_value(custom_metadata, is_strict=True)
+        custom = msgspec.json.decode(encoded)  # a copy, since the manifest is encoded later
+    except UnsupportedLeafError as error:
+        raise UnsupportedLeafError(f"custom_metadata: {error}") from error
+    versions = {"jaxckpt_train": package_version(), "jax": jax.__version__}
+    now = datetime.datetime.now(datetime.UTC)
+    created = now.isoformat(timespec="milliseconds")
+    info = {"created": created, "versions": versions, "custom_metadata": custom, **more}
+    size = len(msgspec.json.encode(info))
+    if size > MAX_INFO_BYTES:
+        largest = max(info, key=lambda name: len(msgspec.json.encode(info[name])))
+        raise SettingsError(
+            f"{largest}: expected at most {MAX_INFO_BYTES:,} bytes of JSON in the manifest's information on this save, "
+            f"found {size:,}; save it as a separate checkpointable, as JsonValue"
+        )
+    return info
+
+
+@functools.cache
+def package_version() -> str:
+    """Return the version of this package, or "unknown" if it runs from a folder that was never installed."""
+    try:
+        return importlib.metadata.version("jaxckpt-train")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

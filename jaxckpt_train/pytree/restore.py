@@ -13,8 +13,7 @@ import jax
 
 from jaxckpt_train._validation import flag, shown
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, SettingsError
-from jaxckpt_train.pytree.colocated.calls import runs_on_hosts
-from jaxckpt_train.pytree.colocated.transfer import HostLeaf, HostReads, dtype_of
+from jaxckpt_train.pytree.colocated.transfer import HostLeaf, HostReads, dtype_of, runs_on_hosts
 from jaxckpt_train.pytree.flatten import PLACEHOLDER, flatten, nodes_with_other_static, shortened, unflatten
 from jaxckpt_train.pytree.leaves import (
     EMPTY,

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxckpt_train import pending as unfinished
-from jaxckpt_train.checkpoint import run_info
-from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe, run_info
 from jaxckpt_train.checkpointables.handlers import JsonHandler
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, current_fingerprint
 from jaxckpt_train.checkpointables.registry import handler_of

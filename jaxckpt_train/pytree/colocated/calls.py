@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.backend import backends
 
 from jaxckpt_train.distributed.rendezvous import decode_error
 from jaxckpt_train.errors import CheckpointTimeoutError, OtherProcessError, SettingsError
 from jaxckpt_train.pytree._jax import enable_x64
 from jaxckpt_train.pytree.colocated.host import Answer, UnseenError, decode_answer, moved_here, read_here, write_here
-from jaxckpt_train.settings import Colocated
 from jaxckpt_train.store.threads import POLL_S, Latch, shared_workers
 
 MOST_AT_ONCE = 64
@@ -70,36 +68,6 @@ class HostQueue:
         self._is_over = True
         for _ in self._hosts:
             self._ready.put(None)
-
-
-def is_single_controller(runtime_type: str) -> bool:
-    """Return whether a runtime drives devices of many hosts from one process, by JAX's `device.client.runtime_type`.
-
-    Such types are "pathways" and "proxy/pathways".
-    """
-    return "pathways" in runtime_type.split("/")
-
-
-def has_single_controller() -> bool:
-    """Return whether a runtime of this process has a single controller; another one may drive its own CPU."""
-    return any(is_single_controller(client.runtime_type) for client in backends().values())
-
-
-def runs_on_hosts(sharding: jax.sharding.Sharding, setting: Colocated) -> bool:
-    """Return whether arrays of this sharding are saved and loaded by the hosts of its devices.
-
-    Raises:
-        SettingsError: the setting is True in a multi-process job, where each process has its own devices.
-    """
-    if setting == "auto":
-        devices: Any = sharding.device_set  # all of one client
-        return is_single_controller(next(iter(devices)).client.runtime_type)
-    if setting and jax.process_count() > 1:
-        raise SettingsError(
-            f"StoreSettings.colocated: True is only for one process that drives all devices, but this job has "
-            f"{jax.process_count()} processes, each of which saves and loads what its own devices hold; leave it out"
-        )
-    return setting
 
 
 @functools.cache

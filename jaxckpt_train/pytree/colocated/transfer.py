@@ -17,17 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import msgspec
 import numpy as np
+from jax.extend.backend import backends
 
-from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.errors import CheckpointError, SettingsError
 from jaxckpt_train.pytree.colocated.calls import (
     HostCall,
     HostResult,
     Kind,
     call_hosts,
     cpu_device_of,
-    has_single_controller,
     refuse_without_pickler,
-    runs_on_hosts,
 )
 from jaxckpt_train.pytree.colocated.host import (
     ReadArray,
@@ -56,6 +55,36 @@ from jaxckpt_train.store.writer import Progress, WrittenArrays
 
 LEAST_CUT_BYTES = 64 * MIB
 """Smaller parts are not cut: JAX compiles each cut for each shape and device, in the thread that starts a save."""
+
+
+def is_single_controller(runtime_type: str) -> bool:
+    """Return whether a runtime drives devices of many hosts from one process, by JAX's `device.client.runtime_type`.
+
+    Such types are "pathways" and "proxy/pathways".
+    """
+    return "pathways" in runtime_type.split("/")
+
+
+def has_single_controller() -> bool:
+    """Return whether a runtime of this process has a single controller; another one may drive its own CPU."""
+    return any(is_single_controller(client.runtime_type) for client in backends().values())
+
+
+def runs_on_hosts(sharding: jax.sharding.Sharding, setting: Colocated) -> bool:
+    """Return whether arrays of this sharding are saved and loaded by the hosts of its devices.
+
+    Raises:
+        SettingsError: the setting is True in a multi-process job, where each process has its own devices.
+    """
+    if setting == "auto":
+        devices: Any = sharding.device_set  # all of one client
+        return is_single_controller(next(iter(devices)).client.runtime_type)
+    if setting and jax.process_count() > 1:
+        raise SettingsError(
+            f"StoreSettings.colocated: True is only for one process that drives all devices, but this job has "
+            f"{jax.process_count()} processes, each of which saves and loads what its own devices hold; leave it out"
+        )
+    return setting
 
 
 class HostLeaf(NamedTuple):

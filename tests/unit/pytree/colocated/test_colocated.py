@@ -14,8 +14,8 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError
-from jaxckpt_train.pytree.colocated import calls, transfer
-from jaxckpt_train.pytree.colocated.calls import cpu_device_of, is_single_controller
+from jaxckpt_train.pytree.colocated import transfer
+from jaxckpt_train.pytree.colocated.calls import cpu_device_of
 from jaxckpt_train.pytree.colocated.host import (
     Answer,
     WritePlan,
@@ -27,7 +27,7 @@ from jaxckpt_train.pytree.colocated.host import (
     settings_there,
     write_here,
 )
-from jaxckpt_train.pytree.colocated.transfer import HostLeaf, HostReads
+from jaxckpt_train.pytree.colocated.transfer import HostLeaf, HostReads, is_single_controller
 from jaxckpt_train.pytree.target import device_placement
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import open_committed
@@ -276,7 +276,7 @@ def test_single_controller_runtimes_are_recognised() -> None:
 
 
 def test_single_controller_runtime_uses_hosts_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(calls, "is_single_controller", lambda kind: kind == "pjrt_ifrt")  # as here
+    monkeypatch.setattr(transfer, "is_single_controller", lambda kind: kind == "pjrt_ifrt")  # as here
     tree = everything()
     jct.save(tmp_path / "c", tree)
     assert set(written_by(tmp_path / "c")) == set(range(9))
@@ -288,7 +288,7 @@ def test_single_controller_runtime_uses_hosts_by_default(monkeypatch: pytest.Mon
 def test_controller_arrays_do_not_block_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Such a process has two runtimes; here the first device acts as the local one."""
     first, second = jax.devices()[:2]
-    monkeypatch.setattr(calls, "is_single_controller", lambda kind: True)
+    monkeypatch.setattr(transfer, "is_single_controller", lambda kind: True)
     monkeypatch.setattr(transfer, "runs_on_hosts", lambda sharding, _: sharding.device_set != {first})
     tree = {"a": jax.device_put(numbers(3), first), "b": jax.device_put(numbers(4), second)}
     jct.save(tmp_path / "c", tree)
