@@ -188,8 +188,14 @@ class CheckpointCallback(LoopForms):
         """Restore the run, or start it afresh and save step 0 if `save_initial` is set."""
         manager = self.manager
         if manager.latest is not None or manager.damaged:
-            more: dict[str, Any] = {"fingerprint": self._fingerprint, "progress": self._progress}
-            values = _restore(manager, values, on_mismatch=self._on_mismatch, shutdown=self._shutdown, **more)
+            values = _restore(
+                manager,
+                values,
+                on_mismatch=self._on_mismatch,
+                fingerprint=self._fingerprint,
+                progress=self._progress,
+                shutdown=self._shutdown,
+            )
             self._saved, manager.drift = manager.restored_step, Drift(values)
             return values
         self._saved = None  # an earlier call of `resume` may have set it, and its save failed
@@ -348,12 +354,19 @@ class CheckpointCallback(LoopForms):
         assert loop.last is not None
         metrics = savable_metrics(loop.metrics) if force else loop.metrics
         with with_fingerprint(self._fingerprint), self.manager.deferring_errors():
-            more: dict[str, Any] = {"metrics": metrics, "force": force, "reason": reason, "timeout_s": timeout_s}
             if self.manager.drift is not None and DATA_NAME in loop.replaced:
                 # The loop passed a new iterator, so each epoch may end at the same position.
                 self.manager.drift.warns_of_position = False
             with loop_advice(self.manager.directory, loop.step, self._saved):
-                result = self.manager.save(loop.step, values or loop.last, temporary=temporary, **more)
+                result = self.manager.save(
+                    loop.step,
+                    values or loop.last,
+                    metrics=metrics,
+                    force=force,
+                    reason=reason,
+                    temporary=temporary,
+                    timeout_s=timeout_s,
+                )
             self._saved = loop.step if result.saved else self._saved
         return result
 
@@ -376,8 +389,13 @@ class CheckpointCallback(LoopForms):
     def _save_before_leaving(self, timeout_s: float | None, values: Mapping[str, Any] | None = None) -> SaveResult:
         if self._unsaved() is None:
             return NOTHING_NEW
-        more: dict[str, Any] = {"temporary": self._leaves_temporary, "timeout_s": timeout_s, "values": values}
-        return self._save(f"preemption: {self._watch.reason}", force=True, **more)
+        return self._save(
+            f"preemption: {self._watch.reason}",
+            force=True,
+            temporary=self._leaves_temporary,
+            timeout_s=timeout_s,
+            values=values,
+        )
 
     @property
     def preempted(self) -> bool:

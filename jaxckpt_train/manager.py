@@ -389,8 +389,16 @@ class StepManager(RunNotes):
                 return SaveResult(False, skip_reason)
             wait_s = time.perf_counter() - started
             cost_s = self._save_scheduler.costs().cost_s
-            more = (custom_metadata, temporary or decision.temporary, decide_s, wait_s, cost_s)
-            request = SaveRequest(step, decision.reason, metrics, *more)
+            request = SaveRequest(
+                step,
+                decision.reason,
+                metrics,
+                custom_metadata,
+                temporary=temporary or decision.temporary,
+                decide_s=decide_s,
+                wait_s=wait_s,
+                cost_s=cost_s,
+            )
             return self._begin(request, checkpointables, force, timeout_s)
 
     def _begin(

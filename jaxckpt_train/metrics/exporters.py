@@ -455,9 +455,9 @@ class PrometheusSink:
         if found is None:
             made: Any = {"counter": "Counter", "gauge": "Gauge", "histogram": "Histogram"}[measure.kind]
             labels = [*self._labels, *([measure.label] if measure.label else [])]
-            more = {"buckets": BUCKETS_S} if measure.kind == "histogram" else {}
+            options = {"buckets": BUCKETS_S} if measure.kind == "histogram" else {}
             name = f"jaxckpt_{measure.name.replace('.', '_')}{_SUFFIXES[measure.unit]}"
-            found = getattr(self._library, made)(name, measure.about, labels, registry=self.registry, **more)
+            found = getattr(self._library, made)(name, measure.about, labels, registry=self.registry, **options)
             self._metrics[measure.name] = found
         return found
 
