@@ -97,8 +97,9 @@ class _SingleInput:
         self.dtype = inner.dtype if dtype is None else dtype
 
     def _bands(self) -> Iterator[Box]:
+        itemsize = max(self._inner.dtype.itemsize, self.dtype.itemsize)  # a cast may make the elements larger
         for piece in self._inner.pieces():
-            yield from cut(piece.box, self._inner.dtype.itemsize)
+            yield from cut(piece.box, itemsize)
 
     def _read_inner(self, box: Box) -> np.ndarray:
         found = np.empty(box_shape(box), self._inner.dtype)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.checkpointables import saving
+from jaxckpt_train.checkpointables import staging
 from jaxckpt_train.pytree import copies
 from jaxckpt_train.pytree.copies import TransferBudget
 
@@ -63,7 +63,7 @@ def parts(leaves: int) -> dict[str, Any]:
 def saved(monkeypatch: pytest.MonkeyPatch, path: Path, mode: Any) -> int:
     """Save three checkpointables, and return the most bytes that were under way at a time."""
     total = Total()
-    monkeypatch.setattr(saving, "TransferBudget", total.made)
+    monkeypatch.setattr(staging, "TransferBudget", total.made)
     monkeypatch.setattr(copies, "TransferBudget", total.made)
     state = parts(8)
     settings = jct.StoreSettings(snapshot=mode, staging_bytes=STAGING_BYTES, io_threads=1)
@@ -84,6 +84,6 @@ def test_checkpointables_together_keep_the_staging_limit(
 
 
 def test_counter_detects_transfers_without_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stage = saving._stage
-    monkeypatch.setattr(saving, "_stage", lambda *given: stage(*given[:-2], saving.TransferBudget(1 << 40), None))
+    stage = staging._stage
+    monkeypatch.setattr(staging, "_stage", lambda *given: stage(*given[:-2], staging.TransferBudget(1 << 40), None))
     assert saved(monkeypatch, tmp_path / "c", "stream") > BOUND_BYTES

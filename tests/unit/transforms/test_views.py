@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.store.boxes import Box, box_shape, cut_box, full_box, slices_within
+from jaxckpt_train.store.boxes import Box, box_elements, box_shape, cut_box, full_box, slices_within
 from jaxckpt_train.store.manifest import ChunkRecord
 from jaxckpt_train.transforms import views
 from jaxckpt_train.transforms.views import Cast, Filled, Joined, Padded, Reshaped, Sliced, Stored, Transposed, View
@@ -111,6 +111,13 @@ def test_every_box_is_what_numpy_makes(both: Both, data: Any, piece_bytes: int) 
         if found.size:
             view.read(tuple(box), found)
             assert np.array_equal(found, array[tuple(slice(*side) for side in box)])
+
+
+def test_pieces_of_a_widening_cast_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views, "PIECE_BYTES", 8)
+    narrow = stored(np.zeros((2, 4), np.int8))
+    wide = Cast(narrow, np.dtype(np.int64), "w")
+    assert [box_elements(piece.box) for piece in wide.pieces()] == [1] * 8
 
 
 @given(made())
