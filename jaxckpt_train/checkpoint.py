@@ -212,7 +212,7 @@ def save_checkpointables_async(
     info, replace = dict[str, Any](), flag("overwrite", overwrite)
     job = current().within("save", chosen.barrier_timeout_s)
     is_single_process = job.processes == 1
-    target = PathTarget(_BACKEND, final, chosen, info, replace, checks=not is_single_process)
+    target = PathTarget(_BACKEND, final, chosen, info, replace)
     save = CheckpointSave(job, final, _BACKEND, chosen)
     with save.sharing_errors():
         if is_single_process:  # in a job, all processes get the error when they wait

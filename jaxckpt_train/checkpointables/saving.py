@@ -94,8 +94,7 @@ class PathTarget:
     """A checkpoint at a path of its own, outside of a run.
 
     Attributes:
-        checks: whether `begin` refuses a path that is taken or reserved.
-        transaction: the attempt, if it exists already. None: `begin` creates it.
+        transaction: the attempt, if it exists already. None: `begin` checks the path and creates it.
     """
 
     backend: Backend
@@ -103,7 +102,6 @@ class PathTarget:
     settings: StoreSettings
     info: Mapping[str, Any]
     replace: bool = False
-    checks: bool = False
     transaction: Transaction | None = None
 
     def check(self) -> None:
@@ -113,7 +111,7 @@ class PathTarget:
 
     def begin(self) -> Transaction:
         """Remove leftovers of earlier attempts, and create this one."""
-        if self.checks:
+        if self.transaction is None:
             self.check()
         remove_stale_temporaries(self.backend, self.final)
         return self.transaction or Transaction(self.backend, self.final, self.settings)

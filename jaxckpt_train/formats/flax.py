@@ -19,6 +19,7 @@ from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.files import SNIFFED_BYTES, other_content, read_whole
 from jaxckpt_train.store.process_identity import memory_bytes
+from jaxckpt_train.store.transaction import Transaction
 
 _NAME = "state"
 _PLACEHOLDER = "//GDAPlaceholder:"
@@ -47,7 +48,8 @@ def open_flax_file(backend: Backend, found: FlaxFile, settings: StoreSettings) -
     memory, plain = MemoryBackend(), dataclasses.replace(settings, nonfinite="allow")
     memory.make_directory(path.rpartition("/")[0] or "/", parents=True, sync=False)
     step = _STEP.fullmatch(path.rpartition("/")[2])
-    target = PathTarget(memory, path, plain, {} if step is None else {"step": int(step[1])})
+    info = {} if step is None else {"step": int(step[1])}
+    target = PathTarget(memory, path, plain, info, transaction=Transaction(memory, path, plain))
     save = CheckpointSave(SingleProcess(), path, memory, plain)
     save.stage({_NAME: tree})
     return memory, save.run(target)

@@ -15,7 +15,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, PreservationPolicy
@@ -39,6 +39,7 @@ from jaxckpt_train.run.entry import (
     Entry,
     Restored,
     RollBack,
+    StepVanishedError,
     branch_last,
     check_step,
     entry_from_manifest,
@@ -66,7 +67,6 @@ from jaxckpt_train.store.threads import free_in_child
 from jaxckpt_train.store.timeouts import call_with_timeout
 
 _log = logging.getLogger("jaxckpt_train")
-T = TypeVar("T")
 
 
 class ReadRegistry:
@@ -427,7 +427,7 @@ class RunDirectory:
         """Protect the candidates for a read from deletion within the context.
 
         A reader may raise StepVanishedError within the context, since the owner may have deleted the step after the
-        scan. Call `forget` then, and try again.
+        scan. The step is forgotten then: try again.
 
         Args:
             step: the step; None: all steps.
@@ -442,7 +442,11 @@ class RunDirectory:
                 candidates = self.candidates(step, damaged=damaged, progress=progress)
                 there = None if self.is_owner else [*self._entries]
                 held.enter_context(self.reading(candidates))
-            yield candidates, there
+            try:
+                yield candidates, there
+            except StepVanishedError as gone:
+                self.forget(gone.name)
+                raise
 
     def infos(self) -> tuple[CheckpointInfo, ...]:
         """The steps that the run descends from, as policies see them. Cheap for an owner, stale for a reader."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping
@@ -112,11 +113,11 @@ class StepListing:
             except StepVanishedError as gone:
                 raise step_not_found(self.directory, step, self._job_sync.known.newest()) from gone
         while True:
-            try:
-                with self._run.holding_candidates(step, progress=progress) as (listed, _):
-                    return describe(listed)
-            except StepVanishedError as gone:
-                self._run.forget(gone.name)
+            with (
+                contextlib.suppress(StepVanishedError),
+                self._run.holding_candidates(step, progress=progress) as (listed, _),
+            ):
+                return describe(listed)
 
 
 class RunNotes(StepListing, abc.ABC):

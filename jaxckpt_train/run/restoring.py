@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import threading
 import time
@@ -225,8 +226,9 @@ class RunRestore:
         """
         if not self._job_sync.is_primary:
             return self._follow()
+        load = self._load_parts if self._job_sync.is_single_process else self._load_everywhere
         try:
-            restored = self._restore_newest(step, warns)
+            restored = self._read(step, load, damaged=True, warns=warns)
             call_with_timeout(self._run.directory, lambda _: self._run.record_damage(restored), self._progress)
             restored.warn_about_left_out()
         except BaseException as error:
@@ -238,26 +240,26 @@ class RunRestore:
 
     def load(self, step: int | None) -> dict[str, Any]:
         """Load a step in this process only; the run continues as before. Arguments and errors as for `restore`."""
-        while True:
-            try:
-                with self._run.holding_candidates(step, damaged=step is not None, progress=self._progress) as (
-                    found,
-                    _,
-                ):
-                    return self._newest(found, step, self._load_alone).results
-            except StepVanishedError as gone:
-                self._run.forget(gone.name)
+        return self._read(step, self._load_parts, damaged=step is not None).results
 
-    def _restore_newest(self, step: int | None, warns: bool) -> Restored:
-        load = self._load_alone if self._job_sync.is_single_process else self._load_everywhere
+    def _read(
+        self,
+        step: int | None,
+        load: Callable[[Committed], dict[str, Any]],
+        *,
+        damaged: bool,
+        warns: bool | None = None,
+    ) -> Restored:
+        """Read a step; if `warns` is not None, the run continues from there."""
         while True:
-            try:
-                with self._run.holding_candidates(step, damaged=True, progress=self._progress) as (found, there):
-                    restored = self._newest(found, step, load)
+            with (
+                contextlib.suppress(StepVanishedError),
+                self._run.holding_candidates(step, damaged=damaged, progress=self._progress) as (found, there),
+            ):
+                restored = self._newest(found, step, load)
+                if warns is not None:
                     self._run.note_restore(restored, there, warns=warns)
-                    return restored
-            except StepVanishedError as gone:
-                self._run.forget(gone.name)
+                return restored
 
     def _newest(
         self, candidates: Sequence[Entry], asked: int | None, load: Callable[[Committed], dict[str, Any]]
@@ -267,8 +269,8 @@ class RunRestore:
         Raises:
             StepVanishedError: a candidate no longer exists; scan again.
         """
-        started, backend, directory = time.perf_counter(), self._run.backend, self._run.directory
-        meter = self._meter
+        started, meter = time.perf_counter(), self._meter
+        backend, directory = self._run.backend, self._run.directory
         skipped: list[Skipped] = []
         last: Exception | None = None
         for entry in candidates:
@@ -278,8 +280,8 @@ class RunRestore:
                 reading.warn_if_renamed()
                 taken_s = time.perf_counter() - started
                 is_mended, is_verified = reading.is_mended(), bool(skipped) and reading.is_verified()
-                found = reading.left_out()
-                return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, is_verified, found)
+                left_out = reading.left_out()
+                return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, is_verified, left_out)
             except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
                 if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                     raise
@@ -291,9 +293,9 @@ class RunRestore:
                 _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
         raise _none_intact(directory, skipped, asked) from last
 
-    def _load_alone(self, committed: Committed) -> dict[str, Any]:
+    def _load_parts(self, committed: Committed, loads: JobLoads | None = None) -> dict[str, Any]:
         options, wanted = LoadOptions(donatable=True), self._wanted(committed)
-        return load_parts(self._run.backend, committed, wanted, self._settings, options, self._meter)
+        return load_parts(self._run.backend, committed, wanted, self._settings, options, self._meter, loads)
 
     def _wanted(self, committed: Committed) -> Mapping[str, Any]:
         return dict.fromkeys(part.name for part in committed.manifest.parts) if self._targets is None else self._targets
@@ -338,7 +340,7 @@ class RunRestore:
                 return results, chosen.step
             results = {}
             try:
-                results = self._load_together(chosen.directory, lambda chosen=chosen: self._opened(chosen))  # type: ignore[misc]
+                results = self._load_together(chosen.directory, functools.partial(self._opened, chosen))
             except CheckpointError as error:
                 if 0 in getattr(error, "lost", ()):
                     raise  # the primary is lost
@@ -358,14 +360,13 @@ class RunRestore:
     def _load_together(self, directory: str, open_it: Callable[[], Committed]) -> dict[str, Any]:
         """Load a checkpoint so that all processes succeed or all fail."""
 
-        def look() -> tuple[Committed, Mapping[str, Any]]:
+        def look() -> Committed:
             committed = open_it()
-            wanted = self._wanted(committed)
-            compare_parts(self._run.backend, committed, wanted, self._settings)
-            return committed, wanted
+            compare_parts(self._run.backend, committed, self._wanted(committed), self._settings)
+            return committed
 
         # First compare everywhere: a mismatch in one process is reported at once, before the processes read together.
-        committed, wanted = self._job_sync.on_all(f"comparing with {directory}", look)
+        committed = self._job_sync.on_all(f"comparing with {directory}", look)
 
         job = self._job_sync.job
         order = job.within("load", self._settings.barrier_timeout_s)  # here, where no process can fail alone
@@ -373,8 +374,7 @@ class RunRestore:
 
         def load() -> dict[str, Any]:
             with loads.sharing_errors():
-                options = LoadOptions(donatable=True)
-                return load_parts(self._run.backend, committed, wanted, self._settings, options, self._meter, loads)
+                return self._load_parts(committed, loads)
 
         return self._job_sync.on_all(f"restoring {directory}", load)
 

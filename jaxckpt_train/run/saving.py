@@ -126,7 +126,6 @@ class StepSave:
         self._run, self._settings, self._clock = run, settings, clock
         self._step, self._job_sync = request.step, job_sync
         self._call_ended, self._caller = Latch(), threading.get_ident()
-        self._attempt: Transaction | None = None
         self._is_owner = self._is_committed = False
         self.info: dict[str, Any] = {}
         job = job_sync.channel("save", settings.barrier_timeout_s)
@@ -223,13 +222,12 @@ class StepSave:
         self._run.remove_left_attempts()
         self._record["name"] = name = self._run.next_step_name(self._step)
         path, check = f"{self._run.directory}/{name}", self._run.check_owner
-        self._attempt = Transaction(self._run.backend, path, self._settings, check)
-        return self._attempt
+        return Transaction(self._run.backend, path, self._settings, check)
 
     def _failed(self, error: BaseException) -> None:
         if not self._is_owner:
             return
-        attempt = self._attempt
+        attempt = self._save.transaction
         stays = attempt is not None and attempt.may_be_published
         left = attempt.directory if attempt is not None and attempt.was_not_removed else None
         self._run.failed(self.info, self._record["name"] if stays else None, left)
