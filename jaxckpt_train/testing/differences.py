@@ -1,8 +1,4 @@
-"""Compares the records of two runs: their starts, batches, metrics and states, and the numbers in differing leaves.
-
-`differences` yields the differences in order. `fault_of` says what is wrong with the batches after a resume, from the
-batches of an uninterrupted run.
-"""
+"""Compares the records of two runs: their starts, batches, metrics and states, and the numbers in differing leaves."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxckpt_train.testing.attempts import Attempt
-from jaxckpt_train.testing.processes import Batch, Leaf, Leaves, Update
+from jaxckpt_train.testing.processes import Attempt, Batch, Leaf, Leaves, Update
 
 _SAME_DIRECTION = 0.02
 Kind = Literal["start", "restored", "label", "batch", "metric", "leaf", "end"]
@@ -25,31 +20,30 @@ def relative_difference(one: np.ndarray | None, other: np.ndarray | None) -> flo
     """Return the largest absolute difference divided by the largest absolute value, or inf if it is undefined."""
     if one is None or other is None or one.shape != other.shape or not one.size:
         return np.inf
-    largest = float(np.max(np.abs(one)))
-    difference = float(np.max(np.abs(one - other)))
+    largest, difference = float(np.max(np.abs(one))), float(np.max(np.abs(one - other)))
     return difference / largest if largest > 0 and np.isfinite(difference) else np.inf
 
 
-def number_of(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
-    """Return the data of a leaf as float64 or complex128; None: no numbers, or they were not kept."""
-    if leaf.kind == "python float":
-        return np.asarray(float.fromhex(leaf.content.decode()))
-    if leaf.kind in ("python int", "python complex") and leaf.content:
-        return np.asarray(complex(leaf.content.decode()))
-    if leaf.kind == "python bool":
-        return np.asarray(float(leaf.content == b"True"))
+def numbers_of(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
+    """Return the data of a leaf; None: no numbers, or they were not kept.
+
+    Integers become Python integers, which are exact; anything else becomes float64 or complex128.
+    """
+    if leaf.kind.startswith("python") and leaf.content:
+        text = leaf.content.decode()
+        match leaf.kind:
+            case "python float":
+                return np.asarray(float.fromhex(text))
+            case "python int":
+                return np.array(int(text), dtype=object)
+            case "python complex":
+                return np.asarray(complex(text))
+            case "python bool":
+                return np.asarray(float(text == "True"))
     array = attempt.array(leaf)
     if array is None:
         return None
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
-
-
-def whole_numbers(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
-    """Return the data of a leaf as Python integers, which are exact; None: no integers, or they were not kept."""
-    if leaf.kind == "python int" and leaf.content:
-        return np.array(int(leaf.content.decode()), dtype=object)
-    array = attempt.array(leaf)
-    return array.astype(object) if array is not None and array.dtype.kind in "iu" else None
+    return array.astype({"i": object, "u": object, "c": np.complex128}.get(array.dtype.kind, np.float64))
 
 
 def common_factor(moves: Sequence[Sequence[np.ndarray]]) -> float | None:
@@ -99,8 +93,15 @@ class Difference:
     of: int = 1
 
 
-def differences(attempts: Sequence[Attempt], straight: Attempt) -> Iterator[Difference]:
-    """Yield the differences between an interrupted and an uninterrupted run in the order in which they occur."""
+def first_differences(attempts: Sequence[Attempt], straight: Attempt) -> dict[Kind, Difference]:
+    """Return the first difference of each kind, in the order in which they occur."""
+    kinds: dict[Kind, Difference] = {}
+    for difference in _differences(attempts, straight):
+        kinds.setdefault(difference.kind, difference)
+    return kinds
+
+
+def _differences(attempts: Sequence[Attempt], straight: Attempt) -> Iterator[Difference]:
     for number, attempt in enumerate(attempts):
         yield from _at_start(number, attempt, straight)
         wanted = [update for update in straight.updates if update.step > (attempt.resumed_at or 0)]
@@ -112,52 +113,38 @@ def differences(attempts: Sequence[Attempt], straight: Attempt) -> Iterator[Diff
             if expected.step != update.step:
                 yield Difference("label", number, expected.step, position, "", expected.step, update.step)
                 return
-            yield from _in_update(number, position, expected, update)
+            if not (expected.elsewhere or update.elsewhere):
+                yield from _of_batches(number, position, expected, update)
+            yield from _of_leaves("metric", number, update.step, position, expected.metrics, update.metrics)
+            yield from _of_leaves("leaf", number, update.step, position, expected.leaves, update.leaves)
         if number == len(attempts) - 1 and len(attempt.updates) < len(wanted):
             step = wanted[len(attempt.updates)].step
             yield Difference("end", number, step, len(attempt.updates) + 1, "", straight.last, attempt.last)
 
 
-def firsts(found: Iterator[Difference]) -> dict[Kind, Difference]:
-    """Return the first difference of each kind, in the order in which they occur."""
-    kinds: dict[Kind, Difference] = {}
-    for difference in found:
-        kinds.setdefault(difference.kind, difference)
-    return kinds
-
-
 def _at_start(number: int, attempt: Attempt, straight: Attempt) -> Iterator[Difference]:
-    step = attempt.resumed_at
+    step, found = attempt.resumed_at, attempt.starts[0].leaves
     if step is None:
-        yield from _of_leaves("start", number, 0, 0, straight.start.leaves, attempt.start.leaves)
+        yield from _of_leaves("start", number, 0, 0, straight.starts[0].leaves, found)
     elif step == 0 or step in straight.by_step:
-        expected = straight.by_step[step].leaves if step in straight.by_step else straight.start.leaves
-        names = {name.partition("/")[0] for name in attempt.start.leaves}
+        expected = straight.by_step[step].leaves if step in straight.by_step else straight.starts[0].leaves
+        restored = {name.partition("/")[0] for name in found}
         known = {
-            name: _in_form_of(attempt.start.leaves.get(name), leaf, attempt, straight)
+            name: found[name] if name in found and _is_same_number(attempt, found[name], straight, leaf) else leaf
             for name, leaf in expected.items()
-            if name.partition("/")[0] in names
+            if name.partition("/")[0] in restored
         }
-        yield from _of_leaves("restored", number, step, 0, known, attempt.start.leaves)
+        yield from _of_leaves("restored", number, step, 0, known, found)
 
 
-def _in_form_of(target: Leaf | None, leaf: Leaf, attempt: Attempt, straight: Attempt) -> Leaf:
-    """Return the restored leaf in place of a saved scalar if both are the same number, as in an int and an array."""
-    if target is None or target.kind == leaf.kind or target.shape or leaf.shape:
-        return leaf
-    restored, saved = whole_numbers(attempt, target), whole_numbers(straight, leaf)
-    if restored is not None and saved is not None:
-        return target if restored.item() == saved.item() else leaf
-    restored, saved = number_of(attempt, target), number_of(straight, leaf)
-    is_same = restored is not None and saved is not None and np.array_equal(restored, saved, equal_nan=True)
-    return target if is_same else leaf
-
-
-def _in_update(number: int, position: int, expected: Update, update: Update) -> Iterator[Difference]:
-    if not (expected.elsewhere or update.elsewhere):
-        yield from _of_batches(number, position, expected, update)
-    yield from _of_leaves("metric", number, update.step, position, expected.metrics, update.metrics)
-    yield from _of_leaves("leaf", number, update.step, position, expected.leaves, update.leaves)
+def _is_same_number(attempt: Attempt, restored: Leaf, straight: Attempt, saved: Leaf) -> bool:
+    """Return whether scalars of different forms, such as an int and an array, are the same number."""
+    if restored.shape or saved.shape or restored.kind == saved.kind:
+        return False
+    one, other = numbers_of(attempt, restored), numbers_of(straight, saved)
+    if one is None or other is None:
+        return False
+    return one.item() == other.item() or bool(one != one and other != other)
 
 
 def _of_batches(number: int, position: int, expected: Update, update: Update) -> Iterator[Difference]:
@@ -173,27 +160,28 @@ def _of_batches(number: int, position: int, expected: Update, update: Update) ->
 def _of_leaves(
     kind: Kind, number: int, step: int, position: int, straight: Leaves, resumed: Leaves
 ) -> Iterator[Difference]:
-    names = [*straight, *(name for name in resumed if name not in straight)]
-    differing = [name for name in names if not _same(straight.get(name), resumed.get(name))]
+    differing = differing_names(straight, resumed)
     if differing:
-        first = differing[0]
-        pair = straight.get(first), resumed.get(first)
-        yield Difference(kind, number, step, position, first, *pair, len(differing), len(names))
+        pair = straight.get(differing[0]), resumed.get(differing[0])
+        count = len(straight.keys() | resumed.keys())
+        yield Difference(kind, number, step, position, differing[0], *pair, len(differing), count)
 
 
-def _same(first: Leaf | None, second: Leaf | None) -> bool:
-    return first is not None and second is not None and first.same(second)
+def differing_names(straight: Leaves, resumed: Leaves) -> list[str]:
+    """Return the names of the leaves that differ or that only one has."""
+    names = [name for name, leaf in straight.items() if not leaf.same(resumed.get(name))]
+    return names + [name for name in resumed if name not in straight]
 
 
 def fault_of(found: Difference, attempts: Sequence[Attempt], straight: Attempt) -> tuple[DataFault, int]:
     """Return what is wrong with the batches from a difference on, and how many are skipped or come twice."""
     attempt = attempts[found.number]
-    expected = _batches(update for update in straight.updates)
+    expected = _batches(straight.updates)
     taken = _batches(update for update in attempt.updates if update.step >= found.step)
     if not taken or not expected:
         return "other", 0
     before = len(_batches(update for update in straight.updates if update.step < found.step))
-    at = [place for place, batch in enumerate(expected) if _is_continued(expected, place, taken)]
+    at = [place for place in range(len(expected)) if _is_continued(expected[place:], taken)]
     if 0 in at and attempt.resumed_at is not None and before:
         return "anew", before
     if at:
@@ -201,24 +189,19 @@ def fault_of(found: Difference, attempts: Sequence[Attempt], straight: Attempt) 
         if offset == 0 and isinstance(found.straight, int) and isinstance(found.resumed, int):
             offset = found.resumed - found.straight  # each start takes this many batches ahead
         return ("ahead" if offset > 0 else "behind"), abs(offset)
-    if isinstance(found.straight, Batch) and isinstance(found.resumed, Batch):
-        return _of_content(found.straight, found.resumed, expected), 0
-    return "other", 0
+    if not isinstance(found.straight, Batch) or not isinstance(found.resumed, Batch):
+        return "other", 0
+    known = {row for batch in expected for row in batch.rows}
+    if found.resumed.digest in {batch.digest for batch in expected} or known.intersection(found.resumed.rows):
+        return "order", 0
+    one, other = found.straight.leaves, found.resumed.leaves
+    return ("parts" if any(leaf.same(other.get(name)) for name, leaf in one.items()) else "other"), 0
 
 
 def _batches(updates: Iterable[Update]) -> list[Batch]:
     return [batch for update in updates for batch in update.batches]
 
 
-def _is_continued(expected: Sequence[Batch], place: int, taken: Sequence[Batch]) -> bool:
-    """Return whether the taken batches equal the expected ones from a place on, up to the shorter of both."""
-    return all(one.digest == other.digest for one, other in zip(expected[place:], taken, strict=False))
-
-
-def _of_content(straight: Batch, resumed: Batch, expected: Sequence[Batch]) -> DataFault:
-    known = {row for batch in expected for row in batch.rows}
-    digests = {batch.digest for batch in expected}
-    if resumed.digest in digests or (resumed.rows and known.intersection(resumed.rows)):
-        return "order"
-    common = straight.leaves.keys() & resumed.leaves.keys()
-    return "parts" if any(straight.leaves[name].same(resumed.leaves[name]) for name in common) else "other"
+def _is_continued(expected: Sequence[Batch], taken: Sequence[Batch]) -> bool:
+    """Return whether the taken batches equal the expected ones, up to the shorter of both."""
+    return all(one.digest == other.digest for one, other in zip(expected, taken, strict=False))

@@ -20,28 +20,27 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 import msgspec
+import numpy as np
 
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import digest_function
 
 SMALL_BYTES = 64
 OBJECT = "object "  # prefix of the kind of a leaf of which only the type can be compared
-DIRECTORY = "{directory}"
-"""The placeholder for the directory of the run in the arguments of a script."""
-_INTERPRETERS = ("python", "python3")
-_PLAIN = "None, bool, int, float, str, and lists and dicts of these"
+DIRECTORY = "{directory}"  # the placeholder for the directory of the run in the arguments of a script
 MakeRun = Callable[..., object] | Sequence[str]
 How = Literal["kill", "preempt", "raise"]
 MOST_VALUE_BYTES = 256 << 20
 """The limit of the values that one process keeps before the update `Plan.values_from`, and again from there on."""
 LOG_LINES = 30
+STACKS_S = 2.0  # for a process that hangs to print the stacks of its threads
 # Set the path first: the new process must import this package and the user's modules from the same places.
 _PROGRAM = """
 import json, sys
@@ -68,9 +67,9 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     content: bytes = b""
     at: int = -1
 
-    def same(self, other: Leaf) -> bool:
+    def same(self, other: Leaf | None) -> bool:
         """Return whether dtype, shape and bytes are equal."""
-        return (self.kind, self.shape, self.digest) == (other.kind, other.shape, other.digest)
+        return other is not None and (self.kind, self.shape, self.digest) == (other.kind, other.shape, other.digest)
 
     def form(self) -> str:
         """Return dtype and shape as text."""
@@ -82,13 +81,7 @@ Leaves = dict[str, Leaf]
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """One element that the loop took from its data.
-
-    Attributes:
-        digest: the digest of the whole element.
-        leaves: the arrays by path.
-        rows: the digests of the examples, if all arrays have the same number of rows.
-    """
+    """One element that the loop took from its data; `rows` has the digests of its examples, if it has rows."""
 
     digest: str
     leaves: Leaves
@@ -127,6 +120,7 @@ class Update(msgspec.Struct, frozen=True, tag="update", tag_field="line"):
         elsewhere: the number of batches taken on other threads, which cannot be assigned to an update.
         metrics, leaves: what the loop passed to `ckpt(...)`.
         host: see `Resumed`.
+        ignored: the names of metrics that the user leaves out.
     """
 
     step: int
@@ -135,6 +129,7 @@ class Update(msgspec.Struct, frozen=True, tag="update", tag_field="line"):
     metrics: Leaves
     leaves: Leaves
     host: dict[str, str]
+    ignored: tuple[str, ...] = ()
 
 
 class Between(msgspec.Struct, frozen=True, tag="between", tag_field="line"):
@@ -208,24 +203,17 @@ def _function_target(make_run: Callable[..., object]) -> FunctionTarget:
     file = getattr(module, "__file__", None)
     expected = "a function at the top level of a module file, so that a new process can import it"
     if module is None or file is None or not name.replace(".", "").isidentifier():
-        _refuse(
-            expected,
-            f"{make_run!r}: define it at the top level, and pass arguments by functools.partial(function, name=value)",
-        )
-    try:
-        is_importable = operator.attrgetter(name)(module) is function
-    except AttributeError:
-        is_importable = False
-    if not is_importable:
+        how = "define it at the top level, and pass arguments by functools.partial(function, name=value)"
+        _refuse(expected, f"{make_run!r}: {how}")
+    found: Any = None
+    with contextlib.suppress(AttributeError):
+        found = operator.attrgetter(name)(module)
+    if found is not function:
         _refuse(expected, f"{make_run!r}, but {module.__name__}.{name} is another object (is the function decorated?)")
     _check_arguments(function, arguments)
-    return FunctionTarget(os.path.abspath(file), _module_name(module), name, arguments)
-
-
-def _module_name(module: ModuleType) -> str:
-    """Return the name of a module, or the name after `python -m` if it runs as a script."""
-    spec = getattr(module, "__spec__", None)
-    return spec.name if module.__name__ == "__main__" and spec is not None else module.__name__
+    spec = getattr(module, "__spec__", None)  # of a script started by python -m: its name
+    importable = spec.name if module.__name__ == "__main__" and spec is not None else module.__name__
+    return FunctionTarget(os.path.abspath(file), importable, name, arguments)
 
 
 def _check_arguments(function: Callable[..., object], arguments: dict[str, Any]) -> None:
@@ -233,16 +221,15 @@ def _check_arguments(function: Callable[..., object], arguments: dict[str, Any])
         inspect.signature(function).bind("directory", **arguments)
     except TypeError as error:
         _refuse("a function that accepts a directory" + (" and the given arguments" if arguments else ""), str(error))
-    try:
-        same = msgspec.json.decode(msgspec.json.encode(arguments)) == arguments
-    except (TypeError, ValueError) as error:
-        _refuse(f"arguments that can be passed to another process ({_PLAIN})", str(error))
-    if not same:
-        _refuse(f"arguments that can be passed to another process ({_PLAIN})", repr(arguments))
+    with contextlib.suppress(TypeError, ValueError):
+        if msgspec.json.decode(msgspec.json.encode(arguments)) == arguments:
+            return
+    plain = "None, bool, int, float, str, and lists and dicts of these"
+    _refuse(f"arguments that can be passed to another process ({plain})", repr(arguments))
 
 
 def _script_target(command: list[str]) -> ScriptTarget:
-    if command[0] == sys.executable or command[0] in _INTERPRETERS:
+    if command[0] in (sys.executable, "python", "python3"):
         del command[0]
     if command[:1] == ["-m"]:
         if len(command) < 2:
@@ -274,25 +261,20 @@ def run(target: Target, directory: Path) -> None:
 
 def _module_of(target: FunctionTarget) -> ModuleType:
     """Import the module by name if this finds its file, else from its file, as pytest imports test files."""
-    is_main = target.module == "__main__"
-    if not is_main and (origin := _origin(target.module)) is not None and os.path.samefile(origin, target.file):
-        return importlib.import_module(target.module)
-    name = "__mp_main__" if is_main else target.module  # the name that multiprocessing uses
+    name, known = target.module, None
+    if name == "__main__":
+        name = "__mp_main__"  # the name that multiprocessing uses
+    else:
+        with contextlib.suppress(ImportError, AttributeError, ValueError):
+            known = importlib.util.find_spec(name)
+    if known is not None and known.has_location and os.path.samefile(known.origin or "", target.file):
+        return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, target.file)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _origin(module: str) -> str | None:
-    """Return the file that the import of a module name would load."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, AttributeError, ValueError):
-        return None
-    return None if spec is None or not spec.has_location else spec.origin
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -303,76 +285,114 @@ class Plan(msgspec.Struct, frozen=True):
         directory: the directory to pass to the target, in which it saves.
         stop_at: the update in which to interrupt the run; None: do not interrupt it.
         how: how to interrupt the run.
+        ignored: patterns of metrics to leave out.
         values_from: the update from which on the values of leaves are needed most; None: the first.
-        timeout_s: the time limit of the process.
-        ends_at: the deadline by `time.monotonic`, a clock that all processes of a machine share.
         saves_first: whether to save the update `stop_at` before the interruption, whatever the policy says.
     """
 
     target: FunctionTarget | ScriptTarget
     directory: str
-    stop_at: int | None
-    how: How
-    values_from: int | None
-    timeout_s: float
-    ends_at: float
+    stop_at: int | None = None
+    how: How = "kill"
+    ignored: tuple[str, ...] = ()
+    values_from: int | None = None
     saves_first: bool = False
+
+    def write(self, folder: Path) -> None:
+        """Create the folder of the process and the directory of the run, and write the plan."""
+        folder.mkdir(parents=True)
+        Path(self.directory).mkdir(exist_ok=True)
+        (folder / "plan.json").write_bytes(msgspec.json.encode(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> Plan:
+        """Read the plan of a process."""
+        return msgspec.json.decode((folder / "plan.json").read_bytes(), type=cls)
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessFiles:
-    """The files of one process: its plan, log, records and values of leaves."""
+class Attempt:
+    """One process of a run that has ended.
+
+    Attributes:
+        folder: the folder with its log, its records and the values of leaves.
+        plan: the plan of the process.
+        exit_code: the exit code, negative for a signal; None: the process hung and was killed.
+    """
 
     folder: Path
+    plan: Plan
+    exit_code: int | None
+
+    @functools.cached_property
+    def lines(self) -> Sequence[Line]:
+        """All records, without a last one that a kill has left incomplete."""
+        file = self.folder / "records.jsonl"
+        decoder = msgspec.json.Decoder(Line)
+        return [decoder.decode(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
+
+    @functools.cached_property
+    def starts(self) -> list[Resumed]:
+        """The records of the calls of `resume`; there should be one."""
+        return [line for line in self.lines if isinstance(line, Resumed)]
+
+    @functools.cached_property
+    def updates(self) -> list[Update]:
+        """The recorded updates in order."""
+        return [line for line in self.lines if isinstance(line, Update)]
+
+    @functools.cached_property
+    def by_step(self) -> dict[int, Update]:
+        """The updates by their label."""
+        return {update.step: update for update in self.updates}
+
+    @functools.cached_property
+    def between(self) -> dict[int, Between]:
+        """The records of what was observed after `ckpt(...)` of an update, by the label of the update."""
+        return {line.step: line for line in self.lines if isinstance(line, Between)}
 
     @property
-    def log(self) -> Path:
-        """The file with the output of the process."""
-        return self.folder / "log.txt"
+    def resumed_at(self) -> int | None:
+        """The step from which the run resumed; None: it started from the beginning."""
+        return self.starts[0].step if self.starts else None
 
-    def write_plan(self, plan: Plan) -> Path:
-        """Create the folder and the directory of the run, write the plan, and return its path."""
-        self.folder.mkdir(parents=True)
-        Path(plan.directory).mkdir(exist_ok=True)
-        file = self.folder / "plan.json"
-        file.write_bytes(msgspec.json.encode(plan))
-        return file
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether the process reached its interruption."""
+        return any(isinstance(line, Stopped) for line in self.lines)
 
-    @classmethod
-    def of_plan(cls, file: Path) -> tuple[ProcessFiles, Plan]:
-        """Return the files of the process with a plan file, and the plan."""
-        return cls(file.parent), msgspec.json.decode(file.read_bytes(), type=Plan)
+    @property
+    def last(self) -> int | None:
+        """The label of the last update, or None."""
+        return self.updates[-1].step if self.updates else None
 
-    def lines(self) -> list[Line]:
-        """Return all records, without a last one that a kill has left incomplete."""
-        file = self.folder / "records.jsonl"
-        complete = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-        decoder = msgspec.json.Decoder(Line)
-        return [decoder.decode(line) for line in complete]
-
-    def value(self, leaf: Leaf, nbytes: int) -> bytes | None:
-        """Return the bytes of a leaf, or None if they were not kept."""
-        if len(leaf.content) == nbytes:
-            return leaf.content
-        if leaf.at < 0:
+    def array(self, leaf: Leaf) -> np.ndarray | None:
+        """Return the data of a leaf; None: it is not an array, or its data were not kept."""
+        dtype = np.dtype(np.uint32) if leaf.kind.startswith("key<") else DTYPES.get(leaf.kind)
+        if dtype is None:
             return None
-        with open(self.folder / "values.bin", "rb") as file:
-            file.seek(leaf.at)
-            return file.read(nbytes)
+        data, nbytes = leaf.content, dtype.itemsize * int(np.prod(leaf.shape, dtype=np.int64))
+        if len(data) != nbytes:
+            if leaf.at < 0:
+                return None
+            with open(self.folder / "values.bin", "rb") as file:
+                file.seek(leaf.at)
+                data = file.read(nbytes)
+        return np.frombuffer(data, dtype).reshape(leaf.shape)
 
     def log_tail(self) -> str:
-        """Return the last lines that the process printed."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        lines = text.splitlines()[-LOG_LINES:]
-        return "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
+        """Return the path of the log and its last lines."""
+        log = self.folder / "log.txt"
+        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+        return f"{log}, ends with:\n" + ("\n".join(f"  | {line}" for line in lines) or "  | (nothing)")
 
 
 class RecordWriter:
     """Writes the records of this process without buffering, so that they survive a kill."""
 
-    def __init__(self, files: ProcessFiles) -> None:
-        self._records = open(files.folder / "records.jsonl", "ab", buffering=0)  # noqa: SIM115 - as long as the process
-        self._values = open(files.folder / "values.bin", "ab", buffering=0)  # noqa: SIM115
+    def __init__(self, folder: Path) -> None:
+        self._records = open(folder / "records.jsonl", "ab", buffering=0)  # noqa: SIM115 - as long as the process
+        self._values = open(folder / "values.bin", "ab", buffering=0)  # noqa: SIM115
         self._kept: dict[str, int] = {}
         self._end, self._left = 0, MOST_VALUE_BYTES
 
@@ -410,7 +430,7 @@ def digests_of_files(write: Callable[[Path], None]) -> dict[str, bytes]:
         return {str(file.relative_to(folder)): digest(file.read_bytes()).encode() for file in files}
 
 
-def new_directory(directory: Path | None) -> Path:
+def new_directory(directory: str | os.PathLike[str] | None) -> Path:
     """Create the directory of a proof, a temporary one if `directory` is None.
 
     Raises:
@@ -435,41 +455,25 @@ def is_below(path: str, directory: str) -> bool:
     return Path(path).resolve().is_relative_to(Path(directory).resolve())
 
 
-def run_child(plan: Path, log: Path, timeout_s: float) -> int | None:
-    """Run a plan in a new process, and kill all processes that it has started.
-
-    Args:
-        plan: the file of the plan.
-        log: the file for the output of the process.
-        timeout_s: the time limit, after which the process is killed.
+def run_child(folder: Path, timeout_s: float) -> int | None:
+    """Run the plan in a folder in a new process, and kill all processes that it has started.
 
     Returns:
         The exit code, negative for a signal; None: the process was killed at the time limit.
     """
-    command = [sys.executable, "-u", "-c", _PROGRAM, str(plan), json.dumps(sys.path)]
-    with open(log, "wb") as output:
+    command = [sys.executable, "-u", "-c", _PROGRAM, str(folder), json.dumps(sys.path)]
+    with open(folder / "log.txt", "wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-    # Do not reap the process before killpg, so that its process ID cannot be reused. Its children, such as workers of a
-    # data loader, are in its session and would survive otherwise.
-    waiter = threading.Thread(target=_wait_for, args=[process], name="resume-proof-wait", daemon=True)
-    waiter.start()
-    has_ended = False
     try:
-        waiter.join(timeout_s)
-        has_ended = not waiter.is_alive()
-    finally:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGQUIT)  # prints the stacks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STACKS_S)
+        return None
+    finally:  # its children, such as workers of a data loader, are in its session and would survive otherwise
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        waiter.join()
-        process.wait()
-    return process.returncode if has_ended else None
-
-
-def _wait_for(process: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of a process without reaping it. On macOS, Python before 3.13 cannot do that, so reap it."""
-    if hasattr(os, "waitid"):
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    else:
         process.wait()

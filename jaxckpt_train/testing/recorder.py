@@ -12,7 +12,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from jaxckpt_train.loop import LoopState
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.pytree.flatten import flatten, is_key_array
 from jaxckpt_train.pytree.leaves import EMPTY
-from jaxckpt_train.pytree.paths import ROOT, join
+from jaxckpt_train.pytree.paths import ROOT, join, leaf_filter
 from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.files import digest_function
 from jaxckpt_train.store.manifest_decoding import encode_value
@@ -43,7 +42,6 @@ from jaxckpt_train.testing.processes import (
     Leaf,
     Leaves,
     Plan,
-    ProcessFiles,
     RecordWriter,
     Resumed,
     Stopped,
@@ -54,17 +52,14 @@ from jaxckpt_train.testing.processes import (
 
 MOST_ROWS = 1024
 MOST_DEEP = 20  # levels of nested records
-Keep = Callable[[Leaf, Callable[[], bytes], int], Leaf]
-"""Stores the bytes of a leaf and returns the leaf with their location."""
+Keep = Callable[[Leaf, Callable[[], bytes], int], Leaf] | None
+"""Stores the bytes of a leaf and returns the leaf with their location; None: bytes are not stored."""
 _digest = digest_function("xxh3-128")
 _PYTHON = (bool, int, float, complex, str, bytes)
 _PASSED_ON = ("__call__", "__contains__", "__enter__", "__exit__", "__getitem__", "__len__")
-STACKS_BEFORE = 0.2
-"""The fraction of the time limit that is left when the process prints the stacks of its threads, to show a hang."""
-LEAST_S = 0.01
 
 
-def leaves_of(checkpointables: Mapping[str, Any], keep: Keep) -> Leaves:
+def leaves_of(checkpointables: Mapping[str, Any], keep: Keep = None) -> Leaves:
     """Return the leaves of checkpointables as a save would take them; a path starts with the checkpointable's name."""
     found: Leaves = {}
     for name, value in checkpointables.items():
@@ -84,14 +79,14 @@ def metrics_of(metrics: Mapping[str, Any] | None) -> Leaves:
     """Return the leaves of the metrics of an update, in their order."""
     found: Leaves = {}
     for name, value in (metrics or {}).items():
-        found |= _tree_leaves(str(name), value, drop_bytes)
+        found |= _tree_leaves(str(name), value)
     return found
 
 
 def batch_of(batch: Any) -> Batch:
     """Return the record of an element of the data."""
     arrays: list[np.ndarray] = []
-    leaves = _tree_leaves("batch", batch, drop_bytes, arrays)
+    leaves = _tree_leaves("batch", batch, arrays=arrays)
     whole = msgspec.json.encode([(name, leaf.kind, leaf.shape, leaf.digest) for name, leaf in leaves.items()])
     return Batch(_digest(whole), leaves, _rows(arrays))
 
@@ -105,7 +100,9 @@ def host_random() -> dict[str, str]:
     return found
 
 
-def _tree_leaves(name: str, tree: Any, keep: Keep, arrays: list[np.ndarray] | None = None, depth: int = 0) -> Leaves:
+def _tree_leaves(
+    name: str, tree: Any, keep: Keep = None, arrays: list[np.ndarray] | None = None, depth: int = 0
+) -> Leaves:
     try:
         flat = flatten(tree)
     except UnsupportedLeafError:  # only data and metrics: a state with this leaf could not be saved
@@ -147,7 +144,7 @@ def _array_leaf(value: Any, array: np.ndarray, keep: Keep) -> Leaf:
     leaf = Leaf(kind, array.shape, _digest(memoryview(content.reshape(-1).view(np.uint8)) if content.size else b""))
     if array.nbytes <= SMALL_BYTES:
         return _small(leaf, content.tobytes())
-    return keep(leaf, content.tobytes, array.nbytes)
+    return leaf if keep is None else keep(leaf, content.tobytes, array.nbytes)
 
 
 def _python_leaf(value: Any) -> Leaf:
@@ -166,11 +163,6 @@ def _small(leaf: Leaf, content: bytes) -> Leaf:
 def _unknown(value: Any) -> Leaf:
     """Return a leaf of which only the type can be compared, because its repr may contain an address."""
     return Leaf(f"{OBJECT}{type(value).__module__}.{type(value).__qualname__}", (), "")
-
-
-def drop_bytes(leaf: Leaf, data: Callable[[], bytes], nbytes: int) -> Leaf:
-    """Return the leaf unchanged, without storing its bytes."""
-    return leaf
 
 
 def _rows(arrays: Sequence[np.ndarray]) -> tuple[str, ...]:
@@ -250,15 +242,10 @@ class InterruptedRunError(Exception):
 
 
 class Recorder:
-    """The observer that records the training loop of this process.
-
-    Args:
-        writer: writes the records.
-        plan: the plan of the process.
-    """
+    """The observer that records the training loop of this process."""
 
     def __init__(self, writer: RecordWriter, plan: Plan) -> None:
-        self._writer, self._plan = writer, plan
+        self._writer, self._plan, self._ignores = writer, plan, leaf_filter(plan.ignored)
         self._thread = threading.get_ident()
         self._batches: list[Batch] = []
         self._elsewhere = 0
@@ -290,7 +277,7 @@ class Recorder:
         if not self._is_between:
             return
         self._is_between = False
-        now, before = leaves_of(self._in_place, drop_bytes) if compares else {}, self._leaves
+        now, before = leaves_of(self._in_place) if compares else {}, self._leaves
         changed = tuple(name for name, leaf in now.items() if name in before and not leaf.same(before[name]))
         if self._polled or changed:
             self._writer.add(Between(self._last_step, self._polled, changed))
@@ -303,13 +290,16 @@ class Recorder:
         saved = {name: value for name, value in loop.last.items() if name != DATA_NAME}
         if loop.step == self._plan.values_from:
             self._writer.reset_value_limit()
+        metrics = metrics_of(loop.metrics)
+        ignored = tuple(filter(self._ignores, metrics))
         update = Update(
             loop.step,
             tuple(self._batches),
             self._elsewhere,
-            metrics_of(loop.metrics),
+            {name: leaf for name, leaf in metrics.items() if name not in ignored},
             leaves_of(saved, self._writer.keep),
             host_random(),
+            ignored,
         )
         self._writer.add(update)
         self._batches, self._elsewhere = [], 0
@@ -331,12 +321,10 @@ class Recorder:
         signal.raise_signal(signal.SIGKILL if self._plan.how == "kill" else signal.SIGTERM)
 
 
-def main(plan_file: str) -> None:
-    """Run the plan in a file."""
-    files, plan = ProcessFiles.of_plan(Path(plan_file))
+def main(folder: str) -> None:
+    """Run the plan in the folder of a process."""
     faulthandler.enable()
-    left_s = plan.ends_at - time.monotonic() - STACKS_BEFORE * plan.timeout_s
-    faulthandler.dump_traceback_later(max(left_s, LEAST_S))
-    loop_observer.observe(Recorder(RecordWriter(files), plan))
+    faulthandler.register(signal.SIGQUIT)  # sent at the time limit, to show where a hanging process waits
+    plan = Plan.read(Path(folder))
+    loop_observer.observe(Recorder(RecordWriter(Path(folder)), plan))
     run(plan.target, Path(plan.directory))
-    faulthandler.cancel_dump_traceback_later()

@@ -9,22 +9,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import textwrap
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxckpt_train._validation import one_of, refuse, seconds, whole
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.pytree.paths import leaf_filter
-from jaxckpt_train.testing.attempts import Attempt, ResumeNotExactError, Runner, run_interrupted, run_uninterrupted
+from jaxckpt_train.testing.attempts import ResumeNotExactError, Runner
 from jaxckpt_train.testing.causes import Cause, Evidence, likely_causes
-from jaxckpt_train.testing.differences import Difference, Kind, differences, firsts, number_of, whole_numbers
-from jaxckpt_train.testing.processes import Batch, How, Leaf, MakeRun, new_directory, remove, target_of
+from jaxckpt_train.testing.differences import Difference, differing_names, first_differences, numbers_of
+from jaxckpt_train.testing.processes import Attempt, Batch, How, Leaf, MakeRun, new_directory, remove, target_of
 
-_WIDTH = 116
-_TEXT_DIGITS = (4, 6, 9, 17)
 TIMEOUT_S = 300.0
 
 
@@ -89,43 +85,15 @@ def assert_resume_exact(
     stops = _stops(kill_at)
     one_of("kill", "preempt", "raise")("resume proof: how", how)
     limit_s = seconds("resume proof: timeout_s", timeout_s)
-    ignores, target = _ignored(ignore_metrics), target_of(make_run)
-    place = new_directory(None if directory is None else Path(directory))
-    runner = Runner(target, place, how, limit_s, ignores=ignores)
+    ignored: Any = [ignore_metrics] if isinstance(ignore_metrics, str) else ignore_metrics
+    if not isinstance(ignored, Collection) or not all(isinstance(each, str) and each for each in ignored):
+        expected = 'a name or pattern of metrics, such as "*_per_s", or several'
+        refuse("resume proof: ignore_metrics", expected, ignore_metrics)
+    runner = Runner(target_of(make_run), new_directory(directory), how, limit_s, tuple(ignored))
     try:
         return prove(runner, stops)
     except AssertionError as failure:
         raise failure.with_traceback(None) from None  # a test's report ends at the line of the test
-
-
-def prove(runner: Runner, stops: Sequence[int]) -> ResumeProof:
-    """Run the target with and without interruptions in these updates, and compare; see `assert_resume_exact`."""
-    attempts = run_interrupted(runner, stops)
-    straight = run_uninterrupted(runner, "uninterrupted", attempts[1].resumed_at or 0)
-    _compare(runner, attempts, straight)
-    if (step := _before_an_evaluation(attempts, straight)) is not None:
-        more = run_interrupted(runner, [step], "interrupted-before-an-evaluation", saves_first=True)
-        _compare(runner, more, straight)
-        attempts += more
-    remove(runner.directory)
-    return _proof(attempts, straight)
-
-
-def _compare(runner: Runner, attempts: list[Attempt], straight: Attempt) -> None:
-    kinds = firsts(differences(attempts, straight))
-    if kinds:
-        evidence = _evidence(runner, attempts, straight, kinds)
-        causes = likely_causes(evidence)
-        raise ResumeNotExactError(report(evidence, causes), tuple(cause.what for cause in causes))
-
-
-def _before_an_evaluation(attempts: list[Attempt], straight: Attempt) -> int | None:
-    """Return the first update after which the loop seems to evaluate, unless the run has resumed at such an update."""
-    found = [each for each in straight.between.values() if each.step != straight.last]
-    changing = [each.step for each in found if each.changed]
-    steps = changing or [each.step for each in found]
-    is_tried = any(attempt.resumed_at in steps for attempt in attempts)
-    return steps[0] if steps and not is_tried else None
 
 
 def _stops(kill_at: int | Sequence[int]) -> list[int]:
@@ -138,24 +106,19 @@ def _stops(kill_at: int | Sequence[int]) -> list[int]:
     return stops
 
 
-def _ignored(patterns: str | Sequence[str]) -> Callable[[str], bool]:
-    given: Any = [patterns] if isinstance(patterns, str) else patterns
-    if not isinstance(given, Collection) or not all(isinstance(each, str) and each for each in given):
-        refuse("resume proof: ignore_metrics", 'a name or pattern of metrics, such as "*_per_s", or several', patterns)
-    return leaf_filter(list(given))
-
-
-def _evidence(runner: Runner, attempts: list[Attempt], straight: Attempt, kinds: dict[Kind, Difference]) -> Evidence:
-    """Repeat the uninterrupted run, to find out whether the loop is repeatable at all."""
-    again = run_uninterrupted(runner, "uninterrupted-again", attempts[1].resumed_at or 0)
-    twin = firsts(differences([again], straight))
-    first = next(iter(kinds.values()))
-    if not twin and first.number == 0:  # before any interruption: the loop is not repeatable, even if rarely
-        return Evidence(attempts, straight, kinds, {first.kind: first}, attempts[0])
-    return Evidence(attempts, straight, kinds, twin, again)
-
-
-def _proof(attempts: list[Attempt], straight: Attempt) -> ResumeProof:
+def prove(runner: Runner, stops: Sequence[int]) -> ResumeProof:
+    """Run the target with and without interruptions in these updates, and compare; see `assert_resume_exact`."""
+    attempts = runner.run("interrupted", stops)
+    [straight] = runner.run("uninterrupted", values_from=attempts[1].resumed_at or 0)
+    _compare(runner, attempts, straight)
+    # The first update after which the loop seems to evaluate, unless the run has resumed at such an update.
+    found = [each for each in straight.between.values() if each.step != straight.last]
+    steps = [each.step for each in found if each.changed] or [each.step for each in found]
+    if steps and not any(attempt.resumed_at in steps for attempt in attempts):
+        more = runner.run("interrupted-before-an-evaluation", steps[:1], saves_first=True)
+        _compare(runner, more, straight)
+        attempts += more
+    remove(runner.directory)
     starts = [attempt.resumed_at for attempt in attempts if attempt.resumed_at is not None]
     resumed = [update for attempt in attempts if attempt.resumed_at is not None for update in attempt.updates]
     return ResumeProof(
@@ -164,17 +127,31 @@ def _proof(attempts: list[Attempt], straight: Attempt) -> ResumeProof:
         tuple(starts),
         len(resumed),
         sum(not batch.opaque_leaf() for update in resumed if not update.elsewhere for batch in update.batches),
-        tuple(sorted(straight.ignored)),
+        tuple(sorted({name for update in straight.updates for name in update.ignored})),
     )
+
+
+def _compare(runner: Runner, attempts: list[Attempt], straight: Attempt) -> None:
+    kinds = first_differences(attempts, straight)
+    if not kinds:
+        return
+    # Repeat the uninterrupted run, to find out whether the loop is repeatable at all.
+    [again] = runner.run("uninterrupted-again", values_from=attempts[1].resumed_at or 0)
+    twin = first_differences([again], straight)
+    first = next(iter(kinds.values()))
+    if not twin and first.number == 0:  # before any interruption: the loop is not repeatable, even if rarely
+        twin, again = {first.kind: first}, attempts[0]
+    evidence = Evidence(attempts, straight, kinds, twin, again)
+    causes = likely_causes(evidence)
+    raise ResumeNotExactError(report(evidence, causes), tuple(cause.what for cause in causes))
 
 
 def report(evidence: Evidence, causes: Sequence[Cause]) -> str:
     """Return the message of a failure, which starts with the first difference."""
     lines = [describe(evidence, evidence.first)]
-    for kind, words in (("leaf", "first leaf that differs: "), ("batch", ""), ("metric", "")):
-        found = evidence.kinds.get(kind)  # type: ignore[call-overload]  # one of Kind
-        if found is not None and found is not evidence.first:
-            lines.append(words + describe(evidence, found))
+    for kind, found in evidence.kinds.items():
+        if found is not evidence.first and kind in ("leaf", "batch", "metric"):
+            lines.append(("first leaf that differs: " if kind == "leaf" else "") + describe(evidence, found))
     if "batch" not in evidence.kinds:
         lines.append(_of_equal_batches(evidence))
     lines += ["likely causes, the most likely first:"]
@@ -182,22 +159,25 @@ def report(evidence: Evidence, causes: Sequence[Cause]) -> str:
         lines += _wrapped(f"  {number}. ", cause.what)
         lines += _wrapped("     seen: ", cause.seen) if cause.seen else []
         lines += _wrapped("     do: ", cause.do)
-    lines.append(_of_repetition(evidence))
-    lines.append("what the processes did:")
-    lines += [f"  {_of_process(attempt)}" for attempt in evidence.attempts]
-    lines.append(f"logs and records: {evidence.straight.files.folder.parent.parent}")
+    lines += [_of_repetition(evidence), "what the processes did:"]
+    for attempt in evidence.attempts:
+        start = "started from the beginning" if attempt.resumed_at is None else f"resumed at {attempt.resumed_at}"
+        ends = {"kill": "was killed (SIGKILL)", "preempt": "was preempted (SIGTERM)", "raise": "raised an error"}
+        stopped = f"{ends[attempt.plan.how]} in update {attempt.plan.stop_at}"
+        end = stopped if attempt.was_interrupted else f"ended after update {attempt.last}"
+        lines.append(f"  {attempt.folder.name.replace('-', ' ')}: {start}, {end}")
+    lines.append(f"logs and records: {evidence.straight.folder.parent.parent}")
     return "\n".join(lines)
 
 
 def _wrapped(head: str, text: str) -> list[str]:
-    return textwrap.wrap(head + text, _WIDTH, subsequent_indent=" " * len(head), break_long_words=False)
+    return textwrap.wrap(head + text, 116, subsequent_indent=" " * len(head), break_long_words=False)
 
 
 def describe(evidence: Evidence, found: Difference) -> str:
     """Return a difference as one line."""
     attempt = evidence.attempts[found.number]
-    since = "resumed" if attempt.resumed_at is not None else "interrupted later"
-    since += f" at {attempt.resumed_at}" if attempt.resumed_at is not None else ""
+    since = "interrupted later" if attempt.resumed_at is None else f"resumed at {attempt.resumed_at}"
     match found.kind:
         case "start":
             return f"at the start: {_of_leaf(evidence, found, 'second start')}"
@@ -221,45 +201,38 @@ def _of_metric(evidence: Evidence, found: Difference, since: str) -> str:
     straight, resumed = found.straight, found.resumed
     if not isinstance(straight, Leaf) or not isinstance(resumed, Leaf):
         return f"{found.name} is reported by one run only ({'uninterrupted' if isinstance(straight, Leaf) else since})"
-    again = evidence.attempts[found.number]
-    one, other = _whole_texts(whole_numbers(evidence.straight, straight), whole_numbers(again, resumed))
-    if one == other:
-        one, other = _texts(number_of(evidence.straight, straight), number_of(again, resumed))
-    if one == other:
-        one, other = straight.form(), resumed.form()
-    return f"{found.name} differs: {one} (uninterrupted) vs {other} ({since})"
+    one, other = _numbers(evidence, found)
+    texts = straight.form(), resumed.form()
+    if one is not None and other is not None and one.size == other.size == 1:
+        numbers = _texts(one.item(), other.item())
+        texts = numbers if numbers[0] != numbers[1] else texts
+    return f"{found.name} differs: {texts[0]} (uninterrupted) vs {texts[1]} ({since})"
 
 
-def _texts(one: np.ndarray | None, other: np.ndarray | None) -> tuple[str, str]:
-    """Return two numbers with enough digits to distinguish them, or empty strings for anything but two scalars."""
-    if one is None or other is None or one.size != 1 or other.size != 1:
-        return "", ""
-    for digits in _TEXT_DIGITS:
-        texts = f"{one.item().real:.{digits}g}", f"{other.item().real:.{digits}g}"
+def _numbers(evidence: Evidence, found: Difference) -> tuple[np.ndarray | None, np.ndarray | None]:
+    assert isinstance(found.straight, Leaf)
+    assert isinstance(found.resumed, Leaf)
+    attempt = evidence.attempts[found.number]
+    return numbers_of(evidence.straight, found.straight), numbers_of(attempt, found.resumed)
+
+
+def _texts(one: Any, other: Any) -> tuple[str, str]:
+    """Return two numbers with enough digits to distinguish them."""
+    if isinstance(one, int) and isinstance(other, int):
+        return str(one), str(other)
+    for digits in (4, 6, 9, 17):
+        texts = f"{one.real:.{digits}g}", f"{other.real:.{digits}g}"
         if texts[0] != texts[1]:
             break
     return texts
-
-
-def _whole_texts(one: np.ndarray | None, other: np.ndarray | None) -> tuple[str, str]:
-    """Return two integers as text, or empty strings for anything else."""
-    if one is None or other is None or one.size != 1 or other.size != 1:
-        return "", ""
-    return str(one.item()), str(other.item())
 
 
 def _of_batch(found: Difference, since: str) -> str:
     which = f" (number {found.name} of {found.of})" if found.of > 1 else ""
     if not isinstance(found.straight, Batch) or not isinstance(found.resumed, Batch):
         return f"number of batches: {found.straight} (uninterrupted) vs {found.resumed} ({since})"
-    differing = [
-        name
-        for name in found.straight.leaves.keys() | found.resumed.leaves.keys()
-        if name not in found.straight.leaves
-        or name not in found.resumed.leaves
-        or not found.straight.leaves[name].same(found.resumed.leaves[name])
-    ]
-    arrays = f"{', '.join(sorted(differing)[:3])}, {len(differing)} of {len(found.straight.leaves)} arrays"
+    names = sorted(differing_names(found.straight.leaves, found.resumed.leaves))
+    arrays = f"{', '.join(names[:3])}, {len(names)} of {len(found.straight.leaves)} arrays"
     return f"its batch differs{which}: in {arrays} ({since})"
 
 
@@ -272,48 +245,29 @@ def _of_leaf(evidence: Evidence, found: Difference, since: str) -> str:
     if straight.form() != resumed.form():
         return f"{found.name} differs: {straight.form()} (uninterrupted) vs {resumed.form()} ({since}){count}"
     form = "" if straight.kind.startswith("python") else f" {straight.form()}"
-    return f"{found.name}{form} differs{_of_values(evidence, found, straight, resumed)}{count}"
+    return f"{found.name}{form} differs{_of_values(straight, *_numbers(evidence, found))}{count}"
 
 
-def _of_values(evidence: Evidence, found: Difference, straight: Leaf, resumed: Leaf) -> str:
+def _of_values(leaf: Leaf, one: np.ndarray | None, other: np.ndarray | None) -> str:
     """Return the number of differing values, and the largest difference and its index, as text."""
-    again = evidence.attempts[found.number]
-    old, new = whole_numbers(evidence.straight, straight), whole_numbers(again, resumed)
-    if old is not None and new is not None and old.size and not straight.kind.startswith("key<"):
-        return _of_wholes(old, new)
-    one, other = number_of(evidence.straight, straight), number_of(again, resumed)
     if one is None or other is None or not one.size:
-        return " (the values were not kept)" if straight.shape and not straight.content else ""
-    if straight.kind.startswith("key<"):
-        return f": key data {_listed(one)} (uninterrupted) vs {_listed(other)}"
+        return " (the values were not kept)" if leaf.shape and not leaf.content else ""
+    if leaf.kind.startswith("key<"):
+        data = [[int(value) for value in each.reshape(-1)[:4]] for each in (one, other)]
+        return f": key data {data[0]} (uninterrupted) vs {data[1]}"
     with np.errstate(invalid="ignore"):
-        apart = np.abs(one - other)
-    place = np.unravel_index(int(np.argmax(np.where(np.isnan(apart), np.inf, apart))), apart.shape)
+        apart = np.asarray(np.abs(one - other))
+    differing = int(np.count_nonzero((one != other) & ~((one != one) & (other != other))))
+    place = np.unravel_index(int(np.argmax(np.where(apart != apart, np.inf, apart))), one.shape)
     texts = _texts(one[place], other[place])
     values = f"{texts[0]} (uninterrupted) vs {texts[1]}"
-    if not straight.shape:
+    if not leaf.shape:
         return f": {values}"
-    differing = int(np.count_nonzero(~((one == other) | (np.isnan(one) & np.isnan(other)))))
     if not differing:
         return " only in bits: the sign of a zero, or the payload of a nan"
+    largest = apart[place] if isinstance(apart[place], int) else f"{float(apart[place]):.4g}"
     where = ",".join(str(int(index)) for index in place)
-    return f" in {differing} of {one.size} values, max abs difference {float(apart[place]):.4g} at [{where}]: {values}"
-
-
-def _of_wholes(one: np.ndarray, other: np.ndarray) -> str:
-    """Return the same as `_of_values` for integers, which a float cannot hold exactly if they are large."""
-    apart = np.abs(one - other)
-    place = np.unravel_index(int(np.argmax(apart)), one.shape)
-    values = f"{one[place]} (uninterrupted) vs {other[place]}"
-    if not one.shape:
-        return f": {values}"
-    where = ",".join(str(int(index)) for index in place)
-    differing = int(np.count_nonzero(one != other))
-    return f" in {differing} of {one.size} values, max abs difference {apart[place]} at [{where}]: {values}"
-
-
-def _listed(data: np.ndarray) -> str:
-    return str([int(value) for value in data.reshape(-1)[:4]])
+    return f" in {differing} of {one.size} values, max abs difference {largest} at [{where}]: {values}"
 
 
 def _of_equal_batches(evidence: Evidence) -> str:
@@ -340,12 +294,3 @@ def _of_repetition(evidence: Evidence) -> str:
         f"the uninterrupted run was repeated and gave another result, first in {where} ({first.kind}): the loop is NOT "
         "repeatable; make it repeatable first"
     )
-
-
-def _of_process(attempt: Attempt) -> str:
-    start = "started from the beginning" if attempt.resumed_at is None else f"resumed at {attempt.resumed_at}"
-    ends = {"kill": "was killed (SIGKILL)", "preempt": "was preempted (SIGTERM)", "raise": "raised an error"}
-    end = f"ended after update {attempt.last}"
-    if attempt.was_interrupted:
-        end = f"{ends[attempt.plan.how]} in update {attempt.plan.stop_at}"
-    return f"{attempt.files.folder.name.replace('-', ' ')}: {start}, {end}"
