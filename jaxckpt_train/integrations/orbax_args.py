@@ -1,14 +1,14 @@
 """The args, options and policies of the Orbax-style manager, for programs that do not import Orbax.
 
-Each args class has the name and the attributes of Orbax's class; the class itself says what kind of checkpointable it
-saves or restores. `CheckpointManagerOptions` has Orbax's options. `read_options` also accepts Orbax's own objects. An
-option that this package cannot honour raises an error, and one that has no effect is logged; both name the option.
+Each args class has the name and the attributes of Orbax's class. An option that this package cannot honour raises an
+error, and one that has no effect is logged; both name the option.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import logging
 import math
 import time
@@ -20,7 +20,6 @@ import jax
 from jaxckpt_train._validation import one_of, optional, refuse, whole
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.policies.context import (
     CheckpointInfo,
     DecisionContext,
@@ -39,17 +38,16 @@ from jaxckpt_train.policies.save import (
 from jaxckpt_train.run.entry import parse_step_name
 
 _log = logging.getLogger("jaxckpt_train")
-_REFUSED = {
-    "todelete_full_path": "it is for Google Cloud Storage; use todelete_subdir to move deleted steps within the run",
-}
+_NAMED = "the directory of step 100 is named step-0000000100"
+_RENAMED = "a step is renamed into place after its files are synced"
 _WITHOUT_EFFECT = {
-    "step_prefix": "the directory of step 100 is named step-0000000100",
-    "step_format_fixed_length": "the directory of step 100 is named step-0000000100",
-    "step_name_format": "the directory of step 100 is named step-0000000100",
+    "step_prefix": _NAMED,
+    "step_format_fixed_length": _NAMED,
+    "step_name_format": _NAMED,
     "create": "the first save creates the directory",
     "num_deletion_threads": "one background thread deletes steps",
-    "atomicity_options": "a step is renamed into place after its files are synced",
-    "temporary_path_class": "a step is renamed into place after its files are synced",
+    "atomicity_options": _RENAMED,
+    "temporary_path_class": _RENAMED,
     "enable_should_save_is_saving_in_progress_check": "the context of a policy says whether a save is in progress",
     "enable_per_process_directory_creation": "the primary process creates directories",
 }
@@ -61,35 +59,8 @@ _NESTED_DEFAULTS: dict[str, Mapping[str, Any]] = {
 }
 
 
-class StandardLogger:
-    """Logs each entry to the logger "jaxckpt_train"."""
-
-    def log_entry(self, entry: Any) -> None:
-        """Log an entry as one line with level INFO."""
-        _log.info("%s", entry)
-
-
-def checked_logger(logger: Any) -> Any:
-    """Return the given logger, or a `StandardLogger` for None.
-
-    Raises:
-        SettingsError: the logger has no `log_entry` method.
-    """
-    if logger is None:
-        return StandardLogger()
-    if not callable(getattr(logger, "log_entry", None)):
-        raise SettingsError(f"CheckpointManager: logger: expected an object with log_entry(entry), found {logger!r}")
-    return logger
-
-
 class CallStatistics:
-    """Collects the start times and durations of the parts of a save or restore, under Orbax's names.
-
-    Args:
-        event_type: "save" or "restore".
-        step: the step.
-        directory: the directory of the run.
-    """
+    """Collects the start times and durations of the parts of a save or restore, under Orbax's names."""
 
     def __init__(self, event_type: str, step: int | None, directory: str) -> None:
         self._started = time.time()
@@ -100,27 +71,20 @@ class CallStatistics:
         seconds = max(0.0, (time.time() if ended is None else ended) - started)
         self.entry |= {f"{name}_start_time": started, f"{name}_duration_secs": seconds}
 
-    def ended(self, name: str, logger: Any) -> None:
+    def ended(self, name: str, log_entry: Callable[[Any], Any]) -> None:
         """Record the whole call and log the entry."""
         self.part(name, self._started)
-        logger.log_entry(self.entry)
+        log_entry(self.entry)
 
 
-class EndOfSave:
-    """Records when a pending save ends, for which the next save may have to wait.
-
-    Args:
-        pending: the save; None: no save is pending.
-    """
-
-    def __init__(self, pending: PendingSave[Any] | None) -> None:
-        self.time: float | None = time.time()
-        if pending is not None and not pending.done():
-            self.time = None
-            pending.committed.add_done_callback(self._ended)
-
-    def _ended(self, _: object) -> None:
-        self.time = time.time()
+def entry_logger(logger: Any) -> Callable[[Any], Any]:
+    """Return the `log_entry` method of a logger; for None, a function that logs each entry as one line."""
+    if logger is None:
+        return functools.partial(_log.info, "%s")
+    if not callable(getattr(logger, "log_entry", None)):
+        raise SettingsError(f"CheckpointManager: logger: expected an object with log_entry(entry), found {logger!r}")
+    found: Callable[[Any], Any] = logger.log_entry
+    return found
 
 
 def _named(function: object) -> str:
@@ -130,10 +94,7 @@ def _named(function: object) -> str:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ShouldSaveFunction:
-    """Saves if a function of the step and of the newest existing step (or None) returns True.
-
-    Source: Orbax, `CheckpointManagerOptions.should_save_fn`.
-    """
+    """Saves if a function of the step and of the newest existing step (or None) returns True, as in Orbax."""
 
     function: Callable[[int, int | None], bool]
 
@@ -149,21 +110,15 @@ class ShouldSaveFunction:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BestByFunction:
-    """Keeps the `n` steps with the best value of a function of their metrics. On a tie, the later step is better.
+    """Keeps the `n` steps with the best value of a function of their metrics, as Orbax's `best_fn`; None: all steps.
 
-    NaN is the worst value. Source: Orbax, `CheckpointManagerOptions.best_fn`.
-
-    Attributes:
-        function: computes a value from the metrics of a step.
-        mode: "min": lower is better; "max": higher is better.
-        n: the number of steps to keep; None: all.
-        keeps_others: whether steps without metrics are kept too.
+    NaN is the worst value, and on a tie the later step is better. `keeps_others` also keeps steps without metrics.
     """
 
     function: Callable[[Mapping[str, Any]], float]
     mode: str
-    n: int | None = None
-    keeps_others: bool = True
+    n: int | None
+    keeps_others: bool
 
     def __repr__(self) -> str:
         return f"best_fn={_named(self.function)} ({self.mode}, {self.n})"
@@ -188,14 +143,7 @@ class BestByFunction:
 
 
 class ButDeleted:
-    """Keeps the steps that another policy keeps, except those that the user has deleted.
-
-    Args:
-        policy: the other policy; None: keep all steps.
-
-    Attributes:
-        deleted: the steps that the user has deleted.
-    """
+    """Keeps the steps that another policy keeps (None: all), except the `deleted` ones."""
 
     def __init__(self, policy: PreservationPolicy | None) -> None:
         self._policy = policy
@@ -244,11 +192,7 @@ class StandardRestore:
 
 @dataclasses.dataclass
 class PyTreeSave:
-    """Save a pytree, as `StandardSave` does.
-
-    Attributes:
-        ocdbt_target_data_file_size: has no effect; use `StoreSettings.segment_bytes`.
-    """
+    """Save a pytree, as `StandardSave` does. `ocdbt_target_data_file_size` has no effect."""
 
     item: Any
     save_args: Any = None
@@ -278,11 +222,7 @@ class PyTreeRestore:
 
 @dataclasses.dataclass
 class SaveArgs:
-    """Arguments for saving one leaf.
-
-    Attributes:
-        dtype: the dtype to convert the leaf to; None: its own dtype.
-    """
+    """Arguments for saving one leaf: the dtype to convert it to, or None for its own dtype."""
 
     dtype: Any = None
 
@@ -402,16 +342,16 @@ class Composite(Mapping[str, Any]):
         super().__setattr__("_items", items)
 
     def __getitem__(self, name: str) -> Any:
-        items: dict[str, Any] = self._items
+        items: dict[str, Any] = super().__getattribute__("_items")
         if name not in items:
             raise KeyError(f"{name!r}: expected one of {', '.join(map(repr, items)) or 'none'}")
         return items[name]
 
     def __getattr__(self, name: str) -> Any:
-        items: dict[str, Any] = super().__getattribute__("_items")
-        if name in items:
-            return items[name]
-        raise AttributeError(f"{name!r}: expected one of {', '.join(map(repr, items)) or 'none'}")
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(*error.args) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Composite is immutable: create a new one to set {name!r}")
@@ -498,16 +438,11 @@ class CheckpointManagerOptions:
             "best_mode": one_of("min", "max"),
             "best_fn": optional(_function),
             "should_save_fn": optional(_function),
+            "todelete_subdir": optional(_subdirectory),
+            "todelete_full_path": _no_full_path,
         }
         for name, check in checks.items():
             check(f"CheckpointManagerOptions.{name}", getattr(self, name))
-        for name, reason in _REFUSED.items():
-            if getattr(self, name) is not None:
-                found = getattr(self, name)
-                raise SettingsError(f"CheckpointManagerOptions.{name}: expected None, found {found!r}: {reason}")
-        folder = self.todelete_subdir
-        if folder is not None and (folder in ("", ".", "..") or "/" in folder or parse_step_name(folder) is not None):
-            raise SettingsError(f"CheckpointManagerOptions.todelete_subdir: expected a plain name, found {folder!r}")
         limits = ("max_to_keep", "keep_time_interval", "keep_period")
         if self.preservation_policy is not None and any(getattr(self, name) for name in limits):
             raise SettingsError(
@@ -518,15 +453,19 @@ class CheckpointManagerOptions:
                 "CheckpointManagerOptions.prevent_write_metrics: expected False with best_fn, found True"
             )
 
-    @property
-    def finalized(self) -> Callable[[], Any] | None:
-        """The function to call after each commit, or None."""
-        found: Callable[[], Any] | None = getattr(self.async_options, "post_finalization_callback", None)
-        return found
-
 
 def _function(subject: str, value: Any) -> Any:
     return value if callable(value) else refuse(subject, "a function, or None", value)
+
+
+def _subdirectory(subject: str, value: str) -> str:
+    is_wrong = value in ("", ".", "..") or "/" in value or parse_step_name(value) is not None
+    return refuse(subject, "a plain name", value) if is_wrong else value
+
+
+def _no_full_path(subject: str, value: object) -> None:
+    if value is not None:
+        refuse(subject, "None (use todelete_subdir, which moves deleted steps within the run)", value)
 
 
 def read_options(options: Any) -> CheckpointManagerOptions:
@@ -538,25 +477,30 @@ def read_options(options: Any) -> CheckpointManagerOptions:
     Raises:
         SettingsError: an option is not supported or unknown.
     """
-    if options is not None:
-        _refuse_processes(options)
     if options is None:
         return CheckpointManagerOptions()
-    fields: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointManagerOptions)}
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointManagerOptions)}
     for field in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
-        if field.name not in fields and getattr(options, field.name) != field.default:
+        if field.name not in defaults and getattr(options, field.name) != field.default:
             raise SettingsError(
                 f"options: {field.name}: expected {field.default!r}, found {getattr(options, field.name)!r}: this "
                 "option is unknown to jaxckpt_train"
             )
-    found = CheckpointManagerOptions(**{name: getattr(options, name, value) for name, value in fields.items()})
-    unused = without_effect(found)
+    found = CheckpointManagerOptions(**{name: getattr(options, name, value) for name, value in defaults.items()})
+    _refuse_processes(found)
+    unused = [
+        f"{name} ({instead})"
+        for name, instead in _WITHOUT_EFFECT.items()
+        # Orbax sets `create` itself in a read-only manager.
+        if getattr(found, name) != defaults[name] and not (name == "create" and found.read_only)
+    ]
+    unused += [f"{name}.{each}" for name in ("file_options", "async_options") for each in _changed_nested(found, name)]
     if unused:
         _log.warning("these CheckpointManagerOptions have no effect: %s", "; ".join(unused))
     return found
 
 
-def _refuse_processes(options: Any) -> None:
+def _refuse_processes(options: CheckpointManagerOptions) -> None:
     """Refuse options under which only some processes of a multi-process job save."""
     found = _changed_nested(options, "multiprocessing_options")
     is_single_process = current().processes == 1 and found.get("active_processes") in (None, {0})
@@ -567,25 +511,11 @@ def _refuse_processes(options: Any) -> None:
         )
 
 
-def without_effect(options: CheckpointManagerOptions) -> list[str]:
-    """Return the options that have no effect, each with a description of what happens instead."""
-    defaults = {field.name: field.default for field in dataclasses.fields(options)}
-    found = [
-        f"{name} ({instead})"
-        for name, instead in _WITHOUT_EFFECT.items()
-        # Orbax sets `create` itself in a read-only manager.
-        if getattr(options, name) != defaults[name] and not (name == "create" and options.read_only)
-    ]
-    for name in ("file_options", "async_options"):
-        found += [f"{name}.{each}" for each in _changed_nested(options, name)]
-    return found
-
-
-def _changed_nested(options: Any, name: str) -> dict[str, Any]:
+def _changed_nested(options: CheckpointManagerOptions, name: str) -> dict[str, Any]:
     """Return the attributes of a nested option object that differ from their defaults."""
-    given, known = getattr(options, name, None), _NESTED_DEFAULTS[name]
-    found = {each: getattr(given, each, default) for each, default in known.items()}
-    return {each: value for each, value in found.items() if given is not None and value != known[each]}
+    given, defaults = getattr(options, name), _NESTED_DEFAULTS[name]
+    found = {each: getattr(given, each, default) for each, default in defaults.items()}
+    return {each: value for each, value in found.items() if value != defaults[each]}
 
 
 def save_policy(options: CheckpointManagerOptions) -> SavePolicy:
@@ -609,22 +539,12 @@ def best_policy(options: CheckpointManagerOptions) -> BestByFunction | None:
     return BestByFunction(options.best_fn, options.best_mode, options.max_to_keep, keeps_others)
 
 
-def may_drop_newest(options: CheckpointManagerOptions) -> bool:
-    """Return whether the options may discard a step that was just saved."""
-    if options.preservation_policy is not None:
-        return True
-    return options.max_to_keep is not None and (options.best_fn is not None or options.max_to_keep == 0)
-
-
 def preservation_policy(options: CheckpointManagerOptions) -> PreservationPolicy | None:
     """Return the preservation policy that the options describe; None: keep all steps."""
-    if options.preservation_policy is not None:
+    if options.preservation_policy is not None or options.max_to_keep is None:
         return options.preservation_policy
-    if options.max_to_keep is None:
-        return None
-    best = best_policy(options)
     newest: PreservationPolicy = LatestN(options.max_to_keep) if options.max_to_keep else CustomSteps(frozenset())
-    reasons: list[PreservationPolicy] = [newest if best is None else best]
+    reasons: list[PreservationPolicy] = [best_policy(options) or newest]
     if options.keep_period is not None:
         reasons.append(EveryNSteps(options.keep_period))
     if options.keep_time_interval is not None:

@@ -2,7 +2,6 @@
 
 Args objects of Orbax, of Grain and of `orbax_args` are recognised by the names of their classes; neither library is
 imported. An item with a custom Orbax handler is saved and restored by that handler, in its own files (`HandledItem`).
-`RootMetadata`, `StepMetadata` and `TreeMetadata` are the results of the manager's `metadata` methods.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.files import read_or_none
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES
 
-_FOLDER, _FILE, _OLD_FILE = "metadata", "_ROOT_METADATA", "metadata"
+_FOLDER, _FILE = "metadata", "_ROOT_METADATA"
 _TREES = ("Standard", "PyTree", "Array", "JaxRandomKey")
 _OTHERS = ("Json", "NumpyRandomKey", "Checkpoint", "PyGrainCheckpoint")
 _KINDS = {f"{name}{what}": (name, what) for name in (*_TREES, *_OTHERS) for what in ("Save", "Restore")}
@@ -55,12 +54,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class RootMetadata:
-    """The metadata of a run.
-
-    Attributes:
-        custom_metadata: the metadata passed to the manager that created the run, or {}.
-        internal_metadata: always {}.
-    """
+    """The metadata of a run: what was passed to the manager that created it, or {}; `internal_metadata` is {}."""
 
     custom_metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     internal_metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,13 +62,7 @@ class RootMetadata:
 
 @dataclasses.dataclass(frozen=True)
 class StepMetadata:
-    """The metadata of a step.
-
-    Attributes:
-        item_metadata: the result of `CheckpointManager.item_metadata`.
-        metrics: numbers by name.
-        custom_metadata: the custom metadata passed to `save`, or {}.
-    """
+    """The metadata of a step: of its items, its metrics by name, and the custom metadata passed to `save`, or {}."""
 
     item_metadata: Any
     metrics: Mapping[str, float]
@@ -118,11 +106,7 @@ class TreeMetadata(Mapping[str, Any]):
 
 
 def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
-    """Write the metadata of a run to the file that Orbax uses, unless the file exists.
-
-    Raises:
-        SettingsError: the metadata are not plain JSON data, or larger than 1 MiB.
-    """
+    """Write the metadata of a run to the file that Orbax uses, unless the file exists."""
     try:
         data = json.dumps({"internal_metadata": {}, "custom_metadata": dict(metadata)}, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -135,36 +119,24 @@ def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
 
 
 def read_root_metadata(directory: str) -> dict[str, Any] | None:
-    """Read the metadata of a run, which may be written by Orbax; None: the run has none.
-
-    Raises:
-        CorruptCheckpointError: the file is not valid.
-    """
-    for name in (_FILE, _OLD_FILE):
-        data = read_or_none(LocalBackend(), f"{directory}/{_FOLDER}", name, MAX_INFO_BYTES)
-        if data is None:
-            continue
-        try:
-            found = json.loads(data)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{directory}/{_FOLDER}/{name}: expected JSON, found {error}") from error
-        custom = found.get("custom_metadata") if name == _FILE and isinstance(found, dict) else found
-        if not isinstance(custom, dict):
-            raise CorruptCheckpointError(f"{directory}/{_FOLDER}/{name}: expected a JSON object, found {custom!r}")
-        return custom
-    return None
+    """Read the metadata of a run; None: it has none. Raise CorruptCheckpointError if the file is not valid."""
+    data = read_or_none(LocalBackend(), f"{directory}/{_FOLDER}", _FILE, MAX_INFO_BYTES)
+    if data is None:
+        return None
+    try:
+        found = json.loads(data)
+        custom = found.get("custom_metadata") if isinstance(found, dict) else found
+    except ValueError as error:
+        custom = str(error)
+    if not isinstance(custom, dict):
+        raise CorruptCheckpointError(f"{directory}/{_FOLDER}/{_FILE}: expected a JSON object, found {custom!r}")
+    return custom
 
 
 class HandledItem:
     """An item that an Orbax handler saves and restores, with the protocol `StatefulCheckpointable`.
 
-    Args:
-        handler: a handler of Orbax or of the program.
-        args: the args to pass to its `save` or `restore`.
-
-    Attributes:
-        taken: set once the handler no longer needs the item to save.
-        restored: what the handler has restored.
+    `taken` is set once the handler no longer needs the item to save; `restored` is what the handler has restored.
     """
 
     def __init__(self, handler: Any, args: Any) -> None:
@@ -202,32 +174,13 @@ def _path(directory: Path) -> Any:
     return importlib.import_module("etils.epath").Path(directory)
 
 
-def refuse_many_processes(name: str) -> None:
-    """Refuse custom handlers in a multi-process job, because they would have to synchronise with each other.
-
-    Raises:
-        SettingsError: the job has several processes.
-    """
-    if current().processes > 1:
-        raise SettingsError(
-            f"args of {name!r}: expected args of Orbax or Grain in a multi-process job, found a custom handler: "
-            "register it with jaxckpt_train.register_handler(type, handler)"
-        )
+def _args_class(handler: Any, what: str) -> Any:
+    """Return the args class with which a handler saves or restores, as registered with Orbax."""
+    registered = importlib.import_module("orbax.checkpoint.checkpoint_args").get_registered_args_cls(handler)
+    return registered[what == "Restore"]
 
 
-def args_classes(handler: Any) -> tuple[Any, Any]:
-    """Return the args classes with which a handler saves and restores.
-
-    Raises:
-        ValueError: no classes are registered.
-    """
-    found: tuple[Any, Any] = importlib.import_module("orbax.checkpoint.checkpoint_args").get_registered_args_cls(
-        handler
-    )
-    return found
-
-
-def registered_handler_class(args: Any) -> type | None:
+def _registered_handler_class(args: Any) -> type | None:
     """Return the handler class that is registered with Orbax for args, or None."""
     known = sys.modules.get("orbax.checkpoint.checkpoint_args")
     if known is None or not isinstance(args, known.CheckpointArgs):
@@ -245,23 +198,6 @@ class UnknownItemError(SettingsError, KeyError):
     __str__ = Exception.__str__
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """The target of a checkpointable that is not a tree.
-
-    Attributes:
-        like: the target of the load.
-    """
-
-    like: Any
-
-    def finished(self, loaded: Any) -> Any:
-        """Return the restored value without the wrapper that selects its handler."""
-        if isinstance(loaded, HandledItem):
-            return loaded.restored
-        return loaded.value if isinstance(loaded, (JsonValue, PerProcess)) else loaded
-
-
 class Items:
     """The items of a manager, a single unnamed one or several by name, and the args that each accepts.
 
@@ -274,14 +210,9 @@ class Items:
     Attributes:
         is_async: whether one of the checkpointers saves in the background; None: there are no checkpointers.
         is_single: whether there is a single unnamed item; None: unknown until the first save or restore.
-
-    Raises:
-        SettingsError: two arguments exclude each other, or a handler is not valid.
     """
 
-    def __init__(
-        self, item_names: Any, item_handlers: Any, handler_registry: Any = None, checkpointers: Any = None
-    ) -> None:
+    def __init__(self, item_names: Any, item_handlers: Any, handler_registry: Any, checkpointers: Any) -> None:
         given = {"handler_registry": handler_registry, "checkpointers": checkpointers, "item_handlers": item_handlers}
         named = [name for name, value in given.items() if value is not None]
         if len(named) > 1 or (item_names is not None and named not in ([], ["item_handlers"])):
@@ -306,42 +237,28 @@ class Items:
                 self._kinds.setdefault(name, set()).add(kind)
         self._names = None if item_names is None and not has_names else {*(item_names or ()), *(handlers or ())}
         self.is_single: bool | None = None
-        if self._names is not None or (handlers is not None and handler_registry is None):
+        if self._names is not None or handlers is not None:
             self.is_single = self._names is None
 
-    def to_save(self, args: Any, items: Any = None, save_kwargs: Any = None) -> dict[str, Any]:
-        """Return the checkpointables to save, by name.
-
-        Raises:
-            SettingsError: args are not save args, a name is unknown, or there is a single item where several are
-                expected.
-        """
+    def to_save(self, args: Any, items: Any, save_kwargs: Any) -> dict[str, Any]:
+        """Return the checkpointables to save, by name, which `args` or the deprecated `items` describe."""
         named = self._named(args) if items is None else self._args_of("Save", args, items, save_kwargs)
-        handlers = {name: self._custom_handler(name, each) for name, each in named.items()}
+        found: dict[str, Any] = {}
         for name, each in named.items():
-            self._check(name, each, handlers[name])
-        return {
-            name: checkpointable_of(name, each) if handlers[name] is None else HandledItem(handlers[name], each)
-            for name, each in named.items()
-        }
+            handler = self._custom_handler(name, each)
+            self._check(name, each, handler)
+            found[name] = checkpointable_of(name, each) if handler is None else HandledItem(handler, each)
+        return found
 
     def targets(
-        self,
-        args: Any,
-        saved: Mapping[str, CheckpointableMetadata] | None,
-        items: Any = None,
-        restore_kwargs: Any = None,
-    ) -> dict[str, Target | TreeTarget]:
-        """Return the restore targets by name; empty: restore everything without targets.
+        self, args: Any, saved: Mapping[str, CheckpointableMetadata] | None, items: Any, restore_kwargs: Any
+    ) -> dict[str, Any]:
+        """Return the targets of a load by name, each a `TreeTarget` or a plain one; empty: restore everything.
 
         Args:
             args: the restore args; None: restore everything as it was saved.
             saved: the metadata of the saved items by name; None: unknown.
             items, restore_kwargs: the deprecated form, instead of args.
-
-        Raises:
-            UnknownItemError: the step has no item of this name.
-            SettingsError: args are not restore args, or there is a single item where several are expected.
         """
         if self.is_single is None and saved:
             self.is_single = DEFAULT_ITEM in saved
@@ -355,17 +272,17 @@ class Items:
                 raise UnknownItemError(f"item {name!r}: expected one of {', '.join(map(repr, there))}")
         return {name: self._target(name, each, (saved or {}).get(name)) for name, each in named.items()}
 
-    def _target(self, name: str, args: Any, saved: CheckpointableMetadata | None) -> Target | TreeTarget:
+    def _target(self, name: str, args: Any, saved: CheckpointableMetadata | None) -> Any:
         handler = self._custom_handler(name, args)
         if handler is None:
             return target_of(name, args, saved)
-        return Target(HandledItem(handler, args_classes(handler)[1]() if args is None else args))
+        return HandledItem(handler, _args_class(handler, "Restore")() if args is None else args)
 
     def _custom_handler(self, name: str, args: Any) -> Any:
         """Return the custom handler of an item; None: this package saves and restores it."""
         keys = [(name, type(args)), (None, type(args)), (name, None)]
         handler = next((self._custom[key] for key in keys if key in self._custom), None)
-        cls = registered_handler_class(args) if handler is None and name not in self._kinds else None
+        cls = _registered_handler_class(args) if handler is None and name not in self._kinds else None
         if cls is not None and _handler_kind(name, cls) is None:
             try:
                 handler = cls()
@@ -375,8 +292,11 @@ class Items:
                     f": {error}. Pass a handler as item_handlers."
                 ) from error
             self._custom[name, None] = handler
-        if handler is not None:
-            refuse_many_processes(name)
+        if handler is not None and current().processes > 1:  # handlers would have to synchronise with each other
+            raise SettingsError(
+                f"args of {name!r}: expected args of Orbax or Grain in a multi-process job, found a custom handler: "
+                "register it with jaxckpt_train.register_handler(type, handler)"
+            )
         return handler
 
     def found(self, values: Mapping[str, Any]) -> Any:
@@ -408,15 +328,17 @@ class Items:
         for name in {**items, **kwargs}:
             kinds, custom, options = self._kinds.get(name), self._custom.get((name, None)), kwargs.get(name) or {}
             if custom is not None:
-                found[name] = args_classes(custom)[what == "Restore"](items.get(name), **options)
-                continue
-            if kinds is None:
+                found[name] = _args_class(custom, what)(items.get(name), **options)
+            elif kinds is not None:
+                cls = getattr(orbax_args, f"{next(iter(kinds))}{what}")
+                found[name] = cls(
+                    **({"item": items.get(name)} if "item" in cls.__dataclass_fields__ else {}), **options
+                )
+            else:
                 raise SettingsError(
                     f"items: expected an item with a handler ({', '.join(map(repr, self._kinds)) or 'none'}), found "
                     f"{name!r}: pass args instead, as in args=args.StandardSave(item)"
                 )
-            cls = getattr(orbax_args, f"{next(iter(kinds))}{what}")
-            found[name] = cls(**({"item": items.get(name)} if "item" in cls.__dataclass_fields__ else {}), **options)
         return found
 
     def _check(self, name: str, args: Any, custom: Any) -> None:
@@ -426,8 +348,8 @@ class Items:
                 f"item {name!r} does not match with any registered handler: expected one of item_names or "
                 f"item_handlers, {', '.join(map(repr, sorted(self._names)))}"
             )
-        kinds, kind = self._kinds.get(name), None if custom is not None else _kind_of(name, args, "Save")
-        if kinds is not None and kind not in kinds:
+        kinds = None if custom is not None else self._kinds.get(name)
+        if kinds is not None and (kind := _kind_of(name, args, "Save")) not in kinds:
             raise SettingsError(
                 f"args of {name!r}: {kind}Save does not match with any registered handler: expected "
                 f"{' or '.join(sorted(f'{each}Save' for each in kinds))}"
@@ -435,11 +357,7 @@ class Items:
 
 
 def checkpointable_of(name: str, args: Any) -> Any:
-    """Return the checkpointable that save args describe.
-
-    Raises:
-        SettingsError: args are not save args, or ask for something that is not supported.
-    """
+    """Return the checkpointable that save args describe."""
     kind = _kind_of(name, args, "Save")
     _refuse_unsupported(name, args)
     if kind == "Json":
@@ -450,38 +368,37 @@ def checkpointable_of(name: str, args: Any) -> Any:
     return args.item if save_args is None else _converted(args.item, save_args)
 
 
-def target_of(name: str, args: Any, saved: CheckpointableMetadata | None) -> Target | TreeTarget:
-    """Return the restore target that restore args describe.
-
-    Args:
-        name: the name of the item.
-        args: the restore args; None: restore the item as it was saved.
-        saved: the metadata of the saved item; None: unknown.
-
-    Raises:
-        SettingsError: args are not restore args, or ask for something that is not supported.
-    """
+def target_of(name: str, args: Any, saved: CheckpointableMetadata | None) -> Any:
+    """Return the target of a load that restore args describe; see `Items.targets`."""
     if args is None:
-        return Target(None) if saved is None or saved.tree is None else TreeTarget(name, None, saved)
+        return TreeTarget(name, None, saved)
     kind = _kind_of(name, args, "Restore")
     _refuse_unsupported(name, args)
     if kind == "Json":
-        return Target(JsonValue(None))
+        return JsonValue(None)
     if kind == "NumpyRandomKey":
-        return Target(PerProcess(None))
+        return PerProcess(None)
     if kind not in _TREES:
-        return Target(args.item)
+        return args.item
     item = None if kind == "Array" else getattr(args, "item", None)
-    item = item.tree if isinstance(item, TreeMetadata) else item
     return TreeTarget(
         name,
-        item,
+        item.tree if isinstance(item, TreeMetadata) else item,
         saved,
         restore_args=getattr(args, "restore_args", None),
         fallback=getattr(args, "fallback_sharding", None),
         leaves_count=kind == "Standard",
         is_partial=getattr(args, "partial_restore", False) or getattr(args, "transforms", None) == {},
     )
+
+
+def finished(target: Any, loaded: Any) -> Any:
+    """Return what was loaded as its target requests it, without the wrapper that selects its handler."""
+    if isinstance(target, TreeTarget):
+        loaded = target.finished(loaded)
+    if isinstance(loaded, HandledItem):
+        return loaded.restored
+    return loaded.value if isinstance(loaded, (JsonValue, PerProcess)) else loaded
 
 
 def _is_composite(args: object) -> bool:
@@ -505,13 +422,7 @@ def _kind_of(name: str, args: object, what: str) -> str:
 
 
 def _handler_kind(name: str | None, handler: Any) -> str | None:
-    """Return the kind of args that a known Orbax handler or handler class accepts, such as "PyTree".
-
-    None means that the handler is a custom one.
-
-    Raises:
-        SettingsError: the object is not a handler.
-    """
+    """Return the kind of args that a known Orbax handler or handler class accepts, such as "PyTree"; None: custom."""
     if type(handler).__name__.endswith(_WRAPPER):
         handler = vars(handler)["_handler"]
     for cls in (handler if isinstance(handler, type) else type(handler)).__mro__:

@@ -2,22 +2,22 @@
 
     from jaxckpt_train.integrations import orbax_manager as ocp     # was: import orbax.checkpoint as ocp
 
-Orbax need not be installed. Objects of Orbax's own `args` and options classes are accepted too. As in Orbax, a step
-is listed as soon as its save has started.
+Orbax need not be installed. Objects of Orbax's own `args` and options classes are accepted too.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import itertools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, cast, overload
+from typing import Any, cast, overload
 
 from jaxckpt_train.checkpoint import load_checkpointables
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
@@ -37,12 +37,10 @@ from jaxckpt_train.integrations.orbax_args import (
     ButDeleted,
     CallStatistics,
     CheckpointManagerOptions,
-    EndOfSave,
     RestoreArgs,
     SaveArgs,
     best_policy,
-    checked_logger,
-    may_drop_newest,
+    entry_logger,
     preservation_policy,
     read_options,
     save_policy,
@@ -54,10 +52,11 @@ from jaxckpt_train.integrations.orbax_items import (
     StepMetadata,
     TreeMetadata,
     UnknownItemError,
+    finished,
     read_root_metadata,
     write_root_metadata,
 )
-from jaxckpt_train.integrations.orbax_trees import as_saved
+from jaxckpt_train.integrations.orbax_trees import TreeTarget, as_saved
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.pending import PendingSave, SaveFuture
 from jaxckpt_train.policies.context import (
@@ -72,7 +71,6 @@ from jaxckpt_train.pytree.flatten import PLACEHOLDER
 from jaxckpt_train.run.catalog import refuse_flax_checkpoints, refuse_other_steps, shown_name
 from jaxckpt_train.run.entry import check_step
 from jaxckpt_train.run.history import Clock, utc_now
-from jaxckpt_train.run.saving import SaveResult
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.timeouts import call_with_timeout
@@ -94,7 +92,6 @@ __all__ = [
     "args",
 ]
 
-T = TypeVar("T")
 _SAVING: weakref.WeakValueDictionary[str, CheckpointManager] = weakref.WeakValueDictionary()
 _log = logging.getLogger("jaxckpt_train")
 PathLike = str | os.PathLike[str]
@@ -151,27 +148,27 @@ class CheckpointManager:
         settings: StoreSettings | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._logger = checked_logger(logger)
+        self._log_entry = entry_logger(logger)
         self._last_began: float | None = None  # of the last save
         self._items = Items(item_names, item_handlers, handler_registry, checkpointers)
         self._options = read_options(options)
         self._kept, self._best = ButDeleted(preservation_policy(self._options)), best_policy(self._options)
         self._directory, self._settings, self._clock = os.fspath(directory), settings, clock or utc_now
         self._manager, self._steps = self._opened()
+        directory = self._manager.directory
         if self._manager.latest is None:
-            refuse_other_steps(LocalBackend(), self._manager.directory)
-            refuse_flax_checkpoints(LocalBackend(), self._manager.directory)
+            refuse_other_steps(LocalBackend(), directory)
+            refuse_flax_checkpoints(LocalBackend(), directory)
         self._watch: PreemptionWatch | None = None
         self._preemption_check: tuple[int, bool] | None = None  # a step, and whether the job is preempted at it
         self._is_reported = False  # whether reached_preemption has returned that check
         if self._options.create and not self._options.read_only:
-            make = functools.partial(LocalBackend().make_directory, self._manager.directory, parents=True, sync=True)
-            call_with_timeout(self._manager.directory, lambda _: make())
+            call_with_timeout(directory, lambda _: LocalBackend().make_directory(directory, parents=True, sync=True))
         self._metadata = None if metadata is None else dict(metadata)
         if metadata is not None and self._options.save_root_metadata and not self._options.read_only:
             self._manager.on_all("writing the metadata of the run", self._keep_metadata)
 
-    def _opened(self) -> tuple[StepManager, ListedSteps]:
+    def _opened(self) -> tuple[StepManager, _ListedSteps]:
         """Return a manager that does not own the run yet, and the steps of the run."""
         folder = self._options.todelete_subdir
         manager = StepManager(
@@ -180,9 +177,9 @@ class CheckpointManager:
             preservation_policy=self._kept,
             settings=self._settings,
             clock=self._clock,
-            backend=None if folder is None else MoveDeletedBackend(folder),
+            backend=None if folder is None else _MoveDeletedBackend(folder),
         )
-        return manager, ListedSteps(manager, self._kept, self._best, self._clock)
+        return manager, _ListedSteps(manager, self._kept, self._best, self._clock)
 
     def _keep_metadata(self) -> None:
         directory, metadata = self._manager.directory, self._metadata
@@ -231,7 +228,7 @@ class CheckpointManager:
             SettingsError: `args` are not supported; or with `force`: the step is less than an existing one.
             Exception: the original error of the previous save, if that failed.
         """
-        step, values = check_step(step), self._items.to_save(args, items, save_kwargs)
+        step, values, force = check_step(step), self._items.to_save(args, items, save_kwargs), bool(force)
         statistics = CallStatistics("save", step, self._manager.directory)
         if self._is_read_only("saved"):
             return False
@@ -239,34 +236,36 @@ class CheckpointManager:
         if not (force or self._steps.is_above(step)):
             return False
         metrics = None if self._options.prevent_write_metrics else metrics
-        looked, previous = time.time(), EndOfSave(self._steps.pending)
-        is_listed = self._is_listed(step, metrics, bool(force))
-        statistics.part("get_old_steps", looked)
+        looked, previous, previous_ended = time.time(), self._steps.pending, list[float]()
+        if previous is None or previous.done():
+            previous_ended.append(looked)
+        else:
+            previous.committed.add_done_callback(lambda _: previous_ended.append(time.time()))
+        is_listed = self._is_listed(step, metrics, force)
         began = time.time()
-        more: dict[str, Any] = {"metrics": metrics, "custom_metadata": custom_metadata, "force": bool(force)}
-        result = self._begin(step, values, more | {"temporary": not is_listed})
-        if result.pending is None:
+        statistics.part("get_old_steps", looked, began)
+        self._take_over(step, force)
+        with self._steps.checked():
+            pending = self._manager.save(
+                step,
+                values,
+                metrics=metrics,
+                custom_metadata=custom_metadata,
+                overwrite=self._steps.is_unlisted(step),
+                force=force,
+                temporary=not is_listed,
+            ).pending
+        if pending is None:
             return False
+        _SAVING[self._manager.directory] = self
         if self._best is not None and metrics is None:
             _log.warning("step %d has no metrics, so best_fn can never select it as the best step", step)
-        self._steps.mark_started(step, metrics, result.pending, is_listed=is_listed)
+        self._steps.mark_started(step, metrics, pending, is_listed=is_listed)
         self._kept.deleted.discard(step)
-        # Ask the future itself, not the manager: the error of this save must still be raised by the next call.
-        future, finalized = cast("SaveFuture[Any]", result.pending.committed), self._options.finalized
-        if finalized is not None:
-            future.add_done_callback(lambda _: future.error() is None and finalized())
-        for value in values.values():
-            if isinstance(value, HandledItem):
-                future.add_done_callback(value.give_up)
-                value.taken.wait()
+        self._follow(cast("SaveFuture[Any]", pending.committed), values)
         is_async = self._options.enable_async_checkpointing if self._items.is_async is None else self._items.is_async
         if not is_async:
             self.wait_until_finished()
-        self._log_save(statistics, began, previous, is_async=is_async)
-        return True
-
-    def _log_save(self, statistics: CallStatistics, began: float, previous: EndOfSave, *, is_async: bool) -> None:
-        """Log the durations of a save; `began` is when the save was ready to start."""
         reached = self._preemption_check is not None and self._preemption_check[1]
         statistics.entry |= {
             "reached_preemption": reached,
@@ -275,24 +274,27 @@ class CheckpointManager:
             "time_between_consecutive_saves_sec": None if self._last_began is None else began - self._last_began,
         }
         self._last_began = began
-        statistics.part("wait_for_prev", began, previous.time)
-        statistics.part("checkpointer_blocking", max(began, previous.time or began))
-        statistics.ended("checkpoint_manager_blocking", self._logger)
+        statistics.part("wait_for_prev", began, *previous_ended)
+        statistics.part("checkpointer_blocking", max([began, *previous_ended]))
+        statistics.ended("checkpoint_manager_blocking", self._log_entry)
+        return True
 
-    def _begin(self, step: int, values: Mapping[str, Any], more: Mapping[str, Any]) -> SaveResult:
-        """Start a save, even if another manager of this process owns the run or an unlisted step has this number."""
+    def _follow(self, future: SaveFuture[Any], values: Mapping[str, Any]) -> None:
+        """Call the options' function after the commit, and wait until custom handlers have copied their items."""
+        finalized = getattr(self._options.async_options, "post_finalization_callback", None)
+        # Ask the future itself, not the manager: the error of this save must still be raised by the next call.
+        if finalized is not None:
+            future.add_done_callback(lambda _: future.error() is None and finalized())
+        for value in values.values():
+            if isinstance(value, HandledItem):
+                future.add_done_callback(value.give_up)  # the save may have failed before the handler was called
+                value.taken.wait()
+
+    def _take_over(self, step: int, force: bool) -> None:
+        """Let another manager of this process release the directory, if this step is to be saved."""
         other = _SAVING.get(self._manager.directory)
-        if other is not None and other is not self and (more["force"] or self._manager.should_save(step)):
+        if other is not None and other is not self and (force or self._manager.should_save(step)):
             other._release()  # it takes the directory back with its next save
-        try:
-            result = self._steps.checked(lambda: self._manager.save(step, values, **more))
-        except (StepAlreadyExistsError, SettingsError):
-            if not self._steps.is_unlisted(step):
-                raise
-            result = self._steps.checked(lambda: self._manager.save(step, values, **more, overwrite=True))
-        if result.pending is not None:
-            _SAVING[self._manager.directory] = self
-        return result
 
     def _release(self) -> None:
         """Wait for the pending save and release the directory for another manager of this process."""
@@ -301,7 +303,9 @@ class CheckpointManager:
 
     def _is_listed(self, step: int, metrics: Mapping[str, Any] | None, force: bool) -> bool:
         """Return whether the options keep a step that is saved now."""
-        if not may_drop_newest(self._options) or not (force or self._manager.should_save(step)):
+        options = self._options
+        may_drop = options.max_to_keep is not None and (options.best_fn is not None or options.max_to_keep == 0)
+        if not (may_drop or options.preservation_policy) or not (force or self._manager.should_save(step)):
             return True
         return self._steps.keeps(step, metrics)
 
@@ -348,17 +352,17 @@ class CheckpointManager:
                 raise MissingStepError(f"{self.directory}: expected a step that the options keep, found none")
         saved = self._saved(source, step)
         targets = self._items.targets(args, None if saved is None else saved.checkpointables, items, restore_kwargs)
-        like = {name: target.like for name, target in targets.items()}
+        like = {name: each.like if isinstance(each, TreeTarget) else each for name, each in targets.items()}
         began = time.time()
         try:
             found = self._load(source, step, like or None)
         except MismatchError as error:
             raise TargetMismatchError(str(error), error.differences) from error
         statistics.part("checkpointer", began)
-        done = {name: targets[name].finished(value) if name in targets else value for name, value in found.items()}
+        done = {name: finished(targets.get(name), value) for name, value in found.items()}
         if step is None:
             statistics.entry["step"] = source.restored_step
-        statistics.ended("checkpoint_manager", self._logger)
+        statistics.ended("checkpoint_manager", self._log_entry)
         return self._items.found(done)
 
     def _saved(self, source: StepManager, step: int | None) -> CheckpointMetadata | None:
@@ -398,7 +402,8 @@ class CheckpointManager:
 
     def metrics(self, step: int) -> dict[str, float] | None:
         """Return the metrics of a step, or None if it has none."""
-        return self._steps.metrics(step)
+        found = next((info.metrics for info in self._steps.infos() if info.step == step), None)
+        return None if found is None else {name: float(value) for name, value in found.items()}
 
     def item_metadata(self, step: int) -> Any:
         """Return the metadata of the items of a step, or a Composite if there are several items.
@@ -501,7 +506,8 @@ class CheckpointManager:
 
     def check_for_errors(self) -> None:
         """Raise the original error of a failed save, once."""
-        self._steps.checked(self._manager.check)
+        with self._steps.checked():
+            self._manager.check()
 
     def reload(self) -> None:
         """Do nothing: a manager that only reads lists the directory each time, and one that saves owns it."""
@@ -528,18 +534,12 @@ class CheckpointManager:
             self.close()
 
 
-class ListedSteps:
+class _ListedSteps:
     """The steps that a program written for Orbax sees: committed steps that the policy keeps, and the pending step.
 
     If the policy does not keep the newest step, that step is saved as temporary: it stays on disk until the next
     commit and is not listed. In a multi-process job, every value that decides control flow is the same in all
     processes.
-
-    Args:
-        manager: the manager of the run.
-        kept: the preservation policy.
-        best: ranks the steps; None: no ranking.
-        clock: returns the current time, with a time zone.
 
     Attributes:
         has_saved: whether this object has started a save.
@@ -561,23 +561,21 @@ class ListedSteps:
     ) -> None:
         """Record that a save of the step was started; `is_listed` is whether the policy keeps it."""
         self.pending, self._saver = pending, threading.current_thread()
-        self._newest = CheckpointInfo(
-            step, self._clock(), None if metrics is None else {**metrics}, temporary=not is_listed
-        )
+        self._newest = self._info(step, metrics, temporary=not is_listed)
         self._restored, self.has_saved = None, True
+
+    def _info(self, step: int, metrics: Mapping[str, Any] | None, *, temporary: bool = False) -> CheckpointInfo:
+        return CheckpointInfo(step, self._clock(), None if metrics is None else {**metrics}, temporary=temporary)
 
     def mark_restored(self) -> None:
         """Record that the run continues from the restored step, not from a step saved here."""
         self._newest, self._restored = None, self._manager.restored_step
 
-    def checked(self, call: Callable[[], T]) -> T:
-        """Return the result of a call. If it raises the error of a save, stop listing the step of that save.
-
-        Raises:
-            StepAlreadyExistsError: the step to save already exists.
-        """
+    @contextlib.contextmanager
+    def checked(self) -> Iterator[None]:
+        """If a call of the manager raises the error of a save, stop listing the step of that save."""
         try:
-            return call()
+            yield
         except CheckpointExistsError as error:
             raise StepAlreadyExistsError(str(error).partition(";")[0]) from error
         except SettingsError:  # caused by the arguments of this call, not by the previous save
@@ -587,14 +585,12 @@ class ListedSteps:
             raise
 
     def wait(self) -> None:
-        """Wait for the pending save.
-
-        Any thread may raise its error. Only the thread that saves consumes it.
-        """
+        """Wait for the pending save. Any thread may raise its error; only the thread that saves consumes it."""
         if self.pending is not None and self._saver is not threading.current_thread():
             self.pending.wait()
-        else:
-            self.checked(self._manager.wait)
+            return
+        with self.checked():
+            self._manager.wait()
 
     def latest(self) -> int | None:
         """Return the newest listed step, or None if there is none."""
@@ -609,9 +605,8 @@ class ListedSteps:
 
     def keeps(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
         """Return whether the policy would keep this step if it were saved now."""
-        now = self._clock()
-        infos = [*self.infos(), CheckpointInfo(step, now, None if metrics is None else {**metrics})]
-        return ask_to_preserve(self._kept, infos, context=DecisionContext(now))[-1]
+        infos = [*self.infos(), self._info(step, metrics)]
+        return ask_to_preserve(self._kept, infos, context=DecisionContext(infos[-1].time))[-1]
 
     def is_above(self, step: int) -> bool:
         """Return whether a step is greater than the newest listed step or, after a restore, than the restored one."""
@@ -631,11 +626,6 @@ class ListedSteps:
         ranked = self._best.ranked(self.infos())
         return ranked[-1].step if ranked else None
 
-    def metrics(self, step: int) -> dict[str, float] | None:
-        """Return the metrics of a step, or None if it has none."""
-        found = next((info.metrics for info in self.infos() if info.step == step), None)
-        return None if found is None else {name: float(value) for name, value in found.items()}
-
     def infos(self) -> list[CheckpointInfo]:
         """Return the entries of the listed steps in ascending order."""
         return [info for info in self._every_info() if not info.temporary]
@@ -647,12 +637,8 @@ class ListedSteps:
         return sorted([*(info for info in infos if info.step != newest.step), newest], key=lambda info: info.step)
 
 
-class MoveDeletedBackend(LocalBackend):
-    """A local backend that moves deleted steps into a subdirectory of the run instead of removing them.
-
-    Args:
-        folder: the name of the subdirectory.
-    """
+class _MoveDeletedBackend(LocalBackend):
+    """A local backend that moves deleted steps into a subdirectory of the run instead of removing them."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -666,5 +652,7 @@ class MoveDeletedBackend(LocalBackend):
         folder = f"{directory}/{self._folder}"
         self.make_directory(folder, parents=True, sync=True)
         taken = {entry.name for entry in self.list(folder)}
-        names = (name if number == 0 else f"{name}.{number}" for number in range(len(taken) + 1))
-        return self.rename(path, f"{folder}/{next(each for each in names if each not in taken)}")
+        names = (f"{name}.{number}" for number in itertools.count(1))
+        return self.rename(
+            path, f"{folder}/{next(each for each in itertools.chain([name], names) if each not in taken)}"
+        )

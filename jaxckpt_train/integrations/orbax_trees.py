@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,8 +28,7 @@ class _Leaf:
 
     Attributes:
         target: the target of the load: an array, `jax.ShapeDtypeStruct`, plain value or PLACEHOLDER.
-        kind: the type to convert the value to; None: keep its type.
-        dtype: the dtype to convert the value to; None: keep its dtype.
+        kind, dtype: the type and the dtype to convert the value to; None: keep its own.
         sharding: the sharding to put a host value on devices with; None: leave it where it is.
         instead: the value of a leaf that is not read.
     """
@@ -51,11 +49,7 @@ class _Leaf:
 class _Request:
     """What a program requests for one leaf, by its target or its restore arguments; None: as it was saved.
 
-    Attributes:
-        kind: the type.
-        dtype, shape: the dtype and shape of an array.
-        sharding: the sharding of a `jax.Array`.
-        is_uncommitted: whether the array belongs on the default device, whatever sharding was saved.
+    `is_uncommitted`: the array belongs on the default device, whatever sharding was saved.
     """
 
     kind: type | None = None
@@ -93,7 +87,7 @@ class TreeTarget:
         is_partial: bool = False,
     ) -> None:
         self._name, self._leaves = name, dict[str, _Leaf]()
-        self._picked: list[str] | None = None
+        self._is_part = False
         self.like = self._tree = item
         if saved is None or saved.tree is None or not isinstance(handler_of(item), PytreeHandler):
             return
@@ -103,57 +97,48 @@ class TreeTarget:
             given = there if item is None else _by_path(item)
         except TypeError as error:
             raise SettingsError(f"args of {name!r}: expected trees, found {error}") from error
-        self._tree = saved.tree if item is None else item
+        self._tree, self._is_part = saved.tree if item is None else item, is_partial and item is not None
         has_leaves = leaves_count and item is not None
         for path, leaf in given.items():
             request = _request_of_leaf(leaf) if has_leaves else _request_of_args(name, path, requests.get(path))
             found = saved.leaves.get(path)
-            if found is None:
-                self._leaves[path] = _absent(leaf, is_partial)
-            else:
-                planned = _planned(leaf, there[path], found, request, fallback, leaves_count=has_leaves)
-                self._leaves[path] = planned
-        self._picked = [*given] if is_partial and item is not None else None
-        _refuse_below(name, given, there, is_partial=self._picked is not None)
-        if self._picked is None:
-            self.like = self._filled(self._tree)
-        else:
-            leaves = (leaf if leaf is EMPTY else self._target_of(path) for path, leaf in there.items())
-            self.like = unflatten(saved.tree, [*leaves])
-
-    def finished(self, loaded: Any) -> Any:
-        """Return the restored tree with the structure of `item`."""
-        if self._picked is None and all(leaf.needs_no_conversion for leaf in self._leaves.values()):
-            return loaded
-        values = _by_path(loaded)
-        self._warn_about_dtypes(values)
-        done = [
-            leaf if leaf is EMPTY else _finished(self._name, path, self._leaves[path], values.get(path, PLACEHOLDER))
-            for path, leaf in _by_path(self._tree).items()
-        ]
-        return unflatten(self._tree, done)
-
-    def _target_of(self, path: str) -> Any:
-        leaf = self._leaves.get(path)
-        return PLACEHOLDER if leaf is None else leaf.target
+            if found is not None:
+                self._leaves[path] = _planned(leaf, there[path], found, request, fallback, leaves_count=has_leaves)
+                continue
+            self._leaves[path] = _absent(leaf, is_partial)
+            has_subtree = path not in there and any(each.startswith(f"{path}/") for each in there)
+            if has_subtree and (leaf is PLACEHOLDER or (self._is_part and leaf is not EMPTY)):
+                raise SettingsError(f"args of {name!r}: {path}: expected a subtree as in the checkpoint, found a leaf")
+        self.like = self._filled(saved.tree if self._is_part else self._tree)
 
     def _filled(self, tree: Any) -> Any:
         """Return the tree with the target of each leaf; the same object if its leaves are the targets already."""
-        own = _by_path(tree)
-        targets = [leaf if leaf is EMPTY else self._target_of(path) for path, leaf in own.items()]
+        own, leaves = _by_path(tree), self._leaves
+        targets = [
+            leaf if leaf is EMPTY else leaves[path].target if path in leaves else PLACEHOLDER
+            for path, leaf in own.items()
+        ]
         is_same = all(one is other for one, other in zip(targets, own.values(), strict=True))
         return tree if is_same else unflatten(tree, targets)
 
-    def _warn_about_dtypes(self, values: Mapping[str, Any]) -> None:
+    def finished(self, loaded: Any) -> Any:
+        """Return the restored tree with the structure of `item`."""
+        if not self._is_part and all(leaf.needs_no_conversion for leaf in self._leaves.values()):
+            return loaded
+        values = _by_path(loaded)
         changed = [
             f"{path} from {values[path].dtype} to {np.dtype(leaf.dtype)}"
             for path, leaf in self._leaves.items()
             if leaf.dtype is not None and getattr(values.get(path), "dtype", leaf.dtype) != leaf.dtype
         ]
         if changed:
-            _log.warning(
-                "%r: the dtype of %d leaves is converted: %s", self._name, len(changed), ", ".join(changed[:3])
-            )
+            shown = ", ".join(changed[:3])
+            _log.warning("%r: the dtype of %d leaves is converted: %s", self._name, len(changed), shown)
+        done = [
+            leaf if leaf is EMPTY else _finished(self._name, path, self._leaves[path], values.get(path, PLACEHOLDER))
+            for path, leaf in _by_path(self._tree).items()
+        ]
+        return unflatten(self._tree, done)
 
 
 def as_saved(saved: CheckpointableMetadata) -> Any:
@@ -169,14 +154,6 @@ def as_saved(saved: CheckpointableMetadata) -> Any:
 def _by_path(tree: Any) -> dict[str, Any]:
     flat = flatten(tree)
     return dict(zip(flat.names, flat.leaves, strict=True))
-
-
-def _refuse_below(name: str, given: Mapping[str, Any], there: Mapping[str, Any], *, is_partial: bool) -> None:
-    """Refuse a placeholder, and any leaf of a partial target, where the checkpoint has a subtree."""
-    for path, leaf in given.items():
-        is_refused = leaf is not EMPTY if is_partial else leaf is PLACEHOLDER
-        if is_refused and path not in there and any(each.startswith(f"{path}/") for each in there):
-            raise SettingsError(f"args of {name!r}: {path}: expected a subtree as in the checkpoint, found a leaf")
 
 
 def _absent(leaf: Any, is_partial: bool) -> _Leaf:
@@ -201,11 +178,7 @@ def _request_of_leaf(leaf: Any) -> _Request:
 
 
 def _request_of_args(name: str, path: str, args: Any) -> _Request:
-    """Return what the restore arguments of one leaf request.
-
-    Raises:
-        SettingsError: `restore_type` is not supported.
-    """
+    """Return what the restore arguments of one leaf request."""
     kind = getattr(args, "restore_type", None)
     sharding: Any = getattr(args, "sharding", None)
     mesh, shape = getattr(args, "mesh", None), getattr(args, "global_shape", None)
@@ -224,16 +197,7 @@ def _request_of_args(name: str, path: str, args: Any) -> _Request:
 def _planned(
     leaf: Any, abstract: Any, found: LeafMetadata, request: _Request, fallback: Any, *, leaves_count: bool
 ) -> _Leaf:
-    """Return the plan for a leaf that the checkpoint has.
-
-    Args:
-        leaf: the leaf of the target.
-        abstract: the leaf as it was saved.
-        found: the metadata of the saved leaf.
-        request: what the program requests.
-        fallback: the sharding of a leaf that has none and was saved with none.
-        leaves_count: whether the leaf of the target is a target. False: only its place in the tree is used.
-    """
+    """Return the plan for a leaf of the target; `abstract` and `found` describe the saved leaf."""
     if leaf is PLACEHOLDER or leaf is EMPTY:
         return _Leaf(leaf)
     if leaf is None:
