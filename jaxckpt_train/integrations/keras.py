@@ -1,13 +1,9 @@
 """`KerasCheckpoint`, a callback that saves and resumes `model.fit` of Keras 3 on its JAX backend.
 
-    from jaxckpt_train.integrations.keras import KerasCheckpoint
+from jaxckpt_train.integrations.keras import KerasCheckpoint
 
-    with KerasCheckpoint("runs/a", keep_latest=3) as ckpt:
-        model.fit(ckpt.data(loader, steps_per_epoch=100), epochs=10, callbacks=[..., ckpt])   # ckpt last
-
-`EpochData` and `ReplayedDataset` wrap the training data so that its position can be saved. `KerasState` is the
-checkpointable for the variables of a model. `SkippedBatches` skips the batches of an epoch that a previous process
-has trained on.
+with KerasCheckpoint("runs/a", keep_latest=3) as ckpt:
+    model.fit(ckpt.data(loader, steps_per_epoch=100), epochs=10, callbacks=[..., ckpt])   # ckpt last
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -34,17 +30,14 @@ from jaxckpt_train.checkpointables.iterator_state import PerProcess
 from jaxckpt_train.checkpointables.registry import register_handler
 from jaxckpt_train.config import callback_arguments
 from jaxckpt_train.errors import MismatchError, SettingsError, suppress_secondary
-from jaxckpt_train.run.saving import SaveResult
 
 try:
     import keras  # type: ignore[import-untyped]
-
 except ImportError as error:
     raise ImportError(
         "KerasCheckpoint needs Keras 3 with its JAX backend: pip install 'jaxckpt-train[keras]', and set "
         f"KERAS_BACKEND=jax before Keras is imported ({error})"
     ) from error
-GROUPS = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
 _log = logging.getLogger("jaxckpt_train")
 _UNKNOWN_DATA = (
     "resumed after batch %d of epoch %d (counted from 1) without a saved data position. Arrays, and a PyDataset whose "
@@ -79,9 +72,9 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 "KERAS_BACKEND=jax in the environment, or in ~/.keras/keras.json"
             )
         self._every = optional(whole(1))("KerasCheckpoint: save_every_epochs", save_every_epochs)
-        self._settings: dict[str, Any] = {"directory": directory, **settings}
-        self._new_settings: Callable[[], dict[str, Any]] = lambda: self._settings  # for the next call of fit
-        self._ckpt = CheckpointCallback(**self._settings)
+        self._saves_on_exit = settings.get("save_on_exit", True)
+        self._new_ckpt = lambda: CheckpointCallback(directory, **settings)  # for the next call of fit
+        self._ckpt = self._new_ckpt()
         self._is_closed = self._is_fitting = False
         self._data: EpochData | None = None
         self._dataset: ReplayedDataset | None = None
@@ -98,7 +91,8 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             SettingsError: a key or value is wrong.
         """
         found = cls(save_every_epochs=save_every_epochs, **callback_arguments(config))
-        found._new_settings = lambda: callback_arguments(config)  # each fit closes its sinks, so build new ones
+        # Each fit closes its sinks, so build new ones.
+        found._new_ckpt = lambda: CheckpointCallback(**callback_arguments(config))
         return found
 
     def data(self, source: Any, steps_per_epoch: int | None = None) -> EpochData | ReplayedDataset:
@@ -126,22 +120,20 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._open()
         self._state = KerasState(self.model)
         self._names = {name: [each.path for each in group] for name, group in self._state.variables().items()}
-        values: dict[str, Any] = {"progress": JsonValue(None)}
-        if self._data is None:
-            values["random"] = PerProcess(None)
-        else:
-            self._data.rewind()
-            values["data"] = self._data.iterator
+        self._random = None
         with self._closing_on_error():
-            _, *found = self._ckpt.resume(self._state, **values)
-        restored = dict(zip([name for name in ("data", "progress", "random") if name in values], found, strict=True))
-        if self._data is not None:
-            self._data.begin()
-        self._resumed, self._completed = restored["progress"].value, self._ckpt.completed_steps
-        self._random = restored["random"].value if "random" in restored else None
+            if self._data is None:
+                targets = {"progress": JsonValue(None), "random": PerProcess(None)}
+                _, progress, random_state = self._ckpt.resume(self._state, **targets)
+                self._random = random_state.value
+            else:
+                self._data.rewind()
+                _, _, progress = self._ckpt.resume(self._state, self._data.iterator, progress=JsonValue(None))
+                self._data.begin()
+        self._resumed, self._completed = progress.value, self._ckpt.completed_steps
         self._saved = self._completed if self._resumed is not None else None
         if self._resumed is None:
-            self._state.drop_restored()
+            self._state.restored = {}
         else:
             self._model._initial_epoch = self._resumed["epoch"]  # Keras' own BackupAndRestore uses this attribute
         self._is_fitting = True
@@ -179,15 +171,16 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         if self._dataset is not None:
             self._dataset.replay(resumed.get("ended", self._epoch + 1))
         if self._random is not None:
-            _set_random_state(self._random)
+            np.random.set_state(self._random["numpy"])
+            random.setstate(self._random["python"])
         if self._data is None and self._dataset is None:
             _log.warning(_UNKNOWN_DATA, self._batch, self._epoch + 1)
         if self._batch:  # Keras has reset the metrics, and other callbacks have started the epoch
-            self._state.assign_restored_again()
-            SkippedBatches(self._model, self._batch, self.params["steps"], self._data is None).install()
+            self._state.assign(self._state.restored)
+            _skip_batches(self._model, self._batch, self.params["steps"], are_taken=self._data is None)
             if self._data is not None:
                 self._data.resumed(self._batch)
-        self._state.drop_restored()
+        self._state.restored = {}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save if a save is due. Exit if the process was preempted."""
@@ -222,23 +215,22 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._random = None if self._data is not None else _random_state()
         self._report_update(logs)
         is_last = epoch + 1 >= self.params["epochs"] or self._model.stop_training
-        is_due = self._every is not None and (epoch + 1) % self._every == 0
-        if is_due or (is_last and self._settings.get("save_on_exit", True)):
+        if (self._every is not None and (epoch + 1) % self._every == 0) or (is_last and self._saves_on_exit):
             self._ckpt.save_now()
             self._saved = self._completed
 
     def on_train_end(self, logs: Any = None) -> None:
         """Wait until the last save is committed."""
         self._model._initial_epoch = None
-        if self._saved != self._completed and self._settings.get("save_on_exit", True):
+        if self._saved != self._completed and self._saves_on_exit:
             _log.warning("the last step, %d, is not saved: put KerasCheckpoint last in callbacks", self._completed)
         self.close()
 
     def _open(self) -> None:
         if self._is_closed or self._ckpt.preempted:
-            self._ckpt, self._is_closed = CheckpointCallback(**self._new_settings()), False
+            self._ckpt, self._is_closed = self._new_ckpt(), False
 
-    def _report_update(self, logs: Any) -> SaveResult:
+    def _report_update(self, logs: Any) -> None:
         """Report a completed update to the `CheckpointCallback`, which saves it if a save is due."""
         progress = {"epoch": self._epoch, "batch": self._batch, "steps": self.params["steps"], "variables": self._names}
         if self._dataset is not None:  # differs from the epoch number if fit was called with an initial_epoch
@@ -251,7 +243,6 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         metrics = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
         result = self._ckpt(self._state, step=self._completed, metrics=metrics, **values)
         self._saved = self._completed if result.saved else self._saved
-        return result
 
     def close(self) -> None:
         """Wait for the pending save and release the directory. The next `fit` resumes.
@@ -284,44 +275,31 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._ckpt.__exit__(kind, error, trace)
 
 
-class SkippedBatches:
-    """Replaces the `train_function` of a model until a number of batches was counted, and runs no update for them.
+def _skip_batches(model: Any, batches: int, steps: int | None, *, are_taken: bool) -> None:
+    """Make the `train_function` of a model run no update for the first batches of the epoch that starts now.
 
-    `fit` cannot start within an epoch. Skipping batches this way keeps the numbers of the batches after them.
-
-    Args:
-        model: the Keras model, at the start of the epoch.
-        batches: the number of batches to skip.
-        steps: the number of batches in the epoch; None: unknown.
-        are_taken: whether to take the batches from the data and drop them; False: the data is already past them.
-
-    Raises:
-        SettingsError: `batches` is not a multiple of the model's `steps_per_execution`.
+    `fit` cannot start within an epoch. Skipping batches this way keeps the numbers of the batches after them. If
+    `are_taken`, they are taken from the data and dropped; otherwise the data is already past them.
     """
+    each = int(model.steps_per_execution)
+    if batches % each and batches != steps:
+        raise SettingsError(
+            f"KerasCheckpoint: the run resumes after batch {batches} of an epoch: expected steps_per_execution to "
+            f"divide {batches}, found {each}. Compile the model with the same steps_per_execution as before."
+        )
+    left, logs, train = math.ceil(batches / each), model.get_metrics_result(), model.train_function
 
-    def __init__(self, model: Any, batches: int, steps: int | None, are_taken: bool) -> None:
-        self._model, self._each, self._are_taken = model, int(model.steps_per_execution), are_taken
-        if batches % self._each and batches != steps:
-            raise SettingsError(
-                f"KerasCheckpoint: the run resumes after batch {batches} of an epoch: expected steps_per_execution to "
-                f"divide {batches}, found {self._each}. Compile the model with the same steps_per_execution as before."
-            )
-        self._left = math.ceil(batches / self._each)
-        self._logs: dict[str, Any] = model.get_metrics_result()
-
-    def install(self) -> None:
-        """Replace the `train_function` of the model."""
-        self._function, self._model.train_function = self._model.train_function, self
-
-    def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
-        """Return the logs of the last trained batch and the unchanged state, as `train_function` does."""
-        if self._left == 0:
-            self._model.train_function = self._function
-            return self._function(state, iterator)
-        self._left -= 1
-        for _ in range(self._each if self._are_taken else 0):
+    def skip(state: Any, iterator: Iterator[Any]) -> Any:
+        nonlocal left
+        if left == 0:
+            model.train_function = train
+            return train(state, iterator)
+        left -= 1
+        for _ in range(each if are_taken else 0):
             next(iterator, None)
-        return dict(self._logs), state
+        return dict(logs), state
+
+    model.train_function = skip
 
 
 class KerasState:
@@ -330,25 +308,27 @@ class KerasState:
     Each group is a list in the model's own order, because the names that Keras generates depend on what else the
     process has created before.
 
-    Args:
-        model: a Keras model on the JAX backend.
-
     Attributes:
         metrics: the metric values to save instead of the current ones, which a running evaluation overwrites; None: the
             current ones.
+        restored: the restored values, to assign once more after Keras and other callbacks have changed them; or {}.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.metrics: Sequence[Any] | None = None
-        self._restored: dict[str, list[Any]] | None = None
+        self.restored: dict[str, list[Any]] = {}
 
     def variables(self) -> dict[str, list[Any]]:
         """Return the variables of each group, with the values that the trainer holds during `fit` written back."""
-        self.model.jax_state_sync()
-        optimizer = self.model.optimizer
-        groups = {name: list(getattr(self.model, name)) for name in GROUPS if name != "optimizer_variables"}
-        return groups | {"optimizer_variables": [] if optimizer is None else list(optimizer.variables)}
+        model = self.model
+        model.jax_state_sync()
+        return {
+            "trainable_variables": list(model.trainable_variables),
+            "non_trainable_variables": list(model.non_trainable_variables),
+            "optimizer_variables": list(model.optimizer.variables),
+            "metrics_variables": list(model.metrics_variables),
+        }
 
     def values(self) -> dict[str, list[Any]]:
         """Return the values of the variables of each group."""
@@ -360,21 +340,6 @@ class KerasState:
         for name, group in self.variables().items():
             for variable, value in zip(group, values[name], strict=True):
                 variable.assign(value)
-
-    def restored(self, values: dict[str, list[Any]]) -> None:
-        """Assign the restored values, and keep them for `assign_restored_again`."""
-        self.assign(values)
-        self._restored = values
-
-    def assign_restored_again(self) -> None:
-        """Assign the restored values once more, because Keras and other callbacks may have changed them since."""
-        if self._restored is not None:
-            self.assign(self._restored)
-        self.drop_restored()
-
-    def drop_restored(self) -> None:
-        """Drop the restored values that were kept for `assign_restored_again`."""
-        self._restored = None
 
 
 class KerasHandler:
@@ -388,11 +353,7 @@ class KerasHandler:
         return Staged(tree=value.values())
 
     def compare(self, target: KerasState, saved: Saved) -> None:
-        """Compare a checkpoint with the model.
-
-        Raises:
-            MismatchError: they differ; the message lists all differences with the names of the model's variables.
-        """
+        """Raise an error with all differences to the model, and the names of its variables that differ."""
         try:
             saved.compare(_abstract(target))
         except MismatchError as error:
@@ -401,7 +362,8 @@ class KerasHandler:
 
     def restore(self, target: KerasState, saved: Saved) -> KerasState:
         """Set the variables of the target's model to the saved values."""
-        target.restored(saved.tree(_abstract(target)))
+        target.restored = saved.tree(_abstract(target))
+        target.assign(target.restored)
         return target
 
 
@@ -443,14 +405,19 @@ class EpochData(keras.utils.PyDataset):  # type: ignore[misc]
 
     def __init__(self, source: Any, steps_per_epoch: int | None) -> None:
         super().__init__(workers=1)  # several workers or processes would take the batches in an arbitrary order
-        self._steps = whole(1)("data: steps_per_epoch", steps_per_epoch or _length(source))
+        length = steps_per_epoch or (len(source) if hasattr(source, "__len__") else sys.maxsize)
+        if length >= sys.maxsize:
+            raise SettingsError(
+                f"data: steps_per_epoch: expected a number of batches, found None with a {type(source).__name__} of "
+                "unknown or infinite length"
+            )
+        self._steps = self._left = whole(1)("data: steps_per_epoch", length)
         self.iterator = source if hasattr(source, "get_state") else iter(source)
         if not (hasattr(self.iterator, "get_state") and hasattr(self.iterator, "set_state")):
             raise SettingsError(
                 f"data: expected a Grain data set or loader, or an iterator with get_state and set_state, found a "
                 f"{type(source).__name__}: pass other data that Keras accepts to fit directly"
             )
-        self._left: int = self._steps
         self._start = self._now()
         self._before: dict[int, Any] = {}  # iterator states by number of batches taken, for the batches read ahead
         self.begin()
@@ -488,14 +455,10 @@ class EpochData(keras.utils.PyDataset):  # type: ignore[misc]
     def position(self) -> Any:
         """Return the iterator to save, in its state after the batches that were trained on."""
         is_ahead = self._taken > self._trained
-        return ReadAhead(self.iterator, self._before[self._trained]) if is_ahead else self.iterator
+        return _AtState(self.iterator, self._before[self._trained]) if is_ahead else self.iterator
 
     def rewind(self) -> None:
-        """Set the iterator back to its position after the batches that were trained on.
-
-        Raises:
-            SettingsError: this position is unknown.
-        """
+        """Set the iterator back to its position after the batches that were trained on."""
         if self._taken > self._trained:
             if self._trained not in self._before:
                 raise SettingsError(
@@ -566,11 +529,7 @@ class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
         self._is_in_epoch = False
 
     def replay(self, ended: int) -> None:
-        """Replay epochs until `on_epoch_end` was called this number of times.
-
-        Raises:
-            SettingsError: it was called more often already.
-        """
+        """Replay epochs until `on_epoch_end` was called this number of times."""
         while self.ended < ended:
             self.on_epoch_begin()
             self.on_epoch_end()
@@ -581,17 +540,7 @@ class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
             )
 
 
-def _length(source: Any) -> int:
-    length = len(source) if hasattr(source, "__len__") else sys.maxsize
-    if length >= sys.maxsize:
-        raise SettingsError(
-            f"data: steps_per_epoch: expected a number of batches, found None with a {type(source).__name__} of "
-            "unknown or infinite length"
-        )
-    return length
-
-
-class ReadAhead:
+class _AtState:
     """An iterator that reports an earlier state, so that reading ahead does not change the saved position.
 
     `isinstance` sees the class of the original iterator.
@@ -608,23 +557,9 @@ class ReadAhead:
         return getattr(self._iterator, name)
 
     def get_state(self) -> Any:
-        """Return the earlier state."""
         return self._state
-
-    def set_state(self, state: Any) -> None:
-        """Refuse to set the state.
-
-        Raises:
-            SettingsError: always.
-        """
-        raise SettingsError("a saved position is read-only: call set_state on the iterator itself")
 
 
 def _random_state() -> dict[str, Any]:
     """Return the states of the generators with which Keras shuffles arrays and data sets."""
     return {"numpy": np.random.get_state(), "python": random.getstate()}
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])

@@ -32,7 +32,7 @@ from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.files import read_or_none
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES
 
-_FOLDER, _FILE = "metadata", "_ROOT_METADATA"
+_FOLDER, _FILE, _OLD_FILE = "metadata", "_ROOT_METADATA", "metadata"
 _TREES = ("Standard", "PyTree", "Array", "JaxRandomKey")
 _OTHERS = ("Json", "NumpyRandomKey", "Checkpoint", "PyGrainCheckpoint")
 _KINDS = {f"{name}{what}": (name, what) for name in (*_TREES, *_OTHERS) for what in ("Save", "Restore")}
@@ -120,17 +120,19 @@ def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
 
 def read_root_metadata(directory: str) -> dict[str, Any] | None:
     """Read the metadata of a run; None: it has none. Raise CorruptCheckpointError if the file is not valid."""
-    data = read_or_none(LocalBackend(), f"{directory}/{_FOLDER}", _FILE, MAX_INFO_BYTES)
-    if data is None:
-        return None
-    try:
-        found = json.loads(data)
-        custom = found.get("custom_metadata") if isinstance(found, dict) else found
-    except ValueError as error:
-        custom = str(error)
-    if not isinstance(custom, dict):
-        raise CorruptCheckpointError(f"{directory}/{_FOLDER}/{_FILE}: expected a JSON object, found {custom!r}")
-    return custom
+    for name in (_FILE, _OLD_FILE):
+        data = read_or_none(LocalBackend(), f"{directory}/{_FOLDER}", name, MAX_INFO_BYTES)
+        if data is None:
+            continue
+        try:
+            found = json.loads(data)
+            custom = found.get("custom_metadata") if name == _FILE and isinstance(found, dict) else found
+        except ValueError as error:
+            custom = str(error)
+        if not isinstance(custom, dict):
+            raise CorruptCheckpointError(f"{directory}/{_FOLDER}/{name}: expected a JSON object, found {custom!r}")
+        return custom
+    return None
 
 
 class HandledItem:
