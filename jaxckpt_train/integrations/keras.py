@@ -14,7 +14,7 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -73,7 +73,8 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             )
         self._every = optional(whole(1))("KerasCheckpoint: save_every_epochs", save_every_epochs)
         self._saves_on_exit = settings.get("save_on_exit", True)
-        self._new_ckpt = lambda: CheckpointCallback(directory, **settings)  # for the next call of fit
+        self._new_ckpt: Callable[[], CheckpointCallback]  # makes the one for the next call of fit
+        self._new_ckpt = lambda: CheckpointCallback(directory, **settings)
         self._ckpt = self._new_ckpt()
         self._is_closed = self._is_fitting = False
         self._data: EpochData | None = None
@@ -411,14 +412,14 @@ class EpochData(keras.utils.PyDataset):  # type: ignore[misc]
                 f"data: steps_per_epoch: expected a number of batches, found None with a {type(source).__name__} of "
                 "unknown or infinite length"
             )
-        self._steps = self._left = whole(1)("data: steps_per_epoch", length)
+        self._steps: int = whole(1)("data: steps_per_epoch", length)
         self.iterator = source if hasattr(source, "get_state") else iter(source)
         if not (hasattr(self.iterator, "get_state") and hasattr(self.iterator, "set_state")):
             raise SettingsError(
                 f"data: expected a Grain data set or loader, or an iterator with get_state and set_state, found a "
                 f"{type(source).__name__}: pass other data that Keras accepts to fit directly"
             )
-        self._start = self._now()
+        self._left, self._start = int(self._steps), self._now()
         self._before: dict[int, Any] = {}  # iterator states by number of batches taken, for the batches read ahead
         self.begin()
 
