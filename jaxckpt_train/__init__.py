@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import inspect
+import sys
 from typing import Any
 
 _HOMES = {
@@ -69,6 +71,18 @@ def _move_here(value: Any) -> None:
         value.__annotations__ = inspect.get_annotations(value, eval_str=True)
     if callable(value):
         value.__module__ = __name__
+
+
+def _finish_saves() -> None:
+    """Finish pending saves at the end of the process. Registered here, to run after most exit functions of users."""
+    pending = sys.modules.get(f"{__name__}.pending")
+    if pending is not None:
+        pending.finish()
+
+
+# Register it twice: an interrupt that an exit function in C has delayed ends the next exit function at its first line.
+atexit.register(_finish_saves)
+atexit.register(_finish_saves)
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ from jaxckpt_train.checkpoint import PathLike, absolute, load_checkpointables
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, SettingsError, suppress_secondary
 from jaxckpt_train.metrics.events import Sink, checked_sinks
-from jaxckpt_train.pending import LAST_PATIENCE_S, call_after
+from jaxckpt_train.pending import LAST_PATIENCE_S, SaveSlot
 from jaxckpt_train.policies.context import (
     CheckpointInfo,
     Decision,
@@ -44,7 +44,7 @@ from jaxckpt_train.run.job import JobDecisions, JobSync, decided_locally
 from jaxckpt_train.run.listing import RunNotes
 from jaxckpt_train.run.restoring import RunRestore
 from jaxckpt_train.run.retention import BestLink
-from jaxckpt_train.run.saving import Drift, SaveRequest, SaveResult, SaveSlot, StepSave
+from jaxckpt_train.run.saving import Drift, SaveRequest, SaveResult, StepSave
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend
@@ -578,10 +578,9 @@ class StepManager(RunNotes):
             if waits:
                 self.wait()
         finally:  # a save that still writes after an interrupt keeps the directory until its end
-            last = self._save_slot.pending or self._save_slot.given_up
-            call_after(last, self._job_sync.leave)
+            self._save_slot.when_ended(self._job_sync.leave)
             ends_at = time.monotonic() + longest_s
-            call_after(last, functools.partial(self._run.close, longest_s, until))
+            self._save_slot.when_ended(functools.partial(self._run.close, longest_s, until))
             self.history.finish(ends_at - time.monotonic(), until)
 
     def _replace_idle(self) -> None:

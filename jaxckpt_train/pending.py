@@ -1,50 +1,38 @@
-"""Saves in the background, and what happens to them at the end of the process.
-
-`start_save` runs a save on its own thread and returns a `PendingSave`. `SaveFuture` holds its outcome without locks
-that an interrupt could leave acquired. The last part of the module finishes unawaited saves at the end of the process,
-and makes sure that a failed save does not end as success.
-"""
+"""Saves in the background: `PendingSave`, the one save of a run (`SaveSlot`), and what the end of the process does."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import math
 import os
-import queue
 import sys
 import threading
 import time
 import traceback
-import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from jaxckpt_train._validation import time_limit
-from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames, is_success
-from jaxckpt_train.exit_code import INTERRUPTED, call_at_end_of_child, code_of, end_with, is_child_over
-from jaxckpt_train.store.threads import POLL_S, Latch, Mailbox
+from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, SettingsError, free_frames, is_success
+from jaxckpt_train.exit_code import INTERRUPTED, code_of, end_process
+from jaxckpt_train.policies.context import CheckpointInfo, positive_seconds
+from jaxckpt_train.store.threads import POLL_S, Latch
 
 # A disk that does not answer for this time is not waited for at the end of a script or of a run.
 LAST_PATIENCE_S = 600.0
 SLICE_S = 0.1  # the longest delay until a waiting thread sees a signal or a request to stop
+ENDS_WITHIN_S = 60.0  # in a job, after the end of the save in the primary: by then all processes know the outcome
 _LAST_LINES_S = 0.2  # for an abandoned thread whose save has ended: it may still use the disk, or just end
-# Each of these collections changes in a single operation of the interpreter, so no interrupt leaves a lock acquired.
-under_way: set[Save] = set()
-given_up: dict[threading.Thread, int] = {}  # abandoned threads, with the exit code of the process
-_given_up_saves: dict[Save, int] = {}  # abandoned saves whose outcome the user has not seen, with the exit code
-_late: set[Save] = set()  # saves that failed or were abandoned at the very end, whose outcome the user has not seen
-_threads: set[weakref.ref[threading.Thread]] = set()  # a WeakSet changes in several operations
-_code: int | None = None  # the exit code of the process, as far as it is known
-# Whether exit functions may run after this module's wait: those that were registered before it was imported. If an exit
-# function imports this module, that is true for all, since Python then calls no newly registered function. At that time
-# the main thread counts as ended.
-_is_over = threading.current_thread() is threading.main_thread() and not threading.main_thread().is_alive()
+_FAILED = "failed, and the program did not wait for it:"
+# The saves that run, and those that failed without an error that anybody saw. It changes in single operations of the
+# interpreter, so no interrupt leaves a lock acquired.
+under_way: set[PendingSave[Any]] = set()
+_is_over = False  # whether `finish` was called
+_child: int | None = None  # the child of `multiprocessing` whose end calls `finish`
 T = TypeVar("T")
-_FINISHED = "FINISHED"  # the name of this state in `concurrent.futures`
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -63,21 +51,21 @@ class PendingSave(Generic[T]):
         self.tracker = tracker or ProgressTracker()
         self.staged: Future[None] = Future()
         self.staged.set_result(None)
-        self._outcome = SaveFuture[T](self.mark_reported)
-        self.committed: Future[T] = self._outcome
+        self.committed: Future[T] = _SaveFuture(self)
         self._ended = Latch()
         self._is_done = False
         self._process = os.getpid()
-        self._thread: threading.Thread | None = None
-        self._is_on_caller = False
+        self._thread: SaveThread | None = None
         self._work = deque([work])  # the thread that pops it runs it or cancels it
-        # The new thread waits for a message. If it worked at once, it would hold the GIL and delay its creator by the
-        # switch interval of 5 ms.
-        self._go = Mailbox[None]()
+        self._exit_code: int | None = None  # of a save that was given up
+        # If the new thread worked at once, it would hold the GIL and delay its creator by the switch interval of 5 ms.
+        self._go = Latch()
 
     def _start(self) -> None:
-        self._thread = thread = threading.Thread(target=self._run, name="jaxckpt-save", daemon=True)
-        begin(self, thread)
+        _finish_at_end_of_child()
+        self._thread = thread = SaveThread(self)
+        if not must_wait_here():  # otherwise a thread that keeps saving would delay the end for ever
+            under_way.add(self)
         try:
             thread.start()
         except RuntimeError as error:
@@ -89,57 +77,56 @@ class PendingSave(Generic[T]):
                     self.subject,
                     error,
                 )
-            self._is_on_caller = True
-        self._go.put(None)
-        if self._is_on_caller:
-            self._run()
+            self._run(on_caller=True)
+            return
+        self._go.open()
 
     def _cancel(self, error: BaseException) -> bool:
-        """Cancel the save if its thread has not started it, and return whether it was cancelled."""
+        """Cancel the save if its thread has not started it; return whether it was cancelled."""
         try:
             self._work.pop()
         except IndexError:
             return False
         try:
-            self.mark_reported()
+            under_way.discard(self)
             self.committed.set_exception(error)
         finally:  # even after another interrupt, nothing must wait for this save
             self._is_done = True
             self._ended.open()
         return True
 
-    def _run(self) -> None:
-        with contextlib.suppress(queue.Empty):  # an interrupt may have prevented the message
-            self._go.get(POLL_S)
+    def _run(self, *, on_caller: bool = False) -> None:
+        if not on_caller:
+            self._go.wait(POLL_S)  # an interrupt may have prevented the message
         try:
             work = [self._work.pop()]
         except IndexError:
             return  # cancelled
         try:
-            result = self._work_once(work)
+            try:
+                result = work.pop()()  # nothing here holds the saved state afterwards
+            finally:
+                self._is_done = True
         except BaseException as error:  # the thread ends here; wait() raises the error
             self.committed.set_exception(self._as_raised(error))
-            if self._is_on_caller and isinstance(error, KeyboardInterrupt | SystemExit):  # it is meant for the caller
-                self.mark_reported()
+            if on_caller and isinstance(error, KeyboardInterrupt | SystemExit):  # it is meant for the caller
+                under_way.discard(self)
                 raise
         else:
             self.committed.set_result(result)
-            seen(self)
+            under_way.discard(self)
         finally:
             self._ended.open()
-
-    def _work_once(self, work: list[Callable[[], T]]) -> T:
-        """Run the work. When this returns, nothing holds the saved state any more."""
-        try:
-            return work.pop()()
-        finally:
-            self._is_done = True
 
     def _as_raised(self, error: BaseException) -> BaseException:
         """Return the error to raise in `wait`: never one that would end a process, a task or a loop normally."""
         free_frames(error)  # its frames hold the whole state for as long as the error lives
         if is_success(error) or isinstance(error, StopIteration | StopAsyncIteration):
-            failed = CheckpointError(f"saving {self.subject}: a call in the background raised {_shown(error)}")
+            try:
+                shown = repr(error)
+            except Exception:  # noqa: BLE001  # as with a deleted array inside
+                shown = type(error).__name__
+            failed = CheckpointError(f"saving {self.subject}: a call in the background raised {shown}")
             failed.__cause__ = error
             return failed
         with contextlib.suppress(Exception):  # an error may refuse notes, for example as a frozen dataclass
@@ -184,8 +171,7 @@ class PendingSave(Generic[T]):
             until: ends the wait once it returns true. None: nothing ends it.
 
         Raises:
-            CheckpointTimeoutError: the save has neither committed nor failed in time, and continues; or it belongs to a
-                parent of this process.
+            CheckpointTimeoutError: the save continues; or it belongs to a parent of this process.
         """
         time_limit("timeout_s", timeout_s)
         if self.is_of_parent() and not self._ended.is_open():
@@ -196,26 +182,14 @@ class PendingSave(Generic[T]):
         reason = self.wait_for(self._ended, timeout_s, patience_s, until)
         if reason is not None:
             raise CheckpointTimeoutError(f"saving {self.subject}: {reason}; the save continues")
-        self.mark_reported()
         return self.committed.exception()
 
-    def outcome_at_exit(self) -> BaseException | None:
-        """Wait like `outcome` at the end of the process, and abandon a save that makes no progress."""
-        try:
-            return self.outcome(patience_s=LAST_PATIENCE_S)
-        except CheckpointTimeoutError as error:
-            self.give_up(1)
-            return error
-
-    def wait_at_exit(self) -> BaseException | None:
-        """Wait like `outcome_at_exit`, but let the caller decide whether the error counts as seen."""
-        if self.wait_for(self._ended, None, LAST_PATIENCE_S) is not None:
-            self.give_up(1)
-            return self.stall_error()
-        return self._outcome.error()
+    def error(self) -> BaseException | None:
+        """Return the error so far. It does not count as seen."""
+        return self.committed._exception
 
     def is_of_parent(self) -> bool:
-        """Return whether this process is a fork of the one that runs the save. That process reports the error."""
+        """Return whether this process is a fork of the one that runs the save, which reports the error."""
         return os.getpid() != self._process
 
     def wait_for(
@@ -238,35 +212,30 @@ class PendingSave(Generic[T]):
             if end_s <= time.monotonic():
                 return f"not committed after {timeout_s:.3g} s" if timeout_s else "not committed yet"
             if patience_s is not None and self.tracker.waited_s >= patience_s:
-                return self._stall_text()
+                return self.stall_text()
 
-    def _stall_text(self) -> str:
+    def stall_text(self) -> str:
+        """The text of an error."""
         return f"no progress for {self.tracker.waited_s:.3g} s; does its disk still answer?"
 
-    def stall_error(self) -> CheckpointTimeoutError:
-        """Return the error for a save that has made no progress for too long."""
-        return CheckpointTimeoutError(f"saving {self.subject}: {self._stall_text()}; the save continues")
-
     def give_up(self, exit_code: int) -> None:
-        """Do not wait for the save at the end of the process.
+        """Do not wait for the save at the end of the process, which then has this exit code, unless it has committed.
 
-        The process then ends with this exit code, unless the save has committed by then or its error was seen. The next
-        owner of the directory removes what the save has written.
+        The next owner of the directory removes what the save has written.
         """
-        if self._thread is not None:
-            give_up(self, self._thread, exit_code)
+        self._exit_code = exit_code
 
-    def wait_until_ended(self) -> None:
-        """Wait until the save has committed, failed, or stopped making progress. The error does not count as seen.
 
-        The save's callbacks are not waited for, because one of them may wait for the caller.
-        """
-        if not (self._is_done or self.is_of_parent() or threading.current_thread() is self._thread):
-            self.wait_for(self._ended, None, LAST_PATIENCE_S, self.done)
+class SaveThread(threading.Thread):
+    """The thread of a save. It is a daemon that `finish` waits for, up to a limit.
 
-    def mark_reported(self) -> None:
-        """Mark the outcome as seen, so that it is not reported again at exit."""
-        seen(self)
+    The interpreter would wait for ever for another thread whose disk does not answer, also after a grace period
+    (test_abandoned_save_fails_process_unless_it_commits).
+    """
+
+    def __init__(self, save: PendingSave[Any]) -> None:
+        super().__init__(target=save._run, name="jaxckpt-save", daemon=True)
+        self.save = save
 
 
 def start_save(
@@ -277,7 +246,7 @@ def start_save(
     on_start: Callable[[PendingSave[T] | None], None] | None = None,
     undo: Callable[[BaseException], None] | None = None,
 ) -> PendingSave[T]:
-    """Start a save on its own thread, or run it on the calling thread if no thread can be started.
+    """Run `work` on a thread of its own, or on the calling thread if no thread can be started.
 
     At the very end of a process, when nothing else waits for the save, this function waits for it.
 
@@ -285,9 +254,8 @@ def start_save(
         subject: the name of what is saved, for messages.
         work: runs the save.
         tracker: measures the progress of `work`.
-        on_start: called with the save before it starts, so that no interrupt loses it; and with None if it did not
-            start. None: nothing is called.
-        undo: called with the error if the save did not start. None: nothing is called.
+        on_start: called with the save before it starts, so that no interrupt loses it; with None if it did not start.
+        undo: called with the error if the save did not start.
     """
     pending: PendingSave[T] | None = None
     try:
@@ -303,34 +271,21 @@ def start_save(
                 undo(error)
         raise
     if must_wait_here():
-        finish_here(pending)
+        _finish({pending})
     return pending
 
 
 def wait_for_saves_of(path: str) -> None:
-    """Wait for this process's own saves to a path before it is read."""
+    """Wait for this process's own saves to a path, but not for their callbacks, which may wait for the caller."""
     for save in list(under_way):
-        if save.subject == path and isinstance(save, PendingSave):
-            save.wait_until_ended()
-
-
-def call_after(pending: PendingSave[T] | None, call: Callable[[], None]) -> None:
-    """Call a function once the save has committed or failed, on its thread.
-
-    Call it at once if there is no running save.
-    """
-    if pending is None:
-        call()
-    else:
-        pending.committed.add_done_callback(lambda _: call())
+        if save.subject == path and not (save.done() or threading.current_thread() is save._thread):
+            save.wait_for(save._ended, None, LAST_PATIENCE_S, save.done)
 
 
 def call_within(call: Callable[[], object], timeout_s: float, progress: Callable[[int], object] | None = None) -> bool:
-    """Call a function that may use a disk that does not answer.
+    """Call a function that may use a disk that does not answer; return False if it continues after the time limit.
 
-    Return False if it did not end in time; it then continues.
-
-    `progress` is called with 0 during the wait. An error that it raises ends the wait.
+    An error of `progress`, which is called with 0 meanwhile, ends the wait.
     """
     done = Latch()
 
@@ -353,46 +308,36 @@ def call_within(call: Callable[[], object], timeout_s: float, progress: Callable
     return True
 
 
-class SaveFuture(Future[T]):
-    """A future that reports when its error was seen, and that never waits for a lock.
+class _SaveFuture(Future[T]):
+    """A future that knows when its error was seen, and that never waits for a lock.
 
-    `concurrent.futures.wait` and `as_completed` acquire the lock of the future, and then wait for an event that has a
-    lock as well. A KeyboardInterrupt may leave either acquired. So the thread that sets the outcome waits for the first
-    lock only briefly, and lets another thread set the events.
-
-    Args:
-        seen: called when somebody has received the error, or learned that there is none.
+    A KeyboardInterrupt in `concurrent.futures.wait` may leave the lock of the future or that of an event acquired, and
+    a save that waits for it would never end (tests/unit/test_save_outcome.py). So the thread that sets the outcome
+    waits for the first lock only briefly, and lets other threads set the events.
     """
 
-    def __init__(self, seen: Callable[[], None]) -> None:
+    def __init__(self, save: PendingSave[T]) -> None:
         super().__init__()
-        self._seen = seen
+        self._save = save
         self._settled = Latch()
         self._calls: list[deque[Callable[[Future[T]], object]]] = []  # the thread that pops a function calls it
         self.set_running_or_notify_cancel()  # it cannot be cancelled
 
     def __repr__(self) -> str:
-        """Return the usual representation of a future."""
         return f"<{type(self).__name__} at {id(self):#x} state={'finished' if self.done() else 'running'}>"
 
     def done(self) -> bool:
-        """Return whether the save has committed or failed."""
         return self._settled.is_open()
 
     def running(self) -> bool:
-        """Return whether the save is still running."""
         return not self.done()
 
     def cancelled(self) -> bool:
-        """Return False: a save cannot be cancelled."""
-        return False
+        return False  # a save cannot be cancelled
 
-    def cancel(self) -> bool:
-        """Return False: a save cannot be cancelled."""
-        return False
+    cancel = cancelled
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result, or raise the error of the save."""
         error = self.exception(timeout)
         if error is None:
             return cast("T", self._result)
@@ -402,36 +347,35 @@ class SaveFuture(Future[T]):
             del error, self  # the error would hold this frame, and this frame the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the outcome and return the error, or None."""
         if not self._settled.wait(timeout):
             raise TimeoutError
-        self._seen()
-        return self._exception
-
-    def error(self) -> BaseException | None:
-        """Return the error so far, without marking it as seen."""
+        under_way.discard(self._save)
         return self._exception
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
-        """Call a function with this future once it is done."""
         call = deque([fn])
         self._calls.append(call)
         if self.done():
             self._take_and_call(call)
 
     def set_result(self, result: T) -> None:
-        """Set the result."""
         self._result = result
         self._settle()
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """Set the error."""
         self._exception = exception
         self._settle()
 
     def _settle(self) -> None:
         self._settled.open()
-        for waiter in self._publish():
+        condition = self._condition  # held only briefly, unless an interrupt has left it acquired for ever
+        is_taken = condition.acquire(timeout=POLL_S)
+        self._state, waiters = "FINISHED", list(self._waiters)
+        if is_taken:
+            condition.release()
+        else:
+            self._condition = threading.Condition()  # for later waiters
+        for waiter in waiters:
             notify = waiter.add_result if self._exception is None else waiter.add_exception
             try:
                 threading.Thread(target=notify, args=(self,), name="jaxckpt-note", daemon=True).start()
@@ -440,21 +384,6 @@ class SaveFuture(Future[T]):
         for call in self._calls:  # this includes functions that are added during the loop
             self._take_and_call(call)
 
-    def _publish(self) -> list[Any]:
-        """Mark the future as done for `concurrent.futures.wait`, and return the waiters to notify.
-
-        Waiters hold the lock only briefly. A lock that is held for longer was left acquired by an interrupt and is
-        never released.
-        """
-        condition = self._condition
-        is_taken = condition.acquire(timeout=POLL_S)
-        self._state, waiters = _FINISHED, list(self._waiters)
-        if is_taken:
-            condition.release()
-        else:
-            self._condition = threading.Condition()  # for later waiters
-        return waiters
-
     def _take_and_call(self, call: deque[Callable[[Future[T]], object]]) -> None:
         try:
             fn = call.pop()
@@ -462,20 +391,15 @@ class SaveFuture(Future[T]):
             return
         try:
             fn(self)
-        except BaseException as error:  # like any future: log errors, and let interrupts pass
-            if not isinstance(error, Exception):
-                raise
+        except Exception:  # noqa: BLE001  # like any future: log errors, and let interrupts pass
             _log.exception("a callback of a save's `committed` failed")
 
 
 class ProgressTracker:
     """Measures how long a save has been waited for since its last progress. It can be called as a progress function.
 
-    Only time that a thread was awake and waited counts. The time during which the whole process was stopped does not.
-
-    Args:
-        is_excused: returns whether the save currently waits for something else than the disk, such as devices. None: it
-            never does.
+    Only time that a thread was awake and waited counts. `is_excused` returns whether the save currently waits for
+    something else than the disk, such as devices.
     """
 
     def __init__(self, is_excused: Callable[[], bool] | None = None) -> None:
@@ -499,176 +423,276 @@ class ProgressTracker:
             self.waited_s += min(seconds, at_most)
 
 
-def _shown(error: BaseException) -> str:
-    """Return the representation of an error, or its type if that fails, as with a deleted array inside."""
-    try:
-        return repr(error)
-    except Exception:  # noqa: BLE001  # otherwise the error of the save would be lost
-        return type(error).__name__
+class SaveSlot:
+    """At most one save in progress, and what the next save does about it. `StepManager` documents the arguments.
 
+    Attributes:
+        pending: the save, until its outcome was reported.
+        info: the step of the save, as policies see it.
+        given_up: a save that is no longer waited for.
+        is_asked_to_leave: whether the job has to shut down soon, so that a save must not wait for the slot.
+        is_time_up: whether the time to shut down is over, so that unfinished work is given up.
+    """
 
-class Save(Protocol):
-    """The interface of a running save that the end of the process needs."""
+    def __init__(
+        self, if_busy: Literal["wait", "skip"], stall_timeout_s: float, if_stalled: Literal["skip", "raise"]
+    ) -> None:
+        if if_busy not in ("wait", "skip"):
+            raise SettingsError(f'StepManager.if_busy: expected "wait" or "skip", found {if_busy!r}')
+        if if_stalled not in ("skip", "raise"):
+            raise SettingsError(f'StepManager.if_stalled: expected "skip" or "raise", found {if_stalled!r}')
+        self._if_busy, self._if_stalled = if_busy, if_stalled
+        self._stall_timeout_s = positive_seconds("StepManager.stall_timeout_s", stall_timeout_s)
+        self.is_asked_to_leave: Callable[[], bool] = lambda: False
+        self.is_time_up: Callable[[], bool] = lambda: False
+        self.pending: PendingSave[Any] | None = None
+        self.info: CheckpointInfo | None = None
+        self.given_up: PendingSave[Any] | None = None
+        self._kept: list[BaseException] | None = None
+        self._begun_at, self._skipped_at = 0.0, math.inf  # the last time that this save caused a step to be skipped
+        self._was_warned_of = self._is_without_state = False  # its failure was reported when the step was skipped
 
-    subject: str
-    committed: Future[Any]
+    def begun(self, pending: PendingSave[Any] | None) -> None:
+        """Store a save that is about to start; None: it did not start."""
+        self.pending, self._begun_at, self._skipped_at = pending, time.monotonic(), math.inf
+        self._was_warned_of = self._is_without_state = False
 
-    def outcome_at_exit(self) -> BaseException | None:
-        """Wait as long as the save makes progress; return its error, which then counts as seen."""
+    def running_for_s(self) -> float:
+        """Seconds since the save started."""
+        return time.monotonic() - self._begun_at
 
-    def wait_at_exit(self) -> BaseException | None:
-        """Wait like `outcome_at_exit`, but let the caller decide whether the error counts as seen."""
+    def is_running(self) -> bool:
+        """Whether the save has neither committed nor failed."""
+        return self.pending is not None and not self.pending.done()
 
+    def is_over(self) -> bool:
+        """Whether a save has ended whose outcome was not reported yet."""
+        return self.pending is not None and self.pending.done()
 
-def begin(save: Save, thread: threading.Thread) -> None:
-    """Register a save before its thread starts."""
-    call_at_end_of_child(finish)
-    if not must_wait_here():  # otherwise a thread that keeps saving would delay the end for ever
-        under_way.add(save)
-    _threads.add(weakref.ref(thread, _threads.discard))
+    def running_info(self) -> tuple[CheckpointInfo, ...]:
+        """The running save as policies see it; empty if none is running."""
+        return (self.info,) if self.info is not None and self.is_running() else ()
 
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call a function once the last save has committed or failed, on its thread; or now, if there is none."""
+        last = self.pending or self.given_up
+        if last is None:
+            call()
+        else:
+            last.committed.add_done_callback(lambda _: call())
 
-def seen(save: Save) -> None:
-    """Unregister a save that has committed, or whose error the user has seen."""
-    under_way.discard(save)
-    _given_up_saves.pop(save, None)
-    if save in _late:
-        _late.discard(save)
-        if not _late:
-            end_with(_code)
+    def check(self) -> None:
+        """If the save has failed, raise its error, once."""
+        if self.is_over():
+            self._raise_or_keep(self.settle())
 
+    def report_outcome(self, *, is_raised: bool = False) -> None:
+        """In a job, when the save has ended in the primary: wait for its end here, and raise its error.
 
-def give_up(save: Save, thread: threading.Thread, exit_code: int) -> None:
-    """Do not wait for the save at the end, and exit with this code unless it has committed by then."""
-    under_way.discard(save)
-    _given_up_saves[save] = given_up[thread] = exit_code
+        With `is_raised`, this or another error is already being raised, so that none is raised here.
+        """
+        try:
+            error = self.settle(ENDS_WITHIN_S)
+        except CheckpointTimeoutError as late:
+            error, self.pending = late, None
+        if not is_raised:
+            self._raise_or_keep(error)
+
+    def _raise_or_keep(self, error: BaseException | None) -> None:
+        if error is None:
+            return
+        if self._kept is None:
+            raise error
+        self._kept.append(error)
+
+    @contextlib.contextmanager
+    def deferring_errors(self) -> Iterator[None]:
+        """Collect errors of failed saves within the context, and raise the first at its end."""
+        if self._kept is not None:
+            yield
+            return
+        kept = self._kept = list[BaseException]()
+        try:
+            yield
+        except BaseException:
+            for error in kept:
+                _log.error("the previous save failed", exc_info=error)  # not the error that is raised here
+            raise
+        finally:
+            self._kept = None
+        if kept:
+            raise kept[0]
+
+    def settle(
+        self,
+        timeout_s: float | None = None,
+        patience_s: float = LAST_PATIENCE_S,
+        until: Callable[[], bool] | None = None,
+    ) -> BaseException | None:
+        """Wait as `PendingSave.outcome`, and free the slot; return the error if the save failed."""
+        pending = self.pending
+        if pending is None:
+            return None
+        error = pending.outcome(timeout_s, patience_s, until)
+        if self.pending is pending:  # else another thread has started the next save
+            self.pending = None
+            return None if self._is_without_state else error
+        return error
+
+    def wait_until_free(self, step: int, force: bool, timeout_s: float | None) -> str | None:
+        """Wait until the slot is free for the save of `step`; if the step is skipped instead, return the reason.
+
+        Raises as `settle`, and the original error of the running save if it failed.
+        """
+        pending = self.pending
+        if pending is None or pending.done():
+            self.check()  # it may have failed since the last check
+            return None
+        if self._if_busy == "skip" and not force:
+            self._count_since_last_skip(pending.tracker)
+            if pending.tracker.waited_s >= self._stall_timeout_s:
+                stalled = f"saving {pending.subject}: {pending.stall_text()}; the save continues"
+                return self._skipped(step, force, CheckpointTimeoutError(stalled))
+            why = f"skipped: {pending.subject} is still in progress, and if_busy is 'skip'"
+            _log.info("step %d: %s", step, why)
+            return why
+        _log.info("the save of step %d waits, because %s is still in progress", step, pending.subject)
+        try:
+            error = self.settle(timeout_s, self.patience_s(force), self.is_asked_to_leave)
+        except CheckpointTimeoutError as stalled_error:
+            if self.is_asked_to_leave():
+                return f"skipped: {stalled_error}"
+            return self._skipped(step, force, stalled_error)
+        self._raise_or_keep(error)
+        return None
+
+    def _count_since_last_skip(self, tracker: ProgressTracker) -> None:
+        # After a suspension of the whole job, the save has until the next step to make progress.
+        now = time.monotonic()
+        tracker.waited(max(0.0, now - max(self._skipped_at, tracker.moved_at)), at_most=self._stall_timeout_s / 2)
+        self._skipped_at = now
+
+    def patience_s(self, force: bool) -> float:
+        """Seconds without progress after which a running save is no longer waited for."""
+        return LAST_PATIENCE_S if force else self._stall_timeout_s
+
+    def not_taken(self, step: int, force: bool, timeout_s: float | None, stalled: CheckpointTimeoutError) -> str:
+        """The state of a save could not be taken in time: return why the step is skipped, or raise `stalled`."""
+        self._is_without_state = True
+        if timeout_s is None and self.is_asked_to_leave():  # with a timeout, the caller is the shutdown: raise instead
+            _log.warning("step %d is skipped: %s", step, stalled)
+            return f"skipped: {stalled}"
+        return self._skipped(step, force, stalled)
+
+    def _skipped(self, step: int, force: bool, stalled: CheckpointTimeoutError) -> str:
+        if force or self._if_stalled == "raise":
+            raise stalled
+        level = logging.INFO if self._was_warned_of else logging.WARNING  # warn once for each stalled save
+        _log.log(level, "step %d is skipped: %s", step, stalled)
+        self._was_warned_of = True
+        return f"skipped: {stalled}"
+
+    def leave_to_parent(self) -> None:
+        """Do not wait for a save that belongs to the parent of this forked process."""
+        if self.pending is not None and self.pending.is_of_parent():
+            self.pending, self.given_up = None, self.pending
+
+    def give_up(self, exit_code: int) -> None:
+        """Stop waiting for the save, also at the end of the process, which then exits with this code."""
+        if self.pending is not None:
+            self.pending.give_up(exit_code)
+            self.pending, self.given_up = None, self.pending
 
 
 def is_over() -> bool:
-    """Return whether the process may be so close to its end that nothing waits for a save that starts now."""
-    return _is_over or is_child_over()
+    """Return whether nothing waits for a save that starts now, because the end of the process has waited already."""
+    util = sys.modules.get("multiprocessing.util")
+    return _is_over or (util is not None and _is_child() and bool(util.is_exiting()))
 
 
 def must_wait_here() -> bool:
-    """Return whether a save that this thread starts must wait for itself, because nothing else waits for it any more.
-
-    The wait at the end of the process includes the saves that the thread of another save starts before that save ends.
-    """
-    return is_over() and weakref.ref(threading.current_thread()) not in _threads
-
-
-def finish_here(save: Save) -> None:
-    """Wait for a save that starts when nothing else waits for it any more. Its caller may or may not see its error."""
-    try:
-        error = save.wait_at_exit()
-    except BaseException as stop:  # raised by a signal handler: the process has to stop now
-        end_with(code_of(stop))
-        _report_abandoned(save, type(stop).__name__)
-        _late.add(save)  # after the report, since the save may still commit, or be waited for again
-        raise
-    if error is not None:
-        _report(f"saving {save.subject} failed:", error)
-        _late.add(save)
-        end_with(1)
+    """Return whether a save that this thread starts must wait for itself, since nothing else waits for it any more."""
+    # The end of the process waits for the saves that the thread of another save starts before that save ends.
+    return is_over() and not isinstance(threading.current_thread(), SaveThread)
 
 
 def finish() -> None:
-    """Finish all saves that the script did not wait for. A failure must not end as success."""
-    global _is_over, _code
+    """Finish all saves that the script did not wait for, at the end of the process. A failure must not end as success.
+
+    If a save failed or was abandoned, it ends the process: after the exit functions that were registered after the
+    import of this package, and without those registered before.
+    """
+    global _is_over
     _is_over = True
-    code: int | None = INTERRUPTED  # holds for an interrupt at any of the following lines
+    _finish(under_way)
+
+
+def _finish(saves: set[PendingSave[Any]]) -> None:
+    code = INTERRUPTED  # holds for an interrupt at any of the following lines
     try:
-        code = _wait_for_all()
+        code = _wait_for_all(saves)
     except BaseException as stop:  # noqa: BLE001  # raised by a signal handler: the process has to stop now
         code = code_of(stop)
-        _give_up_all(code, type(stop).__name__)
+        for save in [save for save in list(saves) if save._exit_code is None]:
+            if not save.done():
+                reason = f"was abandoned at the end of the process ({type(stop).__name__})"
+                _report(save, f"{reason}; its files are not a checkpoint, and the next save removes them")
+            elif (error := save.committed.exception()) is not None:
+                _report(save, _FAILED, error)
     finally:
-        if code is not None:
-            _code = code
-            end_with(code)
+        if code:
+            end_process(code, in_child=_is_child())
 
 
-def _forget_saves() -> None:
-    """Forget the saves of the parent in a forked child."""
-    global _code
-    _code = None
-    under_way.clear()
-    given_up.clear()
-    _given_up_saves.clear()
-    _late.clear()
-    _threads.clear()
-
-
-def _wait_for_all() -> int | None:
-    codes: set[int] = set()
-    while left := list(under_way):  # the thread of a save may start another one before that save ends
+def _wait_for_all(saves: set[PendingSave[Any]]) -> int:
+    """Wait for the saves and their threads, report those that failed, and return the exit code; 0: all is well."""
+    codes = {0}
+    while left := [save for save in list(saves) if save._exit_code is None]:  # a save's thread may start another one
         for save in left:
-            error = save.outcome_at_exit()
+            try:
+                error = save.outcome(patience_s=LAST_PATIENCE_S)
+            except CheckpointTimeoutError as stalled:
+                save.give_up(1)
+                error = stalled
+            saves.discard(save)
             if error is not None:
                 codes.add(1)
-                _report_failed(save, error)
-    codes |= _codes_of_given_up()
-    for thread in _known_threads():
-        if thread in given_up:
-            if thread.is_alive():  # it may also have ended, or never been started
-                thread.join(0 if codes else _LAST_LINES_S)
-            codes |= {given_up[thread]} if thread.is_alive() else set()
-            continue
-        # A thread that still frees JAX arrays while the interpreter shuts down would abort the process.
-        while thread.is_alive():
-            thread.join(SLICE_S)
-    return max(codes, default=None)
+                _report(save, _FAILED, error)
+    for save in list(saves):  # these were given up
+        codes.add(save._exit_code or 0)
+        if save.done() and (error := save.committed.exception()) is not None:
+            _report(save, _FAILED, error)
+    for thread in [thread for thread in threading.enumerate() if isinstance(thread, SaveThread)]:
+        if (given_up := thread.save._exit_code) is not None:
+            thread.join(0 if codes > {0} else _LAST_LINES_S)
+            codes |= {given_up} if thread.is_alive() else set()
+        else:
+            while thread.is_alive():  # if it freed JAX arrays during the shutdown, it would abort the process
+                thread.join(SLICE_S)
+    return max(codes)
 
 
-def _codes_of_given_up() -> set[int]:
-    """Return the exit codes of abandoned saves that have not committed in spite of that."""
-    codes = set()
-    for save, code in list(_given_up_saves.items()):
-        if not save.committed.done():
-            codes.add(code)
-        elif (error := save.committed.exception()) is not None:
-            codes.add(code)
-            _report_failed(save, error)
-    return codes
-
-
-def _give_up_all(code: int, reason: str) -> None:
-    for thread in _known_threads():  # also a thread that still frees memory or deletes files after its save
-        given_up[thread] = code
-    _given_up_saves.update(dict.fromkeys(list(_given_up_saves), code))
-    left = list(under_way)
-    under_way.clear()  # before the reports, so that nothing waits again if they are interrupted too
-    for save in left:
-        _report_abandoned(save, reason)
-
-
-def _known_threads() -> list[threading.Thread]:
-    return [thread for each in list(_threads) if (thread := each()) is not None]
-
-
-def _report_abandoned(save: Save, reason: str) -> None:
-    """Report a save that is no longer waited for."""
-    if not save.committed.done():
-        _report(
-            f"saving {save.subject} was abandoned at the end of the process ({reason}); its files are not a "
-            "checkpoint, and the next save removes them"
-        )
-    elif (error := save.committed.exception()) is not None:
-        _report_failed(save, error)
-
-
-def _report_failed(save: Save, error: BaseException) -> None:
-    _report(f"saving {save.subject} failed, and the program did not wait for it:", error)
-
-
-def _report(message: str, error: BaseException | None = None) -> None:
+def _report(save: PendingSave[Any], what: str, error: BaseException | None = None) -> None:
     with contextlib.suppress(ValueError, OSError):  # raised if the stream is closed
-        print(f"jaxckpt_train: {message}", file=sys.stderr)
+        print(f"jaxckpt_train: saving {save.subject} {what}", file=sys.stderr)
         if error is not None:
             traceback.print_exception(error)
 
 
-# Register it twice: an interrupt that an exit function in C has delayed ends the next exit function at its first line.
-atexit.register(finish)
-atexit.register(finish)
-os.register_at_fork(after_in_child=_forget_saves)
+def _is_child() -> bool:
+    """Return whether this is a child of `multiprocessing`."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
+
+
+def _finish_at_end_of_child() -> None:
+    # Children by fork and forkserver do not call the exit functions of their parent, and before Python 3.13 none.
+    global _child
+    if _child != os.getpid() and _is_child():
+        from multiprocessing import util
+
+        util.Finalize(None, finish, exitpriority=-(1 << 30))  # the last; harmless in a child started by spawn
+        _child = os.getpid()
+
+
+os.register_at_fork(after_in_child=under_way.clear)  # these saves are of the parent

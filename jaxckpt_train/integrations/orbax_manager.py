@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast, overload
+from typing import Any, overload
 
 from jaxckpt_train.checkpoint import load_checkpointables
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
@@ -58,7 +58,7 @@ from jaxckpt_train.integrations.orbax_items import (
 )
 from jaxckpt_train.integrations.orbax_trees import TreeTarget, as_saved
 from jaxckpt_train.manager import StepManager
-from jaxckpt_train.pending import PendingSave, SaveFuture
+from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.policies.context import (
     CheckpointInfo,
     DecisionContext,
@@ -262,7 +262,7 @@ class CheckpointManager:
             _log.warning("step %d has no metrics, so best_fn can never select it as the best step", step)
         self._steps.mark_started(step, metrics, pending, is_listed=is_listed)
         self._kept.deleted.discard(step)
-        self._follow(cast("SaveFuture[Any]", pending.committed), values)
+        self._follow(pending, values)
         is_async = self._options.enable_async_checkpointing if self._items.is_async is None else self._items.is_async
         if not is_async:
             self.wait_until_finished()
@@ -279,15 +279,17 @@ class CheckpointManager:
         statistics.ended("checkpoint_manager_blocking", self._log_entry)
         return True
 
-    def _follow(self, future: SaveFuture[Any], values: Mapping[str, Any]) -> None:
+    def _follow(self, pending: PendingSave[Any], values: Mapping[str, Any]) -> None:
         """Call the options' function after the commit, and wait until custom handlers have copied their items."""
         finalized = getattr(self._options.async_options, "post_finalization_callback", None)
-        # Ask the future itself, not the manager: the error of this save must still be raised by the next call.
+        # Ask the save itself, not the manager: the error of this save must still be raised by the next call.
         if finalized is not None:
-            future.add_done_callback(lambda _: future.error() is None and finalized())
+            pending.committed.add_done_callback(lambda _: pending.error() is None and finalized())
         for value in values.values():
             if isinstance(value, HandledItem):
-                future.add_done_callback(value.give_up)  # the save may have failed before the handler was called
+                pending.committed.add_done_callback(
+                    value.give_up
+                )  # the save may have failed before the handler was called
                 value.taken.wait()
 
     def _take_over(self, step: int, force: bool) -> None:

@@ -1,31 +1,27 @@
 """Saving a step of a run.
 
 `StepSave` is one save: it takes the state on the loop's thread; then it writes, commits, records and applies retention
-in the background. `SaveSlot` holds the one save of a run that is in progress. `Drift` warns if a save would not fit
-the targets of the next `resume`.
+in the background. `Drift` warns if a save would not fit the targets of the next `resume`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from jaxckpt_train import pending as unfinished
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe, run_info
 from jaxckpt_train.checkpointables.handlers import JsonHandler
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, current_fingerprint
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.checkpointables.saving import CheckpointSave
 from jaxckpt_train.checkpointables.staging import StagedPart, wait_until_taken
-from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, MismatchError, SettingsError
-from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave
-from jaxckpt_train.policies.context import CheckpointInfo, positive_seconds
+from jaxckpt_train.errors import CheckpointError, MismatchError
+from jaxckpt_train.pending import PendingSave, is_over
 from jaxckpt_train.policies.cost_model import LoopTimer
 from jaxckpt_train.pytree.copies import device_wait_s, some_arrays
 from jaxckpt_train.pytree.flatten import flatten
@@ -44,9 +40,6 @@ from jaxckpt_train.store.threads import Latch
 from jaxckpt_train.store.transaction import Transaction
 
 _log = logging.getLogger("jaxckpt_train")
-ENDS_WITHIN_S = 60.0  # in a job, after the end of the save in the primary: by then all processes know the outcome
-Busy = Literal["wait", "skip"]
-Stalled = Literal["skip", "raise"]
 CALL_S = 10.0
 """A background save waits this long for the end of its `save` call, to record its duration: interrupts may hide it."""
 
@@ -181,7 +174,7 @@ class StepSave:
         """
         started, waited_s, parts = time.perf_counter(), self._times.device_wait_s, self._save.parts
         is_streamed = not all(part.snapshot is None or part.snapshot.is_taken.is_open() for part in parts)
-        if unfinished.is_over():  # at the end of the process, the call waits for the save, not the other way round
+        if is_over():  # at the end of the process, the call waits for the save, not the other way round
             self._call_ended.open()
         try:
             pending = self._save.start(self.run, begun)
@@ -274,200 +267,6 @@ def _size_text(nbytes: int) -> str:
     """Format a size, such as "3.4 GiB"."""
     power = min(4, max(0, nbytes.bit_length() - 1) // 10)
     return f"{nbytes} B" if power == 0 else f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
-
-
-class SaveSlot:
-    """At most one save in progress, and what the next save does about it. `StepManager` documents the arguments.
-
-    Attributes:
-        pending: the save, until its outcome was reported.
-        info: the step of the save, as policies see it.
-        given_up: a save that is no longer waited for.
-        is_asked_to_leave: whether the job has to shut down soon, so that a save must not wait for the slot.
-        is_time_up: whether the time to shut down is over, so that unfinished work is given up.
-
-    Raises:
-        SettingsError: an argument is wrong.
-    """
-
-    def __init__(self, if_busy: Busy, stall_timeout_s: float, if_stalled: Stalled) -> None:
-        if if_busy not in ("wait", "skip"):
-            raise SettingsError(f'StepManager.if_busy: expected "wait" or "skip", found {if_busy!r}')
-        if if_stalled not in ("skip", "raise"):
-            raise SettingsError(f'StepManager.if_stalled: expected "skip" or "raise", found {if_stalled!r}')
-        self._if_busy, self._if_stalled = if_busy, if_stalled
-        self._stall_timeout_s = positive_seconds("StepManager.stall_timeout_s", stall_timeout_s)
-        self.is_asked_to_leave: Callable[[], bool] = lambda: False
-        self.is_time_up: Callable[[], bool] = lambda: False
-        self.pending: PendingSave[CheckpointMetadata] | None = None
-        self.info: CheckpointInfo | None = None
-        self.given_up: PendingSave[CheckpointMetadata] | None = None
-        self._skipped_for: tuple[PendingSave[CheckpointMetadata] | None, float] = (None, 0.0)
-        self._warned_of: PendingSave[CheckpointMetadata] | None = None
-        self._without_state: PendingSave[CheckpointMetadata] | None = None
-        self._kept: list[BaseException] | None = None
-        self._begun_at = 0.0
-
-    def begun(self, pending: PendingSave[CheckpointMetadata] | None) -> None:
-        """Store a save that is about to start; None: it did not start."""
-        self.pending, self._begun_at = pending, time.monotonic()
-
-    def running_for_s(self) -> float:
-        """Seconds since the save started."""
-        return time.monotonic() - self._begun_at
-
-    def is_running(self) -> bool:
-        """Whether the save has neither committed nor failed."""
-        return self.pending is not None and not self.pending.done()
-
-    def running_info(self) -> tuple[CheckpointInfo, ...]:
-        """The running save as policies see it; empty if none is running."""
-        return (self.info,) if self.info is not None and self.is_running() else ()
-
-    def check(self) -> None:
-        """If the save has failed, raise its error, once."""
-        pending = self.pending
-        if pending is not None and pending.done():
-            self._raise_or_keep(self.settle())
-
-    def is_over(self) -> bool:
-        """Whether a save has ended whose outcome was not reported yet."""
-        return self.pending is not None and self.pending.done()
-
-    def report_outcome(self, *, is_raised: bool = False) -> None:
-        """In a job, when the save has ended in the primary: wait for its end here, and raise its error.
-
-        Args:
-            is_raised: whether this or another error is already being raised, so that none is raised here.
-        """
-        try:
-            error = self.settle(ENDS_WITHIN_S)
-        except CheckpointTimeoutError as late:
-            error, self.pending = late, None
-        if not is_raised:
-            self._raise_or_keep(error)
-
-    def _raise_or_keep(self, error: BaseException | None) -> None:
-        if error is not None and self._kept is None:
-            raise error
-        if error is not None and self._kept is not None:
-            self._kept.append(error)
-
-    @contextlib.contextmanager
-    def deferring_errors(self) -> Iterator[None]:
-        """Collect errors of failed saves within the context, and raise the first at its end."""
-        if self._kept is not None:
-            yield
-            return
-        kept = self._kept = list[BaseException]()
-        try:
-            yield
-        except BaseException:
-            for error in kept:
-                _log.error("the previous save failed", exc_info=error)  # not the error that is raised here
-            raise
-        finally:
-            self._kept = None
-        if kept:
-            raise kept[0]
-
-    def settle(
-        self,
-        timeout_s: float | None = None,
-        patience_s: float = LAST_PATIENCE_S,
-        until: Callable[[], bool] | None = None,
-    ) -> BaseException | None:
-        """Wait for the save and free the slot; return the error if the save failed.
-
-        Raises:
-            CheckpointTimeoutError: the save was not done within `timeout_s`, made no progress for `patience_s` seconds,
-                or `until` became true. The save continues.
-        """
-        pending = self.pending
-        if pending is None:
-            return None
-        error = pending.outcome(timeout_s, patience_s, until)
-        if self.pending is pending:  # else another thread has started the next save
-            self.pending = None
-            self._skipped_for = (None, 0.0)
-        if pending is self._without_state:  # its failure was reported when the step was skipped
-            self._without_state = None
-            return None
-        return error
-
-    def wait_until_free(self, step: int, force: bool, timeout_s: float | None) -> str | None:
-        """Wait until the slot is free for the save of `step`; if the step is skipped instead, return the reason.
-
-        Raises:
-            CheckpointTimeoutError: the running save was not done in time, or made no progress for too long.
-            Exception: the original error of the running save, if it failed.
-        """
-        pending = self.pending
-        if pending is None or pending.done():
-            self.check()  # it may have failed since the last check
-            return None
-        if self._if_busy == "skip" and not force:
-            self._look_at(pending)
-            if pending.tracker.waited_s >= self._stall_timeout_s:
-                return self._skipped(step, force, pending.stall_error())
-            why = f"skipped: {pending.subject} is still in progress, and if_busy is 'skip'"
-            _log.info("step %d: %s", step, why)
-            return why
-        _log.info("the save of step %d waits, because %s is still in progress", step, pending.subject)
-        try:
-            error = self.settle(timeout_s, self.patience_s(force), self.is_asked_to_leave)
-        except CheckpointTimeoutError as stalled:
-            if self.is_asked_to_leave():
-                return f"skipped: {stalled}"
-            return self._skipped(step, force, stalled)
-        self._raise_or_keep(error)
-        return None
-
-    def _look_at(self, pending: PendingSave[CheckpointMetadata]) -> None:
-        """Count the time since the last skipped step as time without progress.
-
-        A single interval counts for at most half of the limit: after a suspension of the whole job, the save has until
-        the next step to make progress.
-        """
-        now, (seen, at) = time.monotonic(), self._skipped_for
-        if seen is pending:
-            pending.tracker.waited(now - max(at, pending.tracker.moved_at), at_most=self._stall_timeout_s / 2)
-        self._skipped_for = (pending, now)
-
-    def patience_s(self, force: bool) -> float:
-        """Seconds without progress after which a running save is no longer waited for."""
-        return LAST_PATIENCE_S if force else self._stall_timeout_s
-
-    def not_taken(self, step: int, force: bool, timeout_s: float | None, stalled: CheckpointTimeoutError) -> str:
-        """The state of a save could not be taken in time: return why the step is skipped.
-
-        Raises:
-            CheckpointTimeoutError: `stalled`, if the step must not be skipped.
-        """
-        self._without_state = self.pending
-        if timeout_s is None and self.is_asked_to_leave():  # with a timeout, the caller is the shutdown: raise instead
-            _log.warning("step %d is skipped: %s", step, stalled)
-            return f"skipped: {stalled}"
-        return self._skipped(step, force, stalled)
-
-    def _skipped(self, step: int, force: bool, stalled: CheckpointTimeoutError) -> str:
-        if force or self._if_stalled == "raise":
-            raise stalled
-        level = logging.INFO if self._warned_of is self.pending else logging.WARNING  # warn once for each stalled save
-        _log.log(level, "step %d is skipped: %s", step, stalled)
-        self._warned_of = self.pending
-        return f"skipped: {stalled}"
-
-    def leave_to_parent(self) -> None:
-        """Do not wait for a save that belongs to the parent of this forked process."""
-        if self.pending is not None and self.pending.is_of_parent():
-            self.pending, self.given_up = None, self.pending
-
-    def give_up(self, exit_code: int) -> None:
-        """Stop waiting for the save, also at the end of the process, which then exits with this code."""
-        if self.pending is not None:
-            self.pending.give_up(exit_code)
-            self.pending, self.given_up = None, self.pending
 
 
 class Drift:

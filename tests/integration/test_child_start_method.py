@@ -55,5 +55,5 @@ def test_child_with_other_start_method_finishes_its_saves(
     assert last == f"exit code {code}", done.stderr
     assert (tmp_path / "saved").exists() == (code == 0)
     assert done.stderr.count("OSError: a disk") == code
-    if how == "spawn":  # it ends as Python does
+    if how == "spawn" and not (is_late and code):  # it ends as Python does
         assert before == ["exit function"]

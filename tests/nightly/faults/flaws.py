@@ -14,7 +14,7 @@ import pytest
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.manager import StepManager
-from jaxckpt_train.run.saving import SaveSlot
+from jaxckpt_train.pending import SaveSlot
 from jaxckpt_train.store.backends import local, local_names
 from jaxckpt_train.store.transaction import Transaction
 from tests.nightly.faults.known_states import KEPT

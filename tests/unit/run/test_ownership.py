@@ -19,7 +19,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.pending import call_after
+from jaxckpt_train.pending import SaveSlot
 from jaxckpt_train.run import directory as directory_module
 from jaxckpt_train.run import lock as lock_module
 from jaxckpt_train.run.catalog import hidden_name
@@ -202,7 +202,7 @@ def test_interrupted_close_releases_lock_after_deletions(tmp_path: Path) -> None
 
 CLOSING = (
     jct.StepManager.close,
-    call_after,
+    SaveSlot.when_ended,
     RunDirectory.close,
     directory_module.release_later,
     directory_module.release,
