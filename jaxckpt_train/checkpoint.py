@@ -31,8 +31,7 @@ from jaxckpt_train.formats.torch import KIND as PYTORCH
 from jaxckpt_train.opened import DEFAULT_NAME, ORBAX, OURS, Opened, open_found
 from jaxckpt_train.pending import PendingSave, wait_for_saves_of
 from jaxckpt_train.pytree.paths import Only
-from jaxckpt_train.pytree.restore import LoadOptions
-from jaxckpt_train.pytree.shared_reads import JobLoads
+from jaxckpt_train.pytree.restore import JobLoads, LoadOptions
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend, is_file

@@ -17,8 +17,7 @@ from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
 from jaxckpt_train.pytree.leaves import has_tree
 from jaxckpt_train.pytree.paths import Only, refused_if_too_deep
-from jaxckpt_train.pytree.restore import LoadOptions, TreeRestore
-from jaxckpt_train.pytree.shared_reads import JobLoads
+from jaxckpt_train.pytree.restore import JobLoads, LoadOptions, TreeRestore
 from jaxckpt_train.pytree.target import requested_shardings
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener

@@ -1,11 +1,8 @@
-"""Turns the boxes of a load into leaves: converts their dtype, and puts them onto devices as they arrive.
-
-`DevicePuts` makes JAX arrays of boxes, `value_of` makes leaves of whole arrays on the host, and `converted` changes the
-dtype or byte order and raises an error where values would be lost. `Placer` combines them for one load.
-"""
+"""Turns the boxes of a load into leaves: converts their dtype, and puts them onto devices as they arrive."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -18,9 +15,11 @@ import numpy as np
 
 from jaxckpt_train.errors import MismatchError
 from jaxckpt_train.pytree._jax import without_caller_settings
-from jaxckpt_train.pytree.flatten import PLACEHOLDER
-from jaxckpt_train.pytree.target import LeafRequest, Placement
+from jaxckpt_train.pytree.target import LeafRequest
+from jaxckpt_train.store.boxes import Box, box_from_index, full_box
 from jaxckpt_train.store.buffers import ReadBudget, empty_array
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.reader import ReadBox
 
 _log = logging.getLogger("jaxckpt_train")
@@ -30,70 +29,115 @@ _finfo: Any = jnp.finfo
 _iinfo: Any = jnp.iinfo
 
 
-class Destination(NamedTuple):
-    """Where one array goes.
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where one array goes: the distinct boxes to read, and for every device the number of its box.
 
-    Attributes:
-        number: of its value in the load.
-        name: for messages.
-        request: what it becomes.
-        placement: its boxes and devices.
-        dtype: as stored.
-        leaves_host: whether it goes to an accelerator.
-        donatable: as for `DevicePuts.put`.
+    Without devices, the array stays on the host, or goes to the default device.
     """
 
-    number: int
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding | None
+    boxes: Sequence[Box]
+    devices: Sequence[tuple[jax.Device, int]]
+
+
+def place_array(name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> Placement:
+    """Find the boxes that the devices of this process need; replicas share one box.
+
+    Raises:
+        MismatchError: the sharding does not fit the shape.
+    """
+    if sharding is None:
+        return Placement(shape, None, (full_box(shape),), ())
+    try:
+        if isinstance(sharding, jax.sharding.NamedSharding):  # before JAX 0.7 other shardings cannot check a shape
+            sharding.check_compatible_aval(shape)
+        indices = sharding.addressable_devices_indices_map(shape)
+    except ValueError as error:
+        raise MismatchError(f"leaf {name!r}: shape {shape} does not fit its sharding {sharding}: {error}") from error
+    numbers: dict[Box, int] = {}
+    devices = []
+    for device, index in indices.items():
+        box = full_box(shape) if index is None else box_from_index(index, shape)
+        devices.append((device, numbers.setdefault(box, len(numbers))))
+    return Placement(shape, sharding, tuple(numbers), tuple(devices))
+
+
+def default_platform() -> str:
+    """Return the platform of the device on which JAX puts an array without a sharding."""
+    (device,) = jax.device_put(np.zeros((), np.bool_)).devices()
+    platform: str = device.platform
+    return platform
+
+
+class ArrayLoad(NamedTuple):
+    """A stored array on its way to the leaf `name`; `donatable`: as for `DevicePuts.put`."""
+
     name: str
+    array: ArrayRecord
     request: LeafRequest
     placement: Placement
-    dtype: np.dtype
-    leaves_host: bool
     donatable: bool
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the leaf."""
+        return DTYPES[self.array.dtype] if self.request.dtype is None else self.request.dtype
 
 
 class Placer:
     """Makes the values of one load from boxes as they arrive.
 
     Args:
-        destinations: of all arrays, by their numbers in the load.
-        values: filled with the values.
+        loads: all arrays, by their numbers in the load.
+        values: filled with the values, by leaf path.
         budget: counts converted arrays on their way to accelerators.
     """
 
-    def __init__(self, destinations: Sequence[Destination], values: list[Any], budget: ReadBudget) -> None:
-        self._destinations, self._values, self._budget = destinations, values, budget
+    def __init__(self, loads: Sequence[ArrayLoad], values: dict[str, Any], budget: ReadBudget) -> None:
+        self._loads, self._values, self._budget = loads, values, budget
         self._puts = DevicePuts()
-        self._late = dict[int, tuple[Destination, np.ndarray]]()
-        for each in destinations:
-            if not each.placement.boxes:  # the whole array lies on devices of other processes
-                dtype = each.dtype if each.request.dtype is None else each.request.dtype
-                values[each.number] = _typed(each, self._puts.none_here(each.placement, dtype))
+        self._late = dict[int, np.ndarray]()
+        uses_default = any(each.request.form == "jax" and not each.placement.devices for each in loads)
+        self._default = default_platform() if uses_default else "cpu"
+        for each in loads:
+            shape, sharding = each.placement.shape, each.placement.sharding
+            if not each.placement.boxes and sharding is not None:  # the whole array is on other processes
+                array = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=each.dtype)
+                values[each.name] = _typed(each, array)
+
+    def leaves_host(self, load: ArrayLoad) -> bool:
+        """Return whether an array goes to an accelerator."""
+        if load.placement.devices:
+            return all(device.platform != "cpu" for device, _ in load.placement.devices)
+        return load.request.form == "jax" and self._default != "cpu"
 
     def take(self, read: ReadBox) -> None:
         """Take one box; the caller must release its memory."""
         wanted, box, data = read
-        each = self._destinations[wanted]
-        if each.request.dtype is not None and each.request.dtype != data.dtype:
-            data = converted(each.name, data, each.request.dtype)
-            if each.leaves_host:
+        each = self._loads[wanted]
+        if each.dtype != data.dtype:
+            data = converted(each.name, data, each.dtype)
+            if self.leaves_host(each):
                 self._budget.charge(data)  # until the transfer to the device ends
         if each.request.form == "jax":
             array = self._puts.put(wanted, each.placement, box, data, donatable=each.donatable)
-            self._values[each.number] = PLACEHOLDER if array is None else _typed(each, array)
+            if array is not None:
+                self._values[each.name] = _typed(each, array)
         elif spans_processes(each.request.sharding):
-            self._late[each.number] = each, data
+            self._late[wanted] = data
         else:
-            self._values[each.number] = value_of(each.name, each.request, data)
+            self._values[each.name] = value_of(each.name, each.request, data)
 
     def finish(self) -> None:
         """Make the values that all processes make together, in the same order in all of them."""
         for number in sorted(self._late):
-            each, data = self._late.pop(number)
-            self._values[number] = value_of(each.name, each.request, data)
+            each = self._loads[number]
+            self._values[each.name] = value_of(each.name, each.request, self._late.pop(number))
 
 
-def _typed(each: Destination, array: jax.Array) -> jax.Array:
+def _typed(each: ArrayLoad, array: jax.Array) -> jax.Array:
     return weakly_typed(each.name, array) if each.request.weak else array
 
 
@@ -130,8 +174,6 @@ def _find_copying_put() -> Callable[..., jax.Array] | None:
 
 
 _fast_put = _find_fast_put()
-
-
 _copying_put = _find_copying_put()
 
 
@@ -173,11 +215,6 @@ class DevicePuts:
             return None
         return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, shards)
 
-    def none_here(self, placement: Placement, dtype: np.dtype) -> jax.Array:
-        """Make an array of which this process's devices have no part."""
-        assert placement.sharding is not None
-        return jax.make_array_from_single_device_arrays(placement.shape, placement.sharding, [], dtype=dtype)
-
     def _put_same(
         self, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, data: np.ndarray, donatable: bool
     ) -> jax.Array:
@@ -200,9 +237,8 @@ class DevicePuts:
 
 def _spans_cpus_of_processes(placement: Placement) -> bool:
     """Return whether CPU devices of other processes hold a part; the copying call fails for some of these arrays."""
-    sharding, devices = placement.sharding, placement.devices
-    is_elsewhere = sharding is not None and not sharding.is_fully_addressable
-    return is_elsewhere and any(device.platform == "cpu" for device, _ in devices)
+    is_spread = placement.sharding is not None and not placement.sharding.is_fully_addressable
+    return is_spread and any(device.platform == "cpu" for device, _ in placement.devices)
 
 
 def _can_copy(kind: _Kind) -> bool:
@@ -268,49 +304,33 @@ def value_of(name: str, request: LeafRequest, array: np.ndarray) -> Any:
             value = array.item()
             return value if request.python is None else request.python(value)
         case "key":
-            return _key(name, array, request)
+            try:
+                return _on_devices(request, array)
+            except (TypeError, ValueError) as error:
+                raise MismatchError(
+                    f"leaf {name!r}: saved as a key of implementation {request.impl!r}, but this JAX cannot make such "
+                    f"a key from {array.dtype}{list(array.shape)}: {error}"
+                ) from error
         case _:
-            return _put(name, request, array)
+            made = _on_devices(request, array)
+            return weakly_typed(name, made) if request.weak else made
 
 
-def _key(name: str, data: np.ndarray, request: LeafRequest) -> jax.Array:
-    try:
-        if request.sharding is not None and is_elsewhere(request.sharding):
-            dtype = jax.eval_shape(functools.partial(jax.random.wrap_key_data, impl=request.impl), data).dtype
-            return jax.make_array_from_single_device_arrays(request.shape, request.sharding, [], dtype=dtype)
-        if request.sharding is not None and spans_processes(request.sharding):
-            return _make_on_all(data, request.sharding, request.impl)
-        key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=request.impl)
-    except (TypeError, ValueError) as error:
-        raise MismatchError(
-            f"leaf {name!r}: saved as a key of implementation {request.impl!r}, but this JAX cannot make such a key "
-            f"from {data.dtype}{list(data.shape)}: {error}"
-        ) from error
-    return key if request.sharding is None else jax.device_put(key, request.sharding)
+def _on_devices(request: LeafRequest, array: np.ndarray) -> jax.Array:
+    def make(data: Any) -> Any:
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=request.impl) if request.form == "key" else data
 
-
-def _put(name: str, request: LeafRequest, array: np.ndarray) -> jax.Array:
     made: jax.Array
-    if request.sharding is not None and is_elsewhere(request.sharding):
-        made = jax.make_array_from_single_device_arrays(array.shape, request.sharding, [], dtype=array.dtype)
-    elif request.sharding is not None and spans_processes(request.sharding):
-        made = _make_on_all(array, request.sharding)
+    sharding = request.sharding
+    if sharding is not None and is_elsewhere(sharding):
+        dtype = jax.eval_shape(make, array).dtype
+        made = jax.make_array_from_single_device_arrays(request.shape, sharding, [], dtype=dtype)
+    elif sharding is not None and spans_processes(sharding):
+        # All processes have the data; `jax.device_put` would first compare the values of all of them.
+        with without_caller_settings():
+            made = jax.jit(make, out_shardings=sharding)(array)
     else:
-        made = jax.device_put(array, request.sharding)
-    return weakly_typed(name, made) if request.weak else made
-
-
-def _make_on_all(value: Any, sharding: jax.sharding.Sharding, impl: str | None = None) -> jax.Array:
-    """Make an array over devices of several processes, all of which have its data, without waiting for another.
-
-    `jax.device_put` would first compare the values of all processes.
-    """
-
-    def make(value: Any) -> Any:
-        return value if impl is None else jax.random.wrap_key_data(value, impl=impl)
-
-    with without_caller_settings():
-        made: jax.Array = jax.jit(make, out_shardings=sharding)(value)
+        made = jax.device_put(make(array), sharding)
     return made
 
 
@@ -333,9 +353,9 @@ def converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _check_survival(name: str, array: np.ndarray, result: np.ndarray) -> None:
     """Raise MismatchError if a value was lost; compares in pieces, to use little memory."""
     saved, wanted = array.dtype.newbyteorder("="), result.dtype.newbyteorder("=")
-    least, most = _exact_range(saved, wanted)
     if saved == wanted or array.size == 0:
         return
+    least, most = _exact_range(saved, wanted)
     is_inexact = jnp.issubdtype(saved, jnp.inexact)
     if is_inexact and _finfo(saved).max <= most:
         return

@@ -1,7 +1,7 @@
 """Reads arrays that several processes of a job need once per job, and moves them to the processes that need them.
 
-`read_together` selects the arrays, `check_same_load` verifies that all processes are about to load the same, and
-`JointRead` reads and moves them: through shared memory if all processes run on one machine, else over devices.
+`select_shared` selects the arrays, and `JointRead` reads and moves them: through shared memory if all processes run on
+one machine, else over devices.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import contextlib
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
 import numpy as np
 
 from jaxckpt_train.distributed.coordinator import Coordinator, no_result
-from jaxckpt_train.distributed.shared_memory import ColocatedMemory, ColocatedProcesses, find_colocated_processes
+from jaxckpt_train.distributed.shared_memory import ColocatedMemory, find_colocated_processes
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError
-from jaxckpt_train.pytree.placing import spans_processes
+from jaxckpt_train.pytree.placing import ArrayLoad, spans_processes
 from jaxckpt_train.pytree.read_assignment import (
     Assembly,
     RepeatedReads,
@@ -41,28 +41,24 @@ from jaxckpt_train.pytree.redistribution import (
     longest_rows,
     memory_bytes,
 )
-from jaxckpt_train.pytree.target import Placement
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, full_box
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.reader import ReadBox, ReadProgress
 
 MAX_SHOWN = 5
 _DIFFERS = b"differs"
 LEAST_WINDOW_BYTES = 16 * LEAST_ROW_BYTES
+# An array goes to all processes if they need less than this each: taking it apart would take longer.
 LEAST_NEED_BYTES = 16 << 10
-"""An array goes to all processes if they need less than this each: taking it apart would take longer."""
 POLL_S, SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 0.0005, 0.02
-GRACE_S = 30.0
-"""Additional time limit of a transfer: a process that is lost is named before that."""
+GRACE_S = 30.0  # additional time limit of a transfer: a process that is lost is named before that
+# A transfer is worth it if at least one fiftieth of the bytes, and this many, would be read repeatedly: most storages
+# deliver less before the first transfer has started.
+NOTICEABLE, WORTH_BYTES = 50, 64 << 20
 Redistribution = AllGather | AllToAll
-NOTICEABLE = 50
-"""A transfer is worth it if at least one fiftieth of the bytes would be read repeatedly."""
-WORTH_BYTES = 64 << 20
-"""The same, in bytes: most storages deliver less before the first transfer has started."""
 
 
 class ReadSelection(NamedTuple):
@@ -74,120 +70,54 @@ class ReadSelection(NamedTuple):
         memory: in which the processes see each other's parts; must be closed. None: the parts go over devices.
     """
 
-    shared: Sequence[SharedArray]
-    cached: Sequence[int]
-    memory: ColocatedMemory | None
+    shared: Sequence[SharedArray] = ()
+    cached: Sequence[int] = ()
+    memory: ColocatedMemory | None = None
 
 
-class JobLoads:
-    """The loads of one call in a job, with a coordinator of their own.
-
-    Args:
-        job: None: no job.
-        settings: whether the processes read together, and their time limit.
-        coordinator: an existing coordinator; None: created when it is needed.
-
-    Attributes:
-        process: number of this process.
-        processes: number of processes that take part.
-    """
-
-    def __init__(
-        self, job: Coordinator | None, settings: StoreSettings, coordinator: Coordinator | None = None
-    ) -> None:
-        self._job = None if job is None or job.processes == 1 or settings.read_once is False else job
-        self._settings, self._coordinator = settings, coordinator
-        self.process, self.processes = (0, 1) if self._job is None else (self._job.process, self._job.processes)
-
-    def expect(self, shardings: Iterable[jax.sharding.Sharding | None]) -> None:
-        """Create the coordinator if arrays span processes, before anything can fail in this process alone.
-
-        All processes count these coordinators: a process without one would be out of step at every later load.
-        """
-        if self._job is not None and self._coordinator is None and any(map(spans_processes, shardings)):
-            self._coordinator = self._job.within("load", self._settings.barrier_timeout_s)
-
-    def find_colocated_processes(self, block_bytes: int) -> ColocatedProcesses:
-        """Find out whether all processes run on one machine; creates new shared memory at each call.
-
-        Args:
-            block_bytes: of the checkpoint.
-        """
-        settings = self._settings
-        size = memory_bytes(settings.read_budget_bytes, settings.known_io_threads, block_bytes)
-        return find_colocated_processes(self.coordinator, size)
-
-    @property
-    def coordinator(self) -> Coordinator:
-        """The coordinator of these loads."""
-        assert self._coordinator is not None
-        return self._coordinator
-
-    @contextlib.contextmanager
-    def sharing_errors(self) -> Iterator[None]:
-        """Propagate an error within to the other processes, some of which may be waiting for this one.
-
-        They may know the error already: after a common failure, one process may retry where another gives up.
-        """
-        try:
-            yield
-        except BaseException as error:
-            if self._coordinator is not None and not getattr(error, "lost", ()):  # a lost process may run the store
-                _propagate(self._coordinator, error)
-            raise
-        finally:
-            if self._coordinator is not None:
-                self._coordinator.end()
-
-
-def _propagate(coordinator: Coordinator, error: BaseException) -> None:
-    def give() -> bytes:
-        raise error
-
-    with contextlib.suppress(type(error)):
-        coordinator.exchange("loading", give)
-
-
-def read_together(
-    arrays: Sequence[tuple[ArrayRecord, Placement]],
-    read_once: bool | Literal["auto"],
-    loads: JobLoads,
-    block_bytes: int,
+def select_shared(
+    loads: Sequence[ArrayLoad], job: Coordinator | None, settings: StoreSettings, committed: Committed
 ) -> ReadSelection:
-    """Select the arrays of which several processes would otherwise read the same bytes.
+    """Select the arrays of which several processes would otherwise read the same bytes; the same ones in all processes.
 
-    The selection follows from the checkpoint and the shardings, and is the same in all processes. Only if there are
-    such arrays do the processes find out whether they all run on one machine: there, what one of them has read is in
-    memory, and reaches the others faster than over any network.
-
-    Args:
-        arrays: of the load, each with its placement.
-        read_once: False: none; "auto": none unless it is worth it.
-        loads: of the job.
-        block_bytes: of the checkpoint.
+    Only if there are such arrays do the processes find out whether they all run on one machine: there, what one of them
+    has read is in memory, and reaches the others faster than over any network.
     """
-    if read_once is False or loads.processes == 1:
-        return ReadSelection([], [], None)
-    needs, reads = JobRequirements(loads.processes), RepeatedReads(block_bytes)
+    read_once, block_bytes = settings.read_once, committed.manifest.block_bytes
+    if job is None or job.processes == 1 or read_once is False:
+        return ReadSelection()
+    reads, known = RepeatedReads(block_bytes), dict[object, Requirements]()
     found, stored, repeated = list[SharedArray](), 0, 0
-    for number, (array, place) in enumerate(arrays):
-        if not spans_processes(place.sharding) or not array.chunks:
+    for number, load in enumerate(loads):
+        array, sharding = load.array, load.placement.sharding
+        if sharding is None or not spans_processes(sharding) or not array.chunks:
             continue
-        assert place.sharding is not None
+        key = array.shape, sharding
+        needs = known[key] = known.get(key) or _requirements(*key, job.processes)
         size = stored_bytes(array)
-        of_each = needs.of(array.shape, place.sharding)
-        again = reads.job_bytes(array, of_each) - size
+        again = reads.job_bytes(array, needs) - size
         stored, repeated = stored + size, repeated + max(0, again)
         if again * NOTICEABLE > size or (read_once is True and again > 0):
-            numbers = [place.boxes.index(box) for box in of_each[loads.process]]
-            found.append(SharedArray(number, array, of_each, numbers))
+            numbers = [load.placement.boxes.index(box) for box in needs[job.process]]
+            found.append(SharedArray(number, array, needs, numbers))
     is_worth_it = repeated >= WORTH_BYTES and repeated * NOTICEABLE >= stored
     if not found or not (read_once is True or is_worth_it):
-        return ReadSelection([], [], None)
-    are_colocated, memory = loads.find_colocated_processes(block_bytes)
+        return ReadSelection()
+    size = memory_bytes(settings.read_budget_bytes, settings.known_io_threads, block_bytes)
+    are_colocated, memory = find_colocated_processes(job, size)
     if are_colocated and memory is None and read_once == "auto":
-        return ReadSelection([], [each.number for each in found], None)
-    return ReadSelection(found, [], memory)
+        return ReadSelection(cached=[each.number for each in found])
+    return ReadSelection(found, memory=memory)
+
+
+def _requirements(shape: tuple[int, ...], sharding: jax.sharding.Sharding, processes: int) -> Requirements:
+    boxes: list[set[Box]] = [set() for _ in range(processes)]
+    places: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in places.items():
+        box = full_box(shape) if index is None else box_from_index(index, shape)
+        if box_elements(box):
+            boxes[device.process_index].add(box)
+    return tuple(tuple(sorted(each)) for each in boxes)
 
 
 class _LoadSummary(msgspec.Struct, array_like=True):
@@ -197,34 +127,6 @@ class _LoadSummary(msgspec.Struct, array_like=True):
     sha256: str
     leaves: str
     budget_bytes: int
-
-
-class JobOperation(Protocol):
-    """Runs something in all processes of the job, like `Coordinator.exchange`."""
-
-    def __call__(
-        self, doing: str, act: Callable[[], bytes | None], merge: Callable[[Sequence[bytes]], bytes] = no_result
-    ) -> bytes:
-        """Return what `merge` makes of the values in process 0."""
-
-
-def check_same_load(
-    run_in_all: JobOperation, committed: Committed, shared: Sequence[SharedArray], budget_bytes: int
-) -> int:
-    """Verify that all processes load the same, and return the smallest of their budgets.
-
-    Raises:
-        OtherProcessError: another process loads something else; names the process and what it loads.
-        CheckpointTimeoutError: another process did not arrive.
-    """
-    directory = committed.directory.encode(errors="backslashreplace").decode()
-    leaves = _leaf_digests(shared)
-    mine = _LoadSummary(directory, committed.manifest_sha256, _digest(leaves), budget_bytes)
-    doing = f"starting to load {directory}"
-    result = run_in_all(doing, lambda: msgspec.msgpack.encode(mine), _merge_summaries)
-    if result == _DIFFERS:
-        run_in_all(doing, lambda: msgspec.msgpack.encode(leaves), _raise_differences)
-    return int(result)
 
 
 def _merge_summaries(values: Sequence[bytes]) -> bytes:
@@ -268,7 +170,6 @@ def _describe_difference(process: int, its: str | None, first: str | None) -> st
 
 
 def _leaf_digests(shared: Sequence[SharedArray]) -> list[tuple[str, str]]:
-    """Return the name of each array, and a digest of what the processes need of it."""
     known = dict[int, str]()
     found = []
     for each in shared:
@@ -303,12 +204,11 @@ class JointRead:
         subject: str,
         settings: StoreSettings,
         progress: ReadProgress | None,
-        memory: ColocatedMemory | None = None,
+        memory: ColocatedMemory | None,
     ) -> None:
-        self._memory = memory
         self._job, self._files, self._committed, self._subject = job, files, committed, subject
-        self._settings, self._progress_callback = settings, progress
-        self._budget_bytes = settings.read_budget_bytes
+        self._settings, self._progress_callback, self._memory = settings, progress, memory
+        self._budget_bytes, self._block_bytes = settings.read_budget_bytes, committed.manifest.block_bytes
         self._bytes = self._signs = 0  # change whenever this process makes progress
 
     def run(
@@ -327,13 +227,24 @@ class JointRead:
             OtherProcessError: another process loads something else.
         """
         with contextlib.nullcontext() if self._memory is None else contextlib.closing(self._memory):
-            self._budget_bytes = check_same_load(self._run_in_all, self._committed, shared, self._budget_bytes)
+            self._budget_bytes = self._check_same_load(shared)
             if self._memory is None:
                 self._move_all(shared, take)
                 last = functools.partial(rest, self._progress)
             else:
                 last = functools.partial(self._read_in_shared_memory, self._memory, shared, take, rest)
             self._run_in_all(f"loading {self._subject}", last)
+
+    def _check_same_load(self, shared: Sequence[SharedArray]) -> int:
+        """Verify that all processes load the same, and return the smallest of their budgets."""
+        directory = self._committed.directory.encode(errors="backslashreplace").decode()
+        leaves = _leaf_digests(shared)
+        mine = _LoadSummary(directory, self._committed.manifest_sha256, _digest(leaves), self._budget_bytes)
+        doing = f"starting to load {directory}"
+        result = self._run_in_all(doing, lambda: msgspec.msgpack.encode(mine), _merge_summaries)
+        if result == _DIFFERS:
+            self._run_in_all(doing, lambda: msgspec.msgpack.encode(leaves), _raise_differences)
+        return int(result)
 
     def _read_in_shared_memory(
         self,
@@ -370,23 +281,27 @@ class JointRead:
                     self._move(chosen, redistribution, reader, take)
 
     def _needs_all_gather(self, each: SharedArray) -> bool:
-        needed = LEAST_NEED_BYTES * self._job.processes
-        return stored_bytes(each.array) < needed or needs_nearly_all(each.needs, int(np.prod(each.array.shape)))
+        """Return whether the processes need more than half of an array on average, or little in all."""
+        needed = sum(box_elements(box) for boxes in each.needs for box in boxes)
+        is_small = stored_bytes(each.array) < LEAST_NEED_BYTES * self._job.processes
+        return is_small or 2 * needed > len(each.needs) * int(np.prod(each.array.shape))
 
     def _prepare_all_gather(self, shared: Sequence[SharedArray]) -> tuple[Redistribution, ShardReader]:
         """Prepare an all-gather. Received data is held twice, while the next arrives; sent data three times."""
         processes, process = self._job.processes, self._job.process
         streams = self._balanced_streams(shared)
         longest = max(stream.end for stream in streams)
-        window = self._window(min(longest, self._budget_bytes // (2 * processes + 4)))
+        window = _window_bytes(min(longest, self._budget_bytes // (2 * processes + 4)))
         return AllGather(shared, streams, window, JobTransfer(process), process), self._reader(shared, streams[process])
 
     def _prepare_all_to_all(self, shared: Sequence[SharedArray]) -> tuple[Redistribution, ShardReader]:
         """Prepare an all-to-all exchange. Received and sent data is held twice each; read data three times."""
         processes, process = self._job.processes, self._job.process
         arrays = [each.array for each in shared]
-        streams = assign_reads(arrays, processes, self._block_bytes, lambda number: reading_order(shared[number].needs))
-        window = self._window(min(max(stream.end for stream in streams), self._budget_bytes // 6))
+        streams = assign_reads(
+            arrays, processes, self._block_bytes, lambda number: _reading_order(shared[number].needs)
+        )
+        window = _window_bytes(min(max(stream.end for stream in streams), self._budget_bytes // 6))
         while True:
             mine = np.array(longest_rows(shared, streams, process, window), np.int64)
             result = self._run_in_all(f"planning {self._subject}", mine.tobytes, _merge_longest)
@@ -395,18 +310,11 @@ class JointRead:
             if needed <= self._budget_bytes or window == LEAST_WINDOW_BYTES:
                 redistribution = AllToAll(shared, streams, window, JobTransfer(process), process, rows)
                 return redistribution, self._reader(shared, streams[process])
-            window = self._window(min(window // 2, window * self._budget_bytes // needed))
-
-    def _window(self, size: int) -> int:
-        return max(LEAST_WINDOW_BYTES, -(-size // LEAST_ROW_BYTES) * LEAST_ROW_BYTES)
+            window = _window_bytes(min(window // 2, window * self._budget_bytes // needed))
 
     def _reader(self, shared: Sequence[SharedArray], stream: Stream) -> ShardReader:
         arrays = [each.array for each in shared]
         return ShardReader(self._files, self._committed, arrays, stream, self._settings, self._progress)
-
-    @property
-    def _block_bytes(self) -> int:
-        return self._committed.manifest.block_bytes
 
     def _move(
         self,
@@ -511,39 +419,10 @@ def _merge_longest(values: Sequence[bytes]) -> bytes:
     return most.tobytes()
 
 
-class JobRequirements:
-    """Computes what each process of a job needs of an array; the result is the same in all processes.
-
-    Results are cached, because most arrays share their shape and sharding with others.
-
-    Args:
-        processes: number of processes in the job.
-    """
-
-    def __init__(self, processes: int) -> None:
-        self._processes = processes
-        self._known: dict[object, Requirements] = {}
-
-    def of(self, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Requirements:
-        """Return the distinct boxes that each process needs."""
-        found = self._known.get((shape, sharding))
-        if found is None:
-            boxes: list[set[Box]] = [set() for _ in range(self._processes)]
-            places: Mapping[Any, Any] = sharding.devices_indices_map(shape)
-            for device, index in places.items():
-                box = full_box(shape) if index is None else box_from_index(index, shape)
-                if box_elements(box):
-                    boxes[device.process_index].add(box)
-            found = self._known[shape, sharding] = tuple(tuple(sorted(each)) for each in boxes)
-        return found
+def _window_bytes(size: int) -> int:
+    return max(LEAST_WINDOW_BYTES, -(-size // LEAST_ROW_BYTES) * LEAST_ROW_BYTES)
 
 
-def needs_nearly_all(needs: Requirements, elements: int) -> bool:
-    """Return whether the processes need more than half of an array on average."""
-    needed = sum(box_elements(box) for boxes in needs for box in boxes)
-    return 2 * needed > len(needs) * elements
-
-
-def reading_order(needs: Requirements) -> list[int]:
+def _reading_order(needs: Requirements) -> list[int]:
     """Order the processes by their first box, so that a process that reads a part often needs it itself."""
     return sorted(range(len(needs)), key=lambda process: (not needs[process], needs[process][:1], process))

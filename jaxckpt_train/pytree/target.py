@@ -1,13 +1,13 @@
-"""Derive from a target the form and the placement of each leaf that a load returns.
+"""What a target asks for, leaf by leaf, and how a checkpoint differs from it: all differences in one error.
 
 The checkpoint decides the dtype and weak type; the target decides the form, shape and placement.
 """
 
 from __future__ import annotations
 
+import cmath
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,27 +16,44 @@ from jax.experimental import layout
 
 from jaxckpt_train.errors import CheckpointError, MismatchError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.pytree._jax import get_mesh
-from jaxckpt_train.pytree.flatten import PLACEHOLDER, WITHOUT_FUNCTIONS, flatten, is_function, is_key_array
+from jaxckpt_train.pytree.flatten import PLACEHOLDER, WITHOUT_FUNCTIONS, flatten, is_function, is_key_array, shortened
 from jaxckpt_train.pytree.leaves import (
     EMPTY,
     PYTHON_TYPES,
+    STORED,
     ArrayLeaf,
     BoolLeaf,
     ComplexLeaf,
+    EmptyLeaf,
     FloatLeaf,
     IntLeaf,
+    KeyLeaf,
     LeafRecord,
+    NoneLeaf,
+    TreeRecord,
+    describe_saved,
+    python_value,
+    shape_text,
 )
-from jaxckpt_train.pytree.paths import Only, escapes_in, leaf_filter
-from jaxckpt_train.store.boxes import Box, box_from_index, full_box
+from jaxckpt_train.pytree.paths import (
+    ROOT,
+    Only,
+    describe_keys,
+    escapes_in,
+    leaf_filter,
+    similar_names,
+    suggestion,
+)
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 
+SHOWN_DIFFERENCES = 50
 _HAS_FORMATS = hasattr(layout, "Format")  # since JAX 0.7
 _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 _PYTHON = (bool, int, float, complex, str, bytes)
 _DEFAULT_DTYPES = {BoolLeaf: "bool", IntLeaf: "int64", FloatLeaf: "float64", ComplexLeaf: "complex128"}
-_KINDS = {IntLeaf: np.integer, FloatLeaf: np.floating, ComplexLeaf: np.complexfloating}
+_ABSTRACT = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
+_CASTS = tuple(_ABSTRACT)  # `cast=True` converts within a kind of number, or to a later one
 
 
 def is_format(value: object) -> bool:
@@ -65,8 +82,7 @@ def in_format_of(target: Any, value: Any) -> Any:
 
 
 def _layout_of(leaf: Any) -> Any:
-    """Return the layout of an array, or the one that an abstract array asks for; None: none, or JAX before 0.7."""
-    return getattr(getattr(leaf, "format", None), "layout", None)
+    return getattr(getattr(leaf, "format", None), "layout", None)  # None: none, or JAX before 0.7
 
 
 def _order(found: Any) -> Any:
@@ -94,6 +110,20 @@ class LeafRequest(NamedTuple):
     python: type | None = None
     weak: bool = False
 
+    def __str__(self) -> str:
+        match self.form:
+            case "key":
+                return f"key<{self.impl}>{shape_text(self.shape)}"
+            case "none":
+                return "None"
+            case "empty":
+                return "an empty container"
+            case "python":
+                assert self.python is not None
+                return f"Python {self.python.__name__}"
+            case _:
+                return f"{self.dtype}{shape_text(self.shape)}"
+
 
 def leaf_request(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -> LeafRequest:
     """Return the required form of a leaf of a target; `sharding` is used if the leaf has none of its own.
@@ -109,7 +139,8 @@ def leaf_request(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -
     if leaf is EMPTY:
         return LeafRequest("empty")
     if type(leaf) in _PYTHON:
-        return LeafRequest("python", sharding=_replicated(sharding), python=type(leaf))
+        is_on_all = sharding is not None and sharding.is_fully_replicated
+        return LeafRequest("python", sharding=sharding if is_on_all else None, python=type(leaf))
     if isinstance(leaf, np.generic):
         return LeafRequest("scalar", dtype=leaf.dtype)
     if isinstance(leaf, np.ndarray):
@@ -124,11 +155,28 @@ def leaf_request(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -
             f"leaf {name!r} of the target: a {type(leaf).__name__} does not say what to load{escapes_in(name)}; "
             "expected an array, jax.ShapeDtypeStruct, number, text, None or jaxckpt_train.PLACEHOLDER"
         )
-    place = _place(name, leaf, sharding)
+    own = None if isinstance(leaf, jax.Array) and not leaf.committed else getattr(leaf, "sharding", None)
+    place = concrete_sharding(name, sharding if own is None else own)
     if is_key_array(leaf):
         return LeafRequest("key", tuple(leaf.shape), None, place, _implementation(name, leaf))
     weak = bool(getattr(leaf, "weak_type", False))
     return LeafRequest("jax", tuple(leaf.shape), np.dtype(leaf.dtype), place, "", None, weak)
+
+
+def request_without_target(
+    name: str, saved: LeafRecord, array: ArrayRecord | None, sharding: jax.sharding.Sharding | None
+) -> LeafRequest:
+    """Return what a leaf becomes without a target: itself, on the host, or on devices if a sharding is given."""
+    place = concrete_sharding(name, sharding)
+    if isinstance(saved, ArrayLeaf) and array is not None:
+        if place is not None and saved.host == "jax":
+            return LeafRequest("jax", array.shape, _own_dtype(saved, array), place, weak=saved.weak)
+        return LeafRequest(
+            "scalar" if saved.host == "scalar" else "numpy", array.shape, _own_dtype(saved, array), place
+        )
+    if isinstance(saved, KeyLeaf) and array is not None:
+        return LeafRequest("key", array.shape[:-1], sharding=place, impl=saved.impl)
+    return LeafRequest("empty" if isinstance(saved, EmptyLeaf) else "python")
 
 
 def resolve_request(
@@ -137,13 +185,8 @@ def resolve_request(
     """Combine target and checkpoint: form, shape and placement of the target, dtype and weak type of the checkpoint.
 
     A weakly typed array and a Python number in a target accept any dtype. An explicit dtype of the target is kept: the
-    comparison then refuses the leaf, or `cast=True` converts it.
-
-    Args:
-        request: what the target asks for.
-        saved: the leaf in the checkpoint.
-        array: its array, if it has one.
-        has_types: whether the checkpoint records weak types and Python numbers; those of other tools do not.
+    comparison then refuses the leaf, or `cast=True` converts it. `has_types`: whether the checkpoint records weak types
+    and Python numbers; those of other tools do not.
     """
     if isinstance(saved, ArrayLeaf):
         if request.form == "jax" and not request.weak and not saved.weak:
@@ -154,15 +197,15 @@ def resolve_request(
         if request.form != "jax":
             return request
         stored = DTYPES[array.dtype]
-        dtype = stored if request.weak and is_supported(stored) else request.dtype
+        dtype = stored if request.weak and _is_supported(stored) else request.dtype
         is_weak = saved.weak if has_types else request.weak
         return request._replace(dtype=dtype, weak=is_weak and (request.weak or stored == dtype))
     if request.form != "jax" or type(saved) not in _DEFAULT_DTYPES:
         return request
     assert request.dtype is not None
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(_DEFAULT_DTYPES[type(saved)])) if request.weak else request.dtype
-    kind = _KINDS.get(type(saved))
-    return request._replace(dtype=dtype, weak=kind is not None and bool(jax.numpy.issubdtype(dtype, kind)))
+    python = PYTHON_TYPES[type(saved)]
+    return request._replace(dtype=dtype, weak=python is not bool and _kind(dtype) is python)
 
 
 def _of_number(request: LeafRequest, saved: ArrayLeaf, array: ArrayRecord) -> LeafRequest:
@@ -172,46 +215,31 @@ def _of_number(request: LeafRequest, saved: ArrayLeaf, array: ArrayRecord) -> Le
     if array.shape != () or not is_number:
         return request
     if saved.host != "jax":
-        return LeafRequest("scalar" if saved.host == "scalar" else "numpy", (), own_dtype(saved, array))
-    return LeafRequest("jax", (), stored, request.sharding, weak=saved.weak) if is_supported(stored) else request
+        return LeafRequest("scalar" if saved.host == "scalar" else "numpy", (), _own_dtype(saved, array))
+    return LeafRequest("jax", (), stored, request.sharding, weak=saved.weak) if _is_supported(stored) else request
 
 
-def own_dtype(saved: ArrayLeaf, array: ArrayRecord) -> np.dtype:
-    """Return the dtype of a saved array, in its original byte order."""
+def _own_dtype(saved: ArrayLeaf, array: ArrayRecord) -> np.dtype:
     dtype: np.dtype = DTYPES[array.dtype]
     return dtype.newbyteorder(">") if saved.big_endian else dtype
 
 
-def is_supported(dtype: np.dtype) -> bool:
+def _is_supported(dtype: np.dtype) -> bool:
     """Return whether JAX supports this dtype now: 64-bit types need `jax_enable_x64`."""
     return dtype.itemsize < 8 or bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
 
 
 def lost_type(saved: LeafRecord, request: LeafRequest) -> str | None:
     """Say which part of a leaf's type the load loses, and how to keep it; None: nothing is lost."""
-    if request.form == "jax":
-        return None
     if request.form in ("numpy", "scalar"):
         if isinstance(saved, ArrayLeaf) and saved.weak:
             return "saved weakly typed, but loaded as a NumPy array, which has no weak type; use a JAX array as target"
-        if type(saved) in _KINDS:
+        if isinstance(saved, (IntLeaf, FloatLeaf, ComplexLeaf)):
             number = f"Python {PYTHON_TYPES[type(saved)].__name__}"
             return f"saved as a {number}, but loaded as NumPy {request.dtype}; use a {number} as the target"
     if request.form == "python" and isinstance(saved, ArrayLeaf):
-        assert request.python is not None
-        return f"saved as a 64-bit JAX array, but loaded as a Python {request.python.__name__}; enable jax_enable_x64"
+        return f"saved as a 64-bit JAX array, but loaded as a {request}; enable jax_enable_x64"
     return None
-
-
-def _replicated(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
-    return sharding if sharding is not None and sharding.is_fully_replicated else None
-
-
-def _place(name: str, leaf: Any, default: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(leaf, jax.Array) and not leaf.committed:
-        sharding = None
-    return concrete_sharding(name, default if sharding is None else sharding)
 
 
 def concrete_sharding(name: str, sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
@@ -250,21 +278,19 @@ def shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding |
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         return lambda name: shardings
     flat = flatten(shardings)
-    for name, leaf in zip(flat.names, flat.leaves, strict=True):
+    known = dict(zip(flat.names, flat.leaves, strict=True))
+    for name, leaf in known.items():
         if not isinstance(leaf, jax.sharding.Sharding) and leaf is not None and leaf is not EMPTY:
             raise SettingsError(
                 f"shardings: leaf {name!r}: expected a jax.sharding.Sharding or None, found {leaf!r}; "
                 "use jax.sharding.NamedSharding(mesh, spec) for a mesh and a PartitionSpec"
             )
-    known = dict(zip(flat.names, flat.leaves, strict=True))
 
     def find(name: str) -> jax.sharding.Sharding | None:
-        while True:
-            if name in known:
-                return known[name] if isinstance(known[name], jax.sharding.Sharding) else None
-            if "/" not in name:
-                return None
+        while name not in known and "/" in name:
             name = name.rpartition("/")[0]
+        found = known.get(name)
+        return found if isinstance(found, jax.sharding.Sharding) else None
 
     return find
 
@@ -291,53 +317,236 @@ def requested_shardings(like: Any, only: Only, shardings: Any) -> Iterator[jax.s
 
 
 def _shardings_in(found: Iterable[Any]) -> Iterator[jax.sharding.Sharding]:
-    """Yield the shardings among the values, and those of concrete and abstract arrays."""
     for each in found:
         sharding = each if isinstance(each, jax.sharding.Sharding) else getattr(each, "sharding", None)
         if isinstance(sharding, jax.sharding.Sharding):
             yield sharding
 
 
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where one array goes: the distinct boxes to read, and for every device the number of its box.
-
-    Without devices, the array stays on the host.
-    """
-
-    shape: tuple[int, ...]
-    sharding: jax.sharding.Sharding | None
-    boxes: Sequence[Box]
-    devices: Sequence[tuple[jax.Device, int]]
+def leaf_difference(
+    name: str, saved: LeafRecord, array: ArrayRecord | None, request: LeafRequest, *, cast: bool
+) -> str | None:
+    """Describe in one line how a saved leaf differs from the target; None if the load can go ahead."""
+    advice = _misfit(saved, array, request, cast)
+    if advice is None:
+        return None
+    return f"leaf {name!r}: saved {describe_saved(saved, array)}, wanted {request}{advice and f'; {advice}'}"
 
 
-def host_placement(shape: tuple[int, ...]) -> Placement:
-    """Place the whole array as one box, on the host or uncommitted on the default device."""
-    return Placement(shape, None, (full_box(shape),), ())
+def _misfit(saved: LeafRecord, array: ArrayRecord | None, request: LeafRequest, cast: bool) -> str | None:
+    """Return None if a saved leaf fits a request, else advice, which may be empty."""
+    same_kind = {"none": NoneLeaf, "empty": EmptyLeaf, "key": KeyLeaf}.get(request.form)
+    if same_kind is not None or isinstance(saved, (NoneLeaf, EmptyLeaf, KeyLeaf)):
+        if same_kind is None or not isinstance(saved, same_kind):
+            return ""
+        if not isinstance(saved, KeyLeaf) or array is None:
+            return None
+        return None if saved.impl == request.impl and array.shape[:-1] == request.shape else ""
+    python = PYTHON_TYPES.get(type(saved))
+    if request.form == "python":
+        if array is not None:
+            fits = array.shape == () and request.python is _kind(DTYPES[array.dtype])
+        else:
+            fits = request.python is python
+        return None if fits else ""
+    assert request.dtype is not None
+    if array is not None:
+        stored = DTYPES[array.dtype]
+        if array.shape != request.shape:
+            return ""
+        if stored != request.dtype.newbyteorder("=") and not (cast and can_cast(stored, request.dtype)):
+            if can_cast(stored, request.dtype):
+                return "load(..., cast=True) converts it"
+            return "the conversion would lose data"
+    elif request.shape != () or python not in _CASTS or not _number_fits(python, request.dtype, cast):
+        return ""
+    if request.form == "jax" and not _is_supported(request.dtype):
+        return 'JAX holds 64-bit types only with jax.config.update("jax_enable_x64", True)'
+    return None
 
 
-def device_placement(name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Placement:
-    """Find the boxes that the devices of this process need; replicas share one box.
+def _number_fits(python: type, dtype: np.dtype, cast: bool) -> bool:
+    kind = _kind(dtype)
+    return kind is python or (cast and kind is not None and _CASTS.index(python) <= _CASTS.index(kind))
+
+
+def _kind(dtype: np.dtype) -> type | None:
+    """Return the Python type of the numbers of a dtype, also of one of ml_dtypes."""
+    return next((python for python, each in _ABSTRACT.items() if jax.numpy.issubdtype(dtype, each)), None)
+
+
+def can_cast(saved: np.dtype, wanted: np.dtype) -> bool:
+    """Return whether `cast=True` converts one dtype to the other: within a kind, or up from bool to int to float."""
+    python = _kind(saved)
+    return python is not None and _number_fits(python, wanted.newbyteorder("="), cast=True)
+
+
+def exact_array(value: complex, dtype: np.dtype) -> np.ndarray | None:
+    """Convert a Python number to a 0-d array; None if the dtype does not hold it exactly."""
+    array = rounded_array(value, dtype)
+    return array if array is not None and (array.item() == value or value != value) else None
+
+
+def rounded_array(value: complex, dtype: np.dtype) -> np.ndarray | None:
+    """Convert a Python number to a rounded 0-d array; None if it is out of the dtype's range."""
+    try:
+        with np.errstate(all="ignore"):
+            array = np.asarray(value).astype(dtype)
+    except (OverflowError, TypeError):  # beyond 64 bits
+        return None
+    return array if _is_finite(array.item()) == _is_finite(value) else None
+
+
+def _is_finite(value: complex) -> bool:
+    return isinstance(value, int) or cmath.isfinite(value)
+
+
+def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
+    """Map each saved leaf path to its new path by rules such as `{"old/**": "new/**"}`, or rules for single paths.
 
     Raises:
-        MismatchError: the sharding does not fit the shape.
+        MismatchError: a rule applies to no leaf, or two leaves get one path.
     """
-    try:
-        if isinstance(sharding, jax.sharding.NamedSharding):  # before JAX 0.7 other shardings cannot check a shape
-            sharding.check_compatible_aval(shape)
-        indices = sharding.addressable_devices_indices_map(shape)
-    except ValueError as error:
-        raise MismatchError(f"leaf {name!r}: shape {shape} does not fit its sharding {sharding}: {error}") from error
-    numbers: dict[Box, int] = {}
-    devices = []
-    for device, index in indices.items():
-        box = full_box(shape) if index is None else box_from_index(index, shape)
-        devices.append((device, numbers.setdefault(box, len(numbers))))
-    return Placement(shape, sharding, tuple(numbers), tuple(devices))
+    renamed, used = dict(zip(names, names, strict=True)), set[str]()
+    for name in names if rules else ():
+        for old, new in rules.items():
+            is_pattern = old.endswith("**") and new.endswith("**")
+            if name == old or (is_pattern and name.startswith(old[:-2])):
+                renamed[name] = new[:-2] + name[len(old) - 2 :] if is_pattern else new
+                used.add(old)
+                break
+    idle = [rule for rule in rules if rule not in used]
+    if idle:
+        raise MismatchError(
+            f"rename: no saved leaf matches {', '.join(map(repr, idle))}{suggestion(idle, names)}; the checkpoint has "
+            f"{describe_keys(idle[0], names)}"
+        )
+    olds = dict[str, str]()
+    for old, new in renamed.items():
+        if olds.setdefault(new, old) != old:
+            raise MismatchError(f"rename: saved leaves {olds[new]!r} and {old!r} would both get the path {new!r}")
+    return renamed
 
 
-def default_platform() -> str:
-    """Return the platform of the device on which JAX puts an array without a sharding."""
-    (device,) = jax.device_put(np.zeros((), np.bool_)).devices()
-    platform: str = device.platform
-    return platform
+class Comparison:
+    """Compares a stored tree with the leaves of a target, and collects the differences.
+
+    Args:
+        subject: what is compared.
+        record: the stored tree.
+        arrays: its arrays, by leaf path.
+        cast: as for `load`.
+        has_types: as for `resolve_request`.
+        kept: leaves of the target that may be missing in the checkpoint; None: none may.
+    """
+
+    def __init__(
+        self,
+        subject: str,
+        record: TreeRecord,
+        arrays: Mapping[str, ArrayRecord],
+        *,
+        cast: bool = False,
+        has_types: bool = True,
+        kept: Collection[str] | None = None,
+    ) -> None:
+        self._subject, self._record, self._arrays = subject, record, arrays
+        self._cast, self._has_types, self._kept = cast, has_types, kept
+        self.lines = list[str]()
+        self._hints = set[str]()
+
+    def requests(self, asked: Mapping[str, LeafRequest], saved_names: Mapping[str, str]) -> dict[str, LeafRequest]:
+        """Compare the leaves that a target asks for; return what each of those in the checkpoint must become.
+
+        `saved_names`: stored leaf paths by their paths in the target.
+        """
+        found = dict[str, LeafRequest]()
+        for name, wanted in asked.items():
+            if wanted.form == "skip":
+                continue
+            if name not in saved_names:
+                if self._kept is None or name not in self._kept:
+                    self._add(f"leaf {name!r}: not in the checkpoint, wanted {wanted}", "missing")
+                continue
+            saved = self._record.leaves[saved_names[name]]
+            array = self._arrays.get(saved_names[name])
+            found[name] = request = resolve_request(wanted, saved, array, has_types=self._has_types)
+            line = leaf_difference(name, saved, array, request, cast=self._cast)
+            if line is None and request.dtype is not None and not isinstance(saved, STORED):
+                line = self._inexact_number(name, saved, request, is_rounded=wanted.weak)
+            if line is not None:
+                other_shape = array is not None and request.form in ("jax", "numpy") and array.shape != request.shape
+                self._add(line, "shape" if other_shape else "other")
+        return found
+
+    def _inexact_number(self, name: str, saved: LeafRecord, request: LeafRequest, *, is_rounded: bool) -> str | None:
+        """Describe a Python number that the wanted dtype does not hold; weakly typed ones are rounded, as JAX does."""
+        assert request.dtype is not None
+        value = python_value(name, saved, self._subject)
+        convert = rounded_array if is_rounded and isinstance(value, (float, complex)) else exact_array
+        if convert(value, request.dtype) is not None:
+            return None
+        found = f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 128 else repr(value)
+        return (
+            f"leaf {name!r}: saved Python {type(value).__name__} {found}, wanted {request}, which does not hold it "
+            "exactly"
+        )
+
+    def unexpected(
+        self, names: Iterable[str], saved_names: Mapping[str, str], target: Collection[str], skipped: Iterable[str]
+    ) -> None:
+        """Add those of the saved leaves `names` that neither are in the target nor below a leaf that it skips."""
+        above = tuple("" if name == ROOT else f"{name}/" for name in skipped)
+        free = [name for name in target if name not in saved_names]
+        for name in names:
+            if name in target or name.startswith(above):
+                continue
+            near = similar_names(name, free) if len(self.lines) < SHOWN_DIFFERENCES else []  # later lines are not shown
+            there = f", which has {', '.join(map(repr, near))}" if near else ""
+            saved = saved_names[name]
+            described = describe_saved(self._record.leaves[saved], self._arrays.get(saved))
+            self._add(f"leaf {name!r}: saved {described}, not in the target{there}", "unexpected")
+
+    def moved(self, path: str, saved: str, found: str) -> None:
+        """Add a node without keys whose static data names the children in another order."""
+        self._add(
+            f"node {path!r}: saved with the static data {shortened(saved)}, the target has {shortened(found)}; "
+            "its values would be exchanged, because the type is registered without keys",
+            "moved",
+        )
+
+    def _add(self, line: str, hint: str) -> None:
+        self.lines.append(line)
+        self._hints.add(hint)
+
+    def raise_all(self) -> None:
+        """Raise one MismatchError for all differences, if there are any."""
+        hints = {
+            "missing": 'missing="keep" keeps leaves of the target that are not in the checkpoint'
+            if self._kept is None
+            else 'missing="keep" needs arrays in the target where the checkpoint has none, not ShapeDtypeStructs',
+            "missing unexpected": "rename= gives saved leaves other paths",
+            "moved": 'rename={"node/0/**": "node/1/**", ...} assigns each saved position its new one',
+            "shape": "transforms= changes shapes (pad, truncate, reshape, transpose, ...)",
+            "unexpected shape other": "only= selects the leaves to load",
+        }
+        raise_differences(
+            self._subject,
+            self.lines,
+            "If the model has changed, load the part that fits with options of `jaxckpt_train.load` (and save that) or "
+            f"with `init_from`: {'; '.join(hint for when, hint in hints.items() if self._hints & {*when.split()})}",
+        )
+
+
+def raise_differences(subject: str, lines: Sequence[str], advice: str = "") -> None:
+    """Raise one MismatchError for all differences, if there are any; the advice comes last."""
+    if not lines:
+        return
+    shown = "\n".join(f"  {line}" for line in lines[:SHOWN_DIFFERENCES])
+    more = f"\n  and {len(lines) - SHOWN_DIFFERENCES} more" if len(lines) > SHOWN_DIFFERENCES else ""
+    raise MismatchError(
+        f"{subject}: the checkpoint and the target differ in {len(lines)} "
+        f"{'leaf' if len(lines) == 1 else 'leaves'}; nothing was read{escapes_in(shown)}:\n{shown}{more}"
+        + (f"\n{advice}" if advice else ""),
+        tuple(lines),
+    )

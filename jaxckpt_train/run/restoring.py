@@ -23,8 +23,7 @@ from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.loading import compare_parts, load_parts
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, NotACheckpointError, StorageError, free_frames
 from jaxckpt_train.pytree.flatten import PLACEHOLDER
-from jaxckpt_train.pytree.restore import LoadOptions
-from jaxckpt_train.pytree.shared_reads import JobLoads
+from jaxckpt_train.pytree.restore import JobLoads, LoadOptions
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry, Restored, Skipped, StepVanishedError
 from jaxckpt_train.run.job import JobSync

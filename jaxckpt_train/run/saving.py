@@ -25,9 +25,8 @@ from jaxckpt_train.pending import PendingSave, is_over
 from jaxckpt_train.policies.cost_model import LoopTimer
 from jaxckpt_train.pytree.copies import device_wait_s, some_arrays
 from jaxckpt_train.pytree.flatten import flatten
-from jaxckpt_train.pytree.mismatch import tree_differences
 from jaxckpt_train.pytree.snapshot import Snapshot
-from jaxckpt_train.pytree.target import LeafRequest, leaf_request
+from jaxckpt_train.pytree.target import Comparison, LeafRequest, leaf_request
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import entry_from_manifest, parse_step_name
 from jaxckpt_train.run.history import Clock, metrics_to_json, plain_metrics
@@ -300,8 +299,13 @@ class Drift:
 
     def _compare(self, step: int, name: str, snapshot: Snapshot) -> None:
         arrays = {each.name: ArrayRecord(each.name, each.shape, dtype_name(each.dtype), ()) for each in snapshot.arrays}
+        comparison, asked = Comparison(f"step {step}: {name}", snapshot.record, arrays), self._requests[name]
+        same_names = {leaf: leaf for leaf in snapshot.record.leaves}
+        comparison.requests(asked, same_names)
+        skipped = [leaf for leaf, request in asked.items() if request.form == "skip"]
+        comparison.unexpected(same_names, same_names, asked, skipped)
         try:
-            tree_differences(f"step {step}: {name}", snapshot.record, arrays, self._requests[name]).raise_all()
+            comparison.raise_all()
         except MismatchError as error:
             del self._requests[name]  # warn once
             _log.warning(

@@ -41,13 +41,13 @@ from jaxckpt_train.pytree.colocated.host import (
 )
 from jaxckpt_train.pytree.copies import device_wait_s
 from jaxckpt_train.pytree.partition import HeldBox, WriteAssignment, cut_out
-from jaxckpt_train.pytree.target import Placement
+from jaxckpt_train.pytree.placing import ArrayLoad
 from jaxckpt_train.settings import MIB, Colocated, StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, box_shape, full_box, intersect, slices_within
 from jaxckpt_train.store.committed import Committed, check_unchanged
-from jaxckpt_train.store.dtypes import DTYPES, dtype_name
-from jaxckpt_train.store.manifest import ArrayRecord, PartRecord, SegmentRecord
+from jaxckpt_train.store.dtypes import dtype_name
+from jaxckpt_train.store.manifest import PartRecord, SegmentRecord
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, index_summary, merge_indexes
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.segment import ArraySource
@@ -87,14 +87,6 @@ def runs_on_hosts(sharding: jax.sharding.Sharding, setting: Colocated) -> bool:
     return setting
 
 
-class HostLeaf(NamedTuple):
-    """An array to load: its record, its placement, and its dtype after the load."""
-
-    record: ArrayRecord
-    placement: Placement
-    dtype: np.dtype
-
-
 class _Read(NamedTuple):
     """Box number `box` of leaf number `leaf`, which is read on the host of `device`."""
 
@@ -117,7 +109,7 @@ class HostReads:
     """
 
     def __init__(
-        self, files: Opener, committed: Committed, settings: StoreSettings, leaves: Sequence[HostLeaf]
+        self, files: Opener, committed: Committed, settings: StoreSettings, leaves: Sequence[ArrayLoad]
     ) -> None:
         self._files, self._committed, self._settings, self._leaves = files, committed, settings, leaves
         self._shards: list[dict[jax.Device, jax.Array]] = [{} for _ in leaves]
@@ -201,14 +193,14 @@ class HostReads:
         room = error_room()
         return HostCall(cpu, plan_array(plan, room), (), room, kinds)
 
-    def _wanted(self, leaf: HostLeaf, boxes: Sequence[Box]) -> ReadArray:
+    def _wanted(self, leaf: ArrayLoad, boxes: Sequence[Box]) -> ReadArray:
         chunks = tuple(
-            chunk for chunk in leaf.record.chunks if any(intersect(chunk.box, box) is not None for box in boxes)
+            chunk for chunk in leaf.array.chunks if any(intersect(chunk.box, box) is not None for box in boxes)
         )
-        record = msgspec.structs.replace(leaf.record, chunks=chunks, sharding=None)
+        record = msgspec.structs.replace(leaf.array, chunks=chunks, sharding=None)
         return ReadArray(record, tuple(boxes), dtype_name(leaf.dtype))
 
-    def _kind(self, leaf: HostLeaf, box: Box) -> Kind:
+    def _kind(self, leaf: ArrayLoad, box: Box) -> Kind:
         return box_shape(box), dtype_name(leaf.dtype)
 
     def _place(self, reads: Sequence[_Read], result: HostResult) -> None:
@@ -241,16 +233,11 @@ class HostReads:
         assert sharding is not None
         return sharding.memory_kind
 
-    def _assembled(self, leaf: HostLeaf, shards: dict[jax.Device, jax.Array]) -> jax.Array:
+    def _assembled(self, leaf: ArrayLoad, shards: dict[jax.Device, jax.Array]) -> jax.Array:
         sharding = leaf.placement.sharding
         assert sharding is not None
         in_order = [shards.pop(device) for device, _ in leaf.placement.devices]
         return jax.make_array_from_single_device_arrays(leaf.placement.shape, sharding, in_order)
-
-
-def dtype_of(record: ArrayRecord, wanted: np.dtype | None) -> np.dtype:
-    """Return the dtype of a stored array after the load."""
-    return DTYPES[record.dtype] if wanted is None else wanted
 
 
 class HostPart(NamedTuple):

@@ -15,8 +15,7 @@ from jax._src.interpreters import pxla
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxckpt_train.pytree import placing
-from jaxckpt_train.pytree.placing import DevicePuts
-from jaxckpt_train.pytree.target import Placement, device_placement, host_placement
+from jaxckpt_train.pytree.placing import DevicePuts, Placement, place_array
 from jaxckpt_train.store.buffers import Arena, empty_array
 from tests.support.same_trees import raw
 
@@ -79,7 +78,7 @@ def aligned(data: np.ndarray) -> np.ndarray:
 
 
 def placement_of(sharding: Sharding | None, shape: tuple[int, ...]) -> Placement:
-    return host_placement(shape) if sharding is None else device_placement("x", shape, sharding)
+    return place_array("x", shape, sharding)
 
 
 def put_all(sharding: Sharding | None, contents: list[np.ndarray]) -> list[jax.Array]:
@@ -174,7 +173,7 @@ def test_array_keeps_memory_of_its_box(fast_put: CountedFastPut | None) -> None:
     for number in range(4):
         box = arena.take(2 * 4096)
         box[:] = number + 1
-        array = puts.put(number, host_placement(box.shape), 0, box)
+        array = puts.put(number, place_array("x", box.shape, None), 0, box)
         assert array is not None
         arrays.append(array)
         del box

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree.mismatch import SHOWN_DIFFERENCES, can_cast, exact_array, rename_map
 from jaxckpt_train.pytree.placing import weakly_typed
+from jaxckpt_train.pytree.target import SHOWN_DIFFERENCES, can_cast, exact_array, rename_map
 from tests.support.same_trees import assert_same
 
 S = jax.ShapeDtypeStruct

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jaxckpt_train as jct
 from jaxckpt_train.pytree._jax import enable_x64, set_mesh
-from jaxckpt_train.pytree.target import default_platform
+from jaxckpt_train.pytree.placing import default_platform
 from tests.support.runs import Counter
 from tests.support.same_trees import raw
 

@@ -15,7 +15,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train import checkpoint
-from jaxckpt_train.pytree import placing, restore
+from jaxckpt_train.pytree import placing
 from jaxckpt_train.pytree._jax import enable_x64
 from jaxckpt_train.pytree.placing import DevicePuts
 from jaxckpt_train.store import buffers
@@ -83,7 +83,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.deque[n
     monkeypatch.setattr(buffers, "gc", SimpleNamespace(collect=release_one))
     monkeypatch.setattr(buffers, "STALL_S", 0.001)
     monkeypatch.setattr(placing, "DevicePuts", SlowDevice)
-    monkeypatch.setattr(restore, "_leaves_host", lambda job, placement, default: True)
+    monkeypatch.setattr(placing.Placer, "leaves_host", lambda self, load: True)
     yield held
     held.clear()
 

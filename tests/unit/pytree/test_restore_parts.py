@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree import restore
+from jaxckpt_train.pytree.placing import Placer
 from tests.support.same_trees import assert_same, raw
 
 FAST = jct.StoreSettings(durability="none")
@@ -121,7 +121,7 @@ def test_missing_keep_does_not_allow_unwanted_leaves(path: Path) -> None:
 @pytest.mark.timeout(30)
 def test_cast_that_fails_on_accelerator_is_raised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The CPU acts as the accelerator. An out-of-memory error of device_put takes the same path."""
-    monkeypatch.setattr(restore, "_passes_through_host", lambda job, placement, default: True)
+    monkeypatch.setattr(Placer, "leaves_host", lambda self, load: True)
     tree = {f"x{n}": np.full(1 << 20, 1 << 20, np.int32) for n in range(20)}
     jct.save(tmp_path / "c", tree)
     like = {name: jax.ShapeDtypeStruct(leaf.shape, np.int8) for name, leaf in tree.items()}

@@ -27,8 +27,9 @@ from jaxckpt_train.pytree.colocated.host import (
     settings_there,
     write_here,
 )
-from jaxckpt_train.pytree.colocated.transfer import HostLeaf, HostReads, is_single_controller
-from jaxckpt_train.pytree.target import device_placement
+from jaxckpt_train.pytree.colocated.transfer import HostReads, is_single_controller
+from jaxckpt_train.pytree.placing import ArrayLoad, place_array
+from jaxckpt_train.pytree.target import LeafRequest
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import open_committed
 from tests.support.colocated_states import HOSTS, MIB, PLAIN, abstract, spread, written_by
@@ -217,7 +218,7 @@ def test_checkpoint_invisible_to_host_is_not_damage(tmp_path: Path, sees_another
     files = _MountedElsewhere(str(tmp_path / "mounted"), str(tmp_path / "c"))
     committed = open_committed(files, str(tmp_path / "mounted"))
     record = committed.manifest.parts[0].arrays[0]
-    leaf = HostLeaf(record, device_placement("a", array.shape, array.sharding), np.dtype(np.float32))
+    leaf = ArrayLoad("a", record, LeafRequest("jax"), place_array("a", array.shape, array.sharding), False)
     with pytest.raises(CheckpointError, match=r"host \S+ .*/mounted") as raised:
         HostReads(files, committed, HOSTS, [leaf]).load(None)
     assert type(raised.value) is CheckpointError
