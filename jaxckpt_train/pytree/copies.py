@@ -1,9 +1,4 @@
-"""Copies arrays from their devices, or within them, for a save, in the order of the files.
-
-An array is copied on its device (`copy_on_devices`), so that training goes on while the copy is transferred, or it is
-transferred to pinned host memory, or it is fetched later by `Transfers`, which reads a bounded number of bytes ahead of
-the writer. Arrays in host memory are copied into memory that the next save uses again (`copy_all`).
-"""
+"""Copies arrays from their devices, or within them, for a save, in the order of the files."""
 
 from __future__ import annotations
 
@@ -24,11 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.backend import backends
 from jax.sharding import SingleDeviceSharding
 
-from jaxckpt_train.errors import CheckpointTimeoutError
+from jaxckpt_train.errors import CheckpointTimeoutError, SettingsError
 from jaxckpt_train.pytree._jax import without_caller_settings
-from jaxckpt_train.settings import SnapshotMode
+from jaxckpt_train.settings import Colocated, SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index
 from jaxckpt_train.store.buffers import fresh_area
 from jaxckpt_train.store.segment import ChunkSource, alignment_class
@@ -64,7 +60,7 @@ def take_from_devices(
     """
     copies = copies_if_wanted(leaves, mode)
     shards = [distinct_shards(leaf) for leaf in copies or leaves]
-    handles: Sequence[jax.Array] = [own_handle(shard.data) for several in shards for shard in several]
+    handles = [own_handle(shard.data) for several in shards for shard in several]
     taken, transfers = take_handles(handles, mode, ahead, is_copied=copies is not None)
     data = iter(taken)
     chunks = [
@@ -90,13 +86,13 @@ def take_handles(
     """Return the data of single-device arrays in their order, and the transfers that fetch it."""
     is_bounded = is_copied or mode == "stream"
     transfers = Transfers(ahead if is_bounded else TransferBudget(sys.maxsize))
-    turns = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
-    ordered = [handles[number] for number in turns]
+    in_order = sorted(range(len(handles)), key=lambda number: alignment_class(handles[number].nbytes))
+    ordered = [handles[number] for number in in_order]
     if is_bounded:
         arrived = [transfers.add(handle, is_ours=is_copied) for handle in ordered]
     else:
         arrived = _start_all(transfers, ordered)
-    taken = dict(zip(turns, arrived, strict=True))
+    taken = dict(zip(in_order, arrived, strict=True))
     transfers.begin()
     return [taken[number] for number in range(len(handles))], transfers
 
@@ -134,7 +130,7 @@ def distinct_shards(leaf: jax.Array) -> list[jax.Shard]:
 def some_arrays(values: Sequence[Any]) -> list[jax.Array]:
     """Return the JAX arrays among `values`; of more than `MOST_ASKED` values, a sample."""
     step = -(-len(values) // MOST_ASKED) or 1
-    return [value for value in values[::step] if isinstance(value, jax.Array) and not _is_traced(value)]
+    return [value for value in values[::step] if isinstance(value, jax.Array) and not is_traced(value)]
 
 
 def device_wait_s(arrays: Sequence[jax.Array]) -> float:
@@ -157,7 +153,8 @@ def device_wait_s(arrays: Sequence[jax.Array]) -> float:
     return waited_s if waited_s > ASKING_S else 0.0
 
 
-def _is_traced(value: object) -> bool:
+def is_traced(value: object) -> bool:
+    """Return whether a value is one of a computation that is being traced."""
     return isinstance(value, jax.core.Tracer)
 
 
@@ -233,13 +230,39 @@ def is_on_host(array: jax.Array) -> bool:
     return array.sharding.memory_kind in _HOST_KINDS
 
 
+def is_single_controller(runtime_type: str) -> bool:
+    """Return whether a runtime drives devices of many hosts from one process: "pathways", "proxy/pathways"."""
+    return "pathways" in runtime_type.split("/")
+
+
+def has_single_controller() -> bool:
+    """Return whether a runtime of this process has a single controller; another one may drive its own CPU."""
+    return any(is_single_controller(client.runtime_type) for client in backends().values())
+
+
+def runs_on_hosts(sharding: jax.sharding.Sharding, setting: Colocated) -> bool:
+    """Return whether arrays of this sharding are saved and loaded by the hosts of its devices.
+
+    Raises:
+        SettingsError: the setting is True in a multi-process job, where each process has its own devices.
+    """
+    if setting == "auto":
+        devices: Any = sharding.device_set  # all of one client
+        return is_single_controller(next(iter(devices)).client.runtime_type)
+    if setting and jax.process_count() > 1:
+        raise SettingsError(
+            f"StoreSettings.colocated: True is only for one process that drives all devices, but this job has "
+            f"{jax.process_count()} processes, each of which saves and loads what its own devices hold; leave it out"
+        )
+    return setting
+
+
 def start_transfers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Start transfers of single-device arrays to the host, and return before they finish.
 
-    The arrays go to pinned host memory where their device supports it and has room. Later operations on the arrays,
-    including donation, do not affect the transfer: JAX keeps the order. JAX also reuses released pinned memory for the
-    next transfers. JAX's own array serialization takes this path too (jax-ml/jax#22114), because other transfers go
-    through small buffers and are copied once more.
+    The arrays go to pinned host memory where their device supports it and has room: other transfers go through small
+    buffers and are copied once more (jax-ml/jax#22114). Later operations on the arrays, including donation, do not
+    affect the transfer: JAX keeps the order. JAX also reuses released pinned memory for the next transfers.
 
     Returns:
         Arrays to take the data from, in the same order; `np.asarray` of one waits until it is there. Objects that are
@@ -302,8 +325,8 @@ def _copy_on_device(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 def have_room(arrays: Sequence[jax.Array]) -> bool:
     """Return whether every device certainly has memory for a copy of its shards, on top of what training has used.
 
-    The peak tells what training uses, but not before the first step has run: so the first answer for a device is always
-    no. A device that does not report its memory counts as full.
+    The peak shows what training uses only after the first step: so the first answer for a device is always no. A device
+    that does not report its memory counts as full.
     """
     needed: dict[jax.Device, int] = defaultdict(int)
     for array in arrays:
@@ -392,7 +415,7 @@ class Transfers:
             self._to_copy.add(len(self._waiting))
         self._waiting.append(array)
         self._left += 1
-        return LazyArray(self, len(self._waiting) - 1, array)
+        return LazyArray(self, len(self._waiting) - 1, array.shape, np.dtype(array.dtype))
 
     def begin(self) -> None:
         """Start the first transfers, after all arrays are added."""
@@ -475,12 +498,25 @@ class Transfers:
 
 
 class LazyArray:
-    """An array that is fetched when it is written; implements `store.segment.LazyArray`."""
+    """An array, or a part of one, that is fetched when it is written; implements `store.segment.LazyArray`."""
 
-    def __init__(self, transfers: Transfers, number: int, array: jax.Array) -> None:
-        self._transfers, self._number = transfers, number
-        self.shape, self.dtype, self.size, self.nbytes = array.shape, np.dtype(array.dtype), array.size, array.nbytes
+    def __init__(
+        self,
+        transfers: Transfers,
+        number: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        inner: tuple[slice, ...] | None = None,
+    ) -> None:
+        self._transfers, self._number, self._inner = transfers, number, inner
+        self.shape, self.dtype, self.size = shape, dtype, math.prod(shape)
+        self.nbytes = self.size * dtype.itemsize
+
+    def __getitem__(self, inner: tuple[slice, ...]) -> LazyArray:
+        shape = tuple(len(range(size)[part]) for size, part in zip(self.shape, inner, strict=True))
+        return LazyArray(self._transfers, self._number, shape, self.dtype, inner)
 
     def fetch(self) -> np.ndarray:
         """The data; may be called once, from any thread."""
-        return self._transfers.fetch(self._number)
+        data = self._transfers.fetch(self._number)
+        return data if self._inner is None else data[self._inner]

@@ -1,19 +1,16 @@
 """Assign to each process the part of each array that it writes, so that the job writes each byte once.
 
-All processes compute the same partition from the shardings, without communication. `MeshLayout` derives the boxes of
-arrays over a mesh from its geometry, in time that does not depend on the number of devices. `WriteAssignment`
-distributes boxes with several holders. `JobPartition` and `take_local_shards` apply this to the leaves of one save.
+All processes compute the same partition from the shardings, without communication.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,32 +18,24 @@ import numpy as np
 from jaxckpt_train.pytree._jax import without_caller_settings
 from jaxckpt_train.pytree.copies import TransferBudget, Transfers, copies_if_wanted, own_handle, take_handles
 from jaxckpt_train.settings import SnapshotMode
-from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, box_shape, full_box, slices_within
-from jaxckpt_train.store.segment import ChunkSource, LazyArray
+from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, full_box, slices_within
+from jaxckpt_train.store.segment import ChunkSource
 
 Holders = tuple[int, ...] | range
 LEAST_PART_BYTES = 1 << 20  # smaller parts are not cut: another write and another manifest entry cost more
-Cuts = tuple[tuple[str, ...], ...]
-"""For each dimension of an array, the mesh axes over which it is sharded, the outermost first."""
-Place = tuple[int, ...]
-"""Position of a device along each axis of a mesh."""
+Cuts = tuple[tuple[str, ...], ...]  # for each dimension, the mesh axes over which it is sharded, the outermost first
+Place = tuple[int, ...]  # position of a device along each axis of a mesh
 
 
 class ProcessSet(tuple[int, ...]):
     """Numbers of processes, in order, with a cached hash: every array would hash a hundred thousand numbers again."""
 
     def __hash__(self) -> int:
-        found: int | None = self.__dict__.get("found")
-        if found is None:
-            found = self.__dict__["found"] = super().__hash__()
-        return found
+        return self._hash
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or super().__eq__(other)
-
-    def __contains__(self, number: object) -> bool:
-        at = bisect.bisect_left(self, cast(int, number))
-        return at < len(self) and self[at] == number
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
 
 
 def as_holders(numbers: Sequence[int] | np.ndarray) -> Holders:
@@ -59,7 +48,7 @@ def as_holders(numbers: Sequence[int] | np.ndarray) -> Holders:
 
 
 class HeldBox(NamedTuple):
-    """One distinct box of an array, and the processes that hold its data, in order."""
+    """One distinct box of an array, and the processes (or devices) that hold its data, in order."""
 
     box: Box
     holders: Holders
@@ -88,49 +77,32 @@ class WriteAssignment:
         self._loads: dict[Holders, _AssignedBytes] = {}
 
     def of(self, layout: Sequence[HeldBox], item_bytes: int) -> list[AssignedPart]:
-        """Return what this process writes of an array.
+        """Return what this process writes of an array; arguments as for `of_all`."""
+        return [part for holder, part in self.of_all(layout, item_bytes) if holder == self._process]
+
+    def of_all(self, layout: Sequence[HeldBox], item_bytes: int) -> Iterator[tuple[int, AssignedPart]]:
+        """Yield what each process writes of an array.
 
         Args:
             layout: its distinct boxes, or those that this process holds, in the same order in all processes.
             item_bytes: size of an element.
         """
-        mine = []
-        for number, (box, holders) in enumerate(layout):
-            if self._process not in holders:
-                continue
-            if len(holders) == 1:
-                mine.append(AssignedPart(number, box))
-                continue
-            for holder, part in self._parts(box, holders, item_bytes):
-                if holder == self._process:
-                    mine.append(AssignedPart(number, part))
-        return mine
-
-    def of_all(self, layout: Sequence[HeldBox], item_bytes: int) -> Iterator[tuple[int, AssignedPart]]:
-        """Yield what each process writes of an array, in a process that plans for all; arguments as for `of`."""
         for number, (box, holders) in enumerate(layout):
             if len(holders) == 1:
                 yield holders[0], AssignedPart(number, box)
                 continue
-            for holder, part in self._parts(box, holders, item_bytes):
+            wanted = min(len(holders), box_elements(box) * item_bytes // self._least_bytes)
+            parts = sorted(cut(box, max(1, wanted)), key=box_elements, reverse=True)
+            writers = self._assign(holders, [box_elements(part) * item_bytes for part in parts])
+            for holder, part in zip(writers, parts, strict=True):
                 yield holder, AssignedPart(number, part)
 
     def of_whole(self, holders: Holders, nbytes: int) -> bool:
         """Return whether this process writes an uncut array that all `holders` have."""
-        (holder,) = self._loads_of(holders).give([nbytes])
-        return holder == self._process
+        return self._assign(holders, [nbytes]) == [self._process]
 
-    def _loads_of(self, holders: Holders) -> _AssignedBytes:
-        loads = self._loads.get(holders)
-        if loads is None:
-            loads = self._loads[holders] = _AssignedBytes(holders)
-        return loads
-
-    def _parts(self, box: Box, holders: Holders, item_bytes: int) -> Iterator[tuple[int, Box]]:
-        wanted = min(len(holders), box_elements(box) * item_bytes // self._least_bytes)
-        parts = sorted(cut(box, max(1, wanted)), key=box_elements, reverse=True)
-        givers = self._loads_of(holders).give([box_elements(part) * item_bytes for part in parts])
-        yield from zip(givers, parts, strict=True)
+    def _assign(self, holders: Holders, sizes: Sequence[int]) -> list[int]:
+        return self._loads.setdefault(holders, _AssignedBytes(holders)).give(sizes)
 
 
 class _AssignedBytes:
@@ -177,13 +149,12 @@ def cut(box: Box, parts: int) -> list[Box]:
 class MeshLayout:
     """One mesh, from the viewpoint of one process. It uses no device, so that absent meshes can be planned for.
 
+    The boxes of arrays follow from the geometry, in time that does not depend on the number of devices.
+
     Args:
         processes: number of the process of each device, in the shape of the mesh.
         axes: names of the mesh's axes.
-        process: number of this process.
-
-    Attributes:
-        places: of the devices of this process.
+        process: number of this process, whose devices are at `places`.
     """
 
     def __init__(self, processes: np.ndarray, axes: Sequence[str], process: int) -> None:
@@ -218,10 +189,7 @@ class MeshLayout:
             yield size, [self._axes[axis] for axis in axes]
 
     def _parts(self, axes: Sequence[int]) -> int:
-        parts = 1
-        for axis in axes:
-            parts *= self._processes.shape[axis]
-        return parts
+        return math.prod(self._processes.shape[axis] for axis in axes)
 
     def _holders_of(self, place: Place, used: set[int]) -> Holders:
         """Return the processes of all devices that hold the same box as the device at this place."""
@@ -264,26 +232,14 @@ class _Layout(NamedTuple):
     boxes: Mapping[jax.Device, Box]
 
 
-class _Mesh(NamedTuple):
-    """The layout of a mesh, and the places of this process's devices in it."""
-
-    layout: MeshLayout
-    places: Mapping[jax.Device, Place]
-
-
 class JobPartition:
-    """The partition of one save. All processes ask for the same leaves, in the same order.
-
-    Args:
-        process: number of this process.
-        processes: number of processes in the job.
-    """
+    """The partition of one save. All processes ask for the same leaves, in the same order."""
 
     def __init__(self, process: int, processes: int) -> None:
         self._process, self._everyone = process, range(processes)
         self._assignment = WriteAssignment(process)
         self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], _Layout] = {}
-        self._meshes: dict[jax.sharding.Mesh, _Mesh] = {}
+        self._meshes: dict[jax.sharding.Mesh, MeshLayout] = {}
 
     def writes(self, nbytes: int) -> bool:
         """Return whether this process writes an array that each process has for itself."""
@@ -311,19 +267,15 @@ class JobPartition:
         cuts = _plain_cuts(sharding, len(shape))
         if cuts is None:
             return None
-        mesh = self._mesh(sharding.mesh)  # type: ignore[attr-defined]
-        if not mesh.layout.divides(cuts, shape):
-            return None
-        boxes = {device: mesh.layout.box(place, cuts, shape) for device, place in mesh.places.items()}
-        return _Layout(mesh.layout.held(cuts, shape), boxes)
-
-    def _mesh(self, mesh: jax.sharding.Mesh) -> _Mesh:
-        found = self._meshes.get(mesh)
-        if found is None:
+        mesh: jax.sharding.Mesh = sharding.mesh  # type: ignore[attr-defined]
+        if mesh not in self._meshes:
             numbers = np.array([device.process_index for device in mesh.devices.flat], np.int64)
-            layout = MeshLayout(numbers.reshape(mesh.devices.shape), mesh.axis_names, self._process)
-            found = self._meshes[mesh] = _Mesh(layout, {mesh.devices[place]: place for place in layout.places})
-        return found
+            self._meshes[mesh] = MeshLayout(numbers.reshape(mesh.devices.shape), mesh.axis_names, self._process)
+        layout = self._meshes[mesh]
+        if not layout.divides(cuts, shape):
+            return None
+        boxes = {mesh.devices[place]: layout.box(place, cuts, shape) for place in layout.places}
+        return _Layout(layout.held(cuts, shape), boxes)
 
     def _by_device(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Layout:
         """Compute the layout from the index of every device."""
@@ -360,10 +312,9 @@ def take_local_shards(
     """
     parts = [part for several in leaves for part in several]
     handles = [own_handle(part.held) for part in parts]
-    data: Iterable[np.ndarray | LazyArray]
     if mode == "stream":
         taken, transfers = take_handles(handles, mode, ahead, is_copied=False)
-        data = map(_inner, taken, parts)
+        taken = [data if part.inner is None else data[part.inner] for data, part in zip(taken, parts, strict=True)]
     else:
         whole = [handle for handle, part in zip(handles, parts, strict=True) if part.inner is None]
         copies = copies_if_wanted(whole, mode)
@@ -372,28 +323,9 @@ def take_local_shards(
             next(kept) if part.inner is None else cut_out(handle, part.inner)
             for handle, part in zip(handles, parts, strict=True)
         ]
-        data, transfers = take_handles(handles, mode, ahead, is_copied=copies is not None)
-    following = iter(data)
-    return [tuple(ChunkSource(part.box, next(following)) for part in several) for several in leaves], transfers
-
-
-def _inner(data: np.ndarray | LazyArray, part: LocalShard) -> np.ndarray | LazyArray:
-    if part.inner is None:
-        return data
-    return data[part.inner] if isinstance(data, np.ndarray) else _PartToCome(data, part.inner, box_shape(part.box))
-
-
-class _PartToCome:
-    """A part of an array that is fetched when it is written; implements `store.segment.LazyArray`."""
-
-    def __init__(self, whole: LazyArray, inner: tuple[slice, ...], shape: tuple[int, ...]) -> None:
-        self._whole, self._inner = whole, inner
-        self.shape, self.dtype, self.size = shape, whole.dtype, math.prod(shape)
-        self.nbytes = self.size * whole.dtype.itemsize
-
-    def fetch(self) -> np.ndarray:
-        """The data; may be called once, from any thread."""
-        return self._whole.fetch()[self._inner]
+        taken, transfers = take_handles(handles, mode, ahead, is_copied=copies is not None)
+    data = iter(taken)
+    return [tuple(ChunkSource(part.box, next(data)) for part in several) for several in leaves], transfers
 
 
 def cut_out(array: jax.Array, inner: tuple[slice, ...]) -> jax.Array:

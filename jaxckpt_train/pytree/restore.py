@@ -14,7 +14,8 @@ import jax
 from jaxckpt_train._validation import flag, shown
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, SettingsError
-from jaxckpt_train.pytree.colocated.transfer import HostReads, runs_on_hosts
+from jaxckpt_train.pytree.colocated.transfer import HostReads
+from jaxckpt_train.pytree.copies import runs_on_hosts
 from jaxckpt_train.pytree.flatten import PLACEHOLDER, flatten, nodes_with_other_static, shortened, unflatten
 from jaxckpt_train.pytree.leaves import EMPTY, STORED, EmptyLeaf, Flat, TreeRecord, decode_tree, python_value
 from jaxckpt_train.pytree.paths import (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import cmath
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections import OrderedDict, defaultdict
@@ -25,14 +26,17 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.pytree._jax import without_caller_settings
-from jaxckpt_train.pytree.colocated.transfer import HostParts, HostSnapshot, host_snapshot
+from jaxckpt_train.pytree.colocated.transfer import HostParts, HostSnapshot
 from jaxckpt_train.pytree.copies import (
     TransferBudget,
     Transfers,
     copy_all,
     device_wait_s,
     distinct_shards,
+    has_single_controller,
     is_on_host,
+    is_traced,
+    runs_on_hosts,
     some_arrays,
     take_from_devices,
 )
@@ -68,13 +72,12 @@ class Snapshot:
         is_taken: open once the caller may do anything with what it saved.
         donation: detects whether the loop donates what is held here; None if there are no views.
         guard: finds leaves that hold nan or inf; None: not asked for.
-        local: in a multi-process job, numbers of the arrays that each process has for itself, as far as this one
-            knows. An array that lies wholly on this process is among them until `own` is called.
+        local: in a job, numbers of the arrays that each process has for itself, as far as this one knows. An array that
+            is wholly on this process is among them until `own` is called.
         compared: chunks, in this process, of those of them that another process writes.
-        owners: numbers of the arrays that lie wholly on another process, and that process.
+        owners: numbers of the arrays that are wholly on another process, and that process.
         on_hosts: what other hosts write of the arrays; None: nothing.
-        device_wait_s: seconds that the caller waited until the devices had computed the tree; 0.0 where copies were
-            only started.
+        device_wait_s: how long the caller waited for the devices; 0.0 where copies were only started.
     """
 
     record: TreeRecord
@@ -123,20 +126,12 @@ def snapshot(
 
     Numpy arrays are copied. JAX arrays on the CPU are held as views, once they are computed: a donation then copies
     them instead of reusing their memory. After such a donation, later trees of the same structure are copied, as by
-    "host". Each distinct shard is taken once. The mode decides about arrays on an accelerator:
-
-    - "host": copies to pinned host memory are started here and finish in the background. Where the devices have no
-      such memory, all copies are started, and then awaited here. Arrays on the CPU are copied too, into memory that is
-      kept, so that a step that donates the state need not allocate new memory.
-    - "device": copies on the devices are started here; they are transferred in the background.
-    - "auto": "device" where the devices certainly have room, otherwise "host".
-    - "stream": nothing is copied; the caller waits for `is_taken` while the arrays are written, a few at a time.
-
-    "device" and "stream" apply on the CPU too.
+    "host". Each distinct shard is taken once.
 
     Args:
         tree: any pytree.
-        mode: as above.
+        mode: as `StoreSettings.snapshot`. "host" copies arrays on the CPU too, into memory that is kept, so that a step
+            that donates the state need not allocate new memory; "device" and "stream" apply on the CPU too.
         ahead: how much may be in transit from the devices to the writer at a time ("device" and "stream"), together
             with all other trees of the same save; None: 64 MiB of this one.
         is_guarded: whether to find nan and inf.
@@ -149,7 +144,7 @@ def snapshot(
     """
     with paused_collection():
         flat = flatten(tree)
-        hosts = host_snapshot(flat.leaves, colocated)
+        hosts = _host_snapshot(flat.leaves, colocated)
     keeps_views = mode in ("auto", "host")
     waited_s = _wait_for_cpus(flat.leaves, hosts) if keeps_views else 0.0
     with paused_collection():
@@ -186,18 +181,20 @@ def snapshot(
     return Snapshot(record, arrays, transfers, is_taken, donation, guard, local, compared, owners, on_hosts, waited_s)
 
 
+def _host_snapshot(leaves: Sequence[Any], setting: Colocated) -> HostSnapshot | None:
+    """Create the snapshot for other hosts; None: none takes part. Some leaves may be on another runtime."""
+    if setting is False or (setting == "auto" and not has_single_controller()):
+        return None
+    shardings = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and not is_traced(leaf)}
+    return HostSnapshot(setting) if any(runs_on_hosts(sharding, setting) for sharding in shardings) else None
+
+
 def _wait_for_cpus(leaves: Sequence[Any], hosts: HostSnapshot | None) -> float:
     """Wait for the leaves on CPU devices, which are held as views; return the seconds."""
-    known = dict[jax.sharding.Sharding, bool]()
 
+    @functools.cache
     def is_viewed(sharding: jax.sharding.Sharding) -> bool:
-        found = known.get(sharding)
-        if found is None:
-            devices: Any = sharding.device_set
-            on_host = all(device.platform == "cpu" for device in devices)
-            is_taken = hosts is not None and hosts.accepts(sharding)
-            found = known[sharding] = on_host and not is_taken
-        return found
+        return _is_on_cpus(sharding) and not (hosts is not None and hosts.accepts(sharding))
 
     return device_wait_s([leaf for leaf in some_arrays(leaves) if is_viewed(leaf.sharding)])
 
@@ -207,12 +204,11 @@ def _copy_views(collector: _LeafCollector) -> None:
     views = [chunk.data for array in collector.arrays for chunk in array.chunks if _is_view(chunk.data)]
     copies = {id(view): copy for view, copy in zip(views, copy_all(list(map(np.asarray, views))), strict=True)}
     for number, array in enumerate(collector.arrays):
-        chunks = tuple(_copied(chunk, copies.get(id(chunk.data))) for chunk in array.chunks)
+        chunks = tuple(
+            StableChunkSource(chunk.box, copies[id(chunk.data)]) if id(chunk.data) in copies else chunk
+            for chunk in array.chunks
+        )
         collector.arrays[number] = array._replace(chunks=chunks)
-
-
-def _copied(chunk: ChunkSource, copy: np.ndarray | None) -> ChunkSource:
-    return chunk if copy is None else StableChunkSource(chunk.box, copy)
 
 
 def _is_view(data: object) -> bool:
@@ -222,8 +218,6 @@ def _is_view(data: object) -> bool:
 
 
 class _ShardingFacts(NamedTuple):
-    """The relevant properties of a sharding."""
-
     single: bool
     on_host: bool
     described: dict[str, Any] | None
@@ -233,15 +227,10 @@ class _ShardingFacts(NamedTuple):
 
 
 class _LeafCollector:
-    """Takes the leaves of a tree. It caches facts about a sharding, dtype or shape for later leaves.
+    """Takes the leaves of a tree. It caches facts about a sharding or dtype for later leaves.
 
-    Attributes:
-        arrays: what the store writes.
-        elsewhere: numbers of the arrays whose chunks are incomplete, each with the JAX array, or its parts, that holds
-            the rest.
-        local: numbers of the arrays that each process has for itself.
-        compared: those of them that another process writes.
-        owners: numbers of the arrays that lie wholly on another process, and that process.
+    `arrays`, `local` and `owners` are those of the snapshot; `compared` are numbers of arrays in `local`. `elsewhere`:
+    numbers of the arrays whose chunks are incomplete, each with the JAX array, or its parts, that holds the rest.
     """
 
     def __init__(
@@ -305,21 +294,18 @@ class _LeafCollector:
             )
         form = self._sharding_facts(name, leaf.sharding)
         is_plain = self._is_plain(name, leaf)
-        if form.owner is not None:
+        if form.owner is not None:  # the array is wholly on another process, which counts it as its own
+            assert self._partition is not None
             # The key data of another process cannot be computed here; shape and dtype suffice.
-            self._add_remote(form.owner, name, leaf if is_plain else jax.eval_shape(jax.random.key_data, leaf), form)
+            remote = leaf if is_plain else jax.eval_shape(jax.random.key_data, leaf)
+            self._partition.writes(math.prod(remote.shape) * remote.dtype.itemsize)
+            self.owners[len(self.arrays)] = form.owner
+            self.arrays.append(ArraySource(name, remote.shape, remote.dtype, (), form.described))
         else:
             self._add(name, leaf if is_plain else jax.random.key_data(leaf), form)
         if not is_plain:
             return KeyLeaf(impl=str(jax.random.key_impl(leaf)))
         return _WEAK if leaf.weak_type else _STRONG
-
-    def _add_remote(self, owner: int, name: str, leaf: jax.Array | jax.ShapeDtypeStruct, form: _ShardingFacts) -> None:
-        """Record an array that lies wholly on another process, which counts it as its own."""
-        assert self._partition is not None
-        self._partition.writes(math.prod(leaf.shape) * leaf.dtype.itemsize)
-        self.owners[len(self.arrays)] = owner
-        self.arrays.append(ArraySource(name, leaf.shape, leaf.dtype, (), form.described))
 
     def _sharding_facts(self, name: str, sharding: jax.sharding.Sharding) -> _ShardingFacts:
         known = self._facts.get(sharding)
@@ -331,15 +317,16 @@ class _LeafCollector:
                 "gather it to the devices of one process first"
             )
         devices: Any = sharding.device_set
-        single = len(devices) == 1
-        on_host = all(device.platform == "cpu" for device in devices)
-        described = None if single else describe_sharding(sharding)
-        is_of_hosts = self._hosts is not None and self._hosts.accepts(sharding)
-        local = sharding.is_fully_addressable
+        single, local = len(devices) == 1, sharding.is_fully_addressable
         processes = set() if local else {device.process_index for device in devices}
-        owner = processes.pop() if len(processes) == 1 else None
-        form = _ShardingFacts(single, on_host, described, local, owner, is_of_hosts)
-        self._facts[sharding] = form
+        form = self._facts[sharding] = _ShardingFacts(
+            single,
+            on_host=_is_on_cpus(sharding),
+            described=None if single else describe_sharding(sharding),
+            local=local,
+            owner=processes.pop() if len(processes) == 1 else None,
+            is_of_hosts=self._hosts is not None and self._hosts.accepts(sharding),
+        )
         return form
 
     def _is_plain(self, name: str, leaf: jax.Array) -> bool:
@@ -460,11 +447,8 @@ class ValueGuard:
                     found += [(name, rank, int(flaw)) for (name, rank), flaw in zip(leaves, answers, strict=True)]
         finally:
             self.is_looking = False
-        flaws = [
-            (name, "nan" if flaw == NAN else "inf")
-            for name, rank, flaw in found
-            if flaw == NAN or (flaw == INF and rank > 0)
-        ]
+        names = {NAN: "nan", INF: "inf"}
+        flaws = [(name, names[flaw]) for name, rank, flaw in found if flaw == NAN or (flaw == INF and rank > 0)]
         return list(dict.fromkeys(flaws))
 
 
@@ -498,12 +482,11 @@ class DonationDetector:
         for number, array in enumerate(itertools.islice(arrays, _ARRAYS_LOOKED_AT)):
             if len(self._probes) == _PROBES:
                 break
-            if len(array.chunks) != 1:
+            chunk = array.chunks[0] if len(array.chunks) == 1 else None
+            if chunk is None or not isinstance(chunk.data, (np.ndarray, memoryview)):
                 continue
-            chunk = array.chunks[0]
             leaf = flat.leaves[flat.names.index(array.name)] if 0 < chunk.data.nbytes <= _PROBE_BYTES else None
-            is_here = isinstance(chunk.data, (np.ndarray, memoryview))
-            if isinstance(leaf, jax.Array) and is_here:
+            if isinstance(leaf, jax.Array):
                 arrays[number] = array._replace(chunks=(chunk._replace(data=np.array(chunk.data, copy=True)),))
                 self._probes.append(leaf)
 
@@ -578,12 +561,15 @@ def _all_on_cpu(shardings: Sequence[jax.sharding.Sharding]) -> bool:
     """Return whether each array lies on one CPU device. Most shardings are distinct objects, and slow to compare."""
     if set(map(type, shardings)) == {SingleDeviceSharding} and set(backends()) == {"cpu"}:
         return True
-    return all(map(_is_on_cpu, set(shardings)))
+    return all(
+        len(sharding.device_set) == 1 and sharding.is_fully_addressable and _is_on_cpus(sharding)
+        for sharding in set(shardings)
+    )
 
 
-def _is_on_cpu(sharding: jax.sharding.Sharding) -> bool:
+def _is_on_cpus(sharding: jax.sharding.Sharding) -> bool:
     devices: Any = sharding.device_set
-    return len(devices) == 1 and sharding.is_fully_addressable and next(iter(devices)).platform == "cpu"
+    return all(device.platform == "cpu" for device in devices)
 
 
 def _make_tuples(kind: type[T], fields: Iterable[tuple[Any, ...]]) -> Iterable[T]:

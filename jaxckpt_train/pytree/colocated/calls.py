@@ -1,7 +1,7 @@
 """Calls functions on the hosts of a single-controller runtime through JAX's Colocated Python, and returns the answers.
 
 JAX sends a function by its name, in a pickle that only JAX makes and reads. It contains no part of a checkpoint and no
-data of this package. Each host does one thing at a time, so that it needs memory for one.
+data of this package.
 """
 
 from __future__ import annotations
@@ -24,20 +24,14 @@ from jaxckpt_train.pytree.colocated.host import Answer, UnseenError, decode_answ
 from jaxckpt_train.store.threads import POLL_S, Latch, shared_workers
 
 MOST_AT_ONCE = 64
-ASKED_AT_ONCE = 8
-"""Number of hosts that are asked for their progress per second."""
+ASKED_AT_ONCE = 8  # hosts that are asked for their progress per second
 _spec: Any = jax.ShapeDtypeStruct
 _NOTHING = np.zeros(1, np.uint8)
-Kind = tuple[tuple[int, ...], str]
-"""Shape and dtype of an array."""
+Kind = tuple[tuple[int, ...], str]  # shape and dtype of an array
 
 
 class HostQueue:
-    """Hands out the numbers of calls to threads, so that each host has at most one call at a time.
-
-    Args:
-        hosts: host of each call.
-    """
+    """Hands out the numbers of calls to threads, so that each host has one call at a time, and memory for one."""
 
     def __init__(self, hosts: Sequence[Hashable]) -> None:
         self._hosts = hosts
@@ -50,10 +44,7 @@ class HostQueue:
             self._ready.put(left)
 
     def take(self) -> int | None:
-        """Return the next call of an idle host; None: no more. May be called as often as there are calls.
-
-        Waits for an idle host, that is, for `release` or `end`.
-        """
+        """Wait for an idle host, and return its next call; None: ended. May be called as often as there are calls."""
         left = self._ready.get()
         return None if left is None or self._is_over else left.popleft()
 
@@ -92,9 +83,9 @@ def cpu_device_of(device: jax.Device) -> jax.Device:
 
 
 class HostCall(NamedTuple):
-    """A call on the host of a CPU device: a plan, its arrays, and what comes back in addition to an answer.
+    """A call on the host of a CPU device.
 
-    `room` is the size of the answer in bytes; `kinds` is None for a call that returns only the answer.
+    `room`: size of the answer in bytes. `kinds`: of the arrays that come with it; None: the call only writes.
     """
 
     device: jax.Device
@@ -105,7 +96,7 @@ class HostCall(NamedTuple):
 
 
 class HostResult(NamedTuple):
-    """The result of a call: its number, the answer, and arrays on its CPU device."""
+    """The answer to call number `number`, and arrays on its CPU device."""
 
     number: int
     answer: Answer
@@ -123,8 +114,7 @@ def call_hosts(
     Args:
         calls: in the order in which they start.
         doing: for messages, such as "saving c".
-        report_progress: called about once a second, in the calling thread, with whether a host has made progress; an
-            error that it raises ends the waiting, but not the running calls.
+        report_progress: called about once a second, in the calling thread, with whether a host has made progress.
 
     Raises:
         The error of a host, of the same class if it is of this package; names the host.
@@ -174,10 +164,7 @@ def call_hosts(
 class ProgressPoller:
     """Asks hosts with running calls for their progress, once a second, on a thread of its own.
 
-    A host that has stopped does not answer; then `moves` does not change.
-
-    Attributes:
-        moves: changes whenever a host has made progress.
+    `moves` changes whenever a host has made progress. A host that has stopped does not answer.
     """
 
     def __init__(self, under_way: dict[int, jax.Device]) -> None:

@@ -7,7 +7,6 @@ and merges the results. For a load, `HostReads` lets the hosts read, and makes a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 from collections import Counter
@@ -17,13 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import msgspec
 import numpy as np
-from jax.extend.backend import backends
 
-from jaxckpt_train.errors import CheckpointError, SettingsError
+from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.pytree.colocated.calls import (
     HostCall,
-    HostResult,
-    Kind,
     call_hosts,
     cpu_device_of,
     refuse_without_pickler,
@@ -39,7 +35,7 @@ from jaxckpt_train.pytree.colocated.host import (
     room_for_index,
     settings_there,
 )
-from jaxckpt_train.pytree.copies import device_wait_s
+from jaxckpt_train.pytree.copies import device_wait_s, runs_on_hosts
 from jaxckpt_train.pytree.partition import HeldBox, WriteAssignment, cut_out
 from jaxckpt_train.pytree.placing import ArrayLoad
 from jaxckpt_train.settings import MIB, Colocated, StoreSettings
@@ -57,85 +53,48 @@ LEAST_CUT_BYTES = 64 * MIB
 """Smaller parts are not cut: JAX compiles each cut for each shape and device, in the thread that starts a save."""
 
 
-def is_single_controller(runtime_type: str) -> bool:
-    """Return whether a runtime drives devices of many hosts from one process, by JAX's `device.client.runtime_type`.
-
-    Such types are "pathways" and "proxy/pathways".
-    """
-    return "pathways" in runtime_type.split("/")
-
-
-def has_single_controller() -> bool:
-    """Return whether a runtime of this process has a single controller; another one may drive its own CPU."""
-    return any(is_single_controller(client.runtime_type) for client in backends().values())
-
-
-def runs_on_hosts(sharding: jax.sharding.Sharding, setting: Colocated) -> bool:
-    """Return whether arrays of this sharding are saved and loaded by the hosts of its devices.
-
-    Raises:
-        SettingsError: the setting is True in a multi-process job, where each process has its own devices.
-    """
-    if setting == "auto":
-        devices: Any = sharding.device_set  # all of one client
-        return is_single_controller(next(iter(devices)).client.runtime_type)
-    if setting and jax.process_count() > 1:
-        raise SettingsError(
-            f"StoreSettings.colocated: True is only for one process that drives all devices, but this job has "
-            f"{jax.process_count()} processes, each of which saves and loads what its own devices hold; leave it out"
-        )
-    return setting
-
-
 class _Read(NamedTuple):
-    """Box number `box` of leaf number `leaf`, which is read on the host of `device`."""
+    """A box of array number `number`, which is read on the host of `device`."""
 
-    leaf: int
-    box: int
+    number: int
+    box: Box
     device: jax.Device
+    memory: str | None
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return box_elements(self.box) * self.dtype.itemsize
 
 
 class HostReads:
-    """Loads leaves: each box is read once, on the host of one device that needs it, and copied to the other devices.
+    """Loads arrays: each box is read once, on the host of one device that needs it, and copied to the other devices.
 
     A call to a host reads at most `read_budget_bytes` (or one box), which leave the memory of the host before much more
-    arrives.
-
-    Args:
-        files: with which this process has opened the checkpoint.
-        committed: the open checkpoint.
-        settings: how the hosts read.
-        leaves: to load; all of their devices belong to hosts of one single-controller runtime.
+    arrives. All devices belong to hosts of one single-controller runtime.
     """
 
     def __init__(
-        self, files: Opener, committed: Committed, settings: StoreSettings, leaves: Sequence[ArrayLoad]
+        self, files: Opener, committed: Committed, settings: StoreSettings, loads: Sequence[ArrayLoad]
     ) -> None:
-        self._files, self._committed, self._settings, self._leaves = files, committed, settings, leaves
-        self._shards: list[dict[jax.Device, jax.Array]] = [{} for _ in leaves]
+        self._files, self._committed, self._settings, self._loads = files, committed, settings, loads
+        self._shards: list[dict[jax.Device, jax.Array]] = [{} for _ in loads]
 
     def load(self, progress: ReadProgress | None) -> list[jax.Array]:
-        """Return the arrays in the order of the leaves; none of their bytes passes through this process.
+        """Return the arrays in the order of the loads; none of their bytes passes through this process.
 
         Raises:
             The error of a host, of the same class; names the host.
             CheckpointError: a host does not find this checkpoint.
         """
-        batches = self._batches()
+        batches, report = self._batches(), progress or (lambda done: None)
         calls = [self._make_call(device, reads) for device, reads in batches]
-
-        def report_progress(moved: bool) -> None:
-            if progress is not None:
-                progress(0)
-
+        each = call_hosts(calls, f"loading {self._committed.directory}", lambda moved: report(0))
         try:
-            with contextlib.closing(
-                call_hosts(calls, f"loading {self._committed.directory}", report_progress)
-            ) as results:
+            with contextlib.closing(each) as results:
                 for result in results:
-                    self._place(batches[result.number][1], result)
-                    if progress is not None:
-                        progress(result.answer.done_bytes)
+                    self._place(batches[result.number][1], result.arrays)
+                    report(result.answer.done_bytes)
                     del result  # the host can release what it has read
         except UnseenError as error:
             check_unchanged(self._files, self._committed, may_be_gone=False)
@@ -143,74 +102,63 @@ class HostReads:
                 f"{error}: this process has opened the checkpoint, but that host finds none, or another one; load it "
                 "from storage that the controller and all hosts share"
             ) from error
-        return [self._assembled(leaf, shards) for leaf, shards in zip(self._leaves, self._shards, strict=True)]
+        return [self._assembled(load, shards) for load, shards in zip(self._loads, self._shards, strict=True)]
 
     def _batches(self) -> list[tuple[jax.Device, list[_Read]]]:
         """Return what each call reads, and its CPU device: first calls of all devices, then second calls, and so on."""
         batches: dict[jax.Device, list[list[_Read]]] = {}
         sizes: dict[jax.Device, int] = {}
         for read in self._assigned_reads():
-            cpu, size = cpu_device_of(read.device), self._bytes(read)
-            if cpu not in batches or sizes[cpu] + size > self._settings.read_budget_bytes:
+            cpu = cpu_device_of(read.device)
+            if cpu not in batches or sizes[cpu] + read.nbytes > self._settings.read_budget_bytes:
                 batches.setdefault(cpu, []).append([])
                 sizes[cpu] = 0
             batches[cpu][-1].append(read)
-            sizes[cpu] += size
+            sizes[cpu] += read.nbytes
         turns = itertools.zip_longest(*([(cpu, reads) for reads in several] for cpu, several in batches.items()))
         return [call for turn in turns for call in turn if call is not None]
 
     def _assigned_reads(self) -> Iterator[_Read]:
         """Assign each box to a device that needs it: the one with the fewest bytes so far."""
         loads: Counter[jax.Device] = Counter()
-        for number, leaf in enumerate(self._leaves):
-            holders: list[list[jax.Device]] = [[] for _ in leaf.placement.boxes]
-            for device, box in leaf.placement.devices:
-                holders[box].append(device)
-            for box, devices in enumerate(holders):
-                read = _Read(number, box, min(devices, key=loads.__getitem__))
-                loads[read.device] += self._bytes(read)
+        for number, (_, _, _, place, _) in enumerate(self._loads):
+            assert place.sharding is not None
+            for at, box in enumerate(place.boxes):
+                holder = min((device for device, held in place.devices if held == at), key=loads.__getitem__)
+                read = _Read(number, box, holder, place.sharding.memory_kind, self._loads[number].dtype)
+                loads[holder] += read.nbytes
                 yield read
 
-    def _bytes(self, read: _Read) -> int:
-        leaf = self._leaves[read.leaf]
-        return box_elements(leaf.placement.boxes[read.box]) * leaf.dtype.itemsize
-
     def _make_call(self, cpu: jax.Device, reads: Sequence[_Read]) -> HostCall:
-        by_leaf: dict[int, list[Box]] = {}  # in the order of the reads, which is the order of the leaves
+        by_array: dict[int, list[Box]] = {}  # in the order of the reads, which is the order of the arrays
         for read in reads:
-            by_leaf.setdefault(read.leaf, []).append(self._leaves[read.leaf].placement.boxes[read.box])
-        manifest = self._committed.manifest
+            by_array.setdefault(read.number, []).append(read.box)
+        manifest, room = self._committed.manifest, error_room()
         plan = ReadPlan(
             os.fsencode(self._committed.directory),
             self._committed.manifest_sha256,
             manifest.digest,
             manifest.block_bytes,
-            settings_there(dataclasses.asdict(self._settings)),
+            settings_there(self._settings),
             manifest.segments,
-            tuple(self._wanted(self._leaves[number], boxes) for number, boxes in by_leaf.items()),
+            tuple(self._wanted(self._loads[number], boxes) for number, boxes in by_array.items()),
         )
-        kinds = tuple(self._kind(self._leaves[number], box) for number, boxes in by_leaf.items() for box in boxes)
-        room = error_room()
+        kinds = tuple((box_shape(read.box), dtype_name(read.dtype)) for read in reads)
         return HostCall(cpu, plan_array(plan, room), (), room, kinds)
 
-    def _wanted(self, leaf: ArrayLoad, boxes: Sequence[Box]) -> ReadArray:
-        chunks = tuple(
-            chunk for chunk in leaf.array.chunks if any(intersect(chunk.box, box) is not None for box in boxes)
-        )
-        record = msgspec.structs.replace(leaf.array, chunks=chunks, sharding=None)
-        return ReadArray(record, tuple(boxes), dtype_name(leaf.dtype))
+    def _wanted(self, load: ArrayLoad, boxes: Sequence[Box]) -> ReadArray:
+        chunks = tuple(each for each in load.array.chunks if any(intersect(each.box, box) is not None for box in boxes))
+        record = msgspec.structs.replace(load.array, chunks=chunks, sharding=None)
+        return ReadArray(record, tuple(boxes), dtype_name(load.dtype))
 
-    def _kind(self, leaf: ArrayLoad, box: Box) -> Kind:
-        return box_shape(box), dtype_name(leaf.dtype)
-
-    def _place(self, reads: Sequence[_Read], result: HostResult) -> None:
+    def _place(self, reads: Sequence[_Read], arrays: Sequence[jax.Array]) -> None:
         """Put what a host has read onto the device of each read, and from there onto the other devices."""
-        owners = self._put(reads, result.arrays, [read.device for read in reads])
+        owners = self._put(reads, arrays, [read.device for read in reads])
         remaining = [
             (read, data, device)
             for read, data in zip(reads, owners, strict=True)
-            for device, box in self._leaves[read.leaf].placement.devices
-            if box == read.box and device != read.device
+            for device, held in self._loads[read.number].placement.devices
+            if device != read.device and self._loads[read.number].placement.boxes[held] == read.box
         ]
         if remaining:
             others, data, devices = zip(*remaining, strict=True)
@@ -220,24 +168,19 @@ class HostReads:
         self, reads: Sequence[_Read], data: Sequence[jax.Array], devices: Sequence[jax.Device]
     ) -> Sequence[jax.Array]:
         places = [
-            jax.sharding.SingleDeviceSharding(device, memory_kind=self._memory(read))
+            jax.sharding.SingleDeviceSharding(device, memory_kind=read.memory)
             for read, device in zip(reads, devices, strict=True)
         ]
         put: list[jax.Array] = jax.device_put(list(data), places)
         for read, device, shard in zip(reads, devices, put, strict=True):
-            self._shards[read.leaf][device] = shard
+            self._shards[read.number][device] = shard
         return put
 
-    def _memory(self, read: _Read) -> str | None:
-        sharding = self._leaves[read.leaf].placement.sharding
+    def _assembled(self, load: ArrayLoad, shards: dict[jax.Device, jax.Array]) -> jax.Array:
+        shape, sharding = load.placement.shape, load.placement.sharding
         assert sharding is not None
-        return sharding.memory_kind
-
-    def _assembled(self, leaf: ArrayLoad, shards: dict[jax.Device, jax.Array]) -> jax.Array:
-        sharding = leaf.placement.sharding
-        assert sharding is not None
-        in_order = [shards.pop(device) for device, _ in leaf.placement.devices]
-        return jax.make_array_from_single_device_arrays(leaf.placement.shape, sharding, in_order)
+        in_order = [shards.pop(device) for device, _ in load.placement.devices]
+        return jax.make_array_from_single_device_arrays(shape, sharding, in_order)
 
 
 class HostPart(NamedTuple):
@@ -255,8 +198,7 @@ class HostParts:
         whole: copies of arrays, each of whose shards is a part, with their numbers in the tree.
         apart: other parts, with the CPU devices that hold them.
 
-    Attributes:
-        is_waiting: whether a thread waits for the copies, which the devices may compute for long.
+    `is_waiting`: whether a thread waits for the copies, which the devices may compute for long.
     """
 
     def __init__(self, whole: Sequence[tuple[int, jax.Array]], apart: Sequence[tuple[jax.Device, HostPart]]) -> None:
@@ -272,21 +214,22 @@ class HostParts:
                 found.setdefault(shard.device, []).append(part)
         for device, part in self._apart:
             found.setdefault(device, []).append(part)
-        self.is_waiting = True
-        try:
-            for parts in found.values():
-                for part in parts:
-                    part.data.block_until_ready()
-        finally:
-            self.is_waiting = False
+        with self._waiting():
+            for part in itertools.chain.from_iterable(found.values()):
+                part.data.block_until_ready()
         return dict(sorted(found.items(), key=lambda item: item[0].id))
 
     def wait_for_devices(self) -> float:
         """Wait until the first copy is computed; return the seconds."""
         first = [array for _, array in self._whole[:1]] or [part.data for _, part in self._apart[:1]]
+        with self._waiting():
+            return device_wait_s(first)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
         self.is_waiting = True
         try:
-            return device_wait_s(first)
+            yield
         finally:
             self.is_waiting = False
 
@@ -296,17 +239,13 @@ class HostParts:
 
 
 class HostSnapshot:
-    """Collects the leaves of one tree that hosts write, and distributes them.
-
-    Args:
-        setting: selects the leaves.
-    """
+    """Collects the leaves of one tree that hosts write, as selected by `setting`, and distributes them."""
 
     def __init__(self, setting: Colocated) -> None:
+        refuse_without_pickler()  # here, because the background thread could raise it only later
         self._setting = setting
         self._whole: list[tuple[int, jax.Array, jax.sharding.Sharding]] = []
-        self._found: list[tuple[int, Box, jax.Array]] = []
-        self._devices: list[jax.Device] = []
+        self._found: list[tuple[jax.Device, HostPart]] = []
         self._assignment = WriteAssignment(0, LEAST_CUT_BYTES)
         self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], Sequence[HeldBox]] = {}
         self._host_shardings: dict[jax.sharding.Sharding, jax.sharding.Sharding | None] = {}
@@ -329,8 +268,8 @@ class HostSnapshot:
         here = {shard.device.id: shard for shard in leaf.addressable_shards}
         for holder, (held, box) in self._assignment.of_all(layout, np.dtype(leaf.dtype).itemsize):
             data, whole = here[holder].data, layout[held].box
-            self._found.append((number, box, data if box == whole else cut_out(data, slices_within(box, whole))))
-            self._devices.append(cpu_device_of(here[holder].device))
+            part = data if box == whole else cut_out(data, slices_within(box, whole))
+            self._found.append((cpu_device_of(here[holder].device), HostPart(number, box, part)))
 
     def finish(self) -> HostParts | None:
         """Start the copies of all added leaves; None: there are none.
@@ -339,17 +278,16 @@ class HostSnapshot:
         """
         if not (self._whole or self._found):
             return None
-        places = {device: jax.sharding.SingleDeviceSharding(device) for device in set(self._devices)}
-        copies = jax.device_put(
-            [leaf for _, leaf, _ in self._whole] + [data for *_, data in self._found],
-            [host_sharding for *_, host_sharding in self._whole] + [places[device] for device in self._devices],
-            may_alias=False,
+        copies = iter(
+            jax.device_put(
+                [leaf for _, leaf, _ in self._whole] + [part.data for _, part in self._found],
+                [sharding for *_, sharding in self._whole]
+                + [jax.sharding.SingleDeviceSharding(device) for device, _ in self._found],
+                may_alias=False,
+            )
         )
-        whole = [(number, copy) for (number, *_), copy in zip(self._whole, copies, strict=False)]
-        apart = [
-            (device, HostPart(number, box, copy))
-            for device, (number, box, _), copy in zip(self._devices, self._found, copies[len(whole) :], strict=True)
-        ]
+        whole = [(number, next(copies)) for number, *_ in self._whole]
+        apart = [(device, part._replace(data=next(copies))) for device, part in self._found]
         self._whole.clear()
         self._found.clear()
         return HostParts(whole, apart)
@@ -368,37 +306,14 @@ class HostSnapshot:
         return self._host_shardings[sharding]
 
     def _layout(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Sequence[HeldBox]:
-        found = self._layouts.get((sharding, shape))
-        if found is None:
+        if (sharding, shape) not in self._layouts:
             holders: dict[Box, set[int]] = {}
             devices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
             for device, index in devices.items():
                 box = full_box(shape) if index is None else box_from_index(index, shape)
                 holders.setdefault(box, set()).add(device.id)
-            found = [HeldBox(box, tuple(sorted(ids))) for box, ids in holders.items()]
-            self._layouts[sharding, shape] = found
-        return found
-
-
-def host_snapshot(leaves: Sequence[Any], setting: Colocated) -> HostSnapshot | None:
-    """Create the snapshot for the leaves of a tree; None: no hosts take part.
-
-    Some leaves may belong to another runtime of this process, for example on its own CPU.
-
-    Raises:
-        SettingsError: `colocated` is True in a multi-process job, or Colocated Python cannot be used here.
-    """
-    if setting is False or (setting == "auto" and not has_single_controller()):
-        return None
-    shardings = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and not _is_traced(leaf)}
-    if not any(runs_on_hosts(sharding, setting) for sharding in shardings):
-        return None
-    refuse_without_pickler()  # here, because the background thread could raise it only later
-    return HostSnapshot(setting)
-
-
-def _is_traced(leaf: jax.Array) -> bool:
-    return isinstance(leaf, jax.core.Tracer)
+            self._layouts[sharding, shape] = [HeldBox(box, tuple(sorted(ids))) for box, ids in holders.items()]
+        return self._layouts[sharding, shape]
 
 
 def write_on_hosts(
@@ -463,7 +378,7 @@ def _make_call(
         os.fsencode(directory),
         name,
         writer,
-        settings_there(dataclasses.asdict(settings)),
+        settings_there(settings),
         tuple(
             WrittenArray(number, arrays[number].name, arrays[number].shape, dtype_name(np.dtype(arrays[number].dtype)))
             for number in numbers
@@ -477,16 +392,12 @@ def _make_call(
 
 
 def _merge(
-    name: str,
-    own: WrittenArrays,
-    before: Sequence[SegmentRecord],
-    indexes: Sequence[PartIndex],
+    name: str, own: WrittenArrays, before: Sequence[SegmentRecord], indexes: Sequence[PartIndex]
 ) -> WrittenArrays:
     """Merge everything, and check that it is complete."""
     bare = tuple(msgspec.structs.replace(array, chunks=()) for array in own.arrays)
     written = tuple(number for number, array in enumerate(own.arrays) if array.chunks)
-    mine = PartIndex(tuple(before), written, tuple(own.arrays[number].chunks for number in written))
-    mine = msgspec.structs.replace(mine, segments=(*before, *own.segments))
+    mine = PartIndex((*before, *own.segments), written, tuple(own.arrays[number].chunks for number in written))
     everyone = [index_summary(ProcessIndex("", (index,))) for index in (mine, *indexes)]
     segments, (part,) = merge_indexes([PartRecord(name, "", bare, (), msgspec.Raw(b"null"))], everyone)
     return WrittenArrays(tuple(segments[len(before) :]), part.arrays)

@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError
+from jaxckpt_train.pytree import copies, snapshot
 from jaxckpt_train.pytree.colocated import transfer
 from jaxckpt_train.pytree.colocated.calls import cpu_device_of
 from jaxckpt_train.pytree.colocated.host import (
@@ -27,7 +28,8 @@ from jaxckpt_train.pytree.colocated.host import (
     settings_there,
     write_here,
 )
-from jaxckpt_train.pytree.colocated.transfer import HostReads, is_single_controller
+from jaxckpt_train.pytree.colocated.transfer import HostReads
+from jaxckpt_train.pytree.copies import is_single_controller
 from jaxckpt_train.pytree.placing import ArrayLoad, place_array
 from jaxckpt_train.pytree.target import LeafRequest
 from jaxckpt_train.store.backends.local import LocalBackend
@@ -277,7 +279,7 @@ def test_single_controller_runtimes_are_recognised() -> None:
 
 
 def test_single_controller_runtime_uses_hosts_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(transfer, "is_single_controller", lambda kind: kind == "pjrt_ifrt")  # as here
+    monkeypatch.setattr(copies, "is_single_controller", lambda kind: kind == "pjrt_ifrt")  # as here
     tree = everything()
     jct.save(tmp_path / "c", tree)
     assert set(written_by(tmp_path / "c")) == set(range(9))
@@ -289,8 +291,9 @@ def test_single_controller_runtime_uses_hosts_by_default(monkeypatch: pytest.Mon
 def test_controller_arrays_do_not_block_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Such a process has two runtimes; here the first device acts as the local one."""
     first, second = jax.devices()[:2]
-    monkeypatch.setattr(transfer, "is_single_controller", lambda kind: True)
-    monkeypatch.setattr(transfer, "runs_on_hosts", lambda sharding, _: sharding.device_set != {first})
+    monkeypatch.setattr(copies, "is_single_controller", lambda kind: True)
+    for module in (snapshot, transfer):
+        monkeypatch.setattr(module, "runs_on_hosts", lambda sharding, _: sharding.device_set != {first})
     tree = {"a": jax.device_put(numbers(3), first), "b": jax.device_put(numbers(4), second)}
     jct.save(tmp_path / "c", tree)
     assert written_by(tmp_path / "c") == {0: 12, 1: 16}
