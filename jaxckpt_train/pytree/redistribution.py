@@ -1,17 +1,20 @@
-"""Redistributes what the processes of a job have read: by collectives over devices, or through shared memory.
+"""Reads the blocks that one process of a job is assigned, and gives the processes what they need of all blocks.
 
-`AllGather` gives everything to all processes, `AllToAll` gives each process what it needs, and `SharedMemoryWindows`
-lets the processes of one machine read each other's memory, filled by a `Prefetcher`.
+`assign_reads` gives each process a `Stream` of whole digest blocks, so that no block is read twice, and a `ShardReader`
+reads it window by window. `AllGather` and `AllToAll` move the windows over devices; `SharedMemoryWindows` lets the
+processes of one machine read each other's memory. An `Assembly` puts the boxes that a process needs together.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-import dataclasses
 import functools
+import itertools
+import operator
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,60 +23,404 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt_train.distributed.shared_memory import ColocatedMemory
+from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.pytree._jax import without_caller_settings
-from jaxckpt_train.pytree.read_assignment import Assembly, Requirements, ShardReader, Stream, Window, pack, row_bytes
-from jaxckpt_train.store.buffers import aligned_buffer
+from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.backends.base import Opener
+from jaxckpt_train.store.boxes import Box, box_elements, box_shape, intersect, row_major_range, slices_within
+from jaxckpt_train.store.buffers import BufferPool, ReadBudget, aligned_buffer, empty_array
+from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.manifest import ArrayRecord
-from jaxckpt_train.store.read_plan import parts_bytes
+from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
+from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, Wanted, parts_bytes, plan_reads
+from jaxckpt_train.store.reader import ReadBox, Reading, ReadProgress, Sources, band_bytes, run_reads
 from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.store.threads import POLL_S
-from jaxckpt_train.store.timeouts import BackgroundCall, StallDetector, abandon_call, start_call
+from jaxckpt_train.store.timeouts import (
+    BackgroundCall,
+    StallDetector,
+    abandon_call,
+    call_with_timeout,
+    close_files,
+    start_call,
+)
 
-LEAST_ROW_BYTES = 4096
-"""Minimum length of a row: summing so long a row makes XLA's CPU client return before the program has run."""
-STEPS = 8
-"""Number of distinct row lengths: each needs another compiled program."""
+ROOM = 16  # alignment of the parts in a row for another process: no element is longer
+LEAST_ROW_BYTES = 4096  # summing so long a row makes XLA's CPU client return before the program has run
+STEPS = 8  # number of distinct row lengths: each needs another compiled program
 LEAST_PLACES = 3  # one being read, one being taken, and one for a process that is faster
+Requirements = tuple[tuple[Box, ...], ...]  # for each process, the distinct boxes of an array that it needs, in order
 
 
-@dataclasses.dataclass(eq=False)
-class _PendingWindow:
-    """A window, and the number of reads that are missing."""
+class SharedArray(NamedTuple):
+    """An array that the processes read once.
 
-    window: Window
-    left: int
+    Attributes:
+        number: of the array in the load.
+        array: its record.
+        needs: what each process needs of it.
+        numbers: of the boxes that this process needs, in the load.
+    """
+
+    number: int
+    array: ArrayRecord
+    needs: Requirements
+    numbers: Sequence[int]
+
+
+class Piece(NamedTuple):
+    """Bytes [start, stop) of a chunk of array number `wanted`, at `at` in a process's stream, or in a window of it.
+
+    In a stream, `at` is a multiple of 64 bytes, so that cutting the stream at such a multiple cuts no element.
+    """
+
+    wanted: int
+    chunk: ChunkRecord
+    start: int
+    stop: int
+    at: int
+
+
+class Stream:
+    """Everything that one process reads: pieces of whole digest blocks, their total size, and where the last ends."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.bytes = self.end = 0
+
+    def add(self, wanted: int, chunk: ChunkRecord, start: int, stop: int) -> None:
+        """Append a block; it extends the last piece if it follows it in the chunk."""
+        self.bytes += stop - start
+        if self.pieces:
+            last = self.pieces[-1]
+            if last.chunk is chunk and last.stop == start:
+                self.pieces[-1] = last._replace(stop=stop)
+                self.end = last.at + stop - last.start
+                return
+        at = -(-self.end // VIEW_ALIGNMENT) * VIEW_ALIGNMENT
+        self.pieces.append(Piece(wanted, chunk, start, stop, at))
+        self.end = at + stop - start
+
+    def within(self, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the parts of pieces in the window from `start` to `stop`."""
+        first = max(0, bisect.bisect_right(self.pieces, start, key=operator.attrgetter("at")) - 1)
+        for piece in itertools.islice(self.pieces, first, None):
+            if piece.at >= stop:
+                return
+            low, high = max(start, piece.at), min(stop, piece.at + piece.stop - piece.start)
+            if low < high:
+                skipped = piece.start - piece.at
+                yield Piece(piece.wanted, piece.chunk, skipped + low, skipped + high, low - start)
+
+
+def assign_reads(
+    arrays: Sequence[ArrayRecord], processes: int, block_bytes: int, order_of: Callable[[int], Sequence[int]]
+) -> list[Stream]:
+    """Assign the blocks of arrays to processes: equal bytes for each, up to a block or two, in long runs.
+
+    Consecutive arrays in the files are assigned in groups that have at least one block per process. So all arrays of a
+    group are complete soon after their first byte is read, and small arrays are not spread over many processes.
+    `order_of` returns the order in which processes take blocks, for the number of the largest array of a group.
+    """
+    streams, group, size = [Stream() for _ in range(processes)], list[int](), 0
+    places = [min(((chunk.segment, chunk.offset) for chunk in array.chunks), default=(0, 0)) for array in arrays]
+    for number in sorted(range(len(arrays)), key=places.__getitem__):
+        group.append(number)
+        size += stored_bytes(arrays[number])
+        if size >= processes * block_bytes:
+            _distribute(arrays, group, size, streams, block_bytes, order_of)
+            group, size = [], 0
+    _distribute(arrays, group, size, streams, block_bytes, order_of)
+    return streams
+
+
+def stored_bytes(array: ArrayRecord) -> int:
+    """Return the number of bytes of all chunks of an array."""
+    return sum(chunk.length for chunk in array.chunks)
+
+
+def _distribute(
+    arrays: Sequence[ArrayRecord],
+    group: Sequence[int],
+    size: int,
+    streams: Sequence[Stream],
+    block_bytes: int,
+    order_of: Callable[[int], Sequence[int]],
+) -> None:
+    """Give each process one run of the group's blocks, longer for processes that have fewer bytes so far."""
+    if not size:
+        return
+    order = order_of(max(group, key=lambda number: stored_bytes(arrays[number])))
+    level = (sum(stream.bytes for stream in streams) + size) / len(streams)
+    lacks = [max(0.0, level - streams[process].bytes) for process in order]
+    edges = [size * lack / sum(lacks) for lack in itertools.accumulate(lacks)]
+    done = 0
+    for number in group:
+        for chunk in arrays[number].chunks:
+            for start in range(0, chunk.length, block_bytes):
+                stop = min(start + block_bytes, chunk.length)
+                middle = done + (stop - start) / 2
+                turn = min(bisect.bisect_right(edges, middle), len(order) - 1)
+                streams[order[turn]].add(number, chunk, start, stop)
+                done += stop - start
+
+
+class _Part(NamedTuple):
+    """The part that a cut shares with box number `box`. It is inside of `inner`, whose bytes start at `at`."""
+
+    box: int
+    common: Box
+    inner: Box
+    at: int
+
+
+def _parts_of(cut: Piece, item: int, boxes: Sequence[Box]) -> Iterator[_Part]:
+    """Yield the parts that boxes share with a cut, in a fixed order."""
+    at = cut.at
+    for inner in row_major_range(cut.chunk.box, cut.start // item, cut.stop // item):
+        for number, box in enumerate(boxes):
+            common = intersect(inner, box)
+            if common is not None:
+                yield _Part(number, common, inner, at)
+        at += box_elements(inner) * item
+
+
+def _data_of(part: _Part, window: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return a part as a view of the window that holds it."""
+    stop = part.at + box_elements(part.inner) * dtype.itemsize
+    inner = window[part.at : stop].view(dtype).reshape(box_shape(part.inner))
+    return inner[slices_within(part.common, part.inner)]
+
+
+def row_bytes(cut: Piece, item: int, boxes: Sequence[Box]) -> int:
+    """Return the bytes that the parts of a cut take in a row, including gaps."""
+    return sum(_bytes_in_row(part, item) for part in _parts_of(cut, item, boxes))
+
+
+def pack(cut: Piece, window: np.ndarray, dtype: np.dtype, boxes: Sequence[Box], row: np.ndarray, at: int) -> int:
+    """Copy all parts of a cut into a row for another process, from `at` on; return where they end."""
+    for part in _parts_of(cut, dtype.itemsize, boxes):
+        _row_view(part, row, at, dtype)[...] = _data_of(part, window, dtype)
+        at += _bytes_in_row(part, dtype.itemsize)
+    return at
+
+
+def _row_view(part: _Part, row: np.ndarray, at: int, dtype: np.dtype) -> np.ndarray:
+    size = box_elements(part.common) * dtype.itemsize
+    return row[at : at + size].view(dtype).reshape(box_shape(part.common))
+
+
+def _bytes_in_row(part: _Part, item: int) -> int:
+    return -(-box_elements(part.common) * item // ROOM) * ROOM
+
+
+class Assembly:
+    """Assembles the boxes that one process needs from parts in any order; the caller removes `completed` ones.
+
+    Boxes are numbered as in `needs`, which is the same in all processes.
+    """
+
+    def __init__(self, shared: Sequence[SharedArray], process: int) -> None:
+        self.completed: list[ReadBox] = []
+        self._dtypes = [DTYPES[each.array.dtype] for each in shared]
+        self._boxes = [each.needs[process] for each in shared]
+        self._incomplete: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # data and number of missing elements
+
+    def add_cut(self, cut: Piece, window: np.ndarray) -> None:
+        """Add what this process needs of a cut, from the window that holds it."""
+        boxes, dtype = self._boxes[cut.wanted], self._dtypes[cut.wanted]
+        if len(boxes) == 1 and boxes[0] == cut.chunk.box:  # copy the bytes regardless of dimensions
+            data = window[cut.at : cut.at + cut.stop - cut.start]
+            self._target(cut.wanted, 0).reshape(-1).view(np.uint8)[cut.start : cut.stop] = data
+            self._count(cut.wanted, 0, len(data) // dtype.itemsize)
+            return
+        for part in _parts_of(cut, dtype.itemsize, boxes):
+            self._add(cut.wanted, part, _data_of(part, window, dtype))
+
+    def add_row(self, cut: Piece, row: np.ndarray, at: int) -> int:
+        """Add what this process needs of a cut, as `pack` has put it into a row; return where it ends."""
+        dtype = self._dtypes[cut.wanted]
+        for part in _parts_of(cut, dtype.itemsize, self._boxes[cut.wanted]):
+            self._add(cut.wanted, part, _row_view(part, row, at, dtype))
+            at += _bytes_in_row(part, dtype.itemsize)
+        return at
+
+    def _add(self, wanted: int, part: _Part, data: np.ndarray) -> None:
+        box = self._boxes[wanted][part.box]
+        self._target(wanted, part.box)[slices_within(part.common, box)] = data
+        self._count(wanted, part.box, box_elements(part.common))
+
+    def _target(self, wanted: int, number: int) -> np.ndarray:
+        if (wanted, number) not in self._incomplete:
+            box = self._boxes[wanted][number]
+            self._incomplete[wanted, number] = empty_array(box_shape(box), self._dtypes[wanted]), box_elements(box)
+        return self._incomplete[wanted, number][0]
+
+    def _count(self, wanted: int, number: int, elements: int) -> None:
+        target, left = self._incomplete[wanted, number]
+        if left > elements:
+            self._incomplete[wanted, number] = target, left - elements
+            return
+        del self._incomplete[wanted, number]
+        self.completed.append(ReadBox(wanted, number, target))
+
+
+class Window:
+    """Bytes [start, stop) of a stream that are being read into `target`, which is flat uint8.
+
+    Nothing is read after this window of the segments in `left`. `crossing`: pieces that end after the window, with
+    their places in the stream. `pending`: number of reads that are missing.
+    """
+
+    def __init__(self, target: np.ndarray, start: int, stop: int, left: Sequence[int]) -> None:
+        self.target, self.start, self.stop, self.left, self.pending = target, start, stop, left, 0
+        self.crossing = list[tuple[int, np.ndarray]]()
+
+    def place_for(self, piece: Piece) -> np.ndarray:
+        """Return the memory for a piece: in the window if all of the piece is inside, else its own."""
+        at, size = piece.at - self.start, piece.stop - piece.start
+        if at + size <= self.stop - self.start:
+            return self.target[at : at + size]
+        self.crossing.append((piece.at, np.empty(size, np.uint8)))
+        return self.crossing[-1][1]
+
+    def put(self, at: int, data: np.ndarray) -> bool:
+        """Copy data at a place of the stream into the window, as far as inside; return whether it continues after."""
+        low, high = max(at, self.start), min(at + len(data), self.stop)
+        if low < high:
+            self.target[low - self.start : high - self.start] = data[low - at : high - at]
+        return at + len(data) > self.stop
+
+
+class ShardReader:
+    """Reads a stream in order. The rest of the last block of a window is kept for the next window.
+
+    The numbers in the pieces of the stream refer to `arrays`. `reads` changes after each read.
+    """
+
+    def __init__(
+        self,
+        files: Opener,
+        committed: Committed,
+        arrays: Sequence[ArrayRecord],
+        stream: Stream,
+        settings: StoreSettings,
+        progress: ReadProgress | None,
+    ) -> None:
+        self.directory, self.reads = committed.directory, 0
+        self._committed, self._arrays, self._settings, self._progress = committed, arrays, settings, progress
+        self._is_open = self._is_stopped = False
+        self._budget, self._warm = ReadBudget(settings.read_budget_bytes), BufferPool()
+        self._pieces = stream.pieces
+        self._sources = Sources(files, committed, settings, [piece.chunk.segment for piece in stream.pieces])
+        self._next = (0, 0)  # number of the next piece, and its bytes that are read
+        self._held: list[tuple[int, np.ndarray]] = []  # data for later windows, and its place in the stream
+
+    def fill(self, target: np.ndarray, start: int, stop: int) -> None:
+        """Read bytes [start, stop) of the stream into `target`; each window starts where the last one ended.
+
+        It raises the same errors as `iter_boxes`.
+        """
+        window, reads = self.begin(target, start, stop)
+        each = run_reads(
+            self.directory, self._settings, operator.call, reads, give_up=self._budget.lift, moved=self._count_reads
+        )
+        with contextlib.closing(each) as results:
+            for _ in results:
+                pass
+        self.finish(window)
+
+    def begin(self, target: np.ndarray, start: int, stop: int) -> tuple[Window, list[Callable[[], object]]]:
+        """Like `fill`, but only return the reads to call, on any threads, before the window is finished.
+
+        Windows are finished in order; several may have begun.
+        """
+        if not self._is_open:
+            self._is_open = True
+            call_with_timeout(f"{self.directory}: segments", self._sources.open, self._moved)
+        pieces, left = self._unread_before(stop)
+        window = Window(target, start, stop, left)
+        wanted = [self._wanted(piece, window.place_for(piece)) for piece in pieces]
+        runs = plan_reads(self._committed.manifest, wanted, band_bytes(self._settings), ALIGNMENT)
+        reading = Reading(self._sources, self._committed, wanted, self._settings, self._moved, self._budget, self._warm)
+        return window, [functools.partial(reading.read_run, run) for run in runs]
+
+    def finish(self, window: Window) -> None:
+        """Complete a window after all of its reads, and after all earlier windows."""
+        crossing, self._held = [*self._held, *window.crossing], []
+        window.crossing.clear()
+        self._held.extend(each for each in crossing if window.put(*each))
+        for segment in window.left:
+            self._sources.done(segment)
+
+    def close(self) -> None:
+        """Make running reads fail soon, and close the files."""
+        self._is_stopped = True
+        close_files(self._sources.end())
+
+    def _count_reads(self) -> int:
+        """Return the number of reads; the progress callback may raise here, in the waiting thread."""
+        self._moved(0)
+        return self.reads
+
+    def _moved(self, done: int) -> None:
+        if self._is_stopped:
+            raise CheckpointError(f"{self.directory}: the read was cancelled")
+        if done:
+            self.reads += 1
+        if self._progress is not None:
+            self._progress(done)
+
+    def _wanted(self, piece: Piece, place: np.ndarray) -> Wanted:
+        """Request a piece of a chunk as an array of bytes."""
+        length = piece.chunk.length
+        chunk = ChunkRecord(((0, length),), piece.chunk.segment, piece.chunk.offset, length, piece.chunk.digests)
+        array = ArrayRecord(self._arrays[piece.wanted].name, (length,), "uint8", (chunk,))
+        return Wanted(array, [((piece.start, piece.stop),)], target=place)
+
+    def _unread_before(self, stop: int) -> tuple[list[Piece], list[int]]:
+        """Return the whole blocks before `stop` in the stream that are not read yet, and the segments they finish.
+
+        The bytes between these blocks in the files belong to other processes, or to no array.
+        """
+        block, chosen, left = self._committed.manifest.block_bytes, list[Piece](), list[int]()
+        number, read = self._next
+        while number < len(self._pieces) and self._pieces[number].at + read < stop:
+            piece = self._pieces[number]
+            length = piece.stop - piece.start
+            end = min(length, -(-(stop - piece.at) // block) * block)
+            within = (stop - piece.at) // block * block if piece.at + end > stop else end
+            for low, high in ((read, within), (within, end)):
+                if low < high:
+                    chosen.append(piece._replace(start=piece.start + low, stop=piece.start + high, at=piece.at + low))
+            if end == length:
+                left.append(piece.chunk.segment)
+            number, read = (number + 1, 0) if end == length else (number, end)
+        self._next = number, read
+        return chosen, left
 
 
 class Prefetcher:
     """Reads windows ahead on other threads, while the thread that orders them does something else.
 
     The ordering thread polls for completed windows, and waits only while files are opened. The reads continue from one
-    window to the next, because a disk that waits for the end of each window is idle while its data is digested.
-
-    Args:
-        reader: reads the windows.
-        threads: number of concurrent reads.
-        then: called after each read, from any thread.
+    window to the next, because a disk that waits for the end of each window is idle while its data is digested. `then`
+    is called after each read, from any thread.
     """
 
     def __init__(self, reader: ShardReader, threads: int, then: Callable[[], object]) -> None:
         self._reader, self._threads, self._then = reader, threads, then
-        self._ordered = deque[tuple[_PendingWindow, Callable[[], object]]]()
-        self._running = list[tuple[_PendingWindow, BackgroundCall[object]]]()
-        self._pending = deque[_PendingWindow]()
+        self._ordered = deque[tuple[Window, Callable[[], object]]]()
+        self._running = list[tuple[Window, BackgroundCall[object]]]()
+        self._pending = deque[Window]()
         self._stall_detector, self._looked_at = StallDetector(reader.directory), time.monotonic()
 
     def order(self, target: np.ndarray, start: int, stop: int) -> None:
-        """Order a window, as `ShardReader.begin`.
-
-        Raises:
-            CorruptCheckpointError, StorageError, CheckpointTimeoutError: the first order opens the files.
-        """
+        """Order a window, as `ShardReader.begin`; the first order opens the files."""
         window, reads = self._reader.begin(target, start, stop)
-        pending = _PendingWindow(window, len(reads))
-        self._pending.append(pending)
-        self._ordered.extend((pending, read) for read in reads)
+        window.pending = len(reads)
+        self._pending.append(window)
+        self._ordered.extend((window, read) for read in reads)
 
     def look(self) -> int:
         """Start further reads, and return the number of windows that were completed since the last look.
@@ -84,11 +431,12 @@ class Prefetcher:
         """
         self._collect_results()
         while self._ordered and len(self._running) < self._threads:
-            pending, read = self._ordered.popleft()
-            self._running.append((pending, start_call(self._background_call(read))))
+            window, read = self._ordered.popleft()
+            call = BackgroundCall[object](lambda _, read=read: read(), then=self._then)  # type: ignore[misc]
+            self._running.append((window, start_call(call)))
         complete = 0
-        while self._pending and not self._pending[0].left:
-            self._reader.finish(self._pending.popleft().window)
+        while self._pending and not self._pending[0].pending:
+            self._reader.finish(self._pending.popleft())
             complete += 1
         return complete
 
@@ -98,15 +446,12 @@ class Prefetcher:
         for _, call in self._running:
             abandon_call(call)
 
-    def _background_call(self, read: Callable[[], object]) -> BackgroundCall[object]:
-        return BackgroundCall(lambda _: read(), then=self._then)
-
     def _collect_results(self) -> None:
         for each in [each for each in self._running if each[1].is_done.is_open()]:
             self._running.remove(each)  # first: after an error, `close` leaves the others
-            pending, call = each
+            window, call = each
             call.take()
-            pending.left -= 1
+            window.pending -= 1
         now = time.monotonic()
         if self._running:
             self._stall_detector.waited(min(now - self._looked_at, POLL_S), self._reader.reads)
@@ -114,13 +459,7 @@ class Prefetcher:
 
 
 class JobTransfer:
-    """Transfers bytes between all processes. Every process starts the same transfers, of rows of the same length.
-
-    Two small programs do all of it, because they move bytes of any meaning.
-
-    Args:
-        process: number of this process.
-    """
+    """Transfers bytes between all processes. Every process starts the same transfers, of rows of the same length."""
 
     def __init__(self, process: int) -> None:
         of_process: dict[int, jax.Device] = {}
@@ -131,19 +470,19 @@ class JobTransfer:
 
     def gather(self, row: np.ndarray) -> Transfer:
         """Send the row to all processes, and receive theirs; the transfer owns `row`, which is aligned."""
-        return self._move(row[None], _gather(self._mesh))
+        return self._move(row[None], _spec())
 
     def exchange(self, rows: np.ndarray) -> Transfer:
         """Send row number i to process i, and receive a row from each; the transfer owns `rows`."""
-        return self._move(rows[None], _exchange(self._mesh))
+        return self._move(rows[None], _spec(None, "process"))
 
-    def _move(self, mine: np.ndarray, move: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> Transfer:
+    def _move(self, mine: np.ndarray, spec: PartitionSpec) -> Transfer:
         sharding = NamedSharding(self._mesh, _spec("process"))
         alone = jax.sharding.SingleDeviceSharding(self._mesh.devices[self._here])
         shape = (self._mesh.size, *mine.shape[1:])
         given = jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(mine, alone)])
         with without_caller_settings():
-            return Transfer(move(given)[0])
+            return Transfer(_program(self._mesh, spec)(given)[0])
 
 
 class Transfer:
@@ -187,60 +526,22 @@ def _spec(*axes: str | None) -> PartitionSpec:
 
 
 @functools.cache
-def _gather(mesh: Mesh) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    everywhere, one_each = NamedSharding(mesh, _spec()), NamedSharding(mesh, _spec("process"))
-    return jax.jit(_add_sum, out_shardings=(everywhere, one_each))
-
-
-@functools.cache
-def _exchange(mesh: Mesh) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    columns = NamedSharding(mesh, _spec(None, "process"))
-    one_each = NamedSharding(mesh, _spec("process"))
-    return jax.jit(_add_sum, out_shardings=(columns, one_each))
-
-
-class SharedArray(NamedTuple):
-    """An array that the processes read once.
-
-    Attributes:
-        number: of the array in the load.
-        array: its record.
-        needs: what each process needs of it.
-        numbers: of the boxes that this process needs, in the load.
-    """
-
-    number: int
-    array: ArrayRecord
-    needs: Requirements
-    numbers: Sequence[int]
-
-
-def assembly_of(shared: Sequence[SharedArray], process: int) -> Assembly:
-    """Create the assembly of a process; boxes are numbered as in `needs`, which is the same in all processes."""
-    return Assembly([each.array for each in shared], [each.needs[process] for each in shared])
+def _program(mesh: Mesh, spec: PartitionSpec) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    return jax.jit(_add_sum, out_shardings=(NamedSharding(mesh, spec), NamedSharding(mesh, _spec("process"))))
 
 
 class AllGather:
-    """Sends everything to all processes, which suits arrays that most processes need nearly whole.
-
-    Args:
-        shared: the arrays.
-        streams: what each process reads.
-        window_bytes: part of each stream that is sent at a time.
-        transfer: moves the bytes.
-        process: number of this process.
-    """
+    """Sends everything to all processes, which suits arrays that most processes need nearly whole."""
 
     def __init__(
         self,
         shared: Sequence[SharedArray],
         streams: Sequence[Stream],
         window_bytes: int,
-        transfer: JobTransfer,
         process: int,
     ) -> None:
-        self.assembly = assembly_of(shared, process)
-        self._streams, self._window_bytes, self._transfer = streams, window_bytes, transfer
+        self.assembly = Assembly(shared, process)
+        self._streams, self._window_bytes, self._transfer = streams, window_bytes, JobTransfer(process)
         self._end = max(stream.end for stream in streams)
         self.windows = -(-self._end // window_bytes)
 
@@ -264,13 +565,7 @@ class AllGather:
 class AllToAll:
     """Sends each process what it needs, which suits arrays that are sharded among the processes.
 
-    Args:
-        shared: the arrays.
-        streams: what each process reads.
-        window_bytes: part of each stream that is sent at a time.
-        transfer: moves the bytes.
-        process: number of this process.
-        rows: for each window, the length of the longest row from any process to another.
+    `rows`: for each window, the length of the longest row from any process to another.
     """
 
     def __init__(
@@ -278,12 +573,11 @@ class AllToAll:
         shared: Sequence[SharedArray],
         streams: Sequence[Stream],
         window_bytes: int,
-        transfer: JobTransfer,
         process: int,
         rows: Sequence[int],
     ) -> None:
-        self.assembly = assembly_of(shared, process)
-        self._streams, self._window_bytes, self._transfer = streams, window_bytes, transfer
+        self.assembly = Assembly(shared, process)
+        self._streams, self._window_bytes, self._transfer = streams, window_bytes, JobTransfer(process)
         self._process = process
         self._dtypes = [DTYPES[each.array.dtype] for each in shared]
         self._needs = [each.needs for each in shared]
@@ -345,15 +639,8 @@ class SharedMemoryWindows:
     """Reads windows of all streams into memory that all processes can read; each process has a few places in turn.
 
     A process reads into a place only after all have taken what they need of the window in it, and takes from a window
-    only after all of it has been read and verified.
-
-    Args:
-        shared: the arrays.
-        streams: what each process reads.
-        memory: of `memory_bytes`, or less in some processes.
-        block_bytes: of the checkpoint.
-        waiting: called repeatedly with whether this process waits for others, and not for its own disk; an error that
-            it raises ends the read.
+    only after all of it has been read and verified. `memory` is of `memory_bytes`, or less in some processes. `waiting`
+    is called repeatedly with whether this process waits for others, and not for its own disk; its error ends the read.
     """
 
     def __init__(
@@ -364,7 +651,7 @@ class SharedMemoryWindows:
         block_bytes: int,
         waiting: Callable[[bool], None],
     ) -> None:
-        self.assembly = assembly_of(shared, memory.process)
+        self.assembly = Assembly(shared, memory.process)
         self._streams, self._memory, self._waiting = streams, memory, waiting
         least = min(map(len, memory.data))
         self._window_bytes = min(parts_bytes(block_bytes), least // LEAST_PLACES // ALIGNMENT * ALIGNMENT)
@@ -380,44 +667,31 @@ class SharedMemoryWindows:
             reader: reads the own stream; it is closed.
             threads: number of concurrent reads: few, because all processes read from one disk, and some digest.
             hand_over: called after each window, for completed boxes of the assembly.
-
-        Raises:
-            CorruptCheckpointError, StorageError, CheckpointTimeoutError: of the own stream, as `iter_boxes`.
         """
         with contextlib.closing(Prefetcher(reader, threads, self._memory.wake)) as ahead:
             while self._taken < self._windows or self._memory.has_unnotified():
                 while self._ordered < min(self._windows, self._memory.all_have_taken() + self._places):
                     ahead.order(self._place(self._memory.process, self._ordered), *self._span(self._ordered))
                     self._ordered += 1
-                self._announce_given(ahead.look())
-                process = self._next()
+                if complete := ahead.look():
+                    self._given += complete
+                    self._memory.announce(self._given, self._taken)
+                process = next((each for each in self._left if self._memory.has_given(each) > self._taken), None)
                 if process is None:
                     self._memory.wait()
                 else:
                     self._take(process)
                     if not self._left:
-                        self._announce_taken()
+                        self._taken, self._left = self._taken + 1, set(range(len(self._streams)))
+                        self._memory.announce(self._given, self._taken)
                         hand_over()
                 self._waiting(self._given == self._ordered or self._given > self._taken)
-
-    def _announce_given(self, windows: int) -> None:
-        if windows:
-            self._given += windows
-            self._memory.announce(self._given, self._taken)
-
-    def _next(self) -> int | None:
-        """Return a process whose window can be taken next."""
-        return next((process for process in self._left if self._memory.has_given(process) > self._taken), None)
 
     def _take(self, process: int) -> None:
         place = self._place(process, self._taken)
         for cut in self._streams[process].within(*self._span(self._taken)):
             self.assembly.add_cut(cut, place)
         self._left.discard(process)
-
-    def _announce_taken(self) -> None:
-        self._taken, self._left = self._taken + 1, set(range(len(self._streams)))
-        self._memory.announce(self._given, self._taken)
 
     def _span(self, number: int) -> tuple[int, int]:
         """Return start and stop of a window in each stream."""

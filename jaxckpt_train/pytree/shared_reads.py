@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,31 +22,29 @@ from jaxckpt_train.distributed.coordinator import Coordinator, no_result
 from jaxckpt_train.distributed.shared_memory import ColocatedMemory, find_colocated_processes
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError
 from jaxckpt_train.pytree.placing import ArrayLoad, spans_processes
-from jaxckpt_train.pytree.read_assignment import (
-    Assembly,
-    RepeatedReads,
-    Requirements,
-    ShardReader,
-    Stream,
-    assign_reads,
-    stored_bytes,
-)
 from jaxckpt_train.pytree.redistribution import (
     LEAST_ROW_BYTES,
     AllGather,
     AllToAll,
-    JobTransfer,
+    Assembly,
+    Requirements,
+    ShardReader,
     SharedArray,
     SharedMemoryWindows,
+    Stream,
     Transfer,
+    assign_reads,
     longest_rows,
     memory_bytes,
+    stored_bytes,
 )
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, full_box
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import Committed
+from jaxckpt_train.store.manifest import ArrayRecord
+from jaxckpt_train.store.read_plan import is_read_by_bands, parts_bytes
 from jaxckpt_train.store.reader import ReadBox, ReadProgress
 
 MAX_SHOWN = 5
@@ -118,6 +117,130 @@ def _requirements(shape: tuple[int, ...], sharding: jax.sharding.Sharding, proce
         if box_elements(box):
             boxes[device.process_index].add(box)
     return tuple(tuple(sorted(each)) for each in boxes)
+
+
+class RepeatedReads:
+    """Computes how much a job reads if every process reads what it needs itself, in whole digest blocks."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._known: dict[object, int] = {}  # arrays that are stored and needed in the same way are computed once
+
+    def job_bytes(self, array: ArrayRecord, needs: Requirements) -> int:
+        """Return the bytes that all processes read together, if each reads every block of which it needs a part.
+
+        The result is never too small; where boxes of one process share blocks, it may be too large.
+        """
+        places = tuple((chunk.box, is_read_by_bands(chunk)) for chunk in array.chunks)
+        key = needs, places, array.dtype
+        found = self._known.get(key)
+        if found is None:
+            counts = Counter(needs)
+            reads = _Reads(array, self._block_bytes)
+            found = self._known[key] = sum(reads.of(each) * count for each, count in counts.items())
+        return found
+
+
+class _Common(NamedTuple):
+    """For a box of so many elements, the edges of its common part with each chunk, relative to the chunk."""
+
+    elements: int
+    low: np.ndarray
+    high: np.ndarray
+    is_any: np.ndarray
+
+
+class _Reads:
+    """The reads of one array."""
+
+    def __init__(self, array: ArrayRecord, block_bytes: int) -> None:
+        self._block_bytes, self._band_bytes = block_bytes, parts_bytes(block_bytes)
+        self._lengths = {chunk.box: chunk.length for chunk in array.chunks}
+        self._length = np.array([chunk.length for chunk in array.chunks], np.int64)
+        shape = len(array.chunks), len(array.shape), 2
+        self._edges = np.array([chunk.box for chunk in array.chunks], np.int64).reshape(shape)
+        sizes = self._edges[:, :, 1] - self._edges[:, :, 0]
+        self._elements = np.prod(sizes, axis=1)
+        inner = np.cumprod(sizes[:, ::-1], axis=1)[:, ::-1]  # elements of this and all later dimensions
+        self._strides = np.concatenate([inner[:, 1:], np.ones((len(sizes), 1), np.int64)], axis=1)[:, : sizes.shape[1]]
+        self._item = self._length // np.maximum(self._elements, 1)
+        self._by_bands = np.array([is_read_by_bands(chunk) for chunk in array.chunks], bool)
+
+    def of(self, boxes: Sequence[Box]) -> int:
+        """Return the bytes of all blocks that hold a part of these boxes."""
+        if all(box in self._lengths for box in boxes):
+            return sum(self._lengths[box] for box in boxes)
+        common = [self._common(box) for box in boxes if box_elements(box)]
+        if not common:
+            return 0
+        spans = [self._blocks(each) for each in common]
+        first = np.minimum.reduce([low for low, _ in spans])
+        last = np.maximum.reduce([high for _, high in spans])
+        by_bands = self._by_bands & ~np.logical_or.reduce([self._lies_whole(each) for each in common])
+        holes = np.sum([self._holes(each) for each in common], axis=0) * by_bands
+        one_by_one = np.sum([np.maximum(high - low, 0) for low, high in spans], axis=0) - holes
+        return int(np.minimum(one_by_one, np.maximum(last - first, 0)).sum())
+
+    def _common(self, box: Box) -> _Common:
+        edges = np.array(box, np.int64).reshape(len(box), 2)
+        low = np.maximum(self._edges[:, :, 0], edges[:, 0]) - self._edges[:, :, 0]
+        high = np.minimum(self._edges[:, :, 1], edges[:, 1]) - self._edges[:, :, 0]
+        return _Common(box_elements(box), low, high, np.all(low < high, axis=1))
+
+    def _lies_whole(self, common: _Common) -> np.ndarray:
+        """Return for each chunk whether a box is contiguous in it."""
+        elements, low, high, is_common = common
+        span = ((high - low - 1) * self._strides).sum(axis=1) + 1
+        is_whole: np.ndarray = is_common & (span == elements) & (np.prod(high - low, axis=1) == span)
+        return is_whole
+
+    def _holes(self, common: _Common) -> np.ndarray:
+        """Return for each chunk the bytes between its first and last block that are skipped, as they hold no box.
+
+        This happens only where one piece of the box ends at least a band before the next piece starts, which is so in
+        few chunks, and in the same way there.
+        """
+        _, low, high, is_common = common
+        spans = (high - low - 1) * self._strides
+        behind = spans[:, ::-1].cumsum(axis=1)[:, ::-1] - spans + 1  # elements from first to last of a piece
+        gaps = (self._strides - behind) * self._item[:, None]
+        is_far = (gaps >= self._band_bytes) & (high - low > 1)
+        found = np.zeros(len(low), np.int64)
+        which = np.flatnonzero(is_far.any(axis=1) & is_common)
+        if not len(which):
+            return found
+        geometry = np.concatenate([low, high, self._strides, is_far, self._item[:, None]], axis=1)[which]
+        _, some, same = np.unique(geometry, axis=0, return_index=True, return_inverse=True)
+        holes = [self._empty_bands(low[at], high[at], is_far[at], behind[at], at) for at in which[some]]
+        found[which] = np.array(holes)[same.reshape(-1)] * self._band_bytes
+        return found
+
+    def _empty_bands(
+        self, low: np.ndarray, high: np.ndarray, is_far: np.ndarray, behind: np.ndarray, chunk: int
+    ) -> int:
+        """Return how many bands of one chunk are between pieces of a box."""
+        inner = int(np.flatnonzero(is_far)[-1])  # the pieces along this dimension are far apart
+        starts = np.zeros(1, np.int64)
+        for size, first, stride in zip((high - low)[: inner + 1], low, self._strides[chunk], strict=False):
+            starts = (starts[:, None] + (first + np.arange(size)) * stride).reshape(-1)
+        starts += (low[inner + 1 :] * self._strides[chunk][inner + 1 :]).sum()
+        item = self._item[chunk]
+        first_bands = starts * item // self._band_bytes
+        last_bands = ((starts + behind[inner]) * item - 1) // self._band_bytes
+        return int(np.maximum(first_bands[1:] - last_bands[:-1] - 1, 0).sum())
+
+    def _blocks(self, common: _Common) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each chunk the byte range from its first to its last block that holds a part of a box.
+
+        If there is none, the start is far behind the stop.
+        """
+        _, low, high, is_common = common
+        first = (low * self._strides).sum(axis=1) * self._item
+        last = (((high - 1) * self._strides).sum(axis=1) + 1) * self._item
+        begin = first // self._block_bytes * self._block_bytes
+        end = np.minimum(-(-last // self._block_bytes) * self._block_bytes, self._length)
+        far = np.iinfo(np.int64).max // 4
+        return np.where(is_common, begin, far), np.where(is_common, end, -far)
 
 
 class _LoadSummary(msgspec.Struct, array_like=True):
@@ -292,7 +415,7 @@ class JointRead:
         streams = self._balanced_streams(shared)
         longest = max(stream.end for stream in streams)
         window = _window_bytes(min(longest, self._budget_bytes // (2 * processes + 4)))
-        return AllGather(shared, streams, window, JobTransfer(process), process), self._reader(shared, streams[process])
+        return AllGather(shared, streams, window, process), self._reader(shared, streams[process])
 
     def _prepare_all_to_all(self, shared: Sequence[SharedArray]) -> tuple[Redistribution, ShardReader]:
         """Prepare an all-to-all exchange. Received and sent data is held twice each; read data three times."""
@@ -308,7 +431,7 @@ class JointRead:
             rows = np.frombuffer(result, np.int64).tolist()
             needed = 4 * processes * max(rows) + 3 * window
             if needed <= self._budget_bytes or window == LEAST_WINDOW_BYTES:
-                redistribution = AllToAll(shared, streams, window, JobTransfer(process), process, rows)
+                redistribution = AllToAll(shared, streams, window, process, rows)
                 return redistribution, self._reader(shared, streams[process])
             window = _window_bytes(min(window // 2, window * self._budget_bytes // needed))
 

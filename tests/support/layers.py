@@ -106,6 +106,7 @@ MAY_HAVE_ONE_IMPORTER = {
     "integrations.orbax_items": "handlers of Orbax, apart from its manager",
     "pytree.colocated.calls": "the calls through Colocated Python, the only users of its pickles",
     "pytree.redistribution": "the exchange of shards between processes",
+    "pytree.shared_reads": "the reads that the processes of a job share",
     "report.charts": "all that imports bokeh",
     "report.tables": "the tables of a page",
     "run.listing": "the part of StepManager that lists steps, and would make its file too long",

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError
 from jaxckpt_train.pytree import redistribution
-from jaxckpt_train.pytree.read_assignment import ShardReader, Stream, assign_reads
-from jaxckpt_train.pytree.redistribution import Prefetcher
+from jaxckpt_train.pytree.redistribution import Prefetcher, ShardReader, Stream, assign_reads
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import reader, timeouts
 from jaxckpt_train.store.boxes import Box

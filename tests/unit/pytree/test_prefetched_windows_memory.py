@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.pytree.read_assignment import ShardReader, assign_reads
-from jaxckpt_train.pytree.redistribution import Prefetcher
+from jaxckpt_train.pytree.redistribution import Prefetcher, ShardReader, assign_reads
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import timeouts
 from tests.support.checkpoints import commit

@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxckpt_train.pytree.read_assignment import (
+from jaxckpt_train.pytree.redistribution import (
     Assembly,
-    RepeatedReads,
     ShardReader,
+    SharedArray,
     Stream,
     assign_reads,
     pack,
     row_bytes,
 )
+from jaxckpt_train.pytree.shared_reads import RepeatedReads
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import read_plan
 from jaxckpt_train.store.boxes import Box, box_shape, full_box
@@ -109,7 +110,7 @@ def test_gathered_windows_make_the_saved_arrays(
     backend = StrictBackend()
     committed, records, streams = shared(backend, *save, processes)
     boxes = [sorted({data.draw(boxes_in(array.shape)), full_box(array.shape)}) for array in records]
-    assembly, window = Assembly(records, boxes), pages * VIEW_ALIGNMENT * 3
+    assembly, window = assembly_of(records, boxes), pages * VIEW_ALIGNMENT * 3
     feeds = feeds_of(backend, committed, records, streams)
     for start in range(0, max(stream.end for stream in streams), window):
         for feed, stream in zip(feeds, streams, strict=True):
@@ -128,7 +129,7 @@ def test_exchanged_rows_make_the_saved_arrays(
     backend = StrictBackend()
     committed, records, streams = shared(backend, *save, processes)
     boxes = [sorted({data.draw(boxes_in(array.shape)) for _ in range(2)}) for array in records]
-    assembly, window = Assembly(records, boxes), pages * PAGE
+    assembly, window = assembly_of(records, boxes), pages * PAGE
     feeds = feeds_of(backend, committed, records, streams)
     for start in range(0, max(stream.end for stream in streams), window):
         for feed, stream in zip(feeds, streams, strict=True):
@@ -147,6 +148,14 @@ def test_exchanged_rows_make_the_saved_arrays(
             for cut in cuts:
                 at = assembly.add_row(cut, row, at)
     check(assembly, records, boxes, save[0])
+
+
+def assembly_of(records: Sequence[ArrayRecord], boxes: list[list[Box]]) -> Assembly:
+    shared = [
+        SharedArray(number, array, (tuple(own),), ())
+        for number, (array, own) in enumerate(zip(records, boxes, strict=True))
+    ]
+    return Assembly(shared, 0)
 
 
 def feeds_of(
