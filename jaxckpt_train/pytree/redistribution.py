@@ -317,10 +317,7 @@ class ShardReader:
         self._held: list[tuple[int, np.ndarray]] = []  # data for later windows, and its place in the stream
 
     def fill(self, target: np.ndarray, start: int, stop: int) -> None:
-        """Read bytes [start, stop) of the stream into `target`; each window starts where the last one ended.
-
-        It raises the same errors as `iter_boxes`.
-        """
+        """Read bytes [start, stop) of the stream into `target`; each window starts where the last one ended."""
         window, reads = self.begin(target, start, stop)
         each = run_reads(
             self.directory, self._settings, operator.call, reads, give_up=self._budget.lift, moved=self._count_reads
@@ -331,10 +328,7 @@ class ShardReader:
         self.finish(window)
 
     def begin(self, target: np.ndarray, start: int, stop: int) -> tuple[Window, list[Callable[[], object]]]:
-        """Like `fill`, but only return the reads to call, on any threads, before the window is finished.
-
-        Windows are finished in order; several may have begun.
-        """
+        """Like `fill`, but only return the reads to call, on any threads, before `finish`. Several may have begun."""
         if not self._is_open:
             self._is_open = True
             call_with_timeout(f"{self.directory}: segments", self._sources.open, self._moved)
@@ -429,7 +423,15 @@ class Prefetcher:
             CorruptCheckpointError, StorageError: a read raised it.
             CheckpointTimeoutError: the disk has not answered for ten minutes.
         """
-        self._collect_results()
+        for each in [each for each in self._running if each[1].is_done.is_open()]:
+            self._running.remove(each)  # first: after an error, `close` leaves the others
+            window, call = each
+            call.take()
+            window.pending -= 1
+        now = time.monotonic()
+        if self._running:
+            self._stall_detector.waited(min(now - self._looked_at, POLL_S), self._reader.reads)
+        self._looked_at = now
         while self._ordered and len(self._running) < self._threads:
             window, read = self._ordered.popleft()
             call = BackgroundCall[object](lambda _, read=read: read(), then=self._then)  # type: ignore[misc]
@@ -445,17 +447,6 @@ class Prefetcher:
         self._reader.close()
         for _, call in self._running:
             abandon_call(call)
-
-    def _collect_results(self) -> None:
-        for each in [each for each in self._running if each[1].is_done.is_open()]:
-            self._running.remove(each)  # first: after an error, `close` leaves the others
-            window, call = each
-            call.take()
-            window.pending -= 1
-        now = time.monotonic()
-        if self._running:
-            self._stall_detector.waited(min(now - self._looked_at, POLL_S), self._reader.reads)
-        self._looked_at = now
 
 
 class JobTransfer:
