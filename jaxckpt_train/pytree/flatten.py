@@ -1,13 +1,8 @@
 """Flattens any pytree to leaves that are named by their paths.
 
-A leaf path joins the keys by `/`; it is readable, unambiguous, and can be parsed back into typed keys. Integers (list
-positions, integer keys) are written as digits, and a text key that looks like an integer is marked with `~s`. Within
-text, `~` is written `~0`, `/` `~1` and `@` `~2`, as in JSON pointers.
-
 JAX identifies the children of a node that is registered without keys only by position. Their names are at best in the
-static data of the node, as the keys of a dict are. That data is recorded as JSON where it has a form that is the same
-in every process: text, numbers, enum members, and tuples, lists and dicts of these. Everything else (functions, arrays,
-objects) is not compared.
+static data of the node. That data is recorded as JSON where it has a form that is the same in every process: text,
+numbers, enum members, and tuples, lists and dicts of these. Everything else is not compared.
 """
 
 from __future__ import annotations
@@ -38,8 +33,7 @@ _ANYTHING: dict[str, Any] = {}  # replaces values that have no stable form
 _MAX_DEPTH = 8
 _SHOWN = 200  # characters
 _BYTES, _BYTES_OF_CHILD = 4096, 256
-PLACEHOLDER = ...
-"""Marks a leaf or a whole subtree of a target that a load skips."""
+PLACEHOLDER = ...  # marks a leaf or a whole subtree of a target that a load skips
 _transparent: dict[type, bool] = {}
 _known: OrderedDict[Any, _Known] = OrderedDict()
 _KNOWN_TREES, _KNOWN_LEAVES = 4, 64
@@ -154,8 +148,7 @@ def _merged(leaves: Sequence[Any], others: dict[int, Any]) -> Sequence[Any]:
 
 
 def _flatten_uncached(tree: Any) -> Flat:
-    names: list[str] = []
-    leaves: list[Any] = []
+    names, leaves = list[str](), list[Any]()
     flat = Flat(names, leaves, {})
     _walk(tree, ROOT, names, leaves, flat)
     for name in names:
@@ -169,12 +162,8 @@ def _flatten_uncached(tree: Any) -> Flat:
 
 def unflatten(tree: Any, leaves: Sequence[Any]) -> Any:
     """Build a tree like `tree` with other leaves, given in the order of `flatten(tree)`."""
-    structure = jax.tree_util.tree_structure(tree, is_leaf=_is_none)
+    structure = jax.tree_util.tree_structure(tree, is_leaf=lambda node: node is None)
     return jax.tree_util.tree_unflatten(structure, [leaf for leaf in leaves if leaf is not EMPTY])
-
-
-def _is_none(value: object) -> bool:
-    return value is None
 
 
 def _walk(node: Any, path: str, names: list[str], leaves: list[Any], flat: Flat) -> None:
@@ -223,22 +212,16 @@ def _children(node: Any, path: str) -> tuple[Sequence[tuple[Any, Any]], str | No
 
 
 def _plain_key(entry: Any) -> Any:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
-    return entry
+    return next((getattr(entry, each) for each in ("key", "name", "idx") if hasattr(entry, each)), entry)
 
 
 def _is_transparent(kind: type) -> bool:
-    known = _transparent.get(kind)
-    if known is None:
-        known = _transparent[kind] = any(_transparent.get(parent, _is_flax_box(parent)) for parent in kind.__mro__)
-    return known
-
-
-def _is_flax_box(kind: type) -> bool:
-    """Return whether `kind` is a base class of Flax's boxes, by its name: Flax is not imported here."""
-    return kind.__name__ in ("Variable", "AxisMetadata") and kind.__module__.startswith("flax.")
+    if kind not in _transparent:  # Flax's boxes are known by name: Flax is not imported here
+        _transparent[kind] = any(
+            _transparent.get(each, each.__name__ in ("Variable", "AxisMetadata") and each.__module__[:5] == "flax.")
+            for each in kind.__mro__
+        )
+    return _transparent[kind]
 
 
 def _container(node: Any) -> str:
@@ -267,11 +250,9 @@ def shortened(text: str) -> str:
 
 
 def static_difference(saved: str, found: str, children: int) -> Literal["moved", "other"] | None:
-    """Say how the static data of a checkpoint and of a target differ.
+    """Say how the static data of a checkpoint and of a target differ; None: not at all, as far as comparable.
 
-    Returns:
-        "moved": the name of a child is at another position, so that values would be exchanged. "other": any other
-        difference. None: no difference, as far as the two are comparable.
+    "moved": the name of a child is at another position, so that values would be exchanged.
     """
     try:
         return _difference(json.loads(saved), json.loads(found), children)
@@ -284,13 +265,8 @@ def nodes_with_other_static(
 ) -> Iterator[tuple[str, Literal["moved", "other"]]]:
     """Find the nodes whose static data differs between a checkpoint and a target, and say how.
 
-    Nodes below which leaves are renamed are left out, because the caller has assigned their values explicitly.
-
-    Args:
-        saved: static data of the checkpoint, by path.
-        found: static data of the target, by path.
-        names: paths of all leaves of the target.
-        loaded: paths of the leaves that are loaded: the path in the target to the path in the checkpoint.
+    Nodes below which leaves are renamed are left out, because the caller has assigned their values explicitly. `names`:
+    paths of all leaves of the target; `loaded`: stored paths of those that are loaded.
     """
     for path in found.keys() & saved.keys():
         if saved[path] == found[path]:
@@ -322,23 +298,20 @@ def _plain(value: Any, depth: int) -> Any:
 def _difference(old: Any, new: Any, children: int) -> Literal["moved", "other"] | None:
     if old == new or _ANYTHING in (old, new):
         return None
-    if isinstance(old, list) and isinstance(new, list):
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         if _have_moved(old, new, children):
             return "moved"
-        if len(old) == len(new):
-            return _worst([_difference(a, b, children) for a, b in zip(old, new, strict=True)])
-    if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
-        return _worst([_difference(old[key], new[key], children) for key in old])
-    return "other"
-
-
-def _worst(found: list[Literal["moved", "other"] | None]) -> Literal["moved", "other"] | None:
+        pairs = list(zip(old, new, strict=True))
+    elif isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
+        pairs = [(old[key], new[key]) for key in old]
+    else:
+        return "other"
+    found = {_difference(a, b, children) for a, b in pairs}
     return "moved" if "moved" in found else "other" if "other" in found else None
 
 
 def _have_moved(old: list[Any], new: list[Any], children: int) -> bool:
     """Return whether both lists name each child and a name that is in both has changed its position."""
     places = [{json.dumps(name): at for at, name in enumerate(names) if name != _ANYTHING} for names in (old, new)]
-    if not len(old) == len(new) == len(places[0]) == len(places[1]) == children:
-        return False
-    return any(places[1].get(name, at) != at for name, at in places[0].items())
+    is_named = len(old) == len(places[0]) == len(places[1]) == children
+    return is_named and any(places[1].get(name, at) != at for name, at in places[0].items())

@@ -108,19 +108,12 @@ class EmptyLeaf(_Record, frozen=True, gc=False, tag="empty"):
 LeafRecord = (
     ArrayLeaf | KeyLeaf | IntLeaf | FloatLeaf | ComplexLeaf | BoolLeaf | StrLeaf | BytesLeaf | NoneLeaf | EmptyLeaf
 )
-
-
 STORED = (ArrayLeaf, KeyLeaf)
+PYTHON_TYPES = {BoolLeaf: bool, IntLeaf: int, FloatLeaf: float, ComplexLeaf: complex, StrLeaf: str, BytesLeaf: bytes}
 
 
 class TreeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A pytree as data.
-
-    Attributes:
-        containers: kind of each container that is not a plain dict, by path.
-        leaves: records of the leaves, by path.
-        static: static data of nodes that are registered without keys, by path; see `flatten.describe`.
-    """
+    """A pytree as data, by path: `containers` and `static` as in `Flat`, and records of the leaves."""
 
     containers: dict[str, str]
     leaves: dict[str, LeafRecord]
@@ -174,18 +167,14 @@ def record_value(name: str, value: Any) -> LeafRecord | None:
         return FloatLeaf(value.hex())
     if kind is complex:
         return ComplexLeaf(value.real.hex(), value.imag.hex())
-    if kind in (str, bytes):
-        return _text_or_bytes(name, value)
-    return None
-
-
-def _text_or_bytes(name: str, value: str | bytes) -> LeafRecord:
+    if kind not in (str, bytes):
+        return None
     if len(value) > MAX_INLINE_BYTES:
         raise UnsupportedLeafError(
-            f"leaf {name!r}: {type(value).__name__} of length {len(value)}, expected at most {MAX_INLINE_BYTES}; "
-            "store it as a numpy uint8 array"
+            f"leaf {name!r}: {kind.__name__} of length {len(value)}, expected at most {MAX_INLINE_BYTES}; store it as "
+            "a numpy uint8 array"
         )
-    if isinstance(value, bytes):
+    if kind is bytes:
         return BytesLeaf(value)
     try:
         value.encode()
@@ -214,9 +203,6 @@ def python_value(name: str, record: LeafRecord, subject: str) -> Any:
                 return None
     except (ValueError, OverflowError) as error:
         raise CorruptCheckpointError(f"{subject}: leaf {name!r}: {error}") from error
-
-
-PYTHON_TYPES = {BoolLeaf: bool, IntLeaf: int, FloatLeaf: float, ComplexLeaf: complex, StrLeaf: str, BytesLeaf: bytes}
 
 
 def describe_saved(saved: LeafRecord, array: ArrayRecord | None) -> str:

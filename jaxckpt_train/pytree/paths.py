@@ -41,29 +41,27 @@ def refuse_too_deep(subject: str, tree: object) -> None:
             return
         children = (node.values() if isinstance(node, dict) else node for node in level.values())
         level = {id(child): child for some in children for child in some if isinstance(child, _CONTAINERS)}
-    raise UnsupportedLeafError(
-        f"{subject}: expected containers nested at most {MAX_DEPTH} levels deep, found more than {2 * MAX_DEPTH}; "
-        "flatten the tree, or look for a container that holds itself"
+    raise _too_deep(subject, str(2 * MAX_DEPTH))
+
+
+def _too_deep(subject: str, found: str) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        f"{subject}: expected containers nested at most {MAX_DEPTH} levels deep, found more than {found}; flatten the "
+        "tree, or look for a container that holds itself"
     )
 
 
 @contextlib.contextmanager
 def refused_if_too_deep(subject: str) -> Iterator[None]:
-    """Convert the error that Python or JAX raises for a tree that is too deep to UnsupportedLeafError.
-
-    Args:
-        subject: names the tree in the message.
-    """
+    """Convert the error that Python or JAX raises for a tree that is too deep to UnsupportedLeafError."""
     try:
         yield
     except (RecursionError, SystemError) as error:
         # JAX's C++ code raises SystemError where it does not expect a RecursionError from a function that it calls.
         if not isinstance(error, RecursionError) and not isinstance(error.__cause__, RecursionError):
             raise
-        raise UnsupportedLeafError(
-            f"{subject}: expected containers nested at most {MAX_DEPTH} levels deep, found more than Python can "
-            f"follow ({type(error).__name__}); flatten the tree, or look for a container that holds itself"
-        ) from None  # the traceback has a thousand frames and would keep the tree alive
+        # The traceback has a thousand frames and would keep the tree alive.
+        raise _too_deep(subject, f"Python can follow ({type(error).__name__})") from None
 
 
 def key_text(key: Key, parent: str) -> str:
@@ -76,9 +74,10 @@ def key_text(key: Key, parent: str) -> str:
         text = str.__str__(key)
         if text.isidentifier() and text != "__metadata__":
             return text
-        if not text.isascii() and _has_surrogate(text):
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
             raise UnsupportedLeafError(f"a key below {parent!r}: {text!r} is not valid Unicode; rename it")
-        return _escape(text)
+        mark = "~s" if _INTEGER.fullmatch(text) else ""
+        return _WORDS.get(text) or mark + text.replace("~", "~0").replace("/", "~1").replace("@", "~2")
     if isinstance(key, bool):
         return f"~b{int(key)}"
     if key is None:
@@ -86,7 +85,12 @@ def key_text(key: Key, parent: str) -> str:
     if isinstance(key, float):
         return f"~f{key.hex()}"
     if isinstance(key, tuple):
-        return "~t" + ",".join(_tuple_part(part, parent) for part in key)
+        if any(isinstance(part, tuple) for part in key):
+            raise UnsupportedLeafError(
+                f"a key below {parent!r}: a tuple within a tuple is not supported, found {key!r}; convert the key to "
+                "text"
+            )
+        return "~t" + ",".join(key_text(part, parent).replace(",", "~3") for part in key)
     try:
         return str(operator.index(key))
     except ValueError as error:  # Python neither writes nor reads integers of some thousands of digits
@@ -101,27 +105,6 @@ def key_text(key: Key, parent: str) -> str:
         ) from None
 
 
-def _tuple_part(part: Key, parent: str) -> str:
-    if isinstance(part, tuple):
-        raise UnsupportedLeafError(
-            f"a key below {parent!r}: a tuple within a tuple is not supported, found {part!r}; convert the key to text"
-        )
-    return key_text(part, parent).replace(",", "~3")
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _escape(text: str) -> str:
-    if text in _WORDS:
-        return _WORDS[text]
-    mark = "~s" if _INTEGER.fullmatch(text) else ""
-    for plain, escaped in _ESCAPES[:3]:
-        text = text.replace(plain, escaped)
-    return mark + text
-
-
 def parse_key(text: str) -> Key:
     """Parse text that `key_text` wrote.
 
@@ -134,7 +117,9 @@ def parse_key(text: str) -> Key:
         return _WORDS_BACK[text]
     mark, rest = text[:2], text[2:]
     if mark == "~t":
-        return tuple(_parse_part(part) for part in rest.split(",")) if rest else ()
+        if "~t" in rest:
+            raise ValueError("a tuple within a tuple")
+        return tuple(map(parse_key, rest.split(","))) if rest else ()
     if mark == "~f":
         return float.fromhex(rest)
     if mark == "~s":
@@ -142,12 +127,6 @@ def parse_key(text: str) -> Key:
     for plain, escaped in reversed(_ESCAPES):
         text = text.replace(escaped, plain)
     return text
-
-
-def _parse_part(text: str) -> Key:
-    if text.startswith("~t"):
-        raise ValueError("a tuple within a tuple")
-    return parse_key(text)
 
 
 def escapes_in(paths: str) -> str:
@@ -198,7 +177,11 @@ def leaf_filter(only: Only) -> Callable[[str], bool]:
             f'only: expected a pattern such as "params/**", a list of them or a predicate, found {shown(only)}'
         )
     exact = {pattern for pattern in patterns if not set(pattern) & set("*?")}
-    compiled = [re.compile(_expression(pattern), re.DOTALL) for pattern in patterns if pattern not in exact]
+    compiled = [
+        re.compile("".join(_MEANING.get(piece, re.escape(piece)) for piece in _PIECES.findall(pattern)), re.DOTALL)
+        for pattern in patterns
+        if pattern not in exact
+    ]
     return lambda name: name in exact or any(expression.fullmatch(name) for expression in compiled)
 
 
@@ -221,10 +204,7 @@ def refuse_idle_pattern(subject: str, only: Only, names: Collection[str]) -> Non
 
 
 def describe_keys(pattern: str, names: Collection[str]) -> str:
-    """List what exists where a pattern that selects nothing leaves the tree, as patterns to use instead.
-
-    If a key is escaped, the text explains how keys are escaped.
-    """
+    """List what exists where a pattern that selects nothing leaves the tree, as patterns to use instead."""
     inside, above = list(names), ""
     for key in pattern.strip().split("/"):
         below = [name for name in inside if name.startswith(f"{above}{key}/")]
@@ -238,26 +218,18 @@ def describe_keys(pattern: str, names: Collection[str]) -> str:
     return (listed or "none") + (f"; {HOW_ESCAPED}" if is_escaped else "")
 
 
-def _expression(pattern: str) -> str:
-    return "".join(_MEANING.get(piece, re.escape(piece)) for piece in _PIECES.findall(pattern))
-
-
 def similar_names(name: str, names: Collection[str]) -> list[str]:
     """Return the few names that end like this one, the shortest first; otherwise names that resemble it."""
     same_ending = [each for each in names if each.endswith(f"/{name}")]
-    similar = same_ending or (
-        difflib.get_close_matches(name, names, _MOST_NAMED, 0.7) if len(names) <= _MOST_COMPARED else []
-    )
-    return sorted(similar, key=len)[:_MOST_NAMED] if same_ending else similar
+    if same_ending or len(names) > _MOST_COMPARED:
+        return sorted(same_ending, key=len)[:_MOST_NAMED]
+    return difflib.get_close_matches(name, names, _MOST_NAMED, 0.7)
 
 
 def suggestion(only: Only, names: Collection[str], fits: Callable[[str], Callable[[str], bool]] = leaf_filter) -> str:
     """Suggest, as a question, a similar pattern that selects something; empty if there is none.
 
-    Args:
-        only: the patterns that select nothing.
-        names: of leaves.
-        fits: makes a predicate from a pattern.
+    `fits` makes a predicate from a pattern.
     """
     patterns = [only] if isinstance(only, str) else only
     if callable(patterns) or patterns is None:
@@ -265,38 +237,20 @@ def suggestion(only: Only, names: Collection[str], fits: Callable[[str], Callabl
     for given in patterns:
         pattern = given.strip()
         plain = pattern.strip("/").removesuffix("/*").removesuffix("/**")
-        tops = difflib.get_close_matches(plain.partition("/")[0], {name.partition("/")[0] for name in names}, 1)
-        _, slash, rest = plain.partition("/")
-        corrected = _correct_keys(pattern, names)
-        ways = (f"{top}{slash}{rest}/**" for top in tops)
-        escaped = _escape_keys(pattern, names)
-        for tried in (
-            pattern,
-            plain,
-            f"{plain}/**",
-            escaped,
-            pattern.replace(".", "/"),
-            corrected,
-            f"{corrected}/**",
-            *ways,
-            *tops,
-        ):
+        known = {key for name in names for key in name.split("/")}
+        escaped = [key if key in known or set(key) & set("*?{") else _escaped(key) for key in pattern.split("/")]
+        corrected = _correct_keys(pattern, known)
+        top = _correct_keys(plain.partition("/")[0], {name.partition("/")[0] for name in names})
+        same_keys = [name for name in names if "~" in name and pattern == "/".join(str(_key(k)) for k in split(name))]
+        ways = [pattern, plain, f"{plain}/**", *same_keys[:1], "/".join(escaped), pattern.replace(".", "/")]
+        for tried in (*ways, corrected, f"{corrected}/**", top):
             if any(map(fits(tried), names)):
                 return f', did you mean "{tried}"?'
     return ""
 
 
-def _escape_keys(pattern: str, names: Collection[str]) -> str:
-    """Return the path of the leaf whose plain keys are given, or the pattern with its unknown keys escaped."""
-    for name in names:
-        if "~" in name and pattern == "/".join(str(_key(text)) for text in split(name)):
-            return name
-    known = {key for name in names for key in name.split("/")}
-    keys = pattern.split("/")
-    for place, key in enumerate(keys):
-        if key not in known and key.isprintable() and key and not set(key) & set("*?{"):
-            keys[place] = key_text(key, ROOT)
-    return "/".join(keys)
+def _escaped(key: str) -> str:
+    return key_text(key, ROOT) if key and key.isprintable() else key
 
 
 def _key(text: str) -> object:
@@ -306,13 +260,11 @@ def _key(text: str) -> object:
         return text
 
 
-def _correct_keys(pattern: str, names: Collection[str]) -> str:
+def _correct_keys(pattern: str, known: Collection[str]) -> str:
     """Replace each unknown key without wildcards by the most similar known key."""
-    known = {key for name in names for key in name.split("/")}
     if len(known) > _MOST_COMPARED:
         return pattern
-    keys = pattern.split("/")
-    unknown = [number for number, key in enumerate(keys) if key not in known and not set(key) & set("*?{")]
-    for number in unknown:
-        keys[number] = next(iter(difflib.get_close_matches(keys[number], known, 1)), keys[number])
-    return "/".join(keys)
+    return "/".join(
+        key if key in known or set(key) & set("*?{") else next(iter(difflib.get_close_matches(key, known, 1)), key)
+        for key in pattern.split("/")
+    )
