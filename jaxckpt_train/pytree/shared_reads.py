@@ -47,7 +47,6 @@ from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.read_plan import is_read_by_bands, parts_bytes
 from jaxckpt_train.store.reader import ReadBox, ReadProgress
 
-MAX_SHOWN = 5
 _DIFFERS = b"differs"
 LEAST_WINDOW_BYTES = 16 * LEAST_ROW_BYTES
 # An array goes to all processes if they need less than this each: taking it apart would take longer.
@@ -255,68 +254,43 @@ class _LoadSummary(msgspec.Struct, array_like=True):
 def _merge_summaries(values: Sequence[bytes]) -> bytes:
     found = [msgspec.msgpack.decode(value, type=_LoadSummary) for value in values]
     for process, each in enumerate(found):
-        if each.sha256 == found[0].sha256:
-            continue
-        if each.directory == found[0].directory:
+        if each.sha256 != found[0].sha256 and each.directory == found[0].directory:
             raise OtherProcessError(
                 f"{each.directory}: process {process} has opened another checkpoint than process 0 at this path: "
                 "either the checkpoint was replaced meanwhile (load it again), or the path is not on storage that all "
                 "processes share"
             )
-        raise OtherProcessError(
-            f"process {process} loads {each.directory}, but process 0 loads {found[0].directory}, which is another "
-            "checkpoint; all processes of a job must load the same, in the same order"
-        )
+        if each.sha256 != found[0].sha256:
+            raise OtherProcessError(
+                f"process {process} loads {each.directory}, but process 0 loads {found[0].directory}, which is another "
+                "checkpoint; all processes of a job must load the same, in the same order"
+            )
     if any(each.leaves != found[0].leaves for each in found):
         return _DIFFERS
     return b"%d" % min(each.budget_bytes for each in found)
 
 
-def _raise_differences(values: Sequence[bytes]) -> bytes:
+def _raise_difference(values: Sequence[bytes]) -> bytes:
     found = [dict(msgspec.msgpack.decode(value, type=list[tuple[str, str]])) for value in values]
-    lines = []
     for name in {name: None for each in found for name in each}:
-        others = [number for number, each in enumerate(found) if each.get(name) != found[0].get(name)]
-        if others:
-            lines.append(
-                f"leaf {name!r}: {_describe_difference(others[0], found[others[0]].get(name), found[0].get(name))}"
-            )
-    more = f"; and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
-    raise OtherProcessError(f"the processes of this job do not load the same: {'; '.join(lines[:MAX_SHOWN])}{more}")
+        for process, each in enumerate(found):
+            if each.get(name) != found[0].get(name):
+                raise OtherProcessError(
+                    f"leaf {name!r}: process {process} and process 0 do not both load it, or onto other devices; all "
+                    "processes of a job must load the same"
+                )
+    return b""
 
 
-def _describe_difference(process: int, its: str | None, first: str | None) -> str:
-    if its is None or first is None:
-        who, other = (process, 0) if first is None else (0, process)
-        return f"process {who} loads it together with the others, but process {other} does not"
-    return f"process {process} loads it onto other devices than process 0"
-
-
-def _leaf_digests(shared: Sequence[SharedArray]) -> list[tuple[str, str]]:
-    known = dict[int, str]()
-    found = []
-    for each in shared:
-        if id(each.needs) not in known:
-            known[id(each.needs)] = _digest(each.needs)
-        found.append((each.array.name, known[id(each.needs)]))
-    return found
-
-
-def _digest(found: Requirements | list[tuple[str, str]]) -> str:
+def _digest(found: object) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(found)).hexdigest()
 
 
 class JointRead:
     """A read of shared arrays, from the viewpoint of one process. All processes do the same, in the same order.
 
-    Args:
-        job: the coordinator, not used for anything else in the meantime. Its owner propagates errors to the others.
-        files: opens the files of the checkpoint.
-        committed: the open checkpoint.
-        subject: what is loaded, for messages.
-        settings: threads, budget, verification, time limit for other processes.
-        progress: called with the number of bytes that this process has read.
-        memory: in which the processes see each other; `run` closes it. None: they move what they read over devices.
+    Nothing else uses the coordinator `job` meanwhile; its owner propagates errors. `run` closes `memory`, in which the
+    processes see each other; None: they move what they read over devices.
     """
 
     def __init__(
@@ -361,12 +335,13 @@ class JointRead:
     def _check_same_load(self, shared: Sequence[SharedArray]) -> int:
         """Verify that all processes load the same, and return the smallest of their budgets."""
         directory = self._committed.directory.encode(errors="backslashreplace").decode()
-        leaves = _leaf_digests(shared)
-        mine = _LoadSummary(directory, self._committed.manifest_sha256, _digest(leaves), self._budget_bytes)
+        digests = {id(each.needs): _digest(each.needs) for each in shared}  # most arrays share theirs
+        leaves = [(each.array.name, digests[id(each.needs)]) for each in shared]
+        summary = _LoadSummary(directory, self._committed.manifest_sha256, _digest(leaves), self._budget_bytes)
         doing = f"starting to load {directory}"
-        result = self._run_in_all(doing, lambda: msgspec.msgpack.encode(mine), _merge_summaries)
+        result = self._run_in_all(doing, lambda: msgspec.msgpack.encode(summary), _merge_summaries)
         if result == _DIFFERS:
-            self._run_in_all(doing, lambda: msgspec.msgpack.encode(leaves), _raise_differences)
+            self._run_in_all(doing, lambda: msgspec.msgpack.encode(leaves), _raise_difference)
         return int(result)
 
     def _read_in_shared_memory(
