@@ -227,9 +227,7 @@ def test_checkpoint_invisible_to_host_is_not_damage(tmp_path: Path, sees_another
 
 
 def plan_for(directory: Path) -> tuple[WritePlan, int]:
-    settings = settings_there(
-        {"digest": "xxh3-128", "segment_bytes": 2 << 30, "staging_bytes": MIB, "durability": "none"}
-    )
+    settings = settings_there(jct.StoreSettings(staging_bytes=MIB, durability="none"))
     plan = WritePlan(str(directory).encode(), "state", 1, settings, (), (), ())
     return plan, room_for_index(plan, [])
 
