@@ -141,7 +141,7 @@ class RepeatedReads:
 
 
 class _Common(NamedTuple):
-    """For a box of so many elements, the edges of its common part with each chunk, relative to the chunk."""
+    """The size of a box in elements, and the edges of its common part with each chunk, relative to the chunk."""
 
     elements: int
     low: np.ndarray
