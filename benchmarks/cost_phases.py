@@ -15,7 +15,7 @@ import numpy as np
 from jaxckpt_train import StoreSettings
 from jaxckpt_train.checkpointables.saving import CheckpointSave, PathTarget
 from jaxckpt_train.checkpointables.staging import StagedPart
-from jaxckpt_train.distributed.coordinator import SingleProcess
+from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.pytree.restore import TreeRestore
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import Box, box_from_index, full_box
@@ -59,7 +59,7 @@ def save_in_phases(path: Path, tree: Any, chunks: int | None = None) -> Seconds:
         plan) and `commit` (the manifest, syncs, and the rename).
     """
     settings, backend, final = StoreSettings(), LocalBackend(), str(path.resolve())
-    save = CheckpointSave(SingleProcess(), final, backend, settings)
+    save = CheckpointSave(Coordinator(), final, backend, settings)
     save.stage({PART: tree})
     if chunks is not None:
         save.parts = [_cut(part, chunks) for part in save.parts]

@@ -158,16 +158,16 @@ def join(address: str, first: int, clients: int) -> dict[str, float]:
 def _measured(client: Any, number: int, clients: int, ready: threading.Barrier) -> tuple[float, float, float]:
     values = JaxKeyValues(client)
     job = ManyProcesses(values, number, clients)
-    job.barrier("starting")
+    job.exchange("starting", bytes)
     exchange_us = _median(lambda n: job.exchange("measuring", lambda: b"x" * 40, _first), 10)
     barrier_us = _median(lambda n: client.wait_at_barrier(f"measured-{n}", 60_000), 10)
-    job.barrier("asking")
+    job.exchange("asking", bytes)
     ready.wait()
     calls, end = 0, time.perf_counter() + SECONDS
     while time.perf_counter() < end:
         values.set(f"alive/{number}", b"%d" % calls)
         calls += 1
-    job.barrier("ending")
+    job.exchange("ending", bytes)
     return exchange_us / 1e3, barrier_us / 1e3, calls / SECONDS
 
 

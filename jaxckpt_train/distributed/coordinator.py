@@ -1,11 +1,16 @@
-"""The coordinator: collective operations of the processes of a job, which all call in the same order."""
+"""How the processes of a job talk: collective operations, which all processes call in the same order.
+
+They use a key-value store that all processes reach, and no devices, so a background thread may take part. Each
+operation is a rendezvous (`rendezvous.py`) with keys of its own: the processes contribute values, and process 0
+collects them, publishes the result, and deletes the keys once no process needs them.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -24,16 +29,18 @@ def no_result(values: Sequence[bytes]) -> bytes:
     return b""
 
 
-class Coordinator(Protocol):
+class Coordinator:
     """Collective operations of the processes of one job. All processes call every method, in the same order.
+
+    This class serves a job of one process, in which they are trivial, and `ManyProcesses` any other job.
 
     Attributes:
         process: number of this process, from 0.
         processes: number of processes in the job.
     """
 
-    process: int
-    processes: int
+    process = 0
+    processes = 1
 
     def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
         """Create a coordinator with a separate order of calls, for another thread; all processes do so in one order.
@@ -42,6 +49,7 @@ class Coordinator(Protocol):
             name: its purpose.
             timeout_s: seconds without a sign of life after which a process counts as lost; None: as this one.
         """
+        return self
 
     def end(self) -> None:
         """Declare that this process no longer uses the coordinator."""
@@ -55,6 +63,7 @@ class Coordinator(Protocol):
 
     def is_over(self) -> bool:
         """Return whether the current operation has failed in another process; known some seconds later."""
+        return False
 
     def exchange(
         self,
@@ -79,6 +88,7 @@ class Coordinator(Protocol):
             The same error in the others, with the process named; OtherProcessError if its class is not of this package.
             CheckpointTimeoutError: a process did not arrive or made no progress in time; names it.
         """
+        return merge([give()])
 
     def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
         """Return the value of `say` in process 0 in all processes. Process 0 rarely waits for the others.
@@ -86,55 +96,10 @@ class Coordinator(Protocol):
         Raises:
             As `exchange`.
         """
-
-    def barrier(self, doing: str) -> None:
-        """Wait until all processes have arrived.
-
-        Raises:
-            As `exchange`.
-        """
-
-
-class SingleProcess:
-    """The coordinator of a job of one process, whose collective operations are trivial."""
-
-    process = 0
-    processes = 1
-
-    def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
-        """Return this coordinator."""
-        return self
-
-    def end(self) -> None:
-        """Do nothing: nothing is held."""
-
-    def leave(self) -> None:
-        """Do nothing: no other process waits."""
-
-    def is_over(self) -> bool:
-        """Return False: no other process can fail."""
-        return False
-
-    def exchange(
-        self,
-        doing: str,
-        give: Callable[[], bytes],
-        merge: Callable[[Sequence[bytes]], bytes] = no_result,
-        moved: Moved | None = None,
-        on_progress: Callable[[], object] | None = None,
-    ) -> bytes:
-        """Return the merged value of this process."""
-        return merge([give()])
-
-    def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
-        """Return what this process says."""
         return say()
 
-    def barrier(self, doing: str) -> None:
-        """Return at once."""
 
-
-class ManyProcesses:
+class ManyProcesses(Coordinator):
     """The coordinator of a multi-process job.
 
     Args:
@@ -153,21 +118,21 @@ class ManyProcesses:
         process: int,
         processes: int,
         timeout_s: float = BARRIER_TIMEOUT_S,
-        nested: _NestedCoordinators | None = None,
+        nested: _Nested | None = None,
         name: str = "jaxckpt",
         outer: Sequence[str] = (),
     ) -> None:
         self.process, self.processes = process, processes
         self._values, self._timeout_s, self._name = values, timeout_s, name
         self._ancestors = () if nested is None else (*outer, name)
-        self._nested = _NestedCoordinators(deletes_keys=process == 0) if nested is None else nested
-        self._rendezvous_count = 0  # number of rendezvous
-        self._broadcasts = 0  # number of broadcasts since the last exchange
+        self._nested = _Nested(deletes_keys=process == 0) if nested is None else nested
+        self._operations = 0
+        self._broadcasts = 0  # since the last exchange
         self._ended: list[str] = []  # in process 0: folders of rendezvous whose keys still exist
         self._rendezvous: Rendezvous | None = None
 
     def within(self, name: str, timeout_s: float | None = None) -> Coordinator:
-        """Create a coordinator with a separate order of calls."""
+        """Create a coordinator whose keys have a prefix of their own."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         own = self._nested.begin(f"{self._name}/{name}")
         return ManyProcesses(self._values, self.process, self.processes, limit_s, self._nested, own, self._ancestors)
@@ -177,7 +142,7 @@ class ManyProcesses:
         self._nested.end(self._name)
 
     def leave(self) -> None:
-        """End, and set the key that announces it to the others."""
+        """Set the key that announces it to the others, and end."""
         self._values.set(f"{self._name}/{_LEFT}/{self.process}", b"1")
         self.end()
 
@@ -197,15 +162,18 @@ class ManyProcesses:
         self._broadcasts = 0
         rendezvous = self._open_rendezvous(doing, moved, on_progress)
         if self.process:
-            return rendezvous.join(lambda: self._nested.encoded() + give())
+            return rendezvous.join(lambda: msgspec.msgpack.encode((self._nested.in_use(), give())))
 
         def act() -> bytes:
-            mine = give()
-            uses, others = self._nested.decoded(rendezvous.collect())
+            values, uses = [give()], list[_Uses]()
+            for each in rendezvous.collect():
+                used, value = msgspec.msgpack.decode(each, type=tuple[_Uses, bytes])
+                uses.append(used)
+                values.append(value)
             for folder in [*self._ended, *self._nested.ended_in_all(uses)]:  # a process that is here has left these
                 self._values.delete(folder)
             self._ended = []
-            return merge([mine, *others])
+            return merge(values)
 
         return self._lead(rendezvous, act)
 
@@ -213,20 +181,15 @@ class ManyProcesses:
         """Publish a value of process 0 without waiting, or as an exchange once many keys have piled up."""
         self._broadcasts += 1
         if self._broadcasts >= MOST_ENDED:  # an exchange lets process 0 delete the keys
-            return self.exchange(doing, lambda: b"", lambda values: say(), moved)
+            return self.exchange(doing, bytes, lambda values: say(), moved)
         rendezvous = self._open_rendezvous(doing, moved)
         return rendezvous.receive() if self.process else self._lead(rendezvous, say)
-
-    def barrier(self, doing: str) -> None:
-        """Exchange nothing."""
-        self.exchange(doing, lambda: b"")
 
     def _open_rendezvous(
         self, doing: str, moved: Moved | None, on_progress: Callable[[], object] | None = None
     ) -> Rendezvous:
-        self._rendezvous_count += 1
-        folder = f"{self._name}/{self._rendezvous_count}"
-        left = [f"{name}/{_LEFT}" for name in self._ancestors]
+        self._operations += 1
+        folder, left = f"{self._name}/{self._operations}", [f"{name}/{_LEFT}" for name in self._ancestors]
         self._rendezvous = Rendezvous(
             self._values, folder, self.process, self.processes, doing, self._timeout_s, moved, on_progress, left
         )
@@ -239,34 +202,26 @@ class ManyProcesses:
             self._ended.append(rendezvous.folder)
 
 
-class _Uses(msgspec.Struct, array_like=True):
-    """The coordinators that a process uses.
-
-    Attributes:
-        begun: how many it has created so far.
-        open: numbers of those that it still uses.
-    """
-
-    begun: int
-    open: tuple[int, ...]
+# How many coordinators a process has created so far, and the numbers of those that it still uses.
+_Uses = tuple[int, list[int]]
 
 
-class _NestedCoordinators:
+class _Nested:
     """Numbers the nested coordinators of a job in the order in which all processes create them."""
 
     def __init__(self, *, deletes_keys: bool) -> None:
-        self._deletes_keys = deletes_keys  # in process 0, which deletes their keys
-        self._begun = 0
-        self._of_name: dict[str, int] = {}  # number of coordinators by name
+        self._begun, self._deletes_keys = 0, deletes_keys
+        self._of_name = Counter[str]()
         self._open: dict[str, int] = {}  # their numbers
-        self._undeleted: dict[int, str] = {}  # in process 0: those whose keys may exist
+        self._undeleted: dict[int, str] = {}  # in process 0, which deletes keys: those whose keys may exist
         self._lock = threading.Lock()
 
     def begin(self, name: str) -> str:
         """Create a unique name for one more coordinator."""
         with self._lock:
-            count = self._of_name[name] = self._of_name.get(name, 0) + 1
-            own, self._begun = f"{name}-{count}", self._begun + 1
+            self._begun += 1
+            self._of_name[name] += 1  # counted by name: a process that left a run has begun fewer below it
+            own = f"{name}-{self._of_name[name]}"
             self._open[own] = self._begun
             if self._deletes_keys:
                 self._undeleted[self._begun] = own
@@ -277,29 +232,16 @@ class _NestedCoordinators:
         with self._lock:
             self._open.pop(own, None)
 
-    def encoded(self) -> bytes:
-        """Encode the coordinators in use, as a prefix of a contributed value."""
-        data = msgspec.msgpack.encode(self._uses())
-        return len(data).to_bytes(4, "big") + data
-
-    def _uses(self) -> _Uses:
+    def in_use(self) -> _Uses:
+        """Return what this process uses."""
         with self._lock:
-            return _Uses(self._begun, tuple(self._open.values()))
-
-    def decoded(self, contributed: list[bytes]) -> tuple[list[_Uses], list[bytes]]:
-        """Split what the other processes contributed into their coordinators in use and their values (in place)."""
-        uses = []
-        for number, each in enumerate(contributed):
-            end = 4 + int.from_bytes(each[:4], "big")
-            uses.append(msgspec.msgpack.decode(each[4:end], type=_Uses))
-            contributed[number] = each[end:]
-        return uses, contributed
+            return self._begun, list(self._open.values())
 
     def ended_in_all(self, uses: Sequence[_Uses]) -> list[str]:
-        """Return the names of coordinators that no process uses any longer, each name once."""
-        everywhere = [*uses, self._uses()]
-        begun = min(each.begun for each in everywhere)
-        used = {number for each in everywhere for number in each.open}
+        """Return the names of coordinators that neither this nor the other processes use, each name once."""
+        everywhere = [*uses, self.in_use()]
+        begun = min(count for count, _ in everywhere)
+        used = {number for _, numbers in everywhere for number in numbers}
         with self._lock:
             ended = [number for number in self._undeleted if number <= begun and number not in used]
             return [self._undeleted.pop(number) for number in ended]
@@ -308,11 +250,7 @@ class _NestedCoordinators:
 class PollSchedule:
     """Decides at which calls of a loop the processes of a job communicate: about once a second.
 
-    The schedule counts calls. At each poll, process 0 decides after how many calls the next poll is due.
-
-    Args:
-        processes: number of processes in the job.
-        monotonic: returns the time in seconds.
+    It counts calls. At each poll, process 0 decides after how many calls the next poll is due.
     """
 
     def __init__(self, processes: int, monotonic: Callable[[], float] = time.monotonic) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxckpt_train.distributed.coordinator import Coordinator, ManyProcesses, SingleProcess
+from jaxckpt_train.distributed.coordinator import Coordinator, ManyProcesses
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.store.threads import PerProcess
 
@@ -32,8 +32,8 @@ class JaxKeyValues:
         found: bytes | None
         if timeout_s <= 0:  # under load, a blocking get with a tiny timeout expires even if the key has a value
             found = self._call(self._client.key_value_try_get_bytes, key)
-            return found
-        found = self._call(self._client.blocking_key_value_get_bytes, key, max(1, int(timeout_s * 1000)))
+        else:
+            found = self._call(self._client.blocking_key_value_get_bytes, key, max(1, int(timeout_s * 1000)))
         return found
 
     def find(self, folder: str) -> Mapping[str, bytes]:
@@ -64,7 +64,7 @@ class JaxKeyValues:
 def current() -> Coordinator:
     """Return the coordinator of this job, the same one at every call."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
-        return SingleProcess()
+        return Coordinator()
     from jax._src.distributed import global_state
 
     return _coordinators.get(global_state.client)
@@ -90,16 +90,11 @@ class PreemptionService:
     def noticed_before_s(self) -> float:
         """Return how many seconds ago the signal was noticed, by the clocks of two machines; 0 if unknown."""
         try:
-            notice_time = self._client.key_value_try_get(_NOTICE_KEY)
-            noticed = datetime.datetime.fromisoformat(_to_microseconds(notice_time))
+            notice_time = re.sub(r"(\.\d{6})\d+", r"\1", self._client.key_value_try_get(_NOTICE_KEY))
+            noticed = datetime.datetime.fromisoformat(notice_time)  # reads six decimals
         except (jax.errors.JaxRuntimeError, ValueError):
             return 0.0
         return max(0.0, time.time() - noticed.timestamp())
-
-
-def _to_microseconds(notice_time: str) -> str:
-    """Cut a time of the service to the six decimals that Python reads."""
-    return re.sub(r"(\.\d{6})\d+", r"\1", notice_time)
 
 
 def preemption_service() -> PreemptionService | None:
@@ -111,15 +106,9 @@ def preemption_service() -> PreemptionService | None:
     return None if global_state.preemption_sync_manager is None else _services.get(global_state)
 
 
-def _make_service(state: Any) -> PreemptionService:
-    return PreemptionService(state.client, state.preemption_sync_manager)
-
-
-def _make_coordinator(client: Any) -> Coordinator:
-    return ManyProcesses(JaxKeyValues(client), jax.process_index(), jax.process_count())
-
-
-_coordinators: PerProcess[Any, Coordinator] = PerProcess(_make_coordinator)
-
-
-_services: PerProcess[Any, PreemptionService] = PerProcess(_make_service)
+_coordinators = PerProcess[Any, Coordinator](
+    lambda client: ManyProcesses(JaxKeyValues(client), jax.process_index(), jax.process_count())
+)
+_services = PerProcess[Any, PreemptionService](
+    lambda state: PreemptionService(state.client, state.preemption_sync_manager)
+)

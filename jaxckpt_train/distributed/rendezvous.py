@@ -2,6 +2,12 @@
 
 The primary, process 0, collects a value from every other process and publishes the result. An error in one process is
 published too: every process then raises an error of the same class, so that all of them take the same decision.
+
+Keys of a rendezvous, below its folder:
+    from/N, large/N/M   the value or error of a process, with a key of its own if it is large
+    count, here         how many have contributed; set by the last one, or after an error, to wake process 0
+    said                the result or error that process 0 publishes
+    alive/N             the number of heartbeats of a process
 """
 
 from __future__ import annotations
@@ -105,7 +111,7 @@ class Rendezvous:
         self._doing, self._timeout_s, self._moved, self._on_progress = doing, timeout_s, moved, on_progress
         least_s, most_s = processes / ASKING_PER_S, timeout_s / 8
         self._period_s = min(max(PERIOD_S, least_s), most_s)
-        self._slice_s = max(SLICE_S, min(least_s, most_s))  # of one wait, in every process but the first
+        self._slice_s = max(SLICE_S, min(least_s, most_s)) if process else SLICE_S  # of one wait
         # Process 0 detects silent processes first, and reports them to the others.
         self._limit_s = timeout_s + (2 * self._period_s if process else 0.0)
         self._contributions = Contributions(values, folder, processes)
@@ -117,16 +123,16 @@ class Rendezvous:
 
     def lead(self, act: Callable[[], bytes]) -> bytes:
         """In process 0: run `act` and publish its result or error to the others."""
+        said = f"{self.folder}/said"
         with self._heartbeats():
             try:
                 result = self._run_act(act)
             except BaseException as error:
-                self._publish(
-                    "said", _FAILED + (self._remote_error or encode_error(error, self._process)), primary_error=error
-                )
+                with _notifying(error):
+                    self._values.set(said, _FAILED + (self._remote_error or encode_error(error, self._process)))
                 self._let_others_leave()
                 raise
-            self._publish("said", _DONE + self._label + result)
+            self._values.set(said, _DONE + self._label + result)
             self._contributions.forget()
             return result
 
@@ -148,13 +154,13 @@ class Rendezvous:
                 self._remote_error = value[1:]
                 raise decode_error(self._remote_error, self._doing)
 
-    def collect(self) -> list[bytes]:
-        """In process 0, within `act`: wait for the values of the other processes, and return them in order.
+    def collect(self) -> Iterator[bytes]:
+        """In process 0, within `act`: wait for the values of the other processes, and yield them in order.
 
         Raises:
             CheckpointError: a process has failed, has left, or is lost.
         """
-        silence = self._silence_timer(range(1, self._processes))
+        silence = self._silence_timer()
         while self._values.get(f"{self.folder}/here", SLICE_S) is None:
             if not silence.is_check_due():
                 continue
@@ -164,11 +170,12 @@ class Rendezvous:
             if len(arrived) == self._processes - 1:
                 break  # a process was lost right after it had given its value, before it could wake this one
             self._record_signs(silence, by_process(self._values.find(f"{self.folder}/alive")) | arrived)
-            self._raise_if_left(left, arrived)
+            self._raise_if_left(set(left) - arrived.keys())
             self._check_missing(silence, arrived)
         found = self._contributions.look()
         self._raise_failure(found)
-        return [self._strip_label(value[1:], process) for process, value in enumerate(self._contributions.of(found), 1)]
+        for process, value in enumerate(self._contributions.of(found), 1):
+            yield self._strip_label(value[1:], process)
 
     def join(self, give: Callable[[], bytes]) -> bytes:
         """In every other process: contribute the result of `give`, and return what process 0 publishes."""
@@ -177,7 +184,8 @@ class Rendezvous:
                 value = give()
             except BaseException as error:
                 is_stopped = self.is_over and isinstance(error, CheckpointError)  # because another process failed
-                self._contribute(_FAILED + encode_error(error, self._process), primary_error=error)
+                with _notifying(error):
+                    self._contribute(_FAILED + encode_error(error, self._process), is_error=True)
                 if is_stopped:
                     if self._lost is not None:
                         raise self._lost from None
@@ -192,29 +200,32 @@ class Rendezvous:
         Raises:
             CheckpointError: process 0 or another process has failed, or process 0 has left or is lost.
         """
-        silence = self._silence_timer((0,))
+        silence = self._silence_timer()
         while (published := self._values.get(f"{self.folder}/said", self._slice_s)) is None:
             if silence.is_check_due():
                 if any(self._values.get(f"{folder}/0", GLANCE_S) is not None for folder in self._left):
                     published = self._values.get(f"{self.folder}/said", POLL_S)  # it may have published before it left
                     if published is not None:
                         break
-                    self._raise_if_left([0], ())
-                sign = self._values.get(f"{self.folder}/alive/0", POLL_S)
-                self._record_signs(silence, {} if sign is None else {0: sign})
+                    self._raise_if_left({0})
+                self._record_signs(silence, self._sign_of_primary())
                 self._check_missing(silence, {})
         if published[:1] == _FAILED:
             raise decode_error(published[1:], self._doing)
         return self._strip_label(published[1:], 0)
 
+    def _sign_of_primary(self) -> dict[int, bytes]:
+        sign = self._values.get(f"{self.folder}/alive/0", POLL_S)
+        return {} if sign is None else {0: sign}
+
     def _strip_label(self, value: bytes, process: int) -> bytes:
         """Return the value of another process, if that process does the same as this one but for numbers and paths."""
         size = int.from_bytes(value[:2], "big") + 2
-        doing = value[2:size].decode(errors="replace")
-        if doing != self._label[2:].decode(errors="replace"):
+        if value[:size] != self._label:
             raise OtherProcessError(
-                f"process {process} is at {doing!r}, but process {self._process} is at {self._doing!r}: expected all "
-                "processes of the job to do the same, in the same order, each from one thread"
+                f"process {process} is at {value[2:size].decode(errors='replace')!r}, but process {self._process} is "
+                f"at {self._doing!r}: expected all processes of the job to do the same, in the same order, each from "
+                "one thread"
             )
         return value[size:]
 
@@ -222,38 +233,31 @@ class Rendezvous:
         if silence.record(signs) and self._on_progress is not None:
             self._on_progress()
 
-    def _silence_timer(self, numbers: Sequence[int]) -> SilenceTimer:
-        return SilenceTimer(numbers, self._limit_s, self._period_s, self._slice_s if self._process else SLICE_S)
+    def _silence_timer(self) -> SilenceTimer:
+        others = (0,) if self._process else range(1, self._processes)
+        return SilenceTimer(others, self._limit_s, self._period_s, self._slice_s)
 
     def _let_others_leave(self) -> None:
         """Wait a moment for processes that are still working: what they write is removed next."""
         if self._moved is None:
             return
-        end, wait_s = time.monotonic() + LEAVING_S, 0.1
+        end, wait_s = time.monotonic() + LEAVING_S, 0.1 if self._processes <= ASKING_PER_S else SLICE_S
         with contextlib.suppress(CheckpointError):
             while len(self._values.find(f"{self.folder}/from")) < self._processes - 1 and time.monotonic() < end:
                 self._values.get(f"{self.folder}/never", wait_s)
-                wait_s = min(2 * wait_s, SLICE_S) if self._processes > ASKING_PER_S else wait_s
 
     def _check_missing(self, silence: SilenceTimer, arrived: Mapping[int, bytes]) -> None:
         """Raise if a process is lost; otherwise log from time to time which processes are missing."""
         self._raise_if_lost(silence, arrived)
         if silence.should_report():
-            waited = [number for number in silence.numbers if number not in arrived]
-            _log.warning(
-                "%s: still waiting for %s, after %.0f s",
-                self._doing,
-                _describe_processes(waited, self._processes),
-                silence.waited_s,
-            )
+            missing = self._describe([number for number in silence.numbers if number not in arrived])
+            _log.warning("%s: still waiting for %s, after %.0f s", self._doing, missing, silence.waited_s)
 
-    def _raise_if_left(self, left: Collection[int], arrived: Collection[int]) -> None:
-        missing = sorted({number for number in left if number not in arrived})
+    def _raise_if_left(self, missing: Collection[int]) -> None:
         if missing:
             raise OtherProcessError(
-                f"{self._doing}: {_describe_processes(missing, self._processes)} left: "
-                f"{'its' if len(missing) == 1 else 'their'} CheckpointCallback or StepManager was closed, probably "
-                f"after an error; see {'its' if len(missing) == 1 else 'their'} log"
+                f"{self._doing}: {self._describe(sorted(missing))} left: its CheckpointCallback or StepManager was "
+                "closed, probably after an error; see its log"
             )
 
     def _raise_if_lost(self, silence: SilenceTimer, arrived: Mapping[int, bytes]) -> None:
@@ -264,22 +268,25 @@ class Rendezvous:
     def _lost_error(self, lost: Sequence[int], *, arrived: bool) -> CheckpointTimeoutError:
         what = "made no progress" if arrived else "did not arrive"
         error = CheckpointTimeoutError(
-            f"{self._doing}: {_describe_processes(lost, self._processes)} {what} for {self._timeout_s:.3g} s; "
-            f"see {'its' if len(lost) == 1 else 'their'} log"
+            f"{self._doing}: {self._describe(lost)} {what} for {self._timeout_s:.3g} s; see its log"
         )
         error.lost = tuple(lost)
         return error
 
-    def _publish(self, name: str, value: bytes, primary_error: BaseException | None = None) -> None:
-        try:
-            self._call_store(lambda: self._values.set(f"{self.folder}/{name}", value))
-        except CheckpointError as second:
-            self._raise_or_note(second, primary_error)
+    def _describe(self, numbers: Sequence[int]) -> str:
+        shown = ", ".join(map(str, numbers[:MOST_SHOWN]))
+        more = f" and {len(numbers) - MOST_SHOWN} more" if len(numbers) > MOST_SHOWN else ""
+        return f"process{'' if len(numbers) == 1 else 'es'} {shown}{more} of {self._processes}"
+
+    def _contribute(self, value: bytes, *, is_error: bool = False) -> None:
+        """Contribute a value, and wake process 0 if it is the last value or an error."""
+        self._call_store(lambda: self._contributions.give(self._process, value, listed=is_error))
+        count = self._call_store(lambda: self._values.increment(f"{self.folder}/count"))
+        if count == self._processes - 1 or is_error:
+            self._call_store(lambda: self._values.set(f"{self.folder}/here", b"1"))
 
     def _call_store(self, call: Callable[[], T]) -> T:
         """Make a call that the store answers at once, unless process 0, which runs the store, is stopped."""
-        if self._process == 0:
-            return call()
         end = time.monotonic() + self._limit_s
 
         def look(_: int) -> None:
@@ -287,27 +294,6 @@ class Rendezvous:
                 raise self._lost_error((0,), arrived=True)
 
         return call_with_timeout(self._doing, lambda _: call(), look)
-
-    def _raise_or_note(self, second: CheckpointError, primary_error: BaseException | None) -> None:
-        if primary_error is None:
-            raise second
-        primary_error.add_note(f"and the other processes could not be notified: {second}")
-
-    def _contribute(self, value: bytes, primary_error: BaseException | None = None) -> None:
-        """Contribute a value, and wake process 0 if it is the last value or an error."""
-        try:
-            self._call_store(lambda: self._contributions.give(self._process, value, listed=primary_error is not None))
-        except CheckpointError as second:
-            self._raise_or_note(second, primary_error)
-        try:
-            count = self._call_store(lambda: self._values.increment(f"{self.folder}/count"))
-        except CheckpointError as second:
-            if primary_error is None:
-                raise
-            primary_error.add_note(f"and process 0 could not be woken: {second}")
-            return
-        if count == self._processes - 1 or primary_error is not None:
-            self._publish("here", b"1", primary_error)
 
     def _send_heartbeat(self) -> None:
         self._heartbeat_count += 1
@@ -320,9 +306,8 @@ class Rendezvous:
             yield
             return
         ended = Latch()
-        threading.Thread(
-            target=self._send_heartbeats, args=(self._moved, ended), name="jaxckpt-alive", daemon=True
-        ).start()
+        arguments = self._moved, ended
+        threading.Thread(target=self._send_heartbeats, args=arguments, name="jaxckpt-alive", daemon=True).start()
         try:
             yield
         finally:
@@ -330,7 +315,7 @@ class Rendezvous:
 
     def _send_heartbeats(self, moved: Callable[[], object], ended: Latch) -> None:
         before: object = self  # a value that `moved` never returns
-        silence = self._silence_timer((0,) if self._process else range(1, self._processes))
+        silence = self._silence_timer()
         try:
             while not ended.is_open():
                 if (now := moved()) != before:
@@ -346,24 +331,27 @@ class Rendezvous:
 
     def _watch_others(self, silence: SilenceTimer) -> None:
         """Watch the other processes while this one works: it may wait for one of them by other means."""
+        arrived: dict[int, bytes] = {}
         if self._process:
             published = self._values.get(f"{self.folder}/said", POLL_S)
-            self.is_over = self.is_over or (published is not None and published[:1] == _FAILED)
-            sign = self._values.get(f"{self.folder}/alive/0", POLL_S)
-            silence.record({} if sign is None else {0: sign})
-            self._raise_if_lost(silence, {})
-            return
-        found = self._contributions.look()
-        self.is_over = self.is_over or any(value is not None and value[:1] == _FAILED for value in found.values())
-        arrived = dict.fromkeys(found, b"")
-        silence.record(by_process(self._values.find(f"{self.folder}/alive")) | arrived)
+            self.is_over |= published is not None and published[:1] == _FAILED
+            signs = self._sign_of_primary()
+        else:
+            found = self._contributions.look()
+            self.is_over |= any(value is not None and value[:1] == _FAILED for value in found.values())
+            arrived = dict.fromkeys(found, b"")
+            signs = by_process(self._values.find(f"{self.folder}/alive")) | arrived
+        silence.record(signs)
         self._raise_if_lost(silence, arrived)
 
 
-def _describe_processes(numbers: Sequence[int], processes: int) -> str:
-    shown = ", ".join(map(str, numbers[:MOST_SHOWN]))
-    more = f" and {len(numbers) - MOST_SHOWN} more" if len(numbers) > MOST_SHOWN else ""
-    return f"process{'' if len(numbers) == 1 else 'es'} {shown}{more} of {processes}"
+@contextlib.contextmanager
+def _notifying(error: BaseException) -> Iterator[None]:
+    """Add a note to an error of which the other processes cannot be notified within."""
+    try:
+        yield
+    except CheckpointError as second:
+        error.add_note(f"and the other processes could not be notified: {second}")
 
 
 class SilenceTimer:
@@ -400,11 +388,8 @@ class SilenceTimer:
 
     def find_lost(self, arrived: Mapping[int, bytes]) -> list[int]:
         """Return the processes that are missing and have been silent for too long."""
-        return [
-            number
-            for number in self.numbers
-            if number not in arrived and self.waited_s - self._heard_at[number] >= self._limit_s
-        ]
+        missing = (number for number in self.numbers if number not in arrived)
+        return [number for number in missing if self.waited_s - self._heard_at[number] >= self._limit_s]
 
     def should_report(self) -> bool:
         """Return whether it is time to log which processes are missing."""
@@ -417,18 +402,11 @@ class SilenceTimer:
 class Contributions:
     """The values that the processes contribute to one rendezvous.
 
-    Small values are listed together, large ones have keys of their own. Process 0 may look repeatedly: it reads a large
-    value once.
-
-    Args:
-        values: the key-value store.
-        folder: of the keys of the rendezvous.
-        processes: number of processes in the job.
+    Small values are listed together. Large ones have keys of their own, which process 0 reads in packs, once.
     """
 
     def __init__(self, values: KeyValues, folder: str, processes: int) -> None:
         self._values, self._folder, self._processes = values, folder, processes
-        self._read: dict[int, bytes] = {}  # large ones
 
     def give(self, process: int, value: bytes, *, listed: bool = False) -> None:
         """Contribute the value of a process; `listed`: process 0 sees it at its next look, however large it is."""
@@ -438,31 +416,20 @@ class Contributions:
         self._values.set(f"{self._folder}/from/{process}", _HERE + value if is_small else _APART)
 
     def look(self) -> dict[int, bytes | None]:
-        """Return the values so far by process, None for a large one; read the packs of large values that are full."""
+        """Return the values so far by process, None for a large one."""
         listed = by_process(self._values.find(f"{self._folder}/from"))
-        found = {process: None if each[:1] == _APART else each[1:] for process, each in listed.items()}
-        apart: dict[int, int] = {}
-        for process, value in found.items():
-            if value is None and process not in self._read:
-                apart[process // PACK] = apart.get(process // PACK, 0) + 1
-        for pack, count in apart.items():
-            first = max(1, pack * PACK)  # process 0 gives none
-            if count == min((pack + 1) * PACK, self._processes) - first:
-                self._read_pack(pack)
-        return found
+        return {process: None if each[:1] == _APART else each[1:] for process, each in listed.items()}
 
     def of(self, found: Mapping[int, bytes | None]) -> Iterator[bytes]:
         """Yield all values in the order of the processes; `found` must have all. A value is held until it is taken."""
+        large: dict[int, bytes] = {}
         for process in range(1, self._processes):
             value = found[process]
-            if value is None and process not in self._read:
-                self._read_pack(process // PACK)
-            yield self._read.pop(process) if value is None else value
-
-    def _read_pack(self, pack: int) -> None:
-        folder = f"{self._folder}/large/{pack}"
-        self._read.update(by_process(self._values.find(folder)))
-        self._values.delete(folder)
+            if value is None and process not in large:
+                folder = f"{self._folder}/large/{process // PACK}"
+                large.update(by_process(self._values.find(folder)))
+                self._values.delete(folder)
+            yield large.pop(process) if value is None else value
 
     def forget(self) -> None:
         """Delete the values."""
@@ -486,8 +453,12 @@ class _ErrorMessage(msgspec.Struct):
 
 def encode_error(error: BaseException, process: int) -> bytes:
     """Encode an error of this process for the other processes."""
+    try:
+        text = str(error).encode(errors="backslashreplace").decode()
+    except Exception:  # noqa: BLE001  # a value in the error cannot be shown; the others must still get the error
+        text = "cannot be shown"
     more = {name: tuple(map(str, getattr(error, name))) for name in _ATTRIBUTES if hasattr(error, name)}
-    message = _ErrorMessage(process, type(error).__name__, _text(error), more=more)
+    message = _ErrorMessage(process, type(error).__name__, text, more=more)
     if isinstance(error, StorageError):
         message.errno, message.text = error.errno, str(error.strerror)
         message.filename = None if error.filename is None else str(error.filename)
@@ -510,14 +481,6 @@ def decode_error(data: bytes, doing: str, who: str | None = None) -> CheckpointE
     if kind is None:
         return OtherProcessError(f"{where}: {message.kind}: {message.text}")
     error = kind(f"{where}: {message.text}")
-    for name in _ATTRIBUTES:
-        if name in message.more:
-            setattr(error, name, message.more[name])
+    for name, value in message.more.items():
+        setattr(error, name, value)
     return error
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error).encode(errors="backslashreplace").decode()
-    except Exception:  # noqa: BLE001  # a value in the error cannot be shown; the others must still get the error
-        return "cannot be shown"

@@ -26,12 +26,9 @@ from jaxckpt_train.store.segment import ALIGNMENT
 
 NAME = "jaxckpt"
 TOKEN_BYTES = 16
-MESSAGE_BYTES = 32
-"""Size of a message. It arrives whole: a pipe takes up to PIPE_BUF bytes (at least 512) in one piece."""
+MESSAGE_BYTES = 32  # it arrives whole: a pipe takes up to PIPE_BUF bytes (at least 512) in one piece
 _STATE = struct.Struct("<IQQ")  # number of a process, how many windows it has given and taken
 SLICE_S = 0.5
-_FAR = b""
-_BLIND = b"!"
 
 
 class _MemoryAddress(msgspec.Struct, array_like=True):
@@ -61,7 +58,12 @@ class SharedMemory:
     _descriptor = -1
 
     def __init__(self, size: int) -> None:
-        self._descriptor = _sealed_memory(ALIGNMENT + size)
+        if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+            raise OSError(errno.ENOSYS, "this system has no memory that other processes can map (memfd)")
+        self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._descriptor, ALIGNMENT + size)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
         area = mmap.mmap(self._descriptor, ALIGNMENT + size)
         token = os.urandom(TOKEN_BYTES)
         area[:TOKEN_BYTES] = token
@@ -81,20 +83,6 @@ class SharedMemory:
         self.data = np.empty(0, np.uint8)
 
 
-def _sealed_memory(size: int) -> int:
-    """Create memory whose size is fixed, and return its descriptor."""
-    if sys.platform == "linux" and hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, size)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
-    raise OSError(errno.ENOSYS, "this system has no memory that other processes can map (memfd)")
-
-
 def open_memory(address: bytes) -> np.ndarray:
     """Map the memory of another process: flat uint8, not writable.
 
@@ -105,14 +93,13 @@ def open_memory(address: bytes) -> np.ndarray:
     path = descriptor_path(there.pid, there.descriptor, f"/memfd:{NAME}")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if os.fstat(descriptor).st_size != ALIGNMENT + there.size:
-            raise OSError(errno.ENOENT, "found other memory than was announced", path)
-        area = mmap.mmap(descriptor, ALIGNMENT + there.size, prot=mmap.PROT_READ)
+        if os.fstat(descriptor).st_size == ALIGNMENT + there.size:
+            area = mmap.mmap(descriptor, ALIGNMENT + there.size, prot=mmap.PROT_READ)
+            if area[:TOKEN_BYTES] == there.token:
+                return np.frombuffer(area, np.uint8, there.size, ALIGNMENT)
     finally:
         os.close(descriptor)
-    if area[:TOKEN_BYTES] != there.token:
-        raise OSError(errno.ENOENT, "found other memory than was announced", path)
-    return np.frombuffer(area, np.uint8, there.size, ALIGNMENT)
+    raise OSError(errno.ENOENT, "found other memory than was announced", path)
 
 
 class _PipeAddress(msgspec.Struct, array_like=True):
@@ -122,23 +109,16 @@ class _PipeAddress(msgspec.Struct, array_like=True):
 
 
 class Mailbox:
-    """Receives messages from other processes.
+    """Receives messages from other processes, which find it by its `address`.
 
     All memory that a process wrote before it sent a message is visible on receipt.
-
-    Attributes:
-        address: by which others find it.
-
-    Raises:
-        OSError: the system has no such pipes, or provides none.
     """
 
     _pipe: tuple[int, ...] = ()
 
     def __init__(self) -> None:
-        if not hasattr(os, "pipe2"):
-            raise OSError(errno.ENOSYS, "this system has no pipes that other processes can open (pipe2)")
-        self._pipe = self._reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._pipe = self._reading, writing = os.pipe()
+        os.set_blocking(self._reading, False)
         self._ready = select.poll()
         self._ready.register(self._reading, select.POLLIN)
         self.address = msgspec.msgpack.encode(_PipeAddress(os.getpid(), writing, os.fstat(writing).st_ino))
@@ -162,10 +142,7 @@ class Mailbox:
 
 
 class Channel:
-    """Sends messages to the mailbox of another process.
-
-    Args:
-        address: of the mailbox.
+    """Sends messages to the mailbox of another process with this address.
 
     Raises:
         OSError: it cannot be reached from here, for example from another container.
@@ -205,9 +182,6 @@ class Channel:
 class ColocatedMemory:
     """Memory of all processes of a job, which they can read, and how far each of them is with giving and taking.
 
-    Args:
-        size: bytes of each.
-
     Attributes:
         address: by which others find the memory of this process, until it is hidden.
         process: number of this process, once it has joined.
@@ -230,11 +204,7 @@ class ColocatedMemory:
         self._given, self._taken = list[int](), list[int]()
 
     def join(self, addresses: Sequence[bytes], process: int) -> None:
-        """Map the memory of all processes.
-
-        Args:
-            addresses: of each process in order.
-            process: number of this one.
+        """Map the memory of all processes, given their addresses in order and the number of this process.
 
         Raises:
             OSError: one cannot be reached from here.
@@ -308,49 +278,46 @@ class ColocatedProcesses(NamedTuple):
     memory: ColocatedMemory | None
 
 
-class _Here(msgspec.Struct, array_like=True):
-    machine: str
-    address: bytes
-
-
 def find_colocated_processes(coordinator: Coordinator, size: int) -> ColocatedProcesses:
     """Find out how the processes are placed. All of them call this, each for `size` bytes; the caller closes them.
 
     Raises:
         As `Coordinator.exchange`.
     """
-    with contextlib.ExitStack() as unless_joined:
-        own: ColocatedMemory | None = None
+    own: ColocatedMemory | None = None
+    has_joined = False
+    try:
         with contextlib.suppress(OSError):
             own = ColocatedMemory(size)
-            unless_joined.callback(own.close)
-        with contextlib.ExitStack() as hidden:
-            if own is not None:
-                hidden.callback(own.hide)
-            here = _Here(machine_id(), b"" if own is None else own.address)
-            doing = "comparing the machines of the processes of this job"
-            results = coordinator.exchange(doing, lambda: msgspec.msgpack.encode(here), _on_one_machine)
-            if results == _FAR:
-                return ColocatedProcesses(False, None)
-            addresses = msgspec.msgpack.decode(results, type=list[bytes])
-            if own is None or not all(addresses):
-                return ColocatedProcesses(True, None)
+        here = msgspec.msgpack.encode((machine_id(), b"" if own is None else own.address))
+        doing = "comparing the machines of the processes of this job"
+        addresses = msgspec.msgpack.decode(coordinator.exchange(doing, lambda: here, _on_one_machine), type=list[bytes])
+        if own is None or not addresses or not all(addresses):
+            return ColocatedProcesses(bool(addresses), None)
+        joining = own
 
-            def look() -> bytes:
-                try:
-                    own.join(addresses, coordinator.process)
-                except OSError:
-                    return _BLIND
-                return b""
+        def join() -> bytes:
+            try:
+                joining.join(addresses, coordinator.process)
+            except OSError:
+                return b"!"
+            return b""
 
-            if coordinator.exchange("mapping the memory of the processes of this job", look, b"".join):
-                return ColocatedProcesses(True, None)
-        unless_joined.pop_all()
+        if coordinator.exchange("mapping the memory of the processes of this job", join, b"".join):
+            return ColocatedProcesses(True, None)
+        has_joined = True
         return ColocatedProcesses(True, own)
+    finally:
+        if own is not None:
+            own.hide()
+            if not has_joined:
+                own.close()
 
 
 def _on_one_machine(results: Sequence[bytes]) -> bytes:
-    found = [msgspec.msgpack.decode(each, type=_Here) for each in results]
-    if not found[0].machine or len({each.machine for each in found}) > 1:
-        return _FAR
-    return msgspec.msgpack.encode([each.address for each in found])
+    """Return the addresses of all processes, or none if they run on several machines."""
+    found = [msgspec.msgpack.decode(each, type=tuple[str, bytes]) for each in results]
+    machines = {machine for machine, _ in found}
+    return msgspec.msgpack.encode(
+        [address for _, address in found] if len(machines) == 1 and "" not in machines else []
+    )

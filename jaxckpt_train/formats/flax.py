@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from jaxckpt_train.checkpointables.saving import CheckpointSave, PathTarget
-from jaxckpt_train.distributed.coordinator import SingleProcess
+from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError, UnsupportedLeafError
 from jaxckpt_train.formats.step_folders import ARRAYS_OF_A_JOB, FlaxFile
 from jaxckpt_train.pytree.paths import MAX_DEPTH
@@ -50,7 +50,7 @@ def open_flax_file(backend: Backend, found: FlaxFile, settings: StoreSettings) -
     step = _STEP.fullmatch(path.rpartition("/")[2])
     info = {} if step is None else {"step": int(step[1])}
     target = PathTarget(memory, path, plain, info, transaction=Transaction(memory, path, plain))
-    save = CheckpointSave(SingleProcess(), path, memory, plain)
+    save = CheckpointSave(Coordinator(), path, memory, plain)
     save.stage({_NAME: tree})
     return memory, save.run(target)
 

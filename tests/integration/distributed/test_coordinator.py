@@ -23,7 +23,7 @@ def exchange_and_broadcast(name: str) -> list[str]:
     mine = f"p{found.process}"
     together = found.exchange("greeting", mine.encode, b",".join)
     answer = found.broadcast("answering", lambda: b"from " + mine.encode())
-    found.barrier("ending")
+    found.exchange("ending", bytes)
     return [mine, together.decode(), answer.decode()]
 
 
@@ -45,7 +45,7 @@ def fail_in(name: str, who: int, kind: str) -> list[Any]:
         found.exchange("writing step 5", give)
     except (CheckpointError, KeyError) as error:
         took_s = time.monotonic() - started
-        found.within("after").barrier("continuing")
+        found.within("after").exchange("continuing", bytes)
         return [type(error).__name__, str(error), getattr(error, "errno", None), took_s < LIMIT_S]
     return ["nothing"]
 
@@ -128,11 +128,11 @@ def keys_left(name: str) -> int:
     for _ in range(5):
         inner = found.within(name, LIMIT_S)
         for _ in range(10):
-            inner.barrier("counting")
+            inner.exchange("counting", bytes)
             inner.broadcast("answering", lambda: b"x")
         inner.end()
-    found.barrier("one more")
-    found.barrier("and another")
+    found.exchange("one more", bytes)
+    found.exchange("and another", bytes)
     return len(found._values.find("jaxckpt")) if found.process == 0 else 0
 
 
@@ -141,10 +141,11 @@ def keys_of_broadcasts(name: str) -> int:
     found, most = current(), 0
     assert isinstance(found, ManyProcesses)
     inner = found.within(name, LIMIT_S)
+    assert isinstance(inner, ManyProcesses)
     received = []
     for number in range(300):
         received.append(int(inner.broadcast("counting", lambda number=number: b"%d" % number)))  # type: ignore[misc]
-        most = max(most, len(found._values.find(f"jaxckpt/{name}-1"))) if found.process == 0 else 0
+        most = max(most, len(found._values.find(inner._name))) if found.process == 0 else 0
     assert received == list(range(300))
     return most
 

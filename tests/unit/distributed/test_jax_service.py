@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from jaxckpt_train.distributed.jax_service import SingleProcess, current
+from jaxckpt_train.distributed.coordinator import Coordinator
+from jaxckpt_train.distributed.jax_service import current
 
 
 def test_one_process_agrees_with_itself() -> None:
     coordinator = current()
-    assert isinstance(coordinator, SingleProcess)
+    assert isinstance(coordinator, Coordinator)
     assert (coordinator.process, coordinator.processes) == (0, 1)
     assert coordinator.exchange("preemption", lambda: b"mine", b"".join) == b"mine"
     assert coordinator.exchange("nothing", lambda: b"mine") == b""
     assert coordinator.broadcast("step", lambda: b"7") == b"7"
     assert coordinator.within("save") is coordinator
     assert not coordinator.is_over()
-    coordinator.barrier("commit")
+    coordinator.exchange("commit", bytes)
     coordinator.end()

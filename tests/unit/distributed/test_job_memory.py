@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.distributed import shared_memory
-from jaxckpt_train.distributed.coordinator import SingleProcess
+from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.distributed.shared_memory import (
     Channel,
     ColocatedMemory,
@@ -170,7 +170,7 @@ def test_interrupt_at_any_point_leaves_no_memory() -> None:
         number, was_interrupted = number + 1, False
         try:
             with interrupt_at(number, *makers):
-                memory = find_colocated_processes(SingleProcess(), 4096).memory
+                memory = find_colocated_processes(Coordinator(), 4096).memory
                 assert memory is not None
                 memory.close()
         except KeyboardInterrupt:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.distributed.jax_service import SingleProcess
+from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.pending import PendingSave, ProgressTracker, call_within
 from jaxckpt_train.preemption.watch import PreemptionWatch
 from jaxckpt_train.store.backends.local import LocalBackend, _LocalSource
@@ -335,7 +335,7 @@ def test_call_within_returns_at_its_limit() -> None:
 
 def test_late_check_shortens_the_lead_time() -> None:
     now = [0.0]
-    watch = PreemptionWatch(SingleProcess(), max_run_time_s=100, leave_early_s=lambda: 30.0, monotonic=lambda: now[0])
+    watch = PreemptionWatch(Coordinator(), max_run_time_s=100, leave_early_s=lambda: 30.0, monotonic=lambda: now[0])
     now[0] = 95.0  # a long step
     assert watch.is_asked()
     assert watch.reached()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.distributed.jax_service import SingleProcess
+from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.preemption import sources as sources_module
 from jaxckpt_train.preemption.shutdown import GracefulShutdown
 from jaxckpt_train.preemption.sources import WatchedSources
@@ -82,15 +82,15 @@ class Broken(FakeSource):
         raise ValueError("left")
 
 
-class Second(SingleProcess):
+class Second(Coordinator):
     """The coordinator of process 1 of a job."""
 
     process = 1
 
 
-def watch_of(*sources: Any, job: SingleProcess | None = None, **options: Any) -> tuple[PreemptionWatch, Time]:
+def watch_of(*sources: Any, job: Coordinator | None = None, **options: Any) -> tuple[PreemptionWatch, Time]:
     clock = Time()
-    return PreemptionWatch(job or SingleProcess(), sources=sources, monotonic=clock, **options), clock
+    return PreemptionWatch(job or Coordinator(), sources=sources, monotonic=clock, **options), clock
 
 
 @pytest.mark.parametrize("found", ["the cluster", jct.Notice("the cluster")])

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxckpt_train.distributed.jax_service import SingleProcess
+from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.preemption.watch import FileNotice, PreemptionWatch, SignalNotice, TimeNotice
 from tests.support.signal_handlers import WATCHED, handlers_put_back
@@ -32,7 +32,7 @@ class Time:
         return self.now
 
 
-class Agreeing(SingleProcess):
+class Agreeing(Coordinator):
     """The coordinator of a job in which another process was asked to leave."""
 
     processes = 2
@@ -196,7 +196,7 @@ def test_too_short_time_limit_ends_at_once() -> None:
 def test_watch_logs_reason_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "jaxckpt_train")
     time = Time()
-    watch = PreemptionWatch(SingleProcess(), max_run_time_s=10, monotonic=time)
+    watch = PreemptionWatch(Coordinator(), max_run_time_s=10, monotonic=time)
     watch.start()
     assert not watch.reached()
     assert watch.left_of(30) == 30
@@ -214,9 +214,7 @@ def test_watch_logs_reason_once(tmp_path: Path, caplog: pytest.LogCaptureFixture
 def test_first_reason_is_kept(tmp_path: Path) -> None:
     time, path = Time(), tmp_path / "leave"
     path.touch()
-    watch = PreemptionWatch(
-        SingleProcess(), signals=["SIGUSR1"], notice_file=str(path), max_run_time_s=1, monotonic=time
-    )
+    watch = PreemptionWatch(Coordinator(), signals=["SIGUSR1"], notice_file=str(path), max_run_time_s=1, monotonic=time)
     watch.start()
     assert watch.reached()
     time.now += 100
@@ -235,7 +233,7 @@ def test_notice_of_another_process_counts() -> None:
 
 def test_handlers_are_installed_by_start() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    watch = PreemptionWatch(SingleProcess(), signals=SIGNALS)
+    watch = PreemptionWatch(Coordinator(), signals=SIGNALS)
     assert signal.getsignal(signal.SIGTERM) == before
     watch.start()
     assert signal.getsignal(signal.SIGTERM) != before
