@@ -1,24 +1,23 @@
-"""The input of policies, and the functions that ask them.
+"""The input of policies, the functions that ask them, and the checks of their arguments.
 
-All functions are pure: the current time is part of the `DecisionContext`. The module also checks the arguments of
-policies, and ranks checkpoints by a metric.
+All functions are pure: the current time is part of the `DecisionContext`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import numpy as np
 
-from jaxckpt_train._validation import Mode, refuse, whole
+from jaxckpt_train._validation import Check, Mode, refuse, seconds, whole
 from jaxckpt_train.errors import SettingsError
 
 PRIOR_FAILURES, PRIOR_OBSERVED_S = 0.5, 60.0
+POWERS_OF_TEN = frozenset(10**power for power in range(1, 10))  # steps or counts at which a missing metric is logged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,20 +45,17 @@ class CheckpointInfo:
 
     def __post_init__(self) -> None:
         if type(self.step) is not int or self.step < 0:
-            object.__setattr__(self, "step", whole_number("CheckpointInfo.step", self.step, 0))
+            object.__setattr__(self, "step", whole(0)("CheckpointInfo.step", self.step))
         if getattr(self.time, "tzinfo", None) is not UTC:
             object.__setattr__(self, "time", _utc("CheckpointInfo.time", self.time))
 
 
+Checkpoints = Sequence[CheckpointInfo]
+
+
 @dataclasses.dataclass(frozen=True)
 class MultiprocessingOptions:
-    """The processes that take part, in Orbax's terms. The policies of this package never read it.
-
-    Attributes:
-        primary_host: the index of the process that decides; None: each process decides for itself.
-        active_processes: the indices of the processes that take part; None: all.
-        barrier_sync_key_prefix: a prefix for the names of barriers; None: no prefix.
-    """
+    """The processes that take part, as policies of Orbax read them; those of this package do not."""
 
     primary_host: int | None = 0
     active_processes: frozenset[int] | None = None
@@ -107,9 +103,7 @@ class DecisionContext:
 class SavePolicy(Protocol):
     """Decides at which steps to save a checkpoint. Any object with this method is a save policy, also one of Orbax."""
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
         """Whether to save now.
 
         Args:
@@ -126,7 +120,7 @@ class PreservationPolicy(Protocol):
     It is called on a thread of the manager while other threads that use the manager wait: it must not wait for them.
     """
 
-    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> Sequence[bool]:
+    def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> Sequence[bool]:
         """Which checkpoints to keep.
 
         Args:
@@ -163,7 +157,7 @@ def policy_name(policy: object) -> str:
 
 
 def deciding_policies(
-    policy: SavePolicy, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+    policy: SavePolicy, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
 ) -> tuple[SavePolicy, ...]:
     """The policies that ask for a save of this step: the policy itself, or policies inside it; empty: no save.
 
@@ -179,28 +173,13 @@ def deciding_policies(
     while previous_steps and previous_steps[-1].temporary:  # a policy for lasting saves does not see temporary ones
         previous_steps = previous_steps[:-1]
     due: Any = policy.should_save(step, previous_steps, context=context)
-    if due is False:
-        return ()
-    if due is True:
-        return (policy,)
-    if isinstance(due, np.bool_):
-        return (policy,) if due else ()
-    raise SettingsError(f"{policy_name(policy)}.should_save: expected True or False, found {due!r}")
+    if not isinstance(due, (bool, np.bool_)):
+        refuse(f"{policy_name(policy)}.should_save", "True or False", due)
+    return (policy,) if due else ()
 
 
-def decide(
-    policy: SavePolicy, info: CheckpointInfo, previous: Sequence[CheckpointInfo], context: DecisionContext
-) -> Decision:
-    """Decide whether to save a step. Cheap if nothing is due: no text is built.
-
-    Args:
-        policy: a save policy.
-        info: the step being decided.
-        previous: the existing checkpoints in the order of their saves.
-        context: everything else.
-
-    Returns:
-        The decision. Its reason names the policy that asked for the save, or the deciding policies inside it.
+def decide(policy: SavePolicy, info: CheckpointInfo, previous: Checkpoints, context: DecisionContext) -> Decision:
+    """Decide whether to save a step, as `SavePolicy` describes. Cheap if nothing is due: no text is built.
 
     Raises:
         SettingsError: the policy returned something other than True or False.
@@ -220,20 +199,19 @@ def saves_temporarily(policy: object) -> bool:
 def policy_reasons(
     policies: Sequence[SavePolicy],
     step: CheckpointInfo,
-    previous_steps: Sequence[CheckpointInfo],
+    previous_steps: Checkpoints,
     *,
     context: DecisionContext,
 ) -> str:
     """Why these policies ask for a save: their own `reason`, or their names."""
-    reasons = (getattr(policy, "reason", None) or functools.partial(_name_of, policy) for policy in policies)
-    return " and ".join(str(reason(step, previous_steps, context=context)) for reason in reasons)
+    reasons = []
+    for policy in policies:
+        own = getattr(policy, "reason", None)
+        reasons.append(policy_name(policy) if own is None else str(own(step, previous_steps, context=context)))
+    return " and ".join(reasons)
 
 
-def _name_of(policy: object, *_: object, **__: object) -> str:
-    return policy_name(policy)
-
-
-def as_lasting(checkpoints: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
+def as_lasting(checkpoints: Checkpoints) -> Checkpoints:
     """Return the checkpoints with the temporary ones at the end marked as lasting."""
     count = len(checkpoints)
     while count and checkpoints[count - 1].temporary:
@@ -243,33 +221,28 @@ def as_lasting(checkpoints: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo
     return (*checkpoints[:count], *(dataclasses.replace(each, temporary=False) for each in checkpoints[count:]))
 
 
-def ask_to_preserve(
-    policy: PreservationPolicy, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext
-) -> list[bool]:
+def ask_to_preserve(policy: PreservationPolicy, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
     """Ask a policy and check its answer: one bool for each checkpoint.
 
     Raises:
         SettingsError: the answer has the wrong length, or a value is neither True nor False.
     """
-    answer = policy.should_preserve(checkpoints, context=context)
+    answer: Any = policy.should_preserve(checkpoints, context=context)
     subject = f"{policy_name(policy)}.should_preserve"
-    try:
-        flags = list(answer)
-    except TypeError as error:
-        raise SettingsError(f"{subject}: expected a sequence of {len(checkpoints)} bools, found {answer!r}") from error
+    if not isinstance(answer, Iterable):
+        refuse(subject, f"a sequence of {len(checkpoints)} bools", answer)
+    flags = list(answer)
     if len(flags) != len(checkpoints):
         raise SettingsError(
             f"{subject}: expected one bool for each of {len(checkpoints)} checkpoints, found {len(flags)} values"
         )
     for info, flag in zip(checkpoints, flags, strict=True):
         if not isinstance(flag, (bool, np.bool_)):
-            raise SettingsError(f"{subject}: expected True or False for step {info.step}, found {flag!r}")
+            refuse(subject, f"True or False for step {info.step}", flag)
     return [bool(flag) for flag in flags]
 
 
-def steps_to_delete(
-    checkpoints: Sequence[CheckpointInfo], policy: PreservationPolicy, *, context: DecisionContext
-) -> set[int]:
+def steps_to_delete(checkpoints: Checkpoints, policy: PreservationPolicy, *, context: DecisionContext) -> set[int]:
     """The committed steps that may be deleted now.
 
     The rules, in this order: The highest step and the step committed last are kept (they differ after a roll-back).
@@ -353,22 +326,8 @@ class Failures:
         return (PRIOR_OBSERVED_S + self.observed_s) / (PRIOR_FAILURES + self.count)
 
 
-def _number(value: Any) -> float:
-    """Return `value` as a float; text is an error even if it spells a number."""
-    if isinstance(value, (str, bytes)):
-        raise TypeError("text is not a number")
-    return float(value)
-
-
 def metric_value(metrics: Mapping[str, Any] | None, metric: str) -> float | None:
-    """The value of one metric as a float.
-
-    Args:
-        metrics: the metrics of one step, or None.
-        metric: the name to look up.
-
-    Returns:
-        The value; None: the metrics do not have it, or it is None. NaN is returned as NaN.
+    """The value of one metric as a float; None: the metrics do not have it, or it is None.
 
     Raises:
         SettingsError: the value is not a number.
@@ -377,9 +336,11 @@ def metric_value(metrics: Mapping[str, Any] | None, metric: str) -> float | None
     if value is None:
         return None
     try:
-        return _number(value)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f'metric "{metric}": expected a number, found {value!r}') from error
+        if not isinstance(value, (str, bytes)):  # not a number, even if it spells one
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    refuse(f'metric "{metric}"', "a number", value)
 
 
 def is_better(value: float, than: float, mode: Mode) -> bool:
@@ -387,70 +348,52 @@ def is_better(value: float, than: float, mode: Mode) -> bool:
     return value < than if mode == "min" else value > than
 
 
-def rank_checkpoints(checkpoints: Sequence[CheckpointInfo], metric: str, mode: Mode) -> list[CheckpointInfo]:
-    """The checkpoints that have the metric, best first; of equal values, the higher step first.
-
-    Args:
-        checkpoints: in any order.
-        metric: the name of the metric.
-        mode: "min": lower is better; "max": higher is better.
-
-    Returns:
-        The checkpoints with a value other than NaN; possibly none.
+def rank_checkpoints(checkpoints: Checkpoints, metric: str, mode: Mode) -> list[CheckpointInfo]:
+    """The checkpoints with a value of the metric other than NaN, best first; of equal values, the higher step first.
 
     Raises:
         SettingsError: a value of the metric is not a number.
     """
-    ranked: list[tuple[float, int, CheckpointInfo]] = []
-    for info in checkpoints:
-        value = metric_value(info.metrics, metric)
-        if value is not None and not math.isnan(value):
-            ranked.append((value if mode == "min" else -value, -info.step, info))
-    ranked.sort(key=lambda entry: entry[:2])
-    return [info for _, _, info in ranked]
+    sign = 1 if mode == "min" else -1
+    values = ((metric_value(info.metrics, metric), info) for info in checkpoints)
+    ranked = [(sign * value, -info.step, info) for value, info in values if value is not None and not math.isnan(value)]
+    return [info for _, _, info in sorted(ranked, key=lambda entry: entry[:2])]
 
 
-def whole_number(subject: str, value: object, least: int) -> int:
-    """Return `value` as an int of at least `least`. Integers of NumPy and JAX are accepted, bool and 500.0 are not."""
-    found: int = whole(least)(subject, value)
-    return found
+class Checked:
+    """A frozen dataclass that checks its fields when it is created; a check may convert the value."""
+
+    _checks: ClassVar[Mapping[str, Check]] = {}
+
+    def __post_init__(self) -> None:
+        for name, check in self._checks.items():
+            object.__setattr__(self, name, check(f"{type(self).__name__}.{name}", getattr(self, name)))
 
 
-def positive_seconds(subject: str, value: object) -> float:
+def positive_seconds(subject: str, value: Any) -> float:
     """Return `value` as a finite number of seconds above 0; an int stays an int."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
-        return value
-    raise SettingsError(f"{subject}: expected a finite number of seconds above 0, found {value!r}")
+    checked = seconds(subject, value)
+    return value if isinstance(value, int) else checked
 
 
 def metric_name(subject: str, value: object) -> str:
     """Return `value` as the name of a metric: text that is not empty."""
     if isinstance(value, str) and value:
         return value
-    raise SettingsError(f'{subject}: expected the name of a metric, such as "loss", found {value!r}')
+    refuse(subject, 'the name of a metric, such as "loss"', value)
 
 
 def step_collection(subject: str, value: object) -> Collection[int]:
     """Return `value` as steps with a fast `in`: a range unchanged, anything else as a frozenset."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise SettingsError(f"{subject}: expected a collection of steps, such as [100, 1000], found {value!r}")
+        refuse(subject, "a collection of steps, such as [100, 1000]", value)
     if isinstance(value, range):
-        if value and min(value[0], value[-1]) < 0:
-            raise SettingsError(f"{subject}: expected steps of at least 0, found {value!r}")
-        return value
-    return frozenset(whole_number(f"{subject}: a step", step, 0) for step in value)
+        return value if not value or min(value[0], value[-1]) >= 0 else refuse(subject, "steps of at least 0", value)
+    return frozenset(whole(0)(f"{subject}: a step", step) for step in value)
 
 
 def require_policy(subject: str, policy: Any, method: str) -> None:
-    """Raise SettingsError unless `policy` is an object (not a class) with the method `method`.
-
-    Args:
-        subject: names the argument in the message: "StepManager.save_decision_policy".
-        policy: the value to check.
-        method: "should_save" or "should_preserve".
-    """
+    """Raise SettingsError unless `policy` is an object, not a class, with this method."""
     if isinstance(policy, type):
         raise SettingsError(
             f"{subject}: expected an object with {method}(...), found the class {policy.__name__}; "
@@ -458,16 +401,28 @@ def require_policy(subject: str, policy: Any, method: str) -> None:
         )
     if callable(getattr(policy, method, None)):
         return
-    found = repr(policy)
-    if callable(getattr(policy, "should_save", None)):
-        found += ", which is a save policy"
-    elif callable(getattr(policy, "should_preserve", None)):
-        found += ", which is a preservation policy"
-    raise SettingsError(f"{subject}: expected an object with {method}(...), found {found}")
+    other, kind = ("should_preserve", "preservation") if method == "should_save" else ("should_save", "save")
+    hint = f", which is a {kind} policy" if callable(getattr(policy, other, None)) else ""
+    raise SettingsError(f"{subject}: expected an object with {method}(...), found {policy!r}{hint}")
 
 
-def child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
-    """Return `value` as a tuple of at least one policy, each with the method `method`."""
+def save_policy(subject: str, policy: SavePolicy) -> SavePolicy:
+    """Check for an object with `should_save`."""
+    require_policy(subject, policy, "should_save")
+    return policy
+
+
+def save_policies(subject: str, value: object) -> tuple[SavePolicy, ...]:
+    """Return `value` as a tuple of at least one save policy."""
+    return _child_policies(subject, value, "should_save")
+
+
+def preservation_policies(subject: str, value: object) -> tuple[PreservationPolicy, ...]:
+    """Return `value` as a tuple of at least one preservation policy."""
+    return _child_policies(subject, value, "should_preserve")
+
+
+def _child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
         refuse(subject, f"a sequence of policies with {method}(...)", value)
     children = tuple(value)
@@ -487,4 +442,4 @@ def _utc(subject: str, time: datetime) -> datetime:
     """Return `time` in UTC: differences of times in a zone with daylight saving can be wrong by an hour."""
     if isinstance(time, datetime) and time.tzinfo is not None:
         return time.astimezone(UTC)
-    raise SettingsError(f"{subject}: expected a datetime with a time zone (datetime.now(UTC)), found {time!r}")
+    refuse(subject, "a datetime with a time zone (datetime.now(UTC))", time)

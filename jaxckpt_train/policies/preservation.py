@@ -15,23 +15,24 @@ import dataclasses
 import logging
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import ClassVar, cast
 
-from jaxckpt_train._validation import Mode, metric_mode
-from jaxckpt_train.errors import SettingsError
+from jaxckpt_train._validation import Mode, flag, metric_mode, optional, whole
 from jaxckpt_train.policies.context import (
+    POWERS_OF_TEN,
+    Checked,
     CheckpointInfo,
+    Checkpoints,
     DecisionContext,
     PreservationPolicy,
     ask_to_preserve,
-    child_policies,
     metric_name,
     metric_value,
     positive_seconds,
+    preservation_policies,
     rank_checkpoints,
     step_collection,
     steps_text,
-    whole_number,
 )
 
 __all__ = [
@@ -46,7 +47,6 @@ __all__ = [
     "PreserveAll",
 ]
 _log = logging.getLogger("jaxckpt_train")
-_TELL_AT = frozenset(10**power for power in range(1, 10))  # counts of checkpoints; each count occurs once
 
 
 def only_last(flags: list[bool], max_to_keep: int | None) -> list[bool]:
@@ -59,7 +59,7 @@ def only_last(flags: list[bool], max_to_keep: int | None) -> list[bool]:
 
 
 @dataclasses.dataclass(frozen=True)
-class EveryNSteps:
+class EveryNSteps(Checked):
     """Keeps a checkpoint every `interval_steps` steps.
 
     With `exact_interval`, it keeps the steps that are multiples of the interval. Without it, it keeps the first
@@ -79,15 +79,9 @@ class EveryNSteps:
     interval_steps: int
     exact_interval: bool = True
     max_to_keep: int | None = None
+    _checks: ClassVar = {"interval_steps": whole(1), "exact_interval": flag, "max_to_keep": optional(whole(1))}
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "interval_steps", whole_number("EveryNSteps.interval_steps", self.interval_steps, 1))
-        if not isinstance(self.exact_interval, bool):
-            raise SettingsError(f"EveryNSteps.exact_interval: expected true or false, found {self.exact_interval!r}")
-        if self.max_to_keep is not None:
-            object.__setattr__(self, "max_to_keep", whole_number("EveryNSteps.max_to_keep", self.max_to_keep, 1))
-
-    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+    def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
         """True for the multiples, or for the chain that starts with the first checkpoint."""
         if self.exact_interval:
             return only_last([info.step % self.interval_steps == 0 for info in checkpoints], self.max_to_keep)
@@ -100,7 +94,7 @@ class EveryNSteps:
 
 
 @dataclasses.dataclass(frozen=True)
-class EveryNStepsClosest:
+class EveryNStepsClosest(Checked):
     """Keeps, for each multiple of `interval_steps`, the checkpoint closest to it, and the newest checkpoint.
 
     It suits saves at irregular steps (by time, on preemption). Each checkpoint belongs to the multiple nearest to its
@@ -118,14 +112,9 @@ class EveryNStepsClosest:
 
     interval_steps: int
     max_to_keep: int | None = None
+    _checks: ClassVar = {"interval_steps": whole(1), "max_to_keep": optional(whole(1))}
 
-    def __post_init__(self) -> None:
-        subject = "EveryNStepsClosest"
-        object.__setattr__(self, "interval_steps", whole_number(f"{subject}.interval_steps", self.interval_steps, 1))
-        if self.max_to_keep is not None:
-            object.__setattr__(self, "max_to_keep", whole_number(f"{subject}.max_to_keep", self.max_to_keep, 1))
-
-    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+    def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
         """True for the closest checkpoint to each multiple, and for the last checkpoint."""
         closest: dict[int, tuple[int, int]] = {}  # multiple -> (distance, position)
         for position, info in enumerate(checkpoints):
@@ -145,7 +134,7 @@ class EveryNStepsClosest:
 
 
 @dataclasses.dataclass(frozen=True)
-class EveryNSeconds:
+class EveryNSeconds(Checked):
     """Keeps the first checkpoint, and each one that is at least `interval_secs` after the previously kept one.
 
     A checkpoint whose time is that much *before* the previously kept one is kept, too: the clock was set back, and it
@@ -161,11 +150,9 @@ class EveryNSeconds:
     """
 
     interval_secs: float
+    _checks: ClassVar = {"interval_secs": positive_seconds}
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "interval_secs", positive_seconds("EveryNSeconds.interval_secs", self.interval_secs))
-
-    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+    def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
         """True for the chain that starts with the first checkpoint."""
         flags: list[bool] = []
         kept: CheckpointInfo | None = None
@@ -196,15 +183,10 @@ class LatestDuration:
     def __post_init__(self) -> None:
         given = self.duration
         seconds = given.total_seconds() if isinstance(given, timedelta) else given
-        checked = positive_seconds("LatestDuration.duration", seconds)
-        if isinstance(given, timedelta):
-            return
-        try:
-            object.__setattr__(self, "duration", timedelta(seconds=checked))
-        except OverflowError as error:
-            raise SettingsError(f"LatestDuration.duration: expected a duration, found {given!r} seconds") from error
+        checked = min(positive_seconds("LatestDuration.duration", seconds), timedelta.max.total_seconds())
+        object.__setattr__(self, "duration", timedelta(seconds=checked))
 
-    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+    def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
         """True for the first checkpoint that is young enough, and for all after it."""
         duration = cast("timedelta", self.duration)
         ages, age = list[timedelta](), timedelta()
@@ -224,13 +206,13 @@ class PreserveAll:
     Source: Orbax, `PreserveAll`.
     """
 
-    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+    def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
         """True for each checkpoint."""
         return [True] * len(checkpoints)
 
 
 @dataclasses.dataclass(frozen=True)
-class LatestN:
+class LatestN(Checked):
     """Keeps the `n` highest steps.
 
     Args:
@@ -243,18 +225,15 @@ class LatestN:
     """
 
     n: int | None = None
+    _checks: ClassVar = {"n": optional(whole(1))}
 
-    def __post_init__(self) -> None:
-        if self.n is not None:
-            object.__setattr__(self, "n", whole_number("LatestN.n", self.n, 1))
-
-    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+    def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
         """True for the last `n` checkpoints."""
         return only_last([True] * len(checkpoints), self.n)
 
 
 @dataclasses.dataclass(frozen=True)
-class BestN:
+class BestN(Checked):
     """Keeps the `n` checkpoints with the best values of a metric.
 
     NaN is never among the best; of equal values, the later step is better. Orbax ranks by a function instead of a name,
@@ -279,17 +258,14 @@ class BestN:
     n: int | None
     mode: Mode
     keep_checkpoints_without_metrics: bool | None = None
+    _checks: ClassVar = {
+        "metric": metric_name,
+        "n": optional(whole(1)),
+        "mode": metric_mode,
+        "keep_checkpoints_without_metrics": optional(flag),
+    }
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metric", metric_name("BestN.metric", self.metric))
-        object.__setattr__(self, "mode", metric_mode("BestN.mode", self.mode))
-        if self.n is not None:
-            object.__setattr__(self, "n", whole_number("BestN.n", self.n, 1))
-        keep = self.keep_checkpoints_without_metrics
-        if keep is not None and not isinstance(keep, bool):
-            raise SettingsError(f"BestN.keep_checkpoints_without_metrics: expected true, false or none, found {keep!r}")
-
-    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+    def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
         """True for the best `n`, and for checkpoints that may still get the metric."""
         if self.n is None:
             return [True] * len(checkpoints)
@@ -297,27 +273,18 @@ class BestN:
         known = [metric_value(info.metrics, self.metric) is not None for info in checkpoints]
         last_known = max((position for position, has in enumerate(known) if has), default=-1)
         keep = self.keep_checkpoints_without_metrics
-        if keep is None and last_known < 0 and len(checkpoints) in _TELL_AT:
-            self._warn_of_missing_metric(checkpoints)
-        flags: list[bool] = []
-        for position, info in enumerate(checkpoints):
-            waiting = position > last_known if keep is None else keep
-            flags.append(info.step in best if known[position] else waiting)
-        return flags
-
-    def _warn_of_missing_metric(self, checkpoints: Sequence[CheckpointInfo]) -> None:
-        """Warn of a metric that no checkpoint has: if its name is misspelt, the disk fills up."""
-        there = sorted({name for info in checkpoints for name in info.metrics or ()})
-        _log.warning(
-            "BestN: none of %d checkpoints has the metric %r, so all of them are kept; their metrics are: %s",
-            len(checkpoints),
-            self.metric,
-            ", ".join(there) or "none",
-        )
+        if keep is None and last_known < 0 and len(checkpoints) in POWERS_OF_TEN:  # misspelt? The disk fills up
+            names = ", ".join(sorted({name for info in checkpoints for name in info.metrics or ()})) or "none"
+            text = "BestN: none of %d checkpoints has the metric %r, so all of them are kept; their metrics are: %s"
+            _log.warning(text, len(checkpoints), self.metric, names)
+        return [
+            info.step in best if known[position] else (position > last_known if keep is None else keep)
+            for position, info in enumerate(checkpoints)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class CustomSteps:
+class CustomSteps(Checked):
     """Keeps exactly the given steps.
 
     Args:
@@ -330,20 +297,18 @@ class CustomSteps:
     """
 
     steps: Collection[int]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", step_collection("CustomSteps.steps", self.steps))
+    _checks: ClassVar = {"steps": step_collection}
 
     def __repr__(self) -> str:
         return f"CustomSteps(steps={steps_text(self.steps)})"
 
-    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+    def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
         """True for the given steps."""
         return [info.step in self.steps for info in checkpoints]
 
 
 @dataclasses.dataclass(frozen=True)
-class AnyPreservationPolicy:
+class AnyPreservationPolicy(Checked):
     """Keeps what at least one of its policies keeps.
 
     Args:
@@ -356,12 +321,9 @@ class AnyPreservationPolicy:
     """
 
     policies: Sequence[PreservationPolicy]
+    _checks: ClassVar = {"policies": preservation_policies}
 
-    def __post_init__(self) -> None:
-        children = child_policies("AnyPreservationPolicy.policies", self.policies, "should_preserve")
-        object.__setattr__(self, "policies", children)
-
-    def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
+    def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
         """True for what one of the policies keeps."""
         answers = [ask_to_preserve(policy, checkpoints, context=context) for policy in self.policies]
         return [any(flags) for flags in zip(*answers, strict=True)]

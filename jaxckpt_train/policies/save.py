@@ -16,27 +16,29 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
 from typing import ClassVar
 
-from jaxckpt_train._validation import Mode, metric_mode
+from jaxckpt_train._validation import Mode, metric_mode, optional, refuse, whole
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.policies.context import (
+    POWERS_OF_TEN,
+    Checked,
     CheckpointInfo,
+    Checkpoints,
     DecisionContext,
     Failures,
     SaveCosts,
     SavePolicy,
     as_lasting,
-    child_policies,
     deciding_policies,
     is_better,
     metric_name,
     metric_value,
     policy_reasons,
     positive_seconds,
-    require_policy,
+    save_policies,
+    save_policy,
     saves_temporarily,
     step_collection,
     steps_text,
-    whole_number,
 )
 
 __all__ = [
@@ -53,7 +55,6 @@ __all__ = [
     "TemporarySavePolicy",
     "YoungDalyPolicy",
 ]
-_TELL_AT = frozenset(10**power for power in range(1, 10))
 _log = logging.getLogger("jaxckpt_train")
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 1.0, 3600.0
 AIM = 0.9  # the part of a budget that is used: the measurements are not exact
@@ -69,7 +70,7 @@ def apart(one: datetime, other: datetime, seconds: float) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedIntervalPolicy:
+class FixedIntervalPolicy(Checked):
     """Saves each step that is a multiple of `interval`, including step 0, the state before training.
 
     Args:
@@ -82,19 +83,15 @@ class FixedIntervalPolicy:
     """
 
     interval: int
+    _checks: ClassVar = {"interval": whole(1)}
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "interval", whole_number("FixedIntervalPolicy.interval", self.interval, 1))
-
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
         """Whether the step is a multiple of the interval."""
         return step.step % self.interval == 0
 
 
 @dataclasses.dataclass(frozen=True)
-class EverySecondsPolicy:
+class EverySecondsPolicy(Checked):
     """Saves when `seconds` have passed since the last save, and since this process started to train.
 
     The second condition keeps a job that waited in a queue from saving right after it resumed. After the clock was set
@@ -109,13 +106,9 @@ class EverySecondsPolicy:
     """
 
     seconds: float
+    _checks: ClassVar = {"seconds": positive_seconds}
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "seconds", positive_seconds("EverySecondsPolicy.seconds", self.seconds))
-
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
         """Whether the time has passed since the last save and since the start."""
         if previous_steps and not apart(step.time, previous_steps[-1].time, self.seconds):
             return False
@@ -123,7 +116,7 @@ class EverySecondsPolicy:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class SpecificStepsPolicy:
+class SpecificStepsPolicy(Checked):
     """Saves exactly the given steps.
 
     Args:
@@ -136,16 +129,12 @@ class SpecificStepsPolicy:
     """
 
     steps: Collection[int]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", step_collection("SpecificStepsPolicy.steps", self.steps))
+    _checks: ClassVar = {"steps": step_collection}
 
     def __repr__(self) -> str:
         return f"SpecificStepsPolicy(steps={steps_text(self.steps)})"
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
         """Whether the step is one of the given steps."""
         return step.step in self.steps
 
@@ -157,15 +146,13 @@ class InitialSavePolicy:
     Source: Orbax, `InitialSavePolicy`.
     """
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
         """Whether there is no previous checkpoint."""
         return not previous_steps
 
 
 @dataclasses.dataclass(frozen=True)
-class ContinuousCheckpointingPolicy:
+class ContinuousCheckpointingPolicy(Checked):
     """Saves as often as possible without waiting: whenever no earlier save is in progress.
 
     Args:
@@ -178,15 +165,9 @@ class ContinuousCheckpointingPolicy:
     """
 
     minimum_interval_secs: float | None = None
+    _checks: ClassVar = {"minimum_interval_secs": optional(positive_seconds)}
 
-    def __post_init__(self) -> None:
-        if self.minimum_interval_secs is not None:
-            subject = "ContinuousCheckpointingPolicy.minimum_interval_secs"
-            object.__setattr__(self, "minimum_interval_secs", positive_seconds(subject, self.minimum_interval_secs))
-
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
         """Whether no save is in progress and the minimum interval has passed."""
         if context.is_saving_in_progress:
             return False
@@ -202,15 +183,13 @@ class PreemptionCheckpointingPolicy:
     Source: Orbax, `PreemptionCheckpointingPolicy`.
     """
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
         """Whether `context.reached_preemption` is set."""
         return context.reached_preemption
 
 
 @dataclasses.dataclass(frozen=True)
-class ImprovementPolicy:
+class ImprovementPolicy(Checked):
     """Saves when a metric is strictly better than in every previous checkpoint that has it.
 
     A step without the metric, or with NaN, is not saved; the first step with a value is. Only checkpoints that still
@@ -227,45 +206,34 @@ class ImprovementPolicy:
 
     metric: str
     mode: Mode
+    _checks: ClassVar = {"metric": metric_name, "mode": metric_mode}
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "metric", metric_name("ImprovementPolicy.metric", self.metric))
-        object.__setattr__(self, "mode", metric_mode("ImprovementPolicy.mode", self.mode))
-
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
         """Whether the metric of this step is better than in every previous checkpoint."""
         metrics = step.metrics
         if metrics is None and context.read_metrics is not None:
             metrics = context.read_metrics()
         value = metric_value(metrics, self.metric)
-        if value is None and not previous_steps and step.step in _TELL_AT:
+        if value is None and not previous_steps and step.step in POWERS_OF_TEN:
             names = ", ".join(sorted(metrics or ())) or "none"
-            _log.warning(
-                "ImprovementPolicy: nothing is saved yet, and step %d has no metric %r; its metrics are: %s",
-                step.step,
-                self.metric,
-                names,
-            )
+            text = "ImprovementPolicy: nothing is saved yet, and step %d has no metric %r; its metrics are: %s"
+            _log.warning(text, step.step, self.metric, names)
         if value is None or math.isnan(value):
             return False
         earlier = (metric_value(info.metrics, self.metric) for info in previous_steps)
         return all(is_better(value, old, self.mode) for old in earlier if old is not None and not math.isnan(old))
 
 
-class _ComposedPolicy(abc.ABC):
+class _ComposedPolicy(Checked, abc.ABC):
     """A policy that asks other policies, and returns those that decide."""
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
         """Whether a policy inside asks for a save."""
         return bool(self.deciding_policies(step, previous_steps, context=context))
 
     @abc.abstractmethod
     def deciding_policies(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+        self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
         """The policies that ask for the save; empty: no save."""
 
@@ -286,13 +254,10 @@ class AnySavePolicy(_ComposedPolicy):
     """
 
     policies: Sequence[SavePolicy]
-
-    def __post_init__(self) -> None:
-        children = child_policies("AnySavePolicy.policies", self.policies, "should_save")
-        object.__setattr__(self, "policies", children)
+    _checks: ClassVar = {"policies": save_policies}
 
     def deciding_policies(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+        self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
         """The first policy that asks for a save, or the deciding policies inside it; empty: none does."""
         temporary: tuple[SavePolicy, ...] = ()
@@ -322,19 +287,15 @@ class TemporarySavePolicy(_ComposedPolicy):
 
     policy: SavePolicy
     saves_temporarily: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        require_policy("TemporarySavePolicy.policy", self.policy, "should_save")
+    _checks: ClassVar = {"policy": save_policy}
 
     def deciding_policies(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+        self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
         """This policy, if the inner policy asks for a save."""
         return (self,) if deciding_policies(self.policy, step, as_lasting(previous_steps), context=context) else ()
 
-    def reason(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> str:
+    def reason(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> str:
         """Why the inner policy asks for a save."""
         found = deciding_policies(self.policy, step, as_lasting(previous_steps), context=context)
         return "temporary: " + policy_reasons(found, step, as_lasting(previous_steps), context=context)
@@ -359,13 +320,10 @@ class AllSavePolicy(_ComposedPolicy):
     """
 
     policies: Sequence[SavePolicy]
-
-    def __post_init__(self) -> None:
-        children = child_policies("AllSavePolicy.policies", self.policies, "should_save")
-        object.__setattr__(self, "policies", children)
+    _checks: ClassVar = {"policies": save_policies}
 
     def deciding_policies(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
+        self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
         """The deciding policies inside all of the policies; empty: one of them asks for no save."""
         found: list[SavePolicy] = []
@@ -401,39 +359,41 @@ class _Interval:
     why: Callable[[], str]
 
 
-class _TunedPolicy(abc.ABC):
+class _TunedPolicy(Checked, abc.ABC):
     """A policy that computes its interval from measurements. This class limits the interval and compares it."""
 
     min_interval_secs: float
     max_interval_secs: float | None
+    _checks: ClassVar = {"min_interval_secs": positive_seconds, "max_interval_secs": optional(positive_seconds)}
 
-    @property
-    @abc.abstractmethod
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least, most = self.min_interval_secs, self.max_interval_secs
+        if most is not None and most < least:
+            subject = f"{type(self).__name__}.max_interval_secs"
+            raise SettingsError(f"{subject}: expected at least min_interval_secs ({least:g}), found {most:g}")
+
     def _name(self) -> str:
         """The policy, as reasons name it."""
+        return type(self).__name__
 
     @abc.abstractmethod
     def _wanted(self, costs: SaveCosts, cost_s: float, context: DecisionContext) -> _Interval:
         """The best interval, and why, if a save costs `cost_s` seconds."""
 
-    def should_save(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> bool:
+    def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
         """Whether the interval has passed since the last save and since this process started; False during a save."""
         interval = None if context.is_saving_in_progress else self._interval(context)
         if interval is None:
             return False
         times = (previous_steps[-1].time if previous_steps else None, context.run_started)
         last = max((time for time in times if time), default=None)
-        ahead_s = _ahead_s(step, previous_steps, context)
-        return last is None or apart(step.time, last, interval.seconds - ahead_s)
+        return last is None or apart(step.time, last, interval.seconds - _ahead_s(step, previous_steps, context))
 
-    def reason(
-        self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
-    ) -> str:
+    def reason(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> str:
         """Why it asks for a save, with the measurements."""
         found = self._interval(context)
-        return f"{self._name}: " + ("" if found is None else found.why())
+        return f"{self._name()}: " + ("" if found is None else found.why())
 
     def _interval(self, context: DecisionContext) -> _Interval | None:
         costs, most_s = SaveCosts() if context.read_costs is None else context.read_costs(), self.max_interval_secs
@@ -480,13 +440,9 @@ class OverheadBudgetPolicy(_TunedPolicy):
     def __post_init__(self) -> None:
         fraction = self.max_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
-            raise SettingsError(
-                "OverheadBudgetPolicy.max_fraction: expected a fraction above 0 and below 1, such as 0.035, "
-                f"found {fraction!r}"
-            )
-        _check_bounds(self)
+            refuse("OverheadBudgetPolicy.max_fraction", "a fraction above 0 and below 1, such as 0.035", fraction)
+        super().__post_init__()
 
-    @property
     def _name(self) -> str:
         return f"OverheadBudgetPolicy(max_fraction={self.max_fraction:g})"
 
@@ -518,15 +474,7 @@ class YoungDalyPolicy(_TunedPolicy):
     mtbf_secs: float | None = None
     min_interval_secs: float = LEAST_INTERVAL_S
     max_interval_secs: float | None = MOST_INTERVAL_S
-
-    def __post_init__(self) -> None:
-        if self.mtbf_secs is not None:
-            object.__setattr__(self, "mtbf_secs", positive_seconds("YoungDalyPolicy.mtbf_secs", self.mtbf_secs))
-        _check_bounds(self)
-
-    @property
-    def _name(self) -> str:
-        return "YoungDalyPolicy"
+    _checks: ClassVar = {"mtbf_secs": optional(positive_seconds), **_TunedPolicy._checks}
 
     def _wanted(self, costs: SaveCosts, cost_s: float, context: DecisionContext) -> _Interval:
         failures = None if self.mtbf_secs is not None or context.read_failures is None else context.read_failures()
@@ -534,23 +482,12 @@ class YoungDalyPolicy(_TunedPolicy):
         return _Interval(daly_interval_s(cost_s, mtbf_s) + cost_s, lambda: _risk(cost_s, mtbf_s, failures))
 
 
-def _ahead_s(step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], context: DecisionContext) -> float:
+def _ahead_s(step: CheckpointInfo, previous_steps: Checkpoints, context: DecisionContext) -> float:
     """The seconds until the devices have computed this step, if the loop does not wait for them."""
     costs = SaveCosts() if context.read_costs is None else context.read_costs()
     if not (costs.ahead_s and costs.step_s and previous_steps):
         return 0.0
     return min(costs.ahead_s, max(0, step.step - previous_steps[-1].step) * costs.step_s)
-
-
-def _check_bounds(policy: _TunedPolicy) -> None:
-    name = type(policy).__name__
-    least = positive_seconds(f"{name}.min_interval_secs", policy.min_interval_secs)
-    if policy.max_interval_secs is not None:
-        most = positive_seconds(f"{name}.max_interval_secs", policy.max_interval_secs)
-        if most < least:
-            raise SettingsError(
-                f"{name}.max_interval_secs: expected at least min_interval_secs ({least:g}), found {most:g}"
-            )
 
 
 def _bounded(wanted: _Interval, policy: _TunedPolicy, costs: SaveCosts) -> _Interval:
@@ -579,9 +516,7 @@ def _spending(costs: SaveCosts, cost_s: float) -> str:
 
 
 def _risk(cost_s: float, mtbf_s: float, failures: Failures | None) -> str:
-    seen = ""
-    if failures is not None:
-        seen = f" ({failures.count} in {_seconds(failures.observed_s)} so far)"
+    seen = "" if failures is None else f" ({failures.count} in {_seconds(failures.observed_s)} so far)"
     return f"a save costs {_seconds(cost_s)}, and a failure is expected every {_seconds(mtbf_s)}{seen}"
 
 
