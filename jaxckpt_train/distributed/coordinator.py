@@ -220,7 +220,7 @@ class _Nested:
         """Create a unique name for one more coordinator."""
         with self._lock:
             self._begun += 1
-            self._of_name[name] += 1  # counted by name: a process that left a run has begun fewer below it
+            self._of_name[name] += 1  # by name: a process that left a run creates fewer below it
             own = f"{name}-{self._of_name[name]}"
             self._open[own] = self._begun
             if self._deletes_keys:
