@@ -6,6 +6,7 @@ initialise the values of the loop.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -52,7 +53,6 @@ from jaxckpt_train.policies.context import Decision, PreservationPolicy, SavePol
 from jaxckpt_train.policies.save import has_temporary
 from jaxckpt_train.preemption.shutdown import NOTHING_NEW, GracefulShutdown
 from jaxckpt_train.preemption.sources import NoticeSource
-from jaxckpt_train.preemption.watch import PreemptionWatch
 from jaxckpt_train.run.catalog import loop_advice
 from jaxckpt_train.run.goodput import Goodput, print_goodput
 from jaxckpt_train.run.history import CLOSED, FINISHED, savable_metrics
@@ -122,9 +122,8 @@ class CheckpointCallback(LoopForms):
         self._leaves_temporary = has_temporary(policy)
         self.manager = _make_manager(given, policy)
         self.manager.holder = weakref.ref(self)
-        self._watch = _make_watch(given, self.manager)
-        self._shutdown = _make_shutdown(given, self._watch, self.manager)
-        self._started = self._closed = self._resumed = self._is_leaving = False
+        self._shutdown = _make_shutdown(given, self.manager)
+        self._started = self._closed = self._resumed = False
         self._made_at = time.monotonic()
         self._best_metric, self._best_mode = best_metric, best_mode
         self._interval, self._last_label = save_interval_steps, 0
@@ -170,10 +169,10 @@ class CheckpointCallback(LoopForms):
             self._start()
             self._resumed, self.manager.is_in_loop = True, False
             self.manager.on_all("checking the data iterator", lambda: refuse_unsavable(data))
-            with self._shutdown.leaving_a_load(self.manager):
+            with self._shutdown.leaving_a_load():
                 values = self._begin(values)
-                resume_s, interruptible = time.monotonic() - self._made_at, self._shutdown.interruptible(None)
-                self.manager.note_resume(self._saved or 0, resume_s, interruptible)
+                resume_s = time.monotonic() - self._made_at
+                self.manager.note_resume(self._saved or 0, resume_s, self._shutdown.check_load)
             self._loop.begin(values, completed=self._saved or 0)
             self._last_label = self._saved or 0
             values = notify_resumed(self.manager, values)
@@ -188,22 +187,46 @@ class CheckpointCallback(LoopForms):
         """Restore the run, or start it afresh and save step 0 if `save_initial` is set."""
         manager = self.manager
         if manager.latest is not None or manager.damaged:
-            values = _restore(
-                manager,
-                values,
-                on_mismatch=self._on_mismatch,
-                fingerprint=self._fingerprint,
-                progress=self._progress,
-                shutdown=self._shutdown,
-            )
+            values = self._restore(values)
             self._saved, manager.drift = manager.restored_step, Drift(values)
             return values
         self._saved = None  # an earlier call of `resume` may have set it, and its save failed
-        values = _initialise(manager, values, self._init_from, self._shutdown)
+        values = self._initialise(values)
         manager.drift = Drift(values)
         if self._save_initial:
             self._loop.record(values, None)
             self._save("initial")
+        return values
+
+    def _restore(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Restore the newest valid step of the run; `manager.restored_step` then names the step."""
+        manager, check, shown = self.manager, self._shutdown.check_load, wants_progress(self._progress)
+        total = size_if_readable(lambda: manager.metadata(progress=check)) if shown else None
+        with with_fingerprint(self._fingerprint), progress_line("restoring", total, shown) as advance:
+
+            def progress(done: int) -> None:
+                check()
+                if advance is not None and done:
+                    advance(done)
+
+            values = restore_values(manager, trace_values(values), self._on_mismatch, progress)
+        _log.info("resumed from step %s of %s", manager.restored_step, manager.directory)
+        return values
+
+    def _initialise(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of a fresh run: call the functions that make values, and load `init_from` if it is set."""
+        manager, check = self.manager, self._shutdown.check_load
+        manager.check_fresh(check, allow_flax=self._init_from is not None)
+        if self._init_from is not None:
+            given, options = path_and_options(self._init_from)
+            path, keeps_some = resolve_directory(given), {"only", "missing"} & options.keys()
+            like = (make_values if keeps_some else trace_values)({"state": values["state"]})["state"]
+            values["state"] = manager.on_all(
+                "loading", lambda: load(path, like, donatable=True, progress=check, **options)
+            )
+            _log.info("initialised the state from %s", given)
+        values = make_values(values)
+        refuse_abstract_values(values, manager.directory)
         return values
 
     def steps(self, num_steps: int) -> Iterator[int]:
@@ -220,10 +243,10 @@ class CheckpointCallback(LoopForms):
 
     def _must_stop(self) -> bool:
         """Stop between two updates if asked to, without a save: in `zip(data, ckpt.steps(n))` the data is ahead."""
-        if self._shutdown.preempted is None and self.enabled and self._watch.reached():
+        if not self.preempted and self.enabled and self._shutdown.must_leave():
             if self._loop.last is None or self._is_saved():
                 self._leave()
-        return self._shutdown.preempted is not None
+        return self.preempted
 
     def __call__(
         self, state: Any = NOTHING, *, metrics: Mapping[str, Any] | None = None, step: int | None = None, **more: Any
@@ -251,35 +274,39 @@ class CheckpointCallback(LoopForms):
         self._loop.count(step)
         self._loop.record(more if state is NOTHING else {"state": state, **more}, metrics)
         notify_update(self.manager, self._loop)
-        if self._watch.reached():
+        if self._shutdown.must_leave():
             return self._leave()
         with self.manager.deferring_errors():
             self.manager.check()
-            decision = self._decide(metrics)
-            # Save the last update here and not at the exit: here the data is certain to be at this step's position.
-            is_last = self._save_on_exit and self._loop.in_steps and self._loop.completed == self._loop.num_steps
-            if not (decision.save or is_last) or self._is_saved():
+            decision, is_last = self._decide(metrics)
+            if not decision.save or self._is_saved():
                 return _NOT_DUE
-            if decision.save:
-                result = self._save(decision.reason, force=is_last, temporary=decision.temporary and not is_last)
-            else:
-                result = self._save("end of the loop", force=True)
-        return self._leave() if self._watch.reached() and not (result.saved and self._loop.in_steps) else result
+            result = self._save(decision.reason, force=is_last, temporary=decision.temporary and not is_last)
+        # In `steps`, a save that has started is finished between two updates.
+        return self._leave() if self._shutdown.must_leave() and not (result.saved and self._loop.in_steps) else result
 
-    def _decide(self, metrics: Mapping[str, Any] | None) -> Decision:
-        """Ask the policy; also save the first reported step after an unreported multiple of `save_interval_steps`."""
-        step, before, interval = self._loop.completed, self._last_label, self._interval
-        decision, self._last_label = self.manager.decide(step, metrics), step
-        if interval is None or step // interval <= before // interval or (decision.save and not decision.temporary):
-            return decision
-        return Decision(True, f"save_interval_steps={interval}: the first step after {step // interval * interval}")
+    def _decide(self, metrics: Mapping[str, Any] | None) -> tuple[Decision, bool]:
+        """Return the decision of the policy, and whether this is the last update, which is saved in any case.
+
+        If the loop does not report each multiple of `save_interval_steps`, the first step after one is saved.
+        """
+        loop, before, interval = self._loop, self._last_label, self._interval
+        step = self._last_label = loop.completed
+        decision = self.manager.decide(step, metrics)
+        passed = interval is not None and step // interval > before // interval
+        if interval is not None and passed and (decision.temporary or not decision.save):
+            why = f"save_interval_steps={interval}: the first step after {step // interval * interval}"
+            decision = Decision(True, why)
+        # Save the last update here and not at the exit: here the data is certain to be at this step's position.
+        is_last = self._save_on_exit and loop.in_steps and step == loop.num_steps
+        return (Decision(True, "end of the loop") if is_last and not decision.save else decision), is_last
 
     def _refuse_unless_resumed(self) -> None:
         """Refuse to continue an existing run if the loop forgot to resume and started from scratch."""
         if self.enabled and not self._resumed:
             refuse_to_continue(self.manager.directory, self.manager.latest)
-            with self._shutdown.leaving_a_load(self.manager):
-                self.manager.check_fresh(self._shutdown.interruptible(None))
+            with self._shutdown.leaving_a_load():
+                self.manager.check_fresh(self._shutdown.check_load)
             self._resumed = self.manager.is_in_loop = True
 
     def _is_saved(self) -> bool:
@@ -294,11 +321,11 @@ class CheckpointCallback(LoopForms):
             already have been taken for the next one, which is always possible in a loop without `steps`. The next
             `ckpt(...)` then saves.
         """
-        if not self.enabled or self._shutdown.preempted is not None:
-            return self._shutdown.preempted is not None
+        if not self.enabled or self.preempted:
+            return self.preempted
         notify_polled()
         self.manager.refuse_replaced()
-        asked = self._watch.reached()
+        asked = self._shutdown.must_leave()
         if asked and ((self._loop.in_steps and self._loop.called) or self._loop.last is None):
             self._leave()
         return asked
@@ -372,12 +399,10 @@ class CheckpointCallback(LoopForms):
 
     def _leave(self) -> SaveResult:
         """Save the last completed update, wait until it is durable, and end the loop."""
-        self._is_leaving = True
-        self.manager.leaves()
         with progress_line(f"saving step {self._loop.step}", None, wants_progress(self._progress)):
-            result = self._shutdown.finish(self.manager, self._save_before_leaving, self._unsaved())
-        self._shutdown.decide(self.manager)
-        if not self._loop.in_steps and self._loop.called:
+            result = self._shutdown.finish(self._save_before_leaving, self._unsaved())
+        self._shutdown.decide()
+        if self._loop.called and not self._loop.in_steps:
             error = self._shutdown.error()
             self.close()
             raise error
@@ -389,13 +414,8 @@ class CheckpointCallback(LoopForms):
     def _save_before_leaving(self, timeout_s: float | None, values: Mapping[str, Any] | None = None) -> SaveResult:
         if self._unsaved() is None:
             return NOTHING_NEW
-        return self._save(
-            f"preemption: {self._watch.reason}",
-            force=True,
-            temporary=self._leaves_temporary,
-            timeout_s=timeout_s,
-            values=values,
-        )
+        reason, temporary = f"preemption: {self._shutdown.reason}", self._leaves_temporary
+        return self._save(reason, force=True, temporary=temporary, timeout_s=timeout_s, values=values)
 
     @property
     def preempted(self) -> bool:
@@ -428,7 +448,7 @@ class CheckpointCallback(LoopForms):
         if not self._started:
             if self.enabled:
                 self.manager.own()
-                self._watch.start()
+                self._shutdown.start()
             self._started = True
 
     def close(self) -> None:
@@ -437,17 +457,16 @@ class CheckpointCallback(LoopForms):
         Raises:
             Exception: the original error of a failed save.
         """
-        if not self._closed:
-            self._closed = True
-            try:
-                if self.enabled:
-                    if not self.preempted:
-                        self.manager.ends_as(self._failed_with or (FINISHED if self._loop.finished() else CLOSED))
-                    with progress_line("finishing the save", None, wants_progress(self._progress)):
-                        self._shutdown.close(self.manager)
-            finally:
-                # This comes last: until here, a signal must not kill the process.
-                self._watch.stop(leaving=self._shutdown.ends_process)
+        if self._closed:
+            return
+        self._closed = True
+        if not self.enabled:
+            self._shutdown.stop()
+            return
+        if not self.preempted:
+            self.manager.ends_as(self._failed_with or (FINISHED if self._loop.finished() else CLOSED))
+        with progress_line("finishing the save", None, wants_progress(self._progress)):
+            self._shutdown.close()
 
     def __repr__(self) -> str:
         state = "" if self.enabled else ", enabled=False"
@@ -463,79 +482,81 @@ class CheckpointCallback(LoopForms):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        leaving, self._failed_with = None, _failure(error)
+        leaving: BaseException | None = None
+        self._failed_with = _failure(error)
         self._shutdown.ends_process |= isinstance(error, SystemExit)
-        with suppress_secondary(error, self.manager.directory):
+        with suppress_secondary(error, self.manager.directory), contextlib.closing(self):
             try:
-                if error is None:
-                    self._save_last()
-                    leaving = self._leave_unless_finished()
-                else:
-                    leaving = self._leave_after(error)
-                    if self._save_on_error:
-                        self._save_after(error)
+                leaving = self._end() if error is None else self._end_after(error)
             except BaseException as failed:
                 self._failed_with = self._failed_with or _failure(failed)
                 raise
-            finally:
-                self.close()
         if leaving is not None:
             raise leaving from error
         if isinstance(error, StopIteration):
             raise self._loop.data_ended() from error
 
-    def _leave_unless_finished(self) -> BaseException | None:
-        """Return the exception that ends a preempted loop, even if the loop itself ended early after the request."""
-        left = self.enabled and self._started and not self.preempted
-        if left and (self._shutdown.loses or not self._loop.finished()) and self._watch.reached():
-            self._shutdown.finish(self.manager)
-            self._shutdown.decide(self.manager)
-        return self._shutdown.error() if self.preempted else None
+    def _end(self) -> BaseException | None:
+        """Save the last update of a loop that ended normally; return the exception that ends a preempted loop.
 
-    def _leave_after(self, error: BaseException) -> BaseException | None:
-        """Stop after an error of the loop, if the job was asked to stop before; return the exception to raise, if any.
+        A loop that was asked to leave and has completed all its updates is not preempted, unless it has lost some.
+        """
+        shutdown = self._shutdown
+        if self._save_on_exit and self._can_save():
+            if self._loop.has_unreported_update():
+                self._loop.warn_unsaved(self._saved)
+            # `_save` saves nothing if the job is asked to stop during the save.
+            elif shutdown.must_leave() or not self._save("end of the loop", force=True).saved:
+                shutdown.finish(self._save_before_leaving, self._unsaved())
+        is_cut = self.enabled and not self.preempted and (shutdown.loses or not self._loop.finished())
+        if is_cut and shutdown.must_leave():
+            shutdown.finish()
+            shutdown.decide()
+        return shutdown.error() if self.preempted else None
+
+    def _end_after(self, error: BaseException) -> BaseException | None:
+        """End a loop that has failed; return the exception to raise instead, if it was asked to leave before.
 
         A signal to the whole process group also kills the processes that feed the loop. The loop then fails in the
         middle of an update. If the program itself exits, its exit code is kept.
         """
-        could = self.enabled and self._started and not self._closed and isinstance(error, Exception | SystemExit)
-        is_of_leaving = isinstance(error, SystemExit | Preempted) if self.preempted else self._is_leaving
-        if not could or is_of_leaving or not self._watch.reached_alone():
-            return None
-        _log.error("the loop failed after it was asked to stop by %s", self._watch.reason, exc_info=error)
-        if not self.preempted:
-            self._leave_with_unchanged_values()
-        return None if isinstance(error, SystemExit) else self._shutdown.error()
+        shutdown = self._shutdown
+        is_of_leaving = isinstance(error, SystemExit | Preempted) if self.preempted else shutdown.is_leaving
+        may_leave = self.enabled and not self._closed and isinstance(error, Exception | SystemExit)
+        if may_leave and not is_of_leaving and shutdown.must_leave_alone():
+            _log.error("the loop failed after it was asked to stop by %s", shutdown.reason, exc_info=error)
+            if not self.preempted:
+                self._leave_with_unchanged_values()
+            return None if isinstance(error, SystemExit) else shutdown.error()
+        if self._save_on_error:
+            self._save_after(error)
+        return None
 
     def _leave_with_unchanged_values(self) -> None:
         values, unsaved = self._loop.unchanged(), self._unsaved()
+        lost: str | None = None
         try:
-            if unsaved is not None and values is None:
-                self._lose(unsaved, "the next update is running and may have changed the values to save")
-                self._shutdown.finish(self.manager)
+            if values is None:
+                lost = None if unsaved is None else "the next update is running and may have changed the values to save"
+                self._shutdown.finish()
             else:
-                save = functools.partial(self._save_before_leaving, values=values)
-                self._shutdown.finish(self.manager, save, unsaved)
+                self._shutdown.finish(functools.partial(self._save_before_leaving, values=values), unsaved)
         except UnsupportedLeafError as changed:  # for example, arrays that were donated to the next update
-            self._lose(self._loop.step, str(changed))
-        self._shutdown.decide(self.manager)
+            lost = str(changed)
+        if lost:
+            self._shutdown.loses = True
+            _log.error("step %d is not saved: %s; the last saved one is %s", self._loop.step, lost, self.manager.latest)
+        self._shutdown.decide()
 
-    def _lose(self, step: int, why: str) -> None:
-        self._shutdown.loses = True
-        _log.error("step %d is not saved: %s; the last saved step is %s", step, why, self.manager.latest)
+    def _can_save(self) -> bool:
+        """Return whether there is a completed update to save at the end of the loop."""
+        is_over = not self.enabled or self._closed or self.preempted or self._shutdown.is_late
+        return not is_over and self._unsaved() is not None
 
     def _save_after(self, error: BaseException) -> None:
         """Save the last completed update after an error, if its values are unchanged. A failed save becomes a note."""
-        is_over = not self.enabled or self._closed or self.preempted or self._shutdown.is_late
-        is_single_process = (
-            current().processes == 1
-        )  # in a multi-process job, the other processes may continue training
-        if (
-            is_over
-            or not is_single_process
-            or not isinstance(error, Exception | KeyboardInterrupt)
-            or self._unsaved() is None
-        ):
+        # In a multi-process job, the other processes may continue training.
+        if not isinstance(error, Exception | KeyboardInterrupt) or current().processes > 1 or not self._can_save():
             return
         values = self._loop.unchanged()
         if values is None:
@@ -545,17 +566,6 @@ class CheckpointCallback(LoopForms):
             self._save(f"error: {type(error).__name__}", force=True, values=values)
         except UnsupportedLeafError as changed:  # for example, arrays that were donated to the next update
             error.add_note(f"step {self._loop.step} is not saved: {changed}")
-
-    def _save_last(self) -> None:
-        """Save the last completed update at a normal end of the loop, exactly once."""
-        is_over = not self.enabled or self._closed or self.preempted or self._shutdown.is_late
-        if is_over or not self._save_on_exit or self._loop.last is None or self._is_saved():
-            return
-        if self._loop.has_unreported_update():
-            self._loop.warn_unsaved(self._saved)
-        # `_save` saves nothing if the job is asked to stop during the save.
-        elif self._watch.reached() or not self._save("end of the loop", force=True).saved:
-            self._shutdown.finish(self.manager, self._save_before_leaving, self._unsaved())
 
 
 def _make_save_policy(given: _Arguments) -> SavePolicy:
@@ -585,79 +595,21 @@ def _make_manager(given: _Arguments, policy: SavePolicy) -> StepManager:
     )
 
 
-def _make_watch(given: _Arguments, manager: StepManager) -> PreemptionWatch:
-    """Return the watch for requests to stop."""
-    grace_s, limit_s = given["grace_period_s"], given["max_run_time_s"]
-    return PreemptionWatch(
-        current(),
-        service=preemption_service() if given["enabled"] else None,
-        signals=tuple(given["signals"]),
-        notice_file=given["notice_file"],
-        max_run_time_s=limit_s,
-        sources=build_notices("checkpoint.notices", given["notices"]),
-        timeout_s=manager.settings.barrier_timeout_s,
-        leave_early_s=lambda: manager.leave_early_s(limit_s) if grace_s is None else float(grace_s),
-    )
-
-
-def _make_shutdown(given: _Arguments, watch: PreemptionWatch, manager: StepManager) -> GracefulShutdown:
+def _make_shutdown(given: _Arguments, manager: StepManager) -> GracefulShutdown:
     """Return the object that stops the loop; with a grace period, it also limits the manager's own waits."""
     how, grace_s = given["on_preemption"], given["grace_period_s"]
     shutdown = GracefulShutdown(
-        watch, grace_s, given["exit_code"], lambda: how == "raise" or (how == "auto" and is_multirun())
+        manager,
+        current(),
+        service=preemption_service() if given["enabled"] else None,
+        signals=tuple(given["signals"]),
+        sources=build_notices("checkpoint.notices", given["notices"]),
+        raises=how == "raise" or (how == "auto" and is_multirun()),
+        **{name: given[name] for name in ("notice_file", "max_run_time_s", "grace_period_s", "exit_code")},
     )
     if grace_s is not None:
-        manager.leave_when(watch.is_asked, shutdown.is_time_up)
+        manager.leave_when(shutdown.is_asked, shutdown.is_time_up)
     return shutdown
-
-
-def _initialise(
-    manager: StepManager, values: dict[str, Any], init_from: Any, shutdown: GracefulShutdown
-) -> dict[str, Any]:
-    """Return the initial values of a fresh run: call the functions that make values, and load `init_from` if it is set.
-
-    Raises:
-        CorruptCheckpointError: the run has steps, and none of them is valid.
-        SettingsError: the directory has steps of another tool; or it has checkpoints of Flax and `init_from` is not
-            set; or the state contains an abstract leaf.
-        MismatchError: the loaded state does not fit.
-    """
-    interruptible = shutdown.interruptible(None)
-    manager.check_fresh(interruptible, allow_flax=init_from is not None)
-    if init_from is not None:
-        given, options = path_and_options(init_from)
-        path, keeps_some = resolve_directory(given), {"only", "missing"} & options.keys()
-        like = (make_values if keeps_some else trace_values)({"state": values["state"]})["state"]
-        values["state"] = manager.on_all(
-            "loading", lambda: load(path, like, donatable=True, progress=interruptible, **options)
-        )
-        _log.info("initialised the state from %s", given)
-    values = make_values(values)
-    refuse_abstract_values(values, manager.directory)
-    return values
-
-
-def _restore(
-    manager: StepManager,
-    values: dict[str, Any],
-    *,
-    on_mismatch: OnMismatch,
-    fingerprint: str | None,
-    progress: bool | Literal["auto"],
-    shutdown: GracefulShutdown,
-) -> dict[str, Any]:
-    """Restore the newest valid step of the run; `manager.restored_step` then names the step.
-
-    Raises:
-        MismatchError: the saved state does not fit; no array was read.
-        CorruptCheckpointError: no step is valid.
-    """
-    shown = wants_progress(progress)
-    total = size_if_readable(lambda: manager.metadata(progress=shutdown.interruptible(None))) if shown else None
-    with with_fingerprint(fingerprint), progress_line("restoring", total, shown) as advance:
-        values = restore_values(manager, trace_values(values), on_mismatch, shutdown.interruptible(advance))
-    _log.info("resumed from step %s of %s", manager.restored_step, manager.directory)
-    return values
 
 
 def _failure(error: BaseException | None) -> str | None:

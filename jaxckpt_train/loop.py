@@ -371,7 +371,7 @@ class LoopForms(abc.ABC):
                 period.
             Exception: the original error of the save, if it failed.
         """
-        self._shutdown.wait(self.manager)
+        self._shutdown.wait()
 
     wait = wait_until_finished
 

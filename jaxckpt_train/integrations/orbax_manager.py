@@ -66,7 +66,7 @@ from jaxckpt_train.policies.context import (
     ask_to_preserve,
     steps_to_delete,
 )
-from jaxckpt_train.preemption.watch import PreemptionWatch
+from jaxckpt_train.preemption.shutdown import GracefulShutdown
 from jaxckpt_train.pytree.flatten import PLACEHOLDER
 from jaxckpt_train.run.catalog import refuse_flax_checkpoints, refuse_other_steps, shown_name
 from jaxckpt_train.run.entry import check_step
@@ -159,7 +159,7 @@ class CheckpointManager:
         if self._manager.latest is None:
             refuse_other_steps(LocalBackend(), directory)
             refuse_flax_checkpoints(LocalBackend(), directory)
-        self._watch: PreemptionWatch | None = None
+        self._shutdown: GracefulShutdown | None = None
         self._preemption_check: tuple[int, bool] | None = None  # a step, and whether the job is preempted at it
         self._is_reported = False  # whether reached_preemption has returned that check
         if self._options.create and not self._options.read_only:
@@ -478,18 +478,17 @@ class CheckpointManager:
 
     def _check_preemption(self, step: int) -> None:
         """Check for a preemption once per step, if `reached_preemption` was called or JAX's service watches for it."""
-        is_watched = self._watch is not None or preemption_service() is not None
+        is_watched = self._shutdown is not None or preemption_service() is not None
         if is_watched and (self._preemption_check is None or self._preemption_check[0] != step):
             self._preemption_check, self._is_reported = (step, self._is_reached()), False
 
     def _is_reached(self) -> bool:
-        if self._watch is None:
-            limit_s = self._manager.settings.barrier_timeout_s
-            self._watch = PreemptionWatch(
-                current(), service=preemption_service(), signals=("SIGTERM",), timeout_s=limit_s
+        if self._shutdown is None:
+            self._shutdown = GracefulShutdown(
+                self._manager, current(), service=preemption_service(), signals=("SIGTERM",)
             )
-            self._watch.start()
-        reached = self._watch.reached()
+            self._shutdown.start()
+        reached = self._shutdown.must_leave()
         if reached:
             self._manager.leaves()
         return reached
@@ -523,8 +522,8 @@ class CheckpointManager:
         try:
             self._manager.close()
         finally:
-            if self._watch is not None:
-                self._watch.stop()
+            if self._shutdown is not None:
+                self._shutdown.stop()
 
     def __enter__(self) -> CheckpointManager:
         return self

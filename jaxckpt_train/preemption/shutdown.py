@@ -1,74 +1,254 @@
-"""Graceful shutdown: finish the last save in the time left, record the outcome, and end the process."""
+"""Graceful shutdown: whether the job is asked to leave, until when, and how it leaves.
+
+The path of a request: a notice (signal, file, time limit, source), `must_leave`, in which all processes agree on one
+step, `finish`, which completes the last save in the time left, `decide`, which records the outcome, and `close`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
+from jaxckpt_train.checkpoint import PathLike
+from jaxckpt_train.distributed.coordinator import Coordinator, PollSchedule
+from jaxckpt_train.distributed.jax_service import PreemptionService
 from jaxckpt_train.errors import CheckpointTimeoutError, Preempted
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.policies.cost_model import ShutdownPlan
-from jaxckpt_train.preemption.watch import PreemptionWatch
+from jaxckpt_train.preemption.signals import SignalNotice
+from jaxckpt_train.preemption.sources import FileNotice, NoticeSource, TimeNotice, WatchedSources
 from jaxckpt_train.run.history import LATE, NOTE_S, PREEMPTED
+from jaxckpt_train.run.job import leave_channel
 from jaxckpt_train.run.saving import SaveResult
-from jaxckpt_train.store.reader import ReadProgress
 
-_log = logging.getLogger("jaxckpt_train")
+SERVICE_POLL_S = 1.0  # how often JAX's service looks for signals
 # The part of the grace period that is reserved to end a process that has used JAX.
 ENDING_SHARE, MOST_ENDING_S = 0.4, 2.0
 NOTHING_NEW = SaveResult(False, "nothing new to save")
+_log = logging.getLogger("jaxckpt_train")
+
+
+class ByService:
+    """Agrees on the step of a shutdown by JAX's preemption service.
+
+    The service has its own SIGTERM handler in C++, which must not be replaced. To report a request that was noticed
+    otherwise, this process sends SIGTERM to itself.
+    """
+
+    reason = "SIGTERM to a process of this job"
+
+    def __init__(self, service: PreemptionService) -> None:
+        self._service = service
+        self._is_sent = False
+
+    def is_agreed(self, is_noticed: bool) -> bool:
+        """Whether all processes shut down at this call. All of them make the call."""
+        if is_noticed and not self._is_sent:
+            self._is_sent = True
+            signal.raise_signal(signal.SIGTERM)
+        return self._service.is_reached()
+
+    def noticed_before_s(self) -> float:
+        """How many seconds before that the request may have come."""
+        return self._service.noticed_before_s() + SERVICE_POLL_S
+
+    def leave(self) -> None:
+        """Do nothing: the service detects a process that ends."""
+
+
+class _Exchanged(msgspec.Struct, array_like=True):
+    is_agreed: bool
+    next: int
+
+
+class ByExchange:
+    """Agrees on the step of a shutdown by an exchange about once a second, if JAX's service is disabled.
+
+    Args:
+        coordinator: the processes.
+        timeout_s: seconds without a sign of life after which a process is considered lost.
+        monotonic: the time in seconds.
+    """
+
+    reason = "another process of this job"
+
+    def __init__(self, coordinator: Coordinator, timeout_s: float, monotonic: Callable[[], float]) -> None:
+        self._coordinator, self._timeout_s = coordinator, timeout_s
+        self._poll_schedule = PollSchedule(coordinator.processes, monotonic)
+        self._channel: Coordinator | None = None  # opened by the first call, which all processes make
+        self._is_agreed = False
+
+    def is_agreed(self, is_noticed: bool) -> bool:
+        """Whether any process has noticed a request, as of the last exchange. All of them make the call."""
+        if not self._is_agreed and self._poll_schedule.is_due():
+            self._channel = self._channel or self._coordinator.within("preemption", self._timeout_s)
+            sent = self._channel.exchange(
+                "checking for a shutdown request",
+                lambda: b"!" if is_noticed else b"",
+                lambda values: msgspec.msgpack.encode(_Exchanged(any(values), self._poll_schedule.next())),
+            )
+            said = msgspec.msgpack.decode(sent, type=_Exchanged)
+            self._poll_schedule.set_next(said.next)
+            self._is_agreed = said.is_agreed
+        return self._is_agreed
+
+    def noticed_before_s(self) -> float:
+        """Zero: the own notices have the time; a request to another process came a moment ago."""
+        return 0.0
+
+    def leave(self) -> None:
+        """Take no further part; processes that wait for this one are notified."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            leave_channel(channel)
 
 
 class GracefulShutdown:
-    """Shuts one run down on request.
+    """Knows whether the job is asked to leave, until when, and how it leaves. All processes leave at the same step.
 
     Args:
-        watch: watches for requests.
-        grace_period_s: the seconds from the request until something else ends the process; None: unknown.
+        manager: the manager of the run.
+        job: the processes.
+        service: JAX's preemption service, which watches for SIGTERM in a multi-process job. None: it is disabled.
+        signals: the names of the signals to watch.
+        notice_file: a file that requests a shutdown by its existence.
+        max_run_time_s: a limit of the run's time.
+        sources: further sources of notices.
+        grace_period_s: the seconds from the request until something else ends the process. None: unknown.
         exit_code: the exit code of the process after a shutdown on request.
-        raises: returns whether to raise `Preempted` instead of SystemExit.
+        raises: whether to raise `Preempted` instead of SystemExit.
+        monotonic: the time in seconds.
 
     Attributes:
+        reason: why this process leaves. None: no request was noticed.
+        noticed_at: when the processes agreed to leave. None: they have not.
+        is_leaving: whether the last save was started, or skipped for lack of time.
         is_late: whether a save was given up.
-        loses: whether a save was given up, or not started, because the time was too short.
+        loses: whether updates are lost, because a save was given up or was not possible.
         preempted: the error that describes the shutdown, after it was decided.
         ends_process: whether the run ends by SystemExit.
     """
 
     def __init__(
         self,
-        watch: PreemptionWatch,
-        grace_period_s: float | None,
-        exit_code: int,
-        raises: Callable[[], bool],
+        manager: StepManager,
+        job: Coordinator,
+        *,
+        service: PreemptionService | None = None,
+        signals: Sequence[str] = (),
+        notice_file: PathLike | None = None,
+        max_run_time_s: float | None = None,
+        sources: Sequence[NoticeSource] = (),
+        grace_period_s: float | None = None,
+        exit_code: int = 75,
+        raises: bool = False,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._watch = watch
+        self._manager, self._monotonic, self._is_primary = manager, monotonic, job.process == 0
         self._grace_period_s, self._exit_code, self._raises = grace_period_s, exit_code, raises
-        self.preempted: Preempted | None = None
-        self._ends_at: float | None = None
-        self.is_late = self.loses = False
+        self._agreement: ByService | ByExchange | None = None  # None: this is the only process
+        if job.processes > 1 and service is None:
+            self._agreement = ByExchange(job, manager.settings.barrier_timeout_s, monotonic)
+        elif job.processes > 1 and service is not None:
+            self._agreement = ByService(service)
+            signals = [name for name in signals if name != "SIGTERM"]
+        self._signals, self._sources = SignalNotice(signals, monotonic), WatchedSources(sources)
+        self._file = None if notice_file is None else FileNotice(notice_file, monotonic)
+        self._limit: TimeNotice | None = None
+        if max_run_time_s is not None:
+            limit_s, early_s = max_run_time_s, grace_period_s
+            leave_early_s = (lambda: manager.leave_early_s(limit_s)) if early_s is None else lambda: early_s
+            self._limit = TimeNotice(limit_s, monotonic, leave_early_s)
+        self._notices = [each for each in (self._signals, self._file, self._limit, self._sources) if each is not None]
+        self.reason: str | None = None
+        self.noticed_at: float | None = None
+        self._asked_at = 0.0
+        self._ends_at: float | None = None  # set by the first wait of the loop that the deadline may end
         self._plans: dict[str, None] = {}  # ordered
-        self.ends_process = False
+        self._is_notified = False
+        self.is_leaving = self.is_late = self.loses = self.ends_process = False
+        self.preempted: Preempted | None = None
+
+    # Whether the job is asked to leave --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start watching for requests."""
+        self._sources.start()
+        self._signals.install()
+
+    def must_leave(self) -> bool:
+        """Whether the job has to shut down; the same answer in all processes. Takes a few microseconds."""
+        if self.reason is None:
+            self.reason = next((why for each in self._notices if (why := each.notice()) is not None), None)
+        is_noticed, agreement = self.reason is not None, self._agreement
+        agreed = is_noticed if agreement is None else agreement.is_agreed(is_noticed)
+        if agreed and self.noticed_at is None:
+            self.noticed_at = now = self._monotonic()
+            possible = [now - (0.0 if agreement is None else agreement.noticed_before_s()), self._sources.asked_at()]
+            possible += [] if self._signals.received_at is None else [self._signals.received_at]
+            possible += [] if self._limit is None else [self._limit.end]
+            self._asked_at = min(possible)
+            if self.reason is None and agreement is not None:
+                self.reason = agreement.reason
+            _log.warning("shutdown requested: %s", self.reason)
+        return agreed
+
+    def is_asked(self) -> bool:
+        """Whether a request came. Accesses no file and no other process, so that any wait can check it.
+
+        In a multi-process job, only what all processes have agreed on counts: a process that acts alone would leave the
+        others waiting.
+        """
+        if self.noticed_at is not None or self._agreement is not None:
+            return self.noticed_at is not None
+        if self._signals.received is not None or (self._limit is not None and self._monotonic() >= self._limit.end):
+            return True
+        return self._sources.notice() is not None
+
+    def must_leave_alone(self) -> bool:
+        """Like `must_leave`, callable anywhere in the loop. Always False in a multi-process job, which has to agree."""
+        return self._agreement is None and self.must_leave()
+
+    # Until when -------------------------------------------------------------------------------------------------------
+
+    def left_s(self) -> float | None:
+        """The seconds left for everything except the end of the process itself; None: no limit.
+
+        A limit that had already passed when the loop noticed the request does not count: what would have ended the
+        process at that time has not.
+        """
+        if self.noticed_at is None:
+            return None
+        grace_s = math.inf if self._grace_period_s is None else self._grace_period_s
+        limits = [at for at in (self._asked_at + grace_s, self._sources.leave_by()) if self.noticed_at < at < math.inf]
+        if not limits:
+            return None
+        if self._ends_at is not None:
+            return max(0.0, self._ends_at - self._monotonic())
+        left_s = max(0.0, min(limits) - self._monotonic())
+        # Even a save that starts late may be short enough.
+        return max(left_s - min(MOST_ENDING_S, ENDING_SHARE * grace_s), left_s / 2)
 
     def is_time_up(self) -> bool:
         """For waits in the loop: whether a shutdown was requested in the meantime and its time is up."""
         if self._ends_at is None:
-            if not (self._watch.is_asked() and self._watch.reached()):
+            if not (self.is_asked() and self.must_leave()):
                 return False
             left_s = self.left_s()
-            self._ends_at = math.inf if left_s is None else time.monotonic() + left_s
-        return time.monotonic() >= self._ends_at
+            self._ends_at = math.inf if left_s is None else self._monotonic() + left_s
+        return self._monotonic() >= self._ends_at
+
+    # How it leaves ----------------------------------------------------------------------------------------------------
 
     def finish(
-        self,
-        manager: StepManager,
-        save: Callable[[float | None], SaveResult] | None = None,
-        unsaved: int | None = None,
+        self, save: Callable[[float | None], SaveResult] | None = None, unsaved: int | None = None
     ) -> SaveResult:
         """Finish the running save, then make the last one, if it is needed and can be committed in time.
 
@@ -76,20 +256,21 @@ class GracefulShutdown:
         unknown, or had ended before the loop noticed the request, there is no time limit.
 
         Args:
-            manager: the manager of the run.
             save: starts the last save, within the given number of seconds. None: only the running save is finished.
             unsaved: the last completed update, if no save of it is committed or running.
 
         Raises:
             Exception: the original error of the last save if it failed; that of the running one if `save` starts none.
         """
-        plan = self._choose(manager, unsaved)
+        self.is_leaving, manager = True, self._manager
+        manager.leaves()
+        plan = self._choose(unsaved)
         try:
             before = manager.settle(self.left_s())
             if before is not None:
                 _log.error("the previous save failed", exc_info=before)
             if unsaved is not None and plan.waits and manager.agreed(plan.saves or before is not None):
-                plan = self._choose(manager, unsaved)  # the duration and the outcome of the running save are known now
+                plan = self._choose(unsaved)  # the duration and the outcome of the running save are known now
             if save is None:
                 result = NOTHING_NEW
             elif plan.saves or unsaved is None:
@@ -98,25 +279,45 @@ class GracefulShutdown:
                 result = SaveResult(False, plan.why)
             failure = manager.settle(self.left_s()) or (None if result.saved else before)
         except CheckpointTimeoutError as error:
-            self._give_up(manager, error)
+            self._give_up(error)
             return SaveResult(False, f"given up: {error}")
         self.loses |= plan.loses
         if failure is not None:
             raise failure
         return result
 
-    def _choose(self, manager: StepManager, unsaved: int | None) -> ShutdownPlan:
-        plan = manager.plan_to_leave(self.left_s(), unsaved)
+    def _choose(self, unsaved: int | None) -> ShutdownPlan:
+        plan = self._manager.plan_to_leave(self.left_s(), unsaved)
         self._plans[plan.why] = None
         _log.warning("shutting down: %s", plan.why)
         return plan
 
-    def _give_up(self, manager: StepManager, error: CheckpointTimeoutError) -> None:
+    def _give_up(self, error: CheckpointTimeoutError) -> None:
         self.is_late = self.loses = True
-        manager.give_up(self._exit_code or 1)
-        _log.error("shutdown requested by %s; a save was given up: %s", self._watch.reason, error)
+        self._manager.give_up(self._exit_code or 1)
+        _log.error("shutdown requested by %s; a save was given up: %s", self.reason, error)
 
-    def wait(self, manager: StepManager) -> None:
+    def decide(self) -> None:
+        """Record that the run ends here, with the committed step."""
+        manager, step = self._manager, self._manager.latest
+        saved = "no step is saved" if step is None else f"step {step} is saved"
+        manager.ends_as(LATE if self.loses else PREEMPTED)
+        # A lost save is not a success.
+        code = self._exit_code or int(self.loses)
+        self.preempted = Preempted(f"shutdown requested by {self.reason}; {saved}", step, code)
+        _log.warning("%s", self.preempted)
+        if not self.is_late:  # after a save was given up, the disk may not answer now either
+            left_s, plans = self.left_s(), "; ".join(self._plans) or None
+            timeout_s = NOTE_S if left_s is None else min(left_s, NOTE_S)
+            call_within(lambda: manager.note_preemption(step, str(self.reason), plans), timeout_s)
+
+    def error(self) -> BaseException:
+        """The error that ends the process, or `Preempted`, which the caller is expected to catch."""
+        assert self.preempted is not None
+        self.ends_process |= not self._raises
+        return self.preempted if self._raises else SystemExit(self.preempted.exit_code)
+
+    def wait(self) -> None:
         """Wait for the running save. If a requested shutdown leaves no time for it, give it up and end the run.
 
         Raises:
@@ -125,59 +326,22 @@ class GracefulShutdown:
             Exception: the original error of the save, if it failed.
         """
         try:
-            failure = manager.settle(until=self.is_time_up)
+            failure = self._manager.settle(until=self.is_time_up)
         except CheckpointTimeoutError as error:
             if not self.is_time_up():
                 raise
-            self._give_up(manager, error)
-            raise self._left(manager) from None
+            self._give_up(error)
+            raise self._left() from None
         if failure is not None:
             raise failure
 
-    def close(self, manager: StepManager) -> None:
-        """Close the manager: wait for the running save and the deletions; a shutdown requested meanwhile limits this.
-
-        Raises:
-            CheckpointTimeoutError: the save makes no progress.
-            Exception: the original error of a save that failed.
-        """
-        failure = None
-        manager.leave_to_parent()
-        try:
-            if not self.is_late:
-                failure = self._last_failure(manager)
-            if failure is not None:
-                manager.ends_as(type(failure).__name__)
-        finally:  # whatever ended the wait, release the directory
-            manager.close(self.left_s(), self.is_time_up, waits=False)
-        if failure is not None:
-            raise failure
-
-    def _last_failure(self, manager: StepManager) -> BaseException | None:
-        until = self._watch.is_asked if self._grace_period_s is not None else None
-        try:
-            return manager.settle(until=until)
-        except CheckpointTimeoutError:
-            if self._grace_period_s is None or not self._watch.reached():
-                raise
-        self.finish(manager)
-        return None
-
-    def interruptible(self, progress: ReadProgress | None) -> ReadProgress | None:
-        """Wrap the `progress` of a load within `leaving_a_load`, so that a requested shutdown ends the load."""
-        if self._grace_period_s is None:
-            return progress
-
-        def advance(done: int) -> None:
-            if self._watch.is_asked():
-                raise CheckpointTimeoutError("a shutdown was requested during the load")
-            if progress is not None and done:
-                progress(done)
-
-        return advance
+    def check_load(self, done: int = 0) -> None:
+        """The `progress` of a load within `leaving_a_load`: a requested shutdown ends the load."""
+        if self._grace_period_s is not None and self.is_asked():
+            raise CheckpointTimeoutError("a shutdown was requested during the load")
 
     @contextlib.contextmanager
-    def leaving_a_load(self, manager: StepManager) -> Iterator[None]:
+    def leaving_a_load(self) -> Iterator[None]:
         """Within the context, a requested shutdown ends a load and the run at once: there is nothing to save yet.
 
         Raises:
@@ -186,47 +350,57 @@ class GracefulShutdown:
         try:
             yield
         except CheckpointTimeoutError:
-            if self._grace_period_s is None or not (self._watch.is_asked() and self._watch.reached()):
+            if self._grace_period_s is None or not (self.is_asked() and self.must_leave()):
                 raise
-            raise self._left(manager) from None
+            raise self._left() from None
 
-    def _left(self, manager: StepManager) -> BaseException:
+    def _left(self) -> BaseException:
         """Shut down at once; return the error to raise."""
-        self.decide(manager)
-        self.close(manager)
+        self.decide()
         error = self.error()
-        self._watch.stop(leaving=self.ends_process)
+        self.close()
         return error
 
-    def left_s(self) -> float | None:
-        """The seconds left for everything except the end of the process itself; None: no limit."""
-        if self._watch.noticed_at is None:
-            return None
-        grace_period_s = math.inf if self._grace_period_s is None else self._grace_period_s
-        left_s = self._watch.left_of(grace_period_s)  # a source may know when the machine ends
-        if left_s is None:
-            return None
-        if self._ends_at is not None:  # keep the limit that an earlier wait has set
-            return max(0.0, self._ends_at - time.monotonic())
-        ending_s = min(MOST_ENDING_S, ENDING_SHARE * grace_period_s)
-        return max(left_s - ending_s, left_s / 2)  # even a save that starts late may be short enough
+    def close(self) -> None:
+        """Wait for the running save and the deletions, close the manager and stop watching.
 
-    def decide(self, manager: StepManager) -> None:
-        """Record that the run ends here, with the committed step."""
-        step, reason = manager.latest, self._watch.reason
-        saved = "no step is saved" if step is None else f"step {step} is saved"
-        code = self._exit_code or int(self.loses)  # a lost save is not a success
-        manager.ends_as(LATE if self.loses else PREEMPTED)
-        self.preempted = Preempted(f"shutdown requested by {reason}; {saved}", step, code)
-        _log.warning("%s", self.preempted)
-        self._watch.leaves(step, self.left_s())
-        if not self.is_late:  # after a save was given up, the disk may not answer now either
+        A shutdown that is requested meanwhile limits the waits.
+
+        Raises:
+            CheckpointTimeoutError: the save makes no progress.
+            Exception: the original error of a save that failed.
+        """
+        manager = self._manager
+        manager.leave_to_parent()
+        with contextlib.ExitStack() as at_end:  # whatever ends the wait
+            at_end.callback(self.stop)  # comes last: until here, a signal must not kill the process
+            at_end.callback(lambda: manager.close(self.left_s(), self.is_time_up, waits=False))
+            failure = None if self.is_late else self._last_failure()
+            if failure is not None:
+                manager.ends_as(type(failure).__name__)
+        if failure is not None:
+            raise failure
+
+    def _last_failure(self) -> BaseException | None:
+        try:
+            return self._manager.settle(until=None if self._grace_period_s is None else self.is_asked)
+        except CheckpointTimeoutError:
+            if self._grace_period_s is None or not self.must_leave():
+                raise
+        self.finish()
+        return None
+
+    def stop(self) -> None:
+        """Notify the sources that the job has left, stop watching, and restore the signal handlers.
+
+        If the process ends now on request, all watched signals are ignored instead.
+        """
+        if self.preempted is not None and not self._is_notified and self._is_primary:
+            self._is_notified = True
             left_s = self.left_s()
-            note = functools.partial(manager.note_preemption, step, str(reason), "; ".join(self._plans) or None)
-            call_within(note, NOTE_S if left_s is None else min(left_s, NOTE_S))
-
-    def error(self) -> BaseException:
-        """The error that ends the process, or `Preempted`, which the caller is expected to catch."""
-        assert self.preempted is not None
-        self.ends_process = not self._raises()
-        return SystemExit(self.preempted.exit_code) if self.ends_process else self.preempted
+            self._sources.notify(self.preempted.step, math.inf if left_s is None else left_s)
+        if self._agreement is not None:
+            self._agreement.leave()
+        self._sources.stop()
+        is_asked = self.noticed_at is not None or self._signals.received is not None
+        self._signals.restore(leaving=self.ends_process and is_asked)

@@ -1,4 +1,4 @@
-"""Sources of preemption notices: what they are, and how a run starts, asks, notifies and stops them."""
+"""Sources of preemption notices: a file, a time limit, and objects of the user's configuration."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxckpt_train._validation import refuse, seconds
 from jaxckpt_train.pending import call_within
+from jaxckpt_train.store.backends.local import file_exists
 
+POLL_S = 1.0  # of the notice file and of the time limit
 DEFAULT_LEFT_TIMEOUT_S = 10.0  # the default limit of a source's `left` method
 _log = logging.getLogger("jaxckpt_train")
 LEAST_S = 1.0
@@ -84,6 +86,70 @@ class NoticeSource(Protocol):
         """
 
 
+class FileNotice:
+    """A file that requests a shutdown by its existence; checked at most once a second.
+
+    The disk may not answer: a helper thread checks, and the loop waits for it for a second. No other check starts
+    before it has finished.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._monotonic = path, monotonic
+        self._next = -1.0
+        self._found = self._is_looking = False
+        self._looks, self._hint = 0, ""
+
+    def notice(self) -> str | None:
+        """The request as text, if the file exists."""
+        now = self._monotonic()
+        if not self._found and now >= self._next and not self._is_looking:
+            self._next, self._is_looking = now + POLL_S, True
+            call_within(self._look, POLL_S)
+        return f"notice file {self._path}{self._hint}" if self._found else None
+
+    def _look(self) -> None:
+        try:
+            found, self._looks = file_exists(self._path), self._looks + 1
+            if found and self._looks == 1:  # without this hint, each start would end at once
+                self._hint = ", which existed when this job started: remove it before the job is started again"
+            self._found = found
+        finally:
+            self._is_looking = False
+
+
+class TimeNotice:
+    """A limit of the run's wall-clock time, reached early enough for the last save to end within it.
+
+    Args:
+        max_run_time_s: seconds from now.
+        monotonic: the time in seconds.
+        leave_early_s: returns how many seconds before the limit to shut down; called repeatedly, as it is measured.
+
+    Attributes:
+        end: the time at which the job has to shut down.
+    """
+
+    def __init__(
+        self, max_run_time_s: float, monotonic: Callable[[], float], leave_early_s: Callable[[], float]
+    ) -> None:
+        self._monotonic, self._leave_early_s = monotonic, leave_early_s
+        self._limit_s, self._began_at = max_run_time_s, monotonic()
+        self._is_up = False
+        self._measure()
+
+    def notice(self) -> str | None:
+        """The request as text, if the time is up."""
+        now = self._monotonic()
+        if not self._is_up and now >= self._next:
+            self._measure()
+        self._is_up = self._is_up or now >= self.end
+        return f"the time limit of {self._limit_s:g} s" if self._is_up else None
+
+    def _measure(self) -> None:
+        self.end = self._began_at + max(0.0, self._limit_s - self._leave_early_s())
+        self._next = min(self._monotonic() + POLL_S, self.end)
+
+
 class WatchedSources:
     """The sources of one run, used together.
 
@@ -99,10 +165,6 @@ class WatchedSources:
         self._limits_s = [_limit_s(source) for source in self._sources]
         self._failing = set[int]()  # indices of sources whose failure was logged
         self._process: int | None = None
-
-    def __bool__(self) -> bool:
-        """Whether there are any sources."""
-        return bool(self._sources)
 
     def start(self) -> None:
         """Start all sources; if one raises, stop all of them."""
@@ -122,9 +184,9 @@ class WatchedSources:
             except Exception:  # noqa: BLE001  # an error of a user's source must not break the end of a run
                 _log.warning("%s: stopping it failed", type(source).__name__, exc_info=True)
 
-    def notice(self) -> Notice | None:
-        """The first notice, or None."""
-        return next(self._found(), None)
+    def notice(self) -> str | None:
+        """The reason of the first request, or None."""
+        return next((found.reason for found in self._found()), None)
 
     def asked_at(self) -> float:
         """When the first request may have come; infinity: unknown."""
@@ -134,64 +196,58 @@ class WatchedSources:
         """When the machine ends; infinity: unknown."""
         return min((each.leave_by for each in self._found() if each.leave_by is not None), default=math.inf)
 
-    def notification(self) -> list[tuple[Any, float]]:
-        """The sources to notify after the shutdown, with the time limit of each; empty in a forked child."""
-        if os.getpid() != self._process:
-            return []
-        both = zip(self._sources, self._limits_s, strict=True)
-        return [(source, limit_s) for source, limit_s in both if getattr(source, "left", None) is not None]
-
     def _found(self) -> Iterator[Notice]:
         for place, source in enumerate(self._sources):
-            found = self._asked(place, source)
+            try:
+                found = _checked_notice(source, source.notice())
+            except Exception:  # noqa: BLE001  # an error of a user's source does not stop the training
+                if place not in self._failing:
+                    self._failing.add(place)
+                    text = "%s: asking it for a notice failed; it is asked again, and further failures are not logged"
+                    _log.warning(text, type(source).__name__, exc_info=True)
+                continue
             if found is not None:
                 yield found
 
-    def _asked(self, place: int, source: NoticeSource) -> Notice | None:
-        """Ask one source. An error of a user's source does not stop the training, and is logged once."""
-        try:
-            found: object = source.notice()
-            if found is None or isinstance(found, Notice):
-                return found
-            if isinstance(found, (bool, np.bool_)):  # not in the protocol, but refusing True would lose a save
-                return Notice(type(source).__name__) if found else None
-            if not isinstance(found, str):
-                refuse(f"{type(source).__name__}.notice()", "a Notice, its reason as text, or None", found)
-            return Notice(found)
-        except Exception:  # noqa: BLE001  # called after each update
-            if place not in self._failing:
-                self._failing.add(place)
-                text = "%s: asking it for a notice failed; it is asked again, and further failures are not logged"
-                _log.warning(text, type(source).__name__, exc_info=True)
-            return None
+    def notify(self, step: int | None, left_s: float) -> None:
+        """Call `left` of the sources in order; log a warning for each one that takes too long, and do not wait for it.
+
+        The order matters: after Slurm was asked to requeue the job, it may end the rest of it.
+
+        Args:
+            step: the committed step; None: there is none.
+            left_s: the seconds left for all sources; each one gets at least `LEAST_S`.
+        """
+        if os.getpid() != self._process:  # a forked child, or never started
+            return
+        ends_at = time.monotonic() + left_s
+        both = zip(self._sources, self._limits_s, strict=True)
+        notified = [(source, limit_s) for source, limit_s in both if getattr(source, "left", None) is not None]
+        for place, (source, limit_s) in enumerate(notified):
+            reserved_s = LEAST_S * (len(notified) - place - 1)
+            timeout_s = max(LEAST_S, min(limit_s, ends_at - time.monotonic() - reserved_s))
+            if not call_within(functools.partial(_call_left, source, step), timeout_s):
+                text = (
+                    "%s: its left() method has not finished after %.3g s, and is not waited for any longer: its "
+                    "effect, such as requeueing the job, may be missing"
+                )
+                _log.warning(text, type(source).__name__, timeout_s)
+
+
+def _checked_notice(source: NoticeSource, found: object) -> Notice | None:
+    if found is None or isinstance(found, Notice):
+        return found
+    if isinstance(found, (bool, np.bool_)):  # not in the protocol, but refusing True would lose a save
+        return Notice(type(source).__name__) if found else None
+    if not isinstance(found, str):
+        refuse(f"{type(source).__name__}.notice()", "a Notice, its reason as text, or None", found)
+    return Notice(found)
 
 
 def _limit_s(source: NoticeSource) -> float:
     """The time limit of a source's `left` method."""
     limit_s = getattr(source, "left_timeout_s", None)
     return DEFAULT_LEFT_TIMEOUT_S if limit_s is None else seconds(f"{type(source).__name__}.left_timeout_s", limit_s)
-
-
-def notify_sources(sources: WatchedSources, step: int | None, left_s: float) -> None:
-    """Call `left` of the sources in order; log a warning for each one that takes too long, and do not wait for it.
-
-    The order matters: after Slurm was asked to requeue the job, it may end the rest of it.
-
-    Args:
-        sources: the sources of the run.
-        step: the committed step; None: there is none.
-        left_s: the seconds left for all sources; each one gets at least `LEAST_S`.
-    """
-    notification, ends_at = sources.notification(), time.monotonic() + left_s
-    for place, (source, limit_s) in enumerate(notification):
-        reserved_s = LEAST_S * (len(notification) - place - 1)
-        timeout_s = max(LEAST_S, min(limit_s, ends_at - time.monotonic() - reserved_s))
-        if not call_within(functools.partial(_call_left, source, step), timeout_s):
-            text = (
-                "%s: its left() method has not finished after %.3g s, and is not waited for any longer: its effect, "
-                "such as requeueing the job, may be missing"
-            )
-            _log.warning(text, type(source).__name__, timeout_s)
 
 
 def _call_left(source: Any, step: int | None) -> None:

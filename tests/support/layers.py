@@ -104,6 +104,7 @@ MAY_HAVE_ONE_IMPORTER = {
     "formats.torch_pickle": "a reader of pickles as data, reviewed on its own for safety",
     "inspection.disk_speed": "the measurement of a disk, used by doctor and by reports",
     "integrations.orbax_items": "handlers of Orbax, apart from its manager",
+    "preemption.signals": "handlers of signals, which run inside any other code",
     "pytree.colocated.calls": "the calls through Colocated Python, the only users of its pickles",
     "pytree.redistribution": "the exchange of shards between processes",
     "pytree.shared_reads": "the reads that the processes of a job share",

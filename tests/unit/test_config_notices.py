@@ -93,6 +93,6 @@ def test_a_node_that_cannot_be_built_is_refused(tmp_path: Path, node: Any, messa
 def test_callback_has_sources_that_its_configuration_names(tmp_path: Path) -> None:
     own = Own()
     ckpt = jct.CheckpointCallback.from_config({"directory": str(tmp_path), "notices": ["slurm", own]})
-    slurm, other = ckpt._watch._sources._sources
+    slurm, other = ckpt._shutdown._sources._sources
     assert isinstance(slurm, jct.SlurmNotice)
     assert other is own

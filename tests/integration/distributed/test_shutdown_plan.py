@@ -102,7 +102,7 @@ def leave_by_the_limit(directory: str) -> list[Any]:
     """Train with different clocks: half of the time limit has passed in process 1, but not yet in process 0."""
     disk = SlowBackend(1e9)
     ckpt = callback_on(disk, directory, save_interval_steps=None, max_run_time_s=31.0, on_preemption="raise")
-    limit, passed_s = ckpt._watch._limit, [0.0]
+    limit, passed_s = ckpt._shutdown._limit, [0.0]
     assert limit is not None
     limit._monotonic = lambda: limit._began_at + passed_s[0]
     try:

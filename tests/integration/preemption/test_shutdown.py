@@ -36,7 +36,7 @@ with ckpt:
         state = state_of(step + 1)
         if step == 2:
             threading.Thread(target=talk, daemon=True).start()
-            while ckpt._watch._signals.received is None:
+            while ckpt._shutdown._signals.received is None:
                 pass
         ckpt(state)
 """

@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.pending import PendingSave, ProgressTracker, call_within
-from jaxckpt_train.preemption.watch import PreemptionWatch
 from jaxckpt_train.store.backends.local import LocalBackend, _LocalSource
 from jaxckpt_train.store.threads import POLL_S, Latch
 from jaxckpt_train.store.timeouts import call_with_timeout
 from tests.support.fake_backends import HoldingBackend, callback_on
 from tests.support.runs import made_run, state_of, step_of
+from tests.support.shutdowns import shutdown_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
 
 pytestmark = pytest.mark.timeout(120)
@@ -335,17 +334,17 @@ def test_call_within_returns_at_its_limit() -> None:
 
 def test_late_check_shortens_the_lead_time() -> None:
     now = [0.0]
-    watch = PreemptionWatch(Coordinator(), max_run_time_s=100, leave_early_s=lambda: 30.0, monotonic=lambda: now[0])
+    shutdown = shutdown_of(max_run_time_s=100, grace_period_s=30.0, monotonic=lambda: now[0])
     now[0] = 95.0  # a long step
-    assert watch.is_asked()
-    assert watch.reached()
-    assert watch.left_of(30) == 5.0
+    assert shutdown.is_asked()
+    assert shutdown.must_leave()
+    assert shutdown.left_s() == 3.0  # 2 of the 5 are for the end of the process
 
 
 def test_late_last_save_can_be_short(tmp_path: Path) -> None:
     ckpt = callback_on(HoldingBackend("rename", "nothing"), tmp_path, grace_period_s=20.0)
     now = [0.0]
-    ckpt._watch._monotonic = ckpt._watch._signals._monotonic = lambda: now[0]
+    ckpt._shutdown._monotonic = ckpt._shutdown._signals._monotonic = lambda: now[0]
     with pytest.raises(SystemExit), ckpt:
         ckpt.resume(state_of(0))
         os.kill(os.getpid(), signal.SIGTERM)

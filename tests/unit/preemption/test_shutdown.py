@@ -149,14 +149,14 @@ def test_request_during_close_still_reports_failure(tmp_path: Path, asked_by: st
         now[0] = 10.0**7
         if asked_by == "a signal":
             send()
-        while ckpt._watch.noticed_at is None:
+        while ckpt._shutdown.noticed_at is None:
             noticed.wait(0.01)
         backend.go.set()
 
     noticed = threading.Event()
     if asked_by == "the time limit":
-        ckpt._watch._monotonic = lambda: now[0]
-        ckpt._watch._notices[1].__self__._monotonic = lambda: now[0]  # type: ignore[attr-defined]
+        ckpt._shutdown._monotonic = lambda: now[0]
+        ckpt._shutdown._notices[1]._monotonic = lambda: now[0]  # type: ignore[attr-defined]
     with pytest.raises(jct.StorageError, match="no space"), ckpt:
         ckpt.resume(state_of(0))
         for step in ckpt.steps(3):

@@ -245,7 +245,7 @@ def test_failed_running_save_is_followed_by_another(tmp_path: Path) -> None:
 
 def run_to(ckpt: jct.CheckpointCallback, seconds: float) -> None:
     """Let `seconds` of the time limit pass."""
-    limit = ckpt._watch._limit
+    limit = ckpt._shutdown._limit
     assert limit is not None
     limit._monotonic = lambda: limit._began_at + seconds
 

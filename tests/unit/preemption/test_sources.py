@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import threading
@@ -18,12 +17,11 @@ import jaxckpt_train as jct
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.preemption import sources as sources_module
 from jaxckpt_train.preemption.shutdown import GracefulShutdown
-from jaxckpt_train.preemption.sources import WatchedSources
-from jaxckpt_train.preemption.watch import PreemptionWatch
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.support.in_time import in_time
 from tests.support.metadata_servers import until
 from tests.support.runs import made_run, state_of
+from tests.support.shutdowns import Time, shutdown_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
 
 
@@ -31,16 +29,6 @@ from tests.support.signal_handlers import WATCHED, handlers_put_back
 def _handlers_are_put_back() -> Iterator[None]:
     with handlers_put_back(*WATCHED, may_end=True):
         yield
-
-
-class Time:
-    """A monotonic clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class FakeSource:
@@ -88,92 +76,97 @@ class Second(Coordinator):
     process = 1
 
 
-def watch_of(*sources: Any, job: Coordinator | None = None, **options: Any) -> tuple[PreemptionWatch, Time]:
+def watched(*sources: Any, job: Coordinator | None = None, **options: Any) -> tuple[GracefulShutdown, Time]:
     clock = Time()
-    return PreemptionWatch(job or Coordinator(), sources=sources, monotonic=clock, **options), clock
+    return shutdown_of(job, sources=sources, monotonic=clock, **options), clock
+
+
+def leave(shutdown: GracefulShutdown, source: FakeSource) -> None:
+    """Leave because of a notice of this source."""
+    shutdown.start()
+    source.found = "the cluster"
+    assert shutdown.must_leave()
+    shutdown.decide()
 
 
 @pytest.mark.parametrize("found", ["the cluster", jct.Notice("the cluster")])
 def test_notice_of_source_requests_shutdown(found: Any, caplog: pytest.LogCaptureFixture) -> None:
     source = FakeSource()
-    watch, _ = watch_of(Silent(), source)
-    watch.start()
-    assert (watch.reached(), watch.is_asked(), watch.left_of(30)) == (False, False, 30)
+    shutdown, _ = watched(Silent(), source, grace_period_s=30)
+    shutdown.start()
+    assert (shutdown.must_leave(), shutdown.is_asked(), shutdown.left_s()) == (False, False, None)
     source.found = found
-    assert (watch.is_asked(), watch.reached(), watch.reason) == (True, True, "the cluster")
-    assert watch.left_of(30) == 30
+    assert (shutdown.is_asked(), shutdown.must_leave(), shutdown.reason) == (True, True, "the cluster")
+    assert shutdown.left_s() == 28
     assert caplog.text.count("shutdown requested: the cluster") == 1
-    watch.stop()
+    shutdown.stop()
     assert source.calls == ["start", "stop"]
 
 
 def test_grace_period_counts_from_earliest_request_time() -> None:
     source = FakeSource()
-    watch, clock = watch_of(source)
+    shutdown, clock = watched(source, grace_period_s=30)
     source.found = jct.Notice("a", asked_at=clock.now)
     clock.now += 12
-    assert watch.reached()
-    assert watch.left_of(30) == 18
-    late, _ = watch_of(FakeSource(jct.Notice("a", asked_at=960.0)))
-    assert late.reached()
-    assert late.left_of(30) is None
+    assert shutdown.must_leave()
+    assert shutdown.left_s() == 16
+    late, _ = watched(FakeSource(jct.Notice("a", asked_at=960.0)), grace_period_s=30)
+    assert late.must_leave()
+    assert late.left_s() is None
 
 
 def test_leave_by_bounds_the_grace_period() -> None:
     source = FakeSource()
-    watch, clock = watch_of(source, signals=["SIGUSR1"])
-    watch.start()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert watch.reached()
-    assert watch.left_of(30) == 30
-    source.found = jct.Notice("a", leave_by=1020.0)  # during the save
-    assert watch.left_of(30) == 20
-    assert watch.left_of(10) == 10
-    assert watch.left_of(math.inf) == 20
-    clock.now += 25
-    assert watch.left_of(30) == 0
-    watch.stop()
+    for grace_period_s, left_s in ((30, 18), (10, 8), (None, 18)):
+        source.found = None
+        shutdown, clock = watched(source, signals=["SIGUSR1"], grace_period_s=grace_period_s)
+        shutdown.start()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert shutdown.must_leave()
+        assert shutdown.left_s() == (None if grace_period_s is None else grace_period_s - 2)
+        source.found = jct.Notice("a", leave_by=1020.0)  # during the save
+        assert shutdown.left_s() == left_s
+        clock.now += 25
+        assert shutdown.left_s() == 0
+        shutdown.stop()
 
 
 @pytest.mark.parametrize(("leave_by", "left_s"), [(None, None), (1020.0, 18.0)])
 def test_leave_by_is_deadline_without_grace_period(leave_by: float | None, left_s: float | None) -> None:
-    watch, _ = watch_of(FakeSource(jct.Notice("a", leave_by=leave_by)))
-    shutdown = GracefulShutdown(watch, None, 75, lambda: False)
+    shutdown, _ = watched(FakeSource(jct.Notice("a", leave_by=leave_by)))
     assert shutdown.left_s() is None
-    assert watch.reached()
+    assert shutdown.must_leave()
     assert shutdown.left_s() == left_s
 
 
-def test_past_leave_by_is_ignored() -> None:
-    watch, _ = watch_of(FakeSource(jct.Notice("a", leave_by=990.0)))
-    assert watch.reached()
-    assert watch.left_of(30) == 30
-    assert watch.left_of(math.inf) is None
+@pytest.mark.parametrize(("grace_period_s", "left_s"), [(30, 28), (None, None)])
+def test_past_leave_by_is_ignored(grace_period_s: float | None, left_s: float | None) -> None:
+    shutdown, _ = watched(FakeSource(jct.Notice("a", leave_by=990.0)), grace_period_s=grace_period_s)
+    assert shutdown.must_leave()
+    assert shutdown.left_s() == left_s
 
 
 def test_late_notice_uses_its_leave_by() -> None:
-    watch, _ = watch_of(FakeSource(jct.Notice("a", asked_at=900.0, leave_by=1040.0)))
-    assert watch.reached()
-    assert watch.left_of(30) == 40
+    shutdown, _ = watched(FakeSource(jct.Notice("a", asked_at=900.0, leave_by=1040.0)), grace_period_s=30)
+    assert shutdown.must_leave()
+    assert shutdown.left_s() == 38
 
 
 def test_sources_are_notified_before_stop() -> None:
     source = FakeSource()
-    watch, _ = watch_of(source, Silent())
-    watch.start()
-    watch.leaves(7, None)
+    shutdown, _ = watched(source, Silent())
+    leave(shutdown, source)
     assert source.calls == ["start"]
-    watch.stop()
-    watch.stop()
+    shutdown.stop()
+    shutdown.stop()
     assert source.calls == ["start", ("left", 7), "stop", "stop"]
 
 
 def test_only_the_primary_notifies_sources() -> None:
     source = FakeSource()
-    watch, _ = watch_of(source, job=Second())
-    watch.start()
-    watch.leaves(7, None)
-    watch.stop()
+    shutdown, _ = watched(source, job=Second())
+    leave(shutdown, source)
+    shutdown.stop()
     assert source.calls == ["start", "stop"]
 
 
@@ -190,11 +183,12 @@ class Hanging(FakeSource):
 
 
 @pytest.mark.parametrize(
-    ("limit_s", "left_s", "limit_text"), [(0.3, None, "0.3"), (0.3, 1e6, "0.3"), (60.0, 0.5, "0.4"), (60.0, 0.0, "0.1")]
+    ("limit_s", "grace_period_s", "limit_text"),
+    [(0.3, None, "0.3"), (0.3, 1e6, "0.3"), (60.0, 1.0, "0.5"), (60.0, 1e-9, "0.1")],
 )
 def test_slow_source_does_not_delay_others(
     limit_s: float,
-    left_s: float | None,
+    grace_period_s: float | None,
     limit_text: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -202,10 +196,10 @@ def test_slow_source_does_not_delay_others(
     """Its own time limit applies, within the remaining time; a little of that is kept for the other sources."""
     monkeypatch.setattr(sources_module, "LEAST_S", 0.1)
     hanging, other = Hanging(limit_s), FakeSource()
-    watch, _ = watch_of(hanging, other)
-    watch.start()
-    watch.leaves(7, left_s)
-    watch.stop()
+    shutdown, _ = watched(hanging, other, grace_period_s=grace_period_s)
+    leave(shutdown, other)
+    caplog.clear()
+    shutdown.stop()
     assert other.calls == ["start", ("left", 7), "stop"]
     assert hanging.calls == ["start", "stop"]
     assert f"not finished after {limit_text} s" in caplog.text
@@ -214,22 +208,18 @@ def test_slow_source_does_not_delay_others(
     until(lambda: hanging.calls == ["start", "stop", ("left", 7)])
 
 
-def test_default_left_timeout_is_ten_seconds() -> None:
-    named, plain, silent = Hanging(30), FakeSource(), Silent()
-    sources = WatchedSources([named, plain, silent])
-    sources.start()
-    assert sources.notification() == [(named, 30.0), (plain, 10.0)]
+def test_left_timeout_must_be_seconds() -> None:
     with pytest.raises(jct.SettingsError, match=r"Hanging\.left_timeout_s: .* above 0"):
-        WatchedSources([Hanging(-1)])
+        watched(Hanging(-1))
 
 
 def test_failing_source_does_not_disturb_the_end(caplog: pytest.LogCaptureFixture) -> None:
     good = FakeSource()
-    watch, _ = watch_of(Broken(), good)
-    watch.start()
-    watch.leaves(3, None)
-    watch.stop()
-    assert good.calls == ["start", ("left", 3), "stop"]
+    shutdown, _ = watched(Broken(), good)
+    leave(shutdown, good)
+    caplog.clear()
+    shutdown.stop()
+    assert good.calls == ["start", ("left", 7), "stop"]
     assert "Broken: its left() method failed" in caplog.text
     assert "Broken: stopping it failed" in caplog.text
     assert "ValueError: left" in caplog.text
@@ -348,7 +338,7 @@ def test_disabled_callback_starts_no_source(tmp_path: Path) -> None:
 
 def test_check_at_every_step_takes_microseconds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "jaxckpt_train")
-    watch, _ = watch_of(jct.GceNotice(), jct.AwsNotice(), jct.SlurmNotice(), jct.KubernetesNotice())
+    shutdown, _ = watched(jct.GceNotice(), jct.AwsNotice(), jct.SlurmNotice(), jct.KubernetesNotice())
     with in_time(1.0):
         for _ in range(100_000):
-            watch.reached()
+            shutdown.must_leave()

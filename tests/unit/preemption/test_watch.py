@@ -16,20 +16,12 @@ import pytest
 
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.preemption.watch import FileNotice, PreemptionWatch, SignalNotice, TimeNotice
+from jaxckpt_train.preemption.signals import SignalNotice
+from jaxckpt_train.preemption.sources import FileNotice, TimeNotice
+from tests.support.shutdowns import Time, shutdown_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-
-
-class Time:
-    """A monotonic clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Agreeing(Coordinator):
@@ -157,7 +149,7 @@ def test_notice_file_is_polled_once_a_second(tmp_path: Path) -> None:
 
 def test_time_limit_counts_from_start_of_run() -> None:
     time = Time()
-    notice = TimeNotice(3600, time)
+    notice = TimeNotice(3600, time, lambda: 0.0)
     time.now += 3599
     assert notice.notice() is None
     time.now += 1
@@ -193,49 +185,49 @@ def test_too_short_time_limit_ends_at_once() -> None:
     assert notice.notice() == "the time limit of 100 s"
 
 
-def test_watch_logs_reason_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_shutdown_logs_reason_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "jaxckpt_train")
     time = Time()
-    watch = PreemptionWatch(Coordinator(), max_run_time_s=10, monotonic=time)
-    watch.start()
-    assert not watch.reached()
-    assert watch.left_of(30) == 30
+    shutdown = shutdown_of(max_run_time_s=40, grace_period_s=30, monotonic=time)
+    shutdown.start()
+    assert not shutdown.must_leave()
+    assert shutdown.left_s() is None
     time.now += 10
-    assert watch.reached()
+    assert shutdown.must_leave()
     time.now += 12
-    assert watch.reached()
-    assert (watch.reason, watch.left_of(30)) == ("the time limit of 10 s", 18)
+    assert shutdown.must_leave()
+    assert (shutdown.reason, shutdown.left_s()) == ("the time limit of 40 s", 16)
     time.now += 100
-    assert watch.left_of(30) == 0
-    assert caplog.text.count("shutdown requested: the time limit of 10 s") == 1
-    watch.stop()
+    assert shutdown.left_s() == 0
+    assert caplog.text.count("shutdown requested: the time limit of 40 s") == 1
+    shutdown.stop()
 
 
 def test_first_reason_is_kept(tmp_path: Path) -> None:
     time, path = Time(), tmp_path / "leave"
     path.touch()
-    watch = PreemptionWatch(Coordinator(), signals=["SIGUSR1"], notice_file=str(path), max_run_time_s=1, monotonic=time)
-    watch.start()
-    assert watch.reached()
+    shutdown = shutdown_of(signals=["SIGUSR1"], notice_file=str(path), max_run_time_s=1, monotonic=time)
+    shutdown.start()
+    assert shutdown.must_leave()
     time.now += 100
     send("SIGUSR1")
-    assert watch.reached()
-    assert watch.reason is not None
-    assert watch.reason.startswith(f"notice file {path}, ")
-    watch.stop()
+    assert shutdown.must_leave()
+    assert shutdown.reason is not None
+    assert shutdown.reason.startswith(f"notice file {path}, ")
+    shutdown.stop()
 
 
 def test_notice_of_another_process_counts() -> None:
-    watch = PreemptionWatch(Agreeing())
-    assert watch.reached()
-    assert watch.reason == "another process of this job"
+    shutdown = shutdown_of(Agreeing())
+    assert shutdown.must_leave()
+    assert shutdown.reason == "another process of this job"
 
 
 def test_handlers_are_installed_by_start() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    watch = PreemptionWatch(Coordinator(), signals=SIGNALS)
+    shutdown = shutdown_of(signals=SIGNALS)
     assert signal.getsignal(signal.SIGTERM) == before
-    watch.start()
+    shutdown.start()
     assert signal.getsignal(signal.SIGTERM) != before
-    watch.stop()
+    shutdown.stop()
     assert signal.getsignal(signal.SIGTERM) == before
