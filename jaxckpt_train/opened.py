@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, StorageError
+from jaxckpt_train.formats.flax import open_flax
 from jaxckpt_train.formats.foreign import PYTREE, ForeignCheckpoint
 from jaxckpt_train.formats.step_folders import FlaxFile
 from jaxckpt_train.pytree.leaves import TreeRecord, decode_tree, has_tree
@@ -15,7 +16,7 @@ from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.threads import unlocked_cached_property
 
-OURS, ORBAX, FLAX = "jaxckpt_train", "Orbax", "Flax"
+OURS, ORBAX = "jaxckpt_train", "Orbax"
 DEFAULT_NAME = "state"
 IMPORTED_KIND = "imported_kind"  # a key of the manifest's information
 
@@ -103,25 +104,28 @@ def open_found(backend: Backend, found: ForeignCheckpoint | FlaxFile, settings: 
         settings: how the checkpoint will be read.
 
     Raises:
-        NotACheckpointError: the file has no known format, or Flax, which is needed to read it, is not installed.
+        NotACheckpointError: the file has no known format.
         CorruptCheckpointError: it is damaged. If it is Flax's newest checkpoint, no older one is used instead.
         UnsupportedLeafError: it has leaves that this package cannot read.
         StorageError: it cannot be read, or does not fit into memory.
     """
-    if isinstance(found, ForeignCheckpoint):
-        unverified = dataclasses.replace(settings, verify_on_load=False)
-        return Opened(found.kind, found.files, found.committed, unverified, decoding=found.decoding)
-    from jaxckpt_train.formats.flax import open_flax_file  # imports Flax
+    if isinstance(found, FlaxFile):
+        found = _open_flax(backend, found)
+    unverified = dataclasses.replace(settings, verify_on_load=False)
+    return Opened(found.kind, found.files, found.committed, unverified, decoding=found.decoding)
 
+
+def _open_flax(backend: Backend, found: FlaxFile) -> ForeignCheckpoint:
     try:
-        memory, committed = open_flax_file(backend, found, settings)
+        return open_flax(backend, found.path, is_checkpoint=found.directory is not None)
     except StorageError as error:
         from jaxckpt_train.formats.detect import find_in_directory  # imports the readers of all formats
 
         newer = find_in_directory(backend, found.directory) if found.directory and found.is_newest else None
         if error.errno not in GONE or newer is None or newer == found:
             raise
-        return open_found(backend, newer, settings)  # Flax removed this checkpoint after it saved a newer one
+        # Flax removed this checkpoint after it saved a newer one
+        return _open_flax(backend, newer) if isinstance(newer, FlaxFile) else newer
     except CorruptCheckpointError as error:
         if found.before is None:
             raise
@@ -129,4 +133,3 @@ def open_found(backend: Backend, found: ForeignCheckpoint | FlaxFile, settings: 
             f"{error}. It is the newest checkpoint in {found.directory}, and no older one is loaded instead; to load "
             f"the one before it, pass {found.before}"
         ) from error
-    return Opened(FLAX, memory, committed, settings)

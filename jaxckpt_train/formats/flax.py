@@ -1,142 +1,198 @@
-"""Reads msgpack files of Flax, as `flax.training.checkpoints` and `flax.serialization.to_bytes` write them."""
+"""The msgpack format of `flax.training.checkpoints` and `flax.serialization.to_bytes`, also used by early Orbax."""
 
 from __future__ import annotations
 
-import dataclasses
-import errno
+import contextlib
+import math
 import re
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jaxckpt_train.checkpointables.saving import CheckpointSave, PathTarget
-from jaxckpt_train.distributed.coordinator import Coordinator
+import msgspec
+import numpy as np
+
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError, UnsupportedLeafError
-from jaxckpt_train.formats.step_folders import ARRAYS_OF_A_JOB, FlaxFile
-from jaxckpt_train.pytree.paths import MAX_DEPTH
-from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.formats.foreign import (
+    NAME,
+    ForeignCheckpoint,
+    ForeignTree,
+    PlainTree,
+    Segments,
+    make_foreign_checkpoint,
+)
+from jaxckpt_train.pytree.leaves import StrLeaf, TreeRecord
+from jaxckpt_train.pytree.paths import ROOT
 from jaxckpt_train.store.backends.base import Backend
-from jaxckpt_train.store.backends.memory import MemoryBackend
-from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.files import SNIFFED_BYTES, other_content, read_whole
-from jaxckpt_train.store.process_identity import memory_bytes
-from jaxckpt_train.store.transaction import Transaction
+from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.files import SNIFFED_BYTES, other_content, read_head, read_whole
+from jaxckpt_train.store.manifest import BLOCK_BYTES, NOT_JSON, shown
 
-_NAME = "state"
-_PLACEHOLDER = "//GDAPlaceholder:"
+KIND = "Flax"
+ARRAYS_OF_A_JOB = "_gda"  # suffix of a directory with the arrays of several processes
+_ELSEWHERE = "//GDAPlaceholder:"
+_ARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # extension types
+_CHUNKED = "__msgpack_chunked_array__"
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 58
+_HEAD_BYTES = 6
 _STEP = re.compile(r"(?:.*_)?([0-9]{1,18})", re.DOTALL)
 _MOST_NAMED = 5
 
 
-def open_flax_file(backend: Backend, found: FlaxFile, settings: StoreSettings) -> tuple[MemoryBackend, Committed]:
-    """Load a Flax msgpack file, and return it as an in-memory checkpoint of the pytree `state` at the same path.
+def begins_as(backend: Backend, directory: str, name: str) -> str:
+    """Return "map" or "list" if a file starts like the tree of a state in msgpack, otherwise "".
+
+    The first byte alone is not enough: pickle, HDF5 and numpy files start with a byte that msgpack reads as a map or
+    a list. So the first key must be text, or the first element not a number.
+    """
+    head = b""
+    with contextlib.suppress(StorageError):
+        head = read_head(backend, directory, name, _HEAD_BYTES)
+    if head in (b"\x80", b"\x90"):  # an empty container must be the whole file
+        return "map" if head == b"\x80" else "list"
+    first = head[0] if head else 0
+    child = head[{0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5}.get(first, 1) :]
+    if 0x80 < first < 0x90 or first in (0xDE, 0xDF):
+        return "map" if child and (0xA0 <= child[0] < 0xC0 or 0xD9 <= child[0] <= 0xDB) else ""
+    is_list = 0x90 < first < 0xA0 or first in (0xDC, 0xDD)
+    return "list" if is_list and child and 0x80 <= child[0] < 0xE0 else ""
+
+
+def open_flax(backend: Backend, path: str, *, is_checkpoint: bool) -> ForeignCheckpoint:
+    """Open a Flax msgpack file as a checkpoint with the pytree `state`, whose arrays stay in memory.
 
     Args:
         backend: the storage of the file.
-        found: the file.
-        settings: the settings for reading.
+        path: its path.
+        is_checkpoint: whether it was recognized in a directory of Flax, so that other content is damage.
 
     Raises:
-        NotACheckpointError: the file is not a Flax msgpack file, or Flax is not installed.
+        NotACheckpointError: the file is not a Flax msgpack file.
         CorruptCheckpointError: the file does not hold a tree of arrays, or it is not msgpack although it is a
             checkpoint in a directory of Flax.
         UnsupportedLeafError: some of its arrays belong to several processes and are stored elsewhere.
         StorageError: the file cannot be read, or does not fit into memory.
     """
-    tree, path = _restore(backend, found), found.path
-    _refuse_arrays_elsewhere(tree, path)
-    # Non-finite values are the user's own, already saved: the policy for new saves does not apply.
-    memory, plain = MemoryBackend(), dataclasses.replace(settings, nonfinite="allow")
-    memory.make_directory(path.rpartition("/")[0] or "/", parents=True, sync=False)
-    step = _STEP.fullmatch(path.rpartition("/")[2])
-    info = {} if step is None else {"step": int(step[1])}
-    target = PathTarget(memory, path, plain, info, transaction=Transaction(memory, path, plain))
-    save = CheckpointSave(Coordinator(), path, memory, plain)
-    save.stage({_NAME: tree})
-    return memory, save.run(target)
-
-
-def _restore(backend: Backend, found: FlaxFile) -> Any:
-    folder, _, name = found.path.rpartition("/")
-    data = cast("bytes", memoryview(read_whole(backend, folder, name, limit=None)))  # msgpack takes any buffer
+    folder, _, name = path.rpartition("/")
+    data = read_whole(backend, folder, name, limit=None)
     try:
-        from flax import serialization
-    except ImportError as error:
-        raise NotACheckpointError(
-            f"{found.path}: expected a checkpoint directory, found a file; if Flax wrote it, install Flax to read it"
-        ) from error
-    if not len(data):
-        raise _not_flax_error(found, "it is empty, perhaps after a full disk or a crash")
-    try:
-        tree = serialization.msgpack_restore(data)
-    except MemoryError as error:
-        raise StorageError(
-            errno.ENOMEM,
-            f"decoding needs twice its {len(data)} bytes, but this machine has {memory_bytes()} bytes of memory",
-            found.path,
-        ) from error
-    except Exception as error:  # the parser trusts the dtypes, shapes and lengths in the file, so it may raise anything
-        other = other_content(bytes(data[:SNIFFED_BYTES]))
-        raise _not_flax_error(found, other or f"{type(error).__name__}: {error}") from error
-    if not isinstance(tree, dict):
+        found = decode_msgpack(data)
+    except NOT_JSON as error:
+        other = other_content(bytes(data[:SNIFFED_BYTES])) or f"{type(error).__name__}: {error}"
+        why = other if len(data) else "it is empty, perhaps after a full disk or a crash"
+        if is_checkpoint:
+            raise CorruptCheckpointError(
+                f"{path}: expected a Flax msgpack file, found another content ({why})"
+            ) from error
+        expected = f"{path}: expected a checkpoint directory or a Flax msgpack file"
+        if name.endswith(".json"):
+            advice = f"found a JSON file; pass the directory of the checkpoint, {folder or '/'}"
+            raise NotACheckpointError(f"{expected}, {advice}") from error
+        raise NotACheckpointError(f"{expected}, found another file ({why})") from error
+    if not isinstance(found, dict):
         raise CorruptCheckpointError(
-            f"{found.path}: expected a Flax msgpack file of a map, found one of a {type(tree).__name__}"
+            f"{path}: expected a Flax msgpack file of a map, found one of a {type(found).__name__}"
         )
-    return _with_lists(tree, found.path)
+    tree, segments = _FlaxTree(path), Segments()
+    tree.add(ROOT, found)
+    _refuse_arrays_elsewhere(tree, path)
+    arrays = [segments.hold(leaf, array) for leaf, array in tree.arrays.items()]
+    step = _STEP.fullmatch(name)
+    info = {} if step is None else {"step": int(step[1])}
+    parts = {NAME: ForeignTree(TreeRecord(tree.containers, tree.leaves), arrays)}
+    return make_foreign_checkpoint(KIND, path, parts, segments, block_bytes=BLOCK_BYTES, info=info)
 
 
-def _not_flax_error(found: FlaxFile, why: str) -> NotACheckpointError | CorruptCheckpointError:
-    """Return the error for a file that is not msgpack.
-
-    It is damage if the file is a checkpoint in a directory of Flax.
-    """
-    if found.directory is not None:
-        return CorruptCheckpointError(f"{found.path}: expected a Flax msgpack file, found another content ({why})")
-    expected = f"{found.path}: expected a checkpoint directory or a Flax msgpack file"
-    if found.path.endswith(".json"):
-        folder = found.path.rpartition("/")[0] or "/"
-        return NotACheckpointError(f"{expected}, found a JSON file; pass the directory of the checkpoint, {folder}")
-    return NotACheckpointError(f"{expected}, found another file ({why})")
-
-
-def _refuse_arrays_elsewhere(tree: Any, path: str) -> None:
+def _refuse_arrays_elsewhere(tree: PlainTree, path: str) -> None:
     """Raise UnsupportedLeafError if Flax has saved arrays of several processes in a directory next to the file."""
-    names = list(_names_of_arrays_elsewhere(tree))
+    texts = [leaf.value for leaf in tree.leaves.values() if isinstance(leaf, StrLeaf)]
+    names = [repr(text.removeprefix(_ELSEWHERE)) for text in texts if text.startswith(_ELSEWHERE)]
     if names:
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         raise UnsupportedLeafError(
-            f"{path}: cannot read {', '.join(map(repr, names[:_MOST_NAMED]))}{more}: Flax has saved these arrays of "
-            f"several processes in {path}{ARRAYS_OF_A_JOB}; restore them with Flax in a job with the same number of "
-            "processes, and save the state with jaxckpt_train"
+            f"{path}: cannot read {', '.join(names[:_MOST_NAMED])}{more}: Flax has saved these arrays of several "
+            f"processes in {path}{ARRAYS_OF_A_JOB}; restore them with Flax in a job with the same number of processes, "
+            "and save the state with jaxckpt_train"
         )
 
 
-def _names_of_arrays_elsewhere(node: Any) -> Iterator[str]:
-    """Yield the path in each placeholder that Flax writes for an array of several processes."""
-    if isinstance(node, dict | list):
-        for child in node.values() if isinstance(node, dict) else node:
-            yield from _names_of_arrays_elsewhere(child)
-    elif isinstance(node, str) and node.startswith(_PLACEHOLDER):
-        yield node.removeprefix(_PLACEHOLDER)
+def decode_msgpack(data: Any) -> Any:
+    """Decode msgpack for a `MsgpackTree`. The content of arrays stays where it is in `data`. Raises as `NOT_JSON`."""
+    return msgspec.msgpack.decode(memoryview(data), ext_hook=msgspec.msgpack.Ext)
 
 
-def _with_lists(node: Any, path: str, depth: int = 0) -> Any:
-    """Turn each map with the keys "0", "1", ... back into a list. Flax writes lists and tuples as such maps."""
-    if not isinstance(node, (dict, list)):
-        return node
-    if depth > MAX_DEPTH:
-        raise CorruptCheckpointError(
-            f"{path}: expected at most {MAX_DEPTH} levels in the Flax msgpack file, found more"
-        )
-    if isinstance(node, list):
-        return [_with_lists(child, path, depth + 1) for child in node]
+class MsgpackTree(PlainTree):
+    """The leaves of a tree with Flax's extensions of msgpack. All of its keys are text."""
+
+    def _key_text(self, key: Any, parent: str) -> str:
+        if not isinstance(key, str):
+            raise CorruptCheckpointError(f"{self._subject}: below {parent!r}: expected text as map keys, found {key!r}")
+        return super()._key_text(key, parent)
+
+    def _decoded(self, path: str, value: Any) -> Any:
+        subject = f"{self._subject}: leaf {path!r}"
+        if isinstance(value, dict) and _CHUNKED in value:
+            return _joined_array(value, subject)
+        if not isinstance(value, msgspec.msgpack.Ext):
+            return value
+        if value.code == _COMPLEX:
+            return complex(*_decode(value.data, tuple[float, float], subject))
+        if value.code not in (_ARRAY, _SCALAR):
+            raise CorruptCheckpointError(f"{subject}: expected msgpack extension type 1, 2 or 3, found {value.code}")
+        array = _decode_array(value.data, subject)
+        return array if value.code == _ARRAY or array.shape else array[()]
+
+
+class _FlaxTree(MsgpackTree):
+    """A tree in which Flax wrote lists and tuples as maps with the keys "0", "1", ..."""
+
+    def _decoded(self, path: str, value: Any) -> Any:
+        value = super()._decoded(path, value)
+        return _values_if_numbered(value) or value if isinstance(value, dict) else value
+
+
+def _values_if_numbered(found: Any) -> list[Any]:
+    """Return the values of a map with the keys "0", "1", ...; no values for anything else."""
+    if not isinstance(found, dict) or found.keys() != {str(number) for number in range(len(found))}:
+        return []
+    return [found[str(number)] for number in range(len(found))]
+
+
+def _decode(data: Any, kind: Any, subject: str) -> Any:
     try:
-        # JAX would raise the same error later, but every such error permanently lowers the thread's recursion limit.
-        sorted(node)
-    except TypeError as error:
+        return msgspec.msgpack.decode(data, type=kind)
+    except NOT_JSON as error:
         raise CorruptCheckpointError(
-            f"{path}: expected map keys of one type in the Flax msgpack file, found several: {error}"
+            f"{subject}: expected an array or a number, found something else: {shown(error)}"
         ) from error
-    children = {key: _with_lists(child, path, depth + 1) for key, child in node.items()}
-    if children and set(children) == {str(number) for number in range(len(children))}:
-        return [children[str(number)] for number in range(len(children))]
-    return children
+
+
+def _decode_array(data: Any, subject: str) -> np.ndarray:
+    shape, name, content = _decode(data, tuple[tuple[int, ...], str, memoryview], subject)
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        raise CorruptCheckpointError(f"{subject}: expected a known dtype, found {shown(name)}")
+    _check_shape(shape, len(content) / dtype.itemsize, subject)
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def _check_shape(shape: Sequence[Any], elements: float, subject: str) -> None:
+    """Raise CorruptCheckpointError unless this is the shape of an array with this number of elements."""
+    is_shape = all(isinstance(size, int) and size >= 0 for size in shape) and len(shape) <= _MOST_DIMENSIONS
+    # numpy refuses such a shape even if one of its sizes is 0
+    if not is_shape or math.prod(max(1, size) for size in shape) >= _MOST_ELEMENTS or math.prod(shape) != elements:
+        raise CorruptCheckpointError(
+            f"{subject}: expected the shape of an array with {elements:g} elements, found {shown(list(shape))}"
+        )
+
+
+def _joined_array(node: Mapping[Any, Any], subject: str) -> np.ndarray:
+    """Decode an array of more than 1 GiB, which Flax stores in pieces."""
+    pieces = _values_if_numbered(node.get("chunks"))
+    if not pieces or any(not isinstance(piece, msgspec.msgpack.Ext) or piece.code != _ARRAY for piece in pieces):
+        raise CorruptCheckpointError(f"{subject}: expected the pieces of an array, found something else")
+    arrays = [_decode_array(piece.data, subject).reshape(-1) for piece in pieces]
+    if len({array.dtype for array in arrays}) != 1:
+        raise CorruptCheckpointError(f"{subject}: expected pieces of one array, found different dtypes")
+    shape = _values_if_numbered(node.get("shape"))
+    _check_shape(shape, sum(map(len, arrays)), subject)
+    return np.concatenate(arrays).reshape(shape)

@@ -1,12 +1,7 @@
 """The common ground of the readers of other tools' formats.
 
-Every reader describes a checkpoint with the library's own manifest and opens its bytes through `ForeignFiles`. The rest
-of the library then reads it like a checkpoint of its own: `make_foreign_checkpoint` builds the manifest, and
-`DecodedArraySource` serves arrays that another library decodes.
-
-Calls of other tools' native code run inside `foreign_call`. Python stops daemon threads at exit as soon as they return
-to the interpreter, and a stopped thread with C++ frames on its stack aborts the whole process ("terminate called
-without an active exception"). The exit of the process therefore waits for these calls.
+Every reader describes a checkpoint with the library's own manifest (`make_foreign_checkpoint`), and serves the content
+of its arrays as segments (`Segments`). The rest of the library then reads it like a checkpoint of its own.
 """
 
 from __future__ import annotations
@@ -23,23 +18,24 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.pytree.leaves import TreeRecord, encode_tree
-from jaxckpt_train.pytree.paths import find_nested_leaves
-from jaxckpt_train.store.backends.base import Backend, Opener, Source
-from jaxckpt_train.store.boxes import Box, box_elements, box_shape, row_major_range
+from jaxckpt_train.errors import CorruptCheckpointError, StorageError, UnsupportedLeafError
+from jaxckpt_train.pytree.leaves import ArrayLeaf, EmptyLeaf, LeafRecord, TreeRecord, encode_tree, record_value
+from jaxckpt_train.pytree.paths import MAX_DEPTH, find_nested_leaves, join, key_text
+from jaxckpt_train.store.backends.base import Opener, Source
+from jaxckpt_train.store.boxes import Box, box_elements, box_shape, full_box, row_major_range
 from jaxckpt_train.store.committed import CommitRecord, Committed
-from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.dtypes import DTYPES, dtype_name
 from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
     FORMAT,
     FORMAT_VERSION,
+    MAX_ARRAYS,
     WHOLE_CHUNKS,
     ArrayRecord,
     ChunkRecord,
@@ -56,10 +52,11 @@ from jaxckpt_train.store.timeouts import call_started_s
 EXIT_WAIT_S = 30.0  # the exit waits no longer than this for foreign calls, because storage may never answer
 INTERRUPTED_EXIT_WAIT_S = 2.0  # the same, after the user has interrupted the process
 CACHED_PIECES_BYTES = 256 << 20
-_HEAD_BYTES = 6
+MOST_DIGITS = 4000  # of an integer; Python refuses to parse more than 4300
 PYTREE, JSON = "pytree", "json"  # kinds of the library's own handlers
+NAME = "state"  # the checkpointable of formats that have only one
 ReadBox = Callable[[Box, np.ndarray], None]
-"""Fills a row-major array with the content of a box."""
+"""Fills a row-major array with the content of a box. Several threads call it."""
 Direct = bool | Literal["auto"]
 Open = Callable[[Direct], Source]
 
@@ -81,98 +78,84 @@ class ForeignCheckpoint:
     decoding: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class ForeignSegment:
-    """A source of chunks of arrays.
-
-    Attributes:
-        name: a name that is unique within the checkpoint.
-        size: the size in bytes.
-        open: opens a source of that size.
-    """
-
-    name: str
-    size: int
-    open: Open
-
-
-@dataclasses.dataclass(frozen=True)
-class ForeignTree:
+class ForeignTree(NamedTuple):
     """A checkpointable that is a tree: its leaves, and the records of its stored arrays in any order."""
 
     record: TreeRecord
     arrays: Sequence[ArrayRecord]
 
 
-@dataclasses.dataclass(frozen=True)
-class ForeignValue:
-    """A checkpointable that is a JSON value, and the kind of the handler that restores it."""
+class ForeignValue(NamedTuple):
+    """A checkpointable that the handler of a kind restores from JSON. Reading it raises an error if `data` is one."""
 
     kind: str
-    data: bytes
+    data: bytes | CorruptCheckpointError
 
 
-@dataclasses.dataclass(frozen=True)
-class ForeignDamage:
-    """A checkpointable that cannot be read although it should exist. Reading it raises an error; the others are intact.
-
-    Attributes:
-        kind: the kind of the handler that restores it.
-        message: the message of the error.
-    """
-
-    kind: str
-    message: str
-
-
-ForeignPart = ForeignTree | ForeignValue | ForeignDamage
+ForeignPart = ForeignTree | ForeignValue
 
 
 class ForeignFiles:
-    """An opener of the segments and files of a foreign checkpoint.
-
-    Args:
-        open_by_name: opens each file.
-        others: opens files with other names. None: there are no other files.
-    """
+    """Opens segments and files by name, and other names with `others`."""
 
     def __init__(self, open_by_name: Mapping[str, Open], others: Opener | None = None) -> None:
         self._open_by_name, self._others = open_by_name, others
 
     def open(self, directory: str, name: str, *, direct: Direct) -> Source:
-        """Open a file by its name."""
         found = self._open_by_name.get(name)
-        if found is None and self._others is not None:
+        if found is not None:
+            return found(direct)
+        if self._others is not None:
             return self._others.open(directory, name, direct=direct)
-        if found is None:
-            raise StorageError(errno.ENOENT, os.strerror(errno.ENOENT), f"{directory}/{name}")
-        return found(direct)
+        raise StorageError(errno.ENOENT, os.strerror(errno.ENOENT), f"{directory}/{name}")
 
 
-class MemorySource:
-    """A source of bytes in memory."""
+class Segments:
+    """The segments of a foreign checkpoint, to which readers add the content of arrays."""
 
-    alignment = 1
+    def __init__(self, records: Sequence[SegmentRecord] = ()) -> None:
+        self.records, self.opens = list(records), dict[str, Open]()
 
-    def __init__(self, name: str, data: bytes) -> None:
-        self._name, self._data, self.size = name, data, len(data)
+    def add(self, name: str, size: int, open_it: Open) -> int:
+        """Add a segment, and return its number."""
+        self.records.append(SegmentRecord(name, size, 0, ""))
+        self.opens[name] = open_it
+        return len(self.records) - 1
 
-    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
-        """Read bytes, see `Source.read_into`."""
-        found = self._data[offset : offset + len(data)]
-        if len(found) < needed:
-            raise CorruptCheckpointError(f"{self._name}: ends at byte {offset + len(found)}, expected more")
-        data[: len(found)] = np.frombuffer(found, np.uint8)
+    def hold(self, leaf: str, array: np.ndarray) -> ArrayRecord:
+        """Add an array in memory."""
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        number = self.add(f"held/{len(self.records):06d}", len(content), _open_bytes(leaf, content))
+        chunk = ChunkRecord(full_box(array.shape), number, 0, len(content), "")
+        return array_record(leaf, array.shape, dtype_name(array.dtype), (chunk,))
 
-    def close(self) -> None:
-        """Do nothing: a memory source holds no file."""
+    def decode(
+        self, subject: str, dtype: np.dtype, boxes: Sequence[Box], read: ReadBox, cache: PieceCache | None = None
+    ) -> tuple[ChunkRecord, ...]:
+        """Add an array that another library decodes, and return its chunks, each of which starts on a page of its own.
+
+        Args:
+            subject: the array for messages.
+            dtype: its dtype.
+            boxes: its chunks.
+            read: reads a box.
+            cache: keeps whole chunks, where reading a part of a chunk costs as much as reading all of it.
+        """
+        chunks, at = list[ChunkRecord](), 0
+        for box in boxes:
+            length = box_elements(box) * dtype.itemsize
+            chunks.append(ChunkRecord(box, len(self.records), at, length, ""))
+            at += -(-length // ALIGNMENT) * ALIGNMENT
+        source = _DecodedSource(subject, dtype, chunks, read, cache)
+        self.add(f"decoded/{len(self.records):06d}", source.size, lambda direct: cast("Source", source))
+        return tuple(chunks)
 
 
 def make_foreign_checkpoint(
     kind: str,
     directory: str,
     parts: Mapping[str, ForeignPart],
-    segments: Sequence[ForeignSegment],
+    segments: Segments,
     *,
     block_bytes: int = WHOLE_CHUNKS,
     info: Mapping[str, Any] | None = None,
@@ -183,8 +166,8 @@ def make_foreign_checkpoint(
     Args:
         kind: the name of the tool.
         directory: the path for messages.
-        parts: the checkpointables by name: trees, values, and damaged ones.
-        segments: the segments that chunks of arrays refer to by index.
+        parts: the checkpointables by name.
+        segments: the segments of their arrays.
         block_bytes: the number of bytes in which a chunk is read.
         info: the `info` of the manifest: `step`, `created`, `metrics` and `custom_metadata`, where the tool stores
             them.
@@ -193,29 +176,27 @@ def make_foreign_checkpoint(
     Raises:
         CorruptCheckpointError: an array has an impossible shape, or a leaf is below another leaf.
     """
-    opens = {segment.name: segment.open for segment in segments}
-    records = []
+    opens, records = segments.opens, []
     for name, part in parts.items():
         if isinstance(part, ForeignTree):
             _check_tree(part, directory)
             records.append(PartRecord(name, PYTREE, tuple(part.arrays), (), encode_tree(part.record)))
         else:
-            size = len(part.data) if isinstance(part, ForeignValue) else 0
-            file = FileRecord(f"{name}/p00000.json", size, "")
-            opens[file.file] = _opens_part(f"{directory}/{file.file}", part)
+            file = FileRecord(f"{name}/p00000.json", len(part.data) if isinstance(part.data, bytes) else 0, "")
+            opens[file.file] = _open_bytes(f"{directory}/{file.file}", part.data)
             records.append(PartRecord(name, part.kind, (), (file,), msgspec.Raw(b"null")))
     manifest = Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
         digest="none",
         block_bytes=block_bytes,
-        segments=tuple(SegmentRecord(segment.name, segment.size, 0, "") for segment in segments),
+        segments=tuple(segments.records),
         parts=tuple(records),
         info=dict(info or {}),
     )
     # A check whether the checkpoint still exists reads this file.
     commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, 0, ""))
-    opens[COMMIT_NAME] = _opens(f"{directory}/{COMMIT_NAME}", commit)
+    opens[COMMIT_NAME] = _open_bytes(f"{directory}/{COMMIT_NAME}", commit)
     return ForeignCheckpoint(kind, ForeignFiles(opens), Committed(directory, manifest, ""), decoding)
 
 
@@ -234,213 +215,194 @@ def check_shape(shape: Sequence[int], itemsize: int, subject: str) -> None:
         raise CorruptCheckpointError(f"{subject}: impossible shape {shown(list(shape[: MAX_DIMENSIONS + 1]))}")
 
 
-def _opens(name: str, data: bytes) -> Open:
-    return lambda direct: cast("Source", MemorySource(name, data))
-
-
-def _opens_part(name: str, part: ForeignValue | ForeignDamage) -> Open:
-    if isinstance(part, ForeignValue):
-        return _opens(name, part.data)
-    message = part.message
-
-    def fail(direct: Direct) -> Source:
-        raise CorruptCheckpointError(message)
-
-    return fail
+def array_record(leaf: str, shape: Sequence[int], dtype: str, chunks: tuple[ChunkRecord, ...]) -> ArrayRecord:
+    """Return the record of an array. An array without elements has no chunks."""
+    return ArrayRecord(leaf, tuple(shape), dtype, chunks if math.prod(shape) else ())
 
 
 def grid_boxes(shape: Sequence[int], chunk_shape: Sequence[int]) -> list[Box]:
-    """Return the boxes of a regular grid over an array, in row-major order. Boxes at the upper ends may be smaller.
-
-    An array without elements has no boxes.
-    """
+    """Return the boxes of a regular grid over an array, in row-major order. Boxes at the upper ends may be smaller."""
     if not math.prod(shape):
         return []  # avoids the product below: another axis may be huge
     cuts = [
         [(start, min(start + width, size)) for start in range(0, size, width)]
         for size, width in zip(shape, chunk_shape, strict=True)
     ]
-    return [tuple(box) for box in itertools.product(*cuts)]
+    return list(itertools.product(*cuts))
 
 
-def page_aligned_chunks(boxes: Sequence[Box], itemsize: int, segment: int) -> tuple[ChunkRecord, ...]:
-    """Return the records of the chunks of an `DecodedArraySource`. Every chunk starts on a page of its own."""
-    records, at = [], 0
-    for box in boxes:
-        length = box_elements(box) * itemsize
-        records.append(ChunkRecord(box, segment, at, length, ""))
-        at += -(-length // ALIGNMENT) * ALIGNMENT
-    return tuple(records)
+def _open_bytes(name: str, data: bytes | np.ndarray | CorruptCheckpointError) -> Open:
+    def open_it(direct: Direct) -> Source:
+        if isinstance(data, CorruptCheckpointError):
+            raise CorruptCheckpointError(str(data))
+        return cast("Source", _MemorySource(name, data))
+
+    return open_it
 
 
-def array_record(name: str, shape: Sequence[int], dtype: str, chunks: tuple[ChunkRecord, ...]) -> ArrayRecord:
-    """Return the record of an array. An array without elements has no chunks."""
-    return ArrayRecord(name, tuple(shape), dtype, chunks if math.prod(shape) else ())
+class _MemorySource:
+    """A source of bytes in memory."""
+
+    alignment = 1
+
+    def __init__(self, name: str, data: bytes | np.ndarray) -> None:
+        self._name, self._data, self.size = name, np.frombuffer(data, np.uint8), len(data)
+
+    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
+        found = self._data[offset : offset + len(data)]
+        if len(found) < needed:
+            raise CorruptCheckpointError(f"{self._name}: ends at byte {offset + len(found)}, expected more")
+        data[: len(found)] = found
+
+    def close(self) -> None: ...
 
 
-def segment_size(chunks: Sequence[ChunkRecord]) -> int:
-    """Return the size in bytes of a segment with these chunks."""
-    return chunks[-1].offset + chunks[-1].length if chunks else 0
+def read_range(read: ReadBox, box: Box, first: int, elements: np.ndarray) -> None:
+    """Fill a flat array with the elements of a box from `first` on, in row-major order."""
+    at = 0
+    for part in row_major_range(box, first, first + len(elements)):
+        count = box_elements(part)
+        read(part, elements[at : at + count].reshape(box_shape(part)))
+        at += count
 
 
-class DecodedArraySource:
-    """A source of the chunks of one array, which reads each chunk on request.
-
-    Args:
-        name: the name of the array for messages.
-        dtype: the dtype of its elements.
-        chunks: its chunks, as `page_aligned_chunks` places them.
-        read: reads a box of the array. Several threads call it.
-        cached: keeps whole chunks when reading a part of a chunk costs as much as reading all of it. All openings of
-            the array share it.
-    """
+class _DecodedSource:
+    """A source of the chunks of one array, which decodes them on request. See `Segments.decode`."""
 
     alignment = 1
 
     def __init__(
-        self,
-        name: str,
-        dtype: np.dtype,
-        chunks: Sequence[ChunkRecord],
-        read: ReadBox,
-        cached: CachedPieces | None = None,
+        self, subject: str, dtype: np.dtype, chunks: Sequence[ChunkRecord], read: ReadBox, cache: PieceCache | None
     ) -> None:
-        self._name, self._dtype, self._chunks, self._read = name, dtype, chunks, read
+        self._subject, self._dtype, self._chunks, self._read, self._cache = subject, dtype, chunks, read, cache
         self._starts = [chunk.offset for chunk in chunks]
-        self.size = segment_size(chunks)
-        self._cached = cached
+        self.size = chunks[-1].offset + chunks[-1].length if chunks else 0
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
-        """Read bytes, see `Source.read_into`. The padding between chunks is left as it is."""
-        if offset + needed > self.size:
-            raise CorruptCheckpointError(f"{self._name}: ends at byte {self.size}, expected {offset + needed}")
-        for chunk, low, high in self._touched(offset, offset + needed):
-            self._read_part(chunk, low - chunk.offset, data[low - offset : high - offset])
-
-    def close(self) -> None:
-        """Do nothing: an array source holds no file."""
-
-    def _touched(self, start: int, stop: int) -> Iterator[tuple[ChunkRecord, int, int]]:
-        """Yield each chunk that has bytes in this range, with the first and the last of them."""
-        for index in range(max(0, bisect.bisect_right(self._starts, start) - 1), len(self._chunks)):
-            chunk = self._chunks[index]
-            low, high = max(start, chunk.offset), min(stop, chunk.offset + chunk.length)
-            if chunk.offset >= stop:
-                return
+        """Read whole elements. The padding between chunks is left as it is."""
+        stop = offset + needed
+        if stop > self.size:
+            raise CorruptCheckpointError(f"{self._subject}: ends at byte {self.size}, expected {stop}")
+        first = max(0, bisect.bisect_right(self._starts, offset) - 1)
+        for chunk in itertools.islice(self._chunks, first, bisect.bisect_left(self._starts, stop)):
+            low, high = max(offset, chunk.offset), min(stop, chunk.offset + chunk.length)
             if low < high:
-                yield chunk, low, high
+                self._read_part(chunk, low - chunk.offset, data[low - offset : high - offset])
+
+    def close(self) -> None: ...
 
     def _read_part(self, chunk: ChunkRecord, skipped: int, target: np.ndarray) -> None:
-        """Read whole elements of a chunk, starting `skipped` bytes after its first byte."""
-        if self._cached is not None and len(target) < chunk.length:
-            whole = self._cached.get(chunk.offset, self._name, chunk.length, functools.partial(self._read_whole, chunk))
-            target[:] = whole[skipped : skipped + len(target)]
-            return
-        itemsize = self._dtype.itemsize
-        elements, at = target.view(self._dtype), 0
-        first = skipped // itemsize
-        for box in row_major_range(chunk.box, first, first + len(elements)):
-            count = box_elements(box)
-            self._read(box, elements[at : at + count].reshape(box_shape(box)))
-            at += count
+        """Read a chunk from `skipped` bytes after its first byte on."""
+        if self._cache is not None and len(target) < chunk.length:
+            key = (chunk.segment, chunk.offset)
+            target[:] = self._cache.get(key, functools.partial(self._whole, chunk))[skipped : skipped + len(target)]
+        else:
+            read_range(self._read, chunk.box, skipped // self._dtype.itemsize, target.view(self._dtype))
 
-    def _read_whole(self, chunk: ChunkRecord) -> np.ndarray:
+    def _whole(self, chunk: ChunkRecord) -> np.ndarray:
         content = np.empty(chunk.length, np.uint8)
-        self._read(chunk.box, content.view(self._dtype).reshape(box_shape(chunk.box)))
+        self._read_part(chunk, 0, content)
         return content
 
 
-class RecentPieces:
-    """Keeps the pieces that were used most recently: always one, and more within `CACHED_PIECES_BYTES` in total."""
+class PieceCache:
+    """Shares pieces that are read as a whole: while they are in use, and the most recent ones for a while longer.
+
+    It always keeps one piece, and more within `CACHED_PIECES_BYTES` in total.
+    """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[int, np.ndarray] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
+        self._lock, self._bytes = threading.Lock(), 0
+        self._of_pieces: dict[Hashable, threading.Lock] = {}
+        self._alive: weakref.WeakValueDictionary[Hashable, np.ndarray] = weakref.WeakValueDictionary()
+        self._kept: OrderedDict[Hashable, np.ndarray] = OrderedDict()
 
-    def keep(self, content: np.ndarray) -> None:
-        """Keep a piece, and drop the oldest pieces that exceed the limit."""
+    def get(self, key: Hashable, read: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return a piece as flat uint8, and read it unless it is cached."""
         with self._lock:
-            if id(content) not in self._kept:
-                self._kept[id(content)] = content
-                self._bytes += content.nbytes
-            self._kept.move_to_end(id(content))
-            while self._bytes > CACHED_PIECES_BYTES and len(self._kept) > 1:
-                self._bytes -= self._kept.popitem(last=False)[1].nbytes
-
-
-class CachedPiece:
-    """A piece of an array that can only be read as a whole. It is read on first use, and shared while it is alive.
-
-    Args:
-        name: the name for messages.
-        size: the size in bytes.
-        read: returns the whole content as flat uint8.
-        recent: keeps the content for a while after its last use.
-    """
-
-    def __init__(self, name: str, size: int, read: Callable[[], np.ndarray], recent: RecentPieces) -> None:
-        self._name, self._size, self._read, self._recent = name, size, read, recent
-        self._content: weakref.ref[np.ndarray] | None = None
-        self._lock = threading.Lock()
-
-    def open(self, direct: Any) -> PieceSource:
-        """Return a source of the bytes of the piece."""
-        return PieceSource(self._name, self._size, self.whole)
-
-    def whole(self) -> np.ndarray:
-        """Return the whole content."""
-        with self._lock:
-            content = None if self._content is None else self._content()
+            of_piece = self._of_pieces.setdefault(key, threading.Lock())
+        with of_piece:
+            content = self._alive.get(key)
             if content is None:
-                content = self._read()
-                self._content = weakref.ref(content)
-        self._recent.keep(content)
+                content = read()
+            with self._lock:
+                self._alive[key] = content
+                if key not in self._kept:
+                    self._kept[key] = content
+                    self._bytes += content.nbytes
+                self._kept.move_to_end(key)
+                while self._bytes > CACHED_PIECES_BYTES and len(self._kept) > 1:
+                    self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return content
 
 
-class CachedPieces:
-    """The pieces of one array, by their positions.
+class PlainTree:
+    """Collects the leaves of nested containers. Subclasses decode the values of their formats.
 
-    Args:
-        recent: keeps their content for a while after its last use.
+    Attributes:
+        leaves: the records by leaf path.
+        containers: the kinds of containers other than dicts, by path.
+        arrays: the arrays among the leaves.
     """
 
-    def __init__(self, recent: RecentPieces) -> None:
-        self._recent, self._pieces = recent, dict[int, CachedPiece]()
+    def __init__(self, subject: str) -> None:
+        self._subject = subject
+        self.leaves: dict[str, LeafRecord] = {}
+        self.containers: dict[str, str] = {}
+        self.arrays: dict[str, np.ndarray] = {}
 
-    def get(self, position: int, name: str, size: int, read: Callable[[], np.ndarray]) -> np.ndarray:
-        """Return the whole content of a piece as flat uint8, and read it unless it is cached."""
-        return self._pieces.setdefault(position, CachedPiece(name, size, read, self._recent)).whole()
+    def add(self, path: str, value: Any) -> None:
+        """Add a value and everything in it.
+
+        Raises:
+            CorruptCheckpointError: it is deeper, or has more leaves, than any training state.
+            UnsupportedLeafError: a value in it cannot be a leaf.
+        """
+        if path.count("/") >= MAX_DEPTH or len(self.leaves) >= MAX_ARRAYS:
+            raise CorruptCheckpointError(
+                f"{self._subject}: {path!r:.100}: expected a tree of at most {MAX_DEPTH} levels and {MAX_ARRAYS:,} "
+                "values, found more"
+            )
+        value = self._decoded(path, value)
+        if isinstance(value, np.ndarray | np.generic):
+            self.arrays[path] = np.asarray(value)
+            self.leaves[path] = ArrayLeaf("numpy" if isinstance(value, np.ndarray) else "scalar")
+        elif isinstance(value, dict | list | tuple):
+            if not isinstance(value, dict):
+                self.containers[path] = "list" if isinstance(value, list) else "tuple"
+                for number, child in enumerate(value):
+                    self.add(join(path, str(number)), child)
+            else:
+                for key, child in value.items():
+                    self.add(join(path, self._key_text(key, path)), child)
+            if not value:
+                self.leaves[path] = EmptyLeaf()
+        else:
+            record = record_value(path, value)
+            if record is None:
+                raise UnsupportedLeafError(f"{self._subject}: {path!r}: a {type(value).__name__} cannot be a leaf")
+            self.leaves[path] = record
+
+    def _decoded(self, path: str, value: Any) -> Any:
+        return value
+
+    def _key_text(self, key: Any, parent: str) -> str:
+        return key_text(key, parent)
 
 
-class PieceSource:
-    """A source of the bytes of a piece. It holds the content from the first read until the last byte is read."""
-
-    alignment = 1
-
-    def __init__(self, name: str, size: int, whole: Callable[[], np.ndarray]) -> None:
-        self._name, self.size, self._whole = name, size, whole
-        self._content: np.ndarray | None = None
-
-    def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
-        """Read bytes, see `Source.read_into`."""
-        if offset + needed > self.size:
-            raise CorruptCheckpointError(f"{self._name}: ends at byte {self.size}, expected {offset + needed}")
-        content = self._content
-        if content is None:
-            content = self._whole()
-        part = content[offset : offset + len(data)]
-        data[: len(part)] = part
-        self._content = None if offset + len(data) >= self.size else content
-
-    def close(self) -> None:
-        """Release the content."""
-        self._content = None
+def mapping_key(key: str, parent: str) -> str:
+    """Return a key of a format that has only text keys as a part of a path. Text that looks like an integer is one."""
+    if key.isascii() and key.removeprefix("-").isdigit() and len(key) < MOST_DIGITS and str(int(key)) == key:
+        return key
+    return key_text(key, parent)
 
 
 class _Calls:
-    """Counts the foreign calls of this process, and makes its exit wait for them."""
+    """Counts the foreign calls of this process, and makes its exit wait for them.
+
+    Python stops daemon threads at exit as soon as they return to the interpreter, and a stopped thread with C++ frames
+    on its stack aborts the whole process ("terminate called without an active exception").
+    """
 
     def __init__(self, _: None) -> None:
         self._changed, self._count, self._process = threading.Condition(), 0, os.getpid()
@@ -471,10 +433,9 @@ _calls = PerProcess(_Calls)
 
 
 def foreign_call() -> _Calls:
-    """Return a context manager for a call of foreign code: the exit of the process waits until the call has returned.
+    """Return a context manager for a call of another tool's native code, for which the exit of the process waits.
 
-    Entering it raises StorageError when the process is ending and the request is older than that, since no caller waits
-    for the result.
+    Entering it raises StorageError when the process is ending and the request is older than that.
     """
     return _calls.get(None)
 
@@ -482,24 +443,3 @@ def foreign_call() -> _Calls:
 def shorten_exit_wait() -> None:
     """Shorten the wait at exit for foreign calls, because the user has interrupted the process."""
     _calls.get(None).exit_wait_s = INTERRUPTED_EXIT_WAIT_S
-
-
-def first_bytes(backend: Backend, directory: str, name: str) -> tuple[bytes, int]:
-    """Return the first bytes of a file, and the size of the file.
-
-    Raises:
-        StorageError: the file cannot be read.
-    """
-    source = backend.open(directory, name, direct=False)
-    try:
-        data = np.empty(min(source.size, _HEAD_BYTES), np.uint8)
-        if len(data):
-            source.read_into(0, data, len(data))
-        return data.tobytes(), source.size
-    finally:
-        source.close()
-
-
-def begins_as_msgpack_str(head: bytes) -> bool:
-    """Return whether these are the first bytes of a msgpack string."""
-    return bool(head) and (0xA0 <= head[0] < 0xC0 or 0xD9 <= head[0] <= 0xDB)

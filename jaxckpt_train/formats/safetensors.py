@@ -6,6 +6,7 @@ The first half opens files from any source and checks their headers before anyth
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
@@ -27,9 +28,11 @@ from jaxckpt_train.errors import (
     UnsupportedLeafError,
 )
 from jaxckpt_train.formats.foreign import (
+    NAME,
     ForeignCheckpoint,
-    ForeignSegment,
     ForeignTree,
+    Segments,
+    array_record,
     check_shape,
     make_foreign_checkpoint,
 )
@@ -81,7 +84,7 @@ _NUMBERED = re.compile(
 _PARTIAL_TENSORS = "DCP_SHARDING_INFO"  # metadata key in the per-process files of torch.distributed.checkpoint
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_INDEX_BYTES = 256 << 20
-NAME, KIND = "state", "safetensors"
+KIND = "safetensors"
 # safetensors dtypes and their numpy and ml_dtypes names. F4 and the 6-bit floats are left out: their elements share
 # bytes.
 NAMED = {
@@ -190,12 +193,8 @@ def open_safetensors_folder(
         return _open_files(backend, folder, folder, names, None)
     weight_map = _read_index(backend, folder, indexes[0])
     named = list(dict.fromkeys(weight_map.values()))
-    there = set(names)
-    for name in named:
-        if name not in there:
-            raise CorruptCheckpointError(f"{folder}/{name}: the index names this file, but it does not exist")
     found = _open_files(backend, folder, folder, named, weight_map, refuse_unlisted=True)
-    others = sorted(there.difference(named))
+    others = sorted(set(names).difference(named))
     if others:
         raise NotACheckpointError(
             f"{folder}: expected only the files that {indexes[0]} names, found also {_first_names(others)}; pass the "
@@ -221,11 +220,16 @@ def _open_files(
 ) -> ForeignCheckpoint:
     """Open files of one folder. `refuse_unlisted` makes a tensor that the index does not list an error."""
     arrays: dict[str, ArrayRecord] = {}
-    segments, metadata, unlisted = list[ForeignSegment](), dict[str, str](), list[tuple[str, str]]()
-    for number, name in enumerate(names):
+    segments, metadata, unlisted = Segments(), dict[str, str](), ""
+    for name in names:
         path = f"{folder}/{name}"
-        header = read_header(backend, path) if weight_map is None else _read_indexed_header(backend, path)
-        segments.append(ForeignSegment(name, header.size, functools.partial(_open, backend, path)))
+        try:
+            header = read_header(backend, path)
+        except StorageError as error:
+            if weight_map is None or error.errno != errno.ENOENT:
+                raise
+            raise CorruptCheckpointError(f"{path}: the index names this file, but it does not exist") from error
+        number = segments.add(name, header.size, functools.partial(_open, backend, path))
         metadata |= header.metadata
         if _PARTIAL_TENSORS in header.metadata:
             raise UnsupportedLeafError(
@@ -235,22 +239,23 @@ def _open_files(
         for tensor, entry in header.tensors.items():
             if weight_map is not None and weight_map.get(tensor) != name:
                 if tensor not in weight_map:
-                    unlisted.append((path, tensor))
+                    unlisted = unlisted or f"{path}: the index does not list tensor {shown(tensor)}"
                 continue  # the index assigns this tensor to another file
-            leaf = leaf_name(tensor)
+            leaf = _leaf_name(tensor)
             if leaf in arrays:
                 raise CorruptCheckpointError(f"{path}: tensor {tensor!r} is also in another file of the folder")
-            arrays[leaf] = _array_record(path, leaf, tensor, entry, header.data_start, number)
+            if len(leaf) > 65_536:
+                raise UnsupportedLeafError(f"{path}: expected shorter tensor names, found {len(tensor):,} characters")
+            start, stop = entry.data_offsets
+            chunk = ChunkRecord(full_box(entry.shape), number, header.data_start + start, stop - start, "")
+            arrays[leaf] = array_record(leaf, entry.shape, NAMED[entry.dtype], (chunk,))
     for tensor, name in (weight_map or {}).items():
-        if leaf_name(tensor) not in arrays:
+        if _leaf_name(tensor) not in arrays:
             raise CorruptCheckpointError(
                 f"{folder}/{name}: expected tensor {tensor!r}, which the index assigns to this file, found none"
             )
     if refuse_unlisted and unlisted:
-        path, tensor = unlisted[0]
-        raise CorruptCheckpointError(
-            f"{path}: the index does not list tensor {shown(tensor)}; pass the path of the index to ignore such tensors"
-        )
+        raise CorruptCheckpointError(f"{unlisted}; pass the path of the index to ignore such tensors")
     record = TreeRecord({}, {leaf: ArrayLeaf("numpy") for leaf in arrays})
     info = {"custom_metadata": metadata} if metadata else {}
     parts = {NAME: ForeignTree(record, list(arrays.values()))}
@@ -273,14 +278,12 @@ def _missing(names: Sequence[str]) -> list[str]:
     """Return the names that are absent from the numbered series of these names."""
     found = []
     for (before, after), numbered in _by_model(names).items():
-        if not after:
-            continue
         match = _NUMBERED.fullmatch(next(iter(numbered.values())))
-        assert match is not None
-        width = min(len(name) for name in numbered.values()) - len(before) - len(after)
-        first = min(1, *numbered)  # some tools count from 0
-        wanted = range(first, first + int(match["count"]))
-        found += [f"{before}{number:0{width}}{after}" for number in wanted if number not in numbered]
+        if after and match is not None:
+            width = min(len(name) for name in numbered.values()) - len(before) - len(after)
+            first = min(1, *numbered)  # some tools count from 0
+            wanted = range(first, first + int(match["count"]))
+            found += [f"{before}{number:0{width}}{after}" for number in wanted if number not in numbered]
     return found
 
 
@@ -291,17 +294,7 @@ def _refuse_missing(folder: str, names: Sequence[str]) -> None:
         raise CorruptCheckpointError(f"{folder}/{missing[0]}: this file of a numbered series does not exist{more}")
 
 
-def _read_indexed_header(backend: Backend, path: str) -> Header:
-    """Read the header of a file that an index names."""
-    try:
-        return read_header(backend, path)
-    except StorageError as error:
-        if error.errno != errno.ENOENT:
-            raise
-        raise CorruptCheckpointError(f"{path}: the index names this file, but it does not exist") from error
-
-
-def leaf_name(tensor: str) -> str:
+def _leaf_name(tensor: str) -> str:
     """Return the leaf path of a tensor. The whole name is one key, whatever characters it contains."""
     return key_text(tensor, ROOT)
 
@@ -313,8 +306,7 @@ def read_header(backend: Backend, path: str) -> Header:
         CorruptCheckpointError: it is not a safetensors file, or damaged.
         StorageError: it cannot be read.
     """
-    source = _open(backend, path, False)
-    try:
+    with contextlib.closing(_open(backend, path, False)) as source:
         size = source.size
         length = int.from_bytes(_read(source, 0, LENGTH_BYTES, path), "little")
         if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
@@ -322,8 +314,6 @@ def read_header(backend: Backend, path: str) -> Header:
             found = other or f"a header of {length:,} bytes in a file of {size:,}"
             raise CorruptCheckpointError(f"{path}: expected a safetensors file, found {found}")
         text = _read(source, LENGTH_BYTES, length, path)
-    finally:
-        source.close()
     return _parse_header(text, LENGTH_BYTES + length, size, path)
 
 
@@ -393,14 +383,6 @@ def _check_tensor(name: str, entry: _Entry, path: str) -> None:
         raise CorruptCheckpointError(
             f"{path}: tensor {shown(name)}: found {stop - start} bytes, which do not fit {dtype}{list(entry.shape)}"
         )
-
-
-def _array_record(path: str, leaf: str, tensor: str, entry: _Entry, data_start: int, segment: int) -> ArrayRecord:
-    start, stop = entry.data_offsets
-    if len(leaf) > 65_536:
-        raise UnsupportedLeafError(f"{path}: expected shorter tensor names, found one of {len(tensor):,} characters")
-    chunks = (ChunkRecord(full_box(entry.shape), segment, data_start + start, stop - start, ""),)
-    return ArrayRecord(leaf, entry.shape, NAMED[entry.dtype], chunks if stop > start else ())
 
 
 def _read_index(backend: Backend, folder: str, index: str) -> dict[str, str]:

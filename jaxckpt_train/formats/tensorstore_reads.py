@@ -1,7 +1,6 @@
 """Reads arrays of Orbax items with TensorStore: zarr of both versions, in an OCDBT database or in plain files.
 
-TensorStore is imported on first use. An interrupt during the import is delivered afterwards, a process that was forked
-after TensorStore started its threads refuses to use it, and its errors become the library's own.
+TensorStore aborts the process when it runs out of memory, so sizes are checked before it reads anything.
 """
 
 from __future__ import annotations
@@ -12,32 +11,20 @@ import functools
 import math
 import os
 import re
-import signal
 import sys
-import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, SettingsError, StorageError
-from jaxckpt_train.formats.foreign import (
-    CachedPieces,
-    DecodedArraySource,
-    ForeignSegment,
-    RecentPieces,
-    array_record,
-    check_shape,
-    foreign_call,
-    grid_boxes,
-    page_aligned_chunks,
-    segment_size,
-)
-from jaxckpt_train.formats.orbax_metadata import ChunkLimits, check_metadata_sizes, chunk_bytes, chunk_shape
+from jaxckpt_train.formats.foreign import PieceCache, Segments, array_record, check_shape, foreign_call, grid_boxes
+from jaxckpt_train.formats.orbax_metadata import OCDBT, ZARR
 from jaxckpt_train.store.backends.base import MISSING, Backend, storage_error
-from jaxckpt_train.store.boxes import Box, full_box
+from jaxckpt_train.store.boxes import Box
 from jaxckpt_train.store.dtypes import dtype_name, is_storable
 from jaxckpt_train.store.manifest import ArrayRecord, shown
+from jaxckpt_train.store.process_identity import memory_bytes
 
 if TYPE_CHECKING:
     import tensorstore as ts
@@ -48,39 +35,30 @@ LEAST_CHUNK_BYTES = 4 << 20  # smaller chunks are read together
 MOST_PIECES = 1 << 20  # of an array, each of which has a record: 4 TiB in the smallest pieces
 DECODING = 2  # reading a chunk needs twice its size: its stored bytes and its elements
 CACHED_BYTES = 100 << 20  # nodes of OCDBT databases
+MOST_METADATA_BYTES = 64 << 20  # of the metadata file of an array or a database
+MORE_STORED = 1 << 20  # the largest excess of a stored chunk over its decoded size, for its header
+LARGE_CHUNK_BYTES = 1 << 30  # a chunk up to this size may be larger than its array
 _SYSTEM_ERROR = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")  # in messages of different versions
 _STARTED = "/tensorstore/thread_pool/started"  # TensorStore's count of the threads started in this process
 _OF_THE_NAME = MISSING | {errno.ENAMETOOLONG}  # no file can have this name, so the metadata with the name is damaged
-_has_threads = False  # at the last fork
-_is_lost_to_fork = False
+_threads_of: int | None = None  # the process that was forked after TensorStore had started threads in it
 
 
 def _look_for_threads() -> None:
     """Record before a fork whether TensorStore has threads, which the child process will not have."""
-    global _has_threads
+    global _threads_of
     library = sys.modules.get("tensorstore")
     count = getattr(library, "experimental_collect_matching_metrics", None)
-    _has_threads = library is not None and (count is None or bool(count(_STARTED)))
+    if _threads_of is None and library is not None and (count is None or count(_STARTED)):
+        _threads_of = os.getpid()
 
 
-def _after_fork() -> None:
-    global _is_lost_to_fork
-    _is_lost_to_fork = _is_lost_to_fork or _has_threads
-
-
-os.register_at_fork(before=_look_for_threads, after_in_child=_after_fork)
+os.register_at_fork(before=_look_for_threads)
 
 
 def refuse_fork(subject: str) -> None:
-    """Refuse to use TensorStore in a process where it would abort.
-
-    Args:
-        subject: the operation, as the start of the message.
-
-    Raises:
-        SettingsError: this process was forked after TensorStore had started threads.
-    """
-    if _is_lost_to_fork:
+    """Raise SettingsError in a process that was forked after TensorStore had started threads, where it would abort."""
+    if _threads_of not in (None, os.getpid()):
         raise SettingsError(
             f"{subject} through TensorStore, which cannot be used in process {os.getpid()}: the process was forked "
             "after "
@@ -89,24 +67,20 @@ def refuse_fork(subject: str) -> None:
 
 
 def tensorstore(subject: str) -> Any:
-    """Import and return TensorStore.
-
-    Args:
-        subject: the operation, as the start of the message.
+    """Import and return TensorStore for the operation `subject`.
 
     Raises:
         SettingsError: TensorStore is not installed, cannot be imported, or cannot be used in this forked process.
     """
     refuse_fork(subject)
-    with _delay_interrupts():  # an interrupt during the start of an extension module would become an ImportError
-        try:
-            import tensorstore
-        except ModuleNotFoundError as error:
-            raise SettingsError(f"{subject} through TensorStore: pip install 'jaxckpt-train[orbax]'") from error
-        except ImportError as error:
-            raise SettingsError(
-                f"{subject} through TensorStore, which is installed but cannot be imported: {shown(error)}"
-            ) from error
+    try:
+        import tensorstore
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"{subject} through TensorStore: pip install 'jaxckpt-train[orbax]'") from error
+    except ImportError as error:
+        raise SettingsError(
+            f"{subject} through TensorStore, which is installed but cannot be imported: {shown(error)}"
+        ) from error
     return tensorstore
 
 
@@ -117,12 +91,7 @@ def system_error(error: Exception, what: str, path: str) -> StorageError | None:
 
 
 def read_error(error: ValueError, problem: str) -> CheckpointError:
-    """Return the error for a failed read: StorageError if the system refused it, otherwise CorruptCheckpointError.
-
-    Args:
-        error: the error of TensorStore.
-        problem: the message, to which the message of TensorStore is added.
-    """
+    """Return the error for a failed read: StorageError if the system refused it, otherwise CorruptCheckpointError."""
     code, message = _code_of(error), f"{problem}: {shown(error, MAX_ERROR_CHARACTERS)}"
     return CorruptCheckpointError(message) if code is None or code in _OF_THE_NAME else StorageError(code, message)
 
@@ -132,43 +101,25 @@ def _code_of(error: Exception) -> int | None:
     return int(found[1]) if found else None
 
 
-@contextlib.contextmanager
-def _delay_interrupts() -> Iterator[None]:
-    """Deliver an interrupt when the block ends."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    came: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        for each in came[:1]:
-            before(*each)
-
-
 class OrbaxArray(NamedTuple):
-    """An array: its record, its segment and its store. Check `limits` before reading `store` directly."""
+    """An array: its record and its store. Call `check_size` before reading `store` directly."""
 
     record: ArrayRecord
-    segment: ForeignSegment
     store: Any
-    limits: ChunkLimits | None = None
+    check_size: Callable[[], None]
 
 
 def open_arrays(
     backend: Backend,
     directory: str,
-    names: dict[str, str],
+    names: Mapping[str, str],
+    segments: Segments,
     *,
     use_ocdbt: bool,
     use_zarr3: bool,
-    first_segment: int,
-    databases: Collection[str] = (),
-    is_whole: bool = False,
-    takes_direct: bool = False,
+    databases: Collection[str],
+    is_whole: bool,
+    takes_direct: bool,
 ) -> dict[str, OrbaxArray]:
     """Open arrays without reading their content.
 
@@ -176,8 +127,8 @@ def open_arrays(
         backend: the storage.
         directory: the directory of the item.
         names: the parameter names by leaf path.
+        segments: the arrays are added to these.
         use_ocdbt, use_zarr3: the form of the arrays.
-        first_segment: the number of the first array's segment.
         databases: folders of the item with an OCDBT database of their own, in the first versions.
         is_whole: whether every chunk was written. A missing chunk is then damage, and otherwise zeros.
         takes_direct: whether large chunks can bypass the page cache.
@@ -190,52 +141,53 @@ def open_arrays(
     if not names:
         return {}
     ts = tensorstore(f"{directory}: an Orbax checkpoint is read")
-    folders = [*databases] if use_ocdbt else [*names.values()]
-    check_metadata_sizes(backend, directory, folders, use_ocdbt=use_ocdbt, use_zarr3=use_zarr3)
+    metadata = OCDBT if use_ocdbt else "zarr.json" if use_zarr3 else ZARR
+    folders = {"", *databases} if use_ocdbt else {*names.values()}
+    for name in sorted(f"{folder}/{metadata}".removeprefix("/") for folder in folders):
+        size = _size(backend, directory, name)
+        if size > MOST_METADATA_BYTES:  # TensorStore reads it whole when it opens an array
+            raise CorruptCheckpointError(
+                f"{directory}/{name}: expected at most {MOST_METADATA_BYTES:,} bytes of metadata, found {size:,}"
+            )
     context = ts.Context(
         {"cache_pool#nodes": {"total_bytes_limit": CACHED_BYTES}, "file_io_concurrency": {"limit": 16}}
     )
     specs = {leaf: _spec(directory, name, use_ocdbt, use_zarr3, databases, is_whole) for leaf, name in names.items()}
     stores = _open_stores(directory, names, specs, context)
-    direct = _direct_context(context) if takes_direct else None
-    large = [] if direct is None else [leaf for leaf in stores if chunk_bytes(stores[leaf]) >= LEAST_CHUNK_BYTES]
-    direct_stores = _open_stores(directory, names, {leaf: specs[leaf] for leaf in large}, direct)
-    recent, found = RecentPieces(), dict[str, OrbaxArray]()
-    for number, leaf in enumerate(stores):
-        ways = [each[leaf] for each in (direct_stores, stores) if leaf in each]
+    direct: dict[str, Any] = {}
+    if takes_direct:
+        with contextlib.suppress(ValueError):  # this TensorStore has no direct reads
+            bypassing = ts.Context({"file_io_mode": {"mode": "direct"}}, context)
+            large = {leaf: specs[leaf] for leaf in stores if _chunk_bytes(stores[leaf]) >= LEAST_CHUNK_BYTES}
+            direct = _open_stores(directory, names, large, bypassing)
+    cache, found = PieceCache(), dict[str, OrbaxArray]()
+    for leaf, store in stores.items():
+        subject = f"{directory}: leaf {leaf!r}"
+        # A database protects the sizes of its chunks by digests.
         files = None if specs[leaf]["kvstore"]["driver"] == "ocdbt" else backend
-        limits = ChunkLimits(files, directory, names[leaf], f"{directory}: leaf {leaf!r}", stores[leaf])
-        found[leaf] = _orbax_array(directory, leaf, ways, limits, first_segment + number, recent)
+        check_size = functools.cache(functools.partial(_check_chunks, subject, store, files, directory, names[leaf]))
+        ways = [each[leaf] for each in (direct, stores) if leaf in each]
+        record = _add_array(subject, leaf, ways, check_size, segments, cache)
+        found[leaf] = OrbaxArray(record, store, check_size)
     return found
 
 
 def _open_stores(
-    directory: str, names: dict[str, str], specs: dict[str, dict[str, Any]], context: ts.Context | None
+    directory: str, names: Mapping[str, str], specs: dict[str, dict[str, Any]], context: ts.Context
 ) -> dict[str, ts.TensorStore]:
     """Open arrays, many at a time."""
     import tensorstore as ts
 
     found, leaves = {}, list(specs)
     for start in range(0, len(leaves), OPEN_AT_ONCE):
-        some = leaves[start : start + OPEN_AT_ONCE]
-        futures = []
-        for leaf in some:
+        futures = {}
+        for leaf in leaves[start : start + OPEN_AT_ONCE]:
             with _naming_leaf(directory, leaf, names[leaf]):  # fails at once if the name is not a valid path
-                futures.append(ts.open(specs[leaf], context=context, open=True, read=True))
-        for leaf, future in zip(some, futures, strict=True):
+                futures[leaf] = ts.open(specs[leaf], context=context, open=True, read=True)
+        for leaf, future in futures.items():
             with _naming_leaf(directory, leaf, names[leaf]), foreign_call():
                 found[leaf] = future.result()
     return found
-
-
-def _direct_context(context: ts.Context) -> ts.Context | None:
-    """Return a context whose file reads bypass the page cache, or None if this TensorStore has no such reads."""
-    import tensorstore as ts
-
-    try:
-        return ts.Context({"file_io_mode": {"mode": "direct"}}, context)
-    except ValueError:
-        return None
 
 
 @contextlib.contextmanager
@@ -261,51 +213,32 @@ def _spec(
     }
 
 
-def _orbax_array(
-    directory: str, leaf: str, stores: Sequence[ts.TensorStore], limits: ChunkLimits, segment: int, recent: RecentPieces
-) -> OrbaxArray:
+def _add_array(
+    subject: str,
+    leaf: str,
+    stores: Sequence[ts.TensorStore],
+    check_size: Callable[[], None],
+    segments: Segments,
+    cache: PieceCache,
+) -> ArrayRecord:
     store = stores[-1]
     dtype, shape = np.dtype(store.dtype.numpy_dtype), tuple(store.shape)
     if not is_storable(dtype):
-        raise CorruptCheckpointError(f"{directory}: leaf {leaf!r}: expected a known dtype, found {store.dtype.name}")
-    subject, cached = f"{directory}: leaf {leaf!r}", CachedPieces(recent)
+        raise CorruptCheckpointError(f"{subject}: expected a known dtype, found {store.dtype.name}")
     check_shape(shape, dtype.itemsize, subject)
-    cell = _cell(shape, chunk_shape(store), dtype.itemsize)
+    cell = _cell(shape, _chunk_shape(store), dtype.itemsize)
     count = math.prod(-(-size // width) for size, width in zip(shape, cell, strict=True))
     if count > MOST_PIECES:
         raise CorruptCheckpointError(
             f"{subject}: expected at most {MOST_PIECES:,} pieces, found {count:,} in shape {list(shape)}"
         )
-    chunks = page_aligned_chunks(grid_boxes(shape, cell), dtype.itemsize, segment)
-    record = array_record(leaf, shape, dtype_name(dtype), chunks)
 
     def read(box: Box, target: np.ndarray) -> None:
-        limits.check()
+        check_size()
         read_box(subject, stores, box, target)
 
-    source = functools.partial(_source, subject, dtype, record, read, cached=cached)
-    return OrbaxArray(
-        record, ForeignSegment(f"arrays/{segment:06d}", segment_size(record.chunks), source), store, limits
-    )
-
-
-def hold_array(subject: str, name: str, content: np.ndarray, segment: int) -> OrbaxArray:
-    """Return an array whose content is in memory.
-
-    Args:
-        subject: the array, for messages.
-        name: its leaf path.
-        content: its content in row-major order.
-        segment: the number of its segment.
-    """
-    chunks = page_aligned_chunks([full_box(content.shape)], content.dtype.itemsize, segment)
-    record = array_record(name, content.shape, dtype_name(content.dtype), chunks)
-
-    def read(box: Box, target: np.ndarray) -> None:
-        target[...] = content[tuple(slice(start, stop) for start, stop in box)]
-
-    source = functools.partial(_source, subject, content.dtype, record, read)
-    return OrbaxArray(record, ForeignSegment(f"arrays/{segment:06d}", segment_size(record.chunks), source), None)
+    chunks = segments.decode(subject, dtype, grid_boxes(shape, cell), read, cache)
+    return array_record(leaf, shape, dtype_name(dtype), chunks)
 
 
 def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -319,21 +252,15 @@ def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[in
     return tuple(cell)
 
 
-def _source(
-    subject: str, dtype: np.dtype, record: ArrayRecord, read: Any, direct: Any, cached: CachedPieces | None = None
-) -> Any:
-    return DecodedArraySource(subject, dtype, record.chunks, read, cached)
-
-
 def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: np.ndarray) -> None:
-    """Read a box of an array into memory.
+    """Read a box of an array into row-major memory.
 
     Args:
         subject: the array, for messages.
         stores: ways to open the array, in order. The next one is tried when a read fails, since storage may refuse
             direct reads.
         box: the box to read.
-        target: the row-major memory to fill.
+        target: the memory to fill.
 
     Raises:
         CorruptCheckpointError: the stored content is damaged.
@@ -358,3 +285,70 @@ def _copy(store: ts.TensorStore, box: Box, target: np.ndarray) -> None:
     part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
     wanted = part.translate_to[0] if box else part
     ts.array(target, copy=False).write(wanted).result()
+
+
+def _chunk_shape(store: ts.TensorStore, *, is_stored: bool = False) -> list[int]:
+    """Return the shape of a chunk as it is decoded or stored. An array without chunks is a single chunk."""
+    layout = store.chunk_layout
+    chunk = (layout.write_chunk if is_stored else layout.read_chunk).shape or store.shape
+    return [size or whole for size, whole in zip(chunk, store.shape, strict=True)]
+
+
+def _chunk_bytes(store: ts.TensorStore, *, is_stored: bool = False) -> int:
+    return math.prod(_chunk_shape(store, is_stored=is_stored)) * int(store.dtype.numpy_dtype.itemsize)
+
+
+def _check_chunks(subject: str, store: ts.TensorStore, files: Backend | None, directory: str, folder: str) -> None:
+    """Refuse an array with a chunk that cannot be read.
+
+    Raises:
+        CorruptCheckpointError: a chunk is larger than its shape allows.
+        StorageError: a chunk does not fit into memory.
+    """
+    size = _chunk_bytes(store)
+    array_bytes = math.prod(store.shape) * int(store.dtype.numpy_dtype.itemsize)
+    if size > max(LARGE_CHUNK_BYTES, array_bytes):
+        raise CorruptCheckpointError(
+            f"{subject}: expected chunks of at most {array_bytes:,} bytes, its own size, found {size:,}"
+        )
+    if DECODING * size > memory_bytes():
+        raise StorageError(
+            errno.ENOMEM,
+            f"{subject}: reading a chunk of {size:,} bytes needs twice its size, but this machine has "
+            f"{memory_bytes():,} bytes of memory",
+        )
+    if files is None:
+        return
+    stored = _chunk_bytes(store, is_stored=True)
+    most = stored + (stored >> 3) + MORE_STORED
+    for name in _chunk_files(files, directory, folder):
+        found = _size(files, directory, name)
+        if found > most:
+            raise CorruptCheckpointError(
+                f"{subject}: {directory}/{name}: expected at most {most:,} bytes for a chunk of {stored:,}, found "
+                f"{found:,}"
+            )
+
+
+def _chunk_files(files: Backend, directory: str, folder: str) -> Iterator[str]:
+    """Yield the files of chunks. Their names are numbers joined by dots or folders, in zarr 3 with a leading `c`."""
+    try:
+        entries = files.list(f"{directory}/{folder}" if folder else directory)
+    except StorageError:  # reading the array reports it
+        return
+    for entry in entries:
+        name = f"{folder}/{entry.name}" if folder else entry.name
+        if entry.name[0].isdigit() or entry.name == "c" or entry.name.startswith("c."):
+            if entry.kind == "directory":
+                yield from _chunk_files(files, directory, name)
+            else:
+                yield name
+
+
+def _size(files: Backend, directory: str, name: str) -> int:
+    """Return the size of a file, or 0 if it cannot be read. TensorStore reports such a file."""
+    try:
+        with contextlib.closing(files.open(directory, name, direct=False)) as source:
+            return source.size
+    except (StorageError, CorruptCheckpointError):
+        return 0

@@ -7,7 +7,6 @@ content of tensors and other objects.
 from __future__ import annotations
 
 import errno
-import functools
 import importlib
 import io
 import logging
@@ -23,43 +22,31 @@ from jaxckpt_train.errors import (
     NotACheckpointError,
     SettingsError,
     StorageError,
+    UnsupportedLeafError,
 )
 from jaxckpt_train.formats.foreign import (
-    CachedPiece,
+    NAME,
     ForeignCheckpoint,
-    ForeignSegment,
     ForeignTree,
-    MemorySource,
-    RecentPieces,
+    PieceCache,
+    PlainTree,
+    Segments,
     array_record,
     foreign_call,
     make_foreign_checkpoint,
+    mapping_key,
 )
 from jaxckpt_train.formats.step_folders import TORCH_METADATA as METADATA
 from jaxckpt_train.formats.step_folders import TORCH_SUFFIX as SUFFIX
-from jaxckpt_train.formats.torch_pickle import (
-    BytesEntry,
-    Chunk,
-    Dtype,
-    Index,
-    Metadata,
-    ObjectLeaves,
-    Properties,
-    Refused,
-    Size,
-    Stored,
-    TensorEntry,
-    read_metadata_pickle,
-)
-from jaxckpt_train.pytree.leaves import ArrayLeaf, LeafRecord, TreeRecord
+from jaxckpt_train.formats.torch_pickle import DTYPE, Record, is_record, numbers_of, read_metadata_pickle
+from jaxckpt_train.pytree.leaves import ArrayLeaf, TreeRecord
 from jaxckpt_train.pytree.paths import MAX_DEPTH, ROOT, join, key_text
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.backends.local_names import real_path
-from jaxckpt_train.store.boxes import Box, box_elements, box_shape, check_tiling, full_box
-from jaxckpt_train.store.dtypes import DTYPES, dtype_name
+from jaxckpt_train.store.boxes import Box, box_elements, check_tiling
+from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import read_whole
-from jaxckpt_train.store.manifest import BLOCK_BYTES, MAX_ARRAYS, ArrayRecord, ChunkRecord, is_plain_name, shown
-from jaxckpt_train.store.process_identity import memory_bytes
+from jaxckpt_train.store.manifest import MAX_ARRAYS, ArrayRecord, is_plain_name, shown
 from jaxckpt_train.store.segment import LIMIT, MAX_DIMENSIONS
 from jaxckpt_train.store.threads import paused_collection
 
@@ -70,9 +57,10 @@ KNOWN_DTYPES = frozenset(
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu".split()
 )
 OLDEST = (2, 8)  # `weights_only=True` can be made to run code in versions before 2.6
-KIND, NAME = "PyTorch", "state"
+KIND = "PyTorch"
 MAX_METADATA_BYTES = 512 << 20
 MAX_LISTED = 5
+DECODING = 1  # PyTorch decodes a piece before it is copied to its place
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -108,25 +96,17 @@ def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fo
     paths = {name: _leaf_path(name, metadata.paths) for name in (*metadata.tensors, *metadata.objects)}
     if len(set(paths.values())) != len(paths):
         raise CorruptCheckpointError(f"{directory}/{METADATA}: expected different keys, found the same ones twice")
-    found, recent = _Found({}, [], []), RecentPieces()
-    for name, tensor in metadata.tensors.items():
-        found.leaves[paths[name]] = ArrayLeaf("numpy")
-        found.arrays.append(_tensor_record(paths[name], tensor, items, recent, found.segments, directory))
-    objects = _read_objects(directory, metadata, paths, items)
-    for path, array in objects.arrays.items():
-        found.arrays.append(_memory_record(path, array, found.segments))
-    record = TreeRecord(_lists(metadata, paths, objects) | objects.containers, found.leaves | objects.leaves)
-    return make_foreign_checkpoint(
-        KIND, directory, {NAME: ForeignTree(record, found.arrays)}, found.segments, block_bytes=BLOCK_BYTES
-    )
-
-
-class _Found(NamedTuple):
-    """The content of a checkpoint that has been opened so far."""
-
-    leaves: dict[str, LeafRecord]
-    arrays: list[ArrayRecord]
-    segments: list[ForeignSegment]
+    segments, cache = Segments(), PieceCache()
+    arrays = [
+        _tensor_record(f"{directory}: leaf {paths[name]!r}", paths[name], tensor, items, segments, cache)
+        for name, tensor in metadata.tensors.items()
+    ]
+    objects, left_out = _read_objects(directory, metadata, paths, items)
+    arrays += [segments.hold(leaf, array) for leaf, array in objects.arrays.items()]
+    leaves = {paths[name]: ArrayLeaf("numpy") for name in metadata.tensors} | objects.leaves
+    record = TreeRecord(_lists(metadata, paths, left_out) | objects.containers, leaves)
+    parts = {NAME: ForeignTree(record, arrays)}
+    return make_foreign_checkpoint(KIND, directory, parts, segments, decoding=DECODING)
 
 
 def _folder_and_name(path: str) -> tuple[str, str]:
@@ -138,7 +118,7 @@ def _folder_and_name(path: str) -> tuple[str, str]:
 def _check_files(backend: Backend, directory: str, metadata: TorchMetadata) -> None:
     """Check that each file exists, and contains everything that the metadata assigns to it."""
     ends: dict[str, int] = {}
-    pieces = [item for tensor in metadata.tensors.values() for _, item in tensor.pieces]
+    pieces = [item for tensor in metadata.tensors.values() for item in tensor.pieces.values()]
     for item in (*pieces, *metadata.objects.values()):
         ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
     for file, end in ends.items():
@@ -158,59 +138,68 @@ def _check_files(backend: Backend, directory: str, metadata: TorchMetadata) -> N
 
 
 def _leaf_path(name: str, paths: Mapping[str, tuple[str | int, ...]]) -> str:
-    """Return the leaf path of a tensor or object: its recorded keys, otherwise its name as a single key.
-
-    PyTorch saves all keys of mappings as text. A key of digits becomes an integer again, as in states of optimizers.
-    """
+    """Return the leaf path of a tensor or object: its recorded keys, otherwise its name as a single key."""
     if name not in paths:
         return key_text(name, ROOT)
     path = ROOT
     for key in paths[name]:
-        is_integer = isinstance(key, str) and key.isascii() and key.isdigit() and str(int(key)) == key
-        path = join(path, str(key) if is_integer else key_text(key, path))
+        path = join(path, mapping_key(str(key), path))
     return path
 
 
 def _tensor_record(
-    path: str, tensor: Tensor, items: TorchItems, recent: RecentPieces, segments: list[ForeignSegment], directory: str
+    subject: str, leaf: str, tensor: Tensor, items: TorchItems, segments: Segments, cache: PieceCache
 ) -> ArrayRecord:
-    chunks = []
-    for box, item in tensor.pieces:
-        size = box_elements(box) * DTYPES[tensor.dtype].itemsize
-        read = functools.partial(items.tensor, item, box, tensor.dtype)
-        piece = CachedPiece(f"{directory}: leaf {path!r}", size, read, recent)
-        chunks.append(ChunkRecord(box, len(segments), 0, size, ""))
-        segments.append(ForeignSegment(f"{item.relative_path}/{len(segments):06d}", size, piece.open))
-    return array_record(path, tensor.shape, tensor.dtype, tuple(chunks))
+    def read(box: Box, target: np.ndarray) -> None:
+        items.read_tensor(tensor.pieces[box], tensor.dtype, target)
+
+    chunks = segments.decode(subject, DTYPES[tensor.dtype], list(tensor.pieces), read, cache)
+    return array_record(leaf, tensor.shape, tensor.dtype, chunks)
 
 
-def _memory_record(path: str, array: np.ndarray, segments: list[ForeignSegment]) -> ArrayRecord:
-    """Return the record of an array in memory, and add its segment."""
-    data, name = array.tobytes(), f"objects/{len(segments):06d}"
-    chunk = ChunkRecord(full_box(array.shape), len(segments), 0, len(data), "")
-    segments.append(ForeignSegment(name, len(data), lambda direct: MemorySource(name, data)))
-    return array_record(path, array.shape, dtype_name(array.dtype), (chunk,))
+class _Objects(PlainTree):
+    def __init__(self, directory: str, items: TorchItems) -> None:
+        super().__init__(directory)
+        self._items = items
+
+    def _decoded(self, path: str, value: Any) -> Any:
+        array = self._items.array(value)
+        return value if array is None else array
 
 
-def _read_objects(directory: str, metadata: TorchMetadata, paths: Mapping[str, str], items: TorchItems) -> ObjectLeaves:
-    """Read the objects that are not tensors. All of them are read at once, because they are part of the tree."""
-    found = ObjectLeaves(directory, items.array)
-    for name, value in items.values(list(metadata.objects.values())).items() if metadata.objects else ():
-        found.add(paths[name], value)
-    left_out = [f"{path} ({why})" for path, why in found.left_out.items()]
+def _read_objects(
+    directory: str, metadata: TorchMetadata, paths: Mapping[str, str], items: TorchItems
+) -> tuple[PlainTree, dict[str, str]]:
+    """Read the objects that are not tensors, and return why others were left out.
+
+    All of them are read at once, because they are part of the tree.
+    """
+    found, left_out = _Objects(directory, items), dict[str, str]()
+    values = items.values(list(metadata.objects.values())) if metadata.objects else {}
+    for name, value in values.items():
+        path, inner = paths[name], _Objects(directory, items)
+        try:
+            if isinstance(value, UnsupportedLeafError):
+                raise value
+            inner.add(path, value)
+        except UnsupportedLeafError as error:
+            left_out[path] = str(error).removeprefix(f"{directory}: ")
+        else:
+            found.leaves |= inner.leaves
+            found.containers |= inner.containers
+            found.arrays |= inner.arrays
     if left_out:
+        shown_ones = "; ".join(f"{path} ({why})" for path, why in list(left_out.items())[:MAX_LISTED])
         more = f", and {len(left_out) - MAX_LISTED} more" if len(left_out) > MAX_LISTED else ""
-        _log.warning(
-            "%s: left out objects that are not plain data: %s%s", directory, "; ".join(left_out[:MAX_LISTED]), more
-        )
-    return found
+        _log.warning("%s: left out objects that are not plain data: %s%s", directory, shown_ones, more)
+    return found, left_out
 
 
-def _lists(metadata: TorchMetadata, paths: Mapping[str, str], objects: ObjectLeaves) -> dict[str, str]:
+def _lists(metadata: TorchMetadata, paths: Mapping[str, str], left_out: Mapping[str, str]) -> dict[str, str]:
     """Return the lists among the containers. A list becomes a mapping if some of its positions are not saved."""
     children: dict[str, set[int]] = {}
     for name, keys in metadata.paths.items():
-        if paths[name] in objects.left_out:
+        if paths[name] in left_out:
             continue
         texts = paths[name].split("/")
         for depth, key in enumerate(keys):
@@ -242,7 +231,7 @@ class Tensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[tuple[Box, Item], ...]
+    pieces: dict[Box, Item]
 
 
 class TorchMetadata(NamedTuple):
@@ -271,65 +260,68 @@ def decode_torch_metadata(data: bytes, path: str) -> TorchMetadata:
         return _check_metadata(read_metadata_pickle(data, path), path)
 
 
-def _check_metadata(metadata: Metadata, path: str) -> TorchMetadata:
-    entries, stored = _mapping(metadata, "state_dict_metadata", path), _mapping(metadata, "storage_data", path)
-    if len(entries) > MAX_ARRAYS or len(stored) > MAX_ARRAYS:
-        most = max(len(entries), len(stored))
+def _check_metadata(metadata: Record, path: str) -> TorchMetadata:
+    entries, items = (_mapping(metadata, name, path) for name in ("state_dict_metadata", "storage_data"))
+    if len(entries) > MAX_ARRAYS or len(items) > MAX_ARRAYS:
+        most = max(len(entries), len(items))
         raise CorruptCheckpointError(f"{path}: expected at most {MAX_ARRAYS:,} tensors and pieces, found {most:,}")
-    items = {index.key: position for index, position in stored.items() if isinstance(index, Index)}
     found = TorchMetadata({}, {}, {})
     for name, entry in entries.items():
-        if not isinstance(name, str):
-            raise CorruptCheckpointError(f"{path}: expected names as text, found {type(name).__name__}")
-        if isinstance(entry, TensorEntry):
-            found.tensors[name] = _tensor(name, entry, items, f"{path}: tensor {shown(name)}")
-        elif isinstance(entry, BytesEntry):
-            found.objects[name] = _item(name, items.get((name, None)), f"{path}: object {shown(name)}")
+        subject = f"{path}: {shown(name)}"
+        if isinstance(name, str) and is_record(entry, "TensorStorageMetadata"):
+            found.tensors[name] = _tensor(name, entry, items, subject)
+        elif isinstance(name, str) and is_record(entry, "BytesStorageMetadata"):
+            found.objects[name] = _item(name, items.get((name, None)), subject)
         else:
-            raise CorruptCheckpointError(f"{path}: expected a tensor or an object as {shown(name)}, found neither")
-    found.paths.update(_key_paths(metadata.get("planner_data"), entries))
+            raise CorruptCheckpointError(f"{subject}: expected the name of a tensor or an object, found neither")
+    keys = metadata.get("planner_data")  # where the planner of the save has recorded them in its usual form
+    for name in entries if isinstance(keys, dict) else ():
+        if _is_path(keys.get(name)):
+            found.paths[name] = tuple(keys[name])
     return found
 
 
-def _mapping(metadata: Metadata, name: str, path: str) -> dict[Any, Any]:
+def _mapping(metadata: Record, name: str, path: str) -> dict[Any, Any]:
     found = metadata.get(name)
     if not isinstance(found, dict):
         raise CorruptCheckpointError(f"{path}: expected PyTorch metadata with {name}, found none")
     return found
 
 
-def _tensor(name: str, entry: TensorEntry, items: Mapping[Any, Any], subject: str) -> Tensor:
+def _tensor(name: str, entry: Record, items: Mapping[Any, Any], subject: str) -> Tensor:
     shape, chunks = _numbers(entry.get("size"), subject), entry.get("chunks")
     if not isinstance(chunks, list):
         raise CorruptCheckpointError(f"{subject}: expected a list of chunks, found {type(chunks).__name__}")
     pieces: dict[Box, Item] = {}
     for chunk in chunks:
-        if not isinstance(chunk, Chunk):
+        if not is_record(chunk, "ChunkStorageMetadata"):
             raise CorruptCheckpointError(f"{subject}: expected chunks, found {type(chunk).__name__}")
         offsets, sizes = _numbers(chunk.get("offsets"), subject), _numbers(chunk.get("sizes"), subject)
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise CorruptCheckpointError(f"{subject}: expected chunks of {len(shape)} dimensions, found another number")
         box = tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if box_elements(box):  # a process may hold no element of a tensor
-            pieces[box] = _item(name, _chunk_item(name, offsets, items, len(chunks)), subject)
-    full = tuple((0, size) for size in shape)
-    if box_elements(full) or pieces:
+            item = items.get((name, offsets))
+            pieces[box] = _item(name, items.get((name, None)) if item is None and len(chunks) == 1 else item, subject)
+    if pieces or 0 not in shape:
         check_tiling(list(pieces), shape, subject)
-    return Tensor(shape, _dtype(entry, subject), tuple(pieces.items()))
-
-
-def _chunk_item(name: str, offsets: tuple[int, ...], items: Mapping[Any, Any], chunks: int) -> Any:
-    item = items.get((name, offsets))
-    return items.get((name, None)) if item is None and chunks == 1 else item
+    properties = entry.get("properties")
+    state = properties.state if is_record(properties, "TensorProperties") else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not is_record(dtype, DTYPE):
+        raise CorruptCheckpointError(f"{subject}: expected a dtype, found {type(dtype).__name__}")
+    if dtype.arguments[0] not in KNOWN_DTYPES:
+        raise FormatVersionError(f"{subject}: has the unsupported dtype {dtype.arguments[0]}")
+    return Tensor(shape, str(dtype.arguments[0]), pieces)
 
 
 def _numbers(found: Any, subject: str) -> tuple[int, ...]:
     try:
-        numbers = found.numbers if isinstance(found, Size) else None
+        numbers = numbers_of(found)
     except ValueError as error:
         raise CorruptCheckpointError(f"{subject}: {error}") from error
-    if numbers is None or len(numbers) > MAX_DIMENSIONS:
-        raise CorruptCheckpointError(f"{subject}: expected a shape, found {type(found).__name__}")
+    if len(numbers) > MAX_DIMENSIONS:
+        raise CorruptCheckpointError(f"{subject}: expected a shape, found {len(numbers)} dimensions")
     return tuple(_number(number, subject) for number in numbers)
 
 
@@ -340,19 +332,8 @@ def _number(found: Any, subject: str) -> int:
     return found
 
 
-def _dtype(entry: TensorEntry, subject: str) -> str:
-    properties = entry.get("properties")
-    state = properties.state if isinstance(properties, Properties) else None
-    dtype = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(dtype, Dtype):
-        raise CorruptCheckpointError(f"{subject}: expected a dtype, found {type(dtype).__name__}")
-    if dtype.arguments[0] not in KNOWN_DTYPES:
-        raise FormatVersionError(f"{subject}: has the unsupported dtype {dtype.arguments[0]}")
-    return str(dtype.arguments[0])
-
-
 def _item(name: str, found: Any, subject: str) -> Item:
-    if not isinstance(found, Stored):
+    if not is_record(found, "_StorageInfo"):
         raise CorruptCheckpointError(f"{subject}: expected its position in a file, found none")
     file, transforms = found.get("relative_path"), found.get("transform_descriptors") or ()
     if not isinstance(file, str) or not is_plain_name(file):
@@ -362,13 +343,6 @@ def _item(name: str, found: Any, subject: str) -> Item:
         raise CorruptCheckpointError(f"{subject}: expected names of transformations, found something else")
     offset, length = _number(found.get("offset"), subject), _number(found.get("length"), subject)
     return Item(name, file, offset, length, tuple(transforms))
-
-
-def _key_paths(found: Any, entries: Mapping[str, Any]) -> dict[str, tuple[str | int, ...]]:
-    """Return the keys that lead to each entry, where the planner of the save has recorded them in its usual form."""
-    if not isinstance(found, dict):
-        return {}
-    return {name: tuple(keys) for name, keys in found.items() if name in entries and _is_path(keys)}
 
 
 def _is_path(keys: Any) -> bool:
@@ -403,25 +377,19 @@ class TorchItems:
             raise SettingsError(f"{directory}: expected PyTorch {OLDEST[0]}.{OLDEST[1]} or newer, found {version}")
         self._directory = directory
 
-    def tensor(self, item: Item, box: Box, dtype: str) -> np.ndarray:
-        """Return the bytes of a piece of a tensor, flat.
+    def read_tensor(self, item: Item, dtype: str, target: np.ndarray) -> None:
+        """Read a piece of a tensor into a row-major array.
 
         Raises:
             CorruptCheckpointError: the piece is damaged.
-            StorageError: the piece cannot be read, or does not fit into memory.
+            StorageError: the piece cannot be read.
         """
-        size = box_elements(box) * DTYPES[dtype].itemsize
-        try:
-            data = np.empty(size, np.uint8)
-        except (MemoryError, ValueError) as error:
-            problem = f"reading {item.name!r} needs {size} bytes, but this machine has {memory_bytes()} bytes of memory"
-            raise StorageError(errno.ENOMEM, problem, self._directory) from error
-        target = self._torch.from_numpy(data).view(getattr(self._torch, dtype)).reshape(box_shape(box))
-        self._read([item], self._planner.LoadItemType.TENSOR, box_shape(box), _IntoTensor(target))
-        return data
+        flat = self._torch.from_numpy(target.reshape(-1).view(np.uint8))
+        tensor = flat.view(getattr(self._torch, dtype)).reshape(target.shape)
+        self._read([item], self._planner.LoadItemType.TENSOR, target.shape, _IntoTensor(tensor))
 
     def values(self, items: Sequence[Item]) -> Mapping[str, Any]:
-        """Return objects that are not tensors, by name: plain data that may contain tensors, or a `Refused`.
+        """Return objects that are not tensors, by name: plain data with tensors in it, or an UnsupportedLeafError.
 
         Raises:
             CorruptCheckpointError: an object is damaged.
@@ -434,15 +402,13 @@ class TorchItems:
     def array(self, value: Any) -> np.ndarray | None:
         """Return a tensor inside an object as an array, or None if it is not a tensor or has an unsupported dtype."""
         dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
-        if (
-            not isinstance(value, self._torch.Tensor)
-            or dtype not in KNOWN_DTYPES
-            or value.layout != self._torch.strided
-        ):
+        is_tensor = isinstance(value, self._torch.Tensor) and dtype in KNOWN_DTYPES
+        if not is_tensor or value.layout != self._torch.strided:
             return None
-        data = np.empty(value.numel() * DTYPES[dtype].itemsize, np.uint8)
-        self._torch.from_numpy(data).view(value.dtype).reshape(value.shape).copy_(value.detach())
-        return data.view(DTYPES[dtype]).reshape(tuple(value.shape))
+        data = np.empty(tuple(value.shape), DTYPES[dtype])
+        flat = self._torch.from_numpy(data.reshape(-1).view(np.uint8))
+        flat.view(value.dtype).reshape(value.shape).copy_(value.detach())
+        return data
 
     def _read(self, items: Sequence[Item], kind: Any, shape: tuple[int, ...], planner: Any) -> None:
         """Let PyTorch's reader read whole items. It must never read the metadata, because that would run its pickle."""
@@ -465,17 +431,15 @@ class TorchItems:
 
 
 class _IntoTensor:
-    """The part of PyTorch's `LoadPlanner` that copies what the reader has read into a tensor."""
+    """The part of PyTorch's `LoadPlanner` that gives the reader the tensor to fill."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
 
     def resolve_tensor(self, read_item: Any) -> Any:
-        """Return the tensor to fill."""
         return self._target
 
-    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
-        """Do nothing: the reader has filled the tensor."""
+    def commit_tensor(self, read_item: Any, tensor: Any) -> None: ...
 
 
 class _Values:
@@ -488,7 +452,6 @@ class _Values:
         self._torch, self._directory, self._found = torch, directory, found
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Decode one object."""
         name = read_item.dest_index.fqn
         try:
             self._found[name] = self._torch.load(value, map_location="cpu", weights_only=True)
@@ -496,7 +459,7 @@ class _Values:
             unknown = self._unsafe_names(value)
             if not unknown:
                 raise CorruptCheckpointError(f"{self._directory}: {name!r} cannot be read: {shown(error)}") from error
-            self._found[name] = Refused(f"loading it would call {shown(', '.join(unknown))}")
+            self._found[name] = UnsupportedLeafError(f"loading it would call {shown(', '.join(unknown))}")
 
     def _unsafe_names(self, value: io.BytesIO) -> list[str]:
         """Return the names in an object that PyTorch does not consider plain data."""

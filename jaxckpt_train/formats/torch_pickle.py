@@ -1,4 +1,4 @@
-"""Reads the pickle in PyTorch's metadata as data, and turns plain objects into leaves. Nothing in a file runs.
+"""Reads the pickle in PyTorch's metadata as data. Nothing in a file runs.
 
 A pickle names classes and functions, and has them called. Here every name that PyTorch's metadata uses stands for a
 record that keeps its arguments, and any other name is refused. No other module of the package may import `pickle`.
@@ -9,17 +9,26 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Self, cast
+from collections.abc import Callable
+from typing import Any, TypeGuard, cast
 
-import numpy as np
+from jaxckpt_train.errors import CorruptCheckpointError
+from jaxckpt_train.store.manifest import shown
 
-from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
-from jaxckpt_train.pytree.leaves import ArrayLeaf, EmptyLeaf, LeafRecord, record_value
-from jaxckpt_train.pytree.paths import MAX_DEPTH, join, key_text
-from jaxckpt_train.store.manifest import MAX_ARRAYS, shown
-
-_METADATA, _PATHS = "torch.distributed.checkpoint.metadata", ("pathlib", "pathlib._local")
+SIZE, DTYPE, _INDEX = "Size", "dtype", "MetadataIndex"
+_KNOWN = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", _INDEX, "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {SIZE},
+    "torch.serialization": {"_get_layout"},
+    "builtins": {"getattr"},  # Python 3.11 pickles a member of an enumeration as a call of getattr
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "WindowsPath"},  # the path of the save
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}  # fmt: skip
 _DTYPE = re.compile(r"bool|(bfloat|float|complex|u?int|qu?int|bits)[0-9][0-9a-z_]{0,30}")
 # The opcodes of protocols 2 to 5 for data, names and records, without older forms and those that allocate a given size.
 _OPCODES = (
@@ -34,137 +43,46 @@ _OPCODES = (
 
 
 class Record:
-    """An object of the pickle: the arguments of its class, and its state. The class itself is never imported."""
+    """An object of the pickle: its name, its arguments, and its state. Its class is never imported."""
 
-    __slots__ = ("arguments", "state")
-    arguments: tuple[Any, ...]
-    state: Any
+    __slots__ = ("arguments", "name", "state")
 
-    def __new__(cls, *arguments: Any) -> Self:
-        """Create the record of a name, whether the pickle calls it or not."""
-        record = super().__new__(cls)
-        record.arguments, record.state = arguments, None
-        return record
+    def __init__(self, name: str, arguments: tuple[Any, ...] = ()) -> None:
+        self.name, self.arguments = name, arguments
+        self.state: Any = None
 
-    def get(self, name: str) -> Any:
+    def get(self, field: str) -> Any:
         """Return a field of a dataclass, or None if it has no such field."""
-        return self.state.get(name) if isinstance(self.state, dict) else None
+        return self.state.get(field) if isinstance(self.state, dict) else None
 
 
-class Metadata(Record):
-    """The content of the file."""
-
-    __slots__ = ()
-
-
-class TensorEntry(Record):
-    """The metadata of a tensor."""
-
-    __slots__ = ()
+def is_record(found: object, name: str) -> TypeGuard[Record]:
+    """Return whether an object is a record of this name."""
+    return isinstance(found, Record) and found.name == name
 
 
-class BytesEntry(Record):
-    """The metadata of another object, which is empty."""
-
-    __slots__ = ()
-
-
-class Chunk(Record):
-    """A box of a tensor."""
-
-    __slots__ = ()
+def numbers_of(found: object) -> tuple[int, ...]:
+    """Return the integers of a shape or of the offset of a chunk, or raise ValueError."""
+    numbers = found.arguments[0] if is_record(found, SIZE) and len(found.arguments) == 1 else None
+    if not isinstance(numbers, tuple | list) or any(type(number) is not int for number in numbers):
+        raise ValueError("expected integers as a shape, found something else")
+    return tuple(numbers)
 
 
-class Properties(Record):
-    """The dtype and other properties of a tensor, without its shape."""
-
-    __slots__ = ()
-
-
-class Stored(Record):
-    """The position of a tensor or object in a file."""
-
-    __slots__ = ()
-
-
-class Dtype(Record):
-    """A dtype by name."""
-
-    __slots__ = ()
+def _key_of(key: object) -> object:
+    """Return a key of a mapping: text, or for an index the name of an item and the offset of its chunk."""
+    if not is_record(key, _INDEX):
+        if not isinstance(key, str):
+            raise ValueError(f"a mapping has a key of type {type(key).__name__}")
+        return key
+    name, offset = key.get("fqn"), key.get("offset")
+    if not isinstance(name, str):
+        raise ValueError("expected the name of a tensor or object, found something else")
+    return name, None if offset is None else numbers_of(offset)
 
 
-class Other(Record):
-    """A record that is not used."""
-
-    __slots__ = ()
-
-
-class Size(Record):
-    """A shape, or the offset of a chunk."""
-
-    __slots__ = ()
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The integers.
-
-        Raises:
-            ValueError: the argument is not a sequence of integers.
-        """
-        found = self.arguments[0] if len(self.arguments) == 1 else None
-        if not isinstance(found, tuple | list) or any(type(number) is not int for number in found):
-            raise ValueError("expected integers as a shape, found something else")
-        return tuple(found)
-
-
-class Index(Record):
-    """A key of the mapping of stored items: the name of an object, or of a tensor with the offset of a chunk."""
-
-    __slots__ = ()
-
-    @property
-    def key(self) -> tuple[str, tuple[int, ...] | None]:
-        """The name, and the offset of the chunk.
-
-        Raises:
-            ValueError: the record has no valid name or offset.
-        """
-        name, offset = self.get("fqn"), self.get("offset")
-        if not isinstance(name, str) or not isinstance(offset, Size | None):
-            raise ValueError("expected the name of a tensor or object, found something else")
-        return name, None if offset is None else offset.numbers
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Index) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-_KNOWN: Mapping[tuple[str, str], type[Record] | type[dict[Any, Any]]] = {
-    (_METADATA, "Metadata"): Metadata,
-    (_METADATA, "MetadataIndex"): Index,
-    (_METADATA, "TensorStorageMetadata"): TensorEntry,
-    (_METADATA, "BytesStorageMetadata"): BytesEntry,
-    (_METADATA, "ChunkStorageMetadata"): Chunk,
-    (_METADATA, "TensorProperties"): Properties,
-    (_METADATA, "StorageMeta"): Other,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): Other,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stored,
-    ("torch", "Size"): Size,
-    ("torch.serialization", "_get_layout"): Other,
-    ("builtins", "getattr"): Other,  # Python 3.11 pickles a member of an enumeration as a call of getattr
-    ("collections", "OrderedDict"): dict,
-    **{(module, kind): Other for module in _PATHS for kind in ("PosixPath", "WindowsPath")},  # the path of the save
-}
-
-
-def read_metadata_pickle(data: bytes, path: str) -> Metadata:
-    """Read the records of `.metadata`, without checking their content.
-
-    Args:
-        data: the bytes of the file.
-        path: the path of the file, for messages.
+def read_metadata_pickle(data: bytes, path: str) -> Record:
+    """Read the records of `.metadata`, without checking their content. Stored items have keys as `_key_of` returns.
 
     Raises:
         CorruptCheckpointError: it is not a pickle of PyTorch's metadata, or it uses other names.
@@ -177,13 +95,22 @@ def read_metadata_pickle(data: bytes, path: str) -> Metadata:
         raise CorruptCheckpointError(
             f"{path}: expected PyTorch metadata, found something else: {type(error).__name__}: {shown(error)}"
         ) from error
-    if not isinstance(found, Metadata):
+    if not is_record(found, "Metadata"):
         raise CorruptCheckpointError(f"{path}: expected PyTorch metadata, found a {type(found).__name__}")
     return found
 
 
+class _Name:
+    """A name in the pickle, which makes a record or a dict when it is called."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 class _Unpickler(pickle._Unpickler):
-    """Creates the records above for the names that they stand for, and calls nothing else.
+    """Makes records for the names that PyTorch's metadata uses, and calls nothing else.
 
     This is the implementation of `pickle` in Python. The one in C would allocate 64 GiB for a single wrong number in a
     file, and its opcodes cannot be restricted.
@@ -198,30 +125,22 @@ class _Unpickler(pickle._Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the record class of a name, without importing anything.
-
-        Raises:
-            CorruptCheckpointError: PyTorch's metadata does not use the name.
-        """
+        """Return a dtype as a record, or another name, without importing anything; refuse names of other things."""
         if module == "torch" and _DTYPE.fullmatch(name):
-            return Dtype(name)
-        known = _KNOWN.get((module, name))
-        if known is None:
+            return Record(DTYPE, (name,))
+        if name not in _KNOWN.get(module, ()):
             raise CorruptCheckpointError(
                 f"{self._path}: expected the metadata of PyTorch, found the name {shown(f'{module}.{name}')}, which it "
                 "does not need; no code was run. A pickle can run any code: load it with PyTorch only if you trust its "
                 "author"
             )
-        return known
+        return _Name(name)
 
     def _make(self) -> None:
         arguments, made = self.stack.pop(), self.stack.pop()
-        if made is dict and arguments == ():
-            self.append({})
-        elif isinstance(made, type) and issubclass(made, Record):
-            self.append(made(*arguments))
-        else:
+        if not isinstance(made, _Name) or not isinstance(arguments, tuple):
             raise ValueError(f"a value of type {type(made).__name__} is called")
+        self.append({} if made.name == "OrderedDict" else Record(made.name, arguments))
 
     def _give_state(self) -> None:
         state = self.stack.pop()
@@ -239,9 +158,9 @@ class _Unpickler(pickle._Unpickler):
 
     def _add(self, mapping: Any, items: list[Any]) -> None:
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(mapping) is not dict or not isinstance(key, str | Index):
-                raise ValueError(f"a mapping has a key of type {type(key).__name__}")
-            mapping[key] = value
+            if type(mapping) is not dict:
+                raise ValueError(f"a value of type {type(mapping).__name__} gets an item")
+            mapping[_key_of(key)] = value
 
     dispatch = cast(
         "dict[int, Callable[[pickle.Unpickler], None]]",
@@ -254,89 +173,3 @@ class _Unpickler(pickle._Unpickler):
             pickle.SETITEMS[0]: _add_items,
         },
     )
-
-
-class Refused:
-    """Replaces an object that is more than plain data.
-
-    Attributes:
-        why: what creating the object would do.
-    """
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-
-class _NotPlainError(Exception):
-    """An object contains a value that cannot be a leaf. The message names the value."""
-
-
-class ObjectLeaves:
-    """Collects the leaves of objects.
-
-    Args:
-        directory: the directory of the checkpoint, for messages.
-        array: converts a tensor to an array, and returns None for anything else.
-
-    Attributes:
-        leaves: the records by leaf path.
-        containers: the kinds of containers other than dicts, by path.
-        arrays: the arrays among the leaves.
-        left_out: the reasons why objects were left out, by their paths.
-    """
-
-    def __init__(self, directory: str, array: Callable[[Any], np.ndarray | None]) -> None:
-        self._directory, self._array, self._seen = directory, array, 0
-        self.leaves: dict[str, LeafRecord] = {}
-        self.containers: dict[str, str] = {}
-        self.arrays: dict[str, np.ndarray] = {}
-        self.left_out: dict[str, str] = {}
-
-    def add(self, path: str, value: Any) -> None:
-        """Add an object at a path, as a whole or not at all.
-
-        Raises:
-            CorruptCheckpointError: it is deeper, or has more leaves, than any training state.
-        """
-        inner = ObjectLeaves(self._directory, self._array)
-        inner._seen = self._seen
-        try:
-            inner._walk(path, value, path.count("/"))
-        except (_NotPlainError, UnsupportedLeafError) as error:
-            self.left_out[path] = str(error)
-        else:
-            self.leaves |= inner.leaves
-            self.containers |= inner.containers
-            self.arrays |= inner.arrays
-        self._seen = inner._seen
-
-    def _walk(self, path: str, value: Any, depth: int) -> None:
-        self._seen += 1
-        if depth >= MAX_DEPTH or self._seen > MAX_ARRAYS:
-            raise CorruptCheckpointError(
-                f"{self._directory}: {path!r:.100}: expected at most {MAX_DEPTH} levels and {MAX_ARRAYS:,} values of "
-                "objects, found more"
-            )
-        if isinstance(value, Refused):
-            raise _NotPlainError(value.why)
-        if isinstance(value, dict | list | tuple):
-            self._walk_container(path, value, depth)
-            return
-        array = self._array(value)
-        record = record_value(path, value) if array is None else ArrayLeaf("numpy")
-        if record is None:
-            raise _NotPlainError(f"a {type(value).__name__} cannot be a leaf")
-        self.leaves[path] = record
-        if array is not None:
-            self.arrays[path] = array
-
-    def _walk_container(self, path: str, value: Any, depth: int) -> None:
-        if not isinstance(value, dict):
-            self.containers[path] = "list" if isinstance(value, list) else "tuple"
-        if not value:
-            self.leaves[path] = EmptyLeaf()
-        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            name = join(path, key_text(key, path))
-            if name in self.leaves:
-                raise _NotPlainError(f"a mapping has the key {key!r} twice")
-            self._walk(name, child, depth + 1)

@@ -53,7 +53,7 @@ ADAPTERS = {
     "bokeh": {"report.charts"},
     "cloudpickle": {"pytree.colocated.calls"},
     "etils": {"integrations.orbax_items"},  # only for handlers of Orbax, which depends on it
-    "flax": {"checkpointables.nnx", "formats.flax"},
+    "flax": {"checkpointables.nnx"},
     "grain": {"checkpointables.grain"},
     "hydra": {"config", "integrations.hydra_search_path"},
     "keras": {"integrations.keras"},
@@ -112,7 +112,6 @@ MAY_HAVE_ONE_IMPORTER = {
     "report.tables": "the tables of a page",
     "run.listing": "the part of StepManager that lists steps, and would make its file too long",
     "run.scrubber": "the thread that reads old steps again",
-    "store.backends.memory": "a backend, also for the user's tests",
     "testing.causes": "the catalogue of causes of an inexact resume",
     "testing.resume_proof": "the public functions of the package testing",
     "transforms.operations": "the operations themselves",

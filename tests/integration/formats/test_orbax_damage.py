@@ -19,7 +19,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp1
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import orbax_metadata
+from jaxckpt_train.formats import tensorstore_reads
 from tests.support.commands import refused, run
 from tests.support.same_trees import raw
 
@@ -303,9 +303,9 @@ def test_chunks_far_larger_than_their_array_are_reported(tmp_path: Path) -> None
 
 def test_chunks_larger_than_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = plain(tmp_path / "a")
-    monkeypatch.setattr(orbax_metadata, "memory_bytes", lambda: 1199)
+    monkeypatch.setattr(tensorstore_reads, "memory_bytes", lambda: 1199)
     with pytest.raises(jct.StorageError, match=r"leaf 'w': .* 600 bytes .* 1,199 bytes") as caught:
         jct.load(path)
     assert caught.value.errno == errno.ENOMEM
-    monkeypatch.setattr(orbax_metadata, "memory_bytes", lambda: 1200)
+    monkeypatch.setattr(tensorstore_reads, "memory_bytes", lambda: 1200)
     assert raw(jct.load(path)["w"]) == raw(STATE["w"])

@@ -238,25 +238,25 @@ def test_metadata_of_unknown_leaves_is_reported(tmp_path: Path) -> None:
     with pytest.raises(jct.CorruptCheckpointError, match="checkpoint: expected leaf 'step'"):
         jct.load(path)
     (path / "checkpoint").unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match="'checkpoint' with leaf 'step'"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"checkpoint: .* found no such file"):
         jct.load(path)
 
 
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({1: 2}, "below '~': expected text keys, found 1"),
-        (msgspec.msgpack.Ext(1, b"\x01"), "leaf 'a': expected an array, found"),
+        ({1: 2}, "below '~': expected text as map keys, found 1"),
+        (msgspec.msgpack.Ext(1, b"\x01"), "leaf 'a': expected an array or a number, found"),
         (
             msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[2], "float32", b"1234"])),
-            r"expected 8 bytes for float32\[2\], found 4",
+            r"expected the shape of an array with 1 elements, found \[2\]",
         ),
         (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[-1], "float32", b"1234"])), "expected the shape of an array"),
         (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[0, 2**62], "int8", b""])), "expected the shape of an array"),
         (msgspec.msgpack.Ext(3, msgspec.msgpack.encode([[], "object", b""])), "expected .* found 'object'"),
         (msgspec.msgpack.Ext(9, b""), "expected .* extension type 1, 2 or 3, found 9"),
-        (msgspec.msgpack.Ext(2, b"\x91\x01"), "expected a complex number, found"),
-        ({"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": {}}, "expected pieces of one array"),
+        (msgspec.msgpack.Ext(2, b"\x91\x01"), "expected an array or a number, found"),
+        ({"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": {}}, "expected the pieces of an array"),
         ({"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": 5}, "expected the pieces of an array"),
     ],
 )

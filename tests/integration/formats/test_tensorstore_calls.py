@@ -1,4 +1,4 @@
-"""Importing TensorStore loses no interrupt, and its errors become storage errors or damage."""
+"""Errors of TensorStore become storage errors or damage, and forked processes do not use it."""
 
 from __future__ import annotations
 
@@ -15,40 +15,6 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, SettingsError, StorageError
 from jaxckpt_train.formats.tensorstore_reads import read_error, system_error, tensorstore
 from tests.support.commands import run
-
-# TensorStore imports asyncio at its start, and turns any error of that import into an ImportError.
-INTERRUPTED = """
-import signal, sys
-from jaxckpt_train.formats.tensorstore_reads import tensorstore
-
-class Interrupts:
-    def find_spec(self, name, path=None, target=None):
-        if name == "asyncio":
-            assert "tensorstore" in sys.modules
-            signal.raise_signal(signal.SIGINT)
-
-def handled(number, frame):
-    print("handled", number)
-
-for name in [each for each in sys.modules if each.partition(".")[0] == "asyncio"]:
-    del sys.modules[name]  # the library's own imports may have loaded it
-sys.meta_path.insert(0, Interrupts())
-if sys.argv[1] == "handled":
-    signal.signal(signal.SIGINT, handled)
-before = signal.getsignal(signal.SIGINT)
-try:
-    found = tensorstore("x is read")
-except KeyboardInterrupt:
-    print("interrupted")
-    found = tensorstore("x is read")
-assert found.open and signal.getsignal(signal.SIGINT) is before
-"""
-
-
-@pytest.mark.parametrize(("handler", "said"), [("default", "interrupted\n"), ("handled", "handled 2\n")])
-def test_interrupt_during_import_is_raised(run_python: Any, handler: str, said: str) -> None:
-    done = run_python(INTERRUPTED, handler, fresh=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
 def test_missing_library_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

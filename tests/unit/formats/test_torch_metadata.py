@@ -15,7 +15,6 @@ import jaxckpt_train as jct
 from jaxckpt_train.cli.main import app
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.formats.torch import decode_torch_metadata
-from jaxckpt_train.formats.torch_pickle import Record, Size
 from tests.support import paths
 
 GOLDEN = paths.GOLDEN / "torch"
@@ -40,7 +39,7 @@ def test_metadata_gives_tensors_places_and_tree() -> None:
     assert found.paths["model.layer.weight"] == ("model", "layer.weight")
     assert sorted(found.objects) == ["list.0.lr", "name"]
     size = (GOLDEN / "__0_0.distcp").stat().st_size
-    places = [item for tensor in found.tensors.values() for _, item in tensor.pieces] + [*found.objects.values()]
+    places = [item for tensor in found.tensors.values() for item in tensor.pieces.values()] + [*found.objects.values()]
     assert sum(item.length for item in places) == size
     assert {item.relative_path for item in places} == {"__0_0.distcp"}
 
@@ -70,13 +69,13 @@ def test_unneeded_pickle_global_is_refused(name: bytes) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"ctorch\nSize\n}\x8c\x01aK\x01sb.", "type type gets attributes"),  # of a class that all pickles share
-        (b"ctorch\nSize\nN}\x8c\x01aK\x01s\x86b.", "type type gets attributes"),
-        (b"ccollections\nOrderedDict\n}\x8c\x01aK\x01sb.", "type type gets attributes"),
-        (b"ctorch\nfloat32\n)R.", "type Dtype is called"),
+        (b"ctorch\nSize\n}\x8c\x01aK\x01sb.", "type _Name gets attributes"),  # of a class that all pickles share
+        (b"ctorch\nSize\nN}\x8c\x01aK\x01s\x86b.", "type _Name gets attributes"),
+        (b"ccollections\nOrderedDict\n}\x8c\x01aK\x01sb.", "type _Name gets attributes"),
+        (b"ctorch\nfloat32\n)R.", "type Record is called"),
         (b"}K\x01K\x01s.", "a mapping has a key of type int"),
         (b"\x8c\x01a)R.", "type str is called"),
-        (b"ctorch\nSize\n)R)R.", "type Size is called"),
+        (b"ctorch\nSize\n)R)R.", "type Record is called"),
         (b"(ctorch\nSize\n\x8c\x01xo.", "KeyError"),  # an operation that builds objects in another way
         (b"(\x8c\x01xios\nsystem\n.", "KeyError"),
         (b"Px\n.", "KeyError"),
@@ -90,8 +89,6 @@ def test_unneeded_pickle_global_is_refused(name: bytes) -> None:
 def test_other_pickle_operations_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(jct.CorruptCheckpointError, match=message):
         decode_torch_metadata(b"\x80\x04" + data, "x")
-    assert not hasattr(Size, "a")
-    assert set(vars(Record)) >= {"arguments", "state"}
 
 
 def test_deeply_nested_keys_are_refused_without_recursion() -> None:
