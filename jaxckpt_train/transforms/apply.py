@@ -11,14 +11,14 @@ import functools
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from jaxckpt_train._validation import absolute_path, known_keys, nearest, shown, text
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.formats.foreign import DecodedArraySource, ForeignFiles, Open, segment_size
+from jaxckpt_train.formats.foreign import ForeignFiles, Segments
 from jaxckpt_train.pytree.leaves import (
     ArrayLeaf,
     ComplexLeaf,
@@ -31,14 +31,13 @@ from jaxckpt_train.pytree.leaves import (
 )
 from jaxckpt_train.pytree.paths import ROOT, split
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Opener, Source
+from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.backends.local import LocalBackend
-from jaxckpt_train.store.boxes import Box, box_elements, box_shape
+from jaxckpt_train.store.boxes import Box
 from jaxckpt_train.store.committed import Committed, open_committed
 from jaxckpt_train.store.dtypes import DTYPES, dtype_name, is_inexact
-from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord, SegmentRecord
+from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.reader import read_box
-from jaxckpt_train.store.segment import ALIGNMENT
 from jaxckpt_train.transforms.base import Change, Leaf, Leaves, Operation, check_leaves, match_pattern, matches
 from jaxckpt_train.transforms.operations import (
     Add,
@@ -56,13 +55,9 @@ from jaxckpt_train.transforms.operations import (
     Truncate,
     Unstack,
 )
-from jaxckpt_train.transforms.views import Piece, Stored, View, convert_array, cut
+from jaxckpt_train.transforms.views import Equal, Mean, Stored, View
 
 DEFAULT_PART = "state"
-_NAMING, _JOINING = (Rename, Nest, Drop, Copy), (Stack, Unstack, Split, Fuse)
-_SIZES = {"axes", "shape", "sizes"}  # lists of whole numbers, which may be empty: () or []
-_LISTS = _SIZES | {"into", "with"}
-_TEXTS = {"leaves", "from", "to", "leaf", "dtype", "separator"}
 
 
 class Transformed(NamedTuple):
@@ -105,53 +100,40 @@ def apply_operations(
         before = dict(leaves)
         plan.append((operation.name, tuple(operation.apply(leaves, subject))))
         check_leaves(leaves, before, subject)
-    return _transformed(files, committed, part, leaves, tuple(plan))
+    segments = Segments(committed.manifest.segments)
+    arrays = [
+        _array_record(leaf, found.view, segments, committed.directory)
+        for leaf, found in leaves.items()
+        if found.view is not None
+    ]
+    containers = _remaining_containers(decode_tree(part, committed.directory).containers, leaves)
+    record = TreeRecord(containers, {leaf: found.record for leaf, found in leaves.items()})
+    changed = PartRecord(part.name, part.kind, tuple(arrays), part.files, encode_tree(record))
+    parts = tuple(changed if each is part else each for each in committed.manifest.parts)
+    manifest = msgspec.structs.replace(committed.manifest, parts=parts, segments=tuple(segments.records))
+    changed_checkpoint = dataclasses.replace(committed, manifest=manifest)
+    return Transformed(ForeignFiles(segments.opens, files), changed_checkpoint, tuple(plan))
 
 
 def _tree_leaves(files: Opener, committed: Committed, part: PartRecord, settings: StoreSettings) -> Leaves:
     """Return the leaves of a tree, with views of their arrays."""
+    views = {
+        array.name: Stored(
+            array.shape, DTYPES[array.dtype], array.chunks, functools.partial(_read, files, committed, array, settings)
+        )
+        for array in part.arrays
+    }
     record = decode_tree(part, committed.directory)
-    arrays = {array.name: array for array in part.arrays}
-    found: Leaves = {}
-    for name, leaf in record.leaves.items():
-        array = arrays.get(name)
-        view = None
-        if array is not None:
-            read = functools.partial(_read, files, committed, array, settings)
-            view = Stored(array.shape, DTYPES[array.dtype], array.chunks, read)
-        found[name] = Leaf(leaf, view)
-    return found
+    return {name: Leaf(leaf, views.get(name)) for name, leaf in record.leaves.items()}
 
 
 def _read(
     files: Opener, committed: Committed, array: ArrayRecord, settings: StoreSettings, box: Box, target: np.ndarray
 ) -> None:
-    if target.flags.c_contiguous:
-        read_box(files, committed, array, box, target.reshape(-1).view(np.uint8), settings)
-        return
-    whole = np.empty(target.shape, target.dtype)
+    whole = target if target.flags.c_contiguous else np.empty(target.shape, target.dtype)
     read_box(files, committed, array, box, whole.reshape(-1).view(np.uint8), settings)
-    target[...] = whole
-
-
-def _transformed(
-    files: Opener,
-    committed: Committed,
-    part: PartRecord,
-    leaves: Leaves,
-    plan: tuple[tuple[str, tuple[Change, ...]], ...],
-) -> Transformed:
-    segments, opens = list(committed.manifest.segments), dict[str, Open]()
-    arrays = []
-    for name, leaf in leaves.items():
-        if leaf.view is not None:
-            arrays.append(_array_record(name, leaf.view, segments, opens, committed.directory))
-    containers = _remaining_containers(decode_tree(part, committed.directory).containers, leaves)
-    record = TreeRecord(containers, {name: leaf.record for name, leaf in leaves.items()})
-    changed = PartRecord(part.name, part.kind, tuple(arrays), part.files, encode_tree(record))
-    parts = tuple(changed if each is part else each for each in committed.manifest.parts)
-    manifest = msgspec.structs.replace(committed.manifest, parts=parts, segments=tuple(segments))
-    return Transformed(ForeignFiles(opens, files), dataclasses.replace(committed, manifest=manifest), plan)
+    if whole is not target:
+        target[...] = whole
 
 
 def _remaining_containers(containers: Mapping[str, str], leaves: Leaves) -> dict[str, str]:
@@ -170,34 +152,16 @@ def _remaining_containers(containers: Mapping[str, str], leaves: Leaves) -> dict
     return kept
 
 
-def _array_record(
-    name: str, view: View, segments: list[SegmentRecord], opens: dict[str, Open], directory: str
-) -> ArrayRecord:
+def _array_record(name: str, view: View, segments: Segments, directory: str) -> ArrayRecord:
     """Return the record of an array. Its unchanged chunks stay; a new segment computes the others."""
-    chunks, computed, at = list[ChunkRecord](), list[ChunkRecord](), 0
-    own = len(segments)
-    for piece in view.pieces() if math.prod(view.shape) else ():
-        if piece.stored is not None:
-            chunks.append(ChunkRecord(piece.box, *_location(piece.stored)))
-            continue
-        length = box_elements(piece.box) * view.dtype.itemsize
-        chunk = ChunkRecord(piece.box, own, at, length, "")
-        at += -(-length // ALIGNMENT) * ALIGNMENT
-        chunks.append(chunk)
-        computed.append(chunk)
-    if computed:
-        file = f"made/{own:06d}"
-        segments.append(SegmentRecord(file, segment_size(computed), 0, ""))
-        opens[file] = functools.partial(_source, f"{directory}: leaf {name!r}", view, computed)
+    pieces = view.pieces() if math.prod(view.shape) else ()
+    boxes = [piece.box for piece in pieces if piece.stored is None]
+    computed = iter(segments.decode(f"{directory}: leaf {name!r}", view.dtype, boxes, view.read) if boxes else ())
+    chunks = [
+        next(computed) if piece.stored is None else msgspec.structs.replace(piece.stored, box=piece.box)
+        for piece in pieces
+    ]
     return ArrayRecord(name, view.shape, dtype_name(view.dtype), tuple(chunks))
-
-
-def _location(chunk: ChunkRecord) -> tuple[int, int, int, str]:
-    return chunk.segment, chunk.offset, chunk.length, chunk.digests
-
-
-def _source(subject: str, view: View, chunks: Sequence[ChunkRecord], direct: object) -> Source:
-    return cast("Source", DecodedArraySource(subject, view.dtype, chunks, view.read))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,16 +183,12 @@ class Average(Operation):
     part: str | None = None
 
     def __post_init__(self) -> None:
-        self._check_patterns("leaves")
-        if isinstance(self.with_, str) or not isinstance(self.with_, Sequence) or not self.with_:
-            raise SettingsError(f"average: with: expected a list of checkpoint paths, found {self.with_!r}")
-        paths = tuple(absolute_path("average: with", path) for path in self.with_)
-        object.__setattr__(self, "with_", paths)
+        super().__post_init__()
+        self._set("with_", tuple(absolute_path("average: with", path) for path in self.with_))
         if self.part is not None:
             text("average: part", self.part)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """See `Operation.apply`."""
         names = list(matches(self.leaves, leaves, subject))
         others = [(path, self._leaves_at(path, subject)) for path in self.with_]
         for path, other in others:
@@ -281,8 +241,8 @@ def _mean(name: str, leaf: Leaf, others: Sequence[tuple[str, Leaf]]) -> Leaf:
     if leaf.view is not None:
         views = [other.view for _, other in others if other.view is not None]
         if _is_float(leaf):
-            return leaf.with_view(Mean([*views, leaf.view], name))  # in the order of the steps
-        return leaf.with_view(Equal([leaf.view, *views], name, [path for path, _ in others]))
+            return Leaf(leaf.record, Mean([*views, leaf.view], name))  # in the order of the steps
+        return Leaf(leaf.record, Equal([leaf.view, *views], name, [path for path, _ in others]))
     if not _is_float(leaf):
         return leaf
     values = [python_value(name, each.record, name) for each in (leaf, *(other for _, other in others))]
@@ -292,64 +252,7 @@ def _mean(name: str, leaf: Leaf, others: Sequence[tuple[str, Leaf]]) -> Leaf:
     return Leaf(record)
 
 
-class _SeveralInputs:
-    """The base of views of several arrays of one shape and dtype.
-
-    Their pieces are bands of the first array's pieces.
-    """
-
-    def __init__(self, inner: Sequence[View], name: str) -> None:
-        self._inner, self._name = list(inner), name
-        self.shape, self.dtype = inner[0].shape, inner[0].dtype
-        self._wide = np.dtype(np.complex128 if "complex" in self.dtype.name else np.float64)
-
-    def pieces(self) -> Sequence[Piece]:
-        """Return bands of the pieces of the first array."""
-        return [Piece(band) for piece in self._inner[0].pieces() for band in cut(piece.box, self._wide.itemsize)]
-
-    def _read(self, view: View, box: Box) -> np.ndarray:
-        found = np.empty(box_shape(box), self.dtype)
-        view.read(box, found)
-        return found
-
-
-class Mean(_SeveralInputs):
-    """The mean of floating-point arrays."""
-
-    def read(self, box: Box, target: np.ndarray) -> None:
-        """Fill `target` with the mean of a box."""
-        total = np.zeros(box_shape(box), self._wide)
-        with np.errstate(all="ignore"):  # nan and inf in the arrays make the mean nan or inf, without a warning
-            for view in self._inner:
-                total += self._read(view, box).astype(self._wide)
-            total /= len(self._inner)
-        target[...] = convert_array(total, self.dtype, f"average: leaf {self._name!r}", [start for start, _ in box])
-
-
-class Equal(_SeveralInputs):
-    """Arrays without a mean, which must be equal. `paths` are those of all but the first, for messages."""
-
-    def __init__(self, inner: Sequence[View], name: str, paths: Sequence[str]) -> None:
-        super().__init__(inner, name)
-        self._paths = list(paths)
-
-    def read(self, box: Box, target: np.ndarray) -> None:
-        """Fill `target` with a box.
-
-        Raises:
-            MismatchError: the box differs in one of the arrays.
-        """
-        first = self._read(self._inner[0], box)
-        for view, path in zip(self._inner[1:], self._paths, strict=True):
-            if self._read(view, box).tobytes() != first.tobytes():
-                raise MismatchError(
-                    f"average: leaf {self._name!r} of {self.dtype.name} cannot be averaged, so it must be equal in "
-                    f"all checkpoints, but it differs in {path}; select leaves without it, to keep its values of the "
-                    "newest checkpoint"
-                )
-        target[...] = first
-
-
+_NAMING, _JOINING = (Rename, Nest, Drop, Copy), (Stack, Unstack, Split, Fuse)
 _REFORMING, _MAKING = (Transpose, Reshape, Cast, Pad, Truncate), (Add, Average)
 OPERATIONS: dict[str, type[Any]] = {each.name: each for each in (*_NAMING, *_JOINING, *_REFORMING, *_MAKING)}
 
@@ -369,15 +272,21 @@ def parse_operations(subject: str, given: object, total: int | None = None) -> t
         return ()
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
         raise SettingsError(f"{subject}: expected a list of operations, found {shown(given)}")
-    return tuple(
-        _parse_item(f"{subject}: {operation_label(number, total or len(given))}", each)
-        for number, each in enumerate(given, 1)
-    )
+    total = total or len(given)
+    return tuple(_parse_item(f"{subject}: operation {number} of {total}", each) for number, each in enumerate(given, 1))
 
 
-def operation_label(number: int, total: int) -> str:
-    """Return the text for one of several operations in messages."""
-    return f"operation {number} of {total}"
+def _kind(subject: str, name: object) -> type[Any]:
+    kind = OPERATIONS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        expected = ", ".join(OPERATIONS)
+        raise SettingsError(f"{subject}: op: expected one of {expected}, found {name!r}{nearest(name, OPERATIONS)}")
+    return kind
+
+
+def _fields(kind: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    """Return the arguments of an operation. A trailing underscore in Python is for a reserved word."""
+    return {field.name.removesuffix("_"): field for field in dataclasses.fields(kind)}
 
 
 def _parse_item(subject: str, given: object) -> Operation:
@@ -387,28 +296,16 @@ def _parse_item(subject: str, given: object) -> Operation:
         raise SettingsError(
             f'{subject}: expected an operation such as {{"op": "drop", "leaves": "head/**"}}, found {shown(given)}'
         )
-    name = given["op"]
-    kind = OPERATIONS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise SettingsError(
-            f"{subject}: op: expected one of {', '.join(OPERATIONS)}, found {name!r}{nearest(name, OPERATIONS)}"
-        )
-    # The fields from_ and with_ have their names without the underscore, since Python reserves these words.
-    fields = {field.name.removesuffix("_"): field for field in dataclasses.fields(kind)}
-    arguments = known_keys(
-        f"{subject} ({name})", {key: value for key, value in given.items() if key != "op"}, tuple(fields)
-    )
-    missing = [
-        field for field, each in fields.items() if each.default is dataclasses.MISSING and field not in arguments
-    ]
+    kind = _kind(subject, given["op"])
+    subject, fields = f"{subject} ({kind.name})", _fields(kind)
+    arguments = known_keys(subject, {key: value for key, value in given.items() if key != "op"}, tuple(fields))
+    missing = [name for name in fields.keys() - arguments if fields[name].default is dataclasses.MISSING]
     if missing:
-        raise SettingsError(f"{subject} ({name}): expected {', '.join(missing)}")
+        raise SettingsError(f"{subject}: expected {', '.join(sorted(missing))}")
     try:
         operation: Operation = kind(**{fields[name].name: value for name, value in arguments.items()})
-    except SettingsError as error:
-        raise SettingsError(f"{subject} ({name}): {str(error).removeprefix(f'{name}: ')}") from error
-    except TypeError as error:
-        raise SettingsError(f"{subject} ({name}): {error}") from error
+    except (SettingsError, TypeError) as error:
+        raise SettingsError(f"{subject}: {str(error).removeprefix(f'{kind.name}: ')}") from error
     return operation
 
 
@@ -426,52 +323,50 @@ def parse_operation(text: str, number: int = 1, total: int = 1) -> Operation:
     Raises:
         SettingsError: the text is not an operation.
     """
-    subject = f"{text!r}: {operation_label(number, total)}"
+    subject = f"{text!r}: operation {number} of {total}"
     if text.lstrip().startswith("{"):
         try:
             return _parse_item(subject, msgspec.json.decode(text))
         except msgspec.DecodeError as error:
             raise SettingsError(f"{subject}: expected JSON, found something else: {error}") from error
     try:
-        words = shlex.split(text)
+        name, *words = shlex.split(text) or [""]
     except ValueError as error:
         raise SettingsError(f"{subject}: {error}") from error
-    kind = OPERATIONS.get(words[0]) if words else None
-    if kind is None:
-        name = words[0] if words else ""
-        raise SettingsError(
-            f"{subject}: expected one of {', '.join(OPERATIONS)}, found {name!r}{nearest(name, OPERATIONS)}"
-        )
-    return _parse_item(subject, {"op": kind.name, **_parse_arguments(f"{subject} ({kind.name})", kind, words[1:])})
+    arguments = _parse_words(f"{subject} ({name})", _fields(_kind(subject, name)), words)
+    return _parse_item(subject, {"op": name, **arguments})
 
 
-def _parse_arguments(subject: str, kind: type[Any], words: Sequence[str]) -> dict[str, Any]:
-    fields = [field.name.removesuffix("_") for field in dataclasses.fields(kind)]
-    given: dict[str, Any] = {}
+def _parse_words(subject: str, fields: Mapping[str, dataclasses.Field[Any]], words: Sequence[str]) -> dict[str, Any]:
+    names, given = list(fields), dict[str, Any]()
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if equals and name not in fields and (hint := nearest(name, fields)):
-            raise SettingsError(f'{subject}: unknown argument "{name}"{hint} The arguments are {", ".join(fields)}')
-        if not equals or name not in fields:
-            if place >= len(fields):
-                raise SettingsError(f"{subject}: expected at most {len(fields)} arguments ({', '.join(fields)})")
-            name, value = fields[place], word
+        if equals and name not in names and (hint := nearest(name, names)):
+            raise SettingsError(f'{subject}: unknown argument "{name}"{hint} The arguments are {", ".join(names)}')
+        if not equals or name not in names:
+            if place >= len(names):
+                raise SettingsError(f"{subject}: expected at most {len(names)} arguments ({', '.join(names)})")
+            name, value = names[place], word
+        parsed = _parse_value(str(fields[name].type), value)
         if name in given:
-            before, again = given[name], _parse_value(name, value)
-            raise SettingsError(f"{subject}: {name}: expected it once, found {before!r} and then {again!r}")
-        given[name] = _parse_value(name, value)
+            raise SettingsError(f"{subject}: {name}: expected it once, found {given[name]!r} and then {parsed!r}")
+        given[name] = parsed
     return given
 
 
-def _parse_value(name: str, text: str) -> Any:
-    """Parse an argument as a list if its name requires one, as a number if it looks like one, otherwise as text."""
-    if name in _SIZES and text[:1] + text[-1:] in ("()", "[]"):
+def _parse_value(kind: str, text: str) -> Any:
+    """Parse an argument of a type: text, a list, or otherwise a number if it looks like one."""
+    if kind == "str":
+        return text
+    if kind == "Sequence[str]":
+        return text.split(",")
+    if not kind.startswith("Sequence"):
+        return _parse_single(text)
+    if text[:1] + text[-1:] in ("()", "[]"):
         text = text[1:-1].strip().removesuffix(",")
         if not text:
             return []
-    if name in _LISTS or "," in text:
-        return [_parse_single(each) for each in text.split(",")]
-    return text if name in _TEXTS else _parse_single(text)
+    return [_parse_single(each) for each in text.split(",")]
 
 
 def _parse_single(text: str) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import re
-from collections.abc import Collection, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from jaxckpt_train._validation import nearest
 from jaxckpt_train.errors import MismatchError, SettingsError
@@ -40,52 +41,58 @@ class Leaf(NamedTuple):
         kind = f"key<{self.record.impl}> " if isinstance(self.record, KeyLeaf) else ""
         return f"{kind}{self.view.dtype.name}[{shape}]"
 
-    def with_view(self, view: View) -> Leaf:
-        """Return the leaf with other data."""
-        return Leaf(self.record, view)
-
 
 Leaves = dict[str, Leaf]
 
 
-def require_array(leaf: Leaf, name: str, subject: str) -> View:
-    """Return the data of a leaf that is an array.
-
-    Raises:
-        MismatchError: the leaf is not an array.
-    """
+def require_array(leaves: Leaves, name: str, subject: str) -> View:
+    """Return the data of a leaf, or raise MismatchError if it is not an array."""
+    leaf = leaves[name]
     if leaf.view is None or not isinstance(leaf.record, ArrayLeaf):
         raise MismatchError(f"{subject}: leaf {name!r}: expected an array, found {leaf.describe()}")
     return leaf.view
 
 
-def replace_leaves(leaves: Leaves, new: Leaves, removed: set[str], subject: str) -> None:
-    """Replace some leaves by new ones, at the position of the first removed leaf.
+def replace_leaves(leaves: Leaves, new: Mapping[str, View], removed: Sequence[str], subject: str) -> None:
+    """Replace leaves by new ones with the record of the first of them, at its position.
 
     Raises:
         MismatchError: a remaining leaf has the path of a new one.
     """
-    conflicts = [name for name in new if name in leaves and name not in removed]
+    gone = set(removed)
+    conflicts = [name for name in new if name in leaves and name not in gone]
     if conflicts:
         raise MismatchError(f"{subject}: leaf {conflicts[0]!r} already exists; rename or drop it first")
     old = dict(leaves)
+    added = {path: Leaf(old[removed[0]].record, view) for path, view in new.items()}
     leaves.clear()
-    pending: Leaves | None = new
     for name, leaf in old.items():
-        if name in removed:
-            if pending is not None:
-                leaves.update(pending)
-                pending = None
-            continue
-        leaves[name] = leaf
-    leaves.update(pending or {})
+        leaves.update(added if name in gone else {name: leaf})  # later updates keep the place of the first
 
 
+@dataclasses.dataclass(frozen=True)
 class Operation(abc.ABC):
-    """A change of a tree."""
+    """A change of a tree. `name` is its name in YAML and on the command line."""
 
     name: ClassVar[str]
-    """The name in YAML and on the command line."""
+
+    def __post_init__(self) -> None:
+        """Check the fields that mean the same in all operations."""
+        for field in dataclasses.fields(self):
+            subject, value = f"{self.name}: {field.name.removesuffix('_')}", getattr(self, field.name)
+            if field.name in ("leaves", "to", "from_", "leaf") and field.type == "str":
+                check_pattern(subject, value)
+            elif field.type == "Sequence[str]":
+                self._set(field.name, _texts(subject, value))
+                for pattern in value if field.name != "with_" else ():
+                    check_pattern(subject, pattern)
+            elif field.name == "axis":
+                whole_number(subject, value)
+            elif field.name == "dtype":
+                _check_dtype(subject, value)
+
+    def _set(self, field: str, value: Any) -> None:
+        object.__setattr__(self, field, value)
 
     @abc.abstractmethod
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
@@ -95,22 +102,11 @@ class Operation(abc.ABC):
             MismatchError: the operation does not fit the leaves. The message begins with `subject`.
         """
 
-    def _check_patterns(self, *fields: str) -> None:
-        for field in fields:
-            check_pattern(f"{self.name}: {field}", getattr(self, field))
-
 
 def check_leaves(leaves: Leaves, before: Leaves, subject: str) -> None:
-    """Check that the leaves after an operation can be written to a checkpoint and opened again.
+    """Raise MismatchError if the leaves that an operation made could not be written to a checkpoint and opened again.
 
-    Args:
-        leaves: the leaves after the operation.
-        before: the leaves before the operation.
-        subject: the operation, for messages.
-
-    Raises:
-        MismatchError: a leaf is below another leaf, a path is invalid, an array is too large, or there are too many
-            leaves.
+    `before` has the leaves before the operation.
     """
     if len(leaves) > MAX_ARRAYS:
         raise MismatchError(f"{subject}: expected at most {MAX_ARRAYS:,} leaves, found {len(leaves):,} as its result")
@@ -201,8 +197,13 @@ def check_pattern(subject: str, pattern: object) -> None:
         raise SettingsError(f"{subject}: expected one {INDEX} at most, found {pattern!r}")
 
 
-def check_dtype(subject: str, name: object) -> None:
-    """Raise SettingsError unless a value is the name of a dtype. The message suggests a similar name."""
+def _texts(subject: str, given: object) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+        raise SettingsError(f"{subject}: expected a list of paths, found {given!r}")
+    return tuple(given)
+
+
+def _check_dtype(subject: str, name: object) -> None:
     if name in DTYPES:
         return
     short = re.fullmatch("(bf|fp|f)([0-9]+)", str(name))

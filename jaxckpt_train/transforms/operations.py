@@ -1,7 +1,6 @@
-"""The operations on a checkpoint's tree.
+"""The operations on a checkpoint's tree; docs/how-to/other-formats.md describes them and their arguments.
 
-In order: names (rename, copy, nest, drop), single arrays (transpose, reshape, cast, pad, truncate), several arrays
-(stack, unstack, split, fuse), and new arrays (add). `apply` has the operation that averages checkpoints.
+In order: names, single arrays, several arrays, new arrays. `apply` has the operation that averages checkpoints.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 import hashlib
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.pytree.leaves import ArrayLeaf
 from jaxckpt_train.pytree.paths import ROOT, join, key_text, parse_key, split
-from jaxckpt_train.store.boxes import full_box
+from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.dtypes import DTYPES, is_inexact
 from jaxckpt_train.store.manifest import MAX_ARRAYS
 from jaxckpt_train.store.process_identity import memory_bytes
@@ -30,8 +29,6 @@ from jaxckpt_train.transforms.base import (
     Leaves,
     Operation,
     check_axis,
-    check_dtype,
-    check_pattern,
     check_template,
     fill_template,
     matches,
@@ -55,48 +52,45 @@ from jaxckpt_train.transforms.views import (
 
 _MAX_LISTED = 8
 _NORMAL_BYTES = 8  # the size of a random number before its conversion
-_INITIALIZERS = ("zeros", "ones", "normal")
+_CONSTANTS = {"zeros": 0.0, "ones": 1.0}
 Initializer = Callable[[tuple[int, ...]], np.ndarray]
+
+
+def _move(leaves: Leaves, new: Mapping[str, str], subject: str) -> list[Change]:
+    """Give leaves the paths in `new`."""
+    for name, path in new.items():
+        if path in leaves and path not in new:
+            raise MismatchError(f"{subject}: leaf {name!r} would become {path!r}, which already exists")
+    if len(set(new.values())) != len(new):
+        raise MismatchError(f"{subject}: several leaves would get the same path; rename them first, or add wildcards")
+    renamed = {new.get(name, name): leaf for name, leaf in leaves.items()}
+    leaves.clear()
+    leaves.update(renamed)
+    return list(new.items())
 
 
 @dataclasses.dataclass(frozen=True)
 class Rename(Operation):
-    """Change leaf paths: `Rename("model/**", "params/**")`.
-
-    Args:
-        leaves: a path or pattern.
-        to: the new path, with the same wildcards in the same order.
-    """
+    """Change leaf paths: `Rename("model/**", "params/**")`, with the same wildcards in the same order."""
 
     name = "rename"
     leaves: str
     to: str
 
     def __post_init__(self) -> None:
-        self._check_patterns("leaves", "to")
+        super().__post_init__()
         check_template("rename", self.leaves, self.to)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """See `Operation.apply`."""
-        found = {name: fill_template(self.to, groups) for name, groups in matches(self.leaves, leaves, subject).items()}
-        for name, new in found.items():
-            if new in leaves and new not in found:
-                raise MismatchError(f"{subject}: leaf {name!r} would become {new!r}, which already exists")
-        if len(set(found.values())) != len(found):
-            raise MismatchError(f"{subject}: several leaves would get the same path; add wildcards to {self.to!r}")
-        renamed = {found.get(name, name): leaf for name, leaf in leaves.items()}
-        leaves.clear()
-        leaves.update(renamed)
-        return list(found.items())
+        found = matches(self.leaves, leaves, subject)
+        return _move(leaves, {name: fill_template(self.to, texts) for name, texts in found.items()}, subject)
 
 
 @dataclasses.dataclass(frozen=True)
 class Copy(Operation):
     """Copy leaves to a second path, such as an output layer that shares its weights with an embedding.
 
-    Args:
-        from_: a path or pattern. Its name is `from` in YAML, JSON and on the command line.
-        to: the second path, with the same wildcards in the same order.
+    `from_` is called `from` in YAML, JSON and on the command line.
     """
 
     name = "copy"
@@ -104,13 +98,11 @@ class Copy(Operation):
     to: str
 
     def __post_init__(self) -> None:
-        check_pattern("copy: from", self.from_)
-        self._check_patterns("to")
+        super().__post_init__()
         check_template("copy", self.from_, self.to)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """See `Operation.apply`."""
-        found = {name: fill_template(self.to, groups) for name, groups in matches(self.from_, leaves, subject).items()}
+        found = {name: fill_template(self.to, texts) for name, texts in matches(self.from_, leaves, subject).items()}
         for name, new in found.items():
             if new in leaves:
                 raise MismatchError(
@@ -122,57 +114,37 @@ class Copy(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Nest(Operation):
-    """Split keys that contain a separator: `Nest(".")` turns the key `a.b` into the path `a/b`.
-
-    Args:
-        separator: the separator in the keys.
-        leaves: a path or pattern of the leaves to change.
-    """
+    """Split keys that contain a separator: `Nest(".")` turns the key `a.b` into the path `a/b`."""
 
     name = "nest"
     separator: str = "."
     leaves: str = "**"
 
     def __post_init__(self) -> None:
-        self._check_patterns("leaves")
+        super().__post_init__()
         if not isinstance(self.separator, str) or not self.separator:
             raise SettingsError(f'nest: separator: expected text such as ".", found {self.separator!r}')
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """See `Operation.apply`."""
-        new = {name: self._nested(name) for name in matches(self.leaves, leaves, subject)}
-        found = {name: nested for name, nested in new.items() if nested != name}
-        renamed = {found.get(name, name): leaf for name, leaf in leaves.items()}
-        if len(renamed) != len(leaves):
-            raise MismatchError(f"{subject}: several leaves would get the same path; rename them first")
-        leaves.clear()
-        leaves.update(renamed)
-        return list(found.items())
+        nested = {name: self._nested(name) for name in matches(self.leaves, leaves, subject)}
+        return _move(leaves, {name: new for name, new in nested.items() if new != name}, subject)
 
     def _nested(self, name: str) -> str:
-        keys = [part for key in split(name) for part in str(parse_key(key)).split(self.separator)]
         path = ROOT
-        for key in keys:
-            path = join(path, key if key.isdigit() else key_text(key, path))
+        for whole in split(name):
+            for key in str(parse_key(whole)).split(self.separator):
+                path = join(path, key if key.isdigit() else key_text(key, path))
         return path
 
 
 @dataclasses.dataclass(frozen=True)
 class Drop(Operation):
-    """Leave out leaves.
-
-    Args:
-        leaves: a path or pattern.
-    """
+    """Leave out leaves."""
 
     name = "drop"
     leaves: str
 
-    def __post_init__(self) -> None:
-        self._check_patterns("leaves")
-
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """See `Operation.apply`."""
         found = matches(self.leaves, leaves, subject)
         return [(f"{name} {leaves.pop(name).describe()}", "nothing") for name in found]
 
@@ -183,79 +155,62 @@ class _EachArray(Operation):
     leaves: str
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """See `Operation.apply`."""
         changes = []
         for name in matches(self.leaves, leaves, subject):
-            leaf = leaves[name]
-            leaves[name] = leaf.with_view(self._changed(require_array(leaf, name, subject), name, subject))
-            changes.append((f"{name} {leaf.describe()}", leaves[name].describe()))
+            old, view = leaves[name], require_array(leaves, name, subject)
+            leaves[name] = Leaf(old.record, self._changed(view, f"{subject}: leaf {name!r}"))
+            changes.append((f"{name} {old.describe()}", leaves[name].describe()))
         return changes
 
     @abc.abstractmethod
-    def _changed(self, view: View, name: str, subject: str) -> View:
-        """Return the changed array."""
+    def _changed(self, view: View, leaf: str) -> View:
+        """Return the changed array, or raise MismatchError. Messages begin with `leaf`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Transpose(_EachArray):
-    """Reorder axes.
-
-    Args:
-        leaves: a path or pattern.
-        axes: for each axis of the new array, the axis of the old one. None: reverse the axes.
-    """
+    """Reorder axes: axis `n` of the new array is axis `axes[n]` of the old one. None reverses the axes."""
 
     name = "transpose"
     leaves: str
     axes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        self._check_patterns("leaves")
+        super().__post_init__()
         if self.axes is not None:
             axes = tuple(whole_number("transpose: axes", axis, least=0) for axis in self.axes)
             if len(set(axes)) != len(axes):
                 raise SettingsError(f"transpose: axes: expected each axis once, found {list(axes)}")
-            object.__setattr__(self, "axes", axes)
+            self._set("axes", axes)
 
-    def _changed(self, view: View, name: str, subject: str) -> View:
-        axes = tuple(reversed(range(len(view.shape)))) if self.axes is None else self.axes
-        if sorted(axes) != list(range(len(view.shape))):
-            last = len(view.shape) - 1
-            wanted = f"each of 0 to {last} once" if last > 0 else "only 0" if last == 0 else "none"
-            raise MismatchError(
-                f"{subject}: leaf {name!r} has {last + 1} axes: axes: expected {wanted}, found {list(axes)}"
-            )
+    def _changed(self, view: View, leaf: str) -> View:
+        places = list(range(len(view.shape)))
+        axes = places[::-1] if self.axes is None else self.axes
+        if sorted(axes) != places:
+            raise MismatchError(f"{leaf}: axes: expected each of {places} once, found {list(axes)}")
         return Transposed(view, axes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Reshape(_EachArray):
-    """Change the shape of arrays, and keep their elements in row-major order.
-
-    Args:
-        leaves: a path or pattern.
-        shape: the new shape. One size may be -1, which is then derived from the number of elements.
-    """
+    """Change the shape of arrays, and keep their elements in row-major order. One size may be -1: what remains."""
 
     name = "reshape"
     leaves: str
     shape: Sequence[int]
 
     def __post_init__(self) -> None:
-        self._check_patterns("leaves")
-        shape = tuple(whole_number("reshape: shape", size, least=-1) for size in self.shape)
-        if shape.count(-1) > 1:
-            raise SettingsError(f"reshape: shape: expected -1 at most once, found {list(shape)}")
-        object.__setattr__(self, "shape", shape)
+        super().__post_init__()
+        self._set("shape", tuple(whole_number("reshape: shape", size, least=-1) for size in self.shape))
+        if self.shape.count(-1) > 1:
+            raise SettingsError(f"reshape: shape: expected -1 at most once, found {list(self.shape)}")
 
-    def _changed(self, view: View, name: str, subject: str) -> View:
+    def _changed(self, view: View, leaf: str) -> View:
         count, known = math.prod(view.shape), math.prod(size for size in self.shape if size != -1)
         left = count // known if known else 0
         shape = [left if size == -1 else size for size in self.shape]
         if math.prod(shape) != count:
-            raise MismatchError(
-                f"{subject}: leaf {name!r}: expected a shape that fits {list(self.shape)}, found {list(view.shape)}"
-            )
+            raise MismatchError(f"{leaf}: expected a shape that fits {list(self.shape)}, found {list(view.shape)}")
         return Reshaped(view, shape)
 
 
@@ -264,27 +219,17 @@ class Cast(_EachArray):
     """Convert arrays to another dtype. Floats are rounded, and may become infinite.
 
     Reading an integer that does not fit raises an error.
-
-    Args:
-        leaves: a path or pattern.
-        dtype: the name of the dtype, such as "bfloat16".
     """
 
     name = "cast"
     leaves: str
     dtype: str
 
-    def __post_init__(self) -> None:
-        self._check_patterns("leaves")
-        check_dtype("cast: dtype", self.dtype)
-
-    def _changed(self, view: View, name: str, subject: str) -> View:
+    def _changed(self, view: View, leaf: str) -> View:
         new = DTYPES[self.dtype]
         if _dtype_class(view.dtype) > _dtype_class(new):
-            raise MismatchError(
-                f"{subject}: leaf {name!r} cannot be cast from {view.dtype.name} to {new.name}, because that loses data"
-            )
-        return CastView(view, new, f"{subject}: leaf {name!r} of {view.dtype.name}")
+            raise MismatchError(f"{leaf} cannot be cast from {view.dtype.name} to {new.name}, because that loses data")
+        return CastView(view, new, f"{leaf} of {view.dtype.name}")
 
 
 def _dtype_class(dtype: np.dtype) -> int:
@@ -299,34 +244,27 @@ class _Resize(_EachArray):
 
     shape: Sequence[int | None]
 
-    def _check_shape(self) -> None:
-        self._check_patterns("leaves")
-        shape = tuple(
-            None if size is None else whole_number(f"{self.name}: shape", size, least=0) for size in self.shape
-        )
-        object.__setattr__(self, "shape", shape)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        subject = f"{self.name}: shape"
+        shape = [None if size is None else whole_number(subject, size, least=0) for size in self.shape]
+        self._set("shape", tuple(shape))
 
-    def _new_shape(self, view: View, name: str, subject: str, *, larger: bool) -> tuple[int, ...]:
+    def _new_shape(self, view: View, leaf: str, *, larger: bool) -> tuple[int, ...]:
         if len(self.shape) != len(view.shape):
-            raise MismatchError(f"{subject}: leaf {name!r}: expected {len(self.shape)} axes, found {len(view.shape)}")
+            raise MismatchError(f"{leaf}: expected {len(self.shape)} axes, found {len(view.shape)}")
         shape = tuple(old if size is None else size for old, size in zip(view.shape, self.shape, strict=True))
         if any((new < old) if larger else (new > old) for old, new in zip(view.shape, shape, strict=True)):
             raise MismatchError(
-                f"{subject}: leaf {name!r}: expected a shape that is not {'larger' if larger else 'smaller'} than "
-                f"{list(shape)}, found {list(view.shape)}"
+                f"{leaf}: expected a shape that is not {'larger' if larger else 'smaller'} than {list(shape)}, found "
+                f"{list(view.shape)}"
             )
         return shape
 
 
 @dataclasses.dataclass(frozen=True)
 class Pad(_Resize):
-    """Enlarge arrays at their ends, such as the vocabulary of an embedding.
-
-    Args:
-        leaves: a path or pattern.
-        shape: the new shape. None keeps a size.
-        value: the value of the new elements.
-    """
+    """Enlarge arrays at their ends with a value, such as the vocabulary of an embedding. None keeps a size."""
 
     name = "pad"
     leaves: str
@@ -334,47 +272,38 @@ class Pad(_Resize):
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        self._check_shape()
+        super().__post_init__()
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
             raise SettingsError(f"pad: value: expected a number, found {self.value!r}")
 
-    def _changed(self, view: View, name: str, subject: str) -> View:
-        value = number_as(self.value, view.dtype)
-        if value is None:
-            raise MismatchError(
-                f"{subject}: leaf {name!r} of {view.dtype.name} cannot hold the value {self.value!r:.99}"
-            )
-        return Padded(view, self._new_shape(view, name, subject, larger=True), value)
+    def _changed(self, view: View, leaf: str) -> View:
+        return Padded(view, self._new_shape(view, leaf, larger=True), _number_of(self.value, view.dtype, leaf))
+
+
+def _number_of(value: float, dtype: np.dtype, leaf: str) -> np.ndarray:
+    number = number_as(value, dtype)
+    if number is None:
+        raise MismatchError(f"{leaf} of {dtype.name} cannot hold the value {value!r:.99}")
+    return number
 
 
 @dataclasses.dataclass(frozen=True)
 class Truncate(_Resize):
-    """Cut arrays off at their ends.
-
-    Args:
-        leaves: a path or pattern.
-        shape: the new shape. None keeps a size.
-    """
+    """Cut arrays off at their ends. None keeps a size."""
 
     name = "truncate"
     leaves: str
     shape: Sequence[int | None]
 
-    def __post_init__(self) -> None:
-        self._check_shape()
-
-    def _changed(self, view: View, name: str, subject: str) -> View:
-        return Sliced(view, full_box(self._new_shape(view, name, subject, larger=False)))
+    def _changed(self, view: View, leaf: str) -> View:
+        return Sliced(view, full_box(self._new_shape(view, leaf, larger=False)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack(Operation):
-    """Stack the arrays of all layers: `Stack("layers/{}/**", "layers/**")`.
+    """Stack the arrays of all layers along a new axis: `Stack("layers/{}/**", "layers/**")`.
 
-    Args:
-        leaves: a pattern in which `{}` is the number of the layer. Numbers start at 0 and have no gaps.
-        to: the same pattern without `{}`.
-        axis: the new axis.
+    `{}` is the number of the layer. Numbers start at 0 and have no gaps.
     """
 
     name = "stack"
@@ -383,8 +312,7 @@ class Stack(Operation):
     axis: int = 0
 
     def __post_init__(self) -> None:
-        self._check_patterns("leaves", "to")
-        whole_number("stack: axis", self.axis)
+        super().__post_init__()
         if INDEX not in wildcards(self.leaves):
             raise SettingsError(
                 f"stack: expected {INDEX} in leaves at the position of the layer's number, found {self.leaves!r}; "
@@ -395,18 +323,17 @@ class Stack(Operation):
         check_template("stack", self.leaves, self.to)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """See `Operation.apply`."""
         place = wildcards(self.leaves).index(INDEX)
         groups: dict[str, dict[int, str]] = {}
         for name, texts in matches(self.leaves, leaves, subject).items():
-            new = fill_template(self.to, [text for number, text in enumerate(texts) if number != place])
+            new = fill_template(self.to, texts[:place] + texts[place + 1 :])
             groups.setdefault(new, {})[int(texts[place])] = name
-        changes: list[Change] = []
+        changes = []
         for new, layers in groups.items():
-            names = [layers[number] for number in sorted(layers)]
             if sorted(layers) != list(range(len(layers))):
                 raise MismatchError(f"{subject}: {new!r}: expected layers 0 to {max(layers)}, found {sorted(layers)}")
-            _join(leaves, names, new, self.axis, subject, changes, new=True)
+            names = [layers[number] for number in sorted(layers)]
+            changes.append(_join(leaves, names, new, self.axis, subject, new=True))
         return changes
 
 
@@ -421,13 +348,7 @@ def _with_index(pattern: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Unstack(Operation):
-    """Make an array for each layer out of one array for all: `Unstack("layers/**", "layers/{}/**")`.
-
-    Args:
-        leaves: a path or pattern.
-        to: the same pattern with `{}` for the number of the layer.
-        axis: the axis of the layers, which is removed.
-    """
+    """Make an array for each layer out of one for all, without their axis: `Unstack("layers/**", "layers/{}/**")`."""
 
     name = "unstack"
     leaves: str
@@ -435,46 +356,41 @@ class Unstack(Operation):
     axis: int = 0
 
     def __post_init__(self) -> None:
-        self._check_patterns("leaves", "to")
+        super().__post_init__()
         check_template("unstack", self.leaves, self.to)
-        whole_number("unstack: axis", self.axis)
         if INDEX not in wildcards(self.to) or INDEX in wildcards(self.leaves):
             raise SettingsError(
                 f"unstack: expected {INDEX} in to, and not in leaves, found {self.to!r} and {self.leaves!r}"
             )
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """See `Operation.apply`."""
-        place, changes = wildcards(self.to).index(INDEX), list[Change]()
+        place, changes = wildcards(self.to).index(INDEX), []
         for name, texts in matches(self.leaves, leaves, subject).items():
-            leaf, view = leaves[name], require_array(leaves[name], name, subject)
+            view, old = require_array(leaves, name, subject), leaves[name].describe()
             axis = check_axis(self.axis, len(view.shape), name, subject)
             if view.shape[axis] > MAX_ARRAYS:
                 raise MismatchError(
                     f"{subject}: leaf {name!r}: expected at most {MAX_ARRAYS:,} layers, found {view.shape[axis]:,}"
                 )
-            new: Leaves = {}
+            into = [*texts[:place], INDEX, *texts[place:]]
+            new: dict[str, View] = {}
             for number in range(view.shape[axis]):
-                box = list(full_box(view.shape))
-                box[axis] = (number, number + 1)
-                into = fill_template(self.to, [*texts[:place], str(number), *texts[place:]])
-                new[into] = leaf.with_view(Sliced(view, tuple(box), (axis,)))
-            pattern = fill_template(self.to, [*texts[:place], INDEX, *texts[place:]])
-            changes.append((f"{name} {leaf.describe()}", f"{len(new)} of {pattern}"))
-            replace_leaves(leaves, new, {name}, subject)
+                into[place] = str(number)
+                new[fill_template(self.to, into)] = Sliced(view, _band(view, axis, number, number + 1), (axis,))
+            into[place] = INDEX
+            changes.append((f"{name} {old}", f"{len(new)} of {fill_template(self.to, into)}"))
+            replace_leaves(leaves, new, [name], subject)
         return changes
+
+
+def _band(view: View, axis: int, start: int, stop: int) -> Box:
+    box = full_box(view.shape)
+    return (*box[:axis], (start, stop), *box[axis + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)
 class Split(Operation):
-    """Cut arrays along an axis: `Split("*/qkv", ["*/q", "*/k", "*/v"], axis=0)`.
-
-    Args:
-        leaves: a path or pattern.
-        into: the paths of the parts, each with the same wildcards.
-        axis: the axis to cut.
-        sizes: the sizes of the parts along it. None: equal parts.
-    """
+    """Cut arrays along an axis: `Split("*/qkv", ["*/q", "*/k", "*/v"], axis=0)`. Without `sizes`, parts are equal."""
 
     name = "split"
     leaves: str
@@ -483,33 +399,29 @@ class Split(Operation):
     sizes: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        self._check_patterns("leaves")
-        object.__setattr__(self, "into", _patterns("split: into", self.into))
+        super().__post_init__()
         for template in self.into:
             check_template("split", self.leaves, template)
             if self.into.count(template) > 1:
                 raise SettingsError(f"split: into: expected a different path for each part, found {template!r} twice")
-        whole_number("split: axis", self.axis)
         if self.sizes is not None:
-            sizes = tuple(whole_number("split: sizes", size, least=0) for size in self.sizes)
-            if len(sizes) != len(self.into):
-                raise SettingsError(f"split: expected a size for each of {len(self.into)} parts, found {len(sizes)}")
-            object.__setattr__(self, "sizes", sizes)
+            self._set("sizes", tuple(whole_number("split: sizes", size, least=0) for size in self.sizes))
+            if len(self.sizes) != len(self.into):
+                raise SettingsError(
+                    f"split: expected a size for each of {len(self.into)} parts, found {len(self.sizes)}"
+                )
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """See `Operation.apply`."""
-        changes: list[Change] = []
+        changes = []
         for name, texts in matches(self.leaves, leaves, subject).items():
-            leaf, view = leaves[name], require_array(leaves[name], name, subject)
+            view, old = require_array(leaves, name, subject), leaves[name].describe()
             axis = check_axis(self.axis, len(view.shape), name, subject)
-            new, at = dict[str, Leaf](), 0
+            new, at = dict[str, View](), 0
             for template, size in zip(self.into, self._sizes(view.shape[axis], name, subject), strict=True):
-                box = list(full_box(view.shape))
-                box[axis], at = (at, at + size), at + size
-                new[fill_template(template, texts)] = leaf.with_view(Sliced(view, tuple(box)))
-            parts = ", ".join(f"{each} {part.describe()}" for each, part in new.items())
-            changes.append((f"{name} {leaf.describe()}", parts))
-            replace_leaves(leaves, new, {name}, subject)
+                new[fill_template(template, texts)] = Sliced(view, _band(view, axis, at, at + size))
+                at += size
+            replace_leaves(leaves, new, [name], subject)
+            changes.append((f"{name} {old}", _describe(leaves, list(new))))
         return changes
 
     def _sizes(self, width: int, name: str, subject: str) -> Sequence[int]:
@@ -528,13 +440,7 @@ class Split(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Fuse(Operation):
-    """Join arrays along an axis: `Fuse(["*/q", "*/k", "*/v"], "*/qkv", axis=0)`.
-
-    Args:
-        leaves: paths or patterns with the same wildcards, in order.
-        to: the path of the joined array, with the same wildcards.
-        axis: the axis along which the arrays are joined.
-    """
+    """Join arrays along an axis: `Fuse(["*/q", "*/k", "*/v"], "*/qkv", axis=0)`, all with the same wildcards."""
 
     name = "fuse"
     leaves: Sequence[str]
@@ -542,58 +448,44 @@ class Fuse(Operation):
     axis: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "leaves", _patterns("fuse: leaves", self.leaves))
-        self._check_patterns("to")
+        super().__post_init__()
         for pattern in self.leaves:
             check_template("fuse", pattern, self.to)
-        whole_number("fuse: axis", self.axis)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """See `Operation.apply`."""
-        changes: list[Change] = []
+        changes = []
         for texts in dict.fromkeys(matches(self.leaves[0], leaves, subject).values()):
             names = [fill_template(pattern, texts) for pattern in self.leaves]
             missing = [name for name in names if name not in leaves]
             if missing:
                 raise MismatchError(f"{subject}: leaf {missing[0]!r}, to be joined with {names[0]!r}, does not exist")
-            _join(leaves, names, fill_template(self.to, texts), self.axis, subject, changes, new=False)
+            changes.append(_join(leaves, names, fill_template(self.to, texts), self.axis, subject, new=False))
         return changes
 
 
-def _join(
-    leaves: Leaves, names: list[str], to: str, axis: int, subject: str, changes: list[Change], *, new: bool
-) -> None:
-    views = [require_array(leaves[name], name, subject) for name in names]
-    first = views[0]
-    place = check_axis(axis, len(first.shape) + new, names[0], subject)
+def _join(leaves: Leaves, names: Sequence[str], to: str, axis: int, subject: str, *, new: bool) -> Change:
+    """Join arrays along an axis, which is a new one with `new`."""
+    views = [require_array(leaves, name, subject) for name in names]
+    place = check_axis(axis, len(views[0].shape) + new, names[0], subject)
+
+    def others(view: View) -> list[int]:
+        return [size for number, size in enumerate(view.shape) if new or number != place]
+
     for name, view in zip(names, views, strict=True):
-        sizes = [size for number, size in enumerate(view.shape) if new or number != place]
-        wanted = [size for number, size in enumerate(first.shape) if new or number != place]
-        if view.dtype != first.dtype or len(view.shape) != len(first.shape) or sizes != wanted:
+        if (view.dtype, len(view.shape), others(view)) != (views[0].dtype, len(views[0].shape), others(views[0])):
             alike = "the same shape and dtype" if new else f"the same dtype, and the same shape except on axis {place}"
-            found = _describe(leaves, [*names[:1], name] if new else names)
-            raise MismatchError(f"{subject}: leaf {name!r} does not fit {names[0]!r}: expected {alike}, found {found}")
-    joined = leaves[names[0]].with_view(Joined(views, place, new=new))
-    if new:  # all layers have the same shape and dtype
-        old = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
-        old = f"{old} {leaves[names[0]].describe()}"
-    else:
-        old = _describe(leaves, names)
-    changes.append((old, f"{to} {joined.describe()}"))
-    replace_leaves(leaves, {to: joined}, set(names), subject)
+            raise MismatchError(
+                f"{subject}: leaf {name!r} does not fit {names[0]!r}: expected {alike}, found "
+                f"{_describe(leaves, [names[0], name])}"
+            )
+    old = _describe(leaves, names)
+    replace_leaves(leaves, {to: Joined(views, place, new=new)}, names, subject)
+    return old, f"{to} {leaves[to].describe()}"
 
 
 def _describe(leaves: Leaves, names: Sequence[str]) -> str:
     more = f", ... ({len(names)})" if len(names) > _MAX_LISTED else ""
     return ", ".join(f"{name} {leaves[name].describe()}" for name in names[:_MAX_LISTED]) + more
-
-
-def _patterns(subject: str, given: object) -> tuple[str, ...]:
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise SettingsError(f"{subject}: expected a list of leaf paths or patterns, found {given!r}")
-    for pattern in given:
-        check_pattern(subject, pattern)
-    return tuple(given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -618,15 +510,13 @@ class Add(Operation):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check_patterns("leaf")
+        super().__post_init__()
         if wildcards(self.leaf):
             raise SettingsError(f"add: leaf: expected a path without wildcards, found {self.leaf!r}")
-        object.__setattr__(self, "shape", tuple(whole_number("add: shape", size, least=0) for size in self.shape))
-        check_dtype("add: dtype", self.dtype)
+        self._set("shape", tuple(whole_number("add: shape", size, least=0) for size in self.shape))
         is_number = isinstance(self.init, int | float) and not isinstance(self.init, bool)
-        if not (is_number or callable(self.init) or self.init in _INITIALIZERS):
-            expected = ", ".join(_INITIALIZERS)
-            raise SettingsError(f"add: init: expected {expected}, a number or a function, found {self.init!r}")
+        if not (is_number or callable(self.init) or self.init in (*_CONSTANTS, "normal")):
+            raise SettingsError(f"add: init: expected zeros, ones, normal, a number or a function, found {self.init!r}")
         whole_number("add: seed", self.seed, least=0)
         stddev: Any = self.stddev
         is_number = isinstance(stddev, numbers.Real) and not isinstance(stddev, bool)
@@ -636,38 +526,33 @@ class Add(Operation):
             raise SettingsError(f"add: dtype: expected a float dtype for normal, found {self.dtype!r}")
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        """See `Operation.apply`."""
         if self.leaf in leaves:
             raise MismatchError(f"{subject}: leaf {self.leaf!r} already exists; drop it first, or omit this operation")
-        leaves[self.leaf] = Leaf(ArrayLeaf(), self._view(subject))
+        leaves[self.leaf] = Leaf(ArrayLeaf(), self._view(f"{subject}: leaf {self.leaf!r}"))
         return [("nothing", f"{self.leaf} {leaves[self.leaf].describe()}")]
 
-    def _view(self, subject: str) -> View:
-        dtype, whole = DTYPES[self.dtype], f"{subject}: leaf {self.leaf!r}"
-        if callable(self.init) or self.init == "normal":
-            size = math.prod(self.shape) * (dtype.itemsize if callable(self.init) else _NORMAL_BYTES)
-            if size > memory_bytes():
-                raise MismatchError(
-                    f"{whole}: creating {list(self.shape)} needs {size:,} bytes at once, but this machine has "
-                    f"{memory_bytes():,} bytes of memory; add it with zeros, or in parts"
-                )
-            return Filled(self.shape, dtype, self._make, whole)
-        given = {"zeros": 0.0, "ones": 1.0}[self.init] if isinstance(self.init, str) else self.init
-        value = number_as(given, dtype)
-        if value is None:
-            raise MismatchError(f"{whole} of {self.dtype} cannot hold the value {given!r:.99}")
-        return Constant(self.shape, value)
-
-    def _is_complex(self) -> bool:
-        return np.issubdtype(DTYPES[self.dtype], np.complexfloating)
+    def _view(self, leaf: str) -> View:
+        dtype = DTYPES[self.dtype]
+        if not callable(self.init) and self.init != "normal":
+            value = _CONSTANTS[self.init] if isinstance(self.init, str) else self.init
+            return Constant(self.shape, _number_of(value, dtype, leaf))
+        size = math.prod(self.shape) * (dtype.itemsize if callable(self.init) else _NORMAL_BYTES)
+        if size > memory_bytes():
+            raise MismatchError(
+                f"{leaf}: creating {list(self.shape)} needs {size:,} bytes at once, but this machine has "
+                f"{memory_bytes():,} bytes of memory; add it with zeros, or in parts"
+            )
+        return Filled(self.shape, dtype, self._make, leaf)
 
     def _make(self, shape: tuple[int, ...]) -> np.ndarray:
         if callable(self.init):
             made = np.asarray(self.init(shape))
-            if made.shape != shape:
-                raise MismatchError(f"add {self.leaf!r}: init gave shape {list(made.shape)}, expected {list(shape)}")
-            if np.iscomplexobj(made) and not self._is_complex():
-                raise MismatchError(f"add {self.leaf!r}: init gave {made.dtype}, which {self.dtype} cannot hold")
+            is_too_wide = np.iscomplexobj(made) and "complex" not in self.dtype
+            if made.shape != shape or is_too_wide:
+                raise MismatchError(
+                    f"add {self.leaf!r}: expected {self.dtype}{list(shape)} from init, found {made.dtype}"
+                    f"{list(made.shape)}"
+                )
             return made
         leaf_seed = int.from_bytes(hashlib.sha256(self.leaf.encode()).digest()[:8], "little")
         return np.random.Generator(np.random.Philox([self.seed, leaf_seed])).standard_normal(shape) * self.stddev

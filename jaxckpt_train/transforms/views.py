@@ -1,28 +1,29 @@
 """Lazy arrays: views that transpose, cut, join, pad, reshape or convert other arrays when they are read.
 
-A view lists its pieces, so that chunks which an operation leaves unchanged are copied as they are. It also checks that
-values fit their new dtype.
+A view lists its pieces, so that chunks which an operation leaves unchanged are copied as they are.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import abc
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError
+from jaxckpt_train.formats.foreign import read_range
 from jaxckpt_train.store.boxes import (
     Box,
     box_elements,
     box_shape,
     cut_box,
+    element_span,
     full_box,
     intersect,
-    row_major_range,
     slices_within,
 )
 from jaxckpt_train.store.dtypes import is_inexact
@@ -33,81 +34,76 @@ PIECE_BYTES = 16 << 20
 
 
 class Piece(NamedTuple):
-    """A part of an array that is read at a time.
-
-    Attributes:
-        box: the box of the part.
-        stored: the chunk with exactly the bytes of the part. None: the part must be computed.
-    """
+    """A part of an array that is read at a time, and the chunk with exactly its bytes, unless it must be computed."""
 
     box: Box
     stored: ChunkRecord | None = None
 
 
-class View(Protocol):
+class View(abc.ABC):
     """An array that is computed when it is read."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Its dtype."""
+    def __init__(self, shape: Sequence[int], dtype: np.dtype) -> None:
+        self.shape, self.dtype = tuple(shape), dtype
 
     def pieces(self) -> Sequence[Piece]:
         """Return boxes that tile the array, each of which is cheap to read alone."""
+        return [Piece(box) for box in _cut(full_box(self.shape), self.dtype)] if math.prod(self.shape) else []
 
+    @abc.abstractmethod
     def read(self, box: Box, target: np.ndarray) -> None:
         """Fill `target`, which has the shape of the box. Any thread may call it."""
 
 
-def cut(box: Box, itemsize: int) -> Iterator[Box]:
-    """Cut a box along its first axes into bands of at most `PIECE_BYTES`."""
-    return cut_box(box, itemsize, PIECE_BYTES)
+def _cut(box: Box, *dtypes: np.dtype) -> Iterator[Box]:
+    """Cut a box along its first axes into bands of at most `PIECE_BYTES` in the widest of the dtypes."""
+    return cut_box(box, max(dtype.itemsize for dtype in dtypes), PIECE_BYTES)
 
 
-def _computed(boxes: Iterator[Box]) -> list[Piece]:
-    return [Piece(box) for box in boxes]
+def _start(box: Box) -> list[int]:
+    return [start for start, _ in box]
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
+class Stored(View):
     """A stored array of the checkpoint. `read_box` reads a box of it."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    chunks: Sequence[ChunkRecord]
-    read_box: Callable[[Box, np.ndarray], None]
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: np.dtype,
+        chunks: Sequence[ChunkRecord],
+        read_box: Callable[[Box, np.ndarray], None],
+    ) -> None:
+        super().__init__(shape, dtype)
+        self.chunks, self._read_box = chunks, read_box
 
     def pieces(self) -> Sequence[Piece]:
-        """Return the chunks."""
         return [Piece(chunk.box, chunk) for chunk in self.chunks]
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """See `View.read`."""
-        self.read_box(box, target)
+        self._read_box(box, target)
 
 
-class _SingleInput:
-    """The base of views of one array. Their pieces are bands of its pieces, with the axes moved."""
+class _OfOne(View):
+    """The base of views of one array."""
 
     def __init__(self, inner: View, shape: Sequence[int], dtype: np.dtype | None = None) -> None:
-        self._inner, self.shape = inner, tuple(shape)
-        self.dtype = inner.dtype if dtype is None else dtype
+        super().__init__(shape, inner.dtype if dtype is None else dtype)
+        self._inner = inner
 
     def _bands(self) -> Iterator[Box]:
-        itemsize = max(self._inner.dtype.itemsize, self.dtype.itemsize)  # a cast may make the elements larger
+        """Yield bands of the pieces of the input."""
         for piece in self._inner.pieces():
-            yield from cut(piece.box, itemsize)
-
-    def _read_inner(self, box: Box) -> np.ndarray:
-        found = np.empty(box_shape(box), self._inner.dtype)
-        self._inner.read(box, found)
-        return found
+            yield from _cut(piece.box, self._inner.dtype, self.dtype)
 
 
-class Transposed(_SingleInput):
+def _content(view: View, box: Box) -> np.ndarray:
+    found = np.empty(box_shape(box), view.dtype)
+    view.read(box, found)
+    return found
+
+
+class Transposed(_OfOne):
     """An array with its axes in another order: axis `n` is axis `axes[n]` of the input."""
 
     def __init__(self, inner: View, axes: Sequence[int]) -> None:
@@ -115,16 +111,14 @@ class Transposed(_SingleInput):
         self._axes = tuple(axes)
 
     def pieces(self) -> Sequence[Piece]:
-        """See `View.pieces`."""
-        return _computed(tuple(box[axis] for axis in self._axes) for box in self._bands())
+        return [Piece(tuple(box[axis] for axis in self._axes)) for box in self._bands()]
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """See `View.read`."""
         inner = tuple(box[self._axes.index(axis)] for axis in range(len(self._axes)))
-        target[...] = self._read_inner(inner).transpose(self._axes)
+        target[...] = _content(self._inner, inner).transpose(self._axes)
 
 
-class Cast(_SingleInput):
+class Cast(_OfOne):
     """An array in another dtype. `subject` is its name in messages."""
 
     def __init__(self, inner: View, dtype: np.dtype, subject: str) -> None:
@@ -132,15 +126,13 @@ class Cast(_SingleInput):
         self._subject = subject
 
     def pieces(self) -> Sequence[Piece]:
-        """See `View.pieces`."""
-        return _computed(self._bands())
+        return [Piece(box) for box in self._bands()]
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """See `View.read`."""
-        target[...] = convert_array(self._read_inner(box), self.dtype, self._subject, [start for start, _ in box])
+        target[...] = convert_array(_content(self._inner, box), self.dtype, self._subject, _start(box))
 
 
-class Sliced(_SingleInput):
+class Sliced(_OfOne):
     """A box of an array, without the axes in `dropped`, whose size in the box is 1."""
 
     def __init__(self, inner: View, box: Box, dropped: Sequence[int] = ()) -> None:
@@ -148,20 +140,16 @@ class Sliced(_SingleInput):
         super().__init__(inner, box_shape(self._without(box)))
 
     def pieces(self) -> Sequence[Piece]:
-        """See `View.pieces`. A chunk inside the box stays a chunk."""
         found = []
         for piece in self._inner.pieces():
             common = intersect(piece.box, self._box)
-            if common is None:
-                continue
-            if common == piece.box and piece.stored is not None:
+            if common is not None and common == piece.box and piece.stored is not None:
                 found.append(Piece(self._outer(common), piece.stored))
-                continue
-            found.extend(Piece(self._outer(band)) for band in cut(common, self.dtype.itemsize))
+            elif common is not None:
+                found.extend(Piece(self._outer(band)) for band in _cut(common, self.dtype))
         return found
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """See `View.read`."""
         sides = iter(box)
         inner = tuple(
             side if axis in self._dropped else _shifted(next(sides), side[0]) for axis, side in enumerate(self._box)
@@ -169,9 +157,7 @@ class Sliced(_SingleInput):
         self._inner.read(inner, target.reshape(box_shape(inner)))
 
     def _outer(self, box: Box) -> Box:
-        return self._without(
-            tuple((start - own, stop - own) for (start, stop), (own, _) in zip(box, self._box, strict=True))
-        )
+        return self._without(tuple(_shifted(side, -own) for side, (own, _) in zip(box, self._box, strict=True)))
 
     def _without(self, box: Box) -> Box:
         return tuple(side for axis, side in enumerate(box) if axis not in self._dropped)
@@ -181,23 +167,17 @@ def _shifted(side: tuple[int, int], by: int) -> tuple[int, int]:
     return side[0] + by, side[1] + by
 
 
-class Joined:
+class Joined(View):
     """Arrays joined along an axis. With `new`, they are stacked along an axis that the inputs do not have."""
 
     def __init__(self, inner: Sequence[View], axis: int, *, new: bool) -> None:
         self._inner, self._axis, self._new = list(inner), axis, new
-        widths = [1 if new else each.shape[axis] for each in inner]
-        self._starts = [sum(widths[:number]) for number in range(len(widths))]
-        self._widths = widths
-        shape, self.dtype = list(inner[0].shape), inner[0].dtype
-        if new:
-            shape.insert(axis, len(inner))
-        else:
-            shape[axis] = sum(widths)
-        self.shape = tuple(shape)
+        self._widths = [1 if new else each.shape[axis] for each in inner]
+        self._starts = [sum(self._widths[:number]) for number in range(len(inner))]
+        shape = inner[0].shape
+        super().__init__((*shape[:axis], sum(self._widths), *shape[axis + (not new) :]), inner[0].dtype)
 
     def pieces(self) -> Sequence[Piece]:
-        """See `View.pieces`. All chunks stay chunks."""
         return [
             Piece(self._outer(piece.box, start), piece.stored)
             for each, start in zip(self._inner, self._starts, strict=True)
@@ -205,22 +185,14 @@ class Joined:
         ]
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """See `View.read`."""
         low, high = box[self._axis]
         for each, start, width in zip(self._inner, self._starts, self._widths, strict=True):
             first, last = max(low, start), min(high, start + width)
             if first >= last:
                 continue
-            place = [slice(None)] * len(box)
-            place[self._axis] = slice(first - low, last - low)
-            inner = list(box)
-            if self._new:
-                del inner[self._axis]
-            else:
-                inner[self._axis] = (first - start, last - start)
-            part = target[tuple(place)]
-            content = np.empty(box_shape(tuple(inner)), self.dtype)
-            each.read(tuple(inner), content)
+            part = target[(*[slice(None)] * self._axis, slice(first - low, last - low))]
+            own = () if self._new else ((first - start, last - start),)
+            content = _content(each, (*box[: self._axis], *own, *box[self._axis + 1 :]))
             part[...] = content.reshape(part.shape)
 
     def _outer(self, box: Box, start: int) -> Box:
@@ -229,105 +201,125 @@ class Joined:
         return (*box[: self._axis], _shifted(box[self._axis], start), *box[self._axis + 1 :])
 
 
-class Padded(_SingleInput):
+class Padded(_OfOne):
     """An array that is enlarged at its ends with a value."""
 
     def __init__(self, inner: View, shape: Sequence[int], value: np.ndarray) -> None:
         super().__init__(inner, shape)
         self._value = value
 
-    def pieces(self) -> Sequence[Piece]:
-        """See `View.pieces`."""
-        return _computed(cut(full_box(self.shape), self.dtype.itemsize))
-
     def read(self, box: Box, target: np.ndarray) -> None:
-        """See `View.read`."""
         target[...] = self._value
         common = intersect(box, full_box(self._inner.shape))
         if common is not None:
-            target[slices_within(common, box)] = self._read_inner(common)
+            target[slices_within(common, box)] = _content(self._inner, common)
 
 
-class Reshaped(_SingleInput):
+class Reshaped(_OfOne):
     """An array in another shape, with the same elements in row-major order."""
 
     def pieces(self) -> Sequence[Piece]:
-        """See `View.pieces`. A single chunk stays a chunk."""
         pieces = self._inner.pieces()
         if len(pieces) == 1 and pieces[0].stored is not None:
             return [Piece(full_box(self.shape), pieces[0].stored)]
-        return _computed(cut(full_box(self.shape), self.dtype.itemsize))
+        return super().pieces()
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """See `View.read`. This reads whole rows of the first axes, and keeps the part inside the box."""
+        """Read whole rows of the first axes, and keep the part inside the box."""
         for band in _row_bands(box, self.shape, self.dtype.itemsize):
-            first = _flat(tuple(start for start, _ in band), self.shape)
-            content, at = np.empty(box_elements(band), self.dtype), 0
-            for part in row_major_range(full_box(self._inner.shape), first, first + len(content)):
-                count = box_elements(part)
-                self._inner.read(part, content[at : at + count].reshape(box_shape(part)))
-                at += count
+            content = np.empty(box_elements(band), self.dtype)
+            first, _ = element_span(band, full_box(self.shape))
+            read_range(self._inner.read, full_box(self._inner.shape), first, content)
             common = intersect(band, box)
             assert common is not None
             target[slices_within(common, box)] = content.reshape(box_shape(band))[slices_within(common, band)]
 
 
-def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
-    flat = 0
-    for place, size in zip(index, shape, strict=True):
-        flat = flat * size + place
-    return flat
-
-
 def _row_bands(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
     """Yield boxes that cover a box. The elements of each are consecutive in row-major order."""
-    axis = 0
-    while axis < len(box) and box[axis][1] - box[axis][0] == 1:
-        axis += 1  # find the first axis on which the box is wider than 1
-    tail = full_box(shape[axis + 1 :])
-    if axis == len(box):
+    axis = next((axis for axis, (start, stop) in enumerate(box) if stop - start > 1), None)
+    if axis is None:
         yield box
         return
-    (start, stop), lead = box[axis], box[:axis]
+    (start, stop), tail = box[axis], full_box(shape[axis + 1 :])
     rows = max(1, PIECE_BYTES // max(1, box_elements(tail) * itemsize))
     for at in range(start, stop, rows):
-        yield (*lead, (at, min(at + rows, stop)), *tail)
+        yield (*box[:axis], (at, min(at + rows, stop)), *tail)
 
 
-class Constant:
+class Constant(View):
     """A new array of a single value."""
 
     def __init__(self, shape: Sequence[int], value: np.ndarray) -> None:
-        self.shape, self.dtype, self._value = tuple(shape), value.dtype, value
-
-    def pieces(self) -> Sequence[Piece]:
-        """See `View.pieces`."""
-        return _computed(cut(full_box(self.shape), self.dtype.itemsize)) if math.prod(self.shape) else []
+        super().__init__(shape, value.dtype)
+        self._value = value
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """See `View.read`."""
         target[...] = self._value
 
 
-class Filled:
+class Filled(View):
     """A new array. `make` computes all of it, once. `subject` is its name in messages."""
 
     def __init__(
         self, shape: Sequence[int], dtype: np.dtype, make: Callable[[tuple[int, ...]], np.ndarray], subject: str
     ) -> None:
-        self.shape, self.dtype, self._make, self._subject = tuple(shape), dtype, make, subject
-        self._made: np.ndarray | None = None
+        super().__init__(shape, dtype)
+        self._make, self._subject = make, subject
 
-    def pieces(self) -> Sequence[Piece]:
-        """See `View.pieces`."""
-        return _computed(cut(full_box(self.shape), self.dtype.itemsize)) if math.prod(self.shape) else []
+    @functools.cached_property
+    def _whole(self) -> np.ndarray:
+        made = np.asarray(self._make(self.shape))
+        return convert_array(made, self.dtype, self._subject, [0] * made.ndim)
 
     def read(self, box: Box, target: np.ndarray) -> None:
-        """See `View.read`."""
-        if self._made is None:
-            found = np.asarray(self._make(self.shape))
-            self._made = convert_array(found, self.dtype, self._subject, [0] * found.ndim)
-        target[...] = self._made[slices_within(box, full_box(self.shape))]
+        target[...] = self._whole[slices_within(box, full_box(self.shape))]
+
+
+class _OfSeveral(View):
+    """The base of views of several arrays of one shape and dtype. Their pieces are bands of the first array's pieces.
+
+    `name` is the leaf in messages.
+    """
+
+    def __init__(self, inner: Sequence[View], name: str) -> None:
+        super().__init__(inner[0].shape, inner[0].dtype)
+        self._arrays, self._name = list(inner), name
+        self._wide = np.dtype(np.complex128 if "complex" in self.dtype.name else np.float64)
+
+    def pieces(self) -> Sequence[Piece]:
+        return [Piece(band) for piece in self._arrays[0].pieces() for band in _cut(piece.box, self._wide)]
+
+
+class Mean(_OfSeveral):
+    """The mean of floating-point arrays."""
+
+    def read(self, box: Box, target: np.ndarray) -> None:
+        total = np.zeros(box_shape(box), self._wide)
+        with np.errstate(all="ignore"):  # nan and inf in the arrays make the mean nan or inf, without a warning
+            for view in self._arrays:
+                total += _content(view, box).astype(self._wide)
+            total /= len(self._arrays)
+        target[...] = convert_array(total, self.dtype, f"average: leaf {self._name!r}", _start(box))
+
+
+class Equal(_OfSeveral):
+    """Arrays without a mean, which must be equal. `paths` are those of all but the first, for messages."""
+
+    def __init__(self, inner: Sequence[View], name: str, paths: Sequence[str]) -> None:
+        super().__init__(inner, name)
+        self._paths = list(paths)
+
+    def read(self, box: Box, target: np.ndarray) -> None:
+        first = _content(self._arrays[0], box)
+        for view, path in zip(self._arrays[1:], self._paths, strict=True):
+            if _content(view, box).tobytes() != first.tobytes():
+                raise MismatchError(
+                    f"average: leaf {self._name!r} of {self.dtype.name} cannot be averaged, so it must be equal in "
+                    f"all checkpoints, but it differs in {path}; select leaves without it, to keep its values of the "
+                    "newest checkpoint"
+                )
+        target[...] = first
 
 
 def number_as(value: float, dtype: np.dtype) -> np.ndarray | None:
@@ -352,13 +344,7 @@ def number_as(value: float, dtype: np.dtype) -> np.ndarray | None:
 
 
 def convert_array(array: np.ndarray, dtype: np.dtype, subject: str, start: Sequence[int]) -> np.ndarray:
-    """Convert an array to another dtype. Floats are rounded, and may become infinite.
-
-    Args:
-        array: the array, a box of a larger one.
-        dtype: the new dtype.
-        subject: the larger array, for messages.
-        start: the position of the box in the larger array.
+    """Convert a box at `start` of the array `subject` to another dtype. Floats are rounded, and may become infinite.
 
     Raises:
         MismatchError: an integer does not fit.
