@@ -19,8 +19,7 @@ from jaxckpt_train.store.threads import Latch
 _log = logging.getLogger("jaxckpt_train")
 Sink = Callable[[Mapping[str, Any]], object]
 """Called with each event, a dict as in the history: "event", "time", and fields with units in their names."""
-MOST_WAITING = 1000
-"""A sink that is further behind misses the oldest events."""
+MOST_WAITING = 1000  # a sink that is further behind misses the oldest events
 DRAIN_S = 5.0
 _SLICE_S = 0.1
 _feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
@@ -89,12 +88,14 @@ class Feed:
 
     def finish(self) -> Latch:
         """Close a sink of the run when the queue is empty; the returned latch opens then."""
-        done, closes = Latch(), isinstance(self._sink, Owned) and self._process == os.getpid()
+        done, sink = Latch(), self._sink
         with self._guard:
-            if not closes and self._worker is None and not self._events:
+            if isinstance(sink, Owned) and self._process == os.getpid():
+                self._last.append(lambda: self._call(sink.close))
+            elif self._worker is None and not self._events:
                 done.open()
                 return done
-            self._last.extend([self._close, done.open] if closes else [done.open])
+            self._last.append(done.open)
         if not self._ensure_worker():
             self.log_undelivered("because no thread could be started")
             done.open()
@@ -129,7 +130,7 @@ class Feed:
                 self._worker = None if self._worker is here else self._worker
 
     def _next(self, here: threading.Thread) -> Callable[[], object] | None:
-        """The next call to make; None: the queue is empty, and the next event starts another thread."""
+        """Return the next call to make; None: the queue is empty, and the next event starts another thread."""
         with self._guard:
             if self._worker is not here:  # the sink has forked, and this is the child
                 return None
@@ -138,15 +139,12 @@ class Feed:
                 return lambda: self._call(lambda: self._sink(msgspec.json.decode(line)))
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
-                return lambda: self._log_dropped(dropped)
+                text = "%s cannot keep up with the events: the oldest %d were dropped"
+                return lambda: _log.warning(text, self._name, dropped)
             if self._last:
                 return self._last.popleft()
             self._worker = None
             return None
-
-    def _close(self) -> None:
-        if isinstance(self._sink, Owned):
-            self._call(self._sink.close)
 
     def _call(self, call: Callable[[], object]) -> None:
         try:
@@ -157,9 +155,6 @@ class Feed:
                 text = "%s failed; it still receives events, and further failures are not logged"
                 _log.error(text, self._name, exc_info=error)
 
-    def _log_dropped(self, dropped: int) -> None:
-        _log.warning("%s cannot keep up with the events: the oldest %d were dropped", self._name, dropped)
-
 
 class Feeds:
     """The queues of all sinks of one run.
@@ -169,7 +164,11 @@ class Feeds:
     """
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
-        self._feeds = [Feed(sink, f"sink {number} ({_name_of(sink)})") for number, sink in enumerate(sinks)]
+        self._feeds = []
+        for number, sink in enumerate(sinks):
+            inner = sink.sink if isinstance(sink, Owned) else sink
+            name = getattr(inner, "__name__", type(inner).__name__)
+            self._feeds.append(Feed(sink, f"sink {number} ({name})"))
 
     def put(self, line: bytes) -> None:
         """Queue an event for all sinks, given as a line of the history. Never waits."""
@@ -190,11 +189,6 @@ class Feeds:
                 if (is_asked := until is not None and until()) or time.monotonic() >= end_s:
                     feed.log_undelivered("before the shutdown" if is_asked else f"within {limit_s:.3g} s")
                     break
-
-
-def _name_of(sink: Sink) -> str:
-    inner = sink.sink if isinstance(sink, Owned) else sink
-    return str(getattr(inner, "__name__", type(inner).__name__))
 
 
 def _begin_in_child() -> None:

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -36,9 +35,10 @@ _UNITS = (("_bytes_per_s", BYTES_PER_S), ("_bytes", BYTES), ("_s", SECONDS))
 _NAME = "jaxckpt_train"
 _TOOK = {"save": "save_s", "restore": "restore_s"}
 _NS = 1_000_000_000
+_OF_OPENTELEMETRY = {"counter": "add", "gauge": "set", "histogram": "record"}
+_OF_PROMETHEUS = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 _SUFFIXES = {SECONDS: "_seconds", BYTES: "_bytes", BYTES_PER_S: "_bytes_per_second", PLAIN: ""}
 _LABEL = re.compile("(?!__)[A-Za-z_][A-Za-z0-9_]*")
-_pages: weakref.WeakSet[_Page] = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,66 +74,39 @@ def _histogram(name: str, about: str) -> Measure:
     return Measure(name, "histogram", SECONDS, about)
 
 
-EVENTS = Measure(
-    "events",
-    "counter",
-    PLAIN,
-    "Events of the run, as in its history",
-    "event",
-    ("restore", "save", *_WITHOUT_FIGURES),
-)
-
-
+_KINDS = ("restore", "save", *_WITHOUT_FIGURES)
+EVENTS = Measure("events", "counter", PLAIN, "Events of the run, as in its history", "event", _KINDS)
 SAVES = Measure("saves", "counter", PLAIN, "Saves that have ended", "outcome", ("committed", "failed"))
-
-
 RESTORES = Measure("restores", "counter", PLAIN, "Restores")
-
-
 SKIPPED = Measure("restore.skipped_steps", "counter", PLAIN, "Steps that could not be restored and were skipped")
-
-
 SAVE_TIME = Measure("last_save.timestamp", "gauge", SECONDS, "When the last save was committed, since 1970")
-
-
 RESTORE_TIME = Measure("last_restore.timestamp", "gauge", SECONDS, "When the last restore ended, since 1970")
-
-
+# By the field of the event.
 _OF_ALL_SAVES = {
     "blocked_s": _histogram("save.blocked", "How long a save blocked the loop"),
     "wait_s": _histogram("save.wait", "Of that, how long it waited for the previous save"),
     "snapshot_s": _histogram("save.snapshot", "Of that, how long it took to copy the state"),
     "device_wait_s": _histogram("save.device_wait", "How long it waited for queued updates; not blocked"),
 }
-
-
 _OF_COMMITTED = {
     "save_s": _histogram("save.duration", "From the call that saves to the commit, including waits for devices"),
     "write_s": _histogram("save.write", "Of that, how long it took to write the data"),
     "commit_s": _histogram("save.commit", "Of that, how long it took to sync and publish the data"),
     "bytes": Measure("saved", "counter", BYTES, "Data of committed saves"),
 }
-
-
 _LAST_SAVE = {
     "step": Measure("last_saved_step", "gauge", PLAIN, "The step that was committed last"),
     "bytes": Measure("last_save.size", "gauge", BYTES, "Data of the last committed save"),
     "bytes_per_s": Measure("last_save.rate", "gauge", BYTES_PER_S, "How fast it was written and committed"),
 }
-
-
 _OF_RESTORES = {
     "restore_s": _histogram("restore.duration", "How long a restore took"),
     "bytes": Measure("restored", "counter", BYTES, "Data that restores have read"),
 }
-
-
 _LAST_RESTORE = {
     "step": Measure("last_restored_step", "gauge", PLAIN, "The step that was restored last"),
     "bytes_per_s": Measure("last_restore.rate", "gauge", BYTES_PER_S, "How fast it was read"),
 }
-
-
 # Counters with known labels start at 0; a gauge does not exist before its first value.
 KNOWN = (EVENTS, SAVES, RESTORES, SKIPPED, *_OF_ALL_SAVES.values(), *_OF_COMMITTED.values(), *_OF_RESTORES.values())
 
@@ -296,27 +269,15 @@ class OpenTelemetrySink:
 
     def _record(self, sample: Sample) -> None:
         measure = sample.measure
-        labels = {} if measure.label is None else {measure.label: str(sample.series)}
-        instrument = self._instruments.get(measure.name)
-        if instrument is None:
-            instrument = self._instruments[measure.name] = self._instrument(measure)
-        match measure.kind:
-            case "counter":
-                instrument.add(sample.value, labels)
-            case "gauge":
-                instrument.set(sample.value, labels)
-            case "histogram":
-                instrument.record(sample.value, labels)
-
-    def _instrument(self, measure: Measure) -> Any:
-        name, unit, about = f"jaxckpt.{measure.name}", measure.unit or "1", measure.about
-        match measure.kind:
-            case "counter":
-                return self._meter.create_counter(name, unit, about)
-            case "gauge":
-                return self._meter.create_gauge(name, unit, about)
-            case "histogram":
-                return self._meter.create_histogram(name, unit, about, explicit_bucket_boundaries_advisory=BUCKETS_S)
+        if measure.name not in self._instruments:
+            options: Any = {}
+            if measure.kind == "histogram":
+                options["explicit_bucket_boundaries_advisory"] = BUCKETS_S
+            create = getattr(self._meter, f"create_{measure.kind}")
+            unit = measure.unit or "1"
+            self._instruments[measure.name] = create(f"jaxckpt.{measure.name}", unit, measure.about, **options)
+        record = getattr(self._instruments[measure.name], _OF_OPENTELEMETRY[measure.kind])
+        record(sample.value, {} if measure.label is None else {measure.label: str(sample.series)})
 
     def _add_span(self, event: Mapping[str, Any]) -> None:
         """Add a span that ends at the time of the event."""
@@ -325,8 +286,11 @@ class OpenTelemetrySink:
 
         kind, end_ns = str(event["event"]), round(moment_s(event) * _NS)
         start_ns = end_ns - round(figures(event).get(_TOOK[kind], 0.0) * _NS)
-        fields = {name: value for name, value in event.items() if name not in ("event", "time")}
-        attributes = {f"checkpoint.{name}": value for name, value in _flat(fields) if value is not None}
+        attributes = {
+            f"checkpoint.{name}": value
+            for name, value in _flat(event)
+            if value is not None and name not in ("event", "time")
+        }
         # An empty context: other spans of this thread do not belong to the training.
         span = self._tracer.start_span(f"checkpoint.{kind}", Context(), attributes=attributes, start_time=start_ns)
         if event.get("ok") is False:
@@ -386,22 +350,17 @@ class PrometheusSink:
         if self._path is not None and not self._path.endswith(".prom"):
             refuse("PrometheusSink.path", "a path that ends in .prom, as node_exporter requires", path)
         self.registry: CollectorRegistry = prometheus_client.CollectorRegistry() if registry is None else registry
-        found_port = optional(whole(0, 65535))("PrometheusSink.port", port)
-        self._page = (
-            None if found_port is None else _Page(found_port, text("PrometheusSink.address", address), self.registry)
-        )
+        self._port = optional(whole(0, 65535))("PrometheusSink.port", port)
+        self._address = text("PrometheusSink.address", address)
+        self._page: tuple[WSGIServer, threading.Thread] | None = None
         self._labels = _checked_labels(labels)
         self._metrics: dict[str, Counter | Gauge | Histogram] = {}
         self._guard = threading.RLock()
         free_in_child(self)
-        self._make_known()
-
-    def _make_known(self) -> None:
         try:
             for measure in KNOWN:
-                metric = self._metric(measure)
                 for series in measure.series if measure.label else (None,):
-                    self._series(metric, measure, series)
+                    self._series(measure, series)
         except ValueError as error:
             raise SettingsError(
                 f"PrometheusSink: {error}; runs that share a registry need to share one sink"
@@ -410,7 +369,7 @@ class PrometheusSink:
     @property
     def port(self) -> int | None:
         """The port of the page; None: there is no page, or it is not open yet."""
-        return None if self._page is None else self._page.open_port
+        return None if self._page is None else self._page[0].server_port
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Count an event, and update the file and the page.
@@ -419,11 +378,11 @@ class PrometheusSink:
             OSError: the file cannot be written, or the port is in use; the event is counted nevertheless.
         """
         with self._guard:  # two runs that share the sink must not replace a newer file by an older one
-            for sample in samples(event):
-                self._count(sample)
+            for measure, value, series in samples(event):
+                getattr(self._series(measure, series), _OF_PROMETHEUS[measure.kind])(value)
             try:
-                if self._page is not None:
-                    self._page.open(self._library)
+                if self._page is None and self._port is not None:
+                    self._page = self._library.start_http_server(self._port, self._address, self.registry)
             finally:
                 if self._path is not None:
                     self._library.write_to_textfile(self._path, self.registry)
@@ -431,33 +390,26 @@ class PrometheusSink:
     def close(self) -> None:
         """Close the page. Later events are counted, and written to the file."""
         with self._guard:
-            if self._page is not None:
-                self._page.close()
-                self._page = None
+            page, self._page, self._port = self._page, None, None
+            if page is not None:
+                page[0].shutdown()
+                page[0].server_close()
+                page[1].join()
 
-    def _count(self, sample: Sample) -> None:
-        series = self._series(self._metric(sample.measure), sample.measure, sample.series)
-        match sample.measure.kind:
-            case "counter":
-                series.inc(sample.value)
-            case "gauge":
-                series.set(sample.value)
-            case "histogram":
-                series.observe(sample.value)
-
-    def _series(self, metric: Any, measure: Measure, series: str | None) -> Any:
+    def _series(self, measure: Measure, series: str | None) -> Any:
         labels = self._labels if measure.label is None else {**self._labels, measure.label: series}
+        metric: Any = self._metric(measure)
         return metric.labels(**labels) if labels else metric
 
     def _metric(self, measure: Measure) -> Counter | Gauge | Histogram:
         """The metric for a measure, created when it is first needed."""
         found = self._metrics.get(measure.name)
         if found is None:
-            made: Any = {"counter": "Counter", "gauge": "Gauge", "histogram": "Histogram"}[measure.kind]
             labels = [*self._labels, *([measure.label] if measure.label else [])]
             options = {"buckets": BUCKETS_S} if measure.kind == "histogram" else {}
             name = f"jaxckpt_{measure.name.replace('.', '_')}{_SUFFIXES[measure.unit]}"
-            found = getattr(self._library, made)(name, measure.about, labels, registry=self.registry, **options)
+            make = getattr(self._library, measure.kind.capitalize())
+            found = make(name, measure.about, labels, registry=self.registry, **options)
             self._metrics[measure.name] = found
         return found
 
@@ -471,44 +423,3 @@ def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
             refuse(subject, "names such as run: letters, digits and _, and not a label that the metrics have", name)
         unicode_text(f"{subject}.{name}", value)
     return dict(labels or {})
-
-
-class _Page:
-    """A page with the metrics, served by its own thread while it is open."""
-
-    def __init__(self, port: int, address: str, registry: CollectorRegistry) -> None:
-        self._port, self._address, self._registry = port, address, registry
-        self._served: tuple[WSGIServer, threading.Thread] | None = None
-        _pages.add(self)
-
-    @property
-    def open_port(self) -> int | None:
-        """The port; None: the page is not open."""
-        return None if self._served is None else self._served[0].server_port
-
-    def open(self, library: Any) -> None:
-        """Open the page, unless it is open already."""
-        if self._served is None:
-            self._served = library.start_http_server(self._port, self._address, self._registry)
-
-    def close(self) -> None:
-        """Close the page."""
-        served, self._served = self._served, None
-        if served is not None:
-            served[0].shutdown()
-            served[0].server_close()
-            served[1].join()
-
-    def leave_to_parent(self) -> None:
-        """Close the socket in a forked child, which would otherwise keep the port in use after the parent has ended."""
-        served, self._served = self._served, None
-        if served is not None:
-            served[0].socket.close()
-
-
-def _leave_to_parent() -> None:
-    for page in list(_pages):
-        page.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import jaxckpt_train as jct
-from tests.support.forking import Tell, ended, started
 from tests.support.metric_events import DELETED, FAILED, PREEMPTED, RESTORED, SAVED, TIME_S
 
 Read = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -119,27 +117,6 @@ def test_closed_sink_frees_port_and_still_counts(served: jct.PrometheusSink) -> 
         assert page(port)["jaxckpt_saves_total", (("outcome", "failed"),)] == 1
     served(SAVED)
     assert served.registry.get_sample_value("jaxckpt_saved_bytes_total") == 8192
-
-
-@pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_forked_child_does_not_keep_the_port(served: jct.PrometheusSink) -> None:
-    served(SAVED)
-    port = served.port
-
-    def work(tell: Tell) -> None:
-        tell("open", served.port)
-        os.write(ready[1], b"x")
-        os.read(done[0], 1)
-
-    ready, done = os.pipe(), os.pipe()
-    child = started(work, longest_s=20)
-    assert os.read(ready[0], 1) == b"x"
-    served.close()
-    with socket.create_server(("127.0.0.1", port or 0)):
-        os.write(done[1], b"x")
-        assert ended(child) == ([("open", None)], 0)
-    for each in (*ready, *done):
-        os.close(each)
 
 
 def test_counters_start_at_zero_and_gauges_absent() -> None:
