@@ -392,45 +392,28 @@ def step_collection(subject: str, value: object) -> Collection[int]:
     return frozenset(whole(0)(f"{subject}: a step", step) for step in value)
 
 
-def require_policy(subject: str, policy: Any, method: str) -> None:
-    """Raise SettingsError unless `policy` is an object, not a class, with this method."""
+def require_policy(subject: str, policy: Any, method: str) -> Any:
+    """Return `policy` if it is an object, not a class, with this method."""
     if isinstance(policy, type):
         raise SettingsError(
             f"{subject}: expected an object with {method}(...), found the class {policy.__name__}; "
             f"write {policy.__name__}(...)"
         )
     if callable(getattr(policy, method, None)):
-        return
+        return policy
     other, kind = ("should_preserve", "preservation") if method == "should_save" else ("should_save", "save")
     hint = f", which is a {kind} policy" if callable(getattr(policy, other, None)) else ""
     raise SettingsError(f"{subject}: expected an object with {method}(...), found {policy!r}{hint}")
 
 
-def save_policy(subject: str, policy: SavePolicy) -> SavePolicy:
-    """Check for an object with `should_save`."""
-    require_policy(subject, policy, "should_save")
-    return policy
-
-
-def save_policies(subject: str, value: object) -> tuple[SavePolicy, ...]:
-    """Return `value` as a tuple of at least one save policy."""
-    return _child_policies(subject, value, "should_save")
-
-
-def preservation_policies(subject: str, value: object) -> tuple[PreservationPolicy, ...]:
-    """Return `value` as a tuple of at least one preservation policy."""
-    return _child_policies(subject, value, "should_preserve")
-
-
-def _child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
+def child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
+    """Return `value` as a tuple of at least one policy, each with this method."""
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
         refuse(subject, f"a sequence of policies with {method}(...)", value)
     children = tuple(value)
     if not children:
         raise SettingsError(f"{subject}: expected at least one policy, found none")
-    for position, child in enumerate(children):
-        require_policy(f"{subject}[{position}]", child, method)
-    return children
+    return tuple(require_policy(f"{subject}[{position}]", child, method) for position, child in enumerate(children))
 
 
 def steps_text(steps: Collection[int]) -> str:

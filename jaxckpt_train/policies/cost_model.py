@@ -87,10 +87,11 @@ def choose(now: Situation) -> ShutdownPlan:
     if now.running is not None and now.step_s is not None:
         behind = now.unsaved - now.running
         if behind * now.step_s <= now.save_s:
+            updates = "1 update" if behind == 1 else f"{behind} updates"
             return ShutdownPlan(
                 False,
-                f"finishing the save of step {now.running}, which is recent enough: repeating {_updates(behind)} "
-                f"takes {behind * now.step_s:.3g} s, saving step {now.unsaved} {now.save_s:.3g} s",
+                f"finishing the save of step {now.running}, which is recent enough: repeating {updates} takes "
+                f"{behind * now.step_s:.3g} s, saving step {now.unsaved} {now.save_s:.3g} s",
                 waits,
             )
     rest_s = 0.0 if now.running is None else max(0.0, now.save_s - now.running_for_s)
@@ -100,10 +101,6 @@ def choose(now: Situation) -> ShutdownPlan:
         return ShutdownPlan(True, f"{first}{new}: {time}", waits)
     kept = f"finishing the save of step {now.running}" if waits else f"keeping step {now.committed}"
     return ShutdownPlan(False, f"{kept}: no time to save step {now.unsaved}, {time}", waits, loses=True)
-
-
-def _updates(number: int) -> str:
-    return "1 update" if number == 1 else f"{number} updates"
 
 
 def leave_early_s(save_s: float | None, step_s: float | None, limit_s: float) -> float:
@@ -139,8 +136,7 @@ class LoopTimer:
         self._windows: collections.deque[float] = collections.deque(maxlen=WINDOWS)
         self._costs: collections.deque[float] = collections.deque(maxlen=SAVES)
         self._blocked: collections.deque[float] = collections.deque(maxlen=SAVES)
-        self._durations: collections.deque[float] = collections.deque(maxlen=SAVES)
-        self._own_durations: collections.deque[float] = collections.deque(maxlen=SAVES)  # without waiting for devices
+        self._durations: collections.deque[tuple[float, float]] = collections.deque(maxlen=SAVES)  # and the device wait
         self._step = -1  # of the last call
         self._calls = 0
         self._entered_at = self._left_at = 0.0
@@ -155,16 +151,10 @@ class LoopTimer:
         """Start with the measurements of an earlier process of the run."""
         self._held_s = self._held_s if cost_s is None else cost_s
         if duration_s is not None:
-            self._durations.append(duration_s)
-            self._own_durations.append(duration_s)
+            self._durations.append((duration_s, 0.0))
 
     def entered(self, step: int, is_saving: bool) -> None:
-        """A call starts.
-
-        Args:
-            step: the number of completed updates.
-            is_saving: whether a save is running.
-        """
+        """A call starts after `step` completed updates, while a save is running or not."""
         if step == self._step:  # a save does not cost what the loop does between calls for one update
             self._entered_at += self._monotonic() - self._left_at
             return
@@ -216,8 +206,7 @@ class LoopTimer:
             duration_s: the seconds since it started.
             device_wait_s: the part of it in which the devices were computing the state.
         """
-        self._durations.append(duration_s)
-        self._own_durations.append(duration_s - device_wait_s)
+        self._durations.append((duration_s, device_wait_s))
         save = self._save
         if save is not None:
             save.queued_s, save.took_s = max(save.queued_s, device_wait_s), duration_s - device_wait_s
@@ -225,13 +214,13 @@ class LoopTimer:
     def costs(self) -> SaveCosts:
         """The current measurements."""
         trained_s = 0.0 if self._began_at is None else self._monotonic() - self._began_at - self._spent_s
-        durations, own = [*self._durations], [*self._own_durations]
+        durations = [*self._durations]
         return SaveCosts(
             step_s=self.step_s(),
             cost_s=self._held_s,
             blocked_s=_trimmed_mean([*self._blocked]) if self._blocked else None,
-            duration_s=max(durations, default=None),
-            usual_s=statistics.median(own) if own else None,
+            duration_s=max((duration_s for duration_s, _ in durations), default=None),
+            usual_s=statistics.median(duration_s - wait_s for duration_s, wait_s in durations) if durations else None,
             is_measuring=self._save is not None or self._has_to_see_updates(),
             is_unseen=self._unseen_saves >= MOST_UNSEEN_SAVES and self._free_windows == 0,
             spent_s=self._spent_s,
@@ -304,9 +293,7 @@ class LoopTimer:
         self._blocked.append(blocked_s)
         self._spent_s += cost_s
         # At least half of the blocked time: part of it may be a wait for the devices that the loop needs anyway.
-        self._hold(max(_trimmed_mean([*self._costs]), _trimmed_mean([*self._blocked]) / 2))
-
-    def _hold(self, measured_s: float) -> None:
+        measured_s = max(_trimmed_mean([*self._costs]), _trimmed_mean([*self._blocked]) / 2)
         if self._held_s is None or abs(measured_s - self._held_s) > HYSTERESIS * self._held_s:
             self._held_s = measured_s
 

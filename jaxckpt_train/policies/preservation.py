@@ -12,6 +12,7 @@ ones were committed, it drops a step only for a newer, better or closer one, or 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Collection, Sequence
 from datetime import timedelta
@@ -26,10 +27,10 @@ from jaxckpt_train.policies.context import (
     DecisionContext,
     PreservationPolicy,
     ask_to_preserve,
+    child_policies,
     metric_name,
     metric_value,
     positive_seconds,
-    preservation_policies,
     rank_checkpoints,
     step_collection,
     steps_text,
@@ -321,7 +322,7 @@ class AnyPreservationPolicy(Checked):
     """
 
     policies: Sequence[PreservationPolicy]
-    _checks: ClassVar = {"policies": preservation_policies}
+    _checks: ClassVar = {"policies": functools.partial(child_policies, method="should_preserve")}
 
     def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
         """True for what one of the policies keeps."""

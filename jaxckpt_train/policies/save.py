@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -28,14 +29,14 @@ from jaxckpt_train.policies.context import (
     SaveCosts,
     SavePolicy,
     as_lasting,
+    child_policies,
     deciding_policies,
     is_better,
     metric_name,
     metric_value,
     policy_reasons,
     positive_seconds,
-    save_policies,
-    save_policy,
+    require_policy,
     saves_temporarily,
     step_collection,
     steps_text,
@@ -254,7 +255,7 @@ class AnySavePolicy(_ComposedPolicy):
     """
 
     policies: Sequence[SavePolicy]
-    _checks: ClassVar = {"policies": save_policies}
+    _checks: ClassVar = {"policies": functools.partial(child_policies, method="should_save")}
 
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
@@ -287,7 +288,7 @@ class TemporarySavePolicy(_ComposedPolicy):
 
     policy: SavePolicy
     saves_temporarily: ClassVar[bool] = True
-    _checks: ClassVar = {"policy": save_policy}
+    _checks: ClassVar = {"policy": functools.partial(require_policy, method="should_save")}
 
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
@@ -320,7 +321,7 @@ class AllSavePolicy(_ComposedPolicy):
     """
 
     policies: Sequence[SavePolicy]
-    _checks: ClassVar = {"policies": save_policies}
+    _checks: ClassVar = {"policies": functools.partial(child_policies, method="should_save")}
 
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
@@ -383,33 +384,37 @@ class _TunedPolicy(Checked, abc.ABC):
 
     def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
         """Whether the interval has passed since the last save and since this process started; False during a save."""
-        interval = None if context.is_saving_in_progress else self._interval(context)
+        costs = _costs(context)
+        interval = None if context.is_saving_in_progress else self._interval(costs, context)
         if interval is None:
             return False
         times = (previous_steps[-1].time if previous_steps else None, context.run_started)
         last = max((time for time in times if time), default=None)
-        return last is None or apart(step.time, last, interval.seconds - _ahead_s(step, previous_steps, context))
+        ahead_s = 0.0  # until the devices have computed this step, if the loop does not wait for them
+        if costs.ahead_s and costs.step_s and previous_steps:
+            ahead_s = min(costs.ahead_s, max(0, step.step - previous_steps[-1].step) * costs.step_s)
+        return last is None or apart(step.time, last, interval.seconds - ahead_s)
 
     def reason(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> str:
         """Why it asks for a save, with the measurements."""
-        found = self._interval(context)
+        found = self._interval(_costs(context), context)
         return f"{self._name()}: " + ("" if found is None else found.why())
 
-    def _interval(self, context: DecisionContext) -> _Interval | None:
-        costs, most_s = SaveCosts() if context.read_costs is None else context.read_costs(), self.max_interval_secs
+    def _interval(self, costs: SaveCosts, context: DecisionContext) -> _Interval | None:
         if costs.ahead_s and costs.is_measuring:  # until the queue is full again, the calls do not show the pace
             return None
-        if costs.is_unseen:
-            if most_s is None:
-                return None
-            return _Interval(most_s, lambda: f"updates have to be timed, but max_interval_secs={most_s:g} have passed")
-        if costs.cost_s is not None:
+        if costs.cost_s is not None and not costs.is_unseen:
             return _bounded(self._wanted(costs, costs.cost_s, context), self, costs)
-        if costs.step_s is not None:
+        if costs.step_s is not None and not costs.is_unseen:
             return None if costs.is_measuring else _Interval(0.0, lambda: "the first save, to measure its cost")
+        most_s, what = self.max_interval_secs, "updates have to be timed" if costs.is_unseen else "nothing is measured"
         if most_s is None:
             return None
-        return _Interval(most_s, lambda: f"nothing is measured yet, and max_interval_secs={most_s:g} have passed")
+        return _Interval(most_s, lambda: f"{what}, but max_interval_secs={most_s:g} have passed")
+
+
+def _costs(context: DecisionContext) -> SaveCosts:
+    return SaveCosts() if context.read_costs is None else context.read_costs()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -480,14 +485,6 @@ class YoungDalyPolicy(_TunedPolicy):
         failures = None if self.mtbf_secs is not None or context.read_failures is None else context.read_failures()
         mtbf_s = self.mtbf_secs or (failures or Failures()).mtbf_s
         return _Interval(daly_interval_s(cost_s, mtbf_s) + cost_s, lambda: _risk(cost_s, mtbf_s, failures))
-
-
-def _ahead_s(step: CheckpointInfo, previous_steps: Checkpoints, context: DecisionContext) -> float:
-    """The seconds until the devices have computed this step, if the loop does not wait for them."""
-    costs = SaveCosts() if context.read_costs is None else context.read_costs()
-    if not (costs.ahead_s and costs.step_s and previous_steps):
-        return 0.0
-    return min(costs.ahead_s, max(0, step.step - previous_steps[-1].step) * costs.step_s)
 
 
 def _bounded(wanted: _Interval, policy: _TunedPolicy, costs: SaveCosts) -> _Interval:

@@ -181,11 +181,16 @@ def target_of(make_run: MakeRun) -> Target:
     """
     if callable(make_run):
         return _function_target(make_run)
-    if isinstance(make_run, str) or not isinstance(make_run, Sequence):
-        _refuse("a function or a list of strings", repr(make_run))
-    if not make_run or not all(isinstance(word, str) for word in make_run):
-        _refuse("a script and its arguments, all of them strings", repr(make_run))
-    return _script_target(list(make_run))
+    if isinstance(make_run, str) or not isinstance(make_run, Sequence) or not all(isinstance(w, str) for w in make_run):
+        _refuse("a function, or a script and its arguments as a list of strings", repr(make_run))
+    command = list(make_run)
+    if command[:1] and command[0] in (sys.executable, "python", "python3"):
+        del command[0]
+    if not (command[1:] if command[:1] == ["-m"] else command and Path(command[0]).is_file()):
+        _refuse("a Python script, or -m and the name of a module", f"{command!r}, run in {Path.cwd()}")
+    if not any(DIRECTORY in word for word in command):
+        _refuse(f'"{DIRECTORY}", the directory to save in, in one of the arguments', repr(command))
+    return ScriptTarget(tuple(command))
 
 
 def _refuse(expected: str, found: str) -> NoReturn:
@@ -193,52 +198,30 @@ def _refuse(expected: str, found: str) -> NoReturn:
 
 
 def _function_target(make_run: Callable[..., object]) -> FunctionTarget:
-    arguments: dict[str, Any] = {}
     function: Any = make_run
+    positional, arguments = (), dict[str, Any]()
     if isinstance(make_run, functools.partial):
-        if make_run.args:
-            _refuse("a partial function with keyword arguments only", f"positional arguments {make_run.args!r}")
-        function, arguments = make_run.func, dict(make_run.keywords)
+        function, positional, arguments = make_run.func, make_run.args, dict(make_run.keywords)
     name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", None) or "")
-    file = getattr(module, "__file__", None)
-    expected = "a function at the top level of a module file, so that a new process can import it"
-    if module is None or file is None or not name.replace(".", "").isidentifier():
-        how = "define it at the top level, and pass arguments by functools.partial(function, name=value)"
-        _refuse(expected, f"{make_run!r}: {how}")
-    found: Any = None
+    file, is_found = getattr(module, "__file__", None), False
     with contextlib.suppress(AttributeError):
-        found = operator.attrgetter(name)(module)
-    if found is not function:
-        _refuse(expected, f"{make_run!r}, but {module.__name__}.{name} is another object (is the function decorated?)")
-    _check_arguments(function, arguments)
-    spec = getattr(module, "__spec__", None)  # of a script started by python -m: its name
-    importable = spec.name if module.__name__ == "__main__" and spec is not None else module.__name__
-    return FunctionTarget(os.path.abspath(file), importable, name, arguments)
-
-
-def _check_arguments(function: Callable[..., object], arguments: dict[str, Any]) -> None:
+        is_found = operator.attrgetter(name)(module) is function
+    if file is None or module is None or not is_found or positional:
+        how = "define it at the top level, not decorated, and pass arguments by functools.partial(function, name=value)"
+        _refuse("a function that a new process can import from a module file", f"{make_run!r}: {how}")
     try:
         inspect.signature(function).bind("directory", **arguments)
     except TypeError as error:
-        _refuse("a function that accepts a directory" + (" and the given arguments" if arguments else ""), str(error))
+        _refuse("a function that accepts a directory, and the given arguments", str(error))
+    is_plain = False
     with contextlib.suppress(TypeError, ValueError):
-        if msgspec.json.decode(msgspec.json.encode(arguments)) == arguments:
-            return
-    plain = "None, bool, int, float, str, and lists and dicts of these"
-    _refuse(f"arguments that can be passed to another process ({plain})", repr(arguments))
-
-
-def _script_target(command: list[str]) -> ScriptTarget:
-    if command[0] in (sys.executable, "python", "python3"):
-        del command[0]
-    if command[:1] == ["-m"]:
-        if len(command) < 2:
-            _refuse("the name of a module after -m", "nothing")
-    elif not command or not Path(command[0]).is_file():
-        _refuse("a Python script, or -m and a module", f"{command[:1]!r}, which is not a file in {Path.cwd()}")
-    if not any(DIRECTORY in word for word in command):
-        _refuse(f'"{DIRECTORY}", the directory to save in, in one of the arguments', repr(command))
-    return ScriptTarget(tuple(command))
+        is_plain = msgspec.json.decode(msgspec.json.encode(arguments)) == arguments
+    if not is_plain:
+        plain = "None, bool, int, float, str, and lists and dicts of these"
+        _refuse(f"arguments that can be passed to another process ({plain})", repr(arguments))
+    spec = getattr(module, "__spec__", None)  # of a script started by python -m: its name
+    importable = spec.name if module.__name__ == "__main__" and spec is not None else module.__name__
+    return FunctionTarget(os.path.abspath(file), importable, name, arguments)
 
 
 def run(target: Target, directory: Path) -> None:

@@ -69,7 +69,7 @@ def leaves_of(checkpointables: Mapping[str, Any], keep: Keep = None) -> Leaves:
             found |= {f"{name}/{path}": Leaf("file", (), digest.decode()) for path, digest in files.items()}
         elif staged.tree is NOTHING:
             content = encode_value(staged.value)
-            found[name] = _small(Leaf("JSON", (len(content),), _digest(content)), content)
+            found[name] = _leaf("JSON", (len(content),), content)
         else:
             found |= _tree_leaves(name, staged.tree, keep)
     return found
@@ -140,10 +140,10 @@ def _host_array(value: Any) -> np.ndarray | None:
 
 def _array_leaf(value: Any, array: np.ndarray, keep: Keep) -> Leaf:
     kind = f"key<{jax.random.key_impl(value)}>" if is_key_array(value) else dtype_name(array.dtype)
-    content = np.ascontiguousarray(array)
-    leaf = Leaf(kind, array.shape, _digest(memoryview(content.reshape(-1).view(np.uint8)) if content.size else b""))
     if array.nbytes <= SMALL_BYTES:
-        return _small(leaf, content.tobytes())
+        return _leaf(kind, array.shape, array.tobytes())
+    content = np.ascontiguousarray(array)
+    leaf = Leaf(kind, array.shape, _digest(memoryview(content.reshape(-1).view(np.uint8))))
     return leaf if keep is None else keep(leaf, content.tobytes, array.nbytes)
 
 
@@ -153,11 +153,11 @@ def _python_leaf(value: Any) -> Leaf:
     if type(value) not in _PYTHON:
         return _unknown(value)
     content = (value.hex() if type(value) is float else repr(value)).encode(errors="backslashreplace")
-    return _small(Leaf(f"python {type(value).__name__}", (), _digest(content)), content)
+    return _leaf(f"python {type(value).__name__}", (), content)
 
 
-def _small(leaf: Leaf, content: bytes) -> Leaf:
-    return msgspec.structs.replace(leaf, content=content) if len(content) <= SMALL_BYTES else leaf
+def _leaf(kind: str, shape: tuple[int, ...], content: bytes) -> Leaf:
+    return Leaf(kind, shape, _digest(content), content if len(content) <= SMALL_BYTES else b"")
 
 
 def _unknown(value: Any) -> Leaf:
