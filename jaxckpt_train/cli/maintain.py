@@ -45,6 +45,7 @@ from jaxckpt_train.policies.preservation import BestN, EveryNSteps, LatestN
 from jaxckpt_train.run.entry import check_step, parse_step_name
 from jaxckpt_train.run.lock import OwnerLock
 from jaxckpt_train.run.maintenance import Pruning, owned_run
+from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.store.backends.base import is_storage_failure
 from jaxckpt_train.store.backends.local import file_exists
 from jaxckpt_train.store.committed import Committed
@@ -174,7 +175,7 @@ def pin(run: Run, step: PinnedStep, off: Off = False, as_json: Json = False) -> 
         directory, number, pinned = absolute(run), check_step(step), not off
         with owned_run(BACKEND, directory) as owned:
             was_pinned = owned.candidates(number)[0].pinned
-            call_with_timeout(directory, lambda _: owned.note_step(number, {"pin": pinned}))
+            call_with_timeout(directory, lambda _: owned.annotate_step(number, Annotation(pin=pinned)))
         if as_json:
             print_json({"run": directory, "step": number, "pinned": pinned, "was_pinned": was_pinned})
         else:

@@ -25,11 +25,11 @@ from jaxckpt_train.errors import (
 from jaxckpt_train.inspection.diff import Wanted, over_pieces, pieces_of
 from jaxckpt_train.inspection.runs import is_run, links_to_steps, newest_whole_step
 from jaxckpt_train.opened import OURS, Opened
-from jaxckpt_train.run.annotations import Notes
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry, check_step, entry_from_manifest, parse_step_name, step_name
 from jaxckpt_train.run.history import metrics_to_json
 from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
+from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.settings import DigestName, StoreSettings
 from jaxckpt_train.store.backends.base import Backend, sync_directory
 from jaxckpt_train.store.backends.local import file_exists
@@ -146,24 +146,25 @@ def _missing_folders(final: str) -> Iterator[str]:
 def info_of_copy(backend: Backend, path: str, committed: Committed) -> dict[str, Any]:
     """Return the `info` of the manifest of a copy: that of the source, with the metrics that were attached later.
 
-    The notes of the run are not copied. A copy is never temporary, because the user asked for it.
+    The record of the run is not copied. A copy is never temporary, because the user asked for it.
     """
     info = dict(committed.manifest.info)
     entry = _annotated_entry(backend, path, info)
     if entry is not None and entry.metrics:
         info["metrics"] = {**metrics_to_json(entry.metrics)}
-    if "notes" in info:
-        info["notes"] = 0
+    if info.keys() & {"record", "notes"}:
+        info.pop("notes", None)  # the name of this field in earlier versions
+        info["record"] = 0
     if info.get("temporary"):
         info["temporary"] = False
     return info
 
 
 def _annotated_entry(backend: Backend, path: str, info: dict[str, Any]) -> Entry | None:
-    """Return the entry of a step with the notes of its run, or None if the name is not that of a step."""
+    """Return the entry of a step with the record of its run, or None if the name is not that of a step."""
     run, name = os.path.split(path)
     parsed = parse_step_name(name)
-    return None if parsed is None else Notes(backend, run).added_to(entry_from_manifest(name, *parsed, info))
+    return None if parsed is None else FoundRecord(backend, run).applied_to(entry_from_manifest(name, *parsed, info))
 
 
 def destination(backend: Backend, given: str, source: Opened) -> str:

@@ -15,13 +15,13 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.inspection.runs import StepStatus, inspect_run, links_to_steps, newest_whole_step
 from jaxckpt_train.policies.preservation import BestN
-from jaxckpt_train.run.annotations import Notes
 from jaxckpt_train.run.catalog import half_deleted
 from jaxckpt_train.run.entry import Entry, newest_generations
 from jaxckpt_train.run.goodput import attempts_of
 from jaxckpt_train.run.history import History, RunEvent
 from jaxckpt_train.run.lock import SILENCE_S, Owner, OwnerLock
 from jaxckpt_train.run.maintenance import Fate, Pruning, current_line, fates
+from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.removal import find_dead_attempts
 
@@ -98,7 +98,7 @@ def plan_pruning(
     if not entries:
         raise NotACheckpointError(f"{directory}: expected a run, found a directory without committed steps")
     _refuse_unknown_metrics(directory, pruning, entries)
-    roll_back = Notes(backend, directory).roll_back
+    roll_back = FoundRecord(backend, directory).record.roll_back
     newest = newest_generations(current_line(entries, roll_back))
     found = newest_whole_step(backend, directory, newest, every_byte=every_byte, progress=reading)
     if found.entry is None and found.refused:
@@ -215,7 +215,7 @@ def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHe
     """
     owner, statuses = OwnerLock(backend, directory).owner(), inspect_run(backend, directory)
     entries = sorted((status.entry for status in statuses if status.entry is not None), key=lambda entry: entry.order)
-    line = newest_generations(current_line(entries, Notes(backend, directory).roll_back))
+    line = newest_generations(current_line(entries, FoundRecord(backend, directory).record.roll_back))
     whole = newest_whole_step(backend, directory, line, every_byte=False)
     by_name = {status.name: status for status in statuses}
     newest = None if whole.entry is None else by_name[whole.entry.name]

@@ -26,7 +26,7 @@ from jaxckpt_train.errors import (
 from jaxckpt_train.formats.foreign import ForeignCheckpoint
 from jaxckpt_train.formats.step_folders import FlaxFile
 from jaxckpt_train.opened import IMPORTED_KIND, OURS, Opened, open_found
-from jaxckpt_train.run.catalog import foreign_checkpoints, scan_with_notes
+from jaxckpt_train.run.catalog import foreign_checkpoints, scan_with_record
 from jaxckpt_train.run.entry import Entry, left_behind, newest_generations, parse_step_name
 from jaxckpt_train.run.history import HISTORY_NAME
 from jaxckpt_train.run.lock import LOCK_NAME
@@ -85,8 +85,8 @@ def inspect_run(backend: Backend, directory: str) -> list[StepStatus]:
         StorageError: it cannot be read.
     """
     _require_directory(backend, directory)
-    entries, notes = scan_with_notes(backend, directory)
-    left = left_behind(entries, notes.roll_back)
+    entries, record = scan_with_record(backend, directory)
+    left = left_behind(entries, record.record.roll_back)
     current = {entry.name for entry in newest_generations([each for each in entries if each.name not in left])}
     found = [_inspect_step(backend, directory, entry, entry.name in current) for entry in entries]
     found += _uncommitted_steps(backend, directory, {entry.name for entry in entries})

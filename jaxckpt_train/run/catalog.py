@@ -25,8 +25,8 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.formats.orbax_metadata import orbax_steps
 from jaxckpt_train.formats.step_folders import LEVANTER, StepFolders, certain_checkpoints, step_folders
-from jaxckpt_train.run.annotations import Notes
 from jaxckpt_train.run.entry import Entry, entry_from_manifest, in_order, parse_step_name
+from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import GONE, Backend
 from jaxckpt_train.store.backends.base import Entry as Listed
 from jaxckpt_train.store.committed import is_committed, is_gone, read_committed
@@ -304,22 +304,22 @@ def scan(backend: Backend, directory: str) -> list[Entry]:
     Steps with a damaged or unreadable manifest are included: a restore warns and falls back to another step, and
     retention does not delete them.
     """
-    return scan_with_notes(backend, directory)[0]
+    return scan_with_record(backend, directory)[0]
 
 
-def scan_with_notes(
+def scan_with_record(
     backend: Backend, directory: str, moved: Callable[[], None] | None = None
-) -> tuple[list[Entry], Notes]:
-    """Like `scan`, with the notes of the run. `moved` is called once for each step."""
+) -> tuple[list[Entry], FoundRecord]:
+    """Like `scan`, with the record of the run. `moved` is called once for each step."""
     names = _step_names(backend, directory)
     while True:
-        notes = Notes(backend, directory)
+        record = FoundRecord(backend, directory)
         entries = _entries(backend, directory, names, moved)
         missing = names - {entry.name for entry in entries if entry.has_lineage}
         now = _step_names(backend, directory) if missing else names
         if missing <= now:
-            notes.expect(_known_notes(entries))
-            return in_order([notes.added_to(entry) for entry in entries]), notes
+            record.expect(_known_changes(entries))
+            return in_order([record.applied_to(entry) for entry in entries]), record
         names = now  # the owner deleted a step during the scan, and may have saved another
 
 
@@ -375,9 +375,9 @@ def _entries(backend: Backend, directory: str, names: Set[str], moved: Callable[
     return entries
 
 
-def _known_notes(entries: Sequence[Entry]) -> int:
-    """How many notes the run had at its last save, according to the reliable manifests."""
-    known = [entry.notes for entry in in_order(entries) if entry.has_lineage and entry.is_certain]
+def _known_changes(entries: Sequence[Entry]) -> int:
+    """How many changes the run record had at the last save, according to the reliable manifests."""
+    known = [entry.record_number for entry in in_order(entries) if entry.has_lineage and entry.is_certain]
     return max(known, default=0)
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, PreservationPolicy
-from jaxckpt_train.run.annotations import DamageReports, NoteBook, noted
 from jaxckpt_train.run.catalog import (
     Seen,
     check_new_step,
@@ -27,7 +26,7 @@ from jaxckpt_train.run.catalog import (
     refuse_uncommitted,
     refuse_unseen,
     remove_attempts,
-    scan_with_notes,
+    scan_with_record,
     seen_of,
     shown_name,
     step_not_found,
@@ -56,6 +55,7 @@ from jaxckpt_train.run.entry import (
 from jaxckpt_train.run.goodput import RunStatistics
 from jaxckpt_train.run.history import History, RunLog
 from jaxckpt_train.run.lock import OwnerLock, try_to_write
+from jaxckpt_train.run.record import Annotation, DamageReports, RecordKeeper
 from jaxckpt_train.run.retention import BestLink, Deleter, LinkToBest, PendingDeletions, expired_names, replaced
 from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
@@ -145,9 +145,9 @@ class SavePlacement:
         self._highest = -1
         self._undone: set[str] = set()  # names of failed saves that still look committed on the disk
 
-    def found(self, entries: Sequence[Entry], noted: RollBack) -> None:
+    def found(self, entries: Sequence[Entry], recorded: RollBack) -> None:
         """Take the entries of the run directory into account."""
-        self._highest = max(self._highest, last_sequence(entries, noted))
+        self._highest = max(self._highest, last_sequence(entries, recorded))
 
     def continue_run(self, entries: Sequence[Entry]) -> None:
         """Continue the run that these entries belong to."""
@@ -171,17 +171,17 @@ class SavePlacement:
         """Record that `name` belongs to a successful save now."""
         self._undone.discard(name)
 
-    def place(self, entries: Sequence[Entry], left_behind: Collection[str], notes: int) -> dict[str, Any]:
+    def place(self, entries: Sequence[Entry], left_behind: Collection[str], record: int) -> dict[str, Any]:
         """The lineage fields for the manifest of the next save.
 
         Args:
             entries: all steps of the run.
             left_behind: the names of the steps that the run no longer descends from.
-            notes: the number of notes of the run.
+            record: the number of changes of the run record.
         """
         sequence = max(self._highest, *(entry.sequence for entry in entries), -1) + 1
         left = sorted({*left_behind, *self._undone})
-        return {"run": self._run, "sequence": sequence, "left_behind": left, "notes": notes}
+        return {"run": self._run, "sequence": sequence, "left_behind": left, "record": record}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +301,7 @@ class RunDirectory:
         self.held = Ownership(self._lock, self._deleter, self._scrubber, self.log)
         # A manager dropped without close(), as in a notebook, must not keep its directory locked.
         weakref.finalize(self, release_later, self.held).atexit = False
-        self._guard, self._book = threading.RLock(), NoteBook(backend, directory, self._lock.check)
+        self._guard, self._record = threading.RLock(), RecordKeeper(backend, directory, self._lock.check)
         free_in_child(self)
         self._entries, self._left = list[Entry](), frozenset[str]()
         self._infos: tuple[CheckpointInfo, ...] | None = None
@@ -340,7 +340,7 @@ class RunDirectory:
         take_ownership(self.backend, self.directory, self._lock, self.log.took_over)
         with self._guard:
             self._look()
-            self._book.settle(self._notes, self._entries)
+            self._record.take(self._found, self._entries)
             self._next_save.continue_run(self._entries)
             self._left = self._origin.left_behind(self._entries, self._left)
         self._write_damage_reports()
@@ -354,10 +354,11 @@ class RunDirectory:
         self._scrubber.start()
 
     def _look(self, progress: ReadProgress | None = None) -> None:
-        scan = functools.partial(scan_with_notes, self.backend, self.directory)
-        self._entries, self._notes = call_with_timeout(self.directory, scan, progress)
-        self._left = left_behind(self._entries, self._notes.roll_back)
-        self._next_save.found(self._entries, self._notes.roll_back)
+        scan = functools.partial(scan_with_record, self.backend, self.directory)
+        self._entries, self._found = call_with_timeout(self.directory, scan, progress)
+        roll_back = self._found.record.roll_back
+        self._left = left_behind(self._entries, roll_back)
+        self._next_save.found(self._entries, roll_back)
         self._infos = None
 
     def check_fresh(self, progress: ReadProgress | None = None, allows_flax: bool = False) -> None:
@@ -473,7 +474,7 @@ class RunDirectory:
         """The lineage fields for the manifest of the next save."""
         with self._guard:
             left = self._left | names_after(step, self._line())
-            return self._next_save.place(self._entries, left, self._book.number)
+            return self._next_save.place(self._entries, left, self._record.record.number)
 
     def refuse(self, step: int, *, overwrite: bool = False) -> None:
         """Refuse to save a step that is committed. A step left behind or set aside as damaged may be saved again.
@@ -498,7 +499,8 @@ class RunDirectory:
         step, generation = parse_step_name(name) or (int(info["step"]), 0)
         entry = entry_from_manifest(name, step, generation, info)
         with self._guard:
-            self._entries.append(dataclasses.replace(entry, pinned=self._notes.is_pinned(step)))
+            self._record.reuse(name)
+            self._entries.append(self._record.record.applied_to(entry))
             self._origin.saved()
             self._next_save.saved(name)
             self._left = frozenset(entry.left_behind) - {name}
@@ -527,22 +529,23 @@ class RunDirectory:
                 _log.warning("cannot remove the files of a failed save: %s", error)
                 self._left_attempts.append(attempt)
 
-    def note_roll_back(self, unsynced: str | None = None) -> None:
-        """Note what a roll-back left behind, after `unsynced`, the first step saved since, is on the disk."""
+    def record_roll_back(self, unsynced: str | None = None) -> None:
+        """Record what a roll-back left behind, after `unsynced`, the first step saved since, is on the disk."""
         with self._guard:
             there = {entry.name for entry in self._entries}
             now = RollBack(max(entry.sequence for entry in self._entries), self._left & there)
-            is_noted = now.names == self._notes.roll_back.names & there
-        if not is_noted and (unsynced is None or self._deleter.make_durable(unsynced)):
-            self._notes.roll_back = now
-            self._book.note_roll_back(now)
+            is_recorded = now.names == self._record.record.roll_back.names & there
+        if not is_recorded and (unsynced is None or self._deleter.make_durable(unsynced)):
+            self._record.roll_back(now)
 
     def refused(self, name: str) -> None:
         """Record, for this process and later ones, that the disk refuses to sync a step."""
-        for entry in [each for each in self._entries if each.name == name]:
-            self._take_note(entry, {"unsynced": True})
+        with self._guard:
+            found = [entry for entry in self._entries if entry.name == name]
+            self._replace_entries([dataclasses.replace(entry, is_unsynced=True) for entry in found])
+        for entry in found:
             with contextlib.suppress(StorageError, DirectoryLockedError):
-                self.note(entry, {"unsynced": True})
+                self.annotate(entry, Annotation(is_unsynced=True))
 
     def retain(self, *, is_durable: bool = True) -> None:
         """Queue the expired steps for deletion. Called after a commit, which may not be durable yet."""
@@ -578,6 +581,7 @@ class RunDirectory:
             self._next_save.gone(each.sequence for each in self._entries if each.name == name)
             self._entries = [entry for entry in self._entries if entry.name != name]
             self._pending_deletions.discard([name])
+            self._record.forget(name)
             self._infos = None  # `_left` stays: what was left behind is still left behind
 
     def deleted(self, name: str) -> None:
@@ -635,23 +639,34 @@ class RunDirectory:
             self._write_damage_reports()
 
     def _write_damage_reports(self) -> None:
-        set_aside = self._damage_reports.write(self._write_damage_report)
+        set_aside = []
+        for entry, problem in self._damage_reports.take():
+            try:
+                is_recorded = self._record_damage(entry, problem)
+            except StorageError as error:  # a later restore finds the damage again
+                _log.warning("step %d could not be set aside: %s", entry.step, error)
+                continue
+            if is_recorded and problem is not None:
+                _log.warning(
+                    "step %d is set aside as damaged: %s is kept on disk but no longer listed", entry.step, entry.name
+                )
+                set_aside.append((entry, problem))
         self._scrubber.verify_neighbours([entry for entry, _ in set_aside], self._damage_reports.compared)
         for entry, problem in set_aside:
             self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=problem)
 
-    def _write_damage_report(self, entry: Entry, damaged: str | None) -> bool:
-        """Write one damage report, unless the step is gone, about to be deleted, or saved again."""
+    def _record_damage(self, entry: Entry, problem: str | None) -> bool:
+        """Record one finding, unless the step is gone, about to be deleted, or saved again."""
         with self.reading([entry]):
             if self._pending_deletions.is_going(entry.name) or all(
                 each.identity != entry.identity for each in self._entries
             ):
                 return False
-            self.note(entry, {"damaged": damaged})
+            self.annotate(entry, Annotation(damaged=problem))
         return True
 
-    def note_step(self, step: int, note: Mapping[str, Any]) -> None:
-        """Like `note`, for a step by its number, protected from deletion meanwhile.
+    def annotate_step(self, step: int, change: Annotation) -> None:
+        """Like `annotate`, for a step by its number, protected from deletion meanwhile.
 
         Raises:
             StepNotFoundError: there is no such step.
@@ -661,22 +676,23 @@ class RunDirectory:
             with self._guard:
                 entry = self.candidates(step)[0]
                 held.enter_context(self.reading([entry]))
-            self.note(entry, note)
-            if note.get("pin"):
+            self.annotate(entry, change)
+            if change.pin:
                 self._pending_deletions.discard([entry.name])
 
-    def note(self, entry: Entry, note: Mapping[str, Any]) -> None:
-        """Write a note durably: a pin of a step, or metrics or damage of one generation of it."""
-        line = {"step": entry.step, "name": entry.name, "saved": entry.time.isoformat(), **note}
-        self._book.add(line)
-        self._notes.add(line)
-        self._take_note(entry, note)
+    def annotate(self, entry: Entry, change: Annotation) -> None:
+        """Record a pin of a step, or metrics or damage of one save of it, durably."""
+        self._record.annotate(entry, change)
+        with self._guard:
+            applied = [self._record.record.applied_to(each) for each in self._entries]
+            self._replace_entries(applied)
         self._best.update(self.newest)
 
-    def _take_note(self, entry: Entry, note: Mapping[str, Any]) -> None:
-        with self._guard:
-            self._entries = [noted(each, entry, note) for each in self._entries]
-            self._infos = None
+    def _replace_entries(self, entries: Sequence[Entry]) -> None:
+        """Replace the entries of these names."""
+        new = {entry.name: entry for entry in entries}
+        self._entries = [new.get(entry.name, entry) for entry in self._entries]
+        self._infos = None
 
     def close(self, timeout_s: float | None = None, until: Callable[[], bool] | None = None) -> None:
         """Finish deletions and release the directory; see `finish_and_release` for interrupts and the timeout."""

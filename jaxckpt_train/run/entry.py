@@ -20,7 +20,7 @@ from jaxckpt_train.errors import CheckpointExistsError, SettingsError
 from jaxckpt_train.policies.context import CheckpointInfo
 from jaxckpt_train.store.manifest import metrics_from_json
 
-_MOST_NOTES = 1 << 53
+_MAX_CHANGES = 1 << 53
 _LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 _log = logging.getLogger("jaxckpt_train")
 MAX_STEP = 10**15
@@ -31,10 +31,10 @@ UNKNOWN_SAVES = 1 << 20  # more saves than any run has between two steps
 
 
 def count_of(value: object) -> int | None:
-    """A number of notes as read from a file; None: the value is not a valid count."""
+    """A number of changes as read from a file; None: the value is not a valid count."""
     if isinstance(value, bool) or not isinstance(value, int):
         return None
-    return value if 0 <= value < _MOST_NOTES else None
+    return value if 0 <= value < _MAX_CHANGES else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Entry:
         sequence: the number of the save within the run; orders steps by the time of the save, also after a roll-back.
         run: the id of the run that saved it; None: unknown.
         left_behind: the names of the directories that a roll-back before this save left behind.
-        notes: the number of notes that the run had on the disk when it was saved.
+        record_number: the number of changes that the run record had when it was saved.
         damaged: why it was set aside as damaged; None: no damage is known.
         has_lineage: whether its manifest could be read and belongs to the run of this directory.
         is_certain: whether its manifest matches its COMMIT; otherwise its content is unreliable.
-        is_held: whether its manifest or its notes could not be read: retention neither counts nor deletes it.
+        is_held: whether its manifest or the run record could not be read: retention neither counts nor deletes it.
         is_unsynced: whether the disk has refused to sync it. A later sync may succeed although bytes are lost, because
             a system forgets what it could not write; therefore nothing that it replaces is deleted.
     """
@@ -64,7 +64,7 @@ class Entry:
     temporary: bool
     run: str | None = None
     left_behind: tuple[str, ...] = ()
-    notes: int = 0
+    record_number: int = 0
     has_lineage: bool = True
     is_certain: bool = True
     is_held: bool = False
@@ -106,7 +106,7 @@ def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str
         temporary=info.get("temporary") is True,
         run=run if isinstance(run, str) else None,
         left_behind=tuple(each for each in left if isinstance(each, str)) if isinstance(left, list) else (),
-        notes=count_of(info.get("notes")) or 0,
+        record_number=count_of(info.get("record", info.get("notes"))) or 0,
         has_lineage=bool(info),
     )
 
@@ -252,9 +252,9 @@ class RollBack:
     names: frozenset[str] = frozenset()
 
 
-def last_sequence(entries: Sequence[Entry], noted: RollBack) -> int:
+def last_sequence(entries: Sequence[Entry], recorded: RollBack) -> int:
     """The highest sequence number of the run. If a manifest is unreliable, a number above any that it can have."""
-    known = max([noted.sequence, *(entry.sequence for entry in entries)])
+    known = max([recorded.sequence, *(entry.sequence for entry in entries)])
     return known if all(entry.is_certain for entry in entries) else known + UNKNOWN_SAVES
 
 
@@ -283,7 +283,7 @@ def in_order(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(placed, key=lambda entry: entry.order)
 
 
-def left_behind(entries: Sequence[Entry], noted: RollBack | None = None) -> frozenset[str]:
+def left_behind(entries: Sequence[Entry], recorded: RollBack | None = None) -> frozenset[str]:
     """The names of the steps that are not on the branch of the last save, according to that save.
 
     The last save itself is never among them: its name may be the reused name of a step that was left behind and
@@ -291,13 +291,13 @@ def left_behind(entries: Sequence[Entry], noted: RollBack | None = None) -> froz
 
     Args:
         entries: in order.
-        noted: the noted roll-back; it applies if no reliable manifest is from a later save.
+        recorded: the roll-back of the run record; it applies if no reliable manifest is from a later save.
     """
     telling = [entry for entry in entries if entry.has_lineage]
     last = next((entry for entry in reversed(telling) if entry.is_certain), None)
     found = RollBack() if last is None else RollBack(last.sequence, frozenset(last.left_behind) - {last.name})
-    if noted is not None and noted.sequence > found.sequence:
-        found = noted
+    if recorded is not None and recorded.sequence > found.sequence:
+        found = recorded
     if telling and telling[-1].sequence > found.sequence:  # an unreliable manifest is the only source
         found = RollBack(names=frozenset(telling[-1].left_behind) - {telling[-1].name})
     return frozenset(entry.name for entry in entries) & found.names

@@ -18,6 +18,7 @@ from jaxckpt_train.run.entry import StepVanishedError, check_step
 from jaxckpt_train.run.goodput import Attempt, Goodput, add_event, goodput, settled
 from jaxckpt_train.run.history import Clock, History, RunEvent, metrics_to_json, plain_metrics
 from jaxckpt_train.run.job import JobSync, KnownRun
+from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.run.restoring import describe_listed
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
@@ -153,7 +154,7 @@ class RunNotes(StepListing, abc.ABC):
         Raises:
             StepNotFoundError: there is no such step.
         """
-        self._note(step, lambda: {"pin": flag("pin: pinned", pinned)})
+        self._annotate(step, Annotation(pin=flag("pin: pinned", pinned)))
 
     def attach_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a committed step, such as those of an evaluation that finished later.
@@ -161,18 +162,18 @@ class RunNotes(StepListing, abc.ABC):
         Raises:
             StepNotFoundError: there is no such step.
         """
-        self._note(step, lambda: {"metrics": metrics_to_json(plain_metrics(metrics))})
+        self._annotate(step, Annotation(metrics=metrics_to_json(plain_metrics(metrics))))
 
-    def _note(self, step: int, note: Callable[[], Mapping[str, Any]]) -> None:
+    def _annotate(self, step: int, change: Annotation) -> None:
         self._check_open()
         self._replace_idle()
         self._job_sync.hold()
+        number = check_step(step)
 
         def write() -> None:
-            found = check_step(step), note()
-            call_with_timeout(self.directory, lambda _: self._run.note_step(*found))
+            call_with_timeout(self.directory, lambda _: self._run.annotate_step(number, change))
 
-        self._job_sync.on_primary(f"writing a note on step {step}", write, time.monotonic)
+        self._job_sync.on_primary(f"writing the record of step {number}", write, time.monotonic)
 
     def note_preemption(self, step: int | None, reason: str, plan: str | None = None) -> None:
         """Record a preemption in the history: the step to save, the reason, and the chosen shutdown plan."""

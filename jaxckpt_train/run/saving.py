@@ -231,7 +231,7 @@ class StepSave:
         self._timer.committed(time.perf_counter() - self._began_at, times.device_wait_s)
         self._run.committed(committed, self.info)
         is_durable = self._settings.durability == "full"
-        self._run.note_roll_back(None if is_durable else committed.directory.rpartition("/")[2])
+        self._run.record_roll_back(None if is_durable else committed.directory.rpartition("/")[2])
         times.bytes = committed.data_bytes  # of all processes
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)

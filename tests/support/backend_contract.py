@@ -298,3 +298,43 @@ class BackendContract:
     def backdate(self, backend: Any, path: str) -> None:
         """Make a file at least three seconds old."""
         raise NotImplementedError
+
+    def test_record_starts_empty_and_is_replaced(self, backend: Any, root: str) -> None:
+        assert backend.read_record(f"{root}/record") is None
+        first = backend.swap_record(f"{root}/record", b"one", None)
+        assert backend.read_record(f"{root}/record").data == b"one"
+        second = backend.swap_record(f"{root}/record", b"two", first)
+        found = backend.read_record(f"{root}/record")
+        assert (found.version, found.data, found.problem) == (second, b"two", None)
+        assert second != first
+
+    @pytest.mark.parametrize("seen", ["nothing", "an older version"])
+    def test_stale_version_replaces_no_record(self, backend: Any, root: str, seen: str) -> None:
+        versions = [None]
+        for data in (b"one", b"two", b"three"):
+            versions.append(backend.swap_record(f"{root}/record", data, versions[-1]))
+        stale = versions[0] if seen == "nothing" else versions[1]
+        assert backend.swap_record(f"{root}/record", b"late", stale) is None
+        assert backend.read_record(f"{root}/record").data == b"three"
+        assert backend.swap_record(f"{root}/record", b"four", versions[-1]) is not None
+
+    def test_racing_changes_of_record_are_all_kept(self, backend: Any, root: str) -> None:
+        path = f"{root}/record"
+        backend.swap_record(path, b"", None)
+
+        def add(word: bytes) -> None:
+            while word not in (found := backend.read_record(path)).data:
+                assert found.problem is None
+                backend.swap_record(path, found.data + word, found.version)
+
+        def add_all(name: str) -> None:
+            for number in range(15):
+                add(f" {name}{number}.".encode())
+
+        threads = [threading.Thread(target=add_all, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        words = backend.read_record(path).data.split()
+        assert sorted(words) == sorted(f"{name}{number}.".encode() for name in "abc" for number in range(15))

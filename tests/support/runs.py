@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.manager import StepManager
+from jaxckpt_train.run.entry import Entry, entry_from_manifest, step_name
+from jaxckpt_train.run.record import RECORD_NAME
 from tests.conftest import REPO_ROOT
 from tests.support.warm_python import WarmProcess
 
@@ -51,6 +53,16 @@ class Counter:
 
     def set_state(self, state: dict[str, int]) -> None:
         self.position = state["position"]
+
+
+def record_file(run: Path) -> Path:
+    """The file with the newest version of the record of a run."""
+    return max((run / RECORD_NAME).iterdir())
+
+
+def entry_of(step: int) -> Entry:
+    """An entry of a step as the manifest of a first save gives it."""
+    return entry_from_manifest(step_name(step), step, 0, {"created": START.isoformat(), "sequence": step})
 
 
 def state_of(step: int) -> dict[str, Any]:

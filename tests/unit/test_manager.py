@@ -91,7 +91,7 @@ def test_existing_step_is_refused_without_overwrite(tmp_path: Path) -> None:
             assert step_of(manager.restore(step=1)) == content
             assert manager.steps == [1, 2]
             assert manager.latest == 1
-    names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("step-"))
     assert names == ["step-0000000001.g2", "step-0000000002"]
 
 

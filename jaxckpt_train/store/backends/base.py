@@ -92,6 +92,21 @@ class Entry:
     kind: Literal["file", "directory", "other"]
 
 
+@dataclasses.dataclass(frozen=True)
+class StoredRecord:
+    """One version of a record.
+
+    Attributes:
+        version: identifies the version, for `swap_record`.
+        data: its content.
+        problem: why the content could not be read; `data` is empty then.
+    """
+
+    version: int
+    data: bytes
+    problem: str | None = None
+
+
 def is_storage_failure(error: BaseException) -> bool:
     """Whether an error says only that the storage failed or did not respond, so that the data may be intact."""
     return isinstance(error, OSError) and error.errno not in MISSING
@@ -179,8 +194,8 @@ class Publishing(Protocol):
         """
 
 
-class Records(Protocol):
-    """Small files next to the checkpoints: locks, pins, the history."""
+class SmallFiles(Protocol):
+    """Small files next to the checkpoints: locks, the history."""
 
     def write_new(self, path: str, data: bytes) -> bool:
         """Create a file with this content, atomically; False if the name is taken."""
@@ -199,7 +214,25 @@ class Records(Protocol):
         """
 
 
-class Backend(Files, Publishing, Records, Protocol):
+class Records(Protocol):
+    """Small mutable records, which are changed only by compare-and-swap."""
+
+    def read_record(self, path: str) -> StoredRecord | None:
+        """The newest version of a record; None: there is none.
+
+        Raises:
+            StorageError: the storage failed before it was known which version is the newest.
+        """
+
+    def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
+        """Replace this version of a record (None: create it), durably, and return the new version.
+
+        Each write needs a content that no other write has. Returns None if another writer was faster, or has replaced
+        the new version already: read the record again, as after an error.
+        """
+
+
+class Backend(Files, Publishing, SmallFiles, Records, Protocol):
     """A complete storage backend."""
 
 
@@ -236,7 +269,7 @@ def _sync_tree(backend: Backend, directory: str) -> None:
     sync_directory(backend, directory)
 
 
-def sync_directory(backend: Backend, directory: str, tolerated: Collection[int] = ()) -> None:
+def sync_directory(backend: Publishing, directory: str, tolerated: Collection[int] = ()) -> None:
     """Sync the entries of a directory, if the file system can; `tolerated` are further errno values to ignore.
 
     Raises:

@@ -23,6 +23,7 @@ from jaxckpt_train.store.backends.base import (
     UNAVAILABLE,
     UNSUPPORTED,
     Entry,
+    StoredRecord,
     retry_interrupted,
     storage_error,
     sync_directory,
@@ -42,6 +43,7 @@ from jaxckpt_train.store.backends.local_names import (
     replace_symlink,
     scan_entries,
 )
+from jaxckpt_train.store.backends.records import add_next_version, read_newest_version
 from jaxckpt_train.store.process_identity import open_files_below
 
 if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs no numpy
@@ -210,6 +212,14 @@ class LocalBackend:
                 return _check_regular(descriptor).st_mtime_ns
             finally:
                 close_read(descriptor)
+
+    def read_record(self, path: str) -> StoredRecord | None:
+        """The newest version of a record; None: there is none."""
+        return read_newest_version(self, path)
+
+    def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
+        """Replace this version of a record; None: another writer was faster."""
+        return add_next_version(self, path, data, version)
 
 
 def side_name(path: str) -> str:

@@ -11,7 +11,8 @@ from typing import Literal
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import Entry
+from jaxckpt_train.store.backends.base import Entry, StoredRecord
+from jaxckpt_train.store.backends.records import add_next_version, read_newest_version
 
 Names = list[str]  # inside the class below, `list` is a method
 
@@ -167,6 +168,14 @@ class MemoryBackend:
     def modified_ns(self, path: str) -> int:
         """The time of the last change; each change has a different time."""
         return self._file(path, "inspect the file").changed
+
+    def read_record(self, path: str) -> StoredRecord | None:
+        """The newest version of a record; None: there is none."""
+        return read_newest_version(self, path)
+
+    def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
+        """Replace this version of a record; None: another writer was faster."""
+        return add_next_version(self, path, data, version)
 
     def _tick(self) -> int:
         self._now = max(self._now + 1, time.time_ns())

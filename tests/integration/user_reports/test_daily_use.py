@@ -33,7 +33,7 @@ def test_damaged_newest_step_falls_back_with_warning(
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert any("step 30 cannot be restored and is skipped" in text and file in text for text in warnings)
     after = files_below(run)
-    assert file.encode() in after.pop("notes.jsonl")
+    assert file.encode() in after.pop("record/0000000001.json")
     assert after == before
     assert (jct.StepManager(run).steps, jct.StepManager(run).damaged) == ([10, 20], [30])
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Entry
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Entry, StoredRecord
 from jaxckpt_train.store.backends.local import side_name
+from jaxckpt_train.store.backends.records import add_next_version, read_newest_version
 from tests.nightly.crash.image import (
     Exchange,
     FailedSync,
@@ -307,6 +308,12 @@ class CrashDisk:
     def modified_ns(self, path: str) -> int:
         with self.machine.guard:
             return int(1e9 * self.machine.touched_s.get(self._existing("inspect the file", path)[1], 0.0))
+
+    def read_record(self, path: str) -> StoredRecord | None:
+        return read_newest_version(self, path)
+
+    def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
+        return add_next_version(self, path, data, version)
 
 
 def _entry(image: Image, name: str, inode: int) -> Entry:

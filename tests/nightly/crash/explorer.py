@@ -31,7 +31,7 @@ from tests.nightly.crash.facts import Facts, WrongContentError
 from tests.nightly.crash.image import Image
 from tests.nightly.crash.oracles import found_in_run, found_single
 from tests.nightly.crash.problems import Kind, Problem
-from tests.nightly.crash.programs import RunLife, SingleLife, World, note_durable, note_refused, process
+from tests.nightly.crash.programs import RunLife, SingleLife, World, note_durable, process
 from tests.nightly.crash.states import Order, crash_state
 from tests.nightly.crash.write_modes import found_in_weaker_run, found_in_weaker_single
 
@@ -136,7 +136,6 @@ def _one_program(seed: int, program: str, world: World | None, found: Found, sta
         log = list(machine.log)
         if PROGRAMS[program].durability != "full":
             note_durable(facts, start, log, chosen.order)
-        note_refused(facts, machine, log)
         for _ in range(MOMENTS):
             moment = chance.randint(0, len(log))
             image = crash_state(start, log, moment, chosen.order, chance)

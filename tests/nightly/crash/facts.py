@@ -45,7 +45,6 @@ class Facts:
         pins: pinned steps, and the number of operations until the pin was acknowledged.
         durable: saves that are known to be on the disk, and the number of operations until they were.
         contents: digests of the directories of acknowledged saves.
-        notes_refused: the number of operations until the disk refused to sync the notes; None: never.
         restored: the save that the check after a crash has restored.
     """
 
@@ -56,7 +55,6 @@ class Facts:
     durable: dict[int, int] = dataclasses.field(default_factory=dict)
     contents: dict[int, bytes] = dataclasses.field(default_factory=dict, repr=False)
     restored: int = 0
-    notes_refused: int | None = None
 
     def begin(self, step: int, at: int, goes_on_from: int = 0) -> Promise:
         """Record the begin of a save; its token determines its content."""
@@ -75,8 +73,7 @@ class Facts:
         promises = [each.until(moment) for each in self.promises if each.begun <= moment]
         pins = {step: 0 for step, at in self.pins.items() if at <= moment}
         durable = {token: 0 for token, at in self.durable.items() if at <= moment}
-        refused = 0 if self.notes_refused is not None and self.notes_refused <= moment else None
-        return Facts(self.keep, self.rolled_back, promises, pins, durable, self.contents, notes_refused=refused)
+        return Facts(self.keep, self.rolled_back, promises, pins, durable, self.contents)
 
     def acknowledged(self) -> list[Promise]:
         """Return the acknowledged promises, oldest first."""

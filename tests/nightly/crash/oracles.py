@@ -96,9 +96,7 @@ def left_of(names: Iterable[str]) -> list[Problem]:
 
 def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[Problem]:
     """Let the next owner save, and check that leftovers and expired steps are gone."""
-    doubted = _doubted(manager, facts)
-    known = [entry for entry in manager._run._line() if entry.name not in doubted]
-    line = [entry.step for entry in newest_generations(known)]
+    line = [entry.step for entry in newest_generations(manager._run._line())]
     promise = facts.begin((manager.latest or 0) + 1, AFTERWARDS, facts.restored)
     manager.save(promise.step, state_of(promise.token))
     manager.wait(LONGEST_S)
@@ -118,19 +116,11 @@ def _retained(line: list[int], manager: StepManager, facts: Facts, names: Callab
     Args:
         line: the steps of the current lineage, in order, ending with the step just saved.
     """
-    aside = {*manager._run._left, *(entry.name for entry in manager._run.damaged()), *_doubted(manager, facts)}
+    aside = {*manager._run._left, *(entry.name for entry in manager._run.damaged())}
     there = [parsed[0] for name in names() if (parsed := parse_step_name(name)) is not None and name not in aside]
     pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
     keep = len(line) if facts.keep is None else facts.keep
     return retained_of(there, {*line[-keep:], *(pinned & {*line})})
-
-
-def _doubted(manager: StepManager, facts: Facts) -> set[str]:
-    """Return entries that are held, because a note that a later save refers to is missing.
-
-    There are none, unless the disk once refused to sync the notes.
-    """
-    return set() if facts.notes_refused is None else {entry.name for entry in manager._run.entries() if entry.is_held}
 
 
 def retained_of(there: Sequence[int], expected: Collection[int]) -> list[Problem]:

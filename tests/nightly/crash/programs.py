@@ -15,7 +15,6 @@ from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNo
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.run import lock
-from jaxckpt_train.run.annotations import NOTES_NAME
 from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import process_identity, transaction
@@ -24,7 +23,7 @@ from jaxckpt_train.store.committed import is_committed
 from jaxckpt_train.store.process_identity import ProcessIdentity
 from tests.nightly.crash.crash_disk import CrashDisk, Machine
 from tests.nightly.crash.facts import Facts, state_of, token_of
-from tests.nightly.crash.image import FailedSync, Image, Operation, Sync
+from tests.nightly.crash.image import Image, Operation, Sync
 from tests.nightly.crash.states import Order, durable_state
 
 RUN = "/data/run"
@@ -112,14 +111,6 @@ def note_durable(facts: Facts, start: Image, log: Sequence[Operation], order: Or
             token = token_of_content.get(digest_at(image, f"{RUN}/{name}"))
             if token is not None and parse_step_name(name) is not None:
                 facts.durable.setdefault(token, moment)
-
-
-def note_refused(facts: Facts, machine: Machine, log: Sequence[Operation]) -> None:
-    """Record when the disk first refused to sync the notes of the run; lost notes may look synced afterwards."""
-    notes = machine.live.find(f"{RUN}/{NOTES_NAME}")
-    refusals = (at for at, each in enumerate(log, 1) if isinstance(each, FailedSync) and each.inode == notes)
-    if facts.notes_refused is None:
-        facts.notes_refused = next(refusals, None)
 
 
 class RunLife:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.run.annotations import NOTES_NAME
+from jaxckpt_train.run.record import RECORD_NAME
 from jaxckpt_train.settings import StoreSettings
 from tests.nightly.crash.crash_disk import CrashDisk, Machine
 from tests.nightly.crash.explorer import SETTINGS, _check, small_sizes
 from tests.nightly.crash.facts import Facts, state_of
 from tests.nightly.crash.image import Image, Sync
-from tests.nightly.crash.programs import RUN, World, note_refused, opened, process
+from tests.nightly.crash.programs import RUN, World, opened, process
 from tests.nightly.crash.states import durable_state
 
 LONGEST_S = 60.0
@@ -26,11 +26,11 @@ def _small() -> Iterator[None]:
         yield
 
 
-class RefusesNotes(CrashDisk):
-    """Refuse the first sync of the notes."""
+class RefusesRecord(CrashDisk):
+    """Refuse the first sync of the run record, or of a file in it."""
 
     def do(self, operation: Any, path: str) -> None:
-        if isinstance(operation, Sync) and path.endswith(NOTES_NAME) and self.refuse_in is None:
+        if isinstance(operation, Sync) and f"/{RECORD_NAME}" in path and self.refuse_in is None:
             self.refuse_in = 1
         super().do(operation, path)
 
@@ -42,26 +42,21 @@ def saved(machine: Machine, manager: Any, facts: Facts, step: int, **options: An
     facts.acknowledge(promise, len(machine.log))
 
 
-def test_steps_are_held_after_lost_annotation() -> None:
+def test_refused_record_holds_no_steps() -> None:
     machine, facts, world = Machine(), Facts(keep=1), World(StoreSettings(**SETTINGS), "any")
     with process(1):
-        manager = opened(RefusesNotes(machine), world.settings, 1)
+        manager = opened(RefusesRecord(machine), world.settings, 1)
         saved(machine, manager, facts, 1)
         with pytest.raises(StorageError):
             manager.pin(1)
         manager.close()
     with process(2):
         manager = opened(CrashDisk(machine), world.settings, 1)
-        manager.restore()  # sees a pin that the disk has lost, although the next sync of the notes succeeds
+        manager.restore()
         saved(machine, manager, facts, 2)
         manager.close()
     image = durable_state(Image(), machine.log, len(machine.log), "any")
-    note_refused(facts, machine, machine.log)
-    assert facts.notes_refused is not None
-    assert facts.until(facts.notes_refused - 1).notes_refused is None
-    assert _check("run", image.copy(), facts.until(len(machine.log)), world, (3, 1)) == []
-    facts.notes_refused = None
-    assert [each.kind for each in _check("run", image, facts.until(len(machine.log)), world, (4, 1))] == ["not deleted"]
+    assert _check("run", image, facts.until(len(machine.log)), world, (3, 1)) == []
 
 
 def test_step_with_unreadable_later_generation_stays() -> None:

@@ -1,8 +1,8 @@
-"""Damage any file of a run whose owner has died, including notes, history and lock, and let the next owner continue.
+"""Damage any file of a run whose owner has died, including record, history and lock, and let the next owner continue.
 
 The run has a pinned step, one with the best metric, a branch abandoned by a roll-back, and a step that was set aside.
 Whatever the damage, the next owner restores the newest whole step, byte for byte, and its retention deletes nothing
-that a pin or the policy keeps; if a note is lost, it deletes nothing.
+that a pin or the policy keeps; if the record is lost, it deletes nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import AnyPreservationPolicy, BestN, LatestN
 from jaxckpt_train.run import lock
-from jaxckpt_train.run.annotations import NOTES_NAME
 from jaxckpt_train.run.history import HISTORY_NAME
 from jaxckpt_train.run.lock import LOCK_NAME
+from jaxckpt_train.run.record import RECORD_NAME
 from jaxckpt_train.settings import DigestName
 from jaxckpt_train.store.backends.memory import MemoryBackend
 from tests.nightly.crash.programs import process
@@ -40,7 +40,7 @@ from tests.nightly.faults.sample_runs import (
     state_of,
 )
 
-NOTES, HISTORY, LOCK = (f"{RUN}/{name}" for name in (NOTES_NAME, HISTORY_NAME, LOCK_NAME))
+HISTORY, LOCK = (f"{RUN}/{name}" for name in (HISTORY_NAME, LOCK_NAME))
 PINNED, BEST, LEFT, OLD, ASIDE, AGAIN, NEWEST = (
     *(f"step-{step:010d}" for step in (1, 2, 3, 4, 5)),
     "step-0000000005.g1",
@@ -48,9 +48,8 @@ PINNED, BEST, LEFT, OLD, ASIDE, AGAIN, NEWEST = (
 )
 LINE = (NEWEST, AGAIN, OLD, BEST, PINNED)  # the order in which a restore tries them
 SURE = {PINNED, BEST, LEFT, ASIDE}  # these stay in any case
-NOTES_KINDS = tuple(KINDS)
+RECORD_KINDS = tuple(KINDS)
 LOCK_KINDS = tuple(KINDS)
-SEAL = b',"xxh3_64":'  # after the content of a note
 POLICY = AnyPreservationPolicy((LatestN(2), BestN("loss", 1, "min", keep_checkpoints_without_metrics=False)))
 
 
@@ -83,7 +82,12 @@ def run_of(digest: DigestName) -> tuple[Files, Files]:
         manager.close()
     older = {path: left[re.sub(r"step-\d+(\.g1)?", PINNED if BEST in path else BEST, path)] for path in left}
     another = {LOCK: left[LOCK].replace(b'"pid":1', b'"pid":7')}
-    return left, older | {name: before[name] for name in (NOTES, HISTORY)} | another
+    return left, older | {record_in(left): before[record_in(before)], HISTORY: before[HISTORY]} | another
+
+
+def record_in(files: Files) -> str:
+    """The path of the newest version of the record."""
+    return max(path for path in files if path.startswith(f"{RUN}/{RECORD_NAME}/"))
 
 
 def _save(manager: StepManager, *steps: int) -> None:
@@ -92,7 +96,7 @@ def _save(manager: StepManager, *steps: int) -> None:
         manager.wait()
 
 
-def campaign(trials: int, seed: int, notes: tuple[str, ...] = NOTES_KINDS) -> Found:
+def campaign(trials: int, seed: int, record: tuple[str, ...] = RECORD_KINDS) -> Found:
     """Run `trials` with a damaged file, a tenth of them with two, and a tenth as many clean runs."""
     found = Found()
     with pytest.MonkeyPatch.context() as patch:
@@ -101,7 +105,7 @@ def campaign(trials: int, seed: int, notes: tuple[str, ...] = NOTES_KINDS) -> Fo
             digest, chance = DIGESTS[number % len(DIGESTS)], random.Random(f"{seed} {number}")
             left, older = run_of(digest)
             files = dict(left)
-            done = [_damage(files, left, older, notes, chance) for _ in range(1 + (chance.random() < 0.1))]
+            done = [_damage(files, left, older, record, chance) for _ in range(1 + (chance.random() < 0.1))]
             subject = f"{' and '.join(f'{kind} {sort}' for sort, kind in done)}, {digest}, trial {number}"
             found.trials[*done[0], _Owner(found, subject, left, files).goes_on()] += 1
             if number % 10 == 0:
@@ -109,9 +113,9 @@ def campaign(trials: int, seed: int, notes: tuple[str, ...] = NOTES_KINDS) -> Fo
     return found
 
 
-def _damage(files: Files, left: Files, older: Files, notes: tuple[str, ...], chance: random.Random) -> tuple[str, str]:
+def _damage(files: Files, left: Files, older: Files, record: tuple[str, ...], chance: random.Random) -> tuple[str, str]:
     """Damage an undamaged file, and return its sort and the kind of damage."""
-    kinds = {"notes": notes, "lock": LOCK_KINDS}
+    kinds = {"record": record, "lock": LOCK_KINDS}
     sorts: dict[str, list[str]] = {}
     for path, data in left.items():
         if files.get(path) == data:
@@ -125,7 +129,9 @@ def _damage(files: Files, left: Files, older: Files, notes: tuple[str, ...], cha
 
 
 def _sort_of(path: str) -> str:
-    other_files = {NOTES: "notes", HISTORY: "history", LOCK: "lock"}
+    if path.startswith(f"{RUN}/{RECORD_NAME}/"):
+        return "record"
+    other_files = {HISTORY: "history", LOCK: "lock"}
     return other_files.get(path, "newest step" if f"/{NEWEST}/" in path else "older steps")
 
 
@@ -140,9 +146,7 @@ class _Owner:
 
     def __post_init__(self) -> None:
         self.changed = {path for path, data in self.left.items() if self.files.get(path) != data}
-        notes = [note.rpartition(SEAL) for note in self.left[NOTES].split(b"\n") if note]
-        assert all(content and seal for content, seal, _ in notes)
-        self.lost_notes = not all(content in self.files.get(NOTES, b"") for content, _, _ in notes)
+        self.lost_record = record_in(self.left) in self.changed
 
     def _wrong(self, what: str) -> None:
         self.found.problems.append(f"{self.subject}: {what}")
@@ -190,7 +194,7 @@ class _Owner:
         known = {entry.name for entry in manager._run._entries if entry.damaged is not None or entry.is_held}
         if not {each for each in later if f"{RUN}/{each}/COMMIT" in self.files} <= known:
             self._wrong(f"restored {name}, and neither set aside nor held what came later, but {sorted(known)}")
-        if not self.lost_notes and HISTORY not in self.changed and self._is_whole(ASIDE):
+        if not self.lost_record and HISTORY not in self.changed and self._is_whole(ASIDE):
             if ASIDE in manager.history.events()[-1].get("skipped", []):
                 self._wrong("what was set aside was tried again")
 
@@ -199,8 +203,8 @@ class _Owner:
         stays = SURE | set(LINE[: LINE.index(restored) + 1]) if restored in LINE else SURE
         for path, data in self.files.items():
             name = path.split("/")[2]
-            if name.startswith("step-") and (name in stays or self.lost_notes) and now.get(path) != data:
-                why = "notes are lost, and" if self.lost_notes else "what must stay is gone:"
+            if name.startswith("step-") and (name in stays or self.lost_record) and now.get(path) != data:
+                why = "the record is lost, and" if self.lost_record else "what must stay is gone:"
                 self._wrong(f"{why} {name} was deleted or changed")
                 return
         if not self.changed and any(f"/{name}/" in path for name in (OLD, AGAIN) for path in now):

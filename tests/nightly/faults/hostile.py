@@ -33,14 +33,15 @@ import flax.serialization
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.checkpointables.iterator_state import encode_state
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError
-from jaxckpt_train.run.annotations import NOTES_NAME, sealed
 from jaxckpt_train.run.catalog import scan
 from jaxckpt_train.run.history import HISTORY_NAME, History
 from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
+from jaxckpt_train.run.record import NOTES_NAME, RECORD_NAME, RunRecord, SaveFacts, seal_record
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.committed import CommitRecord, open_committed
@@ -67,7 +68,7 @@ AN_ITERATOR = {
 }  # fmt: skip
 SLOW = {"load", "metadata", "segment", "steps", "verify", "Flax file", "value", "iterator"}
 # These return the content as Python objects, which take much more memory, so their inflated files are smaller.
-HAND_OUT = {"load", "metadata", "value", "iterator", "Flax file", "history", "notes"}
+HAND_OUT = {"load", "metadata", "value", "iterator", "Flax file", "history", "notes", "record"}
 SETTINGS = StoreSettings(io_threads=1)
 LONGEST_S = 1.0
 TRIES = 3
@@ -99,6 +100,9 @@ def a_lock() -> bytes:
         return read_whole(backend, RUN, LOCK_NAME, limit=1 << 16).tobytes()
     finally:
         lock.release()
+
+
+A_RECORD = RunRecord(number=1, pins=frozenset({2}), saves={NEW: SaveFacts("2026-01-01T00:00:00+00:00", {"a": 1.0})})
 
 
 def a_manifest_of_many_chunks() -> bytes:
@@ -138,6 +142,7 @@ class Targets:
             "COMMIT": (self.files[f"{STEP}/{COMMIT_NAME}"], self.open),
             "history": (self.files[f"{RUN}/{HISTORY_NAME}"], self.history),
             "notes": (self.files[f"{RUN}/{NOTES_NAME}"], self.notes),
+            "record": (msgspec.json.encode(A_RECORD), self.run_record),
             "value": (self.files[f"{STEP}/config/p00000.json"], self.value),
             "iterator": (msgspec.json.encode(AN_ITERATOR), lambda data: self.value(data, kind="grain")),
             "Flax file": (flax.serialization.msgpack_serialize(A_STATE), self.flax_file),
@@ -204,9 +209,15 @@ class Targets:
         History(replaced(self.files, f"{RUN}/{HISTORY_NAME}", data), RUN).events()
 
     def notes(self, data: bytes) -> None:
-        """List the steps of a run."""
+        """List the steps of a run of an earlier version."""
         scan(replaced(self.files, f"{RUN}/{NOTES_NAME}", data), RUN)
-        scan(replaced(self.files, f"{RUN}/{NOTES_NAME}", sealed(data)), RUN)
+        sealed = data[:-1] + b',"xxh3_64":"' + xxhash.xxh3_64_hexdigest(data).encode() + b'"}'
+        scan(replaced(self.files, f"{RUN}/{NOTES_NAME}", sealed), RUN)
+
+    def run_record(self, data: bytes) -> None:
+        """List the steps of a run."""
+        for content in (data, seal_record(data)):
+            scan(replaced(self.files, f"{RUN}/{RECORD_NAME}/0000000001.json", content), RUN)
 
     def lock(self, data: bytes) -> None:
         """Read the lock of a run."""

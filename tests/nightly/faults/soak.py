@@ -24,9 +24,9 @@ from typing import Any
 
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
-from jaxckpt_train.run.annotations import NOTES_NAME
 from jaxckpt_train.run.history import HISTORY_NAME
 from jaxckpt_train.run.lock import LOCK_NAME, SILENCE_S
+from jaxckpt_train.run.record import RECORD_NAME
 from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES
 from tests.nightly.faults.campaign_end import leave_with
 from tests.nightly.faults.fuse_disk import ANSWER, WEDGED, FuseDisk, fuse_disk, why_not
@@ -132,8 +132,8 @@ def soak(seconds: float, seed: int, every_s: float, folder: Path, training: str 
 
 
 def _records_of(run: Path, names: list[str]) -> list[str]:
-    """Return the lines of history and notes about steps."""
-    files = [run / HISTORY_NAME, run / NOTES_NAME]
+    """Return the lines of history and record about steps."""
+    files = [run / HISTORY_NAME, *sorted((run / RECORD_NAME).glob("*.json"))]
     lines = [line for file in files if file.exists() for line in file.read_text(encoding="utf-8").splitlines()]
     return [line[:400] for line in lines if any(name in line for name in names[:3])]
 

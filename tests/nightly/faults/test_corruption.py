@@ -62,8 +62,8 @@ def test_next_owner_survives_any_damaged_file() -> None:
     found = damaged_owners.campaign(150, seed=0)
     assert found.problems == []
     sorts = {(sort, kind) for sort, kind, _ in found.trials}
-    assert {sort for sort, _ in sorts} == {CLEAN, "notes", "history", "lock", "newest step", "older steps"}
-    assert {kind for sort, kind in sorts if sort == "notes"} == set(damaged_owners.NOTES_KINDS)
+    assert {sort for sort, _ in sorts} == {CLEAN, "record", "history", "lock", "newest step", "older steps"}
+    assert {kind for sort, kind in sorts if sort == "record"} == set(damaged_owners.RECORD_KINDS)
     older = sum(count for (*_, outcome), count in found.trials.items() if "an older step" in outcome)
     assert older > 20
 

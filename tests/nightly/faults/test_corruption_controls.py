@@ -10,13 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxckpt_train.run import annotations as run_annotations
-from jaxckpt_train.run import catalog
+from jaxckpt_train.run import catalog, record
 from jaxckpt_train.run import directory as run_directory
 from jaxckpt_train.run import entry as run_entry
-from jaxckpt_train.run.annotations import NoteLines, Notes
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry
+from jaxckpt_train.run.record import RecordKeeper, RunRecord
 from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.settings import DigestName, StoreSettings
 from jaxckpt_train.store import files, reader, verify
@@ -69,8 +68,12 @@ def test_run_without_damage_reports_is_detected(monkeypatch: pytest.MonkeyPatch)
     assert "not set aside: after the restore there are [1, 2], damaged []" in found
 
 
+def write_in_memory(self: RecordKeeper, changed: RunRecord) -> None:
+    self.record = changed
+
+
 def test_damage_reports_in_memory_only_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_annotations.NoteBook, "add", lambda *_: None)
+    monkeypatch.setattr(RecordKeeper, "_write", write_in_memory)
     found = problems_of(corruption.campaign, 40)
     assert "after the restore there are" not in found
     assert "not set aside: the next process finds" in found
@@ -106,25 +109,25 @@ def kinds_of(problems: str) -> Iterator[str]:
         yield problem.split(": ", 1)[1]
 
 
-def test_notes_dropped_after_damage_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NoteLines, "_doubt", lambda *_: None)
-    monkeypatch.setattr(NoteLines, "missing_of", lambda *_: None)
-    assert "notes are lost, and step-" in problems_of(damaged_owners.campaign, 60)
+def test_record_lost_without_notice_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied_to = RunRecord.applied_to
+    monkeypatch.setattr(RunRecord, "applied_to", lambda self, entry, is_complete=True: applied_to(self, entry))
+    monkeypatch.setattr(RecordKeeper, "take", lambda self, found, entries: None)
+    assert "the record is lost, and step-" in problems_of(damaged_owners.campaign, 60)
 
 
 def test_ignored_pins_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    added_to = Notes.added_to
+    applied_to = RunRecord.applied_to
 
-    def without_pins(self: Notes, entry: Entry) -> Entry:
-        self._pinned.clear()
-        return added_to(self, entry)
+    def without_pins(self: RunRecord, entry: Entry, is_complete: bool = True) -> Entry:
+        return applied_to(msgspec.structs.replace(self, pins=frozenset()), entry, is_complete)
 
-    monkeypatch.setattr(Notes, "added_to", without_pins)
+    monkeypatch.setattr(RunRecord, "applied_to", without_pins)
     assert "what must stay is gone: step-0000000001" in problems_of(damaged_owners.campaign, 20)
 
 
-def test_raw_json_errors_of_notes_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_annotations, "_note_of", lambda line: msgspec.json.decode(line, type=dict[str, Any]))
+def test_raw_json_errors_of_record_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "decode_record", lambda data, path: msgspec.json.decode(data, type=RunRecord))
     assert "raised DecodeError" in problems_of(damaged_owners.campaign, 60)
 
 

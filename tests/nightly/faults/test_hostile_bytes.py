@@ -23,7 +23,7 @@ from tests.nightly.faults.mutations import WORDS, changed
 pytestmark = pytest.mark.timeout(120)
 NAMES = [
     "segment header", "segment", "manifest", "load", "metadata", "steps", "verify", "COMMIT", "history", "notes",
-    "value", "iterator", "Flax file", "lock", "many chunks",
+    "record", "value", "iterator", "Flax file", "lock", "many chunks",
 ]  # fmt: skip
 every_target = pytest.mark.parametrize("name", NAMES)
 

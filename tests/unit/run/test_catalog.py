@@ -9,7 +9,6 @@ import pytest
 
 from jaxckpt_train.callback import CheckpointCallback
 from jaxckpt_train.manager import StepManager
-from jaxckpt_train.run.annotations import encode_note
 from jaxckpt_train.run.catalog import scan
 from jaxckpt_train.run.entry import newest_generations
 from jaxckpt_train.store.backends.local import LocalBackend
@@ -17,6 +16,7 @@ from tests.support.checkpoints import rewrite
 from tests.support.runs import (
     Clock,
     made_run,
+    record_file,
     remove_the_manifest,
     save_steps,
     state_of,
@@ -91,23 +91,6 @@ def test_step_with_damaged_manifest_is_listed(tmp_path: Path, damage: object) ->
     assert [entry.step for entry in scan(LocalBackend(), str(run))] == [1, 2, 3]
 
 
-def test_truncated_and_invalid_notes_are_ignored(tmp_path: Path) -> None:
-    run = made_run(tmp_path, 1)
-    notes: list[dict[str, object]] = [
-        {"step": 1, "pin": True},
-        {"step": "x", "pin": True},
-        {"step": 1, "metrics": {"loss": "nan", "b": []}},
-        {"step": 1, "pin": False},
-    ]
-    lines = [encode_note(note, number, after_cut=False) for number, note in enumerate(notes, 1)]
-    (run / "notes.jsonl").write_bytes(b"".join(lines)[:-10])
-    (entry,) = scan(LocalBackend(), str(run))
-    assert entry.pinned
-    assert entry.metrics is not None
-    assert list(entry.metrics) == ["loss"]
-    assert math.isnan(entry.metrics["loss"])
-
-
 @pytest.mark.parametrize("created", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-23:59", "9999-12-31", "today"])
 def test_extreme_creation_times_stop_no_training(tmp_path: Path, created: str) -> None:
     run = made_run(tmp_path, 1, 2)
@@ -120,11 +103,11 @@ def test_extreme_creation_times_stop_no_training(tmp_path: Path, created: str) -
     assert sorted(entry.step for entry in scan(LocalBackend(), str(run))) == [1, 2, 3]
 
 
-def test_notes_repeat_creation_time_verbatim(tmp_path: Path) -> None:
+def test_record_repeats_creation_time_verbatim(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1)
     rewrite(step_path(run, 1), lambda manifest: manifest["info"].update(created="2026-03-01T05:30:00+05:30"))
     with StepManager(run) as manager:
-        manager.pin(1)
+        manager.attach_metrics(1, {"acc": 1.0})
     (entry,) = scan(LocalBackend(), str(run))
-    assert entry.pinned
-    assert '"saved":"2026-03-01T05:30:00+05:30"' in (run / "notes.jsonl").read_text()
+    assert entry.metrics == {"acc": 1.0}
+    assert '"saved":"2026-03-01T05:30:00+05:30"' in record_file(run).read_text()

@@ -100,7 +100,7 @@ def test_reader_sets_aside_on_becoming_owner(tmp_path: Path) -> None:
     flip_a_payload_byte(step_path(run, 3))
     with jct.StepManager(run) as manager:
         assert step_of(manager.restore()) == 2
-        assert not (run / "notes.jsonl").exists()
+        assert not (run / "record").exists()
         save_steps(manager, 3)
         assert manager.latest == step_of(manager.restore()) == 3
     assert step_names(run)[-2:] == ["step-0000000003", "step-0000000003.g1"]
@@ -171,7 +171,7 @@ def test_nothing_is_set_aside_without_intact_step(tmp_path: Path) -> None:
         with pytest.raises(jct.CorruptCheckpointError, match="none of 2 committed steps"):
             manager.restore()
         assert manager.steps == [1, 2]
-    assert not (run / "notes.jsonl").exists()
+    assert not (run / "record").exists()
 
 
 def test_run_with_only_damaged_steps_raises(tmp_path: Path) -> None:
@@ -186,10 +186,10 @@ def test_run_with_only_damaged_steps_raises(tmp_path: Path) -> None:
         ckpt.resume(state_of(0))
 
 
-def test_refused_note_does_not_stop_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_record_does_not_stop_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path, 1, 2)
     flip_a_payload_byte(step_path(run, 2))
-    backend = RefusingBackend("append", "notes.jsonl", errno.EROFS, times=1000)
+    backend = RefusingBackend("rename", ".jaxckpt-new-", errno.EROFS, times=1000)
     with jct.StepManager(run, backend=backend) as manager:
         manager.own()
         assert step_of(manager.restore()) == 1

@@ -10,6 +10,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.history import utc_now
+from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.runs import made_run, save_steps, state_of, step_of, step_path
 
@@ -90,7 +91,7 @@ def test_steps_that_policies_see_are_not_built_twice(tmp_path: Path) -> None:
     run = opened(made_run(tmp_path, 1, 2))
     run.own()
     assert run.infos() is run.infos()
-    run.note(run.entries()[0], {"pin": True})
+    run.annotate(run.entries()[0], Annotation(pin=True))
     assert [info.pinned for info in run.infos()] == [True, False]
     run.close()
 

@@ -1,4 +1,4 @@
-"""Held steps: damage to the notes of a run keeps each step that may be pinned, and training continues."""
+"""Held steps: damage to the record of a run keeps each step that may be pinned, and training continues."""
 
 from __future__ import annotations
 
@@ -11,51 +11,60 @@ import pytest
 
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
-from jaxckpt_train.run.annotations import NOTES_NAME
 from jaxckpt_train.run.catalog import scan
 from jaxckpt_train.run.entry import entry_from_manifest
+from jaxckpt_train.run.record import RECORD_NAME
 from jaxckpt_train.store.backends.local import LocalBackend
-from tests.support.runs import flip_a_payload_byte, made_run, save_steps, step_path, truncate_the_manifest
+from tests.support.runs import (
+    flip_a_payload_byte,
+    made_run,
+    record_file,
+    save_steps,
+    step_path,
+    truncate_the_manifest,
+)
 
 
 def flip_a_pin(run: Path) -> None:
-    data = (run / NOTES_NAME).read_bytes()
-    (run / NOTES_NAME).write_bytes(data.replace(b'"step":1', b'"step":3'))
+    file = record_file(run)
+    file.write_bytes(file.read_bytes().replace(b'"pins":[1]', b'"pins":[3]'))
 
 
 def link_elsewhere(run: Path) -> None:
-    (run / NOTES_NAME).unlink()
-    (run / NOTES_NAME).symlink_to("/nonexistent")
+    file = record_file(run)
+    file.unlink()
+    file.symlink_to("/nonexistent")
 
 
 def make_it_a_directory(run: Path) -> None:
-    (run / NOTES_NAME).unlink()
-    (run / NOTES_NAME).mkdir()
+    file = record_file(run)
+    file.unlink()
+    file.mkdir()
 
 
 def zero_a_part_of_a_pin(run: Path) -> None:
-    data = (run / NOTES_NAME).read_bytes()
-    (run / NOTES_NAME).write_bytes(data[:10] + bytes(30) + data[40:])
+    data = record_file(run).read_bytes()
+    record_file(run).write_bytes(data[:10] + bytes(30) + data[40:])
 
 
 def cut_within_a_pin(run: Path) -> None:
-    os.truncate(run / NOTES_NAME, 50)
+    os.truncate(record_file(run), 50)
 
 
 def empty_it(run: Path) -> None:
-    os.truncate(run / NOTES_NAME, 0)
+    os.truncate(record_file(run), 0)
 
 
 def remove_it(run: Path) -> None:
-    (run / NOTES_NAME).unlink()
+    shutil.rmtree(run / RECORD_NAME)
 
 
 def make_it_huge(run: Path) -> None:
-    os.truncate(run / NOTES_NAME, 1 << 40)
+    os.truncate(record_file(run), 1 << 40)
 
 
 def pinned_run(directory: Path) -> Path:
-    """A run with steps 1 to 3; the first is pinned, and the manifest of the last one counts that note."""
+    """A run with steps 1 to 3; the first is pinned, and the last manifest states a changed record."""
     run = made_run(directory, 1, 2)
     with StepManager(run) as manager:
         manager.pin(1)
@@ -67,7 +76,7 @@ LOST = [zero_a_part_of_a_pin, cut_within_a_pin, empty_it, remove_it]
 
 
 @pytest.mark.parametrize("damage", [flip_a_pin, link_elsewhere, make_it_a_directory, make_it_huge, *LOST])
-def test_damaged_notes_keep_steps_maybe_pinned(tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_record_keeps_steps_maybe_pinned(tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
     run = pinned_run(tmp_path)
     damage(run)
     with StepManager(run, preservation_policy=LatestN(1)) as manager:
@@ -107,19 +116,19 @@ def test_later_damage_holds_steps_again(tmp_path: Path) -> None:
     with StepManager(run, preservation_policy=LatestN(1)) as manager:
         save_steps(manager, 5)
         manager.pin(5)
-    data = (run / NOTES_NAME).read_bytes()
-    (run / NOTES_NAME).write_bytes(data.replace(b'"step":5', b'"step":7'))
+    data = record_file(run).read_bytes()
+    record_file(run).write_bytes(data.replace(b'"pins":[5]', b'"pins":[7]'))
     with StepManager(run, preservation_policy=LatestN(1)) as manager:
         save_steps(manager, 6, 7)
     assert StepManager(run).steps == [1, 2, 5, 7]
 
 
-def test_once_damaged_line_is_gone_policy_holds_again(tmp_path: Path) -> None:
+def test_record_removed_by_hand_is_no_damage(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2, 3)
     with StepManager(run) as manager:
         manager.pin(1)
     flip_a_pin(run)
-    os.unlink(run / NOTES_NAME)
+    remove_it(run)
     with StepManager(run, preservation_policy=LatestN(1)) as manager:
         manager.pin(2)
         save_steps(manager, 4)
@@ -127,7 +136,7 @@ def test_once_damaged_line_is_gone_policy_holds_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", LOST[1:])
-def test_notes_lost_again_hold_steps_again(tmp_path: Path, damage: Any) -> None:
+def test_record_lost_again_holds_steps_again(tmp_path: Path, damage: Any) -> None:
     run = made_run(tmp_path, 1, 2)
     with StepManager(run) as manager:
         manager.pin(1)
@@ -139,28 +148,8 @@ def test_notes_lost_again_hold_steps_again(tmp_path: Path, damage: Any) -> None:
     assert StepManager(run).steps == [1, 2, 3, 5, 7]
 
 
-def test_huge_notes_file_keeps_its_content(tmp_path: Path) -> None:
-    run = made_run(tmp_path, 1, 2)
-    with StepManager(run) as manager:
-        manager.pin(1)
-        manager.attach_metrics(2, {"loss": 0.5})
-    before = (run / NOTES_NAME).read_bytes()
-    make_it_huge(run)
-    assert [entry.is_held for entry in scan(LocalBackend(), str(run))] == [True, True]
-    with StepManager(run) as manager:
-        manager.pin(2)
-    entries = scan(LocalBackend(), str(run))
-    assert [(entry.pinned, entry.is_held, entry.metrics) for entry in entries] == [
-        (True, True, None), (True, True, {"loss": 0.5}),
-    ]  # fmt: skip
-    with (run / NOTES_NAME).open("rb") as file:
-        assert file.read(len(before) + 1) == before + b"\0"
-        file.seek(1 << 40)
-        assert file.read().count(b"\n{") == 2
-
-
 @pytest.mark.parametrize("spoil", [flip_a_payload_byte, truncate_the_manifest])
-def test_damaged_manifest_gives_no_note_count(tmp_path: Path, spoil: Any) -> None:
+def test_damaged_manifest_states_no_record_number(tmp_path: Path, spoil: Any) -> None:
     run = made_run(tmp_path, 1)
     with StepManager(run) as manager:
         manager.pin(1)
@@ -171,7 +160,7 @@ def test_damaged_manifest_gives_no_note_count(tmp_path: Path, spoil: Any) -> Non
     assert [entry.is_held for entry in scan(LocalBackend(), str(run))] == [is_certain, True]
 
 
-def test_copied_step_gives_no_note_count(tmp_path: Path) -> None:
+def test_copied_step_states_no_record_number(tmp_path: Path) -> None:
     other = made_run(tmp_path / "other", 1)
     with StepManager(other) as manager:
         manager.pin(1)
@@ -182,5 +171,5 @@ def test_copied_step_gives_no_note_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, True, -1, 0.5, "3", [], 1 << 70])
-def test_invalid_note_count_in_manifest_is_zero(value: object) -> None:
-    assert entry_from_manifest("step-0000000001", 1, 0, {"step": 1, "notes": value}).notes == 0
+def test_invalid_record_number_in_manifest_is_zero(value: object) -> None:
+    assert entry_from_manifest("step-0000000001", 1, 0, {"step": 1, "record": value}).record_number == 0

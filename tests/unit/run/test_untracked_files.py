@@ -219,7 +219,7 @@ def test_history_that_is_link_is_not_written_through(tmp_path: Path) -> None:
     assert StepManager(run).steps == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["history.jsonl", "notes.jsonl"])
+@pytest.mark.parametrize("name", ["history.jsonl", "notes.jsonl", "record"])
 def test_pipe_in_place_of_file_blocks_nobody(tmp_path: Path, name: str) -> None:
     run = made_run(tmp_path, 1)
     (run / name).unlink(missing_ok=True)
@@ -283,13 +283,13 @@ def test_quarantine_and_deletion_exclude_each_other(tmp_path: Path) -> None:
         manager._run.set_aside(first, "torn")
         assert [event for event in manager.history.events() if event["event"] == "set_aside"] == []
         manager._run._pending_deletions.discard([first.name])
-        note = manager._run.note
+        annotate = manager._run.annotate
 
         def meanwhile(*given: Any) -> None:
             manager._run.retain()  # as a commit on another thread
-            note(*given)
+            annotate(*given)
 
-        manager._run.note = meanwhile  # type: ignore[method-assign]
+        manager._run.annotate = meanwhile  # type: ignore[method-assign]
         manager._run.set_aside(first, "torn")
         assert manager.damaged == [1]
     assert step_path(run, 1).exists()

@@ -184,7 +184,7 @@ def test_pin_protects_its_step_during_a_save() -> None:
         sync, saved = disk.sync, list[int]()
 
         def saving(path: str) -> None:
-            if path.endswith("notes.jsonl") and not saved:
+            if path.endswith("record") and manager.steps == [1, 2] and not saved:
                 saved.append(3)
                 manager.save(3, state_of(3))
                 manager.wait(60)

@@ -1,0 +1,419 @@
+"""The run record: pins, metrics attached later, damage, and what a roll-back left behind.
+
+It is one small record that the owner of the run replaces as a whole. The directory listing says which steps exist; the
+record only annotates them. A lost or damaged record is rebuilt, and then no step is deleted until the user agrees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, FormatVersionError, StorageError
+from jaxckpt_train.run.entry import Entry, Restored, RollBack, count_of, parse_step_name
+from jaxckpt_train.run.history import metrics_to_json
+from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
+from jaxckpt_train.store.files import read_whole
+from jaxckpt_train.store.manifest import NOT_JSON, metrics_from_json
+from jaxckpt_train.store.threads import free_in_child
+
+_log = logging.getLogger("jaxckpt_train")
+RECORD_NAME = "record"
+NOTES_NAME = "notes.jsonl"  # where earlier versions kept what the record has
+_FORMAT = 1
+_TRIES = 5
+_MAX_NOTES_BYTES = 64 << 20
+
+
+class Annotation(msgspec.Struct, frozen=True, kw_only=True):
+    """A change to what the record says of one step. A pin applies to all saves of the step, the rest to one save.
+
+    Attributes:
+        pin: whether the step is pinned from now on; None: no change.
+        metrics: metrics to add, as `metrics_to_json` returns them.
+        damaged: why the save is set aside; None: it is intact again.
+        is_unsynced: the storage has refused to sync the save.
+    """
+
+    pin: bool | None = None
+    metrics: Mapping[str, float | str] = {}
+    damaged: str | msgspec.UnsetType | None = msgspec.UNSET
+    is_unsynced: bool = False
+
+
+class SaveFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the record says of one save, in addition to its manifest.
+
+    Attributes:
+        saved: the time of the save, because the directory name of a deleted save may be reused.
+        metrics, damaged, is_unsynced: see `Annotation`.
+    """
+
+    saved: str
+    metrics: dict[str, float | str] = {}
+    damaged: str | None = None
+    is_unsynced: bool = False
+
+    def with_annotation(self, change: Annotation) -> SaveFacts:
+        """The facts after a change."""
+        return SaveFacts(
+            self.saved,
+            {**self.metrics, **change.metrics},
+            self.damaged if change.damaged is msgspec.UNSET else change.damaged,
+            self.is_unsynced or change.is_unsynced,
+        )
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The content of a run record.
+
+    Attributes:
+        format: the version of this structure.
+        number: the number of changes since the run started. Manifests state it, so that an older record is recognised.
+        writer: identifies the process that wrote this version.
+        pins: the pinned steps.
+        kept: names of saves that retention must not delete, because a lost record may have had pins for them.
+        saves: facts by directory name.
+        roll_back: the last roll-back.
+    """
+
+    format: int = _FORMAT
+    number: int = 0
+    writer: str = ""
+    pins: frozenset[int] = frozenset()
+    kept: frozenset[str] = frozenset()
+    saves: dict[str, SaveFacts] = {}
+    roll_back: RollBack = RollBack()
+
+    def annotated(self, entry: Entry, change: Annotation) -> RunRecord:
+        """The record after a change of what it says of a step."""
+        pins, kept = self.pins, self.kept
+        if change.pin is True:
+            pins |= {entry.step}
+        elif change.pin is False:
+            pins -= {entry.step}
+            kept = frozenset(name for name in kept if (parse_step_name(name) or (None,))[0] != entry.step)
+        facts = self._facts(entry) or SaveFacts(entry.time.isoformat())
+        changed = facts.with_annotation(change)
+        saves = self.saves if changed == facts else {**self.saves, entry.name: changed}
+        return msgspec.structs.replace(self, pins=pins, kept=kept, saves=saves)
+
+    def without_saves(self, names: frozenset[str]) -> RunRecord:
+        """The record without the facts of deleted saves."""
+        saves = {name: facts for name, facts in self.saves.items() if name not in names}
+        return msgspec.structs.replace(self, saves=saves, kept=self.kept - names)
+
+    def applied_to(self, entry: Entry, is_complete: bool = True) -> Entry:
+        """The entry with what the record says of it.
+
+        Args:
+            entry: from its manifest, or from an earlier call.
+            is_complete: whether this is all that was ever recorded; otherwise the step may be pinned.
+        """
+        facts = self._facts(entry) or SaveFacts("")
+        return dataclasses.replace(
+            entry,
+            metrics={**(entry.metrics or {}), **metrics_from_json(facts.metrics)} or None,
+            pinned=entry.step in self.pins,
+            damaged=facts.damaged,
+            is_unsynced=entry.is_unsynced or facts.is_unsynced,
+            is_held=not entry.is_certain or not is_complete or entry.name in self.kept,
+        )
+
+    def _facts(self, entry: Entry) -> SaveFacts | None:
+        """The facts of this save. Only a manifest has the time of the save: without one, the name has to suffice."""
+        found = self.saves.get(entry.name)
+        return found if found and (found.saved == entry.time.isoformat() or not entry.has_lineage) else None
+
+
+class _Sealed(msgspec.Struct):
+    xxh3_64: str
+    record: msgspec.Raw
+
+
+def encode_record(record: RunRecord) -> bytes:
+    """Encode a record with a digest of its content."""
+    return seal_record(msgspec.json.encode(record, order="deterministic"))
+
+
+def seal_record(content: bytes) -> bytes:
+    """Add the digest to the JSON of a record."""
+    return msgspec.json.encode(_Sealed(xxhash.xxh3_64_hexdigest(content), msgspec.Raw(content))) + b"\n"
+
+
+def decode_record(data: bytes, path: str) -> RunRecord:
+    """Decode a record.
+
+    Raises:
+        CorruptCheckpointError: the bytes are not those of a record.
+        FormatVersionError: a newer version of the package wrote it.
+    """
+    try:
+        sealed = msgspec.json.decode(data, type=_Sealed)
+        raw = bytes(sealed.record)
+        if xxhash.xxh3_64_hexdigest(raw) != sealed.xxh3_64:
+            raise CorruptCheckpointError(f"{path}: damaged: its digest is not that of its content")
+        version = msgspec.json.decode(raw, type=dict[str, Any]).get("format", _FORMAT)
+        if version != _FORMAT:
+            raise FormatVersionError(
+                f"{path}: expected a run record of format {_FORMAT}, found {version!r}: use a newer jaxckpt_train"
+            )
+        return msgspec.json.decode(raw, type=RunRecord)
+    except NOT_JSON as error:
+        raise CorruptCheckpointError(f"{path}: expected a run record, found other content: {error}") from error
+
+
+class FoundRecord:
+    """The record of a run as it was read, or as it was rebuilt.
+
+    Attributes:
+        record: the content; empty if it could not be read.
+        version: the version in the storage; None: there is none.
+        problem: why something that was recorded may be missing; None: nothing is.
+        has_notes: whether the notes of an earlier version of this package are left to be removed.
+    """
+
+    def __init__(self, backend: Backend, directory: str) -> None:
+        self._path = f"{directory}/{RECORD_NAME}"
+        self.record, self.has_notes = RunRecord(), False
+        self.version: int | None = None
+        self.problem: str | None = None
+        try:
+            stored = backend.read_record(self._path)
+            notes = _read_notes(backend, directory)
+            self.has_notes = notes is not None
+            if stored is not None:
+                self.version, self.problem = stored.version, stored.problem
+                if stored.problem is None:
+                    self.record = decode_record(stored.data, self._path)
+            elif notes is not None:
+                self.record, self.problem = _from_notes(notes, f"{directory}/{NOTES_NAME}")
+        except (StorageError, CorruptCheckpointError) as error:
+            self.problem = str(error)
+
+    def expect(self, number: int) -> None:
+        """Check the number of the record against that in the manifest of a later save."""
+        if self.problem is None and self.record.number < number:
+            self.problem = (
+                f"{self._path}: expected at least {number} changes, as the manifest of a step states, found "
+                f"{self.record.number}"
+            )
+        if self.record.number < number:
+            self.record = msgspec.structs.replace(self.record, number=number)
+
+    def applied_to(self, entry: Entry) -> Entry:
+        """The entry with what the record says of it."""
+        return self.record.applied_to(entry, self.problem is None)
+
+
+def _read_notes(backend: Backend, directory: str) -> bytes | None:
+    """The notes of an earlier version of this package; None: there are none."""
+    try:
+        return read_whole(backend, directory, NOTES_NAME, _MAX_NOTES_BYTES).tobytes()
+    except StorageError as error:
+        if error.errno in GONE:
+            return None
+        raise
+
+
+_SEAL = b',"xxh3_64":"'
+
+
+def _from_notes(data: bytes, path: str) -> tuple[RunRecord, str | None]:
+    """Convert notes, one per line, each with a number and a digest; also return why one may be missing."""
+    record, problem, is_unknown = RunRecord(), None, False
+    for line in data.split(b"\n"):
+        note = _note_in(line)
+        if note is None:
+            is_unknown = line.strip(b"\0~") != b"" and not line.endswith(b"~")  # "~" ends what a crash had cut
+            continue
+        number, kept = count_of(note.get("number")) or 0, note.get("held")
+        if isinstance(kept, list):
+            record, problem = msgspec.structs.replace(record, kept=record.kept | _names(kept)), None
+        elif number != record.number + 1:
+            problem = problem or f"{path}: expected note {record.number + 1}, found note {number}"
+        record, is_unknown = msgspec.structs.replace(_with_note(record, note), number=max(record.number, number)), False
+    if is_unknown:
+        problem = problem or f"{path}: expected a note, found a damaged last line"
+    return record, problem
+
+
+def _note_in(line: bytes) -> dict[str, Any] | None:
+    body, seal, end = line.rpartition(_SEAL)
+    if not seal or end != xxhash.xxh3_64_hexdigest(body + b"}").encode() + b'"}':
+        return None
+    try:
+        return msgspec.json.decode(body + b"}", type=dict[str, Any])
+    except NOT_JSON:
+        return None
+
+
+def _with_note(record: RunRecord, note: Mapping[str, Any]) -> RunRecord:
+    left, sequence = note.get("left_behind"), note.get("sequence")
+    if isinstance(left, list) and isinstance(sequence, int):
+        return msgspec.structs.replace(record, roll_back=RollBack(sequence, _names(left)))
+    step, name, saved, pin, damaged = (note.get(key) for key in ("step", "name", "saved", "pin", "damaged"))
+    if isinstance(step, int) and isinstance(pin, bool):
+        kept = record.kept if pin else {each for each in record.kept if (parse_step_name(each) or (None,))[0] != step}
+        pins = record.pins | {step} if pin else record.pins - {step}
+        record = msgspec.structs.replace(record, pins=pins, kept=frozenset(kept))
+    if not isinstance(name, str) or not isinstance(saved, str):
+        return record
+    facts = record.saves.get(name)
+    if facts is None or facts.saved != saved:
+        facts = SaveFacts(saved)
+    change = Annotation(
+        metrics=metrics_to_json(metrics_from_json(note.get("metrics"))),
+        damaged=msgspec.UNSET if "damaged" not in note else damaged if isinstance(damaged, str) else None,
+        is_unsynced=note.get("unsynced") is True,
+    )
+    saves = {**record.saves, name: facts.with_annotation(change)}
+    return msgspec.structs.replace(record, saves=saves)
+
+
+def _names(values: Sequence[object]) -> frozenset[str]:
+    return frozenset(name for name in values if isinstance(name, str))
+
+
+class RecordKeeper:
+    """Changes the record of a run, for its owner and from any thread.
+
+    A process that lost the run to another owner cannot change it: the version that it has seen is replaced by then.
+
+    Args:
+        backend: the storage.
+        directory: the run directory.
+        check_owner: raises DirectoryLockedError if another process owns the run.
+
+    Attributes:
+        record: the current content.
+    """
+
+    def __init__(self, backend: Backend, directory: str, check_owner: Callable[[], None]) -> None:
+        self._backend, self._directory, self._check_owner = backend, directory, check_owner
+        self._path, self._writer = f"{directory}/{RECORD_NAME}", uuid.uuid4().hex
+        self._version: int | None = None
+        self._deleted = set[str]()  # changed without the guard, which is held while the storage works
+        self._guard = threading.RLock()
+        free_in_child(self)
+        self.record = RunRecord()
+
+    def take(self, found: FoundRecord, entries: Sequence[Entry]) -> None:
+        """Continue after the record that a new owner has read. If it is incomplete, keep all current steps."""
+        with self._guard:
+            self.record, self._version = found.record, found.version
+            if found.problem is None and not found.has_notes:
+                if found.version is not None:
+                    with contextlib.suppress(StorageError):  # the next change tries again
+                        sync_directory(self._backend, self._path)  # the last owner may have died before its own sync
+                return
+            if found.problem is not None:
+                _log.warning(
+                    "%s; the current %d steps may be pinned and are therefore not deleted: call pin(step) to keep a "
+                    "step, and pin(step, False) to allow its deletion",
+                    found.problem,
+                    len(entries),
+                )
+                kept = self.record.kept.union(entry.name for entry in entries)
+                self.record = msgspec.structs.replace(self.record, kept=kept)
+            try:
+                self._write(self.record)
+                self._backend.remove(f"{self._directory}/{NOTES_NAME}")
+            except StorageError as error:  # the next change tries again
+                _log.warning("%s: cannot be written: %s", self._path, error)
+
+    def annotate(self, entry: Entry, change: Annotation) -> None:
+        """Record a change of one step, durably.
+
+        Raises:
+            StorageError: the storage refused. The change may be recorded or not.
+            DirectoryLockedError: the run belongs to another process now.
+        """
+        with self._guard:
+            self._write(self.record.annotated(entry, change))
+
+    def roll_back(self, roll_back: RollBack) -> None:
+        """Record what was left behind. The manifest of the save says it too, so a refusal is only a warning."""
+        with self._guard:
+            try:
+                self._write(msgspec.structs.replace(self.record, roll_back=roll_back))
+            except (StorageError, DirectoryLockedError) as error:
+                _log.warning(
+                    "cannot record which steps a roll-back left behind; only the manifest of the new step has them: %s",
+                    error,
+                )
+
+    def forget(self, name: str) -> None:
+        """Drop the facts of a deleted save with the next change."""
+        self._deleted.add(name)
+
+    def reuse(self, name: str) -> None:
+        """Keep the facts of this name, which a new save has now."""
+        self._deleted.discard(name)
+
+    def _write(self, record: RunRecord) -> None:
+        """Replace the record. Another version than the last one that was seen comes from an earlier write.
+
+        That write was reported as failed: by this process after an error, or by a former owner that had lost the run.
+        """
+        number, deleted = self.record.number + 1, frozenset(self._deleted)
+        record = msgspec.structs.replace(record.without_saves(deleted), number=number, writer=self._writer)
+        for _ in range(_TRIES):
+            self._check_owner()
+            version = self._backend.swap_record(self._path, encode_record(record), self._version)
+            self._check_owner()  # a new owner may have read the record without this change
+            if version is not None:
+                self.record, self._version = record, version
+                self._deleted -= deleted
+                return
+            stored = self._backend.read_record(self._path)
+            self._version = None if stored is None else stored.version
+        raise DirectoryLockedError(f"{self._path}: another process keeps changing it, although this one owns the run")
+
+
+class DamageReports:
+    """The latest finding about each save: damaged, or intact again. The owner records them.
+
+    Attributes:
+        compared: the saves that the last restore verified completely or found damaged.
+    """
+
+    def __init__(self) -> None:
+        self.compared: frozenset[tuple[str, datetime.datetime]] = frozenset()
+        self._found: dict[tuple[str, datetime.datetime], tuple[Entry, str | None]] = {}
+        self._guard = threading.RLock()
+
+    def add(self, restored: Restored) -> None:
+        """Add the findings of a restore: damaged steps that it skipped, and a step that is intact again."""
+        entry = restored.entry
+        with self._guard:
+            self._found.pop(entry.identity, None)  # an earlier finding may date from an incomplete copy of the step
+            if restored.is_mended:
+                self._found[entry.identity] = (entry, None)
+            proven = [each for each in restored.skipped if each.is_proven]
+            for each in proven:
+                if each.entry.damaged is None:
+                    self._found[each.entry.identity] = (each.entry, each.problem)
+            whole = {entry.identity} if restored.is_verified else set()
+            self.compared = frozenset({each.entry.identity for each in proven} | whole)
+
+    def damaged(self, entry: Entry, problem: str) -> None:
+        """Add a step that is proven to be damaged."""
+        with self._guard:
+            self._found[entry.identity] = (entry, problem)
+
+    def take(self) -> list[tuple[Entry, str | None]]:
+        """Return all findings, and drop them from this object."""
+        with self._guard:
+            found, self._found = list(self._found.values()), {}
+        # Escape what is not valid Unicode, such as parts of a path.
+        return [(entry, problem and problem.encode("utf-8", "backslashreplace").decode()) for entry, problem in found]

@@ -1,0 +1,113 @@
+"""Small mutable records on file systems, which have no compare-and-swap.
+
+A record is a directory, and each version of it is a file that is named by its number. A name can be created only once,
+so only one of several writers that have seen the same version creates the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+from typing import Protocol
+
+import numpy as np
+
+from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.store.backends.base import (
+    GONE,
+    TEMPORARY_PREFIXES,
+    Files,
+    Publishing,
+    StoredRecord,
+    sync_directory,
+)
+
+MAX_RECORD_BYTES = 64 << 20
+_NAME = re.compile(r"([0-9]{10})\.json")
+_TRIES = 10
+
+
+class FileSystem(Files, Publishing, Protocol):
+    """The operations on which versioned files are built."""
+
+
+def read_newest_version(files: Files, path: str) -> StoredRecord | None:
+    """Implements `Records.read_record` on a file system."""
+    found = None
+    for _ in range(_TRIES):
+        numbers = _versions(files, path)
+        if not numbers:
+            return None
+        try:
+            return StoredRecord(numbers[-1], _read(files, path, _name(numbers[-1])))
+        except (StorageError, CorruptCheckpointError) as error:
+            found = StoredRecord(numbers[-1], b"", str(error))
+            if getattr(error, "errno", None) not in GONE:
+                break  # else a writer has replaced this version meanwhile
+    return found
+
+
+def add_next_version(files: FileSystem, path: str, data: bytes, version: int | None) -> int | None:
+    """Implements `Records.swap_record` on a file system."""
+    number = (version or 0) + 1
+    target, draft = f"{path}/{_name(number)}", f"{path}/{TEMPORARY_PREFIXES[0]}{secrets.token_hex(8)}"
+    if version is None:
+        files.make_directory(path, parents=True, sync=True)
+        sync_directory(files, os.path.dirname(path))  # an earlier writer may have created it without a sync
+    try:
+        _write(files, draft, data)
+        files.rename(draft, target)
+    except BaseException as error:
+        with contextlib.suppress(StorageError):
+            files.remove(draft)
+        if isinstance(error, StorageError) and error.errno in {errno.EEXIST, *GONE}:
+            return None  # another writer was faster, and may have removed the draft
+        raise
+    sync_directory(files, path)
+    if _versions(files, path)[-1] > number:  # replaced already; or it came so late that the number was free again
+        files.remove(target)
+        return None
+    with contextlib.suppress(StorageError):  # the next writer tries again
+        for entry in files.list(path):
+            if entry.name < _name(number):  # older versions, and drafts of dead writers
+                files.remove(f"{path}/{entry.name}")
+    return number
+
+
+def _write(files: Files, path: str, data: bytes) -> None:
+    sink = files.create(path, direct=False)
+    try:
+        sink.write_at(0, np.frombuffer(data, np.uint8))
+        sink.finish(len(data), sync=True)
+    except BaseException:
+        sink.abandon()
+        raise
+
+
+def _versions(files: Files, path: str) -> list[int]:
+    try:
+        matches = [_NAME.fullmatch(entry.name) for entry in files.list(path)]
+    except StorageError as error:
+        if error.errno in GONE:
+            return []
+        raise
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _name(version: int) -> str:
+    return f"{version:010d}.json"
+
+
+def _read(files: Files, path: str, name: str) -> bytes:
+    source = files.open(path, name, direct=False)
+    try:
+        if source.size > MAX_RECORD_BYTES:
+            raise CorruptCheckpointError(f"{path}/{name}: {source.size} bytes, expected at most {MAX_RECORD_BYTES}")
+        data = np.empty(source.size, np.uint8)
+        source.read_into(0, data, len(data))
+    finally:
+        source.close()
+    return data.tobytes()
