@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
+
+from jaxckpt_train.store.boxes import Box, box_from_index, full_box
 
 try:
     from jax import enable_x64
@@ -27,7 +30,7 @@ try:
     from jax import set_mesh
 except ImportError:
     from jax.sharding import use_mesh as set_mesh  # type: ignore[attr-defined, no-redef]
-__all__ = ["enable_x64", "get_mesh", "set_mesh", "without_caller_settings"]
+__all__ = ["boxes_of", "enable_x64", "get_mesh", "set_mesh", "without_caller_settings"]
 _NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 
 
@@ -40,3 +43,9 @@ def without_caller_settings() -> Iterator[None]:
     """
     with set_mesh(_NO_MESH), jax.disable_jit(False):
         yield
+
+
+def boxes_of(indices: Mapping[jax.Device, Any], shape: tuple[int, ...]) -> Iterator[tuple[jax.Device, Box]]:
+    """Yield each device of a map of JAX from devices to indices, with its box."""
+    for device, index in indices.items():
+        yield device, full_box(shape) if index is None else box_from_index(index, shape)

@@ -10,15 +10,15 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxckpt_train.pytree._jax import without_caller_settings
+from jaxckpt_train.pytree._jax import boxes_of, without_caller_settings
 from jaxckpt_train.pytree.copies import TransferBudget, Transfers, copies_if_wanted, own_handle, take_handles
 from jaxckpt_train.settings import SnapshotMode
-from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, full_box, slices_within
+from jaxckpt_train.store.boxes import Box, box_elements, slices_within
 from jaxckpt_train.store.segment import ChunkSource
 
 Holders = tuple[int, ...] | range
@@ -281,9 +281,7 @@ class JobPartition:
         """Compute the layout from the index of every device."""
         holders: dict[Box, set[int]] = {}
         boxes: dict[jax.Device, Box] = {}
-        devices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
-        for device, index in devices.items():
-            box = full_box(shape) if index is None else box_from_index(index, shape)
+        for device, box in boxes_of(sharding.devices_indices_map(shape), shape):
             holders.setdefault(box, set()).add(device.process_index)
             if device.process_index == self._process:
                 boxes[device] = box

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError
-from jaxckpt_train.pytree._jax import without_caller_settings
+from jaxckpt_train.pytree._jax import boxes_of, without_caller_settings
 from jaxckpt_train.pytree.target import LeafRequest
-from jaxckpt_train.store.boxes import Box, box_from_index, full_box
+from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.buffers import ReadBudget, empty_array
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
@@ -58,8 +58,7 @@ def place_array(name: str, shape: tuple[int, ...], sharding: jax.sharding.Shardi
         raise MismatchError(f"leaf {name!r}: shape {shape} does not fit its sharding {sharding}: {error}") from error
     numbers: dict[Box, int] = {}
     devices = []
-    for device, index in indices.items():
-        box = full_box(shape) if index is None else box_from_index(index, shape)
+    for device, box in boxes_of(indices, shape):
         devices.append((device, numbers.setdefault(box, len(numbers))))
     return Placement(shape, sharding, tuple(numbers), tuple(devices))
 

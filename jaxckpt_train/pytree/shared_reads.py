@@ -11,8 +11,8 @@ import functools
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import msgspec
@@ -21,6 +21,7 @@ import numpy as np
 from jaxckpt_train.distributed.coordinator import Coordinator, no_result
 from jaxckpt_train.distributed.shared_memory import ColocatedMemory, find_colocated_processes
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError
+from jaxckpt_train.pytree._jax import boxes_of
 from jaxckpt_train.pytree.placing import ArrayLoad, spans_processes
 from jaxckpt_train.pytree.redistribution import (
     LEAST_ROW_BYTES,
@@ -40,7 +41,7 @@ from jaxckpt_train.pytree.redistribution import (
 )
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
-from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, full_box
+from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import ArrayRecord
@@ -110,9 +111,7 @@ def select_shared(
 
 def _requirements(shape: tuple[int, ...], sharding: jax.sharding.Sharding, processes: int) -> Requirements:
     boxes: list[set[Box]] = [set() for _ in range(processes)]
-    places: Mapping[Any, Any] = sharding.devices_indices_map(shape)
-    for device, index in places.items():
-        box = full_box(shape) if index is None else box_from_index(index, shape)
+    for device, box in boxes_of(sharding.devices_indices_map(shape), shape):
         if box_elements(box):
             boxes[device.process_index].add(box)
     return tuple(tuple(sorted(each)) for each in boxes)

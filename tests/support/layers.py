@@ -51,7 +51,7 @@ WITH_JAX = {
 ADAPTERS = {
     "blake3": {"store.files"},
     "bokeh": {"report.charts"},
-    "cloudpickle": {"pytree.colocated.calls"},
+    "cloudpickle": {"pytree.colocated.transfer"},
     "etils": {"integrations.orbax_items"},  # only for handlers of Orbax, which depends on it
     "flax": {"checkpointables.nnx"},
     "grain": {"checkpointables.grain"},
@@ -105,7 +105,6 @@ MAY_HAVE_ONE_IMPORTER = {
     "inspection.disk_speed": "the measurement of a disk, used by doctor and by reports",
     "integrations.orbax_items": "handlers of Orbax, apart from its manager",
     "preemption.signals": "handlers of signals, which run inside any other code",
-    "pytree.colocated.calls": "the calls through Colocated Python, the only users of its pickles",
     "pytree.redistribution": "the exchange of shards between processes",
     "pytree.shared_reads": "the reads that the processes of a job share",
     "report.charts": "all that imports bokeh",

@@ -170,7 +170,7 @@ def test_load_from_stopped_host_times_out(
 
 def test_hosts_report_their_progress(tmp_path: Path, hosts: dict[jax.Device, HostProcess]) -> None:
     """Progress of a slow host counts, so that its save does not time out."""
-    from jaxckpt_train.pytree.colocated.calls import ProgressPoller
+    from jaxckpt_train.pytree.colocated.transfer import ProgressPoller
 
     with controlled(hosts):
         asking = ProgressPoller({0: jax.devices()[0], 1: jax.devices()[1]})

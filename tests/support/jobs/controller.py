@@ -23,7 +23,7 @@ import jax
 import msgspec
 import pytest
 
-from jaxckpt_train.pytree.colocated import calls as colocated_calls
+from jaxckpt_train.pytree.colocated import transfer
 from tests.support.jobs.host_process import Reply, Request, packed, unpacked
 from tests.support.paths import REPO_ROOT
 
@@ -121,13 +121,10 @@ def controlled(hosts: Mapping[jax.Device, HostProcess]) -> Iterator[None]:
     """Let Colocated Python run in these processes."""
     from jax.experimental import colocated_python
 
-    made = (colocated_calls._writing, colocated_calls._reading, colocated_calls._progress_call)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(colocated_python, "colocated_python", lambda function: _Unspecialized(hosts, function))
-        for each in made:
-            each.cache_clear()
+        transfer._colocated.cache_clear()
         try:
             yield
         finally:
-            for each in made:
-                each.cache_clear()
+            transfer._colocated.cache_clear()

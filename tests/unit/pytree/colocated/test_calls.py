@@ -12,7 +12,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.pytree.colocated import host
-from jaxckpt_train.pytree.colocated.calls import HostQueue
+from jaxckpt_train.pytree.colocated.transfer import HostQueue
 from tests.support.colocated_states import HOSTS, MIB
 from tests.support.same_trees import assert_same
 

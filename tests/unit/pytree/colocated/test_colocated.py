@@ -16,7 +16,6 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.pytree import copies, snapshot
 from jaxckpt_train.pytree.colocated import transfer
-from jaxckpt_train.pytree.colocated.calls import cpu_device_of
 from jaxckpt_train.pytree.colocated.host import (
     Answer,
     WritePlan,
@@ -28,7 +27,7 @@ from jaxckpt_train.pytree.colocated.host import (
     settings_there,
     write_here,
 )
-from jaxckpt_train.pytree.colocated.transfer import HostReads
+from jaxckpt_train.pytree.colocated.transfer import HostReads, cpu_device_of
 from jaxckpt_train.pytree.copies import is_single_controller
 from jaxckpt_train.pytree.placing import ArrayLoad, place_array
 from jaxckpt_train.pytree.target import LeafRequest
