@@ -53,11 +53,7 @@ GIVEN_UP = "given up: the state was not fetched from its devices in time"
 def take_from_devices(
     leaves: Sequence[jax.Array], mode: SnapshotMode, ahead: TransferBudget
 ) -> tuple[list[tuple[ChunkSource, ...]], Transfers]:
-    """Take arrays on any devices as they are now; `snapshot` explains the modes.
-
-    Returns:
-        The chunks of each array, and the transfers that fetch those that are not here yet.
-    """
+    """Take arrays on any devices as they are now: their chunks, and the transfers that fetch those not here yet."""
     copies = copies_if_wanted(leaves, mode)
     shards = [distinct_shards(leaf) for leaf in copies or leaves]
     handles = [own_handle(shard.data) for several in shards for shard in several]
@@ -134,13 +130,10 @@ def some_arrays(values: Sequence[Any]) -> list[jax.Array]:
 
 
 def device_wait_s(arrays: Sequence[jax.Array]) -> float:
-    """Wait until these arrays are computed, and ignore deleted ones.
+    """Wait until these arrays are computed; return the seconds, 0.0 if nothing was left to compute.
 
     A loop that does not wait for its device runs ahead of it, and JAX queues its updates. The time of this wait is
     training time.
-
-    Returns:
-        Seconds that the devices needed; 0.0 if nothing was left to compute.
     """
     if not arrays:
         return 0.0
@@ -241,11 +234,7 @@ def has_single_controller() -> bool:
 
 
 def runs_on_hosts(sharding: jax.sharding.Sharding, setting: Colocated) -> bool:
-    """Return whether arrays of this sharding are saved and loaded by the hosts of its devices.
-
-    Raises:
-        SettingsError: the setting is True in a multi-process job, where each process has its own devices.
-    """
+    """Return whether arrays of this sharding are saved and loaded by the hosts of its devices."""
     if setting == "auto":
         devices: Any = sharding.device_set  # all of one client
         return is_single_controller(next(iter(devices)).client.runtime_type)
@@ -258,15 +247,12 @@ def runs_on_hosts(sharding: jax.sharding.Sharding, setting: Colocated) -> bool:
 
 
 def start_transfers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Start transfers of single-device arrays to the host, and return before they finish.
+    """Start transfers of single-device arrays to the host; return arrays to take the data from, in the same order.
 
     The arrays go to pinned host memory where their device supports it and has room: other transfers go through small
     buffers and are copied once more (jax-ml/jax#22114). Later operations on the arrays, including donation, do not
-    affect the transfer: JAX keeps the order. JAX also reuses released pinned memory for the next transfers.
-
-    Returns:
-        Arrays to take the data from, in the same order; `np.asarray` of one waits until it is there. Objects that are
-        not the given ones lie in pinned memory and belong to the caller.
+    affect the transfer: JAX keeps the order. Objects that are not the given ones are in pinned memory, which JAX
+    reuses.
     """
     started = list(arrays)
     on_device = [number for number, array in enumerate(arrays) if not is_on_host(array)]
@@ -347,8 +333,7 @@ def _free_bytes(statistics: dict[str, int] | None) -> float:
 class TransferBudget:
     """Limits how many bytes of one save are in transit from the devices, or fetched and not yet dropped.
 
-    A single request is always granted when nothing else is counted. Callers of `take` hold `lock`; `give_back` needs
-    no lock.
+    A single request is always granted when nothing else is counted. Callers of `take` hold `lock`.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -380,15 +365,11 @@ class TransferBudget:
 
 
 class Transfers:
-    """Fetches single-device arrays to the host, in the order in which they were added.
+    """Fetches single-device arrays to the host, in the order in which they were added, and releases each.
 
     Each fetch also starts the transfers of the next arrays, as far as `ahead` permits, so that they run while others
-    are written. An array is released as soon as it is fetched.
-
-    Attributes:
-        done: open once nothing more is read from the devices.
-        fetching: number of fetches that wait for their devices, which may still be computing.
-        waited_s: seconds of waiting for devices while the arrays were added.
+    are written. `done` opens once nothing more is read from the devices; `fetching` counts fetches that wait for their
+    devices; `waited_s`: how long devices were waited for while the arrays were added.
     """
 
     def __init__(
@@ -425,11 +406,7 @@ class Transfers:
             self._start_more()
 
     def fetch(self, number: int) -> np.ndarray:
-        """Bring array number `number` to the host, once; waits for its transfer.
-
-        Raises:
-            CheckpointTimeoutError: the save was given up, or the transfers are closed.
-        """
+        """Bring array number `number` to the host, once; raise CheckpointTimeoutError if the save was given up."""
         with self._lock:
             array = self._waiting[number]
             if array is None:

@@ -57,11 +57,7 @@ def _is_key_dtype(dtype: Any) -> bool:
 
 
 def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
-    """Return the value, if it is a numpy array or scalar that can be stored.
-
-    Raises:
-        UnsupportedLeafError: it is not, or its dtype has no fixed binary representation.
-    """
+    """Return the value, if it is a numpy array or scalar that can be stored; else raise UnsupportedLeafError."""
     plain = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap))
     if not plain:
         iterable = hasattr(value, "__iter__") and not hasattr(value, "__next__")

@@ -131,11 +131,7 @@ def has_tree(part: PartRecord) -> bool:
 
 
 def decode_tree(part: PartRecord, subject: str) -> TreeRecord:
-    """Decode the tree of a checkpointable.
-
-    Raises:
-        CorruptCheckpointError: it is malformed, or its leaves do not match the stored arrays.
-    """
+    """Decode the tree of a checkpointable; raise CorruptCheckpointError if it is malformed, or not of its arrays."""
     try:
         record = msgspec.json.decode(part.detail, type=TreeRecord)
     except NOT_JSON as error:
@@ -151,11 +147,7 @@ def decode_tree(part: PartRecord, subject: str) -> TreeRecord:
 
 
 def record_value(name: str, value: Any) -> LeafRecord | None:
-    """Return the record of a leaf that is stored inline; None for a leaf that is not.
-
-    Raises:
-        UnsupportedLeafError: the value is too large or cannot be represented.
-    """
+    """Return the record of a leaf that is stored inline; None for a leaf that is not."""
     kind = type(value)
     if value is None:
         return NoneLeaf()
@@ -184,11 +176,7 @@ def record_value(name: str, value: Any) -> LeafRecord | None:
 
 
 def python_value(name: str, record: LeafRecord, subject: str) -> Any:
-    """Return the Python value that `record_value` recorded.
-
-    Raises:
-        CorruptCheckpointError: the record holds no such value.
-    """
+    """Return the Python value that `record_value` recorded; raise CorruptCheckpointError if there is none."""
     try:
         match record:
             case IntLeaf(value):

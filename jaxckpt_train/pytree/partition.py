@@ -66,10 +66,6 @@ class WriteAssignment:
 
     A box with several holders is cut into parts of at least `least_bytes`. They go to the holders that have the fewest
     bytes so far of what exactly these processes hold together.
-
-    Args:
-        process: number of this process.
-        least_bytes: minimum size of a part.
     """
 
     def __init__(self, process: int, least_bytes: int = LEAST_PART_BYTES) -> None:
@@ -83,9 +79,7 @@ class WriteAssignment:
     def of_all(self, layout: Sequence[HeldBox], item_bytes: int) -> Iterator[tuple[int, AssignedPart]]:
         """Yield what each process writes of an array.
 
-        Args:
-            layout: its distinct boxes, or those that this process holds, in the same order in all processes.
-            item_bytes: size of an element.
+        `layout`: its distinct boxes, or those that this process holds, in the same order in all processes.
         """
         for number, (box, holders) in enumerate(layout):
             if len(holders) == 1:
@@ -149,12 +143,8 @@ def cut(box: Box, parts: int) -> list[Box]:
 class MeshLayout:
     """One mesh, from the viewpoint of one process. It uses no device, so that absent meshes can be planned for.
 
-    The boxes of arrays follow from the geometry, in time that does not depend on the number of devices.
-
-    Args:
-        processes: number of the process of each device, in the shape of the mesh.
-        axes: names of the mesh's axes.
-        process: number of this process, whose devices are at `places`.
+    The boxes of arrays follow from the geometry, in time that does not depend on the number of devices. `processes`:
+    number of the process of each device, in the shape of the mesh; the devices of this one are at `places`.
     """
 
     def __init__(self, processes: np.ndarray, axes: Sequence[str], process: int) -> None:
@@ -203,13 +193,7 @@ class MeshLayout:
 
 
 def cuts_of(spec: Sequence[object], dimensions: int, axes: Mapping[str, int]) -> Cuts | None:
-    """Return the cuts that a partition spec names; None: it contains something else.
-
-    Args:
-        spec: for each of the first dimensions None, an axis, or several axes.
-        dimensions: of the array.
-        axes: sizes of the mesh's axes.
-    """
+    """Return the cuts that a partition spec names; None: it contains something else than axes of this size."""
     named = [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
     flat = [axis for part in named for axis in part]
     if len(named) > dimensions or len(set(flat)) != len(flat) or not all(axis in axes for axis in flat):

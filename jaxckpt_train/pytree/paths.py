@@ -65,11 +65,7 @@ def refused_if_too_deep(subject: str) -> Iterator[None]:
 
 
 def key_text(key: Key, parent: str) -> str:
-    """Write one key of a path as text.
-
-    Raises:
-        UnsupportedLeafError: the key is not text, a number, None or a tuple of these; the message names `parent`.
-    """
+    """Write one key of a path below `parent` as text; raise UnsupportedLeafError if it has no form as text."""
     if isinstance(key, str):
         text = str.__str__(key)
         if text.isidentifier() and text != "__metadata__":
@@ -106,11 +102,7 @@ def key_text(key: Key, parent: str) -> str:
 
 
 def parse_key(text: str) -> Key:
-    """Parse text that `key_text` wrote.
-
-    Raises:
-        ValueError, OverflowError: `key_text` never writes such text.
-    """
+    """Parse text that `key_text` wrote; raise ValueError or OverflowError if it never writes such text."""
     if "~" not in text:
         return int(text) if _INTEGER.fullmatch(text) else text
     if text in _WORDS_BACK:

@@ -43,11 +43,7 @@ class Placement:
 
 
 def place_array(name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> Placement:
-    """Find the boxes that the devices of this process need; replicas share one box.
-
-    Raises:
-        MismatchError: the sharding does not fit the shape.
-    """
+    """Find the boxes that the devices of this process need; raise MismatchError if the sharding does not fit."""
     if sharding is None:
         return Placement(shape, None, (full_box(shape),), ())
     try:
@@ -86,12 +82,9 @@ class ArrayLoad(NamedTuple):
 
 
 class Placer:
-    """Makes the values of one load from boxes as they arrive.
+    """Makes the values of one load from boxes as they arrive, by leaf path.
 
-    Args:
-        loads: all arrays, by their numbers in the load.
-        values: filled with the values, by leaf path.
-        budget: counts converted arrays on their way to accelerators.
+    `budget` counts converted arrays on their way to accelerators.
     """
 
     def __init__(self, loads: Sequence[ArrayLoad], values: dict[str, Any], budget: ReadBudget) -> None:

@@ -53,13 +53,9 @@ Requirements = tuple[tuple[Box, ...], ...]  # for each process, the distinct box
 
 
 class SharedArray(NamedTuple):
-    """An array that the processes read once.
+    """Array number `number` of a load, which the processes read once.
 
-    Attributes:
-        number: of the array in the load.
-        array: its record.
-        needs: what each process needs of it.
-        numbers: of the boxes that this process needs, in the load.
+    `needs`: what each process needs of it; `numbers`: of the boxes that this process needs, in the load.
     """
 
     number: int
@@ -417,12 +413,7 @@ class Prefetcher:
         self._ordered.extend((window, read) for read in reads)
 
     def look(self) -> int:
-        """Start further reads, and return the number of windows that were completed since the last look.
-
-        Raises:
-            CorruptCheckpointError, StorageError: a read raised it.
-            CheckpointTimeoutError: the disk has not answered for ten minutes.
-        """
+        """Start further reads, and return the number of windows that were completed since the last look."""
         for each in [each for each in self._running if each[1].is_done.is_open()]:
             self._running.remove(each)  # first: after an error, `close` leaves the others
             window, call = each
@@ -652,12 +643,10 @@ class SharedMemoryWindows:
         self._left = set(range(len(streams)))  # processes of whose window `_taken` this process has taken nothing
 
     def read(self, reader: ShardReader, threads: int, hand_over: Callable[[], None]) -> None:
-        """Read the own stream on other threads, and take what this process needs of all streams.
+        """Read the own stream with these threads, and take what this process needs of all streams.
 
-        Args:
-            reader: reads the own stream; it is closed.
-            threads: number of concurrent reads: few, because all processes read from one disk, and some digest.
-            hand_over: called after each window, for completed boxes of the assembly.
+        Few threads: all processes read from one disk, and some digest. `hand_over` is called after each window, for
+        completed boxes of the assembly. The reader is closed.
         """
         with contextlib.closing(Prefetcher(reader, threads, self._memory.wake)) as ahead:
             while self._taken < self._windows or self._memory.has_unnotified():

@@ -97,13 +97,7 @@ class LoadOptions:
 
 
 class JobLoads:
-    """The loads of one call in a job, with a coordinator of their own.
-
-    Args:
-        job: None: no job.
-        settings: whether the processes read together, and their time limit.
-        coordinator: an existing coordinator; None: created when it is needed.
-    """
+    """The loads of one call in a job, with a coordinator of their own, which is created when it is needed."""
 
     def __init__(
         self, job: Coordinator | None, settings: StoreSettings, coordinator: Coordinator | None = None
@@ -248,11 +242,7 @@ class TreeRestore:
         donatable: bool | None,
         replaced: Iterable[str] = (),
     ) -> list[ArrayLoad]:
-        """Place all stored leaves. `donatable` None: those in `replaced` are.
-
-        Raises:
-            MismatchError: lists all shardings that do not fit.
-        """
+        """Place all stored leaves, or raise MismatchError. `donatable` None: those in `replaced` are."""
         known: dict[object, Placement] = {}  # most leaves share their shape and sharding
         loads, lines = list[ArrayLoad](), list[str]()
         for name, request in requests.items():

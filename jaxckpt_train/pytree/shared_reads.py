@@ -317,10 +317,7 @@ class JointRead:
             take: called with each box that this process needs, under the number of its array.
             rest: reads what each process needs for itself; gets the function to call with its progress.
 
-        Raises:
-            Any error in this process, or an error of the same class for one in another process.
-            CheckpointTimeoutError: another process did not arrive or made no progress; names it.
-            OtherProcessError: another process loads something else.
+        An error in one process is raised in all.
         """
         with contextlib.nullcontext() if self._memory is None else contextlib.closing(self._memory):
             self._budget_bytes = self._check_same_load(shared)
@@ -463,12 +460,7 @@ class JointRead:
             self._wait_for(in_transit)
 
     def _wait_for(self, transfer: Transfer) -> None:
-        """Wait until a transfer is over, with heartbeats, because another process may be the one that is stopped.
-
-        Raises:
-            CheckpointError: the load failed, here or in another process.
-            CheckpointTimeoutError: the transfer takes longer than a lost process takes to be detected.
-        """
+        """Wait until a transfer is over, with heartbeats, because another process may be the one that is stopped."""
         limit_s, waited_s, pause_s, looks = self._settings.barrier_timeout_s + GRACE_S, 0.0, SHORTEST_PAUSE_S, 0
         failure: Exception | None = None
         while not transfer.is_over() or (failure := failure or transfer.failure()) is not None:

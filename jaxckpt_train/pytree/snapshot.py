@@ -132,15 +132,11 @@ def snapshot(
         tree: any pytree.
         mode: as `StoreSettings.snapshot`. "host" copies arrays on the CPU too, into memory that is kept, so that a step
             that donates the state need not allocate new memory; "device" and "stream" apply on the CPU too.
-        ahead: how much may be in transit from the devices to the writer at a time ("device" and "stream"), together
-            with all other trees of the same save; None: 64 MiB of this one.
+        ahead: how much may be in transit from the devices to the writer, together with all other trees of the same
+            save.
         is_guarded: whether to find nan and inf.
         partition: in a multi-process job, what this process writes; None: all.
         colocated: whether other hosts write what they hold: copies to their memory are started, in every mode.
-
-    Raises:
-        SettingsError: `colocated` cannot be used here.
-        UnsupportedLeafError: a leaf cannot be stored; names its path.
     """
     with paused_collection():
         flat = flatten(tree)

@@ -126,12 +126,7 @@ class LeafRequest(NamedTuple):
 
 
 def leaf_request(name: str, leaf: Any, sharding: jax.sharding.Sharding | None) -> LeafRequest:
-    """Return the required form of a leaf of a target; `sharding` is used if the leaf has none of its own.
-
-    Raises:
-        UnsupportedLeafError: the leaf does not say what to load.
-        MismatchError: its sharding names an abstract mesh, and no concrete mesh in effect fits.
-    """
+    """Return the required form of a leaf of a target; `sharding` is used if the leaf has none of its own."""
     if leaf is PLACEHOLDER:
         return LeafRequest("skip")
     if leaf is None:
@@ -243,11 +238,7 @@ def lost_type(saved: LeafRecord, request: LeafRequest) -> str | None:
 
 
 def concrete_sharding(name: str, sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
-    """Replace an abstract mesh in a sharding by the mesh in effect (`jax.set_mesh`).
-
-    Raises:
-        MismatchError: no mesh is in effect, or its axes differ.
-    """
+    """Replace an abstract mesh in a sharding by the mesh in effect; raise MismatchError if that does not fit."""
     if not isinstance(sharding, jax.sharding.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         return sharding
     if sharding.mesh.empty:
@@ -402,11 +393,7 @@ def _is_finite(value: complex) -> bool:
 
 
 def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]:
-    """Map each saved leaf path to its new path by rules such as `{"old/**": "new/**"}`, or rules for single paths.
-
-    Raises:
-        MismatchError: a rule applies to no leaf, or two leaves get one path.
-    """
+    """Map each saved leaf path to its new path by rules such as `{"old/**": "new/**"}`, or rules for single paths."""
     renamed, used = dict(zip(names, names, strict=True)), set[str]()
     for name in names if rules else ():
         for old, new in rules.items():
@@ -431,13 +418,8 @@ def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]
 class Comparison:
     """Compares a stored tree with the leaves of a target, and collects the differences.
 
-    Args:
-        subject: what is compared.
-        record: the stored tree.
-        arrays: its arrays, by leaf path.
-        cast: as for `load`.
-        has_types: as for `resolve_request`.
-        kept: leaves of the target that may be missing in the checkpoint; None: none may.
+    `arrays`: those of the tree, by leaf path; `cast`, `has_types`: as for `load` and `resolve_request`; `kept`: leaves
+    of the target that may be missing in the checkpoint; None: none may.
     """
 
     def __init__(

@@ -128,11 +128,7 @@ def plan_array(plan: WritePlan | ReadPlan, answer_bytes: int) -> np.ndarray:
 
 
 def decode_plan(array: np.ndarray, kind: type[Any]) -> Any:
-    """Decode a plan.
-
-    Raises:
-        CheckpointError: another version of this package made it.
-    """
+    """Decode a plan; raise CheckpointError if another version of this package made it."""
     version, length, _ = _HEAD.unpack_from(array.data)
     if version != VERSION:
         raise CheckpointError(
@@ -149,11 +145,7 @@ def wanted_bytes(array: np.ndarray) -> int:
 
 
 def answer_array(answer: Answer, room: int) -> np.ndarray:
-    """Encode an answer for the controller.
-
-    Raises:
-        CheckpointError: it takes more than `room` bytes.
-    """
+    """Encode an answer for the controller; raise CheckpointError if it takes more than `room` bytes."""
     data = msgspec.msgpack.encode(answer)
     if len(data) + _HEAD.size > room:
         raise CheckpointError(f"the answer has {len(data):,} bytes, expected at most {room - _HEAD.size:,}")

@@ -95,9 +95,7 @@ class HostReads:
     def load(self, progress: ReadProgress | None) -> list[jax.Array]:
         """Return the arrays in the order of the loads; none of their bytes passes through this process.
 
-        Raises:
-            The error of a host, of the same class; names the host.
-            CheckpointError: a host does not find this checkpoint.
+        It raises the error of a host, with its name, or CheckpointError if a host does not find this checkpoint.
         """
         batches, report = self._batches(), progress or (lambda done: None)
         calls = [self._make_call(device, reads) for device, reads in batches]
@@ -206,11 +204,8 @@ class HostPart(NamedTuple):
 class HostParts:
     """The parts of one tree that hosts write.
 
-    Args:
-        whole: copies of arrays, each of whose shards is a part, with their numbers in the tree.
-        apart: other parts, with the CPU devices that hold them.
-
-    `is_waiting`: whether a thread waits for the copies, which the devices may compute for long.
+    `whole`: copies of arrays, each of whose shards is a part, with their numbers in the tree. `apart`: other parts,
+    with the CPU devices that hold them. `is_waiting`: whether a thread waits for the copies.
     """
 
     def __init__(self, whole: Sequence[tuple[int, jax.Array]], apart: Sequence[tuple[jax.Device, HostPart]]) -> None:
@@ -338,19 +333,8 @@ def write_on_hosts(
 ) -> WrittenArrays:
     """Write the arrays of one checkpointable on the hosts that hold them; the files are the same as of any save.
 
-    Args:
-        directory: the attempt; the folder `name` exists in it.
-        name: of the checkpointable.
-        arrays: all of its arrays.
-        parts: what the hosts write.
-        own: what this process has written, with numbers of segments that follow `before`.
-        before: the segments that the manifest already has.
-        settings: how.
-        progress: called when a host has made progress.
-
-    Raises:
-        The error of a host, of the same class; names the host.
-        CheckpointError: a host does not find the controller's directory.
+    `own` is what this process has written, with numbers of segments that follow `before`, which the manifest already
+    has. It raises the error of a host, with its name, or CheckpointError if a host does not find the directory.
     """
     by_device = parts.by_device()
     progress(0)
@@ -446,11 +430,7 @@ class HostQueue:
 
 @functools.cache
 def cpu_device_of(device: jax.Device) -> jax.Device:
-    """Return the CPU device on the host of a device: a call with arrays on it runs on that host.
-
-    Raises:
-        SettingsError: the runtime has no such device.
-    """
+    """Return the CPU device on the host of a device: a call with arrays on it runs on that host."""
     if device.device_kind == "cpu":
         return device  # for a CPU device, JAX 0.10 may name another one of the same process
     from jax.experimental import colocated_python
@@ -492,12 +472,8 @@ def call_hosts(
     """Make all calls, one at a time on each host, and yield the results as they arrive.
 
     A host gets its next call after its last result was taken and the following one was asked for. Use
-    `contextlib.closing` around the iterator. After the first error, no further call is started.
-
-    Args:
-        calls: in the order in which they start.
-        doing: for messages, such as "saving c".
-        report_progress: called about once a second, in the calling thread, with whether a host has made progress.
+    `contextlib.closing` around the iterator. After the first error, no further call is started. `report_progress` is
+    called about once a second, in the calling thread, with whether a host has made progress.
 
     Raises:
         The error of a host, of the same class if it is of this package; names the host.
