@@ -39,7 +39,7 @@ from jaxckpt_train.pytree.placing import (
     value_of,
     weakly_typed,
 )
-from jaxckpt_train.pytree.shared_reads import JointRead, select_shared
+from jaxckpt_train.pytree.shared_reads import JointRead, ReadSelection, select_shared
 from jaxckpt_train.pytree.target import (
     Comparison,
     LeafRequest,
@@ -312,7 +312,9 @@ class TreeRestore:
             )
             for each in arrays
         ]
-        shared, cached, memory = select_shared(arrays, loads.coordinator, self._settings, self._committed)
+        shared, cached, memory = ReadSelection()
+        if loads.coordinator is not None:
+            shared, cached, memory = select_shared(arrays, loads.coordinator, self._settings, self._committed)
         left = sorted(set(range(len(wanted))) - {each.number for each in shared} - {*cached})
         # `partial`, not a closure: a closure would stay in the frames of an error, with all that is loaded.
         read_alone = functools.partial(self._read_alone, wanted, cached, left, placer, budget)
@@ -396,7 +398,7 @@ def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
         last = keys[-1] if keys else ROOT
         if last in node:
             raise CorruptCheckpointError(f"{subject}: leaf {name!r} is also a container")
-        node[last] = _Leaf(name)
+        node[last] = name
     if ROOT in record.leaves and len(record.leaves) > 1:
         raise CorruptCheckpointError(
             f"{subject}: expected no other leaf than the root, found {len(record.leaves) - 1} more"
@@ -404,17 +406,12 @@ def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
     return _build_node(root.get(ROOT, root), ROOT, record, leaves, subject)
 
 
-class _Leaf:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def _build_node(node: Any, path: str, record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
     kind = record.containers.get(path, "dict").partition(" ")[0]
-    if isinstance(node, _Leaf):
-        if isinstance(record.leaves[node.name], EmptyLeaf) and node.name in leaves:
+    if isinstance(node, str):  # the path of a leaf
+        if isinstance(record.leaves[node], EmptyLeaf) and node in leaves:
             return {"list": list, "tuple": tuple}.get(kind, dict)()
-        return leaves.get(node.name, PLACEHOLDER)
+        return leaves.get(node, PLACEHOLDER)
     children = {key: _build_node(child, join(path, key), record, leaves, subject) for key, child in node.items()}
     if children and all(child is PLACEHOLDER for child in children.values()):
         return PLACEHOLDER

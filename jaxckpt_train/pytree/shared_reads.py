@@ -75,7 +75,7 @@ class ReadSelection(NamedTuple):
 
 
 def select_shared(
-    loads: Sequence[ArrayLoad], job: Coordinator | None, settings: StoreSettings, committed: Committed
+    loads: Sequence[ArrayLoad], job: Coordinator, settings: StoreSettings, committed: Committed
 ) -> ReadSelection:
     """Select the arrays of which several processes would otherwise read the same bytes; the same ones in all processes.
 
@@ -83,7 +83,7 @@ def select_shared(
     has read is in memory, and reaches the others faster than over any network.
     """
     read_once, block_bytes = settings.read_once, committed.manifest.block_bytes
-    if job is None or job.processes == 1 or read_once is False:
+    if job.processes == 1 or read_once is False:
         return ReadSelection()
     reads, known = RepeatedReads(block_bytes), dict[object, Requirements]()
     found, stored, repeated = list[SharedArray](), 0, 0
@@ -139,15 +139,6 @@ class RepeatedReads:
         return found
 
 
-class _Common(NamedTuple):
-    """The size of a box in elements, and the edges of its common part with each chunk, relative to the chunk."""
-
-    elements: int
-    low: np.ndarray
-    high: np.ndarray
-    is_any: np.ndarray
-
-
 class _Reads:
     """The reads of one array."""
 
@@ -168,49 +159,44 @@ class _Reads:
         """Return the bytes of all blocks that hold a part of these boxes."""
         if all(box in self._lengths for box in boxes):
             return sum(self._lengths[box] for box in boxes)
-        common = [self._common(box) for box in boxes if box_elements(box)]
-        if not common:
+        parts = [self._read(box) for box in boxes if box_elements(box)]
+        if not parts:
             return 0
-        spans = [self._blocks(each) for each in common]
-        first = np.minimum.reduce([low for low, _ in spans])
-        last = np.maximum.reduce([high for _, high in spans])
-        by_bands = self._by_bands & ~np.logical_or.reduce([self._lies_whole(each) for each in common])
-        holes = np.sum([self._holes(each) for each in common], axis=0) * by_bands
-        one_by_one = np.sum([np.maximum(high - low, 0) for low, high in spans], axis=0) - holes
-        return int(np.minimum(one_by_one, np.maximum(last - first, 0)).sum())
+        first, last, is_whole, holes = map(np.stack, zip(*parts, strict=True))
+        one_by_one = np.maximum(last - first, 0).sum(axis=0)
+        one_by_one -= holes.sum(axis=0) * (self._by_bands & ~is_whole.any(axis=0))
+        return int(np.minimum(one_by_one, np.maximum(last.max(axis=0) - first.min(axis=0), 0)).sum())
 
-    def _common(self, box: Box) -> _Common:
+    def _read(self, box: Box) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return for each chunk: the bytes from the first to the last block that hold a part of a box (far: none do),
+        whether the box is contiguous in it, and the bytes in between that are skipped if it is read by bands.
+        """
         edges = np.array(box, np.int64).reshape(len(box), 2)
         low = np.maximum(self._edges[:, :, 0], edges[:, 0]) - self._edges[:, :, 0]
         high = np.minimum(self._edges[:, :, 1], edges[:, 1]) - self._edges[:, :, 0]
-        return _Common(box_elements(box), low, high, np.all(low < high, axis=1))
-
-    def _lies_whole(self, common: _Common) -> np.ndarray:
-        """Return for each chunk whether a box is contiguous in it."""
-        elements, low, high, is_common = common
-        span = ((high - low - 1) * self._strides).sum(axis=1) + 1
-        is_whole: np.ndarray = is_common & (span == elements) & (np.prod(high - low, axis=1) == span)
-        return is_whole
-
-    def _holes(self, common: _Common) -> np.ndarray:
-        """Return for each chunk the bytes between its first and last block that are skipped, as they hold no box.
-
-        This happens only where one piece of the box ends at least a band before the next piece starts, which is so in
-        few chunks, and in the same way there.
-        """
-        _, low, high, is_common = common
+        is_common = np.all(low < high, axis=1)
         spans = (high - low - 1) * self._strides
+        first, span = (low * self._strides).sum(axis=1), spans.sum(axis=1) + 1
+        is_whole = is_common & (span == box_elements(box)) & (np.prod(high - low, axis=1) == span)
+        block, far = self._block_bytes, np.iinfo(np.int64).max // 4
+        begin = first * self._item // block * block
+        end = np.minimum(-(-(first + span) * self._item // block) * block, self._length)
+        holes = self._holes(low, high, spans, is_common)
+        return np.where(is_common, begin, far), np.where(is_common, end, -far), is_whole, holes
+
+    def _holes(self, low: np.ndarray, high: np.ndarray, spans: np.ndarray, is_common: np.ndarray) -> np.ndarray:
+        # Only where one piece of the box ends at least a band before the next piece starts, which is so in few chunks,
+        # and in the same way there.
         behind = spans[:, ::-1].cumsum(axis=1)[:, ::-1] - spans + 1  # elements from first to last of a piece
         gaps = (self._strides - behind) * self._item[:, None]
         is_far = (gaps >= self._band_bytes) & (high - low > 1)
         found = np.zeros(len(low), np.int64)
         which = np.flatnonzero(is_far.any(axis=1) & is_common)
-        if not len(which):
-            return found
-        geometry = np.concatenate([low, high, self._strides, is_far, self._item[:, None]], axis=1)[which]
-        _, some, same = np.unique(geometry, axis=0, return_index=True, return_inverse=True)
-        holes = [self._empty_bands(low[at], high[at], is_far[at], behind[at], at) for at in which[some]]
-        found[which] = np.array(holes)[same.reshape(-1)] * self._band_bytes
+        if len(which):
+            geometry = np.concatenate([low, high, self._strides, is_far, self._item[:, None]], axis=1)[which]
+            _, some, same = np.unique(geometry, axis=0, return_index=True, return_inverse=True)
+            holes = [self._empty_bands(low[at], high[at], is_far[at], behind[at], at) for at in which[some]]
+            found[which] = np.array(holes)[same.reshape(-1)] * self._band_bytes
         return found
 
     def _empty_bands(
@@ -226,19 +212,6 @@ class _Reads:
         first_bands = starts * item // self._band_bytes
         last_bands = ((starts + behind[inner]) * item - 1) // self._band_bytes
         return int(np.maximum(first_bands[1:] - last_bands[:-1] - 1, 0).sum())
-
-    def _blocks(self, common: _Common) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each chunk the byte range from its first to its last block that holds a part of a box.
-
-        If there is none, the start is far behind the stop.
-        """
-        _, low, high, is_common = common
-        first = (low * self._strides).sum(axis=1) * self._item
-        last = (((high - 1) * self._strides).sum(axis=1) + 1) * self._item
-        begin = first // self._block_bytes * self._block_bytes
-        end = np.minimum(-(-last // self._block_bytes) * self._block_bytes, self._length)
-        far = np.iinfo(np.int64).max // 4
-        return np.where(is_common, begin, far), np.where(is_common, end, -far)
 
 
 class _LoadSummary(msgspec.Struct, array_like=True):
