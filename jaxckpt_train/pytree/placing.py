@@ -384,12 +384,8 @@ def _exact_range(saved: np.dtype, wanted: np.dtype) -> tuple[float, float]:
 def _integers_survived(old: np.ndarray, new: np.ndarray) -> bool:
     if not jnp.issubdtype(new.dtype, jnp.inexact):
         return False  # the caller has compared the ranges
-    old = _plain_integers(old)
-    limits = np.iinfo(old.dtype)
-    wide = new.real.astype(np.float64)
-    # The float above the largest integer is exact and is compared first, so that no float out of range is converted.
-    is_within = (wide >= float(limits.min)) & (wide < float(limits.max // 2 + 1) * 2)
-    return bool(is_within.all()) and np.array_equal(wide.astype(old.dtype), old)
+    exact: bool = old.tolist() == new.real.astype(np.float64).tolist()  # Python compares an int with a float exactly
+    return exact
 
 
 def _floats_survived(old: np.ndarray, new: np.ndarray) -> bool:

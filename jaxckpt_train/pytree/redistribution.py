@@ -217,7 +217,8 @@ class Assembly:
     """
 
     def __init__(self, shared: Sequence[SharedArray], process: int) -> None:
-        self.completed: list[ReadBox] = []
+        self.completed: list[ReadBox] = []  # with the numbers of the load
+        self._shared = shared
         self._dtypes = [DTYPES[each.array.dtype] for each in shared]
         self._boxes = [each.needs[process] for each in shared]
         self._incomplete: dict[tuple[int, int], tuple[np.ndarray, int]] = {}  # data and number of missing elements
@@ -258,7 +259,8 @@ class Assembly:
             self._incomplete[wanted, number] = target, left - elements
             return
         del self._incomplete[wanted, number]
-        self.completed.append(ReadBox(wanted, number, target))
+        each = self._shared[wanted]
+        self.completed.append(ReadBox(each.number, each.numbers[number], target))
 
 
 class Window:
@@ -516,11 +518,7 @@ class AllGather:
     """Sends everything to all processes, which suits arrays that most processes need nearly whole."""
 
     def __init__(
-        self,
-        shared: Sequence[SharedArray],
-        streams: Sequence[Stream],
-        window_bytes: int,
-        process: int,
+        self, shared: Sequence[SharedArray], streams: Sequence[Stream], window_bytes: int, process: int
     ) -> None:
         self.assembly = Assembly(shared, process)
         self._streams, self._window_bytes, self._transfer = streams, window_bytes, JobTransfer(process)

@@ -322,10 +322,8 @@ class JointRead:
     ) -> None:
         streams = self._balanced_streams(shared)
         redistribution = SharedMemoryWindows(shared, streams, memory, self._block_bytes, self._heartbeat)
-        hand_over = functools.partial(self._hand_over, redistribution.assembly, shared, take)
-        redistribution.read(
-            self._reader(shared, streams[self._job.process]), self._settings.known_io_threads, hand_over
-        )
+        reader, threads = self._reader(shared, streams[self._job.process]), self._settings.known_io_threads
+        redistribution.read(reader, threads, functools.partial(_hand_over, redistribution.assembly, take))
         memory.close()  # the rest may need the memory
         rest(self._progress)
 
@@ -345,7 +343,7 @@ class JointRead:
             if chosen:
                 redistribution, reader = prepare(chosen)
                 with contextlib.closing(reader):
-                    self._move(chosen, redistribution, reader, take)
+                    self._move(redistribution, reader, take)
 
     def _needs_all_gather(self, each: SharedArray) -> bool:
         """Return whether the processes need more than half of an array on average, or little in all."""
@@ -383,13 +381,7 @@ class JointRead:
         arrays = [each.array for each in shared]
         return ShardReader(self._files, self._committed, arrays, stream, self._settings, self._progress)
 
-    def _move(
-        self,
-        shared: Sequence[SharedArray],
-        redistribution: Redistribution,
-        reader: ShardReader,
-        take: Callable[[ReadBox], None],
-    ) -> None:
+    def _move(self, redistribution: Redistribution, reader: ShardReader, take: Callable[[ReadBox], None]) -> None:
         """Read each window while the one before is in transit; start a transfer once all processes have read theirs.
 
         So no process starts a transfer in which another one, whose read failed, does not take part.
@@ -404,14 +396,7 @@ class JointRead:
             if arrived is not None:
                 redistribution.land(number - 1, arrived.rows())
             del arrived
-            self._hand_over(redistribution.assembly, shared, take)
-
-    def _hand_over(self, assembly: Assembly, shared: Sequence[SharedArray], take: Callable[[ReadBox], None]) -> None:
-        while assembly.completed:
-            box = assembly.completed.pop()
-            each = shared[box.wanted]
-            take(ReadBox(each.number, each.numbers[box.box], box.data))
-            del box
+            _hand_over(redistribution.assembly, take)
 
     def _read(
         self, redistribution: Redistribution, reader: ShardReader, number: int, in_transit: Transfer | None
@@ -473,6 +458,11 @@ class _OneShot:
 
     def __call__(self) -> bytes:
         return self._acts.pop()() or b""
+
+
+def _hand_over(assembly: Assembly, take: Callable[[ReadBox], None]) -> None:
+    while assembly.completed:
+        take(assembly.completed.pop())
 
 
 def _merge_longest(values: Sequence[bytes]) -> bytes:

@@ -35,15 +35,7 @@ from jaxckpt_train.pytree.leaves import (
     python_value,
     shape_text,
 )
-from jaxckpt_train.pytree.paths import (
-    ROOT,
-    Only,
-    describe_keys,
-    escapes_in,
-    leaf_filter,
-    similar_names,
-    suggestion,
-)
+from jaxckpt_train.pytree.paths import ROOT, Only, describe_keys, escapes_in, leaf_filter, similar_names, suggestion
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 

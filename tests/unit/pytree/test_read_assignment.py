@@ -152,7 +152,7 @@ def test_exchanged_rows_make_the_saved_arrays(
 
 def assembly_of(records: Sequence[ArrayRecord], boxes: list[list[Box]]) -> Assembly:
     shared = [
-        SharedArray(number, array, (tuple(own),), ())
+        SharedArray(number, array, (tuple(own),), range(len(own)))
         for number, (array, own) in enumerate(zip(records, boxes, strict=True))
     ]
     return Assembly(shared, 0)
