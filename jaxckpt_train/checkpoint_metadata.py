@@ -33,7 +33,6 @@ from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES, ArrayRecord, PartRecord, metrics_from_json
 from jaxckpt_train.store.manifest_decoding import encode_value
-from jaxckpt_train.store.threads import unlocked_cached_property
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,7 @@ class CheckpointMetadata:
     bytes: int
     _committed: Committed = dataclasses.field(repr=False, compare=False)
 
-    @unlocked_cached_property
+    @functools.cached_property
     def checkpointables(self) -> Mapping[str, CheckpointableMetadata]:
         """The checkpointables by name, decoded at the first access."""
         return {part.name: _describe_part(part, self.path) for part in self._committed.manifest.parts}

@@ -38,6 +38,7 @@ from jaxckpt_train.pending import PendingSave, ProgressTracker, start_save
 from jaxckpt_train.pytree.colocated.transfer import write_on_hosts
 from jaxckpt_train.pytree.leaves import encode_tree
 from jaxckpt_train.pytree.partition import JobPartition
+from jaxckpt_train.pytree.snapshot import Snapshot
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.committed import Committed
@@ -310,10 +311,25 @@ class CheckpointSave:
             self._refuse_unseen()
         wait_for_devices(self.parts, self.times)
         check_finite(self._final, self.parts, self._settings)
-        started = time.perf_counter()
-        indexes = tuple(self._write_part(part) for part in self.parts)
+        started, indexes = time.perf_counter(), list[PartIndex]()
+        for part in self.parts:
+            self._progress(0)
+            if part.snapshot is None:
+                indexes.append(self._write_value(part))
+                continue
+            written = write_arrays(
+                self._backend,
+                self._directory,
+                part.name,
+                part.snapshot.arrays,
+                self._settings,
+                first_segment=len(self._segments),
+                progress=self._progress,
+                process=self._job.process,
+            )
+            indexes.append(self._record_arrays(part, part.snapshot, written))
         self.times.write_s = time.perf_counter() - started
-        return b"" if self._is_single_process else encode_index(ProcessIndex(self._comparison.digest(), indexes))
+        return b"" if self._is_single_process else encode_index(ProcessIndex(self._comparison.digest(), tuple(indexes)))
 
     def _refuse_unseen(self) -> None:
         """Raise CheckpointError if this process does not see the directory that the primary has created."""
@@ -327,25 +343,37 @@ class CheckpointSave:
                 "it; all processes of a job must save to one directory on shared storage"
             ) from error
 
-    def _write_part(self, part: StagedPart) -> PartIndex:
-        self._progress(0)
+    def _write_value(self, part: StagedPart) -> PartIndex:
         if not self._is_single_process:
             self._comparison.add_part(part)
-        if part.snapshot is None:
-            self._records.append(PartRecord(part.name, part.kind, (), (), msgspec.Raw(b"null")))
-            if part.own_files is not None:
-                part.own_files.write(Path(self._directory, part.name))
-            return PartIndex((), (), (), self._own_value(part))
-        written = self._write_arrays(part)
+        self._records.append(PartRecord(part.name, part.kind, (), (), msgspec.Raw(b"null")))
+        if part.own_files is not None:
+            part.own_files.write(Path(self._directory, part.name))
+        return PartIndex((), (), (), self._own_value(part))
+
+    def _record_arrays(self, part: StagedPart, taken: Snapshot, written: WrittenArrays) -> PartIndex:
+        if taken.on_hosts is not None:  # only in a single process, which controls the devices of several hosts
+            written = write_on_hosts(
+                self._directory,
+                part.name,
+                taken.arrays,
+                taken.on_hosts,
+                written,
+                self._segments,
+                self._settings,
+                self._progress,
+            )
+        self.times.bytes += written.data_bytes
         arrays, index = written.arrays, _NO_INDEX
         if self._is_single_process:
             self._segments += written.segments
         else:
+            self._comparison.add_part(part)
             self._comparison.add_local(part, written)
             numbers = tuple(number for number, array in enumerate(written.arrays) if array.chunks)
             index = PartIndex(written.segments, numbers, tuple(written.arrays[number].chunks for number in numbers))
             arrays = tuple(msgspec.structs.replace(array, chunks=()) for array in written.arrays)
-        self._records.append(PartRecord(part.name, part.kind, arrays, (), encode_tree(part.snapshot.record)))
+        self._records.append(PartRecord(part.name, part.kind, arrays, (), encode_tree(taken.record)))
         return index
 
     def _own_value(self, part: StagedPart) -> tuple[FileRecord, ...]:
@@ -362,26 +390,6 @@ class CheckpointSave:
     def _is_common(self, part: StagedPart) -> bool:
         """Whether the primary writes the value of a part, if it has one, for all processes."""
         return part.value is None or part.same is None or part.name in self._shared
-
-    def _write_arrays(self, part: StagedPart) -> WrittenArrays:
-        assert part.snapshot is not None
-        arrays, on_hosts = part.snapshot.arrays, part.snapshot.on_hosts
-        written = write_arrays(
-            self._backend,
-            self._directory,
-            part.name,
-            arrays,
-            self._settings,
-            first_segment=len(self._segments),
-            progress=self._progress,
-            process=self._job.process,
-        )
-        if on_hosts is not None:  # only in a single process, which controls the devices of several hosts
-            written = write_on_hosts(
-                self._directory, part.name, arrays, on_hosts, written, self._segments, self._settings, self._progress
-            )
-        self.times.bytes += written.data_bytes
-        return written
 
     def _progress(self, done: int) -> None:
         self.tracker(done)

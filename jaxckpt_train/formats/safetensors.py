@@ -55,7 +55,7 @@ from jaxckpt_train.store.boxes import Box, cut_box, full_box
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.copy import BoxAhead, LazyBox, ReadAhead
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.files import SNIFFED_BYTES, digest_function, other_content, read_whole
+from jaxckpt_train.store.files import SNIFFED_BYTES, other_content, read_whole
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     MAX_ARRAYS,
@@ -69,7 +69,7 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.segment import LENGTH_BYTES, ChunkSource, PlacedChunk, SegmentLayout, Tensor, encode_header
 from jaxckpt_train.store.transaction import atomic_directory
-from jaxckpt_train.store.writer import SegmentWriter, write_segments
+from jaxckpt_train.store.writer import SegmentsWrite, SegmentWriter
 
 SUFFIX = ".safetensors"
 MOST_FILES = 10_000  # in one model
@@ -505,21 +505,17 @@ def export_safetensors(
 
         layouts = [_layout(shard, prefetch, header_metadata) for shard in shards]
         writers = [
-            _writer(backend, f"{attempt.directory}/{name}", layout, settings)
+            SegmentWriter(backend, f"{attempt.directory}/{name}", layout, settings)
             for layout, name in zip(layouts, file_names, strict=True)
         ]
-        write_segments(backend, attempt.directory, writers, settings, progress, ahead.give_up)
+        with SegmentsWrite(backend, attempt.directory, writers, settings, progress, ahead.give_up) as run:
+            run.write(run.depth())
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if count > 1:
             attempt.write_file("model.safetensors.index.json", _encode_index(shards, file_names, nbytes))
     prng_keys = tuple(leaf for leaf, record in leaves.items() if isinstance(record, KeyLeaf))
     file_names = [final.rpartition("/")[2]] if single_file else file_names
     return Exported(tuple(file_names), names, tuple(left_out), nbytes, prng_keys)
-
-
-def _writer(backend: Backend, path: str, layout: SegmentLayout, settings: StoreSettings) -> SegmentWriter:
-    create = functools.partial(backend.create, path, direct=settings.direct_io)
-    return SegmentWriter(layout, create, digest_function(settings.digest), settings.durability != "none")
 
 
 def _encode_index(shards: Sequence[Sequence[_Tensor]], names: Sequence[str], nbytes: int) -> bytes:

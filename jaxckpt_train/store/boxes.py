@@ -106,8 +106,7 @@ def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
 def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> None:
     """Check that boxes cover an array of this shape exactly: no gap, no overlap, nothing outside.
 
-    Raises:
-        CorruptCheckpointError: they do not; the message starts with `subject`.
+    Raises CorruptCheckpointError: they do not; the message starts with `subject`.
     """
     full = full_box(shape)
     if len(boxes) == 1 and boxes[0] == full:
@@ -135,8 +134,7 @@ def corners_of(boxes: Sequence[Box], dimensions: int) -> np.ndarray | None:
 def check_corners(corners: np.ndarray, shape: Sequence[int], subject: str) -> None:
     """As `check_tiling`, for boxes in an array of shape (boxes, dimensions, 2).
 
-    Raises:
-        CorruptCheckpointError: as `check_tiling`.
+    Raises CorruptCheckpointError: as `check_tiling`.
     """
     starts, stops = corners[:, :, 0], corners[:, :, 1]
     inside = ((starts >= 0) & (starts < stops) & (stops <= np.array(shape, np.int64))).all(axis=1)

@@ -88,8 +88,7 @@ def _give_back(area: mmap.mmap, start: int, size: int) -> None:
 def fresh_area(size: int) -> mmap.mmap:
     """Anonymous private memory. (Python's default is shared memory, which gets no huge pages.)
 
-    Raises:
-        MemoryError: the system refuses it.
+    Raises MemoryError: the system refuses it.
     """
     try:
         area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -119,8 +118,7 @@ class StagingPool:
     def buffer(self, size: int) -> Iterator[np.ndarray]:
         """Borrow `size` bytes at a page boundary, with arbitrary content; waits until they are free.
 
-        Raises:
-            ValueError: `size` exceeds the whole budget.
+        Raises ValueError: `size` exceeds the whole budget.
         """
         if size > self.budget_bytes:
             raise ValueError(f"expected a buffer of at most {self.budget_bytes} bytes, found {size}")

@@ -111,11 +111,9 @@ def is_gone(backend: Backend, directory: str) -> bool:
 def open_committed(backend: Backend, directory: str) -> Committed:
     """Read and validate COMMIT and the manifest of a checkpoint.
 
-    Raises:
-        NotACheckpointError: there is nothing, a file, or a directory with other content.
-        IncompleteCheckpointError: there is a manifest or data, but no COMMIT.
-        CorruptCheckpointError: COMMIT or the manifest is damaged.
-        FormatVersionError: a newer version of this library wrote it.
+    Raises NotACheckpointError: there is nothing, a file, or a directory with other content; IncompleteCheckpointError:
+    there is a manifest or data, but no COMMIT; CorruptCheckpointError: COMMIT or the manifest is damaged;
+    FormatVersionError: a newer version of this library wrote it.
     """
     directory = _recover(backend, directory)
     found = read_committed(backend, directory)
@@ -130,8 +128,7 @@ def committed_identity(backend: Backend, directory: str) -> tuple[str, str] | No
 
     This is cheaper than opening it, because the manifest is not decoded.
 
-    Raises:
-        CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
+    Raises CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
     """
     directory = _recover(backend, directory)
     found = read_committed(backend, directory)
@@ -141,8 +138,7 @@ def committed_identity(backend: Backend, directory: str) -> tuple[str, str] | No
 def read_committed(backend: Backend, directory: str) -> tuple[bytes | bytearray, str] | None:
     """The encoded manifest that COMMIT identifies, and its SHA-256; None: there is no COMMIT.
 
-    Raises:
-        CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
+    Raises CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
     """
     commit_file = f"{directory}/{COMMIT_NAME}"
     raw = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
@@ -230,14 +226,7 @@ def _holds_data(entries: Iterable[Entry]) -> bool:
 def check_unchanged(files: Opener, committed: Committed, *, may_be_gone: bool) -> None:
     """Check that the checkpoint has not been replaced since it was opened.
 
-    Args:
-        files: where to read.
-        committed: the opened checkpoint.
-        may_be_gone: whether it may have been removed since.
-
-    Raises:
-        CorruptCheckpointError: another checkpoint has replaced it.
-        NotACheckpointError: it has been removed.
+    Raises CorruptCheckpointError: another checkpoint has replaced it; NotACheckpointError: it has been removed.
     """
     raw = read_or_none(files, committed.directory, COMMIT_NAME, MAX_COMMIT_BYTES)
     if raw is None:
@@ -263,9 +252,8 @@ def _matches(raw: bytes | bytearray, committed: Committed) -> bool:
 def open_with_timeout(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> Committed:
     """`open_committed` with a timeout, because the storage may not respond.
 
-    Raises:
-        CheckpointTimeoutError: the storage has not responded for ten minutes.
-        Any error that `progress` raises, which is called with 0 repeatedly.
+    Raises CheckpointTimeoutError: the storage has not responded for ten minutes; any error that `progress` raises,
+    which is called with 0 repeatedly.
     """
     return call_with_timeout(directory, lambda _: open_committed(backend, directory), progress)
 
@@ -280,8 +268,7 @@ def use_committed(
 
     `progress` is called with 0 during waits; its error ends them.
 
-    Raises:
-        As `open_committed`, and what `use` raises.
+    Raises as `open_committed`, and what `use` raises.
     """
     seen = None
     while True:

@@ -88,12 +88,10 @@ def copy_checkpoint(
         check: called with the directory of the complete copy before it is published; its error aborts the copy.
         progress: called with numbers of bytes as they are written.
 
-    Raises:
-        CorruptCheckpointError: data of the source differs from what was saved; the copy is removed.
-        CheckpointExistsError: something has taken that path meanwhile, and `replace` is false.
-        UnsupportedLeafError: an array exceeds the largest size that can be copied.
-        MismatchError: a value of the source does not fit an operation; the copy is removed.
-        StorageError: a file system refused.
+    Raises CorruptCheckpointError: data of the source differs from what was saved; the copy is removed;
+    CheckpointExistsError: something has taken that path meanwhile, and `replace` is false; UnsupportedLeafError: an
+    array exceeds the largest size that can be copied; MismatchError: a value of the source does not fit an operation;
+    the copy is removed; StorageError: a file system refused.
     """
     checked: list[str] = []
 
@@ -193,8 +191,7 @@ class _Copier:
 def chunk_boxes(shape: Sequence[int], itemsize: int, subject: str, most: int = CHUNK_BYTES) -> list[Box]:
     """Cut an array into boxes of at most `most` bytes along its first axes; empty for an array without elements.
 
-    Raises:
-        UnsupportedLeafError: there would be more than `MAX_CHUNKS` boxes; the message starts with `subject`.
+    Raises UnsupportedLeafError: there would be more than `MAX_CHUNKS` boxes; the message starts with `subject`.
     """
     total = math.prod(shape) * itemsize
     if not total:
@@ -229,13 +226,7 @@ def _cut(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
 def same_digests(
     source: Manifest, array: ArrayRecord, copy: Manifest, copied: ArrayRecord, itemsize: int, most_bytes: int
 ) -> bool | None:
-    """Whether an array and its copy have the same digests; None: their digests cover different blocks.
-
-    Args:
-        source, array: the source.
-        copy, copied: the copy.
-        itemsize, most_bytes: the arguments that the boxes were made with.
-    """
+    """Whether an array and its copy have the same digests; None: their digests cover different blocks."""
     if (source.digest, source.block_bytes) != (copy.digest, copy.block_bytes):
         return None
     by_box = {chunk.box: chunk for chunk in copied.chunks}
@@ -250,15 +241,7 @@ def same_digests(
 
 
 class LazyBox:
-    """A box of a stored array that is read on demand.
-
-    Args:
-        files: where to read.
-        committed: the opened checkpoint.
-        array: the array.
-        box: the box of that array.
-        settings: whether to verify it.
-    """
+    """A box of a stored array that is read on demand."""
 
     def __init__(
         self, files: Opener, committed: Committed, array: ArrayRecord, box: Box, settings: StoreSettings
@@ -277,8 +260,7 @@ class LazyBox:
     def read_with(self, others: Sequence[LazyBox]) -> list[np.ndarray]:
         """Read it together with others of the same checkpoint, which is much faster than one at a time.
 
-        Raises:
-            As `read_boxes`.
+        Raises as `read_boxes`.
         """
         wanted = [Wanted(each._array, [each._box]) for each in (self, *others)]
         return [arrays[0] for arrays in read_boxes(self._files, self._committed, wanted, self._settings)]
@@ -339,8 +321,7 @@ class ReadAhead:
     def fetch(self, box: BoxAhead) -> np.ndarray:
         """Wait until a box is read, and return it.
 
-        Raises:
-            CheckpointTimeoutError: the storage does not respond, or `give_up` was called.
+        Raises CheckpointTimeoutError: the storage does not respond, or `give_up` was called.
         """
         if box.nbytes < LEAST_BYTES:
             group, place = self._read_group_of(box)

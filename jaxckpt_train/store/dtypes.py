@@ -50,8 +50,7 @@ def is_storable(dtype: np.dtype) -> bool:
 def dtype_named(name: str, subject: str) -> np.dtype:
     """The little-endian numpy dtype with this name.
 
-    Raises:
-        FormatVersionError: this installation does not know the dtype; the message starts with `subject`.
+    Raises FormatVersionError: this installation does not know the dtype; the message starts with `subject`.
     """
     if name not in DTYPES:
         advice = "; a newer ml_dtypes may have it" if name.startswith(("float", "int", "uint")) else ""

@@ -34,8 +34,7 @@ _SIGNATURES = (
 def digest_function(name: str) -> HexDigest:
     """The function that computes this digest as hexadecimal text.
 
-    Raises:
-        SettingsError: the name is unknown, or the required package is not installed.
+    Raises SettingsError: the name is unknown, or the required package is not installed.
     """
     if name == "xxh3-128":
         return xxhash.xxh3_128_hexdigest
@@ -94,9 +93,8 @@ def file_record(
 def read_whole(files: Opener, directory: str, name: str, limit: int | None) -> np.ndarray:
     """All bytes of a file below a directory, as a flat uint8 array.
 
-    Raises:
-        CorruptCheckpointError: it is larger than `limit` bytes (None: no limit).
-        StorageError: it does not exist, cannot be read, or does not fit into memory.
+    Raises CorruptCheckpointError: it is larger than `limit` bytes (None: no limit); StorageError: it does not exist,
+    cannot be read, or does not fit into memory.
     """
     source: Source = files.open(directory, name, direct=False)
     try:
@@ -123,9 +121,8 @@ def read_ends(files: Opener, directory: str, name: str, limit: int) -> list[tupl
 
     It is one piece; for a file of more than `limit` bytes, which no writer produces line by line, it is both ends.
 
-    Raises:
-        CorruptCheckpointError: it became shorter meanwhile.
-        StorageError: it does not exist, cannot be read, or does not fit into memory.
+    Raises CorruptCheckpointError: it became shorter meanwhile; StorageError: it does not exist, cannot be read, or does
+    not fit into memory.
     """
     source: Source = files.open(directory, name, direct=False)
     try:
@@ -152,11 +149,7 @@ def read_blocks(files: Opener, directory: str, name: str, limit: int, block_byte
 
 
 def read_end(files: Opener, directory: str, name: str, limit: int) -> bytes:
-    """The last bytes of a file that only grows, at most `limit`.
-
-    Raises:
-        As `read_ends`.
-    """
+    """The last bytes of a file that only grows, at most `limit`. Raises as `read_ends`."""
     source: Source = files.open(directory, name, direct=False)
     try:
         whole = source.size
@@ -176,16 +169,8 @@ def read_or_none(
 ) -> bytes | bytearray | None:
     """All bytes of a small file of a checkpoint; None if it does not exist.
 
-    Args:
-        files: where to read.
-        directory: the checkpoint.
-        name: the file's name.
-        limit: the largest accepted size.
-        size: the size according to COMMIT; None: not stated.
-
-    Raises:
-        CorruptCheckpointError: it is not a file, or has another size, and is not read.
-        StorageError: the storage refused for a reason that is not the checkpoint's fault.
+    Raises CorruptCheckpointError: it is not a file, or has another size, and is not read; StorageError: the storage
+    refused for a reason that is not the checkpoint's fault.
     """
     try:
         source: Source = files.open(directory, name, direct=False)
@@ -211,8 +196,7 @@ def read_or_none(
 def read_head(files: Opener, directory: str, name: str, length: int) -> bytes:
     """The first bytes of a file, at most `length`; empty if there is no file.
 
-    Raises:
-        StorageError: the storage refused for a reason that is not the file's fault.
+    Raises StorageError: the storage refused for a reason that is not the file's fault.
     """
     try:
         source: Source = files.open(directory, name, direct=False)
@@ -241,9 +225,8 @@ def open_recorded(
 ) -> Source:
     """Open a file that the manifest names.
 
-    Raises:
-        CorruptCheckpointError: it is missing, not a regular file, or its size differs from the manifest.
-        StorageError: the storage refused for a reason that is not the checkpoint's fault.
+    Raises CorruptCheckpointError: it is missing, not a regular file, or its size differs from the manifest;
+    StorageError: the storage refused for a reason that is not the checkpoint's fault.
     """
     path = f"{directory}/{name}"
     try:
@@ -264,9 +247,7 @@ def read_recorded(
 ) -> np.ndarray:
     """All bytes of a file that the manifest names, verified with its digests; with `digest_name` None, only its size.
 
-    Raises:
-        CorruptCheckpointError: its content is not what was saved.
-        StorageError: it cannot be read.
+    Raises CorruptCheckpointError: its content is not what was saved; StorageError: it cannot be read.
     """
     source = open_recorded(files, directory, record.file, record.bytes)
     try:

@@ -122,11 +122,7 @@ class _Version(msgspec.Struct):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json.
-
-    Raises:
-        UnsupportedLeafError: there are more checkpointables than a load accepts.
-    """
+    """The bytes of manifest.json. Raises UnsupportedLeafError: there are more checkpointables than a load accepts."""
     if len(manifest.parts) > MAX_PARTS:
         raise UnsupportedLeafError(f"expected at most {MAX_PARTS:,} checkpointables, found {len(manifest.parts):,}")
     return msgspec.json.encode(manifest)
@@ -141,9 +137,7 @@ def shown(found: object, letters: int = 200) -> str:
 def check_version(data: bytes | bytearray, subject: str) -> None:
     """Refuse data of another format or of a newer version, before anything else is decoded.
 
-    Raises:
-        CorruptCheckpointError: it is not JSON of this format.
-        FormatVersionError: it is of a newer version.
+    Raises CorruptCheckpointError: it is not JSON of this format; FormatVersionError: it is of a newer version.
     """
     try:
         head = msgspec.json.decode(data, type=_Version)
@@ -163,8 +157,7 @@ def check_version(data: bytes | bytearray, subject: str) -> None:
 def decode_info(raw: msgspec.Raw, subject: str) -> dict[str, Any]:
     """Decode the `info` of a manifest.
 
-    Raises:
-        CorruptCheckpointError: it is not a JSON object, or larger than any save makes it.
+    Raises CorruptCheckpointError: it is not a JSON object, or larger than any save makes it.
     """
     size = memoryview(raw).nbytes
     if size > MAX_INFO_BYTES:
@@ -196,11 +189,6 @@ class SegmentRoom:
 
     The methods return True only for valid chunks. If they return False, a caller checks one chunk at a time to find the
     problem.
-
-    Args:
-        segments: the segments, with sizes below 2^62.
-        width: the number of hexadecimal digits of a digest.
-        block_bytes: how much data a digest covers.
     """
 
     def __init__(self, segments: Sequence[SegmentRecord], width: int, block_bytes: int) -> None:
@@ -209,13 +197,7 @@ class SegmentRoom:
         self._width, self._block_bytes = width, block_bytes
 
     def surely_holds(self, chunks: Sequence[ChunkRecord], corners: np.ndarray, item_bytes: int) -> bool:
-        """Whether each chunk has the size of its box, is within its segment, and has one digest per block.
-
-        Args:
-            chunks: the chunks of one array of less than 2^62 bytes.
-            corners: their boxes, which are within the array, with shape (chunks, dimensions, 2).
-            item_bytes: the size of an element.
-        """
+        """Whether each chunk has the size of its box, is within its segment, and has one digest per block."""
         columns = _columns(chunks)
         if columns is None:
             return False

@@ -54,15 +54,7 @@ _shape, _box = msgspec.json.Decoder(tuple[int, ...]).decode, msgspec.json.Decode
 
 
 def encode_value(value: Any, *, is_strict: bool = False) -> bytes:
-    """Encode plain data as JSON.
-
-    Args:
-        value: the data.
-        is_strict: whether to refuse NaN and infinities, which a manifest cannot hold.
-
-    Raises:
-        UnsupportedLeafError: decoding would not give the same value.
-    """
+    """Encode plain data as JSON. Raises UnsupportedLeafError: decoding would not give the same value."""
     try:
         data = msgspec.json.encode(value)
         same = msgspec.json.decode(data) == value
@@ -78,11 +70,7 @@ def encode_value(value: Any, *, is_strict: bool = False) -> bytes:
 
 
 def decode_value(data: Any) -> Any:
-    """Decode JSON of this library or of another Python tool.
-
-    Raises:
-        NOT_JSON: it is not JSON.
-    """
+    """Decode JSON of this library or of another Python tool. Raises NOT_JSON: it is not JSON."""
     try:
         return msgspec.json.decode(data)
     except NOT_JSON as error:
@@ -95,8 +83,7 @@ def decode_value(data: Any) -> Any:
 def decode_untrusted(data: bytes, kind: Any = Any) -> Any:
     """Decode another Python tool's JSON for a manifest; NaN and infinities become text such as "nan".
 
-    Raises:
-        NOT_JSON: it is not JSON, or not of this kind.
+    Raises NOT_JSON: it is not JSON, or not of this kind.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -136,8 +123,7 @@ def elements(
         decode_one: decodes a single larger element. It should check the element first, because decoding may take many
             times as much memory.
 
-    Raises:
-        msgspec.MsgspecError: it is not a list of these elements.
+    Raises msgspec.MsgspecError: it is not a list of these elements.
     """
     view = memoryview(raw)
     if bytes(view[:1]) != b"[":
@@ -235,10 +221,8 @@ _chunks, _large_chunk = msgspec.json.Decoder(list[ChunkRecord]).decode, msgspec.
 def decode_manifest(data: bytes | bytearray, subject: str) -> Manifest:
     """Decode and fully validate manifest.json.
 
-    Raises:
-        CorruptCheckpointError: it is malformed, contradicts itself, or is not in canonical form (which also refuses
-            duplicate keys).
-        FormatVersionError: it is of a newer version.
+    Raises CorruptCheckpointError: it is malformed, contradicts itself, or is not in canonical form (which also refuses
+    duplicate keys); FormatVersionError: it is of a newer version.
     """
     check_version(data, subject)
     try:

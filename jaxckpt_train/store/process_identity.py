@@ -129,8 +129,7 @@ def this_process() -> ProcessIdentity:
 def descriptor_path(pid: int, descriptor: int, begins: str) -> str:
     """The /proc path of another process's descriptor, if its target starts with `begins`.
 
-    Raises:
-        OSError: it is not visible from here, as in another container; or the number belongs to another process.
+    Raises OSError: it is not visible from here, as in another container; or the number belongs to another process.
     """
     path = f"/proc/{pid}/fd/{descriptor}"
     if not os.readlink(path).startswith(begins):  # checked first, because opening a pipe might block for ever
@@ -263,11 +262,7 @@ class SlurmJob:
 
 
 def slurm_job(environment: Mapping[str, str] | None = None) -> SlurmJob | None:
-    """The Slurm job of this process; None: it has none.
-
-    Args:
-        environment: variables; None: those of this process.
-    """
+    """The Slurm job of this process; None: it has none."""
     variables = os.environ if environment is None else environment
     number, array = variables.get("SLURM_JOB_ID"), variables.get("SLURM_ARRAY_JOB_ID")
     if not number:
@@ -278,9 +273,5 @@ def slurm_job(environment: Mapping[str, str] | None = None) -> SlurmJob | None:
 
 
 def is_in_pod(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process runs in a Kubernetes pod, where every container has the address of the API server.
-
-    Args:
-        environment: variables; None: those of this process.
-    """
+    """Whether this process runs in a Kubernetes pod, where every container has the address of the API server."""
     return bool((os.environ if environment is None else environment).get("KUBERNETES_SERVICE_HOST"))

@@ -52,12 +52,7 @@ class ChunkColumns(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 def to_columns(arrays: Sequence[int], chunks: Sequence[Sequence[ChunkRecord]]) -> ChunkColumns:
-    """The chunks of some arrays as columns.
-
-    Args:
-        arrays: the indexes of the arrays.
-        chunks: the chunks of each array.
-    """
+    """The chunks of some arrays as columns."""
     numbers = np.repeat(np.array(arrays, np.int64), np.array([len(found) for found in chunks], np.int64))
     flat = list(chain.from_iterable(chunks))
     digests = [chunk.digests for chunk in flat]
@@ -95,13 +90,7 @@ class ArrayChunks(NamedTuple):
 class MergedChunks:
     """The chunks that several processes have written of the same arrays.
 
-    Args:
-        columns: the columns of each process.
-        firsts: for each process, the number of its first segment among all segments.
-        dimensions: the number of dimensions of each array.
-
-    Raises:
-        ValueError: these cannot be chunks of these arrays.
+    Raises ValueError: these cannot be chunks of these arrays.
     """
 
     def __init__(self, columns: Sequence[ChunkColumns], firsts: Sequence[int], dimensions: Sequence[int]) -> None:
@@ -224,13 +213,8 @@ def merge_indexes(
 ) -> tuple[list[SegmentRecord], list[PartRecord]]:
     """The segments and checkpointables of the whole checkpoint.
 
-    Args:
-        parts: the checkpointables, whose arrays have no chunks yet.
-        indexes: one per process, in order.
-
-    Raises:
-        UnsupportedLeafError: there are more chunks than a manifest can hold.
-        CheckpointError: together they are incomplete, which only a bug of this library can cause.
+    Raises UnsupportedLeafError: there are more chunks than a manifest can hold; CheckpointError: together they are
+    incomplete, which only a bug of this library can cause.
     """
     _refuse_too_many(indexes)
     segments: list[SegmentRecord] = []

@@ -77,10 +77,8 @@ def iter_boxes(
     Yields:
         Every wanted box, in any order, as a writable, row-major numpy array, 64-byte aligned unless it has a target.
 
-    Raises:
-        CorruptCheckpointError: a segment is missing, has another size, or its data does not match its digest.
-        StorageError: the file system refused.
-        CheckpointTimeoutError: the storage has not responded for ten minutes.
+    Raises CorruptCheckpointError: a segment is missing, has another size, or its data does not match its digest;
+    StorageError: the file system refused; CheckpointTimeoutError: the storage has not responded for ten minutes.
     """
     runs = plan_reads(committed.manifest, wanted, band_bytes(settings))
     sources = Sources(files, committed, settings, [run.segment for run in runs])
@@ -120,16 +118,7 @@ def read_box(
 ) -> None:
     """Read one box of one array on the calling thread, which may be a reading thread of another load.
 
-    Args:
-        files: where to read.
-        committed: the opened checkpoint.
-        array: the array.
-        box: the box of the array.
-        target: a flat uint8 array of the size of the box.
-        settings: verification.
-
-    Raises:
-        As `iter_boxes`, without a time limit.
+    Raises as `iter_boxes`, without a time limit.
     """
     if not len(target):
         return
@@ -162,8 +151,7 @@ def run_reads(
 ) -> Generator[R]:
     """Run reads on the reading threads and yield their results, as `Workers.run_each`.
 
-    Raises:
-        CheckpointTimeoutError: there was no progress for ten minutes; the message names the directory.
+    Raises CheckpointTimeoutError: there was no progress for ten minutes; the message names the directory.
     """
     readers = shared_workers(_threads(settings), "jaxckpt-read")
     try:
@@ -195,15 +183,6 @@ class ReadBox(NamedTuple):
 class Reading:
     """The state of one load: its destinations, and what its threads share.
 
-    Args:
-        sources: the open segments.
-        committed: the opened checkpoint.
-        wanted: which boxes of which arrays.
-        settings: verification.
-        progress: as in `iter_boxes`.
-        budget: counts the memory of the load.
-        warm: buffers for data that is copied elsewhere.
-
     Attributes:
         reads: the number of reads so far.
     """
@@ -231,9 +210,8 @@ class Reading:
     def read_run(self, run: Run) -> list[ReadBox]:
         """Read and verify one run on the calling thread; returns the boxes that it completed.
 
-        Raises:
-            CorruptCheckpointError: a segment is missing, has another size, or its data does not match its digest.
-            StorageError: the file system refused.
+        Raises CorruptCheckpointError: a segment is missing, has another size, or its data does not match its digest;
+        StorageError: the file system refused.
         """
         size = run.stop - run.start
         if run.is_destination and not run.passing:
@@ -458,12 +436,6 @@ class Sources:
 
     Segments that are opened before the first read stay readable if retention removes the step meanwhile. If there are
     more than `OPEN_AT_ONCE`, the others are opened when they are needed.
-
-    Args:
-        files: where to read.
-        committed: the opened checkpoint.
-        settings: whether to bypass the page cache, and whether the data is verified.
-        segments: the segment of each read to come, with repetitions.
     """
 
     def __init__(self, files: Opener, committed: Committed, settings: StoreSettings, segments: Iterable[int]) -> None:
@@ -478,9 +450,8 @@ class Sources:
     def open(self, report: Callable[[], None] | None = None) -> None:
         """Open the segments, or the first of them; `report` is called after each.
 
-        Raises:
-            CorruptCheckpointError: a segment is missing, or its size differs from the manifest.
-            StorageError: the file system refused.
+        Raises CorruptCheckpointError: a segment is missing, or its size differs from the manifest; StorageError: the
+        file system refused.
         """
         for number in sorted(self._left)[:OPEN_AT_ONCE]:
             self._share(number, self._open_segment(number))
@@ -569,13 +540,7 @@ class Sources:
 
 
 class PreopenedFiles:
-    """Opens files in advance, and hands them over later without another lookup of their names.
-
-    Args:
-        files: where to read.
-        committed: the opened checkpoint.
-        direct: how its segments will be opened.
-    """
+    """Opens files in advance, and hands them over later without another lookup of their names."""
 
     def __init__(self, files: Opener, committed: Committed, direct: Direct) -> None:
         self._files, self._committed, self._direct = files, committed, direct

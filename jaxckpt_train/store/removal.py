@@ -76,8 +76,7 @@ def untracked_files(backend: Backend, directory: str, *, certain: bool) -> Itera
             program. Without `certain`, only folders that no checkpointable can have written are untracked: folders that
             hold a hidden file or another checkpoint.
 
-    Raises:
-        StorageError: the storage cannot be read.
+    Raises StorageError: the storage cannot be read.
     """
     top = list_entries(backend, directory)
     names = [entry.name for entry in top if entry.kind == "directory"]
@@ -195,8 +194,7 @@ def remove_replaced(backend: Backend, directory: str, final: str) -> None:
     A kept directory gets a name that no cleanup removes, and a warning names it. If `directory` is a link to a
     checkpoint, only the link is removed.
 
-    Raises:
-        StorageError: the file system refused; the directory is still there.
+    Raises StorageError: the file system refused; the directory is still there.
     """
     match _open_errno(backend, directory):
         case errno.EISDIR:
@@ -230,19 +228,14 @@ def remove_without_commit(backend: Backend, directory: str) -> None:
 
 
 def first_untracked_files(backend: Backend, directory: str) -> list[str]:
-    """The first few untracked files, for a message.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """The first few untracked files, for a message. Raises StorageError: the storage cannot be read."""
     return list(itertools.islice(untracked_files(backend, directory, certain=True), MAX_LISTED))
 
 
 def set_aside(backend: Backend, directory: str, final: str, found: Sequence[str]) -> None:
     """Give a replaced directory a name that no cleanup removes, and log a warning.
 
-    Raises:
-        StorageError: the file system refused; the directory is still there.
+    Raises StorageError: the file system refused; the directory is still there.
     """
     kept, caveat = (
         rename_to_free(backend, directory, (f"{final}.replaced-{number}" for number in itertools.count(1))),
@@ -264,14 +257,7 @@ def set_aside(backend: Backend, directory: str, final: str, found: Sequence[str]
 def remove_stale_temporary(backend: Backend, directory: str, final: str, *, may_be_torn: bool) -> None:
     """Remove what a dead process left next to a checkpoint: an attempt, or the checkpoint that it had replaced.
 
-    Args:
-        backend: the storage.
-        directory: the leftover. An attempt has no COMMIT, or was synced only in part before a power cut.
-        final: the path of the checkpoint.
-        may_be_torn: whether files may be empty because the machine has restarted since they were written.
-
-    Raises:
-        StorageError: the file system refused; the directory is still there.
+    Raises StorageError: the file system refused; the directory is still there.
     """
     top = {entry.name: entry.kind for entry in list_entries(backend, directory)}
     is_torn = may_be_torn and any(_size(backend, directory, name) == 0 for name in RESERVED_NAMES if name in top)
@@ -371,8 +357,7 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
     the disk yet. Checkpoints with untracked files are kept, as by `remove_replaced`. Other directories are not touched
     if they hold anything else.
 
-    Raises:
-        StorageError: something could not be removed; the rest was.
+    Raises StorageError: something could not be removed; the rest was.
     """
     parent, name = os.path.split(final)
     removals = list[Callable[[], None]]()
@@ -399,8 +384,7 @@ def remove_dead_exports(backend: Backend, final: str) -> None:
 
     A leftover with a COMMIT is an older checkpoint that a save has replaced; the next save handles it.
 
-    Raises:
-        StorageError: something could not be removed; the rest was.
+    Raises StorageError: something could not be removed; the rest was.
     """
     parent, name = os.path.split(final)
     dead = [each for each in backend.list(parent) if each.kind == "directory" and _dead_tag(each, name) is not None]

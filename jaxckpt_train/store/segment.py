@@ -45,8 +45,7 @@ class Shardings:
     def shared(self, sharding: object) -> object:
         """The first sharding that equals this one.
 
-        Raises:
-            msgspec.ValidationError: the limit on distinct shardings is reached.
+        Raises msgspec.ValidationError: the limit on distinct shardings is reached.
         """
         text = msgspec.json.encode(sharding)
         if text not in self._known:
@@ -58,11 +57,7 @@ class Shardings:
 
 
 def decode_sharding(raw: msgspec.Raw) -> Any:
-    """Decode a sharding of untrusted size.
-
-    Raises:
-        msgspec.MsgspecError: it is too large, or not JSON.
-    """
+    """Decode a sharding of untrusted size. Raises msgspec.MsgspecError: it is too large, or not JSON."""
     if memoryview(raw).nbytes > MAX_SHARDINGS_BYTES:
         raise msgspec.ValidationError(f"more than {MAX_SHARDINGS_BYTES:,} bytes of distinct shardings")
     return msgspec.json.decode(raw)

@@ -10,8 +10,6 @@ Some parts replace the standard library's, for these reasons:
   too. `Latch` and `Mailbox` wait for a bare lock.
 - `queue.SimpleQueue.get(timeout=...)` may wait for ever before Python 3.13: if a delay or a signal handler uses up the
   timeout, the remaining time becomes negative.
-- `functools.cached_property` of Python 3.11 has one lock for all objects. A child that is forked while a thread of its
-  parent computes such a property finds the lock taken for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar
 
 from jaxckpt_train.errors import CheckpointTimeoutError
 
@@ -139,11 +137,7 @@ class Mailbox(Generic[T]):
         _ring(self._bell)
 
     def get(self, timeout_s: float) -> T:
-        """The oldest item.
-
-        Raises:
-            queue.Empty: no item arrived within `timeout_s` seconds.
-        """
+        """The oldest item. Raises queue.Empty: no item arrived within `timeout_s` seconds."""
         while True:
             with contextlib.suppress(IndexError):
                 return self._items.popleft()
@@ -257,8 +251,7 @@ class Workers:
         running items; then the wait takes at most two seconds. So use `contextlib.closing`. `moved` returns a value
         that changes whenever there was progress.
 
-        Raises:
-            CheckpointTimeoutError: there was no progress for `GIVE_UP_S` seconds; the running items are abandoned.
+        Raises CheckpointTimeoutError: there was no progress for `GIVE_UP_S` seconds; the running items are abandoned.
         """
         if not self._start_missing():
             yield from map(work, items)
@@ -417,23 +410,6 @@ _shared = PerProcess(_new_workers)
 def shared_workers(count: int, name: str, *, polite: bool = False) -> Workers:
     """The workers of this process for a count and a purpose, the same ones at every call."""
     return _shared.get((count, name, polite))
-
-
-class unlocked_cached_property(Generic[T]):  # noqa: N801  # as `property`
-    """A cached property without a lock: threads that compute it at once all get the value that was stored first."""
-
-    def __init__(self, make: Callable[[Any], T]) -> None:
-        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-    def __get__(self, instance: object, owner: type) -> T | Self:
-        if instance is None:
-            return self
-        value: T = vars(instance).setdefault(self._name, self._make(instance))
-        return value
 
 
 _guard = threading.RLock()

@@ -75,11 +75,6 @@ MOVE_IT_AWAY = "move it away, or choose another path"
 class Attempt:
     """The files that one process writes and syncs in an attempt's directory; a `Transaction` makes them a checkpoint.
 
-    Args:
-        backend: the storage.
-        directory: the attempt's directory, which exists.
-        settings: the durability and the digest.
-
     Attributes:
         directory: as given.
     """
@@ -117,9 +112,8 @@ class Attempt:
 
         `progress` is called with the size of each block.
 
-        Raises:
-            UnsupportedLeafError: a file or directory has a name that a load would refuse.
-            CorruptCheckpointError: an entry is neither a regular file nor a directory.
+        Raises UnsupportedLeafError: a file or directory has a name that a load would refuse; CorruptCheckpointError: an
+        entry is neither a regular file nor a directory.
         """
         records: list[FileRecord] = []
         for entry in self._backend.list(f"{self.directory}/{name}"):
@@ -173,8 +167,7 @@ class Transaction(Attempt):
         may_be_published: whether the final name may hold this attempt even though the save failed.
         was_not_removed: whether the file system refused to remove the attempt after the save failed.
 
-    Raises:
-        StorageError: the attempt's directory cannot be created.
+    Raises StorageError: the attempt's directory cannot be created.
     """
 
     def __init__(
@@ -201,11 +194,9 @@ class Transaction(Attempt):
             replace: whether an existing checkpoint of that name is exchanged for this one and then removed.
             if_taken: the advice in the error about a taken name; None: to pass overwrite=True.
 
-        Raises:
-            CheckpointExistsError: the final name is taken and `replace` is false.
-            StorageError: the file system refused. Nothing became visible, unless it also refused to undo the rename; a
-                note on the error says so.
-            UnsupportedLeafError: there are more arrays than a load accepts.
+        Raises CheckpointExistsError: the final name is taken and `replace` is false; StorageError: the file system
+        refused. Nothing became visible, unless it also refused to undo the rename; a note on the error says so;
+        UnsupportedLeafError: there are more arrays than a load accepts.
         """
         arrays = sum(len(part.arrays) for part in manifest.parts)
         if arrays > MAX_ARRAYS:
@@ -242,8 +233,8 @@ class Transaction(Attempt):
     def _claim_name(self, replace: bool) -> Literal["free", "exchanged", "in place"]:
         """Claim the final name.
 
-        Returns "free" if nothing had it. After "exchanged", the older checkpoint has the attempt's name; after
-        "in place", the older checkpoint is gone.
+        Returns "free" if nothing had it. After "exchanged", the older checkpoint has the attempt's name; after "in
+        place", the older checkpoint is gone.
         """
         try:
             self._backend.rename(self.directory, self.final)
@@ -355,15 +346,7 @@ def atomic_directory(
 ) -> Iterator[Attempt]:
     """Write a directory that appears under its final name when the block ends, or not at all if the block raises.
 
-    Args:
-        backend: the storage.
-        final: the absolute path to publish; nothing may exist there.
-        settings: the durability.
-        only_file: the name of the one file in the directory that is published as `final`; None: the whole directory is.
-
-    Raises:
-        CheckpointExistsError: something exists at `final`.
-        StorageError: the file system refused.
+    Raises CheckpointExistsError: something exists at `final`; StorageError: the file system refused.
     """
     refuse_existing_name(final)
     parent = os.path.dirname(final)
@@ -428,14 +411,7 @@ def refuse_temporary_name(final: str) -> None:
 
 
 def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pass overwrite=True") -> None:
-    """Raise CheckpointExistsError unless the name is free, or only holds a checkpoint that is to be replaced.
-
-    Args:
-        backend: the storage.
-        final: the path to check.
-        replace: whether an existing checkpoint is to be replaced.
-        how: the advice on how to replace it.
-    """
+    """Raise CheckpointExistsError unless the name is free, or only holds a checkpoint that is to be replaced."""
     if not file_exists(final):
         return
     # A single look may see a directory that another process has just replaced and is removing, so look again.

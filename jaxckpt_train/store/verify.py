@@ -67,10 +67,8 @@ def verify(
 
     Damage is reported, not raised. `progress` is called with 0 at least once a second; its error ends the verification.
 
-    Raises:
-        NotACheckpointError: there is no checkpoint.
-        FormatVersionError: a newer version of this library wrote it.
-        CheckpointTimeoutError: the storage has not responded for ten minutes.
+    Raises NotACheckpointError: there is no checkpoint; FormatVersionError: a newer version of this library wrote it;
+    CheckpointTimeoutError: the storage has not responded for ten minutes.
     """
     try:
         committed = call_with_timeout(directory, lambda _: open_committed(backend, directory), progress)
@@ -123,15 +121,8 @@ class _Meter:
 def first_damage(backend: Backend, directory: str, pace: Pace | None = None) -> str | None:
     """The first problem of a checkpoint, or None; works on the calling thread and avoids the page cache if possible.
 
-    Args:
-        backend: the storage.
-        directory: the checkpoint.
-        pace: called with the number of bytes before each read; it may wait. None: read at full speed.
-
-    Raises:
-        NotACheckpointError: there is no checkpoint.
-        FormatVersionError: a newer version of this library wrote it.
-        StorageError: the storage refused, which is not damage.
+    Raises NotACheckpointError: there is no checkpoint; FormatVersionError: a newer version of this library wrote it;
+    StorageError: the storage refused, which is not damage.
     """
     pace = _unpaced if pace is None else pace
     pace(_manifest_bytes(backend, directory))
@@ -187,8 +178,7 @@ def file_problems(
 
     `pace` is as in `first_damage`. `compared` is called with the number of bytes after each comparison.
 
-    Raises:
-        StorageError: the storage refused for a reason that is not the checkpoint's fault.
+    Raises StorageError: the storage refused for a reason that is not the checkpoint's fault.
     """
     try:
         source = open_recorded(files, committed.directory, file.file, file.bytes)

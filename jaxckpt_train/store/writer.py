@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import functools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -20,7 +21,7 @@ from jaxckpt_train.settings import DEFAULT_IO_THREADS, MIB, StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Sink
 from jaxckpt_train.store.buffers import StagingPool, shared_pool
 from jaxckpt_train.store.dtypes import dtype_name
-from jaxckpt_train.store.files import HexDigest, digest_function
+from jaxckpt_train.store.files import digest_function
 from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, SegmentRecord
 from jaxckpt_train.store.segment import (
     ALIGNMENT,
@@ -40,8 +41,7 @@ CANDIDATES = (DEFAULT_IO_THREADS, 4, 8)
 TURN_BYTES = 96 * MIB
 # A candidate must be this much faster than the default: on a shared machine, noise alone reaches 20 %.
 CLEAR_GAIN = 1.25
-Write = Callable[[int, int | None], int]
-"""Writes about this many of the next bytes (None: all the rest) at a depth, waits, and returns the number written."""
+Write = Callable[[int, int], int]  # writes about this many bytes at a depth, waits, and returns the number written
 SMALL_BYTES = 1 << 20
 MIN_IN_PLACE_BYTES = 2 << 20
 # Threads that fill the next buffers while all permitted writes are running.
@@ -87,30 +87,24 @@ def write_arrays(
         process: the number of the writing process, for the file names.
         give_up: called at an interrupt; it may unblock threads that wait for data to write.
 
-    Raises:
-        StorageError: the first error of the file system; nothing more is written after it.
+    Raises StorageError: the first error of the file system; nothing more is written after it.
     """
-    digest = digest_function(settings.digest)
     with paused_collection():
         layouts = list(plan_segments(arrays, settings.segment_bytes))
     files = [f"{part}/p{process:05d}-s{number:03d}.safetensors" for number in range(len(layouts))]
     writers = [
-        SegmentWriter(
-            layout,
-            functools.partial(backend.create, f"{directory}/{file}", direct=settings.direct_io),
-            digest,
-            settings.durability != "none",
-        )
-        for layout, file in zip(layouts, files, strict=True)
+        SegmentWriter(backend, f"{directory}/{file}", layout, settings)
+        for file, layout in zip(files, layouts, strict=True)
     ]
-    write_segments(backend, directory, writers, settings, progress, give_up)
+    with SegmentsWrite(backend, directory, writers, settings, progress, give_up) as run:
+        run.write(run.depth())
+    digest = digest_function(settings.digest)
     segments = tuple(
         SegmentRecord(file, layout.size, len(layout.head), digest(layout.head))
         for file, layout in zip(files, layouts, strict=True)
     )
     with paused_collection():
-        records = _records(arrays, writers, first_segment)
-    return WrittenArrays(segments, records)
+        return WrittenArrays(segments, _records(arrays, writers, first_segment))
 
 
 def _records(
@@ -132,65 +126,51 @@ def _records(
     )
 
 
-def write_segments(
-    backend: Backend,
-    directory: str,
-    writers: Sequence[SegmentWriter],
-    settings: StoreSettings,
-    progress: Progress | None = None,
-    give_up: Callable[[], None] | None = None,
-) -> None:
-    """Write files whose layout is known; after an error, close them as they are.
-
-    Args:
-        backend: the storage.
-        directory: a directory on the disk, which selects the number of concurrent writes.
-        writers: one for each file.
-        settings: how to write.
-        progress: called with numbers of bytes as windows are written, from several threads.
-        give_up: as in `write_arrays`.
-
-    Raises:
-        StorageError: the first error of the file system; nothing more is written after it.
-    """
-    try:
-        run = _Run(writers, settings.staging_bytes, progress, give_up)
-        if settings.io_threads == "auto":
-            depth = write_depth_for((backend.volume(directory), settings.direct_io), settings.staging_bytes)
-            depth.run(sum(writer.layout.size for writer in writers), run.write, run.pool.touch)
-        else:
-            run.write(settings.io_threads, None)
-    finally:
-        for writer in writers:
-            writer.abandon()
-
-
-class _Run:
-    """Writes all segments, in turns that may differ in their number of concurrent writes."""
+class SegmentsWrite:
+    """Writes files whose layout is known. The end of the `with` block closes those that an error left open."""
 
     def __init__(
         self,
+        backend: Backend,
+        directory: str,
         writers: Sequence[SegmentWriter],
-        staging_bytes: int,
-        progress: Progress | None,
-        give_up: Callable[[], None] | None,
+        settings: StoreSettings,
+        progress: Progress | None = None,
+        give_up: Callable[[], None] | None = None,
     ) -> None:
-        self._writers, self._staging_bytes, self._progress = writers, staging_bytes, progress
-        self._give_up = give_up
-        self.pool = shared_pool(staging_bytes)
+        self._backend, self._directory, self._writers, self._settings = backend, directory, writers, settings
+        self._progress, self._give_up = progress, give_up
+        self._pool = shared_pool(settings.staging_bytes)
 
-    def write(self, depth: int, most_bytes: int | None) -> int:
-        """Write the next windows, about `most_bytes` (None: all the rest); returns the number of bytes."""
+    def __enter__(self) -> SegmentsWrite:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for writer in self._writers:
+            writer.abandon()
+
+    def depth(self) -> int:
+        """The number of concurrent writes. The first large saves to a disk measure it, and write most of the data."""
+        if self._settings.io_threads != "auto":
+            return self._settings.io_threads
+        disk = self._backend.volume(self._directory), self._settings.direct_io
+        known = write_depth_for(disk, self._settings.staging_bytes)
+        return known.choose(sum(writer.layout.size for writer in self._writers), self.write, self._pool.touch)
+
+    def write(self, depth: int, most_bytes: int | None = None) -> int:
+        """Write the next windows, about `most_bytes` (None: all the rest); returns the number of bytes.
+
+        Raises StorageError: the first error of the file system; nothing more is written after it.
+        """
         threads, disk = depth + FILLING_THREADS, threading.Semaphore(depth)
-        buffer_bytes = max(self._staging_bytes // threads // ALIGNMENT, 1) * ALIGNMENT
-
-        def work(job: tuple[SegmentWriter, tuple[int, int]]) -> None:
-            done = job[0].write(job[1], self.pool, buffer_bytes, disk)
-            if self._progress is not None:
-                self._progress(done)
-
+        buffer_bytes = max(self._settings.staging_bytes // threads // ALIGNMENT, 1) * ALIGNMENT
         jobs = _cut(self._writers, buffer_bytes, most_bytes)
-        shared_workers(threads, "jaxckpt-write", polite=True).run_all(work, jobs, give_up=self._give_up)
+        calls = [
+            functools.partial(writer.write, window, self._pool, buffer_bytes, disk, self._progress)
+            for writer, window in jobs
+        ]
+        workers = shared_workers(threads, "jaxckpt-write", polite=True)
+        workers.run_all(operator.call, calls, give_up=self._give_up)
         return sum(stop - start for _, (start, stop) in jobs)
 
 
@@ -201,10 +181,7 @@ def _cut(
     jobs, total = [], 0
     width = max(buffer_bytes // 4 // ALIGNMENT, 1) * ALIGNMENT
     for writer in writers:
-        while most_bytes is None or total < most_bytes:
-            window = writer.next_window(width)
-            if window is None:
-                break
+        while (most_bytes is None or total < most_bytes) and (window := writer.next_window(width)) is not None:
             jobs.append((writer, window))
             total += window[1] - window[0]
             width = min(2 * width, buffer_bytes)
@@ -219,8 +196,10 @@ class SegmentWriter:
         blocks: per chunk, the digests of its blocks; complete when all windows are written.
     """
 
-    def __init__(self, layout: SegmentLayout, create: Callable[[], Sink], digest: HexDigest, sync: bool) -> None:
-        self.layout, self._create, self._digest, self._sync = layout, create, digest, sync
+    def __init__(self, backend: Backend, path: str, layout: SegmentLayout, settings: StoreSettings) -> None:
+        self.layout, self._sync = layout, settings.durability != "none"
+        self._create = functools.partial(backend.create, path, direct=settings.direct_io)
+        self._digest = digest_function(settings.digest)
         self._sink: Sink | None = None
         self._starts = [chunk.offset for chunk in layout.chunks]
         self._fetched: dict[int, _Fetched] = {}
@@ -253,7 +232,14 @@ class SegmentWriter:
         is_enough = between > start if stop - start >= BLOCK_BYTES else 2 * (between - start) >= stop - start
         return between if is_enough and between % ALIGNMENT == 0 else stop
 
-    def write(self, window: tuple[int, int], pool: StagingPool, buffer_bytes: int, disk: threading.Semaphore) -> int:
+    def write(
+        self,
+        window: tuple[int, int],
+        pool: StagingPool,
+        buffer_bytes: int,
+        disk: threading.Semaphore,
+        progress: Progress | None = None,
+    ) -> None:
         """Fill a staging buffer with one window, digest its blocks, and write it when the semaphore `disk` permits.
 
         Every window of a save borrows the same `buffer_bytes`, so that the pool has no gaps. No buffer is needed if all
@@ -267,19 +253,23 @@ class SegmentWriter:
             with disk:
                 for at, piece in pieces:
                     sink.write_at(at, piece)
-            self._finish_after_last(sink, stop - start)
-            return stop - start
-        with pool.buffer(buffer_bytes) as buffer:
-            if start < len(self.layout.head):
-                _copy_overlap(np.frombuffer(self.layout.head, np.uint8), 0, start, buffer[: stop - start])
-            self._fill(start, stop, buffer)
-            alignment = sink.alignment  # read again, because another thread may have left direct I/O
-            padded = -(-(stop - start) // alignment) * alignment
-            buffer[stop - start : padded] = 0
-            with disk:
-                sink.write_at(start, buffer[:padded])
-        self._finish_after_last(sink, stop - start)
-        return stop - start
+        else:
+            with pool.buffer(buffer_bytes) as buffer:
+                if start < len(self.layout.head):
+                    _copy_overlap(np.frombuffer(self.layout.head, np.uint8), 0, start, buffer[: stop - start])
+                self._fill(start, stop, buffer)
+                alignment = sink.alignment  # read again, because another thread may have left direct I/O
+                padded = -(-(stop - start) // alignment) * alignment
+                buffer[stop - start : padded] = 0
+                with disk:
+                    sink.write_at(start, buffer[:padded])
+        with self._lock:
+            self._left -= stop - start
+            is_last = self._left == 0
+        if is_last:
+            sink.finish(self.layout.size, sync=self._sync)
+        if progress is not None:
+            progress(stop - start)
 
     def _in_place(self, start: int, stop: int, alignment: int) -> list[tuple[int, np.ndarray]] | None:
         """The digested pieces of a window with their offsets in the file; None if a buffer is needed to assemble it."""
@@ -416,13 +406,6 @@ class SegmentWriter:
                 if self._fetched[index].left == 0:
                     del self._fetched[index]
 
-    def _finish_after_last(self, sink: Sink, written: int) -> None:
-        with self._lock:
-            self._left -= written
-            last = self._left == 0
-        if last:
-            sink.finish(self.layout.size, sync=self._sync)
-
 
 @dataclasses.dataclass
 class _Fetched:
@@ -479,11 +462,7 @@ def _copy_overlap(source: np.ndarray, source_start: int, window_start: int, wind
 
 
 class WriteDepth:
-    """The best number of concurrent writes for one disk. The first large saves try every candidate twice.
-
-    Args:
-        staging_bytes: the size of all buffers; a turn writes at least this much, so that all buffers are in use.
-    """
+    """The best number of concurrent writes for one disk. The first large saves try every candidate twice."""
 
     def __init__(self, staging_bytes: int = 0) -> None:
         self._turn_bytes = max(TURN_BYTES, staging_bytes)
@@ -492,15 +471,18 @@ class WriteDepth:
         self._turns = [*CANDIDATES, *reversed(CANDIDATES)]
         self._moved, self._seconds = dict.fromkeys(CANDIDATES, 0), dict.fromkeys(CANDIDATES, 0.0)
 
-    def run(self, total_bytes: int, write: Write, prepare: Callable[[], None]) -> None:
-        """Write `total_bytes`; `prepare` does one-time work that must not count in the first measurement."""
+    def choose(self, total_bytes: int, write: Write, prepare: Callable[[], None]) -> int:
+        """Return the number for a save of `total_bytes`, of which a measurement writes some.
+
+        `prepare` does one-time work that must not count in the first measurement.
+        """
         if self._best is None and total_bytes >= 2 * self._turn_bytes and self._lock.acquire(blocking=False):
             try:
                 prepare()
                 self._measure(total_bytes, write)
             finally:
                 self._lock.release()
-        write(self._best or CANDIDATES[0], None)
+        return self._best or CANDIDATES[0]
 
     def _measure(self, left_bytes: int, write: Write) -> None:
         """Take as many of the remaining turns as there are bytes for."""

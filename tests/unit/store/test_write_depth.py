@@ -63,7 +63,7 @@ class Disk:
     def save(self, depth: WriteDepth) -> list[int]:
         self.depths.clear()
         total = self.left
-        depth.run(total, self.write, self.prepare)
+        self.write(depth.choose(total, self.write, self.prepare), None)
         assert self.left == 0
         self.left = total
         return list(self.depths)
@@ -119,7 +119,7 @@ def test_small_saves_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> N
 def test_unfinished_measurement_is_left_to_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
     depth, disk = WriteDepth(), Disk(monkeypatch, {2: 1e9, 4: 3e9, 8: 2e9})
     disk.left = 3 * TURN_BYTES
-    depth.run(LARGE, disk.write, disk.prepare)  # with large buffers, few turns write everything
+    depth.choose(LARGE, disk.write, disk.prepare)  # with large buffers, few turns write everything
     assert disk.left == 0
     assert depth._best is None
     disk.left = LARGE
@@ -132,10 +132,10 @@ def test_a_second_save_meanwhile_measures_nothing(monkeypatch: pytest.MonkeyPatc
 
     def write(number: int, most_bytes: int | None) -> int:
         if not inner:
-            depth.run(LARGE, lambda n, most: inner.append(n) or LARGE, pytest.fail)  # type: ignore[func-returns-value]
+            inner.append(depth.choose(LARGE, pytest.fail, pytest.fail))
         return disk.write(number, most_bytes)
 
-    depth.run(LARGE, write, disk.prepare)
+    depth.choose(LARGE, write, disk.prepare)
     assert inner == [DEFAULT]
     assert disk.depths == [2, 4, 8, 8, 4, 2, 4]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import gc
 import hashlib
 import threading
@@ -22,7 +21,6 @@ from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.buffers import shared_pool
-from jaxckpt_train.store.files import digest_function
 from jaxckpt_train.store.segment import ArraySource, ChunkSource, chunk_name, plan_segments
 from jaxckpt_train.store.writer import FILLING_THREADS, SegmentWriter, WrittenArrays, _cut, write_arrays
 from tests.support.strategies import arrays, tilings
@@ -206,7 +204,7 @@ def test_large_array_is_not_copied_whole() -> None:
 def test_windows_cover_files_once_and_fit_buffer(sizes: list[int], pages: int, most: int) -> None:
     sources = [source(f"x{n}", np.zeros(size, np.uint8)) for n, size in enumerate(sizes)]
     layouts = list(plan_segments(sources, 50_000))
-    writers = [SegmentWriter(layout, pytest.fail, digest_function("xxh3-128"), False) for layout in layouts]
+    writers = [SegmentWriter(StrictBackend(), "/x", layout, StoreSettings()) for layout in layouts]
     some = _cut(writers, pages * PAGE, most)
     rest = _cut(writers, pages * PAGE, None)
     assert not rest or most <= sum(stop - start for _, (start, stop) in some) < most + pages * PAGE
@@ -260,8 +258,7 @@ def test_every_use_of_failed_fetch_raises_its_cause() -> None:
     (layout,) = plan_segments([ArraySource("x", gone.shape, gone.dtype, [ChunkSource(full_box(gone.shape), gone)])], 1)
     backend = StrictBackend()
     backend.make_directory("/runs", parents=True, sync=False)
-    create = functools.partial(backend.create, "/runs/x", direct=False)
-    writer = SegmentWriter(layout, create, digest_function("sha256"), False)
+    writer = SegmentWriter(backend, "/runs/x", layout, StoreSettings(direct_io=False))
     while (window := writer.next_window(4 * PAGE)) is not None:
         with pytest.raises(RuntimeError, match="the device is lost"):
             writer.write(window, shared_pool(4 * PAGE), 4 * PAGE, threading.Semaphore(1))
