@@ -31,8 +31,7 @@ from jaxckpt_train.pytree.leaves import (
 from jaxckpt_train.pytree.restore import rebuild
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.manifest import MAX_INFO_BYTES, ArrayRecord, PartRecord, metrics_from_json
-from jaxckpt_train.store.manifest_decoding import encode_value
+from jaxckpt_train.store.manifest import MAX_INFO_BYTES, ArrayRecord, PartRecord, encode_value, metrics_from_json
 
 
 @dataclasses.dataclass(frozen=True)

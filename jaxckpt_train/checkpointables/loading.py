@@ -24,8 +24,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.committed import Committed, check_unchanged
 from jaxckpt_train.store.files import read_recorded
-from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord
-from jaxckpt_train.store.manifest_decoding import decode_value
+from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord, decode_value
 from jaxckpt_train.store.reader import PreopenedFiles, ReadProgress
 from jaxckpt_train.store.timeouts import call_with_timeout, close_files
 from jaxckpt_train.store.verify import file_problems

@@ -25,8 +25,7 @@ from jaxckpt_train.pytree.leaves import EMPTY, EmptyLeaf, Flat, LeafRecord, None
 from jaxckpt_train.pytree.paths import MAX_DEPTH, ROOT, join
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.files import read_whole
-from jaxckpt_train.store.manifest import NOT_JSON, shown
-from jaxckpt_train.store.manifest_decoding import decode_untrusted
+from jaxckpt_train.store.manifest import NOT_JSON, decode_untrusted, shown
 
 # How Orbax is recognized
 TREE_METADATA, STEP_METADATA, OCDBT = "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"

@@ -62,8 +62,7 @@ from jaxckpt_train.pytree.leaves import STORED, ArrayLeaf, KeyLeaf, LeafRecord, 
 from jaxckpt_train.pytree.paths import ROOT
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.buffers import aligned_buffer
-from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord, is_plain_name, shown
-from jaxckpt_train.store.manifest_decoding import decode_value, encode_value
+from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord, decode_value, encode_value, is_plain_name, shown
 from jaxckpt_train.store.process_identity import has_huge_malloc
 from jaxckpt_train.store.segment import ALIGNMENT
 

@@ -1,8 +1,4 @@
-"""Host memory for I/O: aligned arrays, the staging pool of saves, and the read budget of loads.
-
-`StagingPool` has a fixed size and is reused from save to save. `ReadBudget` limits the memory that a load uses beyond
-its destination.
-"""
+"""Host memory for I/O: aligned arrays, and the read budget of loads."""
 
 from __future__ import annotations
 
@@ -13,17 +9,14 @@ import mmap
 import queue
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT
 from jaxckpt_train.store.segment import ALIGNMENT
-from jaxckpt_train.store.threads import Mailbox, PerProcess
+from jaxckpt_train.store.threads import Mailbox
 
-WARN_S = 60.0
 _log = logging.getLogger("jaxckpt_train")
 HUGE_PAGE_BYTES = 2 << 20
 PAGE_BYTES = max(ALIGNMENT, mmap.PAGESIZE)  # the unit that can be returned to the kernel; 64 KiB on some machines
@@ -98,89 +91,6 @@ def fresh_area(size: int) -> mmap.mmap:
         with contextlib.suppress(OSError):
             area.madvise(mmap.MADV_HUGEPAGE)
     return area
-
-
-class StagingPool:
-    """One area of `budget_bytes`, lent in pieces. It is allocated at the first use and then kept.
-
-    Pieces may have any size, so that saves with different windows share one budget. Waiting threads are served in
-    order.
-    """
-
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
-        self._area: np.ndarray | None = None
-        self._lent: list[tuple[int, int]] = []
-        self._waiting: deque[object] = deque()
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def buffer(self, size: int) -> Iterator[np.ndarray]:
-        """Borrow `size` bytes at a page boundary, with arbitrary content; waits until they are free.
-
-        Raises ValueError: `size` exceeds the whole budget.
-        """
-        if size > self.budget_bytes:
-            raise ValueError(f"expected a buffer of at most {self.budget_bytes} bytes, found {size}")
-        piece = self._borrow(-(-size // ALIGNMENT) * ALIGNMENT)
-        try:
-            assert self._area is not None
-            yield self._area[piece[0] : piece[0] + size]
-        finally:
-            with self._changed:
-                self._lent.remove(piece)
-                self._changed.notify_all()
-
-    def touch(self) -> None:
-        """Touch all of the memory, because the first touch is the slowest; waits until no piece is lent."""
-        with self.buffer(self.budget_bytes) as whole:
-            whole[:] = 0
-
-    def _borrow(self, size: int) -> tuple[int, int]:
-        turn = object()
-        with self._changed:
-            self._waiting.append(turn)
-            try:
-                while self._waiting[0] is not turn or (start := self._gap(size)) is None:
-                    if not self._changed.wait(WARN_S):
-                        _log.warning(
-                            "%s waits for %d of %d bytes of staging memory, and none was returned for %.0f s; check "
-                            "whether the disk responds",
-                            *(threading.current_thread().name, size, self.budget_bytes, WARN_S),
-                        )
-                if self._area is None:
-                    self._area = _area_of(self.budget_bytes)
-                self._lent.append((start, start + size))
-            finally:
-                self._waiting.remove(turn)
-                self._changed.notify_all()
-        return start, start + size
-
-    def _gap(self, size: int) -> int | None:
-        """The start of the first gap of this size: the first pages are the most likely to have been touched before."""
-        start = 0
-        for low, high in sorted(self._lent):
-            if low - start >= size:
-                return start
-            start = high
-        return start if self.budget_bytes - start >= size else None
-
-
-def _area_of(size: int) -> np.ndarray:
-    try:
-        return aligned_buffer(size)
-    except MemoryError as error:
-        raise SettingsError(
-            f"StoreSettings.staging_bytes: the system refused {size} bytes of memory; choose a smaller value"
-        ) from error
-
-
-_pools = PerProcess(StagingPool)
-
-
-def shared_pool(budget_bytes: int) -> StagingPool:
-    """The pool of this process for a budget, the same one at every call."""
-    return _pools.get(max(budget_bytes // ALIGNMENT, 1) * ALIGNMENT)
 
 
 class BufferPool:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -166,6 +168,62 @@ def decode_info(raw: msgspec.Raw, subject: str) -> dict[str, Any]:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{subject}: not valid: info: {shown(error)}") from error
+
+
+def encode_value(value: Any, *, is_strict: bool = False) -> bytes:
+    """Encode plain data as JSON. Raises UnsupportedLeafError: decoding would not give the same value."""
+    try:
+        data = msgspec.json.encode(value)
+        same = msgspec.json.decode(data) == value
+        if not same and not is_strict:  # NaN differs from itself; NaN and infinities have become null
+            data = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+            same = repr(json.loads(data)) == repr(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsupportedLeafError(f"not JSON: {error}") from error
+    if not same:
+        numbers = ", nan" if is_strict else ""
+        raise UnsupportedLeafError(f"would not come back from JSON unchanged (a tuple{numbers}, or a non-text key?)")
+    return data
+
+
+def decode_value(data: Any) -> Any:
+    """Decode JSON of this library or of another Python tool. Raises NOT_JSON: it is not JSON."""
+    try:
+        return msgspec.json.decode(data)
+    except NOT_JSON as error:
+        found = _by_python(bytes(data))
+        if found is None:
+            raise error from None
+        return found[0]
+
+
+def decode_untrusted(data: bytes, kind: Any = Any) -> Any:
+    """Decode another Python tool's JSON for a manifest; NaN and infinities become text such as "nan".
+
+    Raises NOT_JSON: it is not JSON, or not of this kind.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except NOT_JSON as error:
+        found = _by_python(data, parse_float=_number_or_text, parse_constant=_number_or_text)
+        if found is None:
+            raise error from None
+        return msgspec.convert(found[0], kind)
+
+
+def _by_python(data: bytes, **options: Any) -> tuple[Any] | None:
+    """Return the result of Python's decoder, in a tuple; None if it fails too, or if the text is not valid Unicode."""
+    try:
+        found = json.loads(data.decode(), **options)
+        msgspec.json.encode(found)
+    except (ValueError, RecursionError):
+        return None
+    return (found,)
+
+
+def _number_or_text(text: str) -> float | str:
+    number = float(text)
+    return number if math.isfinite(number) else str(number)
 
 
 def is_plain_name(name: str) -> bool:

@@ -1,20 +1,17 @@
 """Decode a manifest that may come from an untrusted source.
 
 Each part is validated before the next one takes memory. Long JSON lists are decoded in batches, so that an invalid list
-is refused at its first bad element. Also here: plain data as JSON, where Python's NaN, Infinity and -Infinity are
-accepted.
+is refused at its first bad element.
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
+from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.store.boxes import Box, box_elements, check_corners, check_tiling, corners_of, full_box
 from jaxckpt_train.store.dtypes import DTYPES, dtype_named
 from jaxckpt_train.store.manifest import (
@@ -51,62 +48,6 @@ _NOTHING = msgspec.Raw(b"")
 _segments, _segment = msgspec.json.Decoder(list[SegmentRecord]).decode, msgspec.json.Decoder(SegmentRecord).decode
 _files, _file = msgspec.json.Decoder(list[FileRecord]).decode, msgspec.json.Decoder(FileRecord).decode
 _shape, _box = msgspec.json.Decoder(tuple[int, ...]).decode, msgspec.json.Decoder(Box).decode
-
-
-def encode_value(value: Any, *, is_strict: bool = False) -> bytes:
-    """Encode plain data as JSON. Raises UnsupportedLeafError: decoding would not give the same value."""
-    try:
-        data = msgspec.json.encode(value)
-        same = msgspec.json.decode(data) == value
-        if not same and not is_strict:  # NaN differs from itself; NaN and infinities have become null
-            data = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-            same = repr(json.loads(data)) == repr(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UnsupportedLeafError(f"not JSON: {error}") from error
-    if not same:
-        numbers = ", nan" if is_strict else ""
-        raise UnsupportedLeafError(f"would not come back from JSON unchanged (a tuple{numbers}, or a non-text key?)")
-    return data
-
-
-def decode_value(data: Any) -> Any:
-    """Decode JSON of this library or of another Python tool. Raises NOT_JSON: it is not JSON."""
-    try:
-        return msgspec.json.decode(data)
-    except NOT_JSON as error:
-        found = _by_python(bytes(data))
-        if found is None:
-            raise error from None
-        return found[0]
-
-
-def decode_untrusted(data: bytes, kind: Any = Any) -> Any:
-    """Decode another Python tool's JSON for a manifest; NaN and infinities become text such as "nan".
-
-    Raises NOT_JSON: it is not JSON, or not of this kind.
-    """
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except NOT_JSON as error:
-        found = _by_python(data, parse_float=_number_or_text, parse_constant=_number_or_text)
-        if found is None:
-            raise error from None
-        return msgspec.convert(found[0], kind)
-
-
-def _by_python(data: bytes, **options: Any) -> tuple[Any] | None:
-    """Return the result of Python's decoder, in a tuple; None if it fails too, or if the text is not valid Unicode."""
-    try:
-        found = json.loads(data.decode(), **options)
-        msgspec.json.encode(found)
-    except (ValueError, RecursionError):
-        return None
-    return (found,)
-
-
-def _number_or_text(text: str) -> float | str:
-    number = float(text)
-    return number if math.isfinite(number) else str(number)
 
 
 def elements(

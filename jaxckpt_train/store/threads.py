@@ -3,13 +3,13 @@
 Some parts replace the standard library's, for these reasons:
 
 - Executors refuse work once the interpreter begins to exit, and some releases of Python 3.12 refuse new threads then. A
-  save that is running at that moment must still finish. So `Workers` uses daemon threads that it starts beforehand, and
-  the save is waited for at exit. If the system refuses a thread, the work is only slower.
+  save that is running at that moment must still finish (test_saves_after_main_thread_are_committed). So `Workers` uses
+  daemon threads that it starts beforehand. If the system refuses a thread, the work is only slower.
 - `threading.Event` and `concurrent.futures.Future` wait inside a `threading.Condition`. Its lock stays locked if a
   KeyboardInterrupt arrives between the acquisition and the `with` block, and the thread that would set the event hangs
-  too. `Latch` and `Mailbox` wait for a bare lock.
-- `queue.SimpleQueue.get(timeout=...)` may wait for ever before Python 3.13: if a delay or a signal handler uses up the
-  timeout, the remaining time becomes negative.
+  too (test_interrupted_waits_leave_the_latch_working). `Latch` and `Mailbox` wait for a bare lock.
+- `queue.SimpleQueue.get(timeout=...)` may wait for ever before Python 3.13, if a delay or a signal handler uses up the
+  timeout (test_long_signal_handler_does_not_extend_wait).
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Workers:
     costs one thread per attempt. At most `MAX_LOST_THREADS` are replaced, which limits the number of threads.
     """
 
-    def __init__(self, count: int, name: str, *, polite: bool = False) -> None:
+    def __init__(self, count: int, name: str, polite: bool = False) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._count, self._name, self._polite = count, name, polite
         self._started, self._lost = 0, 0
@@ -262,20 +262,14 @@ class Workers:
             self._put(batch, len(items))
             while (result := self._next(results, moved)) is not None:
                 yield result.pop()  # so that only the consumer refers to it, which may wait for its memory
-        except CheckpointTimeoutError as error:  # the running items keep their resources until they end, if ever
-            if give_up is not None:
-                give_up()
-            batch.give_up(error)
-            self._replace(batch)
-            batch.take_error()
-            raise
-        except BaseException as error:  # an interrupt, or an error of the consumer: as in run_all()
+        except BaseException as error:  # an interrupt, an error of the consumer, or no progress
             if give_up is not None:
                 give_up()
             batch.give_up(error)
             try:
-                _drain(batch, results)
-            finally:  # even after another interrupt
+                if not isinstance(error, CheckpointTimeoutError):
+                    _drain(batch, results)
+            finally:  # even after another interrupt; the running items keep their resources until they end, if ever
                 self._replace(batch)
             batch.take_error()
             raise
@@ -297,12 +291,8 @@ class Workers:
         self._jobs.put(run_first)
 
     def _next(self, results: Mailbox[T], moved: Callable[[], object] | None) -> T:
-        seen, still_s, warn_s = (
-            moved() if moved else None,
-            0.0,
-            WARN_S,
-        )  # count only time in which this process was awake
-        while True:
+        seen, still_s, warn_s = moved() if moved else None, 0.0, WARN_S
+        while True:  # count only time in which this process was awake
             with contextlib.suppress(queue.Empty):
                 return results.get(POLL_S)
             still_s += POLL_S
@@ -399,12 +389,7 @@ def _drain(batch: _Batch[T], results: Mailbox[R]) -> None:
             results.get(POLL_S)
 
 
-def _new_workers(key: tuple[int, str, bool]) -> Workers:
-    count, name, polite = key
-    return Workers(count, name, polite=polite)
-
-
-_shared = PerProcess(_new_workers)
+_shared = PerProcess[tuple[int, str, bool], Workers](lambda key: Workers(*key))
 
 
 def shared_workers(count: int, name: str, *, polite: bool = False) -> Workers:
@@ -412,45 +397,8 @@ def shared_workers(count: int, name: str, *, polite: bool = False) -> Workers:
     return _shared.get((count, name, polite))
 
 
-_guard = threading.RLock()
+_pausing = threading.Lock()
 _threshold = 0  # to restore when the pause ends; 0: no pause
-
-
-class _Pause:
-    """One pause. If an interrupt keeps it from ending, the next pause ends it, because nothing refers to it now."""
-
-    def begin(self) -> None:
-        """Pause, unless the collector is disabled or another thread has paused it."""
-        global _current, _threshold
-        with _guard:
-            if _current() is None:
-                _restore_threshold()
-                if gc.isenabled():
-                    _current = weakref.ref(self)
-                    _threshold = gc.get_threshold()[0]
-                    gc.set_threshold(0)
-
-    def end(self) -> None:
-        """Restore the collector's threshold."""
-        global _current
-        with _guard:
-            if _current() is self:
-                _restore_threshold()
-                _current = _nobody
-
-
-def _restore_threshold() -> None:
-    global _threshold
-    if _threshold and not gc.get_threshold()[0]:  # otherwise other code has set a threshold meanwhile
-        gc.set_threshold(_threshold)
-    _threshold = 0
-
-
-def _nobody() -> _Pause | None:
-    return None
-
-
-_current = _nobody
 
 
 @contextlib.contextmanager
@@ -461,22 +409,34 @@ def paused_collection() -> Iterator[None]:
     a few thousand leaves trigger one, and it takes longer than everything else that is done with them.
 
     The pause sets the collector's threshold to 0, so that a loop may call `gc.disable()` meanwhile without losing that
-    setting. (A threshold of 0 that a loop sets meanwhile is lost, and so is one that it reads meanwhile and sets
-    later.) If another thread has paused the collector, this call does nothing.
+    setting. If another thread has paused the collector, this call does nothing.
     """
-    pause = _Pause()
+    global _threshold
+    pausing = _pausing
+    is_mine = gc.isenabled() and pausing.acquire(blocking=False)
     try:
-        pause.begin()
+        if is_mine:
+            _threshold = gc.get_threshold()[0]
+            gc.set_threshold(0)
         yield
     finally:
-        pause.end()
+        if is_mine:
+            _restore_threshold()
+            pausing.release()
 
 
-def _reset_pause_in_child() -> None:
+def _restore_threshold() -> None:
+    global _threshold
+    if _threshold and not gc.get_threshold()[0]:  # otherwise other code has set a threshold meanwhile
+        gc.set_threshold(_threshold)
+    _threshold = 0
+
+
+def _end_pause_in_child() -> None:
     """A forked child does not have the thread that would end the pause."""
-    global _guard, _current
-    _guard, _current = threading.RLock(), _nobody
+    global _pausing
+    _pausing = threading.Lock()
     _restore_threshold()
 
 
-os.register_at_fork(after_in_child=_reset_pause_in_child)
+os.register_at_fork(after_in_child=_end_pause_in_child)

@@ -7,19 +7,22 @@ the first large saves to a disk, how many writes that disk handles best at a tim
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import logging
 import operator
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
+from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.settings import DEFAULT_IO_THREADS, MIB, StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Sink
-from jaxckpt_train.store.buffers import StagingPool, shared_pool
+from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.files import digest_function
 from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, SegmentRecord
@@ -37,6 +40,7 @@ from jaxckpt_train.store.segment import (
 from jaxckpt_train.store.threads import PerProcess, paused_collection, shared_workers
 
 _log = logging.getLogger("jaxckpt_train")
+WARN_S = 60.0
 CANDIDATES = (DEFAULT_IO_THREADS, 4, 8)
 TURN_BYTES = 96 * MIB
 # A candidate must be this much faster than the default: on a shared machine, noise alone reaches 20 %.
@@ -407,6 +411,89 @@ class SegmentWriter:
                     del self._fetched[index]
 
 
+class StagingPool:
+    """One area of `budget_bytes`, lent in pieces. It is allocated at the first use and then kept.
+
+    Pieces may have any size, so that saves with different windows share one budget. Waiting threads are served in
+    order.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._area: np.ndarray | None = None
+        self._lent: list[tuple[int, int]] = []
+        self._waiting: deque[object] = deque()
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def buffer(self, size: int) -> Iterator[np.ndarray]:
+        """Borrow `size` bytes at a page boundary, with arbitrary content; waits until they are free.
+
+        Raises ValueError: `size` exceeds the whole budget.
+        """
+        if size > self.budget_bytes:
+            raise ValueError(f"expected a buffer of at most {self.budget_bytes} bytes, found {size}")
+        piece = self._borrow(-(-size // ALIGNMENT) * ALIGNMENT)
+        try:
+            assert self._area is not None
+            yield self._area[piece[0] : piece[0] + size]
+        finally:
+            with self._changed:
+                self._lent.remove(piece)
+                self._changed.notify_all()
+
+    def touch(self) -> None:
+        """Touch all of the memory, because the first touch is the slowest; waits until no piece is lent."""
+        with self.buffer(self.budget_bytes) as whole:
+            whole[:] = 0
+
+    def _borrow(self, size: int) -> tuple[int, int]:
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            try:
+                while self._waiting[0] is not turn or (start := self._gap(size)) is None:
+                    if not self._changed.wait(WARN_S):
+                        _log.warning(
+                            "%s waits for %d of %d bytes of staging memory, and none was returned for %.0f s; check "
+                            "whether the disk responds",
+                            *(threading.current_thread().name, size, self.budget_bytes, WARN_S),
+                        )
+                if self._area is None:
+                    self._area = _area_of(self.budget_bytes)
+                self._lent.append((start, start + size))
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+        return start, start + size
+
+    def _gap(self, size: int) -> int | None:
+        """The start of the first gap of this size: the first pages are the most likely to have been touched before."""
+        start = 0
+        for low, high in sorted(self._lent):
+            if low - start >= size:
+                return start
+            start = high
+        return start if self.budget_bytes - start >= size else None
+
+
+def _area_of(size: int) -> np.ndarray:
+    try:
+        return aligned_buffer(size)
+    except MemoryError as error:
+        raise SettingsError(
+            f"StoreSettings.staging_bytes: the system refused {size} bytes of memory; choose a smaller value"
+        ) from error
+
+
+_pools = PerProcess(StagingPool)
+
+
+def shared_pool(budget_bytes: int) -> StagingPool:
+    """The pool of this process for a budget, the same one at every call."""
+    return _pools.get(max(budget_bytes // ALIGNMENT, 1) * ALIGNMENT)
+
+
 @dataclasses.dataclass
 class _Fetched:
     """A chunk that had to be fetched or converted, and how many of its bytes are still to be written."""
@@ -508,13 +595,7 @@ def best_of(speeds: dict[int, float]) -> int:
     return fastest if speeds[fastest] > CLEAR_GAIN * speeds[CANDIDATES[0]] else CANDIDATES[0]
 
 
-def _unmeasured(key: tuple[Hashable, int]) -> WriteDepth:
-    return WriteDepth(key[1])
-
-
-_known = PerProcess(_unmeasured)
-
-
+@functools.cache
 def write_depth_for(target: Hashable, staging_bytes: int) -> WriteDepth:
     """Return the measurements of this process for a disk, a way to write to it, and buffers of this total size."""
-    return _known.get((target, staging_bytes))
+    return WriteDepth(staging_bytes)

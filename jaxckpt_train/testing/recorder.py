@@ -33,7 +33,7 @@ from jaxckpt_train.pytree.leaves import EMPTY
 from jaxckpt_train.pytree.paths import ROOT, join, leaf_filter
 from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.files import digest_function
-from jaxckpt_train.store.manifest_decoding import encode_value
+from jaxckpt_train.store.manifest import encode_value
 from jaxckpt_train.testing.processes import (
     OBJECT,
     SMALL_BYTES,

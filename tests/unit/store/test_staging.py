@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.store import buffers
-from jaxckpt_train.store.buffers import HUGE_PAGE_BYTES, Arena, StagingPool, aligned_buffer, shared_pool
+from jaxckpt_train.store.buffers import HUGE_PAGE_BYTES, Arena, aligned_buffer
+from jaxckpt_train.store.writer import StagingPool, shared_pool
 
 PAGE = 4096
 MIB = 1 << 20

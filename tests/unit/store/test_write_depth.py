@@ -13,10 +13,16 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import writer
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import full_box
-from jaxckpt_train.store.buffers import StagingPool
 from jaxckpt_train.store.segment import ArraySource, ChunkSource
-from jaxckpt_train.store.threads import PerProcess
-from jaxckpt_train.store.writer import CANDIDATES, TURN_BYTES, WriteDepth, best_of, write_arrays, write_depth_for
+from jaxckpt_train.store.writer import (
+    CANDIDATES,
+    TURN_BYTES,
+    StagingPool,
+    WriteDepth,
+    best_of,
+    write_arrays,
+    write_depth_for,
+)
 from tests.support.strict_backend import PAGE, StrictBackend, small_sizes
 
 LARGE = 20 * TURN_BYTES
@@ -30,9 +36,9 @@ def _small() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_known() -> None:
     """A disk in memory is identified by its address, which the disk of the next test may share."""
-    monkeypatch.setattr(writer, "_known", PerProcess(writer._unmeasured))
+    write_depth_for.cache_clear()
 
 
 class Disk:

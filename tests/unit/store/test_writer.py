@@ -20,9 +20,8 @@ from safetensors import deserialize
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.boxes import Box, full_box
-from jaxckpt_train.store.buffers import shared_pool
 from jaxckpt_train.store.segment import ArraySource, ChunkSource, chunk_name, plan_segments
-from jaxckpt_train.store.writer import FILLING_THREADS, SegmentWriter, WrittenArrays, _cut, write_arrays
+from jaxckpt_train.store.writer import FILLING_THREADS, SegmentWriter, WrittenArrays, _cut, shared_pool, write_arrays
 from tests.support.strategies import arrays, tilings
 from tests.support.strict_backend import BLOCK, PAGE, StrictBackend, small_sizes
 
