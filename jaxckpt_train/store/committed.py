@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -162,16 +162,15 @@ def read_committed(backend: Backend, directory: str) -> tuple[bytes | bytearray,
 
 def _check_commit_version(backend: Backend, directory: str, commit: bytes | bytearray) -> None:
     """Check the version; believe a newer one only if the manifest states it too, because a bit may have flipped."""
+    subject = f"{directory}/{COMMIT_NAME}"
     try:
-        check_version(commit, f"{directory}/{COMMIT_NAME}")
+        check_version(commit, subject)
     except FormatVersionError as error:
         data = read_or_none(backend, directory, MANIFEST_NAME, MAX_MANIFEST_BYTES)
         if data is None:
             raise
         check_version(data, f"{directory}/{MANIFEST_NAME}")  # raises FormatVersionError for a newer version
-        raise CorruptCheckpointError(
-            f"{directory}/{COMMIT_NAME}: not valid: the manifest states an older format version"
-        ) from error
+        raise CorruptCheckpointError(f"{subject}: not valid: the manifest states an older format version") from error
 
 
 def _recover(backend: Backend, directory: str) -> str:
@@ -187,12 +186,12 @@ def diagnose_uncommitted(backend: Backend, directory: str) -> NotACheckpointErro
     except StorageError as error:
         found = "a file" if error.errno == errno.ENOTDIR else "nothing"
         return NotACheckpointError(f"{directory}: expected a checkpoint directory, found {found}")
-    contents = (
-        {} if MANIFEST_NAME in names else {name: _list_or_empty(backend, f"{directory}/{name}") for name in names}
-    )
-    if MANIFEST_NAME in names or any(map(_holds_data, contents.values())):
+    folders = [] if MANIFEST_NAME in names else names
+    contents = {name: _list_or_empty(backend, f"{directory}/{name}") for name in folders}
+    files = {name: [entry.name for entry in entries if entry.kind == "file"] for name, entries in contents.items()}
+    if MANIFEST_NAME in names or any(name.startswith("p00000") for found in files.values() for name in found):
         return IncompleteCheckpointError(f"{directory}: has no {COMMIT_NAME}: never committed, or copied only in part")
-    committed = [name for name in names if not name.startswith(".") and _holds_commit(contents[name])]
+    committed = [name for name in names if not name.startswith(".") and COMMIT_NAME in files[name]]
     if committed:
         is_run = any(_STEP.fullmatch(name) for name in committed)
         of_run = f"; jaxckpt_train.StepManager({directory!r}).load() reads the latest valid step"
@@ -214,39 +213,30 @@ def _list_or_empty(backend: Backend, folder: str) -> Sequence[Entry]:
         return ()
 
 
-def _holds_commit(entries: Iterable[Entry]) -> bool:
-    return any(entry.name == COMMIT_NAME for entry in entries)
-
-
-def _holds_data(entries: Iterable[Entry]) -> bool:
-    """Whether these are the entries of a checkpointable's folder, with a file of process 0."""
-    return any(entry.kind == "file" and entry.name.startswith("p00000") for entry in entries)
-
-
 def check_unchanged(files: Opener, committed: Committed, *, may_be_gone: bool) -> None:
     """Check that the checkpoint has not been replaced since it was opened.
 
     Raises CorruptCheckpointError: another checkpoint has replaced it; NotACheckpointError: it has been removed.
     """
-    raw = read_or_none(files, committed.directory, COMMIT_NAME, MAX_COMMIT_BYTES)
-    if raw is None:
-        if may_be_gone:
-            return
+    found = _committed_sha256(files, committed.directory)
+    if found is None and not may_be_gone:
         raise removed_error(committed.directory)
-    if not _matches(raw, committed):
+    if found not in (None, committed.manifest_sha256):
         raise CorruptCheckpointError(f"{committed.directory}: the checkpoint was replaced while it was being read")
 
 
 def is_unchanged(files: Opener, committed: Committed) -> bool:
     """Whether the directory still holds this checkpoint."""
-    raw = read_or_none(files, committed.directory, COMMIT_NAME, MAX_COMMIT_BYTES)
-    return raw is not None and _matches(raw, committed)
+    return _committed_sha256(files, committed.directory) == committed.manifest_sha256
 
 
-def _matches(raw: bytes | bytearray, committed: Committed) -> bool:
-    with contextlib.suppress(*NOT_JSON):
-        return msgspec.json.decode(raw, type=CommitRecord).manifest_sha256 == committed.manifest_sha256
-    return False
+def _committed_sha256(files: Opener, directory: str) -> str | None:
+    """The SHA-256 in COMMIT, empty if that is damaged; None: there is no COMMIT."""
+    raw = read_or_none(files, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
+    try:
+        return None if raw is None else msgspec.json.decode(raw, type=CommitRecord).manifest_sha256
+    except NOT_JSON:
+        return ""
 
 
 def open_with_timeout(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> Committed:
@@ -274,7 +264,7 @@ def use_committed(
     while True:
         try:
             committed = open_with_timeout(backend, directory, progress)
-            seen = _identity(committed)
+            seen = committed.directory, committed.manifest_sha256
             return use(committed)
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             # If the system cannot swap two names atomically, a single attempt may see the gap of a replacement.
@@ -286,11 +276,6 @@ def use_committed(
             if now is None or now == seen:
                 raise
             seen = now
-
-
-def _identity(committed: Committed) -> tuple[str, str]:
-    """Return the identity of a checkpoint among its replacements, including its temporary location."""
-    return committed.directory, committed.manifest_sha256
 
 
 def removed_error(directory: str) -> NotACheckpointError:

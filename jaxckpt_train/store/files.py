@@ -72,13 +72,9 @@ def _instead(files: Opener, directory: str, name: str, size: int) -> str:
 def file_record(
     files: Opener, directory: str, name: str, digest_name: str, progress: Callable[[int], None]
 ) -> FileRecord:
-    """The manifest record of an existing file of any size, read block by block.
-
-    `progress` is called with the size of each block.
-    """
+    """The manifest record of an existing file of any size. `progress` is called with the size of each block."""
     digest, digests = digest_function(digest_name), list[str]()
-    source: Source = files.open(directory, name, direct=False)
-    try:
+    with contextlib.closing(files.open(directory, name, direct=False)) as source:
         memory = np.empty(min(source.size, BLOCK_BYTES), np.uint8)
         for at in range(0, source.size, BLOCK_BYTES):
             block = memory[: min(BLOCK_BYTES, source.size - at)]
@@ -86,8 +82,6 @@ def file_record(
             digests.append(digest(memoryview(block)))
             progress(len(block))
         return FileRecord(name, source.size, "".join(digests))
-    finally:
-        source.close()
 
 
 def read_whole(files: Opener, directory: str, name: str, limit: int | None) -> np.ndarray:
@@ -96,108 +90,82 @@ def read_whole(files: Opener, directory: str, name: str, limit: int | None) -> n
     Raises CorruptCheckpointError: it is larger than `limit` bytes (None: no limit); StorageError: it does not exist,
     cannot be read, or does not fit into memory.
     """
-    source: Source = files.open(directory, name, direct=False)
-    try:
+    path = f"{directory}/{name}"
+    with contextlib.closing(files.open(directory, name, direct=False)) as source:
         if limit is not None and source.size > limit:
-            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, expected at most {limit}")
-        data = _memory_for(source.size, f"{directory}/{name}")
-        source.read_into(0, data, len(data))
-    finally:
-        source.close()
+            raise CorruptCheckpointError(f"{path}: {source.size} bytes, expected at most {limit}")
+        return _read_span(source, 0, source.size, path)
+
+
+def _read_span(source: Source, start: int, stop: int, path: str) -> np.ndarray:
+    """Read a part of untrusted size. The system may promise more memory than it has, so check that first."""
+    try:
+        if stop - start > memory_bytes():
+            raise MemoryError
+        data = np.empty(stop - start, np.uint8)
+    except MemoryError as error:
+        message = f"{stop - start} bytes do not fit into memory: this machine has {memory_bytes()} bytes"
+        raise StorageError(errno.ENOMEM, message, path) from error
+    source.read_into(start, data, len(data))
     return data
 
 
-def _memory_for(size: int, path: str) -> np.ndarray:
-    """Memory for a file of untrusted size. The system may promise more memory than it has, so check that first."""
-    if size <= memory_bytes():
-        with contextlib.suppress(MemoryError):
-            return np.empty(size, np.uint8)
-    message = f"{size} bytes do not fit into memory: this machine has {memory_bytes()} bytes"
-    raise StorageError(errno.ENOMEM, message, path)
-
-
-def read_ends(files: Opener, directory: str, name: str, limit: int) -> list[tuple[int, bytes]]:
-    """The content of a file of lines that only grows, in pieces, each with the offset where it starts.
-
-    It is one piece; for a file of more than `limit` bytes, which no writer produces line by line, it is both ends.
-
-    Raises CorruptCheckpointError: it became shorter meanwhile; StorageError: it does not exist, cannot be read, or does
-    not fit into memory.
-    """
-    source: Source = files.open(directory, name, direct=False)
-    try:
-        whole, half = source.size, limit // 2
-        spans = [(0, whole)] if whole <= limit else [(0, half), (whole - half, whole)]
-        return [(start, _read_span(source, start, stop, f"{directory}/{name}")) for start, stop in spans]
-    finally:
-        source.close()
-
-
 def read_blocks(files: Opener, directory: str, name: str, limit: int, block_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """As `read_ends`, block by block, so that only one block of a large file is in memory.
+    """The content of a file of lines that only grows, block by block, each with the offset where it starts.
 
-    Each block comes with its offset. For a file of more than `limit` bytes, the middle is left out.
+    Of a file of more than `limit` bytes, which no writer produces line by line, the middle is left out. Raises
+    CorruptCheckpointError: it became shorter meanwhile; StorageError: it does not exist or cannot be read.
     """
-    source: Source = files.open(directory, name, direct=False)
-    try:
+    with contextlib.closing(files.open(directory, name, direct=False)) as source:
         whole, half = source.size, limit // 2
         for start, stop in [(0, whole)] if whole <= limit else [(0, half), (whole - half, whole)]:
             for at in range(start, stop, block_bytes):
-                yield at, _read_span(source, at, min(at + block_bytes, stop), f"{directory}/{name}")
-    finally:
-        source.close()
+                end = min(at + block_bytes, stop)
+                yield at, _read_span(source, at, end, f"{directory}/{name}").tobytes()
+
+
+def read_ends(files: Opener, directory: str, name: str, limit: int) -> list[tuple[int, bytes]]:
+    """As `read_blocks`, but each contiguous piece as a whole; one piece if the file has at most `limit` bytes."""
+    return list(read_blocks(files, directory, name, limit, max(limit, 1))) or [(0, b"")]
 
 
 def read_end(files: Opener, directory: str, name: str, limit: int) -> bytes:
-    """The last bytes of a file that only grows, at most `limit`. Raises as `read_ends`."""
-    source: Source = files.open(directory, name, direct=False)
-    try:
+    """The last bytes of a file that only grows, at most `limit`. Raises as `read_blocks`."""
+    with contextlib.closing(files.open(directory, name, direct=False)) as source:
         whole = source.size
-        return _read_span(source, max(0, whole - limit), whole, f"{directory}/{name}")
-    finally:
-        source.close()
-
-
-def _read_span(source: Source, start: int, stop: int, path: str) -> bytes:
-    data = _memory_for(stop - start, path)
-    source.read_into(start, data, len(data))
-    return data.tobytes()
+        return _read_span(source, max(0, whole - limit), whole, f"{directory}/{name}").tobytes()
 
 
 def read_or_none(
     files: Opener, directory: str, name: str, limit: int, *, size: int | None = None
 ) -> bytes | bytearray | None:
-    """All bytes of a small file of a checkpoint; None if it does not exist.
+    """All bytes of a small file of a checkpoint, of at most `limit` bytes; None if it does not exist.
 
-    Raises CorruptCheckpointError: it is not a file, or has another size, and is not read; StorageError: the storage
-    refused for a reason that is not the checkpoint's fault.
+    `size` is the size according to COMMIT, if that states it. Raises CorruptCheckpointError: it is not a file, or has
+    another size, and is not read; StorageError: the storage refused for a reason that is not the checkpoint's fault.
     """
+    path = f"{directory}/{name}"
     try:
         source: Source = files.open(directory, name, direct=False)
     except StorageError as error:
         if error.errno in {*GONE, errno.ENOTDIR}:
             return None
         if error.errno in MISSING:
-            raise CorruptCheckpointError(f"{directory}/{name}: expected a regular file: {error}") from error
+            raise CorruptCheckpointError(f"{path}: expected a regular file: {error}") from error
         raise
-    try:
+    with contextlib.closing(source):
         if source.size > limit:
-            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, expected at most {limit}")
+            raise CorruptCheckpointError(f"{path}: {source.size} bytes, expected at most {limit}")
         if size is not None and source.size != size:
             instead = _instead(files, directory, name, source.size)
-            raise CorruptCheckpointError(f"{directory}/{name}: {source.size} bytes, but COMMIT says {size}{instead}")
+            raise CorruptCheckpointError(f"{path}: {source.size} bytes, but COMMIT says {size}{instead}")
         data = bytearray(source.size)
         source.read_into(0, np.frombuffer(data, np.uint8), len(data))
-    finally:
-        source.close()
     return data
 
 
 def read_head(files: Opener, directory: str, name: str, length: int) -> bytes:
-    """The first bytes of a file, at most `length`; empty if there is no file.
-
-    Raises StorageError: the storage refused for a reason that is not the file's fault.
-    """
+    """The first bytes of a file, at most `length`; empty if there is no file."""
     try:
         source: Source = files.open(directory, name, direct=False)
     except StorageError as error:
@@ -205,12 +173,11 @@ def read_head(files: Opener, directory: str, name: str, length: int) -> bytes:
             raise
         return b""
     data = np.empty(min(source.size, length), np.uint8)
-    try:
-        source.read_into(0, data, len(data))
-    except CorruptCheckpointError:
-        return b""  # it became shorter meanwhile
-    finally:
-        source.close()
+    with contextlib.closing(source):
+        try:
+            source.read_into(0, data, len(data))
+        except CorruptCheckpointError:
+            return b""  # it became shorter meanwhile
     return data.tobytes()
 
 
@@ -249,13 +216,9 @@ def read_recorded(
 
     Raises CorruptCheckpointError: its content is not what was saved; StorageError: it cannot be read.
     """
-    source = open_recorded(files, directory, record.file, record.bytes)
-    try:
-        data = _memory_for(source.size, f"{directory}/{record.file}")
-        source.read_into(0, data, len(data))
-    finally:
-        source.close()
+    path = f"{directory}/{record.file}"
+    with contextlib.closing(open_recorded(files, directory, record.file, record.bytes)) as source:
+        data = _read_span(source, 0, source.size, path)
     if digest_name is not None and block_digests(data, block_bytes, digest_function(digest_name)) != record.digests:
-        path = f"{directory}/{record.file}"
         raise CorruptCheckpointError(f"{path}: bytes 0 to {len(data)} are not what was saved ({digest_name} differs)")
     return data

@@ -29,6 +29,7 @@ KEPT_BYTES = 4 << 20  # larger blocks are returned at once
 POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 SINCE = (2, 35)
 PID_LIMIT = 1 << 31  # every process number is smaller
+_nonce: int
 
 
 def has_huge_malloc() -> bool:
@@ -100,20 +101,14 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
     nonce: str = ""
 
 
-class _Nonce:
-    """A random number of this process; a forked child draws another one."""
-
-    def __init__(self) -> None:
-        self.draw()
-
-    def draw(self) -> None:
-        self.value = secrets.randbits(48)
+def _draw_nonce() -> None:
+    """Draw a random number of this process; a forked child draws another one."""
+    global _nonce
+    _nonce = secrets.randbits(48)
 
 
-_nonce = _Nonce()
-
-
-os.register_at_fork(after_in_child=_nonce.draw)
+_draw_nonce()
+os.register_at_fork(after_in_child=_draw_nonce)
 
 
 def this_process() -> ProcessIdentity:
@@ -122,7 +117,7 @@ def this_process() -> ProcessIdentity:
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
     boot = _read("/proc/sys/kernel/random/boot_id").strip()
-    pid, nonce = os.getpid(), f"{_nonce.value:012x}"
+    pid, nonce = os.getpid(), f"{_nonce:012x}"
     return ProcessIdentity(socket.gethostname(), pid, _start_of(pid), boot, namespace, nonce)
 
 
@@ -153,14 +148,10 @@ def is_dead(other: ProcessIdentity) -> bool | None:
     me = this_process()
     if other.nonce and other.nonce == me.nonce:
         return False
-    if other.host != me.host or not 0 < other.pid < PID_LIMIT:
+    if not (0 < other.pid < PID_LIMIT and other.boot and other.namespace and other.start):
         return None
-    if not (other.boot and other.namespace and other.start):
-        return None
-    if other.boot != me.boot:
-        return None  # this machine before a reboot, or another machine of the same name
-    if other.namespace != me.namespace:
-        return None
+    if (other.host, other.boot, other.namespace) != (me.host, me.boot, me.namespace):
+        return None  # another machine or container, or this machine before a reboot
     try:
         os.kill(other.pid, 0)
     except ProcessLookupError:
@@ -197,7 +188,7 @@ def memory_bytes() -> int:
 def process_tag() -> str:
     """This process's identity for file names: `<machine>-<boot>-<pid>-<start>`."""
     me = this_process()
-    return f"{_short(me.host + me.namespace)}-{_short(me.boot)}-{me.pid}-{me.start or _nonce.value}"
+    return f"{_short(me.host + me.namespace)}-{_short(me.boot)}-{me.pid}-{me.start or _nonce}"
 
 
 def is_dead_tag(tag: str) -> bool:

@@ -6,6 +6,7 @@ removed: a directory that holds any is kept under another name, and a warning na
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -34,6 +35,7 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.process_identity import is_dead_tag, is_tag_of_another_boot
 
 MAX_LISTED = 5
+TAKEN = (errno.EEXIST, errno.ENOTEMPTY)  # of a rename to a name that something has
 _DATA_FILE = re.compile(r"p[0-9]{5}(-s[0-9]+\.safetensors|\.json)")
 _FORMAT_PREFIX = f'{{"format":"{FORMAT}"'.encode()  # the first bytes of COMMIT and of the manifest
 _HEAD_BYTES = 4096
@@ -82,7 +84,11 @@ def untracked_files(backend: Backend, directory: str, *, certain: bool) -> Itera
     names = [entry.name for entry in top if entry.kind == "directory"]
     folders = {name: list_entries(backend, f"{directory}/{name}") for name in names}
     files_at_top = [entry.name for entry in top if entry.kind != "directory" and entry.name not in RESERVED_NAMES]
-    others = [name for name, entries in folders.items() if not _holds_only_data_files(entries)]
+    others = [
+        name
+        for name, entries in folders.items()
+        if not all(entry.kind == "file" and _DATA_FILE.fullmatch(entry.name) for entry in entries)
+    ]
     if not certain and not files_at_top and not others and all(folders.values()):
         return
     yield from files_at_top
@@ -130,11 +136,6 @@ def walk_directories(backend: Backend, directory: str) -> Iterator[tuple[str, li
         waiting += [f"{path}/{entry.name}" for entry in entries or () if entry.kind == "directory"]
 
 
-def _holds_only_data_files(entries: Sequence[Entry]) -> bool:
-    """Whether a directory holds only files with names of data files."""
-    return all(entry.kind == "file" and _DATA_FILE.fullmatch(entry.name) for entry in entries)
-
-
 def _may_be_of_checkpointable(backend: Backend, folder: str) -> bool:
     """Whether a checkpointable may have written the whole folder: it holds no hidden file and no other checkpoint."""
     return all(
@@ -148,23 +149,17 @@ def _read_names(backend: Backend, directory: str) -> _NamedFiles | None:
 
     COMMIT may be missing or empty: the manifest is written before COMMIT and may be removed after it.
     """
+    size, limit = None, _MAX_UNSIZED_MANIFEST_BYTES
     try:
-        size = _manifest_bytes(backend, directory)
-        limit = _MAX_UNSIZED_MANIFEST_BYTES if size is None else MAX_MANIFEST_BYTES
+        commit = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
+        with contextlib.suppress(*NOT_JSON):
+            if commit is not None:
+                size, limit = msgspec.json.decode(commit, type=_Commit).manifest_bytes, MAX_MANIFEST_BYTES
         data = read_or_none(backend, directory, MANIFEST_NAME, limit, size=size)
         names = None if data is None else msgspec.json.decode(data, type=_NamedFiles)
     except (CorruptCheckpointError, *NOT_JSON):
         return None
     return names if names is not None and names.format == FORMAT else None
-
-
-def _manifest_bytes(backend: Backend, directory: str) -> int | None:
-    """The size of the manifest according to COMMIT; None if COMMIT does not state it."""
-    commit = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
-    try:
-        return None if commit is None else msgspec.json.decode(commit, type=_Commit).manifest_bytes
-    except NOT_JSON:
-        return None
 
 
 def is_of_other_program(backend: Backend, directory: str) -> bool:
@@ -192,19 +187,22 @@ def remove_replaced(backend: Backend, directory: str, final: str) -> None:
     """Remove the checkpoint that the one at `final` has replaced; keep all of it if it holds untracked files.
 
     A kept directory gets a name that no cleanup removes, and a warning names it. If `directory` is a link to a
-    checkpoint, only the link is removed.
-
-    Raises StorageError: the file system refused; the directory is still there.
+    checkpoint, only the link is removed. Raises StorageError: the file system refused; the directory is still there.
     """
-    match _open_errno(backend, directory):
-        case errno.EISDIR:
+    try:
+        backend.open(*os.path.split(directory), direct=False).close()
+    except StorageError as error:
+        if error.errno == errno.EISDIR:
             _remove_or_keep(backend, directory, final)
-        case errno.ELOOP:
+            return
+        if error.errno == errno.ELOOP:
             backend.remove(directory)
-        case errno.ENOENT | errno.ESTALE:
-            pass
-        case _:
-            set_aside(backend, directory, final, ["it is not a directory"])
+            return
+        if error.errno in GONE:
+            return
+        if error.errno not in MISSING:
+            raise
+    set_aside(backend, directory, final, ["it is not a directory"])
 
 
 def _remove_or_keep(backend: Backend, directory: str, final: str, *, was_committed: bool = False) -> None:
@@ -237,10 +235,8 @@ def set_aside(backend: Backend, directory: str, final: str, found: Sequence[str]
 
     Raises StorageError: the file system refused; the directory is still there.
     """
-    kept, caveat = (
-        rename_to_free(backend, directory, (f"{final}.replaced-{number}" for number in itertools.count(1))),
-        "",
-    )
+    names = (f"{final}.replaced-{number}" for number in itertools.count(1))
+    kept, caveat = rename_to_free(backend, directory, names), ""
     if kept is None:
         return  # another process renamed it
     try:
@@ -257,7 +253,8 @@ def set_aside(backend: Backend, directory: str, final: str, found: Sequence[str]
 def remove_stale_temporary(backend: Backend, directory: str, final: str, *, may_be_torn: bool) -> None:
     """Remove what a dead process left next to a checkpoint: an attempt, or the checkpoint that it had replaced.
 
-    Raises StorageError: the file system refused; the directory is still there.
+    An attempt has no COMMIT, or was synced only in part before a power cut: with `may_be_torn`, the machine has
+    restarted since, and files may be empty. Raises StorageError: the directory is still there.
     """
     top = {entry.name: entry.kind for entry in list_entries(backend, directory)}
     is_torn = may_be_torn and any(_size(backend, directory, name) == 0 for name in RESERVED_NAMES if name in top)
@@ -265,19 +262,16 @@ def remove_stale_temporary(backend: Backend, directory: str, final: str, *, may_
         kind != "directory" if name in RESERVED_NAMES else _may_be_of_attempt(backend, f"{directory}/{name}", kind)
         for name, kind in top.items()
     )
-    if is_attempt and not _is_certainly_foreign(backend, directory, COMMIT_NAME in top):
+    try:
+        is_foreign = is_attempt and is_of_other_program(backend, directory)
+    except StorageError:
+        if COMMIT_NAME in top:  # a replaced checkpoint has the name of an attempt too
+            raise
+        is_foreign = False
+    if is_attempt and not is_foreign:
         backend.remove(directory)
     elif top:
         _remove_or_keep(backend, directory, final, was_committed=COMMIT_NAME in top)
-
-
-def _is_certainly_foreign(backend: Backend, directory: str, has_commit: bool) -> bool:
-    try:
-        return is_of_other_program(backend, directory)
-    except StorageError:
-        if has_commit:  # a replaced checkpoint has the name of an attempt too
-            raise
-        return False
 
 
 def _may_be_of_attempt(backend: Backend, path: str, kind: str) -> bool:
@@ -293,17 +287,6 @@ def _may_be_of_attempt(backend: Backend, path: str, kind: str) -> bool:
         and all(is_plain_name(entry.name) for entry in entries if entry.kind == "directory")
         for _, entries in walk_directories(backend, path)
     )
-
-
-def _open_errno(backend: Backend, path: str) -> int | None:
-    """The errno of opening the path as a file without following a link; None if it is a file."""
-    try:
-        backend.open(*os.path.split(path), direct=False).close()
-    except StorageError as error:
-        if error.errno not in MISSING:
-            raise
-        return error.errno
-    return None
 
 
 def _size(backend: Backend, directory: str, name: str) -> int | None:
@@ -325,7 +308,7 @@ def rename_to_free(backend: Backend, path: str, names: Iterable[str]) -> str | N
         except StorageError as error:
             if error.errno in GONE:
                 return None
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            if error.errno not in TAKEN:
                 raise
         else:
             return name
@@ -402,18 +385,14 @@ def _dead_tag(entry: Entry, name: str) -> str | None:
 
 def _run_all(removals: Sequence[Callable[[], None]]) -> None:
     """Run all removals, then raise the first StorageError."""
-    refused = [error for remove in removals if (error := _error_of(remove))]
+    refused = list[StorageError]()
+    for remove in removals:
+        try:
+            remove()
+        except StorageError as error:
+            refused.append(error)
     if refused:
         raise refused[0]
-
-
-def _error_of(remove: Callable[[], None]) -> StorageError | None:
-    """Run a removal and return its StorageError instead of raising it."""
-    try:
-        remove()
-    except StorageError as error:
-        return error
-    return None
 
 
 def _remove_leftover(backend: Backend, entry: Entry, final: str, may_be_torn: bool) -> None:

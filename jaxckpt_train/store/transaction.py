@@ -35,7 +35,7 @@ from jaxckpt_train.errors import (
     UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import GONE, Backend, is_removed_in_use, sync_directory
+from jaxckpt_train.store.backends.base import GONE, Backend, Entry, is_removed_in_use, sync_directory
 from jaxckpt_train.store.backends.local import file_exists, side_name
 from jaxckpt_train.store.committed import MAX_LOOKUPS, CommitRecord, Committed, attempt_paths, is_committed
 from jaxckpt_train.store.files import block_digests, digest_function, file_record, read_or_none
@@ -56,6 +56,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.removal import (
     MAX_LISTED,
+    TAKEN,
     first_untracked_files,
     is_temporary_name,
     remove_dead_attempts,
@@ -73,11 +74,7 @@ MOVE_IT_AWAY = "move it away, or choose another path"
 
 
 class Attempt:
-    """The files that one process writes and syncs in an attempt's directory; a `Transaction` makes them a checkpoint.
-
-    Attributes:
-        directory: as given.
-    """
+    """The files that one process writes and syncs in an attempt; a `Transaction` makes them a checkpoint."""
 
     def __init__(self, backend: Backend, directory: str, settings: StoreSettings) -> None:
         self._backend, self.directory, self._settings = backend, directory, settings
@@ -110,16 +107,12 @@ class Attempt:
     def adopt_folder(self, name: str, progress: Callable[[int], None]) -> tuple[FileRecord, ...]:
         """Digest the files that other code wrote into a folder of the attempt, and have the commit sync them.
 
-        `progress` is called with the size of each block.
-
-        Raises UnsupportedLeafError: a file or directory has a name that a load would refuse; CorruptCheckpointError: an
-        entry is neither a regular file nor a directory.
+        `progress` is called with the size of each block. Raises UnsupportedLeafError: a file or directory has a name
+        that a load would refuse; CorruptCheckpointError: an entry is neither a regular file nor a directory.
         """
         records: list[FileRecord] = []
-        for entry in self._backend.list(f"{self.directory}/{name}"):
+        for entry in self._entries(name):
             path = f"{name}/{entry.name}"
-            if is_removed_in_use(entry.name):
-                continue
             if not is_plain_name(entry.name):
                 raise UnsupportedLeafError(
                     f"file {path!r} has a name that cannot be stored: expected {plain_name_rule()}"
@@ -136,15 +129,17 @@ class Attempt:
 
     def track_folder(self, name: str) -> None:
         """Have the commit sync the files that other code wrote into a folder of the attempt, without reading them."""
-        for entry in self._backend.list(f"{self.directory}/{name}"):
+        for entry in self._entries(name):
             path = f"{self.directory}/{name}/{entry.name}"
-            if is_removed_in_use(entry.name):
-                continue
             if entry.kind == "directory":
                 self._folders.append(path)
                 self.track_folder(f"{name}/{entry.name}")
             else:
                 self._files.append(path)
+
+    def _entries(self, name: str) -> list[Entry]:
+        entries = self._backend.list(f"{self.directory}/{name}")
+        return [entry for entry in entries if not is_removed_in_use(entry.name)]
 
     def sync(self) -> None:
         """Sync everything that is not synced yet, several files at a time: a journal writes them together."""
@@ -158,9 +153,8 @@ class Transaction(Attempt):
     """One attempt to write one checkpoint: begin, write files, then commit or abort.
 
     Args:
-        backend: the storage.
+        backend, settings: as for `Attempt`.
         final: the absolute path under which the checkpoint will appear.
-        settings: the durability and the digest.
         before_publishing: called when everything is written, right before the rename; its error aborts the commit.
 
     Attributes:
@@ -194,9 +188,8 @@ class Transaction(Attempt):
             replace: whether an existing checkpoint of that name is exchanged for this one and then removed.
             if_taken: the advice in the error about a taken name; None: to pass overwrite=True.
 
-        Raises CheckpointExistsError: the final name is taken and `replace` is false; StorageError: the file system
-        refused. Nothing became visible, unless it also refused to undo the rename; a note on the error says so;
-        UnsupportedLeafError: there are more arrays than a load accepts.
+        Raises CheckpointExistsError, UnsupportedLeafError (more arrays than a load accepts), and StorageError. Then
+        nothing is visible, unless the file system also refused to undo the rename; a note on the error says so.
         """
         arrays = sum(len(part.arrays) for part in manifest.parts)
         if arrays > MAX_ARRAYS:
@@ -228,7 +221,10 @@ class Transaction(Attempt):
                     self._withdraw(outcome == "exchanged", error)
                 raise
         if outcome == "exchanged":
-            self._remove_replaced()
+            try:
+                remove_replaced(self._backend, self.directory, self.final)
+            except StorageError as error:  # only logged, because the new checkpoint is committed
+                _log.warning("%s is saved, but the checkpoint that it replaced was not removed: %s", self.final, error)
 
     def _claim_name(self, replace: bool) -> Literal["free", "exchanged", "in place"]:
         """Claim the final name.
@@ -239,7 +235,7 @@ class Transaction(Attempt):
         try:
             self._backend.rename(self.directory, self.final)
         except StorageError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            if error.errno not in TAKEN:
                 raise
             if not replace:
                 self.may_be_published = False
@@ -299,13 +295,6 @@ class Transaction(Attempt):
         """Whether the directory holds this attempt."""
         return read_or_none(self._backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES) == self._commit
 
-    def _remove_replaced(self) -> None:
-        """Remove the older checkpoint; a refusal is only logged, because the new one is committed."""
-        try:
-            remove_replaced(self._backend, self.directory, self.final)
-        except StorageError as error:
-            _log.warning("%s is saved, but the checkpoint that it replaced was not removed: %s", self.final, error)
-
     def abort(self) -> None:
         """Remove the attempt, unless its directory may hold the older checkpoint now."""
         if self._is_publishing:
@@ -351,14 +340,20 @@ def atomic_directory(
     refuse_existing_name(final)
     parent = os.path.dirname(final)
     backend.make_directory(parent, parents=True, sync=settings.durability == "full")
-    _remove_leftovers(backend, final)
+    try:
+        remove_dead_exports(backend, final)
+    except StorageError as error:
+        _log.warning("%s: leftovers of an earlier export could not be removed: %s", final, error)
     attempt = Attempt(backend, begin_attempt(backend, final), settings)
     try:
         yield attempt
         attempt.sync()
-        _rename_to_free_name(
-            backend, attempt.directory if only_file is None else f"{attempt.directory}/{only_file}", final
-        )
+        try:
+            backend.rename(attempt.directory if only_file is None else f"{attempt.directory}/{only_file}", final)
+        except StorageError as error:
+            if error.errno not in TAKEN:
+                raise
+            raise _exists(final) from error
     except BaseException as error:
         try:
             backend.remove(attempt.directory)
@@ -378,23 +373,6 @@ def refuse_existing_name(final: str) -> None:
     """Raise CheckpointExistsError if anything exists at this path."""
     if file_exists(final):
         raise _exists(final)
-
-
-def _remove_leftovers(backend: Backend, final: str) -> None:
-    """Remove leftovers of earlier exports; a refusal is only logged."""
-    try:
-        remove_dead_exports(backend, final)
-    except StorageError as error:
-        _log.warning("%s: leftovers of an earlier export could not be removed: %s", final, error)
-
-
-def _rename_to_free_name(backend: Backend, directory: str, final: str) -> None:
-    try:
-        backend.rename(directory, final)
-    except StorageError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        raise _exists(final) from error
 
 
 def _exists(final: str) -> CheckpointExistsError:
