@@ -267,11 +267,11 @@ class SegmentRoom:
         ends_well = offsets <= self._ends[segments] - lengths  # a sum could overflow
         return bool((starts_well & ends_well & (digits == -(-lengths // self._block_bytes) * self._width)).all())
 
-    def surely_full(self, arrays: Sequence[ArrayRecord]) -> bool:
+    def are_full(self, arrays: Sequence[ArrayRecord]) -> bool:
         """Whether all chunks, which are within their segments, fill the data section of each segment exactly."""
         columns = _columns([chunk for array in arrays for chunk in array.chunks])
         if columns is None or not len(self._ends):
-            return False
+            return columns is None and not len(self._ends)
         segments, offsets, lengths, _ = columns
         order = np.lexsort((offsets, segments))
         segments, starts = segments[order], offsets[order]

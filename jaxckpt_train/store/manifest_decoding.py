@@ -168,13 +168,13 @@ def decode_manifest(data: bytes | bytearray, subject: str) -> Manifest:
     check_version(data, subject)
     try:
         with paused_collection():  # collections during millions of small lists would take seconds
-            decoding = _Decoding(_outline(data), len(data), subject)
-            manifest = decoding.manifest(data)
+            manifest = _Decoding(_outline(data), len(data), subject).manifest(data)
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{subject}: not valid: {shown(error)}") from error
     if msgspec.json.encode(manifest) != data:
         raise _another_form(subject)
-    decoding.check_overlaps(manifest)
+    if not SegmentRoom(manifest.segments, 0, 1).are_full([each for part in manifest.parts for each in part.arrays]):
+        raise CorruptCheckpointError(f"{subject}: the chunks do not fill the segments exactly: a gap or an overlap")
     return manifest
 
 
@@ -224,11 +224,6 @@ class _Decoding:
             raise CorruptCheckpointError(f"{self._subject}: a file appears twice")
         content = (outline.format, outline.format_version, outline.digest, self._block_bytes)
         return Manifest(*content, self._segments, parts, info)
-
-    def check_overlaps(self, manifest: Manifest) -> None:
-        """Check that chunks fill the data section of every segment exactly, without overlaps and gaps."""
-        if not self._room_in_segments.surely_full([array for part in manifest.parts for array in part.arrays]):
-            _check_overlaps(manifest, self._subject)
 
     def _all_segments(self, raw: msgspec.Raw) -> Iterator[SegmentRecord]:
         for segment in elements(raw, _BETWEEN_FILES, _segments, _segment):
@@ -357,22 +352,3 @@ class _Decoding:
 def _impossible_shape(array: ArrayRecord, part: str) -> CorruptCheckpointError:
     shape: Sequence[int] = array.shape[: MAX_DIMENSIONS + 1]
     return CorruptCheckpointError(f"{part}: array {shown(array.name)}: impossible shape {shown(tuple(shape))}")
-
-
-def _check_overlaps(manifest: Manifest, subject: str) -> None:
-    """`_Decoding.check_overlaps`, one segment at a time."""
-    spans: list[list[tuple[int, int]]] = [[] for _ in manifest.segments]
-    for part in manifest.parts:
-        for array in part.arrays:
-            for chunk in array.chunks:
-                spans[chunk.segment].append((chunk.offset, chunk.offset + chunk.length))
-    for segment, found in zip(manifest.segments, spans, strict=True):
-        end = segment.header_bytes
-        for start, stop in sorted(found):
-            if start != end:
-                raise CorruptCheckpointError(f"{subject}: {segment.file!r}: chunk at byte {start}, expected {end}")
-            end = stop
-        if end != segment.bytes:
-            raise CorruptCheckpointError(f"{subject}: {segment.file!r}: chunks end at byte {end} of {segment.bytes}")
-        if not found:
-            raise CorruptCheckpointError(f"{subject}: {segment.file!r}: has no chunks")

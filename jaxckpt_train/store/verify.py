@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+import numpy as np
+
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Opener, Source, is_storage_failure
@@ -81,62 +83,61 @@ def verify_opened(
     backend: Backend, committed: Committed, settings: StoreSettings, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
     """As `verify`, for a checkpoint whose manifest has been read already."""
-    files, read = [file for part in committed.manifest.parts for file in part.files], _Meter()
-    refused = set[str]()
-    chunks = _chunks_by_segment(committed.manifest)
+    manifest, chunks = committed.manifest, _chunks_by_segment(committed.manifest)
+    refused, begun_bytes = set[str](), [0]  # counts blocks when their reads begin, to show that there is progress
+
+    def begin(nbytes: int) -> None:
+        begun_bytes[0] += nbytes
 
     def check(subject: int | FileRecord) -> tuple[str, list[str], int]:
-        compared = _Meter()  # counts this file only
+        checked = _FileCheck(backend, committed, begin)
         if isinstance(subject, FileRecord):
-            problems = file_problems(backend, committed, subject, pace=read, compared=compared)
-            return subject.file, _collect(problems, refused), compared.bytes
-        segment = committed.manifest.segments[subject]
-        problems = _segment_problems(backend, committed, segment, chunks[subject], read, compared=compared)
-        return segment.file, _collect(problems, refused), compared.bytes
+            name, problems = subject.file, checked.problems(subject)
+        else:
+            name = manifest.segments[subject].file
+            problems = checked.segment_problems(manifest.segments[subject], chunks[subject])
+        found: list[str] = []
+        try:
+            found.extend(problems)
+        except StorageError as error:
+            found.append(str(error))
+            refused.update([str(error)] if is_storage_failure(error) else [])
+        return name, found, checked.compared_bytes
 
     def moved() -> int:
         if progress is not None:
             progress(0)
-        return read.bytes
+        return begun_bytes[0]
 
-    subjects = [*range(len(committed.manifest.segments)), *files]
+    subjects = [*range(len(manifest.segments)), *(file for part in manifest.parts for file in part.files)]
     workers = shared_workers(settings.known_io_threads, "jaxckpt-read")
-    with contextlib.closing(workers.run_each(check, subjects, moved=moved)) as checked:
-        found = sorted(checked)
+    with contextlib.closing(workers.run_each(check, subjects, moved=moved)) as results:
+        found = sorted(results)
     problems = tuple(problem for _, of_file, _ in found for problem in of_file)
     size = sum(compared for *_, compared in found)
     return VerifyReport(committed.directory, size, problems, tuple(each for each in problems if each in refused))
 
 
-class _Meter:
-    """Counts bytes."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def __call__(self, nbytes: int) -> None:
-        self.bytes += nbytes
-
-
 def first_damage(backend: Backend, directory: str, pace: Pace | None = None) -> str | None:
     """The first problem of a checkpoint, or None; works on the calling thread and avoids the page cache if possible.
 
-    Raises NotACheckpointError: there is no checkpoint; FormatVersionError: a newer version of this library wrote it;
-    StorageError: the storage refused, which is not damage.
+    `pace` is called with the size of each block before it is read, and may wait. Raises NotACheckpointError: there is
+    no checkpoint; FormatVersionError: a newer version of this library wrote it; StorageError: the storage refused,
+    which is not damage.
     """
-    pace = _unpaced if pace is None else pace
-    pace(_manifest_bytes(backend, directory))
+    if pace is not None:
+        pace(_manifest_bytes(backend, directory))
     try:
         committed = open_committed(backend, directory)
     except CorruptCheckpointError as error:
         return str(error)
+    check = _FileCheck(backend, committed, pace)
     for segment in zip(committed.manifest.segments, _chunks_by_segment(committed.manifest), strict=True):
-        for problem in _segment_problems(backend, committed, *segment, pace, direct="auto"):
+        for problem in check.segment_problems(*segment, direct="auto"):
             return problem
-    for part in committed.manifest.parts:
-        for file in part.files:
-            for problem in file_problems(backend, committed, file, pace=pace):
-                return problem
+    for file in [file for part in committed.manifest.parts for file in part.files]:
+        for problem in check.problems(file):
+            return problem
     return None
 
 
@@ -150,92 +151,85 @@ def _manifest_bytes(backend: Backend, directory: str) -> int:
     return source.size if source.size <= MAX_MANIFEST_BYTES else 0
 
 
-def _unpaced(nbytes: int) -> None:
-    """Do not limit the speed."""
-
-
-def _collect(problems: Iterator[str], refused: set[str]) -> list[str]:
-    """Collect the problems, and a refusal of the storage as one more; add that to `refused` if it is not damage."""
-    found: list[str] = []
-    try:
-        found.extend(problems)
-    except StorageError as error:
-        found.append(str(error))
-        refused |= {str(error)} if is_storage_failure(error) else set()
-    return found
-
-
 def file_problems(
-    files: Opener,
-    committed: Committed,
-    file: FileRecord,
-    *,
-    digests: bool = True,
-    pace: Pace = _unpaced,
-    compared: Pace = _unpaced,
+    files: Opener, committed: Committed, file: FileRecord, *, digests: bool = True, pace: Pace | None = None
 ) -> Iterator[str]:
-    """Yield the problems of one plain file; without `digests`, check only its size.
-
-    `pace` is as in `first_damage`. `compared` is called with the number of bytes after each comparison.
+    """Yield the problems of one plain file; without `digests`, check only its size. `pace` is as in `first_damage`.
 
     Raises StorageError: the storage refused for a reason that is not the checkpoint's fault.
     """
-    try:
-        source = open_recorded(files, committed.directory, file.file, file.bytes)
-    except CorruptCheckpointError as error:
-        yield str(error)
-        return
-    try:
-        if digests:
-            path = f"{committed.directory}/{file.file}"
-            where = (0, file.bytes, file.digests)
-            yield from _block_problems(source, path, *where, committed.manifest, "the file", pace, compared)
-    finally:
-        source.close()
+    return _FileCheck(files, committed, pace).problems(file, digests=digests)
 
 
-def _segment_problems(
-    backend: Backend,
-    committed: Committed,
-    record: SegmentRecord,
-    chunks: _Chunks,
-    pace: Pace,
-    direct: Literal["auto", False] = False,
-    compared: Pace = _unpaced,
-) -> Iterator[str]:
-    folder = committed.directory
-    path = f"{folder}/{record.file}"
-    try:
-        source = open_recorded(backend, folder, record.file, record.bytes, direct=direct, subject="segment")
-    except CorruptCheckpointError as error:
-        yield str(error)
-        return
-    try:
-        pace(record.header_bytes)
-        yield from _head_problems(source, path, committed.manifest, record, chunks, compared)
-        for array, chunk in chunks:
-            where = (chunk.offset, chunk.length, chunk.digests)
-            yield from _block_problems(source, path, *where, committed.manifest, array.name, pace, compared)
-    finally:
-        source.close()
+class _FileCheck:
+    """Compares files of a checkpoint with its manifest; the problems are yielded as they are found.
 
+    Attributes:
+        compared_bytes: how much has been read and compared.
+    """
 
-def _head_problems(
-    source: Source, path: str, manifest: Manifest, record: SegmentRecord, chunks: _Chunks, compared: Pace
-) -> Iterator[str]:
-    head = aligned_buffer(-(-record.header_bytes // ALIGNMENT) * ALIGNMENT)
-    try:
-        source.read_into(0, head[: -(-record.header_bytes // source.alignment) * source.alignment], record.header_bytes)
-        head = head[: record.header_bytes]
-    except CorruptCheckpointError as error:
-        yield f"{path}: its header: {error}"
-        return
-    compared(record.header_bytes)
-    if digest_function(manifest.digest)(memoryview(head)) != record.header_digest:
-        yield f"{path}: its header is not what was saved ({manifest.digest} differs)"
-        return
-    if not is_head_of(memoryview(head), _tensors(chunks, record.header_bytes)):
-        yield f"{path}: its header does not match the tensors in the manifest"
+    def __init__(self, files: Opener, committed: Committed, pace: Pace | None) -> None:
+        self._files, self._directory, self._manifest, self._pace = files, committed.directory, committed.manifest, pace
+        self._digest = digest_function(self._manifest.digest)
+        self.compared_bytes = 0
+
+    def problems(self, file: FileRecord, *, digests: bool = True) -> Iterator[str]:
+        try:
+            source = open_recorded(self._files, self._directory, file.file, file.bytes)
+        except CorruptCheckpointError as error:
+            yield str(error)
+            return
+        with contextlib.closing(source):
+            if digests:
+                path = f"{self._directory}/{file.file}"
+                yield from self._block_problems(source, path, "the file", 0, file.bytes, file.digests)
+
+    def segment_problems(
+        self, record: SegmentRecord, chunks: _Chunks, direct: Literal["auto", False] = False
+    ) -> Iterator[str]:
+        path = f"{self._directory}/{record.file}"
+        try:
+            source = open_recorded(
+                self._files, self._directory, record.file, record.bytes, direct=direct, subject="segment"
+            )
+        except CorruptCheckpointError as error:
+            yield str(error)
+            return
+        with contextlib.closing(source):
+            memory = aligned_buffer(-(-record.header_bytes // ALIGNMENT) * ALIGNMENT)
+            try:
+                head = self._read(source, 0, record.header_bytes, memory)
+            except CorruptCheckpointError as error:
+                yield f"{path}: its header: {error}"
+            else:
+                if self._digest(head) != record.header_digest:
+                    yield f"{path}: its header is not what was saved ({self._manifest.digest} differs)"
+                elif not is_head_of(head, _tensors(chunks, record.header_bytes)):
+                    yield f"{path}: its header does not match the tensors in the manifest"
+            for array, chunk in chunks:
+                yield from self._block_problems(source, path, array.name, chunk.offset, chunk.length, chunk.digests)
+
+    def _block_problems(
+        self, source: Source, path: str, subject: str, start: int, length: int, digests: str
+    ) -> Iterator[str]:
+        width, block_bytes = HEX_DIGITS[self._manifest.digest], self._manifest.block_bytes
+        memory = aligned_buffer(-(-min(length, block_bytes) // ALIGNMENT) * ALIGNMENT)
+        for block, at in enumerate(range(start, start + length, block_bytes)):
+            size = min(block_bytes, start + length - at)
+            try:
+                data = self._read(source, at, size, memory)
+            except CorruptCheckpointError as error:
+                yield f"{path}: {subject}: {error}"
+                return
+            if self._digest(data) != digests[block * width : (block + 1) * width]:
+                yield f"{path}: bytes {at} to {at + size} of {subject!r} are not what was saved"
+
+    def _read(self, source: Source, at: int, size: int, memory: np.ndarray) -> memoryview:
+        if self._pace is not None:
+            self._pace(size)
+        source.read_into(at, memory[: -(-size // source.alignment) * source.alignment], size)
+        self.compared_bytes += size
+        return memoryview(memory[:size])
 
 
 def _tensors(chunks: _Chunks, data_start: int) -> Iterator[Tensor]:
@@ -248,38 +242,9 @@ def _tensors(chunks: _Chunks, data_start: int) -> Iterator[Tensor]:
 def _chunks_by_segment(manifest: Manifest) -> list[_Chunks]:
     """The chunks of each segment in file order, each with its array."""
     found: list[_Chunks] = [[] for _ in manifest.segments]
-    for part in manifest.parts:
-        for array in part.arrays:
-            for chunk in array.chunks:
-                found[chunk.segment].append((array, chunk))
+    for array in [array for part in manifest.parts for array in part.arrays]:
+        for chunk in array.chunks:
+            found[chunk.segment].append((array, chunk))
     for chunks in found:
         chunks.sort(key=lambda each: each[1].offset)
     return found
-
-
-def _block_problems(
-    source: Source,
-    path: str,
-    start: int,
-    length: int,
-    digests: str,
-    manifest: Manifest,
-    subject: str,
-    pace: Pace,
-    compared: Pace,
-) -> Iterator[str]:
-    width = HEX_DIGITS[manifest.digest]
-    digest = digest_function(manifest.digest)
-    whole = -(-min(length, manifest.block_bytes) // ALIGNMENT) * ALIGNMENT
-    memory = aligned_buffer(whole)
-    for block, at in enumerate(range(0, length, manifest.block_bytes)):
-        size = min(manifest.block_bytes, length - at)
-        try:
-            pace(size)
-            source.read_into(start + at, memory[: -(-size // source.alignment) * source.alignment], size)
-        except CorruptCheckpointError as error:
-            yield f"{path}: {subject}: {error}"
-            return
-        compared(size)
-        if digest(memoryview(memory[:size])) != digests[block * width : (block + 1) * width]:
-            yield f"{path}: bytes {start + at} to {start + at + size} of {subject!r} are not what was saved"

@@ -119,18 +119,18 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "negative offset": (put(*CHUNK, 2, -5), "outside"),
     "beyond the segment": (put(*CHUNK, 2, 1 << 61), "outside"),
     "one byte further": (lambda c: shift(c, 1), "outside"),
-    "one byte earlier": (lambda c: shift(c, -1), r"chunk at byte \d+, expected \d+"),
+    "one byte earlier": (lambda c: shift(c, -1), "do not fill the segments"),
     "other length": (put(*CHUNK, 3, 4), "has 4 bytes, expected"),
     "digest missing": (put(*CHUNK, 4, ""), "has 0 digest digits, expected"),
     "digest cut": (put(*CHUNK, 4, "0" * 31), "has 31 digest digits, expected"),
     "a digest too many": (put(*CHUNK, 4, "0" * 64), "has 64 digest digits, expected"),
-    "segment longer than its chunks": (lambda c: grow(c, 1), "chunks end at byte"),
+    "segment longer than its chunks": (lambda c: grow(c, 1), "do not fill the segments"),
     "segment shorter than its chunks": (lambda c: grow(c, -1), "outside"),
     "segment of nothing": (put(*SEGMENT, 1, 0), "impossible sizes"),
     "segment of negative size": (put(*SEGMENT, 1, -1), "impossible sizes"),
     "endless segment": (put(*SEGMENT, 1, 1 << 62), "impossible sizes"),
     "no header": (put(*SEGMENT, 2, 0), "impossible sizes"),
-    "short header": (put(*SEGMENT, 2, 4095), r"chunk at byte \d+, expected 4095"),
+    "short header": (put(*SEGMENT, 2, 4095), "do not fill the segments"),
     "header over the limit": (lambda c: c["segments"][0].__setitem__(slice(1, 3), [1 << 40, (64 << 20) + 9]),
                               "impossible sizes"),
     "digest of the header cut": (put(*SEGMENT, 3, "0"), "invalid header digest"),
@@ -277,7 +277,7 @@ def test_many_overlapping_chunks_are_refused_in_time() -> None:
     box, segment, offset, length, digests = content["parts"][0]["arrays"][1]["chunks"][0]
     chunks = [[[[number, number + 5]], segment, offset, length, digests] for number in range(0, 500_000, 5)]
     content["parts"][0]["arrays"][1].update(chunks=chunks, shape=[500_000])
-    with in_time(), pytest.raises(CorruptCheckpointError, match=r"chunk at byte \d+, expected"):
+    with in_time(), pytest.raises(CorruptCheckpointError, match="do not fill the segments"):
         decode_manifest(msgspec.json.encode(content), "manifest")
     assert box == [[0, 5]]
 
