@@ -105,6 +105,7 @@ MAY_HAVE_ONE_IMPORTER = {
     "inspection.disk_speed": "the measurement of a disk, used by doctor and by reports",
     "integrations.orbax_items": "handlers of Orbax, apart from its manager",
     "preemption.signals": "handlers of signals, which run inside any other code",
+    "pytree.colocated.host": "the part that runs on other hosts, which JAX finds by its name",
     "pytree.redistribution": "the exchange of shards between processes",
     "pytree.shared_reads": "the reads that the processes of a job share",
     "report.charts": "all that imports bokeh",
