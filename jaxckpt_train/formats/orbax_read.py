@@ -7,7 +7,7 @@ which also holds small leaves. `tensorstore_reads` reads its arrays.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -71,7 +71,7 @@ DONE = "commit_success.txt"
 MOST_NAMED = 5
 _KEY_WIDTHS = {2: "threefry2x32", 4: "rbg"}
 _NUMBERS = {"bool", "int64", "float64", "complex128"}  # dtypes of Python's numbers
-_PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # the second one only in the very first versions
+PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # the second one only in the very first versions
 
 
 class _Found(NamedTuple):
@@ -384,45 +384,10 @@ def decode_aggregate(data: bytes, path: str) -> OrbaxTree:
     tree.add(ROOT, found)
     leaves, stored = dict[str, LeafRecord](), dict[str, StoredLeaf]()
     for name, leaf in tree.leaves.items():
-        if isinstance(leaf, StrLeaf) and leaf.value.startswith(_PLACEHOLDERS):
+        if isinstance(leaf, StrLeaf) and leaf.value.startswith(PLACEHOLDERS):
             stored[name] = StoredLeaf(leaf.value.partition("://")[2])
         elif isinstance(leaf, ArrayLeaf) and leaf.host == "numpy":
             leaves[name] = ArrayLeaf(_guess_host(tree.arrays[name].dtype.name))
         else:
             leaves[name] = leaf
     return OrbaxTree(tree.containers, leaves, stored, tree.arrays)
-
-
-def encode_aggregate(leaves: Iterable[tuple[tuple[tuple[str, int], ...], Any]]) -> bytes:
-    """Encode the structure of a tree as the file `checkpoint`, which versions before 0.5 need to restore anything.
-
-    Args:
-        leaves: for each leaf its keys, with 1 for a position in a sequence and 2 for a key of a mapping, and its
-            content: a placeholder for a stored leaf, or text, None or an empty container.
-    """
-    root: dict[str, Any] = {}
-    sequences = set[int]()
-    for keys, value in leaves:
-        if not keys:  # the whole tree is this leaf
-            return msgspec.msgpack.encode(value)
-        node = root
-        for depth, (key, kind) in enumerate(keys):
-            if kind == 1:
-                sequences.add(id(node))
-            node = node.setdefault(key, value if depth == len(keys) - 1 else {})
-    return msgspec.msgpack.encode(_restore_sequences(root, sequences))
-
-
-def placeholder(parameter: str) -> str:
-    """Return the text in the file `checkpoint` that refers to a leaf stored outside the file."""
-    return f"{_PLACEHOLDERS[0]}{parameter}"
-
-
-def _restore_sequences(node: Any, sequences: set[int]) -> Any:
-    if not isinstance(node, dict):
-        return node
-    children = {key: _restore_sequences(child, sequences) for key, child in node.items()}
-    positions = [str(number) for number in range(len(children))]
-    if id(node) in sequences and set(positions) == set(children):
-        return [children[position] for position in positions]
-    return children

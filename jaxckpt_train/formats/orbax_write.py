@@ -8,11 +8,10 @@ from __future__ import annotations
 import base64
 import collections
 import errno
-import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -27,18 +26,13 @@ from jaxckpt_train.formats.orbax_metadata import (
     TREE_METADATA,
     VALUE,
 )
-from jaxckpt_train.formats.orbax_read import METRICS, encode_aggregate, placeholder
+from jaxckpt_train.formats.orbax_read import METRICS, PLACEHOLDERS
 from jaxckpt_train.formats.tensorstore_reads import system_error, tensorstore
 from jaxckpt_train.pytree.leaves import (
-    BoolLeaf,
-    ComplexLeaf,
     EmptyLeaf,
-    FloatLeaf,
-    IntLeaf,
     KeyLeaf,
     LeafRecord,
     NoneLeaf,
-    StrLeaf,
     TreeRecord,
     decode_tree,
     has_tree,
@@ -64,24 +58,16 @@ from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.transaction import Attempt, atomic_directory
 
 CHUNK_BYTES = 64 << 20
-AHEAD_BYTES = 256 << 20
-"""The limit of array data that is held in memory until TensorStore has written it."""
-BATCH_BYTES = 16 << 20
-"""The limit of a batch of small arrays.
-
-One commit for each of them would write files and rewrite the index each time.
-"""
+AHEAD_BYTES = 256 << 20  # the limit of data in memory until TensorStore has written it
+BATCH_BYTES = 16 << 20  # of small arrays; one commit for each would write files and rewrite the index each time
 _LEAF_BYTES = 4 << 10  # the approximate overhead of an array in a batch
 _WRITE = "write through TensorStore"
 # TensorStore's configuration of a database with a single writer, as Orbax sets it.
 _DATABASE = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
 MAX_RANK = 32  # the limit of TensorStore
 _HANDLERS = "orbax.checkpoint._src.handlers"
-_TREES, _VALUES = (
-    f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler",
-    f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler",
-)
-_NUMBERS = (BoolLeaf, IntLeaf, FloatLeaf)
+_TREES = f"{_HANDLERS}.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+_VALUES = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
 _ON_ONE_DEVICE = '{"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"}'
 _EMPTY = {"list": "List", "tuple": "Tuple", "dict": "Dict"}
 
@@ -98,7 +84,7 @@ def export_orbax(
     compressed: bool = True,
     progress: ReadProgress | None = None,
 ) -> tuple[str, ...]:
-    """Write a checkpoint as a step of Orbax, with one item per checkpointable.
+    """Write a checkpoint as a step of Orbax, with one item per checkpointable, and return the names of the items.
 
     Args:
         files: opens the files of the checkpoint.
@@ -111,9 +97,6 @@ def export_orbax(
         compressed: compress with zstd, as Orbax does by default.
         progress: called with the number of bytes of each write.
 
-    Returns:
-        The names of the items.
-
     Raises:
         MismatchError: Orbax has no equivalent for a leaf or a checkpointable.
         SettingsError: an item name is invalid, or TensorStore is not installed.
@@ -124,35 +107,32 @@ def export_orbax(
     chosen = [part for part in committed.manifest.parts if parts is None or part.name in parts]
     names = _item_names([part.name for part in chosen], items or {})
     trees = {part.name: _tree_leaves(committed, part) for part in chosen if has_tree(part)}
-    others = [part for part in chosen if part.name not in trees]
-    for part in others:
-        if part.kind != "json" or len(part.files) != 1:
+    for part in chosen:
+        if part.name not in trees and (part.kind != "json" or len(part.files) != 1):
             raise MismatchError(
                 f"{committed.directory}: {part.name!r} is of kind {part.kind!r}, which Orbax does not support; "
                 "leave it out"
             )
-    write = functools.partial(
-        write_arrays,
-        subject=committed.directory,
-        read=functools.partial(_read_box, files, committed, settings),
-        compressed=compressed,
-        ahead_bytes=min(AHEAD_BYTES, settings.read_budget_bytes),
-        progress=progress,
-    )
     start_ns = time.time_ns()
     with atomic_directory(backend, final, settings) as attempt:
         for part in chosen:
             item = names[part.name]
             attempt.add_folder(item)
             if part.name in trees:
-                _write_tree(attempt, item, trees[part.name], write)
+                directory, ahead_bytes = f"{attempt.directory}/{item}", min(AHEAD_BYTES, settings.read_budget_bytes)
+                with _Writes(directory, ahead_bytes, compressed, progress) as writes:
+                    for leaf in trees[part.name]:
+                        _write_leaf(files, committed, settings, leaf, writes)
+                attempt.track_folder(item)
+                _write_structure(attempt, item, trees[part.name])
             else:
                 data = read_recorded(files, committed.directory, part.files[0], None, committed.manifest.block_bytes)
                 attempt.write_file(f"{item}/metadata", bytes(memoryview(data)))
         handlers = {names[part.name]: _TREES if part.name in trees else _VALUES for part in chosen}
         metrics = metrics_from_json(committed.manifest.info.get("metrics"))
-        if metrics and METRICS not in handlers:
-            _write_metrics(attempt, metrics)
+        if metrics and METRICS not in handlers:  # Orbax's own item, in Python's JSON, which can represent nan and inf
+            attempt.add_folder(METRICS)
+            attempt.write_file(f"{METRICS}/{METRICS}", json.dumps(metrics).encode())
             handlers[METRICS] = _VALUES
         attempt.write_file(STEP_METADATA, _step_metadata(committed, handlers, start_ns))
     return tuple(names.values())
@@ -169,12 +149,6 @@ def _item_names(parts: Sequence[str], given: Mapping[str, str]) -> dict[str, str
             raise SettingsError(f"export: expected a different name for each item, found {name!r} twice")
         names[part] = name
     return names
-
-
-def _write_metrics(attempt: Attempt, metrics: Mapping[str, float]) -> None:
-    """Write metrics as Orbax's own item, in Python's JSON, which can represent nan and inf."""
-    attempt.add_folder(METRICS)
-    attempt.write_file(f"{METRICS}/{METRICS}", json.dumps(metrics).encode())
 
 
 def is_nnx_state(part: PartRecord, subject: str) -> bool:
@@ -202,23 +176,28 @@ def _step_metadata(committed: Committed, handlers: Mapping[str, str], start_ns: 
     )
 
 
-def _read_box(files: Opener, committed: Committed, settings: StoreSettings, array: ArrayRecord, box: Box) -> np.ndarray:
-    return LazyBox(files, committed, array, box, settings).fetch()
-
-
 class _Leaf(NamedTuple):
-    """A leaf to write: its name in Orbax's files, its Orbax type, and its data if it has any."""
+    """A leaf to write: its keys, each with 1 for a position in a sequence or 2, its Orbax type, and its content."""
 
     path: str
     keys: tuple[tuple[str, int], ...]
     value_type: str
-    content: ArrayRecord | np.ndarray | None = None
-    text: str | None = None
+    content: ArrayRecord | np.ndarray | str | None = None
     implementation: str | None = None
 
     @property
     def parameter(self) -> str:
         return ".".join(key for key, _ in self.keys)
+
+    @property
+    def dtype(self) -> np.dtype:
+        assert isinstance(self.content, ArrayRecord | np.ndarray)
+        return DTYPES[self.content.dtype] if isinstance(self.content, ArrayRecord) else self.content.dtype
+
+    def boxes(self) -> list[Box]:
+        """Return the chunks of an array."""
+        assert isinstance(self.content, ArrayRecord | np.ndarray)
+        return list(cut_box(full_box(self.content.shape), self.dtype.itemsize, CHUNK_BYTES))
 
 
 def _tree_leaves(committed: Committed, part: PartRecord) -> list[_Leaf]:
@@ -244,25 +223,23 @@ def _leaf(subject: str, tree: TreeRecord, path: str, leaf: LeafRecord, array: Ar
                 f"{len(array.shape)}; change the shape (the operation reshape)"
             )
         if isinstance(leaf, KeyLeaf):
-            return _Leaf(path, keys, "jax.Array", array, implementation=leaf.impl)
+            return _Leaf(path, keys, "jax.Array", array, leaf.impl)
         # Not as a JAX array: restoring one without a target requires the devices of the original array.
         return _Leaf(path, keys, "np.ndarray", array)
-    if isinstance(leaf, NoneLeaf | EmptyLeaf) and not keys:
-        raise MismatchError(f"{subject}: expected a tree with leaves, found an empty one, which Orbax cannot save")
-    if isinstance(leaf, NoneLeaf):
-        return _Leaf(path, keys, "None")
-    if isinstance(leaf, EmptyLeaf):
-        kind = tree.containers.get(path, "dict").partition(" ")[0]
+    if isinstance(leaf, NoneLeaf | EmptyLeaf):
+        if not keys:
+            raise MismatchError(f"{subject}: expected a tree with leaves, found an empty one, which Orbax cannot save")
+        kind = tree.containers.get(path, "dict").partition(" ")[0] if isinstance(leaf, EmptyLeaf) else ""
         return _Leaf(path, keys, _EMPTY.get(kind, "None"))  # Orbax saves a NamedTuple without fields as None
     value = python_value(path, leaf, subject)
-    if isinstance(leaf, StrLeaf):
-        return _Leaf(path, keys, "string", text=value)
-    if isinstance(leaf, ComplexLeaf):  # as an array: Orbax refuses to restore an item with a complex scalar
+    if isinstance(value, str):
+        return _Leaf(path, keys, "string", value)
+    if isinstance(value, complex):  # as an array: Orbax refuses to restore an item with a complex scalar
         return _Leaf(path, keys, "np.ndarray", np.asarray(value))
-    if not isinstance(leaf, _NUMBERS) or (isinstance(leaf, IntLeaf) and not -(2**63) <= value < 2**63):
+    if isinstance(value, bytes) or (isinstance(value, int) and not -(2**63) <= value < 2**63):
         raise MismatchError(
             f"{subject}: leaf {path!r}: Orbax does not support "
-            f"{'integers beyond 64 bits' if isinstance(leaf, IntLeaf) else 'bytes'}; leave it out (the operation drop)"
+            f"{'bytes' if isinstance(value, bytes) else 'integers beyond 64 bits'}; leave it out (the operation drop)"
         )
     return _Leaf(path, keys, "scalar", np.asarray(value))
 
@@ -275,25 +252,27 @@ def _keys(tree: TreeRecord, path: str) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def _write_tree(
-    attempt: Attempt,
-    item: str,
-    leaves: Sequence[_Leaf],
-    write: Callable[[str, Sequence[ToWrite]], Mapping[str, list[int]]],
-) -> None:
-    contents = [ToWrite(leaf.path, leaf.parameter, leaf.content) for leaf in leaves if leaf.content is not None]
-    chunks = write(f"{attempt.directory}/{item}", contents)
-    entries, arrays = {}, []
+def _write_structure(attempt: Attempt, item: str, leaves: Sequence[_Leaf]) -> None:
+    """Write everything of an item except the content of its arrays."""
+    entries, arrays, structure, texts = {}, [], [], {}
     for leaf in leaves:
-        value = {"value_type": leaf.value_type, "skip_deserialize": leaf.content is None and leaf.text is None}
-        if leaf.value_type == "jax.Array":
-            assert isinstance(leaf.content, ArrayRecord)
-            value["write_shape"] = list(leaf.content.shape)
-            extra = {"random_key_impl": leaf.implementation}
-            array = {"param_name": leaf.parameter, "write_shape": list(leaf.content.shape)}
-            arrays.append({"array_metadata": {**array, "chunk_shape": chunks[leaf.path], "ext_metadata": extra}})
+        value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": leaf.content is None}
+        in_aggregate: Any = {"Dict": {}, "List": [], "Tuple": []}.get(leaf.value_type)
+        if isinstance(leaf.content, str):
+            in_aggregate = texts[leaf.parameter] = leaf.content
+        elif leaf.content is not None:
+            in_aggregate = f"{PLACEHOLDERS[0]}{leaf.parameter}"
+        if isinstance(leaf.content, ArrayRecord) and leaf.value_type == "jax.Array":
+            shape = {"write_shape": list(leaf.content.shape)}
+            value |= shape
+            extra = {
+                "chunk_shape": list(box_shape(leaf.boxes()[0])),
+                "ext_metadata": {"random_key_impl": leaf.implementation},
+            }
+            arrays.append({"array_metadata": {"param_name": leaf.parameter, **shape, **extra}})
         keys = [{"key": key, "key_type": kind} for key, kind in leaf.keys]
         entries[str(tuple(key for key, _ in leaf.keys))] = {"key_metadata": keys, "value_metadata": value}
+        structure.append((leaf.keys, in_aggregate))
     tree = {
         "tree_metadata": entries,
         "use_ocdbt": True,
@@ -301,122 +280,87 @@ def _write_tree(
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    attempt.track_folder(item)
     attempt.write_file(f"{item}/{TREE_METADATA}", msgspec.json.encode(tree))
-    structure = encode_aggregate((leaf.keys, _aggregate_value(leaf)) for leaf in leaves)
-    attempt.write_file(f"{item}/{AGGREGATE}", structure)
-    texts = {leaf.parameter: leaf.text for leaf in leaves if leaf.text is not None}
+    attempt.write_file(f"{item}/{AGGREGATE}", encode_aggregate(structure))
     if texts:
         attempt.write_file(f"{item}/{STRINGS}", msgspec.json.encode(texts))
     if arrays:
-        shardings = {_base64(leaf.parameter): _ON_ONE_DEVICE for leaf in leaves if leaf.value_type == "jax.Array"}
+        names = [leaf.parameter for leaf in leaves if leaf.value_type == "jax.Array"]
+        shardings = {base64.b64encode(name.encode()).decode(): _ON_ONE_DEVICE for name in names}
         attempt.write_file(f"{item}/_sharding", msgspec.json.encode(shardings))
         attempt.add_folder(f"{item}/{ARRAY_METADATAS}")
         attempt.write_file(f"{item}/{ARRAY_METADATAS}/process_0", msgspec.json.encode({"array_metadatas": arrays}))
 
 
-def _aggregate_value(leaf: _Leaf) -> Any:
-    """Return the content of a leaf in the file `checkpoint`, which versions before 0.5 read."""
-    if leaf.text is not None:
-        return leaf.text
-    if leaf.content is not None:
-        return placeholder(leaf.parameter)
-    return {"Dict": {}, "List": [], "Tuple": []}.get(leaf.value_type)
+def encode_aggregate(leaves: Iterable[tuple[tuple[tuple[str, int], ...], Any]]) -> bytes:
+    """Encode the structure of a tree as the file `checkpoint`, which versions before 0.5 need to restore anything.
 
-
-def _base64(text: str) -> str:
-    return base64.b64encode(text.encode()).decode()
-
-
-class ToWrite(NamedTuple):
-    """The data of a leaf: its path, its name in the files, and its source, which is a stored array or a number."""
-
-    path: str
-    name: str
-    content: ArrayRecord | np.ndarray
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The numpy dtype."""
-        return DTYPES[self.content.dtype] if isinstance(self.content, ArrayRecord) else self.content.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The uncompressed size."""
-        return math.prod(self.content.shape) * self.dtype.itemsize
-
-
-def write_arrays(
-    directory: str,
-    arrays: Iterable[ToWrite],
-    *,
-    subject: str,
-    read: Callable[[ArrayRecord, Box], np.ndarray],
-    compressed: bool,
-    ahead_bytes: int,
-    progress: ReadProgress | None,
-) -> dict[str, list[int]]:
-    """Write the data of all leaves.
-
-    Args:
-        directory: the directory of the item. All writes to it have ended when this function returns or raises.
-        arrays: the data to write.
-        subject: the checkpoint, for messages.
-        read: reads a box of a stored array.
-        compressed: compress with zstd.
-        ahead_bytes: the limit of data held until it is written, in addition to the box being read.
-        progress: called with the number of bytes of each write.
-
-    Returns:
-        The shapes of the chunks by leaf path.
-
-    Raises:
-        MismatchError: TensorStore does not support an array.
-        SettingsError: TensorStore is not installed.
-        StorageError: the file system reported an error.
+    For each leaf there are its keys, and its content: a placeholder for a stored leaf, or text, None or an empty
+    container.
     """
-    ts = tensorstore("export: Orbax arrays are written")
-    context = ts.Context({"file_io_concurrency": {"limit": 16}})
-    shapes: dict[str, list[int]] = {}
-    with _Writes(directory, ts.Transaction, ahead_bytes, progress) as writes:
-        for array in arrays:
-            boxes = list(cut_box(full_box(array.content.shape), array.dtype.itemsize, CHUNK_BYTES))
-            shapes[array.path] = list(box_shape(boxes[0]))
-            batch = writes.batch(array.nbytes)
-            try:
-                spec = _spec(directory, array, shapes[array.path], compressed)
-                store = ts.open(spec, context=context, create=True, transaction=batch).result()
-            except (ValueError, OSError) as error:
-                problem = f"{subject}: leaf {array.path!r} of {array.dtype.name}: {shown(error)}"
-                raise system_error(error, _WRITE, directory) or MismatchError(problem) from error
-            for box in boxes:
-                data = array.content if isinstance(array.content, np.ndarray) else read(array.content, box)
-                part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
-                if batch is not None:
-                    _result(directory, part.write(data).copy)
-                    continue
-                writes.make_room(data.nbytes)
-                writes.add(data.nbytes, data.nbytes, part.write(data).commit)
-    return shapes
+    root: dict[str, Any] = {}
+    sequences = set[int]()
+    for keys, value in leaves:
+        if not keys:  # the whole tree is this leaf
+            return msgspec.msgpack.encode(value)
+        node = root
+        for depth, (key, kind) in enumerate(keys):
+            if kind == 1:
+                sequences.add(id(node))
+            node = node.setdefault(key, value if depth == len(keys) - 1 else {})
+    return msgspec.msgpack.encode(_restore_sequences(root, sequences))
+
+
+def _restore_sequences(node: Any, sequences: set[int]) -> Any:
+    if not isinstance(node, dict):
+        return node
+    children = {key: _restore_sequences(child, sequences) for key, child in node.items()}
+    positions = [str(number) for number in range(len(children))]
+    if id(node) in sequences and set(positions) == set(children):
+        return [children[position] for position in positions]
+    return children
+
+
+def _write_leaf(files: Opener, committed: Committed, settings: StoreSettings, leaf: _Leaf, writes: _Writes) -> None:
+    """Write the content of an array."""
+    if not isinstance(leaf.content, ArrayRecord | np.ndarray):
+        return
+    boxes, dtype = leaf.boxes(), leaf.dtype
+    batch = writes.batch(math.prod(leaf.content.shape) * dtype.itemsize)
+    try:
+        store = writes.create(leaf.parameter, leaf.content.shape, dtype.name, box_shape(boxes[0]), batch)
+    except (ValueError, OSError) as error:
+        problem = f"{committed.directory}: leaf {leaf.path!r} of {dtype.name}: {shown(error)}"
+        raise system_error(error, _WRITE, writes.directory) or MismatchError(problem) from error
+    for box in boxes:
+        if isinstance(leaf.content, np.ndarray):
+            data = leaf.content
+        else:
+            data = LazyBox(files, committed, leaf.content, box, settings).fetch()
+        part = store[tuple(slice(start, stop) for start, stop in box)] if box else store
+        if batch is not None:
+            writes.result(part.write(data).copy)
+        else:
+            writes.make_room(data.nbytes)
+            writes.add(data.nbytes, data.nbytes, part.write(data).commit)
 
 
 class _Writes:
     """The running writes of TensorStore. None of them is running after the block, even if it raises.
 
     Args:
-        directory: the directory of the item, for messages.
-        transaction: makes a new transaction of TensorStore.
-        ahead_bytes: the limit of data held in memory.
+        directory: the directory of the item.
+        ahead_bytes: the limit of data held until it is written, in addition to a batch and the box being read.
+        compressed: compress with zstd.
         progress: called with the number of bytes of each finished write.
     """
 
-    def __init__(
-        self, directory: str, transaction: Callable[[], Any], ahead_bytes: int, progress: ReadProgress | None
-    ) -> None:
-        self._directory, self._transaction, self._progress = directory, transaction, progress
+    def __init__(self, directory: str, ahead_bytes: int, compressed: bool, progress: ReadProgress | None) -> None:
+        self._ts = tensorstore("export: Orbax arrays are written")
+        self._context = self._ts.Context({"file_io_concurrency": {"limit": 16}})
+        self.directory, self._compressed, self._progress = directory, compressed, progress
         self._waiting: collections.deque[tuple[int, int, Any]] = collections.deque()
-        self._most = self._left = ahead_bytes
-        self._batch_bytes = min(BATCH_BYTES, ahead_bytes // 4)
+        self._most, self._held = ahead_bytes, 0
         self._batch: Any = None
         self._in_batch = self._held_by_batch = 0
 
@@ -435,69 +379,65 @@ class _Writes:
             for *_, future in self._waiting:
                 future.exception()
 
+    def create(self, name: str, shape: Sequence[int], dtype: str, chunk: Sequence[int], batch: Any) -> Any:
+        """Create an array of the item's database."""
+        database = {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{self.directory}/"},
+            "path": f"{name}/" if name else "",  # the name is empty if the tree is a single array
+            "config": _DATABASE,
+        }
+        metadata = {
+            "shape": list(shape),
+            "chunks": [max(1, size) for size in chunk],
+            "compressor": {"id": "zstd", "level": 1} if self._compressed else None,
+        }
+        options = {"store_data_equal_to_fill_value": True, "dtype": dtype}
+        spec = {"driver": "zarr", "kvstore": database, "metadata": metadata, **options}
+        return self._ts.open(spec, context=self._context, create=True, transaction=batch).result()
+
     def batch(self, nbytes: int) -> Any:
         """Return the transaction for an array of this size, and count the array. None: it is too large for a batch."""
-        held = nbytes + _LEAF_BYTES
-        if held > self._batch_bytes:
+        held, most = nbytes + _LEAF_BYTES, min(BATCH_BYTES, self._most // 4)
+        if held > most:
             return None
-        if self._held_by_batch + held > self._batch_bytes:
+        if self._held_by_batch + held > most:
             self._commit()
-        self.make_room(held)
         if self._batch is None:
-            self._batch = self._transaction()
+            self._batch = self._ts.Transaction()
         self._in_batch += nbytes
         self._held_by_batch += held
-        self._left -= held
         return self._batch
 
     def make_room(self, nbytes: int) -> None:
         """Wait until this many more bytes can be held. Raises StorageError if a write has failed."""
-        while self._left < min(self._most, nbytes):
-            if not self._waiting:
-                self._commit()
+        while self._waiting and self._held + nbytes > self._most:
             self._settle_oldest()
 
     def add(self, held: int, nbytes: int, future: Any) -> None:
         """Add a running write of `nbytes` bytes, which holds `held` bytes of memory until it ends."""
         self._waiting.append((held, nbytes, future))
-        self._left -= held
+        self._held += held
+
+    def result(self, future: Any) -> None:
+        """Wait for an operation. Raises StorageError if it has failed."""
+        try:
+            future.result()
+        except (ValueError, OSError) as error:
+            raise system_error(error, _WRITE, self.directory) or StorageError(
+                errno.EIO, f"TensorStore: {shown(error)}", self.directory
+            ) from error
 
     def _commit(self) -> None:
         if self._batch is not None:
-            self._left += self._held_by_batch
+            self.make_room(self._held_by_batch)
             self.add(self._held_by_batch, self._in_batch, self._batch.commit_async())
             self._batch, self._in_batch, self._held_by_batch = None, 0, 0
 
     def _settle_oldest(self) -> None:
         held, nbytes, future = self._waiting[0]
-        _result(self._directory, future)
+        self.result(future)
         self._waiting.popleft()
-        self._left += held
+        self._held -= held
         if self._progress is not None:
             self._progress(nbytes)
-
-
-def _result(directory: str, future: Any) -> None:
-    try:
-        future.result()
-    except (ValueError, OSError) as error:
-        raise system_error(error, _WRITE, directory) or StorageError(
-            errno.EIO, f"TensorStore: {shown(error)}", directory
-        ) from error
-
-
-def _spec(directory: str, array: ToWrite, chunk: Sequence[int], compressed: bool) -> dict[str, Any]:
-    database = {
-        "driver": "ocdbt",
-        "base": {"driver": "file", "path": f"{directory}/"},
-        "path": f"{array.name}/" if array.name else "",  # the name is empty if the tree is a single array
-        "config": _DATABASE,
-    }
-    compressor = {"id": "zstd", "level": 1} if compressed else None
-    metadata = {
-        "shape": list(array.content.shape),
-        "chunks": [max(1, size) for size in chunk],
-        "compressor": compressor,
-    }
-    options = {"store_data_equal_to_fill_value": True, "dtype": array.dtype.name}
-    return {"driver": "zarr", "kvstore": database, "metadata": metadata, **options}

@@ -15,7 +15,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats.orbax_read import decode_aggregate, encode_aggregate
+from jaxckpt_train.formats.orbax_read import decode_aggregate
+from jaxckpt_train.formats.orbax_write import encode_aggregate
 from jaxckpt_train.pytree.flatten import flatten
 from tests.support import paths
 from tests.support.commands import json_of, refused
