@@ -26,12 +26,7 @@ _OUR_STEP = "step-"
 
 
 def find_file(backend: Backend, path: str) -> ForeignCheckpoint | FlaxFile:
-    """Open a file as safetensors or as an index of safetensors files if its name says so, otherwise as a file of Flax.
-
-    Raises:
-        CorruptCheckpointError: the name says safetensors, but the content is something else or damaged.
-        StorageError: the file cannot be read.
-    """
+    """Open a file as safetensors, or as an index of its files, if its name says so, otherwise as a file of Flax."""
     if is_index(path.rpartition("/")[2]):
         return open_safetensors_index(backend, path)
     return open_safetensors(backend, path) if path.endswith(SUFFIX) else FlaxFile(path)
@@ -40,10 +35,7 @@ def find_file(backend: Backend, path: str) -> ForeignCheckpoint | FlaxFile:
 def find_in_directory(backend: Backend, path: str, step: float | None = None) -> ForeignCheckpoint | FlaxFile | None:
     """Open the checkpoint of another tool in a directory, or return None if none is recognized.
 
-    Args:
-        backend: the storage.
-        path: the directory.
-        step: the step to choose when the directory holds several. None: the newest one of Flax.
+    `step` is the one to choose when the directory holds several. None: the newest one of Flax.
 
     Raises:
         NotACheckpointError: the directory is an Orbax run and the step must be chosen, it holds Flax checkpoints with
@@ -107,11 +99,6 @@ def _find_orbax_step(
     if not steps:
         return None
     shown, newest = ", ".join(map(str, list(steps)[-MOST_NAMED:])), f"{path}/{list(steps.values())[-1]}"
-    if step is None and len(steps) == 1:
-        raise NotACheckpointError(
-            f"{path}: expected one checkpoint, found an Orbax run with 1 step; pass {newest}, or --step {shown} on the "
-            "command line"
-        )
     if step is None:
         raise NotACheckpointError(
             f"{path}: expected one checkpoint, found an Orbax run with {len(steps)} steps, the last steps are {shown}; "

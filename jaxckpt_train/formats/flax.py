@@ -60,17 +60,7 @@ def begins_as(backend: Backend, directory: str, name: str) -> str:
 def open_flax(backend: Backend, path: str, *, is_checkpoint: bool) -> ForeignCheckpoint:
     """Open a Flax msgpack file as a checkpoint with the pytree `state`, whose arrays stay in memory.
 
-    Args:
-        backend: the storage of the file.
-        path: its path.
-        is_checkpoint: whether it was recognized in a directory of Flax, so that other content is damage.
-
-    Raises:
-        NotACheckpointError: the file is not a Flax msgpack file.
-        CorruptCheckpointError: the file does not hold a tree of arrays, or it is not msgpack although it is a
-            checkpoint in a directory of Flax.
-        UnsupportedLeafError: some of its arrays belong to several processes and are stored elsewhere.
-        StorageError: the file cannot be read, or does not fit into memory.
+    Other content is damage if the file was recognized as a checkpoint in a directory of Flax.
     """
     folder, _, name = path.rpartition("/")
     data = read_whole(backend, folder, name, limit=None)

@@ -63,13 +63,9 @@ Open = Callable[[Direct], Source]
 
 @dataclasses.dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A checkpoint that another tool has written.
+    """A checkpoint that the tool `kind` has written, described as a committed checkpoint without digests.
 
-    Attributes:
-        kind: the name of the tool in messages, such as "Orbax".
-        files: opens the segments and files of the checkpoint.
-        committed: its content as a committed checkpoint of this library, without digests.
-        decoding: memory that another library needs to decode an array, as a multiple of the size of the array.
+    `decoding` is the memory that another library needs to decode an array, as a multiple of the size of the array.
     """
 
     kind: str
@@ -132,14 +128,9 @@ class Segments:
     def decode(
         self, subject: str, dtype: np.dtype, boxes: Sequence[Box], read: ReadBox, cache: PieceCache | None = None
     ) -> tuple[ChunkRecord, ...]:
-        """Add an array that another library decodes, and return its chunks, each of which starts on a page of its own.
+        """Add an array that is decoded when it is read, and return its chunks. Each chunk starts on a page of its own.
 
-        Args:
-            subject: the array for messages.
-            dtype: its dtype.
-            boxes: its chunks.
-            read: reads a box.
-            cache: keeps whole chunks, where reading a part of a chunk costs as much as reading all of it.
+        `cache` keeps whole chunks, where reading a part of a chunk costs as much as reading all of it.
         """
         chunks, at = list[ChunkRecord](), 0
         for box in boxes:
@@ -167,10 +158,9 @@ def make_foreign_checkpoint(
         kind: the name of the tool.
         directory: the path for messages.
         parts: the checkpointables by name.
-        segments: the segments of their arrays.
+        segments: the content of their arrays.
         block_bytes: the number of bytes in which a chunk is read.
-        info: the `info` of the manifest: `step`, `created`, `metrics` and `custom_metadata`, where the tool stores
-            them.
+        info: the `info` of the manifest, as far as the tool stores it.
         decoding: see `ForeignCheckpoint`.
 
     Raises:
@@ -337,13 +327,7 @@ class PieceCache:
 
 
 class PlainTree:
-    """Collects the leaves of nested containers. Subclasses decode the values of their formats.
-
-    Attributes:
-        leaves: the records by leaf path.
-        containers: the kinds of containers other than dicts, by path.
-        arrays: the arrays among the leaves.
-    """
+    """Collects the leaves of nested containers by path, and their arrays. Subclasses decode values of their formats."""
 
     def __init__(self, subject: str) -> None:
         self._subject = subject
@@ -352,12 +336,7 @@ class PlainTree:
         self.arrays: dict[str, np.ndarray] = {}
 
     def add(self, path: str, value: Any) -> None:
-        """Add a value and everything in it.
-
-        Raises:
-            CorruptCheckpointError: it is deeper, or has more leaves, than any training state.
-            UnsupportedLeafError: a value in it cannot be a leaf.
-        """
+        """Add a value and everything in it. Raises UnsupportedLeafError if something in it cannot be a leaf."""
         if path.count("/") >= MAX_DEPTH or len(self.leaves) >= MAX_ARRAYS:
             raise CorruptCheckpointError(
                 f"{self._subject}: {path!r:.100}: expected a tree of at most {MAX_DEPTH} levels and {MAX_ARRAYS:,} "

@@ -1,8 +1,4 @@
-"""Recognizes Orbax checkpoints of all versions, and reads their metadata.
-
-In order: which directories are runs, steps and items of Orbax; the metadata of a step; the metadata of a tree; the
-states of Grain's iterators.
-"""
+"""Recognizes Orbax checkpoints of all versions, and reads the metadata of steps and trees."""
 
 from __future__ import annotations
 
@@ -129,12 +125,7 @@ def find_aggregate(backend: Backend, directory: str, entries: Sequence[Entry]) -
 
 
 def read_json(backend: Backend, directory: str, name: str, kind: Any = Any) -> Any:
-    """Read a JSON file of Orbax.
-
-    Raises:
-        CorruptCheckpointError: it is not JSON of this kind.
-        StorageError: it cannot be read.
-    """
+    """Read a JSON file of Orbax. Raises CorruptCheckpointError if it is not JSON of this kind."""
     try:
         return decode_untrusted(read_bytes(backend, directory, name), kind)
     except NOT_JSON as error:
@@ -156,7 +147,7 @@ class StepInfo(NamedTuple):
 
 
 def read_step(backend: Backend, directory: str, entries: Sequence[Entry]) -> StepInfo:
-    """Read the metadata of a step. An item has none. Raises as `read_json`."""
+    """Read the metadata of a step. An item has none."""
     info: dict[str, Any] = {}
     step = step_number(directory.rpartition("/")[2])
     if step is not None:
@@ -216,36 +207,22 @@ class StoredLeaf(NamedTuple):
 
 @dataclasses.dataclass
 class OrbaxTree:
-    """The tree of an item.
-
-    Attributes:
-        containers: the kinds of containers other than dicts, by path.
-        leaves: the leaves without stored data, by leaf path.
-        stored: the leaves with stored data, by leaf path.
-        held: the content of arrays that are among `leaves`.
-        use_ocdbt: whether all arrays are in one OCDBT database. None: the metadata does not say.
-        use_zarr3: whether the arrays use version 3 of zarr.
-        custom_metadata: the user's metadata of the tree.
-        is_whole: whether every chunk was written. Versions that do not record this left out chunks of zeros.
-    """
+    """The tree of an item, by path."""
 
     containers: dict[str, str]
-    leaves: dict[str, LeafRecord]
+    leaves: dict[str, LeafRecord]  # those without stored data
     stored: dict[str, StoredLeaf]
-    held: dict[str, np.ndarray]
-    use_ocdbt: bool | None = None
+    held: dict[str, np.ndarray]  # the content of arrays that are among `leaves`
+    use_ocdbt: bool | None = None  # None: the metadata does not say
     use_zarr3: bool = False
     custom_metadata: Any = None
-    is_whole: bool = False
+    is_whole: bool = False  # versions that do not record this left out chunks of zeros
 
 
 def read_tree_metadata(backend: Backend, directory: str) -> tuple[OrbaxTree, list[str]]:
     """Read `_METADATA`. Some versions have the content of some leaves in the file `checkpoint`: return their paths.
 
-    Raises:
-        CorruptCheckpointError: it is not the metadata of an Orbax tree.
-        UnsupportedLeafError: a leaf has a type that only a handler of the user can read.
-        StorageError: it cannot be read.
+    Raises UnsupportedLeafError if a leaf has a type that only a handler of the user can read.
     """
     found = read_json(backend, directory, TREE_METADATA, _TreeMetadata)
     tree = OrbaxTree(
@@ -319,15 +296,8 @@ def match_target(target: Flat, record: TreeRecord, names: Mapping[str, str]) -> 
     """Rename leaves that are not in the target to equivalent leaves that are.
 
     Orbax does not record whether a key of a mapping is text or an integer. It saves variables of NNX as mappings, and a
-    NamedTuple without fields, such as some states of Optax, as None.
-
-    Args:
-        target: the target.
-        record: the tree of the checkpoint.
-        names: the names of the leaves by their paths in the checkpoint.
-
-    Returns:
-        The tree and the names, adapted to the target.
+    NamedTuple without fields, such as some states of Optax, as None. `names` are those of the leaves by their paths in
+    the checkpoint.
     """
     wanted = dict(zip(target.names, target.leaves, strict=True))
     taken, leaves, found = set(names.values()) & wanted.keys(), dict[str, LeafRecord](record.leaves), dict[str, str]()
@@ -358,10 +328,6 @@ def grain_states(backend: Backend, directory: str, entries: Sequence[Entry]) -> 
     """Return the states that Grain's handler has saved in an item, or None if there are none.
 
     A state is stored as JSON data if JSON can represent it exactly, otherwise as the text of its file.
-
-    Raises:
-        CorruptCheckpointError: a file is too large.
-        StorageError: a file cannot be read.
     """
     files = sorted(entry.name for entry in entries if STATE_FILE.fullmatch(entry.name))
     # Bytes that are not text become text that is not JSON. The error then appears when an iterator is restored, and the

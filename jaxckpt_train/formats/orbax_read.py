@@ -85,11 +85,6 @@ class _Found(NamedTuple):
 def open_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> ForeignCheckpoint:
     """Open a step, or an item of a step.
 
-    Args:
-        backend: the storage.
-        directory: the directory of the step or item.
-        entries: its entries.
-
     Raises:
         NotACheckpointError: its save has not finished, or it contains no supported item.
         CorruptCheckpointError: it is damaged.
@@ -364,14 +359,7 @@ class _Aggregate(MsgpackTree):
 
 
 def decode_aggregate(data: bytes, path: str) -> OrbaxTree:
-    """Decode the msgpack file `checkpoint` of a tree.
-
-    The file does not record whether leaves that are stored elsewhere are arrays or numbers.
-
-    Raises:
-        CorruptCheckpointError: it is not a tree of Orbax.
-        UnsupportedLeafError: a leaf is too large for a manifest.
-    """
+    """Decode the msgpack file `checkpoint` of a tree, which does not record the types of leaves stored elsewhere."""
     try:
         found = decode_msgpack(data)
     except NOT_JSON as error:

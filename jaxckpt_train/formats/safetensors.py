@@ -132,13 +132,7 @@ def is_index(name: str) -> bool:
 
 
 def open_safetensors(backend: Backend, path: str) -> ForeignCheckpoint:
-    """Open one safetensors file as a checkpoint.
-
-    Raises:
-        NotACheckpointError: its name says that it is one of several files of a model.
-        CorruptCheckpointError: it is not a safetensors file, or damaged.
-        StorageError: it cannot be read.
-    """
+    """Open one safetensors file as a checkpoint, unless its name says that it is one of several files of a model."""
     folder, _, name = path.rpartition("/")
     if _missing([name]):
         raise NotACheckpointError(
@@ -149,12 +143,7 @@ def open_safetensors(backend: Backend, path: str) -> ForeignCheckpoint:
 
 
 def open_safetensors_index(backend: Backend, path: str) -> ForeignCheckpoint:
-    """Open the files that an index names, and ignore others in the folder.
-
-    Raises:
-        CorruptCheckpointError: it is not an index, or one of its files is missing or damaged, or has a tensor missing.
-        StorageError: a file cannot be read.
-    """
+    """Open the files that an index names, and ignore others in the folder."""
     folder, _, name = path.rpartition("/")
     weight_map = _read_index(backend, folder, name)
     return _open_files(backend, path, folder, list(dict.fromkeys(weight_map.values())), weight_map)
@@ -165,17 +154,10 @@ def open_safetensors_folder(
 ) -> ForeignCheckpoint:
     """Open the model in a folder: the files of an index, one file, or all files of one numbered series.
 
-    Args:
-        backend: the storage.
-        folder: the folder.
-        indexes: the names of the indexes in it.
-        names: the names of the safetensors files in it.
-
     Raises:
         NotACheckpointError: the folder holds several models, or files that the index does not name.
         CorruptCheckpointError: a file is damaged, or missing although the index or the numbered names require it; a
             file and the index disagree about its tensors; or a tensor is in two files.
-        StorageError: a file cannot be read.
     """
     if len(indexes) > 1:
         raise NotACheckpointError(
@@ -300,12 +282,7 @@ def _leaf_name(tensor: str) -> str:
 
 
 def read_header(backend: Backend, path: str) -> Header:
-    """Read and check the header of a safetensors file: the tensors fit their shapes, and fill the file without gaps.
-
-    Raises:
-        CorruptCheckpointError: it is not a safetensors file, or damaged.
-        StorageError: it cannot be read.
-    """
+    """Read and check the header of a safetensors file: the tensors fit their shapes, and fill the file without gaps."""
     with contextlib.closing(_open(backend, path, False)) as source:
         size = source.size
         length = int.from_bytes(_read(source, 0, LENGTH_BYTES, path), "little")
@@ -417,21 +394,13 @@ def safetensors_names(entries: Sequence[Entry]) -> tuple[list[str], list[str]]:
 
 
 class Exported(NamedTuple):
-    """The result of an export.
+    """The result of an export."""
 
-    Attributes:
-        files: the names of the files with tensors.
-        tensors: the names of the tensors by leaf path.
-        left_out: leaves that the format cannot represent: text, None, empty containers, Python's complex numbers.
-        nbytes: the total size of the tensors in bytes.
-        prng_keys: leaves that are PRNG keys, whose raw integers were written.
-    """
-
-    files: tuple[str, ...]
-    tensors: Mapping[str, str]
-    left_out: tuple[str, ...]
-    nbytes: int
-    prng_keys: tuple[str, ...]
+    files: tuple[str, ...]  # the names of those with tensors
+    tensors: Mapping[str, str]  # their names by leaf path
+    left_out: tuple[str, ...]  # leaves that the format cannot represent: text, None, empty containers, complex numbers
+    nbytes: int  # of all tensors
+    prng_keys: tuple[str, ...]  # leaves that are PRNG keys, whose raw integers were written
 
 
 class _Tensor(NamedTuple):
@@ -464,9 +433,7 @@ def export_safetensors(
     """Write the tree of a checkpointable as a folder with `model.safetensors`, or several files and their index.
 
     Args:
-        files: opens the files of the checkpoint.
-        committed: the opened checkpoint.
-        part: the checkpointable.
+        files, committed, part: the opened checkpoint, and the checkpointable.
         backend: the storage to write to.
         final: the absolute path of the folder, or of the file with `single_file`. Nothing may exist there.
         settings: how the checkpoint is verified, and how durable the files are made.

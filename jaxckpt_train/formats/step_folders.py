@@ -63,19 +63,12 @@ def _is_levanter(backend: Backend, folder: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class FlaxFile:
-    """A file that Flax may have written.
-
-    Attributes:
-        path: its path.
-        directory: the directory in which it was recognized. None: the user named the file itself.
-        is_newest: whether it is the newest checkpoint there.
-        before: the path of the checkpoint before it, if there is one.
-    """
+    """A file that Flax may have written."""
 
     path: str
-    directory: str | None = None
-    is_newest: bool = False
-    before: str | None = None
+    directory: str | None = None  # in which it was recognized; None: the user named the file itself
+    is_newest: bool = False  # of the checkpoints there
+    before: str | None = None  # the path of the checkpoint before it
 
 
 class FlaxNames(NamedTuple):
@@ -146,11 +139,7 @@ def certain_checkpoints(backend: Backend, directory: str, entries: Sequence[Entr
 
 
 def choose_checkpoint(directory: str, found: FlaxNames, step: float | None) -> str:
-    """Return the name of the checkpoint of a step, or of the newest one without a step.
-
-    Raises:
-        StepNotFoundError: the step does not exist.
-    """
+    """Return the name of the checkpoint of a step, or of the newest one without a step."""
     if step is None:
         return found.names[-1]
     numbers = {name: name.removeprefix(found.prefix) for name in found.names}

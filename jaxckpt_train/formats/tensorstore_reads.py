@@ -67,11 +67,7 @@ def refuse_fork(subject: str) -> None:
 
 
 def tensorstore(subject: str) -> Any:
-    """Import and return TensorStore for the operation `subject`.
-
-    Raises:
-        SettingsError: TensorStore is not installed, cannot be imported, or cannot be used in this forked process.
-    """
+    """Import and return TensorStore for the operation `subject`, or raise SettingsError."""
     refuse_fork(subject)
     try:
         import tensorstore
@@ -121,7 +117,7 @@ def open_arrays(
     is_whole: bool,
     takes_direct: bool,
 ) -> dict[str, OrbaxArray]:
-    """Open arrays without reading their content.
+    """Open arrays of an item without reading their content, and add them to `segments`.
 
     Args:
         backend: the storage.
@@ -132,11 +128,6 @@ def open_arrays(
         databases: folders of the item with an OCDBT database of their own, in the first versions.
         is_whole: whether every chunk was written. A missing chunk is then damage, and otherwise zeros.
         takes_direct: whether large chunks can bypass the page cache.
-
-    Raises:
-        SettingsError: TensorStore is not installed.
-        CorruptCheckpointError: an array is missing or damaged.
-        StorageError: the system refused to read an array.
     """
     if not names:
         return {}
@@ -255,17 +246,7 @@ def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[in
 def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: np.ndarray) -> None:
     """Read a box of an array into row-major memory.
 
-    Args:
-        subject: the array, for messages.
-        stores: ways to open the array, in order. The next one is tried when a read fails, since storage may refuse
-            direct reads.
-        box: the box to read.
-        target: the memory to fill.
-
-    Raises:
-        CorruptCheckpointError: the stored content is damaged.
-        StorageError: the system refused to read it.
-        SettingsError: TensorStore cannot be used in this forked process.
+    `stores` are ways to open the array. The next one is tried when a read fails, since storage may refuse direct reads.
     """
     refuse_fork(f"{subject}: is read")
     *others, last = stores
@@ -299,12 +280,7 @@ def _chunk_bytes(store: ts.TensorStore, *, is_stored: bool = False) -> int:
 
 
 def _check_chunks(subject: str, store: ts.TensorStore, files: Backend | None, directory: str, folder: str) -> None:
-    """Refuse an array with a chunk that cannot be read.
-
-    Raises:
-        CorruptCheckpointError: a chunk is larger than its shape allows.
-        StorageError: a chunk does not fit into memory.
-    """
+    """Refuse an array with a chunk that is larger than its shape allows, or does not fit into memory."""
     size = _chunk_bytes(store)
     array_bytes = math.prod(store.shape) * int(store.dtype.numpy_dtype.itemsize)
     if size > max(LARGE_CHUNK_BYTES, array_bytes):

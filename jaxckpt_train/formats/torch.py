@@ -72,11 +72,6 @@ def looks_like_torch(entries: Sequence[Entry]) -> bool:
 def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> ForeignCheckpoint:
     """Open a distributed checkpoint.
 
-    Args:
-        backend: the storage.
-        directory: the directory of the checkpoint.
-        entries: its entries.
-
     Raises:
         NotACheckpointError: its save has not finished.
         CorruptCheckpointError: it is damaged, or its metadata would run code.
@@ -170,10 +165,7 @@ class _Objects(PlainTree):
 def _read_objects(
     directory: str, metadata: TorchMetadata, paths: Mapping[str, str], items: TorchItems
 ) -> tuple[PlainTree, dict[str, str]]:
-    """Read the objects that are not tensors, and return why others were left out.
-
-    All of them are read at once, because they are part of the tree.
-    """
+    """Read all objects that are not tensors, which are part of the tree, and return why some were left out."""
     found, left_out = _Objects(directory, items), dict[str, str]()
     values = items.values(list(metadata.objects.values())) if metadata.objects else {}
     for name, value in values.items():
@@ -209,21 +201,13 @@ def _lists(metadata: TorchMetadata, paths: Mapping[str, str], left_out: Mapping[
 
 
 class Item(NamedTuple):
-    """A tensor or object in a file of the checkpoint. The last four fields have the names that PyTorch's reader uses.
-
-    Attributes:
-        name: the name of the tensor or object.
-        relative_path: the file.
-        offset: the position of its first byte.
-        length: its size in bytes.
-        transform_descriptors: the transformations of its bytes, such as compression.
-    """
+    """A tensor or object in a file of the checkpoint. All but `name` are called as in PyTorch's reader."""
 
     name: str
     relative_path: str
     offset: int
     length: int
-    transform_descriptors: tuple[str, ...]
+    transform_descriptors: tuple[str, ...]  # such as compression
 
 
 class Tensor(NamedTuple):
@@ -235,27 +219,15 @@ class Tensor(NamedTuple):
 
 
 class TorchMetadata(NamedTuple):
-    """The content of a checkpoint.
-
-    Attributes:
-        tensors: the tensors by name.
-        objects: everything else by name.
-        paths: the keys that lead to a tensor or object, by name. Integers are positions in a list. A name is absent if
-            the metadata does not record its keys.
-    """
+    """The content of a checkpoint, by name."""
 
     tensors: dict[str, Tensor]
     objects: dict[str, Item]
-    paths: dict[str, tuple[str | int, ...]]
+    paths: dict[str, tuple[str | int, ...]]  # the keys that lead to each, if recorded; integers are positions in a list
 
 
 def decode_torch_metadata(data: bytes, path: str) -> TorchMetadata:
-    """Decode the content of `.metadata` without running anything that it names.
-
-    Raises:
-        CorruptCheckpointError: it is not metadata of PyTorch, or contradicts itself.
-        FormatVersionError: the dtype of a tensor is not supported.
-    """
+    """Decode the content of `.metadata` without running anything that it names."""
     with paused_collection():
         return _check_metadata(read_metadata_pickle(data, path), path)
 
@@ -352,14 +324,7 @@ def _is_path(keys: Any) -> bool:
 
 
 class TorchItems:
-    """Reads single tensors and objects through PyTorch.
-
-    Args:
-        directory: the directory of the checkpoint.
-
-    Raises:
-        SettingsError: PyTorch is not installed, or too old.
-    """
+    """Reads single tensors and objects through PyTorch. Raises SettingsError if it is not installed, or too old."""
 
     def __init__(self, directory: str) -> None:
         try:
@@ -378,23 +343,13 @@ class TorchItems:
         self._directory = directory
 
     def read_tensor(self, item: Item, dtype: str, target: np.ndarray) -> None:
-        """Read a piece of a tensor into a row-major array.
-
-        Raises:
-            CorruptCheckpointError: the piece is damaged.
-            StorageError: the piece cannot be read.
-        """
+        """Read a piece of a tensor into a row-major array."""
         flat = self._torch.from_numpy(target.reshape(-1).view(np.uint8))
         tensor = flat.view(getattr(self._torch, dtype)).reshape(target.shape)
         self._read([item], self._planner.LoadItemType.TENSOR, target.shape, _IntoTensor(tensor))
 
     def values(self, items: Sequence[Item]) -> Mapping[str, Any]:
-        """Return objects that are not tensors, by name: plain data with tensors in it, or an UnsupportedLeafError.
-
-        Raises:
-            CorruptCheckpointError: an object is damaged.
-            StorageError: an object cannot be read.
-        """
+        """Return objects that are not tensors, by name: plain data with tensors in it, or an UnsupportedLeafError."""
         found: dict[str, Any] = {}
         self._read(items, self._planner.LoadItemType.BYTE_IO, (), _Values(self._torch, self._directory, found))
         return found

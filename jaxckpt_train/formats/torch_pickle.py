@@ -82,11 +82,7 @@ def _key_of(key: object) -> object:
 
 
 def read_metadata_pickle(data: bytes, path: str) -> Record:
-    """Read the records of `.metadata`, without checking their content. Stored items have keys as `_key_of` returns.
-
-    Raises:
-        CorruptCheckpointError: it is not a pickle of PyTorch's metadata, or it uses other names.
-    """
+    """Read the records of `.metadata`, without checking their content. Stored items have keys as `_key_of` returns."""
     try:
         found = _Unpickler(data, path).load()
     except CorruptCheckpointError:

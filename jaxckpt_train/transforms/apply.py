@@ -1,8 +1,4 @@
-"""Applies operations to an opened checkpoint, parses operations, and averages checkpoints.
-
-The result of `apply_operations` is an opened checkpoint, whose changed arrays are computed when they are read.
-Operations come as plain data, from YAML, JSON or the command line.
-"""
+"""Applies operations to an opened checkpoint, parses operations, and averages checkpoints."""
 
 from __future__ import annotations
 
@@ -61,30 +57,17 @@ DEFAULT_PART = "state"
 
 
 class Transformed(NamedTuple):
-    """The result of operations.
+    """The result of operations: the checkpoint, with one checkpointable changed."""
 
-    Attributes:
-        files: opens the stored and the computed segments.
-        committed: the checkpoint, with one checkpointable changed.
-        plan: for each operation, its name and its changes as text.
-    """
-
-    files: Opener
+    files: Opener  # of the stored and the computed segments
     committed: Committed
-    plan: tuple[tuple[str, tuple[Change, ...]], ...]
+    plan: tuple[tuple[str, tuple[Change, ...]], ...]  # for each operation, its name and its changes as text
 
 
 def apply_operations(
     files: Opener, committed: Committed, name: str, operations: Sequence[Operation], settings: StoreSettings
 ) -> Transformed:
-    """Apply operations in order to the tree of one checkpointable, without reading data.
-
-    Args:
-        files: opens the files of the checkpoint.
-        committed: the opened checkpoint.
-        name: the name of the checkpointable.
-        operations: the operations.
-        settings: how the stored arrays are read.
+    """Apply operations in order to the tree of the checkpointable `name`, without reading data.
 
     Raises:
         MismatchError: the checkpoint has no such tree, or an operation does not fit it.
@@ -260,13 +243,7 @@ OPERATIONS: dict[str, type[Any]] = {each.name: each for each in (*_NAMING, *_JOI
 def parse_operations(subject: str, given: object, total: int | None = None) -> tuple[Operation, ...]:
     """Return operations that are given as such, or as mappings: `{"op": "rename", "leaves": "a/**", "to": "b/**"}`.
 
-    Args:
-        subject: the source of the operations, for messages.
-        given: the list of operations.
-        total: the number of all operations, if more follow in another list.
-
-    Raises:
-        SettingsError: an item is not an operation, or has other arguments. The message begins with `subject`.
+    Messages begin with `subject`. `total` is the number of all operations, if more follow in another list.
     """
     if given is None:
         return ()
@@ -299,9 +276,9 @@ def _parse_item(subject: str, given: object) -> Operation:
     kind = _kind(subject, given["op"])
     subject, fields = f"{subject} ({kind.name})", _fields(kind)
     arguments = known_keys(subject, {key: value for key, value in given.items() if key != "op"}, tuple(fields))
-    missing = [name for name in fields.keys() - arguments if fields[name].default is dataclasses.MISSING]
+    missing = [name for name, each in fields.items() if each.default is dataclasses.MISSING and name not in arguments]
     if missing:
-        raise SettingsError(f"{subject}: expected {', '.join(sorted(missing))}")
+        raise SettingsError(f"{subject}: expected {', '.join(missing)}")
     try:
         operation: Operation = kind(**{fields[name].name: value for name, value in arguments.items()})
     except (SettingsError, TypeError) as error:
@@ -313,15 +290,7 @@ def parse_operation(text: str, number: int = 1, total: int = 1) -> Operation:
     """Parse an operation from the command line: `rename a/** b/**`, `cast ** bfloat16`, `stack l/{} l axis=1`, or JSON.
 
     The words after the name are its arguments, in order or as `name=value`. Lists use commas. A list of numbers may
-    have brackets, and is `[]` or `()` if it is empty.
-
-    Args:
-        text: the operation.
-        number: its number, from 1.
-        total: the number of all operations.
-
-    Raises:
-        SettingsError: the text is not an operation.
+    have brackets, and is `[]` or `()` if it is empty. `number` of `total` is its place among all, for messages.
     """
     subject = f"{text!r}: operation {number} of {total}"
     if text.lstrip().startswith("{"):

@@ -54,11 +54,7 @@ def require_array(leaves: Leaves, name: str, subject: str) -> View:
 
 
 def replace_leaves(leaves: Leaves, new: Mapping[str, View], removed: Sequence[str], subject: str) -> None:
-    """Replace leaves by new ones with the record of the first of them, at its position.
-
-    Raises:
-        MismatchError: a remaining leaf has the path of a new one.
-    """
+    """Replace leaves by new ones with the record of the first of them, at the first of their positions."""
     gone = set(removed)
     conflicts = [name for name in new if name in leaves and name not in gone]
     if conflicts:
@@ -83,13 +79,22 @@ class Operation(abc.ABC):
             if field.name in ("leaves", "to", "from_", "leaf") and field.type == "str":
                 check_pattern(subject, value)
             elif field.type == "Sequence[str]":
-                self._set(field.name, _texts(subject, value))
+                if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+                    raise SettingsError(f"{subject}: expected a list of paths, found {value!r}")
+                self._set(field.name, tuple(value))
                 for pattern in value if field.name != "with_" else ():
                     check_pattern(subject, pattern)
             elif field.name == "axis":
                 whole_number(subject, value)
             elif field.name == "dtype":
                 _check_dtype(subject, value)
+        for pattern in self._texts("leaves", "from_"):
+            for template in self._texts("to", "into"):
+                _check_template(self.name, pattern, template)
+
+    def _texts(self, *fields: str) -> list[str]:
+        found = [getattr(self, field) for field in fields if hasattr(self, field)]
+        return [text for value in found for text in ([value] if isinstance(value, str) else value)]
 
     def _set(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)
@@ -163,11 +168,7 @@ def fill_template(template: str, texts: Sequence[str]) -> str:
 
 
 def matches(pattern: str, names: Collection[str], subject: str) -> dict[str, tuple[str, ...]]:
-    """Return the names that match a pattern, with the texts that its wildcards match.
-
-    Raises:
-        MismatchError: no name matches.
-    """
+    """Return the names that match a pattern, with the texts that its wildcards match, or raise MismatchError."""
     found = {name: groups for name in names if (groups := match_pattern(pattern, name)) is not None}
     if not found:
         hint = suggestion(pattern, names, lambda tried: lambda name: match_pattern(tried, name) is not None)
@@ -176,7 +177,7 @@ def matches(pattern: str, names: Collection[str], subject: str) -> dict[str, tup
     return found
 
 
-def check_template(subject: str, pattern: str, template: str) -> None:
+def _check_template(subject: str, pattern: str, template: str) -> None:
     """Raise SettingsError unless a template has the wildcards of a pattern in the same order, apart from the index."""
     wanted = [each for each in wildcards(pattern) if each != INDEX]
     found = [each for each in wildcards(template) if each != INDEX]
@@ -195,12 +196,6 @@ def check_pattern(subject: str, pattern: object) -> None:
         )
     if wildcards(pattern).count(INDEX) > 1:
         raise SettingsError(f"{subject}: expected one {INDEX} at most, found {pattern!r}")
-
-
-def _texts(subject: str, given: object) -> tuple[str, ...]:
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise SettingsError(f"{subject}: expected a list of paths, found {given!r}")
-    return tuple(given)
 
 
 def _check_dtype(subject: str, name: object) -> None:

@@ -1,6 +1,6 @@
 """The operations on a checkpoint's tree; docs/how-to/other-formats.md describes them and their arguments.
 
-In order: names, single arrays, several arrays, new arrays. `apply` has the operation that averages checkpoints.
+`apply` has the operation that averages checkpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxckpt_train.transforms.base import (
     Leaves,
     Operation,
     check_axis,
-    check_template,
+    check_pattern,
     fill_template,
     matches,
     replace_leaves,
@@ -77,10 +77,6 @@ class Rename(Operation):
     leaves: str
     to: str
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_template("rename", self.leaves, self.to)
-
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         found = matches(self.leaves, leaves, subject)
         return _move(leaves, {name: fill_template(self.to, texts) for name, texts in found.items()}, subject)
@@ -96,10 +92,6 @@ class Copy(Operation):
     name = "copy"
     from_: str
     to: str
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_template("copy", self.from_, self.to)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         found = {name: fill_template(self.to, texts) for name, texts in matches(self.from_, leaves, subject).items()}
@@ -312,15 +304,15 @@ class Stack(Operation):
     axis: int = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_pattern("stack: leaves", self.leaves)
         if INDEX not in wildcards(self.leaves):
             raise SettingsError(
                 f"stack: expected {INDEX} in leaves at the position of the layer's number, found {self.leaves!r}; "
                 f"write for example {_with_index(self.leaves)!r}"
             )
+        super().__post_init__()
         if INDEX in wildcards(self.to):
             raise SettingsError(f"stack: expected no {INDEX} in to, the path of a single array, found {self.to!r}")
-        check_template("stack", self.leaves, self.to)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         place = wildcards(self.leaves).index(INDEX)
@@ -357,7 +349,6 @@ class Unstack(Operation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_template("unstack", self.leaves, self.to)
         if INDEX not in wildcards(self.to) or INDEX in wildcards(self.leaves):
             raise SettingsError(
                 f"unstack: expected {INDEX} in to, and not in leaves, found {self.to!r} and {self.leaves!r}"
@@ -400,10 +391,9 @@ class Split(Operation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for template in self.into:
-            check_template("split", self.leaves, template)
-            if self.into.count(template) > 1:
-                raise SettingsError(f"split: into: expected a different path for each part, found {template!r} twice")
+        twice = [template for template in self.into if self.into.count(template) > 1]
+        if twice:
+            raise SettingsError(f"split: into: expected a different path for each part, found {twice[0]!r} twice")
         if self.sizes is not None:
             self._set("sizes", tuple(whole_number("split: sizes", size, least=0) for size in self.sizes))
             if len(self.sizes) != len(self.into):
@@ -425,17 +415,12 @@ class Split(Operation):
         return changes
 
     def _sizes(self, width: int, name: str, subject: str) -> Sequence[int]:
-        if self.sizes is None:
-            if width % len(self.into):
-                raise MismatchError(
-                    f"{subject}: leaf {name!r}: {width} cannot be cut into {len(self.into)} equal parts; pass sizes"
-                )
-            return [width // len(self.into)] * len(self.into)
-        if sum(self.sizes) != width:
+        sizes = self.sizes or [width // len(self.into)] * len(self.into)
+        if sum(sizes) != width:
             raise MismatchError(
-                f"{subject}: leaf {name!r}: expected sizes that add up to {width}, found {sum(self.sizes)}"
+                f"{subject}: leaf {name!r}: expected sizes that add up to {width}, found {list(sizes)}; pass sizes"
             )
-        return self.sizes
+        return sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -446,11 +431,6 @@ class Fuse(Operation):
     leaves: Sequence[str]
     to: str
     axis: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for pattern in self.leaves:
-            check_template("fuse", pattern, self.to)
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         changes = []
