@@ -53,7 +53,7 @@ from jaxckpt_train.policies.context import Decision, PreservationPolicy, SavePol
 from jaxckpt_train.policies.save import has_temporary
 from jaxckpt_train.preemption.shutdown import NOTHING_NEW, GracefulShutdown
 from jaxckpt_train.preemption.sources import NoticeSource
-from jaxckpt_train.run.catalog import loop_advice
+from jaxckpt_train.run.entry import loop_advice
 from jaxckpt_train.run.goodput import Goodput, print_goodput
 from jaxckpt_train.run.history import CLOSED, FINISHED, savable_metrics
 from jaxckpt_train.run.restoring import size_if_readable

@@ -68,8 +68,8 @@ from jaxckpt_train.policies.context import (
 )
 from jaxckpt_train.preemption.shutdown import GracefulShutdown
 from jaxckpt_train.pytree.flatten import PLACEHOLDER
-from jaxckpt_train.run.catalog import refuse_flax_checkpoints, refuse_other_steps, shown_name
-from jaxckpt_train.run.entry import check_step
+from jaxckpt_train.run.catalog import refuse_flax_checkpoints, refuse_other_steps
+from jaxckpt_train.run.entry import check_step, shown_name
 from jaxckpt_train.run.history import Clock, utc_now
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
 
 from jaxckpt_train.errors import (
-    CheckpointExistsError,
     CorruptCheckpointError,
     FormatVersionError,
     SettingsError,
@@ -25,7 +23,7 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.formats.orbax_metadata import orbax_steps
 from jaxckpt_train.formats.step_folders import LEVANTER, StepFolders, certain_checkpoints, step_folders
-from jaxckpt_train.run.entry import Entry, entry_from_manifest, in_order, parse_step_name
+from jaxckpt_train.run.entry import Entry, entry_from_manifest, in_order, parse_step_name, shown_name
 from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import GONE, Backend
 from jaxckpt_train.store.backends.base import Entry as Listed
@@ -37,9 +35,6 @@ from jaxckpt_train.store.removal import attempts
 from jaxckpt_train.store.timeouts import call_with_timeout
 
 _MOST_NAMED = 5
-Seen = Mapping[str, datetime.datetime | None]
-"""The time of the save for each step directory by its name; None: the time could not be read."""
-_DELETING = ".deleting"
 _log = logging.getLogger("jaxckpt_train")
 _LINEAGE = ("created", "run", "sequence", "left_behind")
 
@@ -122,90 +117,6 @@ def _flax_text(names: Sequence[str]) -> str:
     return f"checkpoints of Flax, the last ones {', '.join(names[-_MOST_NAMED:])}"
 
 
-def check_new_step(directory: str, step: int, line: Sequence[Entry], restored: Entry | None) -> None:
-    """Refuse a step that the run has already, or that is below a later one.
-
-    Args:
-        directory: the run directory.
-        step: the step to save.
-        line: the steps of the current branch.
-        restored: the step that this process restored, if it has saved none since. Earlier saves may have higher
-            numbers, for example after a renaming: they are left behind.
-
-    Raises:
-        CheckpointExistsError: the step is committed.
-        SettingsError: a later step is committed.
-    """
-    steps = {entry.step for entry in line}
-    if step in steps:
-        raise CheckpointExistsError(f"{directory}: step {step} is committed already; pass overwrite=True to replace it")
-    latest = max(steps, default=step) if restored is None else restored.step
-    if latest > step:
-        raise SettingsError(
-            f"{directory}: expected a step above {latest}, which the run already has, found {step}: call restore() "
-            "first to continue from there, leave later steps behind by restore(step=...) or overwrite=True, or choose "
-            "another directory"
-        )
-
-
-@contextlib.contextmanager
-def loop_advice(directory: str, step: int, saved: int | None) -> Iterator[None]:
-    """Within the context, replace a refusal of a step by one with advice for a training loop.
-
-    A loop can neither overwrite nor restore while it runs.
-
-    Args:
-        directory: the run directory.
-        step: the step to save.
-        saved: the last step that the loop saved.
-    """
-    try:
-        yield
-    except (CheckpointExistsError, SettingsError) as error:
-        if saved is None or step > saved:
-            raise
-        raise type(error)(
-            f"{directory}: expected a step above {saved}, which is already saved, found {step}: number the updates "
-            "over the whole training (use ckpt.steps(...), or start at ckpt.completed_steps after a resume). To train "
-            "on from an earlier step, pass it as `init_from` to a run in a new directory, or use "
-            "jaxckpt_train.StepManager with restore(step=...)"
-        ) from error
-
-
-def seen_of(entries: Sequence[Entry]) -> Seen:
-    """The steps that a process has seen in a run, with the times of their saves."""
-    return {entry.name: entry.time if entry.is_certain else None for entry in entries}
-
-
-def unseen_steps(entries: Sequence[Entry], seen: Seen) -> list[int]:
-    """The steps that others have saved since."""
-    return sorted({entry.step for entry in entries if not _is_seen(entry, seen)})
-
-
-def refuse_unseen(directory: str, restored: Entry | None, entries: Sequence[Entry], seen: Seen) -> None:
-    """Raise CheckpointExistsError if another process has saved since this one restored, and would be left behind.
-
-    Args:
-        directory: the run directory.
-        restored: the step that this process resumed from; None: it starts from scratch.
-        entries: all current entries.
-        seen: the steps that existed at the restore.
-    """
-    unseen = unseen_steps(entries, seen)
-    if unseen:
-        steps = ", ".join(map(str, unseen))
-        since = "found no step" if restored is None else f"restored step {restored.step}"
-        raise CheckpointExistsError(
-            f"{directory}: since this process {since}, another process has saved {steps}: restore again to continue "
-            "from there, use restore(step=...) to leave those steps behind, or choose another directory"
-        )
-
-
-def _is_seen(entry: Entry, seen: Seen) -> bool:
-    """Whether `seen` has this save: the same name, and the same time where both are known, as names are reused."""
-    return entry.name in seen and (not entry.is_certain or seen[entry.name] in (None, entry.time))
-
-
 def step_not_found(
     directory: str,
     step: int | None,
@@ -231,16 +142,6 @@ def step_not_found(
     if others and LEVANTER not in others:
         found += ", which jaxckpt_train.load can read"
     return StepNotFoundError(f"{directory}: has no committed step{which}{found}")
-
-
-def hidden_name(name: str) -> str:
-    """The name of a directory while it is deleted."""
-    return name if name.endswith(_DELETING) else f".{name}{_DELETING}"
-
-
-def shown_name(name: str) -> str:
-    """The original name of a directory that is being deleted; any other name is returned unchanged."""
-    return name[1 : -len(_DELETING)] if name.startswith(".") and name.endswith(_DELETING) else name
 
 
 def half_deleted(backend: Backend, directory: str) -> list[str]:

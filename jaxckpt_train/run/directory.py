@@ -20,26 +20,22 @@ from typing import Any
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.run.catalog import (
-    Seen,
-    check_new_step,
     refuse_checkpoint,
     refuse_uncommitted,
-    refuse_unseen,
     remove_attempts,
     scan_with_record,
-    seen_of,
-    shown_name,
     step_not_found,
     unfinished_deletions,
-    unseen_steps,
     warn_about_uncommitted,
 )
 from jaxckpt_train.run.entry import (
     Entry,
     Restored,
+    ResumePoint,
     RollBack,
     StepVanishedError,
     branch_last,
+    check_new_step,
     check_step,
     entry_from_manifest,
     free_step_name,
@@ -51,6 +47,7 @@ from jaxckpt_train.run.entry import (
     owning_run,
     parse_step_name,
     restore_order,
+    shown_name,
 )
 from jaxckpt_train.run.goodput import RunStatistics
 from jaxckpt_train.run.history import History, RunLog
@@ -94,44 +91,6 @@ class ReadRegistry:
             with self._guard:
                 for name in names:
                     self._names.remove(name)
-
-
-class ResumePoint:
-    """The step that this process resumed from, and the steps that existed at that time.
-
-    It keeps a save from silently leaving behind steps that another process has saved in the meantime.
-
-    Attributes:
-        entry: the restored step. None: no step was restored, or this process has saved since.
-    """
-
-    def __init__(self) -> None:
-        self.entry: Entry | None = None
-        self._seen: Seen | None = None  # None: this process has not scanned the run yet
-
-    def restored(self, entry: Entry, there: Sequence[Entry]) -> None:
-        """Record that `entry` was restored, chosen from the entries in `there`."""
-        self.entry, self._seen = entry, seen_of([entry, *there])
-
-    def nothing(self) -> None:
-        """Record that the run has no step, so that training starts from scratch."""
-        if self.entry is None:
-            self._seen = {}
-
-    def saved(self) -> None:
-        """Record a save of this process: it continues from its own step now."""
-        self.entry = self._seen = None
-
-    def left_behind(self, there: Sequence[Entry], before: frozenset[str]) -> frozenset[str]:
-        """The names of the steps left behind from here; `before` if nothing was restored or others have saved."""
-        if self.entry is None or self._seen is None or unseen_steps(there, self._seen):
-            return before
-        return left_behind_by(self.entry, there)
-
-    def refuse(self, directory: str, there: Sequence[Entry]) -> None:
-        """Raise CheckpointExistsError if another process has saved since the restore."""
-        if self._seen is not None:
-            refuse_unseen(directory, self.entry, there, self._seen)
 
 
 class SavePlacement:

@@ -2,16 +2,17 @@
 
 This module has the names of step directories (`step-0000000100`, `step-0000000100.g1` for the next generation of the
 same step), the `Entry` of a committed step, the result of a restore, and the lineage of a run: which steps it descends
-from, and which ones a roll-back has left behind.
+from, which ones a roll-back has left behind, and which step may be saved next.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,6 +26,7 @@ _LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 _log = logging.getLogger("jaxckpt_train")
 MAX_STEP = 10**15
 _DIGITS = 6
+_DELETING = ".deleting"
 MAX_GENERATION = 10**_DIGITS - 1
 _NAME = re.compile(rf"step-(?P<step>[0-9]{{10,16}})(\.g(?P<generation>[1-9][0-9]{{0,{_DIGITS - 1}}}))?")
 UNKNOWN_SAVES = 1 << 20  # more saves than any run has between two steps
@@ -202,6 +204,16 @@ def parse_step_name(name: str) -> tuple[int, int] | None:
     return (step, generation) if step_name(step, generation) == name else None
 
 
+def hidden_name(name: str) -> str:
+    """The name of a directory while it is deleted."""
+    return name if name.endswith(_DELETING) else f".{name}{_DELETING}"
+
+
+def shown_name(name: str) -> str:
+    """The original name of a directory that is being deleted; any other name is returned unchanged."""
+    return name[1 : -len(_DELETING)] if name.startswith(".") and name.endswith(_DELETING) else name
+
+
 def check_step(step: object) -> int:
     """Return the step as an int.
 
@@ -337,3 +349,108 @@ def names_after(step: int, line: Sequence[Entry]) -> set[str]:
     """The names of the branch's steps above `step`, or saved after it: saving `step` again leaves them behind."""
     same = [entry.order for entry in line if entry.step == step]
     return {entry.name for entry in line if entry.step > step or (same and entry.order > max(same))}
+
+
+def check_new_step(directory: str, step: int, line: Sequence[Entry], restored: Entry | None) -> None:
+    """Refuse a step that the run has already, or that is below a later one.
+
+    Args:
+        directory: the run directory.
+        step: the step to save.
+        line: the steps of the current branch.
+        restored: the step that this process restored, if it has saved none since. Earlier saves may have higher
+            numbers, for example after a renaming: they are left behind.
+
+    Raises:
+        CheckpointExistsError: the step is committed.
+        SettingsError: a later step is committed.
+    """
+    steps = {entry.step for entry in line}
+    if step in steps:
+        raise CheckpointExistsError(f"{directory}: step {step} is committed already; pass overwrite=True to replace it")
+    latest = max(steps, default=step) if restored is None else restored.step
+    if latest > step:
+        raise SettingsError(
+            f"{directory}: expected a step above {latest}, which the run already has, found {step}: call restore() "
+            "first to continue from there, leave later steps behind by restore(step=...) or overwrite=True, or choose "
+            "another directory"
+        )
+
+
+@contextlib.contextmanager
+def loop_advice(directory: str, step: int, saved: int | None) -> Iterator[None]:
+    """Within the context, replace a refusal of a step by one with advice for a training loop.
+
+    A loop can neither overwrite nor restore while it runs.
+
+    Args:
+        directory: the run directory.
+        step: the step to save.
+        saved: the last step that the loop saved.
+    """
+    try:
+        yield
+    except (CheckpointExistsError, SettingsError) as error:
+        if saved is None or step > saved:
+            raise
+        raise type(error)(
+            f"{directory}: expected a step above {saved}, which is already saved, found {step}: number the updates "
+            "over the whole training (use ckpt.steps(...), or start at ckpt.completed_steps after a resume). To train "
+            "on from an earlier step, pass it as `init_from` to a run in a new directory, or use "
+            "jaxckpt_train.StepManager with restore(step=...)"
+        ) from error
+
+
+class ResumePoint:
+    """The step that this process resumed from, and the steps that existed at that time.
+
+    It keeps a save from silently leaving behind steps that another process has saved in the meantime.
+
+    Attributes:
+        entry: the restored step. None: no step was restored, or this process has saved since.
+    """
+
+    def __init__(self) -> None:
+        self.entry: Entry | None = None
+        # The time of the save of each step by its name (None: unreadable). None: this process has not scanned the run.
+        self._seen: dict[str, datetime | None] | None = None
+
+    def restored(self, entry: Entry, there: Sequence[Entry]) -> None:
+        """Record that `entry` was restored, chosen from the entries in `there`."""
+        self.entry = entry
+        self._seen = {each.name: each.time if each.is_certain else None for each in [entry, *there]}
+
+    def nothing(self) -> None:
+        """Record that the run has no step, so that training starts from scratch."""
+        if self.entry is None:
+            self._seen = {}
+
+    def saved(self) -> None:
+        """Record a save of this process: it continues from its own step now."""
+        self.entry = self._seen = None
+
+    def left_behind(self, there: Sequence[Entry], before: frozenset[str]) -> frozenset[str]:
+        """The names of the steps left behind from here; `before` if nothing was restored or others have saved."""
+        return before if self.entry is None or self._unseen(there) else left_behind_by(self.entry, there)
+
+    def refuse(self, directory: str, there: Sequence[Entry]) -> None:
+        """Raise CheckpointExistsError if another process has saved since the restore."""
+        if unseen := self._unseen(there):
+            since = "found no step" if self.entry is None else f"restored step {self.entry.step}"
+            raise CheckpointExistsError(
+                f"{directory}: since this process {since}, another process has saved {', '.join(map(str, unseen))}: "
+                "restore again to continue from there, use restore(step=...) to leave those steps behind, or choose "
+                "another directory"
+            )
+
+    def _unseen(self, there: Sequence[Entry]) -> list[int]:
+        """The steps that others have saved since. Names are reused, so the times are compared where both are known."""
+        seen = self._seen
+        if seen is None:
+            return []
+        known = {
+            entry.name
+            for entry in there
+            if entry.name in seen and (not entry.is_certain or seen[entry.name] in (None, entry.time))
+        }
+        return sorted({entry.step for entry in there if entry.name not in known})

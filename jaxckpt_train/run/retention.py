@@ -29,8 +29,7 @@ from jaxckpt_train.policies.context import (
     rank_checkpoints,
     steps_to_delete,
 )
-from jaxckpt_train.run.catalog import hidden_name, shown_name
-from jaxckpt_train.run.entry import Entry, newest_generations, parse_step_name
+from jaxckpt_train.run.entry import Entry, hidden_name, newest_generations, parse_step_name, shown_name
 from jaxckpt_train.store.backends.base import Backend, Linking, make_durable, sync_directory
 from jaxckpt_train.store.backends.base import Entry as StoredEntry
 from jaxckpt_train.store.manifest import COMMIT_NAME

@@ -9,17 +9,14 @@ import dataclasses
 import errno
 import os
 import re
-from collections.abc import Callable, Collection, Hashable
-from typing import TYPE_CHECKING, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
+from collections.abc import Collection, Hashable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from jaxckpt_train.errors import StorageError
 
 if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs no numpy
     import numpy as np
 
-_LOOKS = 3
-P = ParamSpec("P")
-T = TypeVar("T")
 # A name that does not exist. ESTALE: another machine has removed a file that this network file system had seen.
 GONE = {errno.ENOENT, errno.ESTALE}
 # Opening fails with one of these if the file is gone, or is a link, a directory or a device. Any other errno (no
@@ -33,29 +30,6 @@ _IN_USE = re.compile(r"\.(nfs|smb|fuse_hidden)[0-9A-Fa-f]{4,}|\.smbdelete[0-9A-Z
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 # Sandboxes return EPERM for a call that their profile does not list. Where a call has a substitute, we try that.
 UNAVAILABLE = UNSUPPORTED | {errno.EPERM}
-
-
-def retry_interrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function and repeat the call if a signal interrupts it (EINTR).
-
-    Python repeats interrupted reads, writes and syncs itself, but not calls on names, which network and user-space file
-    systems may interrupt. A stale name (ESTALE) of a network file system is looked up again, a few times.
-
-    Raises:
-        FileNotFoundError: the name stays stale: another machine has removed the file.
-    """
-    looks = 1
-    while True:
-        try:
-            return call(*args, **kwargs)
-        except InterruptedError:
-            continue  # Python has run the signal's handler by now, and it did not raise
-        except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
-            if looks == _LOOKS:
-                raise FileNotFoundError(errno.ESTALE, error.strerror, error.filename) from error
-            looks += 1
 
 
 _ADVICE = {

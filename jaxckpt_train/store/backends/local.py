@@ -24,7 +24,6 @@ from jaxckpt_train.store.backends.base import (
     UNSUPPORTED,
     Entry,
     StoredRecord,
-    retry_interrupted,
     storage_error,
     sync_directory,
 )
@@ -41,6 +40,7 @@ from jaxckpt_train.store.backends.local_names import (
     rename_all,
     rename_to_new,
     replace_symlink,
+    retry_interrupted,
     scan_entries,
 )
 from jaxckpt_train.store.backends.records import add_next_version, read_newest_version

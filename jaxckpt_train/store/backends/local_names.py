@@ -10,14 +10,41 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
-from jaxckpt_train.store.backends.base import UNAVAILABLE, Entry, retry_interrupted
+from jaxckpt_train.store.backends.base import UNAVAILABLE, Entry
 
+_LOOKS = 3
+P = ParamSpec("P")
+T = TypeVar("T")
 _RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
 _FLAGS_OF_MACOS = {_RENAME_NOREPLACE: 4, _RENAME_EXCHANGE: 2}
 _MAX_HANDLE_BYTES = 128
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_OPEN_LEVELS = 50  # of directories that are open at once while a tree is removed
+
+
+def retry_interrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function and repeat the call if a signal interrupts it (EINTR).
+
+    Python repeats interrupted reads, writes and syncs itself, but not calls on names, which network and user-space file
+    systems may interrupt. A stale name (ESTALE) of a network file system is looked up again, a few times.
+
+    Raises:
+        FileNotFoundError: the name stays stale: another machine has removed the file.
+    """
+    looks = 1
+    while True:
+        try:
+            return call(*args, **kwargs)
+        except InterruptedError:
+            continue  # Python has run the signal's handler by now, and it did not raise
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            if looks == _LOOKS:
+                raise FileNotFoundError(errno.ESTALE, error.strerror, error.filename) from error
+            looks += 1
 
 
 def name_exists(path: str) -> bool:

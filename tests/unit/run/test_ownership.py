@@ -22,8 +22,8 @@ from jaxckpt_train.errors import StorageError
 from jaxckpt_train.pending import SaveSlot
 from jaxckpt_train.run import directory as directory_module
 from jaxckpt_train.run import lock as lock_module
-from jaxckpt_train.run.catalog import hidden_name
 from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.entry import hidden_name
 from jaxckpt_train.run.lock import OwnerLock
 from jaxckpt_train.run.retention import Deleter
 from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES

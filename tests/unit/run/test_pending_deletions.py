@@ -13,7 +13,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.run.catalog import half_deleted, hidden_name, shown_name
+from jaxckpt_train.run.catalog import half_deleted
+from jaxckpt_train.run.entry import hidden_name, shown_name
 from jaxckpt_train.run.retention import Deleter
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.nightly.crash.crash_disk import CrashDisk, Machine

@@ -15,7 +15,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.run.catalog import half_deleted, hidden_name, unfinished_deletions
+from jaxckpt_train.run.catalog import half_deleted, unfinished_deletions
+from jaxckpt_train.run.entry import hidden_name
 from jaxckpt_train.run.retention import Deleter
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.fake_backends import HoldingBackend, RecordingBackend, RecordingListener, RefusingBackend
