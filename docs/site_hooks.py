@@ -1,4 +1,4 @@
-"""Hooks for MkDocs: pages for files outside docs/, and blank lines before lists and tables."""
+"""Hooks for MkDocs: pages for files outside docs/, blank lines before lists and tables, and arguments of the callback."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.structure.files import File, Files
 
 OUTSIDE = {"CHANGELOG.md": "changes.md", "README.md": "index.md"}  # by its path in the repository, which page it is
@@ -14,6 +15,16 @@ SOURCES = "source/"
 _LINK = re.compile(r"(?<=\]\()([^()\s#]+)(?=[)#])")
 _ITEM = re.compile(r"(?:[-*+]|\d+[.)]) ")
 _FENCE = re.compile(r"\s*(?:```|~~~)")
+
+
+class FieldsAsArguments(griffe.Extension):
+    """Show a method with the decorator `takes_fields_of(Options)` with the fields of that class as its arguments."""
+
+    def on_package(self, *, pkg: griffe.Module, **options: Any) -> None:
+        """Called when the sources of the package are read."""
+        griffe.DataclassesExtension().on_package(pkg=pkg, **options)  # finds the fields
+        arguments = pkg["config.CallbackOptions"].parameters
+        pkg["callback.CheckpointCallback.__init__"].parameters = griffe.Parameters(*arguments)
 
 
 def on_files(files: Files, *, config: Any) -> Files:

@@ -6,7 +6,9 @@ found.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import itertools
 import math
 import numbers
@@ -14,6 +16,8 @@ import operator
 import os
 import re
 import signal
+import types
+import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NoReturn
 
@@ -146,11 +150,14 @@ def index_of(value: Any) -> int | None:
         return None
 
 
-def whole(least: int, most: float = math.inf) -> Check:
-    """Return a check for a whole number in a range, also of numpy or JAX."""
+def whole(least: int, most: float = math.inf, word: str | None = None) -> Check:
+    """Return a check for a whole number in a range, also of numpy or JAX, or for a word."""
     wanted = f"a whole number of at least {least}" if most == math.inf else f"a whole number from {least} to {most}"
+    wanted += "" if word is None else f" or {word!r}"
 
-    def check(subject: str, value: Any) -> int:
+    def check(subject: str, value: Any) -> int | str:
+        if word is not None and isinstance(value, str) and value == word:
+            return word
         number = index_of(value)
         return number if number is not None and least <= number <= most else refuse(subject, wanted, value)
 
@@ -196,12 +203,47 @@ def _words(metric: str) -> set[str]:
     return {*words, *(word.rstrip("0123456789") for word in words), *map("".join, itertools.pairwise(words))}
 
 
+def check_fields(subject: str, settings: object) -> None:
+    """Check the fields of a frozen dataclass by their types, and convert them.
+
+    A type has choices (`Literal`, bool, None), or is `Annotated` with the check of all other values. Fields of other
+    types are not checked.
+    """
+    for name, check in _checks_of(type(settings)).items():  # type: ignore[arg-type]  # classes are hashable
+        object.__setattr__(settings, name, check(f"{subject}.{name}", getattr(settings, name)))
+
+
+@functools.cache
+def _checks_of(settings: type) -> dict[str, Check]:
+    hints = typing.get_type_hints(settings, include_extras=True)
+    return {field.name: _check_of(hints[field.name]) for field in dataclasses.fields(settings)}
+
+
+def _check_of(hint: Any) -> Check:
+    choices: list[Any] = []
+    others: list[Check] = []
+    for each in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,):
+        if each is types.NoneType:
+            choices.append(None)
+        elif each is bool:
+            choices += [True, False]
+        elif typing.get_origin(each) is Literal:
+            choices += typing.get_args(each)
+        else:
+            others.append(each.__metadata__[0] if typing.get_origin(each) is typing.Annotated else anything)
+    if others:
+        return optional(others[0]) if None in choices else others[0]
+    named = sorted((each for each in choices if each is not None), key=lambda choice: isinstance(choice, bool))
+    check = flag if named == [True, False] else one_of(*named)
+    return optional(check) if None in choices else check
+
+
 def optional(check: Check) -> Check:
     """Return a check that also accepts None."""
     return lambda subject, value: None if value is None else check(subject, value)
 
 
-def signals(subject: str, value: Any) -> list[str]:
+def signal_names(subject: str, value: Any) -> tuple[str, ...]:
     """Check for names of signals that a process can catch."""
     if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
         refuse(subject, "a list of signal names, such as [SIGTERM]", value)
@@ -209,7 +251,7 @@ def signals(subject: str, value: Any) -> list[str]:
     for name in value:
         if not isinstance(name, str) or name not in catchable:
             refuse(subject, "names of signals that a process can catch, such as SIGTERM", name)
-    return list(value)
+    return tuple(value)
 
 
 def anything(subject: str, value: Any) -> Any:

@@ -14,22 +14,22 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, cast
 
-from jaxckpt_train.checkpoint import PathLike, load
+from jaxckpt_train.checkpoint import load
 from jaxckpt_train.checkpointables.base import NOTHING
 from jaxckpt_train.checkpointables.grain import mark_absl_flags_parsed
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.state_makers import make_values, refuse_abstract_values, trace_values
 from jaxckpt_train.config import (
-    build_notices,
+    CallbackOptions,
     callback_arguments,
-    check_arguments,
     hydra_directory_problem,
     is_multirun,
     path_and_options,
     resolve_directory,
     run_directory,
+    takes_fields_of,
 )
 from jaxckpt_train.distributed.jax_service import current, preemption_service
 from jaxckpt_train.errors import Preempted, SettingsError, UnsupportedLeafError, is_success, suppress_secondary
@@ -37,9 +37,6 @@ from jaxckpt_train.inspection.units import progress_line, wants_progress
 from jaxckpt_train.loop import (
     LoopForms,
     LoopState,
-    OnMismatch,
-    choose_preservation_policy,
-    choose_save_policy,
     notify_polled,
     notify_resumed,
     notify_update,
@@ -48,9 +45,16 @@ from jaxckpt_train.loop import (
     restore_values,
 )
 from jaxckpt_train.manager import StepManager
-from jaxckpt_train.metrics.events import Sink, checked_sinks
-from jaxckpt_train.policies.context import Decision, PreservationPolicy, SavePolicy, require_policy
-from jaxckpt_train.policies.save import has_temporary
+from jaxckpt_train.metrics.events import Sink
+from jaxckpt_train.policies.context import Decision, PreservationPolicy, SavePolicy
+from jaxckpt_train.policies.preservation import AnyPreservationPolicy, BestN, EveryNSteps, LatestN
+from jaxckpt_train.policies.save import (
+    AnySavePolicy,
+    EverySecondsPolicy,
+    FixedIntervalPolicy,
+    TemporarySavePolicy,
+    has_temporary,
+)
 from jaxckpt_train.preemption.shutdown import NOTHING_NEW, GracefulShutdown
 from jaxckpt_train.preemption.sources import NoticeSource
 from jaxckpt_train.run.entry import loop_advice
@@ -59,77 +63,36 @@ from jaxckpt_train.run.history import CLOSED, FINISHED, savable_metrics
 from jaxckpt_train.run.restoring import size_if_readable
 from jaxckpt_train.run.retention import BestLink
 from jaxckpt_train.run.saving import Drift, SaveResult
-from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 
+DEFAULT_INTERVAL_SECS = 600.0
 _log = logging.getLogger("jaxckpt_train")
-_Arguments = Mapping[str, Any]  # the checked arguments of CheckpointCallback by name
 _NOT_DUE, _DISABLED = SaveResult(False, "not due"), SaveResult(False, "disabled")
 
 
 class CheckpointCallback(LoopForms):
     """Checkpointing for one training loop. The README shows it in use.
 
-    Args: the fields of `CheckpointConfig`, which documents each of them.
+    Args: the fields of `CallbackOptions`, which documents each of them.
 
     Raises:
         SettingsError: an argument is wrong.
     """
 
-    def __init__(
-        self,
-        directory: PathLike,
-        *,
-        save_interval_steps: int | None = None,
-        save_interval_secs: float | None = None,
-        temporary_interval_secs: float | None = None,
-        save_policy: SavePolicy | None = None,
-        keep_latest: int | None = None,
-        keep_every_steps: int | None = None,
-        keep_best: int | None = None,
-        best_metric: str | None = None,
-        best_mode: Literal["min", "max"] | None = None,
-        best_link: bool = False,
-        keep_policy: PreservationPolicy | None = None,
-        save_on_exit: bool = True,
-        save_on_error: bool = False,
-        save_initial: bool = False,
-        if_busy: Literal["wait", "skip"] = "wait",
-        stall_timeout_s: float = STALL_TIMEOUT_S,
-        if_stalled: Literal["skip", "raise"] = "skip",
-        signals: Sequence[str] = ("SIGTERM", "SIGUSR1", "SIGUSR2"),
-        notice_file: PathLike | None = None,
-        notices: Sequence[str | NoticeSource | Mapping[str, Any]] = (),
-        max_run_time_s: float | None = None,
-        grace_period_s: float | None = None,
-        exit_code: int = 75,
-        data_on_mismatch: OnMismatch = "error",
-        on_preemption: Literal["exit", "raise", "auto"] = "auto",
-        fingerprint: str | None = None,
-        init_from: PathLike | Mapping[str, Any] | None = None,
-        progress: bool | Literal["auto"] = "auto",
-        enabled: bool = True,
-        store: StoreSettings | None = None,
-        sinks: Sequence[Sink] = (),
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}  # must stay the first statement
-        check_arguments(given)
-        self.enabled = enabled
+    @takes_fields_of(CallbackOptions)
+    def __init__(self, options: CallbackOptions) -> None:
+        self._options = options = options.built()
+        self.enabled = options.enabled
         mark_absl_flags_parsed()  # `iter(dataset)` as an argument of `resume` may need it
-        self._save_on_exit, self._save_initial, self._on_mismatch = save_on_exit, save_initial, data_on_mismatch
-        self._save_on_error = save_on_error
-        self._fingerprint, self._progress, self._init_from = fingerprint, progress, init_from
-        policy = _make_save_policy(given)
+        policy = _save_policy(options)
         self._leaves_temporary = has_temporary(policy)
-        self.manager = _make_manager(given, policy)
+        self.manager = _make_manager(options, policy)
         self.manager.holder = weakref.ref(self)
-        self._shutdown = _make_shutdown(given, self.manager)
+        self._shutdown = _make_shutdown(options, self.manager)
         self._started = self._closed = self._resumed = False
-        self._made_at = time.monotonic()
-        self._best_metric, self._best_mode = best_metric, best_mode
-        self._interval, self._last_label = save_interval_steps, 0
+        self._made_at, self._last_label = time.monotonic(), 0
         self._saved: int | None = None
         self._failed_with: str | None = None
-        self._loop = LoopState(warns=enabled, takes_positions=save_on_error, fingerprint=fingerprint)
+        self._loop = LoopState(options.enabled, options.save_on_error, options.fingerprint)
 
     @classmethod
     def from_config(cls, config: Any = None) -> CheckpointCallback:
@@ -193,32 +156,32 @@ class CheckpointCallback(LoopForms):
         self._saved = None  # an earlier call of `resume` may have set it, and its save failed
         values = self._initialise(values)
         manager.drift = Drift(values)
-        if self._save_initial:
+        if self._options.save_initial:
             self._loop.record(values, None)
             self._save("initial")
         return values
 
     def _restore(self, values: dict[str, Any]) -> dict[str, Any]:
         """Restore the newest valid step of the run; `manager.restored_step` then names the step."""
-        manager, check, shown = self.manager, self._shutdown.check_load, wants_progress(self._progress)
+        manager, check, shown = self.manager, self._shutdown.check_load, wants_progress(self._options.progress)
         total = size_if_readable(lambda: manager.metadata(progress=check)) if shown else None
-        with with_fingerprint(self._fingerprint), progress_line("restoring", total, shown) as advance:
+        with with_fingerprint(self._options.fingerprint), progress_line("restoring", total, shown) as advance:
 
             def progress(done: int) -> None:
                 check()
                 if advance is not None and done:
                     advance(done)
 
-            values = restore_values(manager, trace_values(values), self._on_mismatch, progress)
+            values = restore_values(manager, trace_values(values), self._options.data_on_mismatch, progress)
         _log.info("resumed from step %s of %s", manager.restored_step, manager.directory)
         return values
 
     def _initialise(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values of a fresh run: call the functions that make values, and load `init_from` if it is set."""
         manager, check = self.manager, self._shutdown.check_load
-        manager.check_fresh(check, allow_flax=self._init_from is not None)
-        if self._init_from is not None:
-            given, options = path_and_options(self._init_from)
+        manager.check_fresh(check, allow_flax=self._options.init_from is not None)
+        if self._options.init_from is not None:
+            given, options = path_and_options(self._options.init_from)
             path, keeps_some = resolve_directory(given), {"only", "missing"} & options.keys()
             like = (make_values if keeps_some else trace_values)({"state": values["state"]})["state"]
             values["state"] = manager.on_all(
@@ -290,7 +253,7 @@ class CheckpointCallback(LoopForms):
 
         If the loop does not report each multiple of `save_interval_steps`, the first step after one is saved.
         """
-        loop, before, interval = self._loop, self._last_label, self._interval
+        loop, before, interval = self._loop, self._last_label, self._options.save_interval_steps
         step = self._last_label = loop.completed
         decision = self.manager.decide(step, metrics)
         passed = interval is not None and step // interval > before // interval
@@ -298,7 +261,7 @@ class CheckpointCallback(LoopForms):
             why = f"save_interval_steps={interval}: the first step after {step // interval * interval}"
             decision = Decision(True, why)
         # Save the last update here and not at the exit: here the data is certain to be at this step's position.
-        is_last = self._save_on_exit and loop.in_steps and step == loop.num_steps
+        is_last = self._options.save_on_exit and loop.in_steps and step == loop.num_steps
         return (Decision(True, "end of the loop") if is_last and not decision.save else decision), is_last
 
     def _refuse_unless_resumed(self) -> None:
@@ -380,7 +343,7 @@ class CheckpointCallback(LoopForms):
         loop = self._loop
         assert loop.last is not None
         metrics = savable_metrics(loop.metrics) if force else loop.metrics
-        with with_fingerprint(self._fingerprint), self.manager.deferring_errors():
+        with with_fingerprint(self._options.fingerprint), self.manager.deferring_errors():
             if self.manager.drift is not None and DATA_NAME in loop.replaced:
                 # The loop passed a new iterator, so each epoch may end at the same position.
                 self.manager.drift.warns_of_position = False
@@ -399,7 +362,7 @@ class CheckpointCallback(LoopForms):
 
     def _leave(self) -> SaveResult:
         """Save the last completed update, wait until it is durable, and end the loop."""
-        with progress_line(f"saving step {self._loop.step}", None, wants_progress(self._progress)):
+        with progress_line(f"saving step {self._loop.step}", None, wants_progress(self._options.progress)):
             result = self._shutdown.finish(self._save_before_leaving, self._unsaved())
         self._shutdown.decide()
         if self._loop.called and not self._loop.in_steps:
@@ -465,7 +428,7 @@ class CheckpointCallback(LoopForms):
             return
         if not self.preempted:
             self.manager.ends_as(self._failed_with or (FINISHED if self._loop.finished() else CLOSED))
-        with progress_line("finishing the save", None, wants_progress(self._progress)):
+        with progress_line("finishing the save", None, wants_progress(self._options.progress)):
             self._shutdown.close()
 
     def __repr__(self) -> str:
@@ -502,7 +465,7 @@ class CheckpointCallback(LoopForms):
         A loop that was asked to leave and has completed all its updates is not preempted, unless it has lost some.
         """
         shutdown = self._shutdown
-        if self._save_on_exit and self._can_save():
+        if self._options.save_on_exit and self._can_save():
             if self._loop.has_unreported_update():
                 self._loop.warn_unsaved(self._saved)
             # `_save` saves nothing if the job is asked to stop during the save.
@@ -528,7 +491,7 @@ class CheckpointCallback(LoopForms):
             if not self.preempted:
                 self._leave_with_unchanged_values()
             return None if isinstance(error, SystemExit) else shutdown.error()
-        if self._save_on_error:
+        if self._options.save_on_error:
             self._save_after(error)
         return None
 
@@ -568,46 +531,71 @@ class CheckpointCallback(LoopForms):
             error.add_note(f"step {self._loop.step} is not saved: {changed}")
 
 
-def _make_save_policy(given: _Arguments) -> SavePolicy:
-    """Return the policy that decides when to save."""
-    if given["save_policy"] is not None:
-        require_policy("checkpoint.save_policy", given["save_policy"], "should_save")
-    names = ("save_interval_steps", "save_interval_secs", "save_policy", "temporary_interval_secs")
-    return choose_save_policy(*(given[name] for name in names))
+def _save_policy(options: CallbackOptions) -> SavePolicy:
+    """Combine the reasons to save into one policy; without any, save every `DEFAULT_INTERVAL_SECS`."""
+    reasons: list[SavePolicy] = []
+    if options.save_interval_steps is not None:
+        reasons.append(FixedIntervalPolicy(options.save_interval_steps))
+    if options.save_interval_secs is not None:
+        reasons.append(EverySecondsPolicy(options.save_interval_secs))
+    if options.save_policy is not None:
+        reasons.append(cast("SavePolicy", options.save_policy))
+    if options.temporary_interval_secs is not None:
+        reasons.append(TemporarySavePolicy(EverySecondsPolicy(options.temporary_interval_secs)))
+    if not reasons:
+        return EverySecondsPolicy(DEFAULT_INTERVAL_SECS)
+    return reasons[0] if len(reasons) == 1 else AnySavePolicy(reasons)
 
 
-def _make_manager(given: _Arguments, policy: SavePolicy) -> StepManager:
+def _preservation_policy(options: CallbackOptions) -> PreservationPolicy | None:
+    """Combine the reasons to keep steps into one policy; without any, None, which keeps every step."""
+    reasons: list[PreservationPolicy] = []
+    if options.keep_latest is not None:
+        reasons.append(LatestN(options.keep_latest))
+    if options.keep_every_steps is not None:
+        reasons.append(EveryNSteps(options.keep_every_steps))
+    if options.keep_best is not None and options.best_metric is not None:
+        reasons.append(BestN(options.best_metric, options.keep_best, options.best_mode or "min"))
+    if options.keep_policy is not None:
+        reasons.append(cast("PreservationPolicy", options.keep_policy))
+    if not reasons:
+        return None
+    return reasons[0] if len(reasons) == 1 else AnyPreservationPolicy(reasons)
+
+
+def _make_manager(options: CallbackOptions, policy: SavePolicy) -> StepManager:
     """Return the manager of the run, and warn if the next start of the same command would not find the directory."""
-    problem = hydra_directory_problem(given["directory"]) if given["enabled"] else None
+    problem = hydra_directory_problem(options.directory) if options.enabled else None
     if problem is not None:
         _log.warning("%s", problem)
-    if given["keep_policy"] is not None:
-        require_policy("checkpoint.keep_policy", given["keep_policy"], "should_preserve")
-    checked_sinks("checkpoint.sinks", given["sinks"])
-    kept = ("keep_latest", "keep_every_steps", "keep_best", "best_metric", "best_mode", "keep_policy")
     return StepManager(
-        run_directory(given["directory"]),
+        run_directory(options.directory),
         save_decision_policy=policy,
-        preservation_policy=choose_preservation_policy(*(given[name] for name in kept)),
-        best_link=BestLink(given["best_metric"], given["best_mode"]) if given["best_link"] else None,
-        settings=given["store"],
-        **{name: given[name] for name in ("if_busy", "stall_timeout_s", "if_stalled", "sinks")},
+        preservation_policy=_preservation_policy(options),
+        best_link=BestLink(str(options.best_metric), options.best_mode) if options.best_link else None,
+        settings=options.store,
+        if_busy=options.if_busy,
+        stall_timeout_s=options.stall_timeout_s,
+        if_stalled=options.if_stalled,
+        sinks=cast("Sequence[Sink]", options.sinks),
     )
 
 
-def _make_shutdown(given: _Arguments, manager: StepManager) -> GracefulShutdown:
+def _make_shutdown(options: CallbackOptions, manager: StepManager) -> GracefulShutdown:
     """Return the object that stops the loop; with a grace period, it also limits the manager's own waits."""
-    how, grace_s = given["on_preemption"], given["grace_period_s"]
     shutdown = GracefulShutdown(
         manager,
         current(),
-        service=preemption_service() if given["enabled"] else None,
-        signals=tuple(given["signals"]),
-        sources=build_notices("checkpoint.notices", given["notices"]),
-        raises=how == "raise" or (how == "auto" and is_multirun()),
-        **{name: given[name] for name in ("notice_file", "max_run_time_s", "grace_period_s", "exit_code")},
+        service=preemption_service() if options.enabled else None,
+        signals=options.signals,
+        notice_file=options.notice_file,
+        max_run_time_s=options.max_run_time_s,
+        sources=cast("Sequence[NoticeSource]", options.notices),
+        grace_period_s=options.grace_period_s,
+        exit_code=options.exit_code,
+        raises=options.on_preemption == "raise" or (options.on_preemption == "auto" and is_multirun()),
     )
-    if grace_s is not None:
+    if options.grace_period_s is not None:
         manager.leave_when(shutdown.is_asked, shutdown.is_time_up)
     return shutdown
 

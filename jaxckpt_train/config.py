@@ -1,7 +1,7 @@
-"""The configuration of `CheckpointCallback`, in the types that YAML has.
+"""The configuration of `CheckpointCallback`, stated once.
 
-`CheckpointConfig` states and checks every option. `callback_arguments` converts a mapping or a Hydra node to the
-keyword arguments of the callback and builds the policies, notice sources and sinks that it describes.
+`CallbackOptions` has each option with its type, check, default and description. The arguments of the callback, the
+keys in YAML, the schema for Hydra and docs/reference/settings.md derive from it.
 
 This module imports neither Hydra nor OmegaConf. If the program has imported them, it recognises their objects.
 """
@@ -9,29 +9,28 @@ This module imports neither Hydra nor OmegaConf. If the program has imported the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib
 import inspect
 import os
 import re
 import sys
+import types
+import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from jaxckpt_train._validation import (
-    Check,
     absolute_path,
-    anything,
-    flag,
+    check_fields,
     known_keys,
     nearest,
-    one_of,
-    optional,
     path_text,
     refuse,
     seconds,
-    signals,
+    signal_names,
     stated_mode,
     text,
     unicode_text,
@@ -41,9 +40,15 @@ from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.metrics.events import Owned, Sink
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings
 
-if TYPE_CHECKING:  # the module imports numpy, and a configuration is checked without it
+if TYPE_CHECKING:
+    from jaxckpt_train.policies.context import PreservationPolicy, SavePolicy
     from jaxckpt_train.preemption.sources import NoticeSource
+else:  # these modules import numpy, and a configuration is checked without it
+    NoticeSource = PreservationPolicy = SavePolicy = Any
 
+T = TypeVar("T")
+S = TypeVar("S")
+P = ParamSpec("P")
 _ROOT = "checkpoint"
 _LONGEST_JOB_NAME = 100
 _INIT_FROM_OPTIONS = ("only", "rename", "cast", "missing", "transforms")
@@ -54,46 +59,76 @@ _NOTICE_EXPECTED = (
 )
 
 
-@dataclasses.dataclass(kw_only=True)
-class StoreConfig:
-    """`StoreSettings` in the types that YAML and OmegaConf have. See `StoreSettings` for the fields.
+def check_init_from(subject: str, value: Any) -> Any:
+    """Check `init_from`: a path, or a mapping with `path` and options of `jaxckpt_train.load`.
 
     Raises:
-        SettingsError: a value is out of range or of the wrong type.
+        SettingsError: the value is neither, or an option is wrong.
     """
+    if not isinstance(value, Mapping):
+        return path_text(subject, value)
+    # These modules import JAX, which a configuration without a mapping does not need.
+    from jaxckpt_train.pytree.restore import LoadOptions
+    from jaxckpt_train.transforms.apply import parse_operations
 
-    durability: str = "full"
-    digest: str = "xxh3-128"
-    verify_on_load: bool = True
-    segment_bytes: int = 2 << 30
-    staging_bytes: int = 96 << 20
-    read_budget_bytes: int = 256 << 20
-    io_threads: int | str = "auto"
-    direct_io: str | bool = "auto"
-    snapshot: str = "auto"
-    nonfinite: str = "allow"
-    scrub_bytes_per_s: int = 0
-    read_once: str | bool = "auto"
-    barrier_timeout_s: float = 300.0
-    colocated: str | bool = "auto"
-
-    def __post_init__(self) -> None:
-        self.settings()
-
-    def settings(self) -> StoreSettings:
-        """Convert the fields to `StoreSettings`."""
-        values: dict[str, Any] = dataclasses.asdict(self)
-        try:
-            return StoreSettings(**values)
-        except SettingsError as error:
-            raise SettingsError(str(error).replace("StoreSettings.", f"{_ROOT}.store.", 1)) from error
+    given = known_keys(subject, value, ("path", *_INIT_FROM_OPTIONS))
+    if "path" not in given:
+        raise SettingsError(
+            f'{subject}: expected the key "path" with the path of a checkpoint, found {", ".join(given) or "nothing"}'
+        )
+    checked = {"path": path_text(f"{subject}.path", given.pop("path")), **given}
+    checked["transforms"] = parse_operations(f"{subject}.transforms", given.get("transforms"))
+    try:
+        LoadOptions(**{name: option for name, option in given.items() if name != "transforms"})
+    except SettingsError as error:
+        raise SettingsError(f"{subject}: {error}") from error
+    return checked
 
 
-@dataclasses.dataclass(kw_only=True)
-class CheckpointConfig:
-    """Every option of `CheckpointCallback`, in the types that YAML and OmegaConf have.
+def check_notices(subject: str, value: Any) -> tuple[Any, ...]:
+    """Check a list of what `build_notices` accepts."""
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
+        refuse(subject, "a list of notice sources, such as [slurm]", value)
+    for position, item in enumerate(value):
+        if isinstance(item, str) and item not in NAMES:
+            expected = f"expected {_NOTICE_EXPECTED}, found {item!r}{nearest(item, NAMES)}"
+            raise SettingsError(f"{subject}[{position}]: {expected}")
+        if isinstance(item, Mapping) and "_target_" not in item:
+            refuse(f"{subject}[{position}]", _NOTICE_EXPECTED, dict(item))
+        if not isinstance(item, (str, Mapping)) and not _is_notice_source(item):
+            refuse(f"{subject}[{position}]", _NOTICE_EXPECTED, item)
+    return tuple(value)
 
-    An instance checks its values when it is created.
+
+def check_store(subject: str, value: Any) -> StoreSettings:
+    """Check for a StoreSettings, or a mapping with its fields."""
+    if isinstance(value, StoreSettings):
+        return value
+    if not isinstance(value, Mapping):
+        refuse(subject, "a StoreSettings, or a mapping with its fields", value)
+    try:
+        return StoreSettings(**known_keys(subject, value, [field.name for field in dataclasses.fields(StoreSettings)]))
+    except SettingsError as error:
+        raise SettingsError(str(error).replace("StoreSettings.", f"{subject}.", 1)) from error
+
+
+def check_sinks(subject: str, value: Any) -> tuple[Any, ...]:
+    """Check for a list of sinks, or of nodes that describe them."""
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+        refuse(subject, "a list of sinks: nodes with _target_, or objects that are called with every event", value)
+    return tuple(value)
+
+
+Node = Mapping[str, Any]  # with the key `_target_`
+PathLike = Annotated[str | os.PathLike[str], path_text]
+Text = Annotated[str, text]
+Count = Annotated[int, whole(1)]
+Seconds = Annotated[float, seconds]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallbackOptions:
+    """The arguments of `CheckpointCallback`. An instance checks its values when it is created.
 
     Attributes:
         directory: the directory of the run. A relative path starts in the directory where the command was given, even
@@ -105,7 +140,7 @@ class CheckpointConfig:
         temporary_interval_secs: save a temporary step when this many seconds have passed since the last save. A
             temporary step is deleted once a later step is committed, also by a later job. With this option, a step
             saved because of a preemption is temporary too. None: no temporary steps.
-        save_policy: an additional save policy: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
+        save_policy: an additional save policy: an object, or a node with `_target_: jaxckpt_train.<Policy>`.
         keep_latest: keep this many of the newest steps. None: no such rule. Without any keep option, every step is
             kept.
         keep_every_steps: keep each saved step that is a multiple of this number for ever. If you save by time, use
@@ -118,7 +153,7 @@ class CheckpointConfig:
             such as "accuracy", whose name says that higher is better.
         best_link: maintain a link `best` in the run's directory that points to the step with the best `best_metric`,
             for example for an export.
-        keep_policy: an additional preservation policy: a node with `_target_: jaxckpt_train.<Policy>`, or an object.
+        keep_policy: an additional preservation policy: an object, or a node with `_target_: jaxckpt_train.<Policy>`.
         save_on_exit: save the last step when the loop ends.
         save_on_error: save the last completed update when the loop ends with an exception or Ctrl-C. The exception is
             raised as usual. Has no effect in a multi-process job. The callback then records the position in the data at
@@ -155,49 +190,50 @@ class CheckpointConfig:
             their values), `rename`, `cast`, `missing`, `transforms`. None: use the state that was passed.
         progress: show a progress line on the terminal: True, False, or "auto" for only if there is a terminal.
         enabled: False disables the callback: nothing is saved or restored.
-        store: how bytes are written, checked and read.
+        store: how bytes are written, checked and read: a StoreSettings, in YAML a node with its fields. None: its
+            defaults.
         sinks: receivers of each event of the history, such as `PrometheusSink`: nodes with `_target_`, or objects.
 
     Raises:
         SettingsError: a value is out of range or of the wrong type.
     """
 
-    directory: str = "checkpoints"
-    save_interval_steps: int | None = None
-    save_interval_secs: float | None = None
-    temporary_interval_secs: float | None = None
-    save_policy: Any = None
-    keep_latest: int | None = None
-    keep_every_steps: int | None = None
-    keep_best: int | None = None
-    best_metric: str | None = None
-    best_mode: str | None = None
+    directory: PathLike
+    _: dataclasses.KW_ONLY
+    save_interval_steps: Count | None = None
+    save_interval_secs: Seconds | None = None
+    temporary_interval_secs: Seconds | None = None
+    save_policy: SavePolicy | Node | None = None
+    keep_latest: Count | None = None
+    keep_every_steps: Count | None = None
+    keep_best: Count | None = None
+    best_metric: Text | None = None
+    best_mode: Literal["min", "max"] | None = None
     best_link: bool = False
-    keep_policy: Any = None
+    keep_policy: PreservationPolicy | Node | None = None
     save_on_exit: bool = True
     save_on_error: bool = False
     save_initial: bool = False
-    if_busy: str = "wait"
-    stall_timeout_s: float = STALL_TIMEOUT_S
-    if_stalled: str = "skip"
-    signals: list[str] = dataclasses.field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGUSR2"])
-    notice_file: str | None = None
-    notices: list[Any] = dataclasses.field(default_factory=list)
-    max_run_time_s: float | None = None
-    grace_period_s: float | None = None
-    exit_code: int = 75
-    data_on_mismatch: str = "error"
-    on_preemption: str = "auto"
-    fingerprint: str | None = None
-    init_from: Any = None
-    progress: str | bool = "auto"
+    if_busy: Literal["wait", "skip"] = "wait"
+    stall_timeout_s: Seconds = STALL_TIMEOUT_S
+    if_stalled: Literal["skip", "raise"] = "skip"
+    signals: Annotated[Sequence[str], signal_names] = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+    notice_file: PathLike | None = None
+    notices: Annotated[Sequence[str | NoticeSource | Node], check_notices] = ()
+    max_run_time_s: Seconds | None = None
+    grace_period_s: Seconds | None = None
+    exit_code: Annotated[int, whole(0, 255)] = 75
+    data_on_mismatch: Literal["error", "restart", "skip"] = "error"
+    on_preemption: Literal["exit", "raise", "auto"] = "auto"
+    fingerprint: Annotated[str, unicode_text] | None = None
+    init_from: Annotated[str | os.PathLike[str] | Mapping[str, Any], check_init_from] | None = None
+    progress: bool | Literal["auto"] = "auto"
     enabled: bool = True
-    store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
-    sinks: list[Any] = dataclasses.field(default_factory=list)
+    store: Annotated[StoreSettings, check_store] | None = None
+    sinks: Annotated[Sequence[Sink | Node], check_sinks] = ()
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, _CHECKS[field.name](f"{_ROOT}.{field.name}", getattr(self, field.name)))
+        check_fields(_ROOT, self)
         needs_metric = next((name for name in ("keep_best", "best_link") if getattr(self, name)), None)
         if needs_metric is not None and self.best_metric is None:
             raise SettingsError(
@@ -217,6 +253,44 @@ class CheckpointConfig:
                 f"{_ROOT}.max_run_time_s", f"more than {_ROOT}.grace_period_s, which is {grace_s:g} seconds", limit_s
             )
 
+    def built(self) -> Self:
+        """Return a copy in which nodes with `_target_`, and names of notice sources, are replaced by their objects.
+
+        Raises:
+            SettingsError: an object cannot be built, or it is not of the kind that its option needs.
+        """
+        return dataclasses.replace(
+            self,
+            save_policy=build_policy(f"{_ROOT}.save_policy", self.save_policy, "should_save"),
+            keep_policy=build_policy(f"{_ROOT}.keep_policy", self.keep_policy, "should_preserve"),
+            notices=build_notices(f"{_ROOT}.notices", self.notices),
+            sinks=build_sinks(f"{_ROOT}.sinks", self.sinks),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(CallbackOptions):
+    """The options of a callback with a default for the directory, as `CheckpointCallback.from_config` takes them."""
+
+    directory: PathLike = "checkpoints"
+
+
+def takes_fields_of(options: Callable[P, T]) -> Callable[[Callable[[S, T], None]], Callable[Concatenate[S, P], None]]:
+    """Let a method that takes options take their fields as arguments: with the same names, types and defaults."""
+
+    def decorate(method: Callable[[S, T], None]) -> Callable[Concatenate[S, P], None]:
+        @functools.wraps(method, assigned=("__doc__", "__module__", "__name__", "__qualname__"))
+        def with_fields(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            method(self, options(*args, **kwargs))
+
+        hints, signature = typing.get_type_hints(options), inspect.signature(options)
+        found = [each.replace(annotation=hints[name]) for name, each in signature.parameters.items()]
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        vars(with_fields)["__signature__"] = inspect.Signature([first, *found], return_annotation=None)
+        return with_fields
+
+    return decorate
+
 
 def callback_arguments(config: object = None) -> dict[str, Any]:
     """Convert a configuration to the keyword arguments of `CheckpointCallback`.
@@ -225,37 +299,48 @@ def callback_arguments(config: object = None) -> dict[str, Any]:
         config: a CheckpointConfig, a mapping, an OmegaConf node, or None for the defaults.
 
     Returns:
-        One checked entry for each argument. `store` is a StoreSettings; policies, notices and sinks are objects.
+        One checked entry for each argument. Policies, notices and sinks are objects.
 
     Raises:
         SettingsError: a key is unknown, or a value is missing, out of range or of the wrong type.
     """
-    built = _build_config(config)
-    arguments = {field.name: getattr(built, field.name) for field in dataclasses.fields(built)}
-    arguments["signals"] = tuple(built.signals)
-    arguments["notices"] = build_notices(f"{_ROOT}.notices", built.notices)
-    arguments["store"] = built.store.settings()
-    arguments["save_policy"] = build_policy(f"{_ROOT}.save_policy", built.save_policy, "should_save")
-    arguments["sinks"] = build_sinks(f"{_ROOT}.sinks", built.sinks)
-    arguments["keep_policy"] = build_policy(f"{_ROOT}.keep_policy", built.keep_policy, "should_preserve")
-    return arguments
+    if not isinstance(config, CallbackOptions):
+        names = [field.name for field in dataclasses.fields(CheckpointConfig)]
+        config = CheckpointConfig(**known_keys(_ROOT, {} if config is None else _without_omegaconf(config), names))
+    return dict(vars(config.built()))
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise SettingsError if arguments of `CheckpointCallback` are not valid in a configuration."""
-    store = arguments["store"]
-    if not isinstance(store, (StoreSettings, type(None))):
-        refuse(f"{_ROOT}.store", "a StoreSettings", store)
-    CheckpointConfig(**{**arguments, "store": store or StoreConfig()})
+@functools.cache
+def config_schema() -> type:
+    """Return a dataclass like `CheckpointConfig` that can be changed, in the types that OmegaConf knows.
+
+    Hydra has it as `checkpoint/base_checkpoint`. Use it in a typed configuration of your own.
+    """
+    return _schema_of(CheckpointConfig, "CheckpointConfig", store=_schema_of(StoreSettings, "StoreConfig"))
 
 
-def _build_config(config: object) -> CheckpointConfig:
-    if config is None:
-        return CheckpointConfig()
-    if isinstance(config, CheckpointConfig):
-        return dataclasses.replace(config)  # this checks the fields again, since they may have changed
-    names = [field.name for field in dataclasses.fields(CheckpointConfig)]
-    return CheckpointConfig(**known_keys(_ROOT, _without_omegaconf(config), names))
+def _schema_of(settings: type, name: str, **nested: type) -> type:
+    hints, fields = typing.get_type_hints(settings), list[Any]()
+    for field in dataclasses.fields(settings):
+        make, kind = nested.get(field.name), _omegaconf_type(hints[field.name])
+        if make is not None:
+            fields.append((field.name, make, dataclasses.field(default_factory=make)))
+        elif isinstance(field.default, tuple):
+            make_list: Any = functools.partial(list, field.default)
+            fields.append((field.name, list[Any], dataclasses.field(default_factory=make_list)))
+        else:
+            fields.append((field.name, kind, field.default))
+    return dataclasses.make_dataclass(name, fields, kw_only=True)
+
+
+def _omegaconf_type(hint: Any) -> Any:
+    """The type of a field as OmegaConf knows it: paths and choices are text, and what it does not know is anything."""
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    is_text = [each == os.PathLike[str] or typing.get_origin(each) is Literal for each in parts]
+    kinds = {str if is_str else each for each, is_str in zip(parts, is_text, strict=True)} - {types.NoneType}
+    if len(kinds) > 1 or not kinds <= {bool, int, float, str}:
+        return Any
+    return kinds.pop() | None if types.NoneType in parts else kinds.pop()
 
 
 def _without_omegaconf(config: object) -> object:
@@ -269,32 +354,6 @@ def _without_omegaconf(config: object) -> object:
         key = getattr(error, "full_key", None) or _ROOT
         reason = str(error).partition("\n")[0]
         raise SettingsError(f"{key}: cannot be resolved: {reason}; set its value, as by {key}=...") from error
-
-
-def check_init_from(subject: str, value: Any) -> Any:
-    """Check `init_from`: a path, or a mapping with `path` and options of `jaxckpt_train.load`.
-
-    Raises:
-        SettingsError: the value is neither, or an option is wrong.
-    """
-    if not isinstance(value, Mapping):
-        return path_text(subject, value)
-    # These modules import JAX, which a configuration without a mapping does not need.
-    from jaxckpt_train.pytree.restore import LoadOptions
-    from jaxckpt_train.transforms.apply import parse_operations
-
-    given = known_keys(subject, value, ("path", *_INIT_FROM_OPTIONS))
-    if "path" not in given:
-        raise SettingsError(
-            f'{subject}: expected the key "path" with the path of a checkpoint, found {", ".join(given) or "nothing"}'
-        )
-    checked = {"path": path_text(f"{subject}.path", given.pop("path")), **given}
-    checked["transforms"] = parse_operations(f"{subject}.transforms", given.get("transforms"))
-    try:
-        LoadOptions(**{name: option for name, option in given.items() if name != "transforms"})
-    except SettingsError as error:
-        raise SettingsError(f"{subject}: {error}") from error
-    return checked
 
 
 def path_and_options(value: Any) -> tuple[Any, dict[str, Any]]:
@@ -332,7 +391,7 @@ def build_policy(subject: str, value: Any, method: str) -> Any:
     return None if value is None else _build(subject, value, kind)
 
 
-def build_sinks(subject: str, values: list[Any]) -> tuple[Sink, ...]:
+def build_sinks(subject: str, values: Sequence[Any]) -> tuple[Sink, ...]:
     """Return the sinks of a list. A sink that is built from a node with `_target_` is closed with the run."""
 
     def is_public(found: Any) -> bool:
@@ -407,21 +466,6 @@ def _instantiate_with_hydra(subject: str, target: str, arguments: Mapping[str, A
         raise SettingsError(f"{subject}: cannot build {target}: {error}") from error
 
 
-def check_notices(subject: str, value: Any) -> list[Any]:
-    """Check a list of what `build_notices` accepts."""
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
-        refuse(subject, "a list of notice sources, such as [slurm]", value)
-    for position, item in enumerate(value):
-        if isinstance(item, str) and item not in NAMES:
-            expected = f"expected {_NOTICE_EXPECTED}, found {item!r}{nearest(item, NAMES)}"
-            raise SettingsError(f"{subject}[{position}]: {expected}")
-        if isinstance(item, Mapping) and "_target_" not in item:
-            refuse(f"{subject}[{position}]", _NOTICE_EXPECTED, dict(item))
-        if not isinstance(item, (str, Mapping)) and not _is_notice_source(item):
-            refuse(f"{subject}[{position}]", _NOTICE_EXPECTED, item)
-    return list(value)
-
-
 def build_notices(subject: str, value: Any) -> tuple[NoticeSource, ...]:
     """Return the notice sources of a list of names, nodes with `_target_`, and objects.
 
@@ -451,18 +495,6 @@ def _build_notice(subject: str, item: Any) -> NoticeSource:
 
 def _is_notice_source(value: Any) -> bool:
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _NOTICE_METHODS)
-
-
-def _check_store(subject: str, value: Any) -> StoreConfig:
-    if isinstance(value, (StoreConfig, StoreSettings)):
-        return StoreConfig(**dataclasses.asdict(value))
-    return StoreConfig(**known_keys(subject, value, [field.name for field in dataclasses.fields(StoreConfig)]))
-
-
-def _check_sinks(subject: str, value: Any) -> list[Any]:
-    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
-        refuse(subject, "a list of sinks: nodes with _target_, or objects that are called with every event", value)
-    return list(value)
 
 
 def resolve_directory(directory: str | os.PathLike[str]) -> Path:
@@ -533,39 +565,3 @@ def _hydra_value(*path: str) -> Any:
     for name in path:
         node = None if node is None else node.get(name)
     return node
-
-
-_CHECKS: dict[str, Check] = {
-    "directory": path_text,
-    "save_interval_steps": optional(whole(1)),
-    "save_interval_secs": optional(seconds),
-    "temporary_interval_secs": optional(seconds),
-    "save_policy": anything,
-    "keep_latest": optional(whole(1)),
-    "keep_every_steps": optional(whole(1)),
-    "keep_best": optional(whole(1)),
-    "best_metric": optional(text),
-    "best_mode": optional(one_of("min", "max")),
-    "best_link": flag,
-    "keep_policy": anything,
-    "save_on_exit": flag,
-    "save_on_error": flag,
-    "save_initial": flag,
-    "if_busy": one_of("wait", "skip"),
-    "stall_timeout_s": seconds,
-    "if_stalled": one_of("skip", "raise"),
-    "signals": signals,
-    "notice_file": optional(path_text),
-    "notices": check_notices,
-    "max_run_time_s": optional(seconds),
-    "grace_period_s": optional(seconds),
-    "exit_code": whole(0, 255),
-    "data_on_mismatch": one_of("error", "restart", "skip"),
-    "on_preemption": one_of("auto", "exit", "raise"),
-    "fingerprint": optional(unicode_text),
-    "init_from": optional(check_init_from),
-    "progress": one_of("auto", True, False),
-    "enabled": flag,
-    "store": _check_store,
-    "sinks": _check_sinks,
-}

@@ -19,22 +19,19 @@ from typing import Any, Literal, Protocol
 import jax
 import numpy as np
 
-from jaxckpt_train._validation import Mode, index_of, refuse, stated_mode, whole
+from jaxckpt_train._validation import index_of, refuse, whole
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.registry import is_grain_iterator, is_tree_in_place, keeps_itself_current
 from jaxckpt_train.checkpointables.staging import SaveTimes, StagedValue, stage_all, take
+from jaxckpt_train.config import CallbackOptions
 from jaxckpt_train.errors import IteratorStateError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.manager import StepManager
-from jaxckpt_train.policies.context import PreservationPolicy, SavePolicy
-from jaxckpt_train.policies.preservation import AnyPreservationPolicy, BestN, EveryNSteps, LatestN
-from jaxckpt_train.policies.save import AnySavePolicy, EverySecondsPolicy, FixedIntervalPolicy, TemporarySavePolicy
 from jaxckpt_train.preemption.shutdown import GracefulShutdown
 from jaxckpt_train.run.entry import check_step
 from jaxckpt_train.run.saving import SaveResult
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.reader import ReadProgress
 
-DEFAULT_INTERVAL_SECS = 600.0
 OnMismatch = Literal["error", "restart", "skip"]
 _log = logging.getLogger("jaxckpt_train")
 _RESERVED = ("metrics", "step")
@@ -298,9 +295,8 @@ class LoopForms(abc.ABC):
 
     enabled: bool
     manager: StepManager
+    _options: CallbackOptions
     _shutdown: GracefulShutdown
-    _best_metric: str | None
-    _best_mode: Literal["min", "max"] | None
 
     @abc.abstractmethod
     def __call__(self, state: Any, *, metrics: Mapping[str, Any] | None = None, step: int | None = None) -> SaveResult:
@@ -338,12 +334,12 @@ class LoopForms(abc.ABC):
         Raises:
             SettingsError: no metric is known, or its mode must be stated.
         """
-        name = metric or self._best_metric
+        options, name = self._options, metric or self._options.best_metric
         if name is None:
             raise SettingsError(
                 "best_step: expected a metric, found none; pass the argument metric, or set best_metric of the callback"
             )
-        own = self._best_mode if self._best_metric in (None, name) else None
+        own = options.best_mode if options.best_metric in (None, name) else None
         return self.manager.best(name, mode or own) if self.enabled else None
 
     def load(self, step: int | None = None, like: Any = None) -> Any:
@@ -504,56 +500,6 @@ def notify_polled() -> None:
     """Call `LoopObserver.polled`."""
     if _observer is not None:
         _observer.polled()
-
-
-def choose_save_policy(
-    interval_steps: int | None,
-    interval_secs: float | None,
-    policy: SavePolicy | None,
-    temporary_interval_secs: float | None = None,
-) -> SavePolicy:
-    """Combine the given reasons to save into one policy; without any, save every `DEFAULT_INTERVAL_SECS`."""
-    reasons: list[SavePolicy] = []
-    if interval_steps is not None:
-        reasons.append(FixedIntervalPolicy(interval_steps))
-    if interval_secs is not None:
-        reasons.append(EverySecondsPolicy(interval_secs))
-    if policy is not None:
-        reasons.append(policy)
-    if temporary_interval_secs is not None:
-        reasons.append(TemporarySavePolicy(EverySecondsPolicy(temporary_interval_secs)))
-    if not reasons:
-        return EverySecondsPolicy(DEFAULT_INTERVAL_SECS)
-    return reasons[0] if len(reasons) == 1 else AnySavePolicy(reasons)
-
-
-def choose_preservation_policy(
-    latest: int | None,
-    every_steps: int | None,
-    best: int | None,
-    metric: str | None,
-    mode: Mode | None,
-    policy: PreservationPolicy | None,
-) -> PreservationPolicy | None:
-    """Combine the given reasons to keep steps into one policy; without any, return None, which keeps every step.
-
-    Raises:
-        SettingsError: `best` is given without a metric.
-    """
-    reasons: list[PreservationPolicy] = []
-    if latest is not None:
-        reasons.append(LatestN(latest))
-    if every_steps is not None:
-        reasons.append(EveryNSteps(every_steps))
-    if best is not None:
-        if metric is None:
-            raise SettingsError("keep_best: expected best_metric, the metric that decides which step is better")
-        reasons.append(BestN(metric, best, stated_mode("best_mode", mode, metric)))
-    if policy is not None:
-        reasons.append(policy)
-    if not reasons:
-        return None
-    return reasons[0] if len(reasons) == 1 else AnyPreservationPolicy(reasons)
 
 
 def refuse_unsavable(data: Any) -> None:

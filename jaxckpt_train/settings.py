@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from jaxckpt_train._validation import shown
+from jaxckpt_train._validation import check_fields, seconds, whole
 from jaxckpt_train.errors import SettingsError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -17,26 +16,9 @@ NonFinite = Literal["allow", "warn", "reject"]
 Colocated = bool | Literal["auto"]
 DEFAULT_IO_THREADS = 2
 STALL_TIMEOUT_S = 60.0  # the default of StepManager and CheckpointCallback
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "durability": ("full", "file", "none"),
-    "digest": ("xxh3-128", "sha256", "blake3"),
-    "direct_io": ("auto", True, False),
-    "snapshot": ("auto", "host", "device", "stream"),
-    "nonfinite": ("allow", "warn", "reject"),
-    "colocated": ("auto", True, False),
-    "read_once": ("auto", True, False),
-}
-MOST_IO_THREADS = 64
-_MINIMUM = {
-    "segment_bytes": 1 * MIB,
-    "staging_bytes": 1 * MIB,
-    "read_budget_bytes": 1 * MIB,
-    "io_threads": 1,
-    "scrub_bytes_per_s": 0,
-}
-_MAXIMUM = dict.fromkeys(_MINIMUM, 1 << 50)  # bytes: more than any machine has, and within C's integers
-_MAXIMUM["io_threads"] = MOST_IO_THREADS  # the threads live until the process ends
-_WORDS: dict[str, tuple[str, ...]] = {"io_threads": ("auto",)}  # words that are valid instead of a number
+MOST_IO_THREADS = 64  # the threads live until the process ends
+_MOST = 1 << 50  # bytes: more than any machine has, and within C's integers
+_Bytes = Annotated[int, whole(MIB, _MOST)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,39 +80,20 @@ class StoreSettings:
     durability: Durability = "full"
     digest: DigestName = "xxh3-128"
     verify_on_load: bool = True
-    segment_bytes: int = 2 * GIB
-    staging_bytes: int = 96 * MIB
-    read_budget_bytes: int = 256 * MIB
-    io_threads: int | Literal["auto"] = "auto"
+    segment_bytes: _Bytes = 2 * GIB
+    staging_bytes: _Bytes = 96 * MIB
+    read_budget_bytes: _Bytes = 256 * MIB
+    io_threads: Annotated[int | Literal["auto"], whole(1, MOST_IO_THREADS, "auto")] = "auto"
     direct_io: bool | Literal["auto"] = "auto"
     snapshot: SnapshotMode = "auto"
     nonfinite: NonFinite = "allow"
-    scrub_bytes_per_s: int = 0
+    scrub_bytes_per_s: Annotated[int, whole(0, _MOST)] = 0
     read_once: bool | Literal["auto"] = "auto"
-    barrier_timeout_s: float = 300.0
+    barrier_timeout_s: Annotated[float, seconds] = 300.0
     colocated: Colocated = "auto"
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-                wanted = ", ".join(map(repr, choices))
-                raise SettingsError(f"StoreSettings.{name}: expected one of {wanted}, found {value!r}")
-        for name, least in _MINIMUM.items():
-            value, words = getattr(self, name), _WORDS.get(name, ())
-            if isinstance(value, str) and value in words:
-                continue
-            most = _MAXIMUM[name]
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                unit = " of bytes" if name.endswith("_bytes") else ""
-                more = "".join(f" or {word!r}" for word in words)
-                wanted = f"a whole number{unit} from {least} to {most}{more}"
-                raise SettingsError(f"StoreSettings.{name}: expected {wanted}, found {shown(value)}")
-        limit_s = self.barrier_timeout_s
-        if not isinstance(limit_s, (int, float)) or isinstance(limit_s, bool) or not 0 < limit_s < math.inf:
-            raise SettingsError(f"StoreSettings.barrier_timeout_s: expected seconds above 0, found {limit_s!r}")
-        if not isinstance(self.verify_on_load, bool):
-            raise SettingsError(f"StoreSettings.verify_on_load: expected true or false, found {self.verify_on_load!r}")
+        check_fields("StoreSettings", self)
 
     @property
     def known_io_threads(self) -> int:

@@ -13,14 +13,14 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from jaxckpt_train.config import CheckpointConfig
+from jaxckpt_train import config
 
 PROVIDER = "jaxckpt_train"
 
 
 def presets_directory() -> Path:
     """Return the directory of the presets: in the installed package, or next to the package in a checkout."""
-    package = Path(inspect.getfile(CheckpointConfig)).parent
+    package = Path(inspect.getfile(config)).parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
@@ -33,4 +33,4 @@ class JaxckptTrainSearchPath(SearchPathPlugin):
         search_path.append(PROVIDER, f"file://{presets_directory()}")
 
 
-ConfigStore.instance().store(group="checkpoint", name="base_checkpoint", node=CheckpointConfig, provider=PROVIDER)
+ConfigStore.instance().store(group="checkpoint", name="base_checkpoint", node=config.config_schema(), provider=PROVIDER)

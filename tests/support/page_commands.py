@@ -7,7 +7,8 @@ import re
 import tomllib
 from collections.abc import Iterator
 
-from jaxckpt_train.config import CheckpointConfig, StoreConfig
+from jaxckpt_train.config import CheckpointConfig
+from jaxckpt_train.settings import StoreSettings
 from tests.support.pages import ROOT, Page
 
 SHELL = ("", "bash", "sh", "console")
@@ -15,7 +16,7 @@ TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), r
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 PRESETS = {file.stem for file in (ROOT / "configs" / "checkpoint").glob("*.yaml")}
 KEYS = {field.name for field in dataclasses.fields(CheckpointConfig)}
-KEYS |= {f"store.{field.name}" for field in dataclasses.fields(StoreConfig)}
+KEYS |= {f"store.{field.name}" for field in dataclasses.fields(StoreSettings)}
 _COMMAND = re.compile(r"(?:\$ )?(?:make|pip|timeout|srun|(?:\S*/)?python[0-9.]*)\s")
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 

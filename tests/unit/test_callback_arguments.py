@@ -27,7 +27,7 @@ from jaxckpt_train import config
         ({"signals": {}}, "checkpoint.signals: expected a list of signal names"),
         ({"save_policy": 5}, r"checkpoint.save_policy: .* should_save\(...\), found 5"),
         ({"keep_policy": 5}, r"checkpoint.keep_policy: .* should_preserve\(...\), found 5"),
-        ({"sinks": [5]}, r"checkpoint.sinks\[0\]: expected an object .*, found 5"),
+        ({"sinks": [5]}, r"checkpoint.sinks\[0\]: expected .* an object, .*, found 5"),
         ({"fingerprint": "v\udcff"}, "checkpoint.fingerprint: expected valid Unicode"),
     ],
 )
@@ -56,4 +56,4 @@ def test_constructor_takes_python_types_that_yaml_lacks(tmp_path: Path) -> None:
     )
     assert ckpt.manager.directory == str(tmp_path / "run")
     with pytest.raises(jct.SettingsError, match=r"checkpoint\.store: expected a StoreSettings"):
-        jct.CheckpointCallback(str(tmp_path), store={"durability": "none"})  # type: ignore[arg-type]
+        jct.CheckpointCallback(str(tmp_path), store=3)  # type: ignore[arg-type]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import omegaconf
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.config import CheckpointConfig, StoreConfig, callback_arguments, is_multirun, resolve_directory
+from jaxckpt_train.config import CheckpointConfig, callback_arguments, config_schema, is_multirun, resolve_directory
 
 
 def test_custom_policy_is_built_by_hydra() -> None:
@@ -34,15 +35,22 @@ def test_configuration_has_the_arguments_of_the_callback() -> None:
     assert set(callback_arguments()) == set(parameters)
     defaults = {name: one.default for name, one in parameters.items() if one.default is not inspect.Parameter.empty}
     for name, value in callback_arguments().items():
-        if name in defaults and name != "store":
+        if name in defaults:
             assert defaults[name] == value, name
+    assert [parameters[name].kind.name for name in ("directory", "store")] == ["POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY"]
+    assert parameters["directory"].default is inspect.Parameter.empty
+    assert parameters["if_busy"].annotation == Literal["wait", "skip"]
 
 
-def test_store_has_fields_and_defaults_of_its_settings() -> None:
-    assert StoreConfig().settings() == jct.StoreSettings()
-    assert [field.name for field in dataclasses.fields(StoreConfig)] == [
-        field.name for field in dataclasses.fields(jct.StoreSettings)
-    ]
+def test_schema_for_omegaconf_has_fields_and_defaults() -> None:
+    schema = omegaconf.OmegaConf.structured(config_schema())
+    store = jct.StoreSettings(**omegaconf.OmegaConf.to_container(schema.store))  # type: ignore[arg-type]
+    assert store == jct.StoreSettings()
+    assert callback_arguments(schema) == {**callback_arguments(), "store": store}
+    schema.save_interval_steps = "7"
+    assert schema.save_interval_steps == 7
+    with pytest.raises(omegaconf.errors.ValidationError):
+        schema.keep_latest = "often"
 
 
 def test_mappings_objects_and_nothing_are_accepted() -> None:
@@ -69,7 +77,7 @@ def test_mappings_objects_and_nothing_are_accepted() -> None:
         ({"enabled": "yes"}, "true or false"),
         ({"directory": ""}, "expected a path"),
         ({"max_run_time_s": 30, "grace_period_s": 60}, "more than checkpoint.grace_period_s"),
-        ({"store": 3}, "checkpoint.store: expected a mapping"),
+        ({"store": 3}, "checkpoint.store: expected a StoreSettings, or a mapping"),
         (["directory"], "checkpoint: expected a mapping"),
     ],
 )
@@ -79,11 +87,9 @@ def test_plain_mapping_is_checked(config: Any, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_field_set_later_is_checked() -> None:
-    config = CheckpointConfig()
-    config.if_busy = "hurry"
-    with pytest.raises(jct.SettingsError, match="hurry"):
-        callback_arguments(config)
+def test_checked_configuration_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CheckpointConfig().if_busy = "hurry"  # type: ignore[misc, assignment]
 
 
 def test_relative_directory_without_hydra_starts_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import omegaconf
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.config import CheckpointConfig, callback_arguments
+from jaxckpt_train.config import callback_arguments, config_schema
 from tests.support.runs import state_of
 
 
@@ -52,7 +52,7 @@ def test_nodes_and_objects_keep_their_order(tmp_path: Path) -> None:
 
 
 def test_typed_configuration_accepts_sink_nodes() -> None:
-    config = omegaconf.OmegaConf.structured(CheckpointConfig)
+    config = omegaconf.OmegaConf.structured(config_schema())
     node = {"_target_": "jaxckpt_train.PrometheusSink", "port": 0}
     merged = omegaconf.OmegaConf.merge(config, {"sinks": [node]})
     (sink,) = callback_arguments(merged)["sinks"]
