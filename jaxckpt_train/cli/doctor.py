@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import importlib.metadata
 import os
 import platform
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -16,17 +15,16 @@ from jaxckpt_train.cli.output import (
     Code,
     Json,
     absolute,
-    age_text,
-    bytes_text,
+    argument,
     print_json,
     print_text,
     progress,
-    reported_errors,
 )
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.inspection.disk_speed import DiskTrial, Operation, try_disk, try_operations
 from jaxckpt_train.inspection.health import AtRisk, RunHealth, health_of
 from jaxckpt_train.inspection.runs import is_run
+from jaxckpt_train.inspection.units import age_text, bytes_text, counted, rate_text
 from jaxckpt_train.store.backends.local import (
     IN_MEMORY,
     FileSystem,
@@ -41,19 +39,9 @@ PACKAGES = ("jaxckpt-train", "jax", "jaxlib", "numpy", "flax", "orbax-checkpoint
 MIB = 1 << 20
 ROOM_FOR_STEPS = 2
 LEAST_FILES = 1000
-Path = Annotated[
-    str,
-    typer.Argument(
-        metavar="PATH", help="A run, or any directory to save to, which need not exist yet.", show_default=False
-    ),
-]
-Size = Annotated[
-    int, typer.Option("--size-mib", min=0, help="The size of the file for the test of the disk. 0: no test.")
-]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     path: str
     is_there: bool
     versions: dict[str, str | None]
@@ -64,20 +52,25 @@ class _Found:
     warnings: list[str]
 
 
-def doctor(path: Path, size_mib: Size = 256, as_json: Json = False) -> None:
+def doctor(
+    path: Annotated[str, argument("PATH", "A run, or any directory to save to, which need not exist yet.")],
+    size_mib: Annotated[
+        int, typer.Option("--size-mib", min=0, help="The size of the file for the test of the disk. 0: no test.")
+    ] = 256,
+    as_json: Json = False,
+) -> None:
     """Examine a run and its disk: versions, free space, speed, owner, damaged steps, and the cost of a crash.
 
     It tests each operation that a run needs in a temporary directory, and the speed with an unnamed file. Exits with 1
     if there is a warning.
     """
-    with reported_errors(as_json):
-        found = _examine(absolute(path), size_mib * MIB, as_json)
-        if as_json:
-            print_json(_json_of(found))
-        else:
-            _print(found)
-        if found.warnings:
-            raise typer.Exit(int(Code.WRONG))
+    found = _examine(absolute(path), size_mib * MIB, as_json)
+    if as_json:
+        print_json(_json_of(found))
+    else:
+        _print(found)
+    if found.warnings:
+        raise typer.Exit(int(Code.WRONG))
 
 
 def _examine(path: str, nbytes: int, as_json: bool) -> _Found:
@@ -87,11 +80,13 @@ def _examine(path: str, nbytes: int, as_json: bool) -> _Found:
         raise NotACheckpointError(f"{path}: expected a directory, or a path in a directory that exists, found {found}")
     files, warnings = file_system_of(folder), list[str]()
     run = health_of(BACKEND, path, datetime.datetime.now(datetime.UTC)) if is_run(BACKEND, path) else None
-    newest_bytes = None if run is None or run.newest is None else run.newest.nbytes
     operations, trial = list[Operation](), None
     try:
         operations = try_operations(BACKEND, folder) if nbytes else []
-        trial = _try(folder, min(nbytes, files.free_bytes // 4), as_json)
+        nbytes = min(nbytes, files.free_bytes // 4)
+        if nbytes:
+            with progress("testing the disk", 2 * nbytes, as_json) as advance:
+                trial = try_disk(BACKEND, folder, nbytes, advance)
     except CheckpointError as error:
         warnings.append(f"the disk failed its test: {error}")
     warnings += [
@@ -100,7 +95,8 @@ def _examine(path: str, nbytes: int, as_json: bool) -> _Found:
         if operation.problem and operation.is_needed
     ]
     warnings += mount_warnings(folder)
-    warnings += _short_of_room(files, newest_bytes or 0)
+    newest = None if run is None else run.newest
+    warnings += _short_of_room(files, 0 if newest is None else newest.nbytes or 0)
     warnings += [] if run is None else run.warnings()
     return _Found(path, file_exists(path), _versions(), files, operations, trial, run, warnings)
 
@@ -114,15 +110,8 @@ def _what_is_at(path: str) -> str:
     return "another kind of file" if file_exists(path) else "nothing"
 
 
-def _try(folder: str, nbytes: int, as_json: bool) -> DiskTrial | None:
-    if not nbytes:
-        return None
-    with progress("testing the disk", 2 * nbytes, as_json) as advance:
-        return try_disk(BACKEND, folder, nbytes, advance)
-
-
 def _short_of_room(files: FileSystem, newest_bytes: int) -> list[str]:
-    found = []
+    found = list[str]()
     if files.free_bytes < max(MIB, ROOM_FOR_STEPS * newest_bytes):
         found.append(
             f"only {bytes_text(files.free_bytes)} is free, a step takes {bytes_text(newest_bytes)}: free some space"
@@ -151,30 +140,23 @@ def _json_of(found: _Found) -> dict[str, Any]:
         "write_bytes_per_s": trial.write_bytes_per_s, "sync_s": trial.sync_s,
         "read_bytes_per_s": trial.read_bytes_per_s, "small_file_s": trial.small_s,
     }  # fmt: skip
+    about_run = None if run is None else {
+        "steps": run.committed, "newest_step": None if run.newest is None else run.newest.step,
+        "newest_age_s": run.newest_age_s, "newest_bytes": None if run.newest is None else run.newest.nbytes,
+        "damaged": run.damaged, "uncommitted": run.uncommitted, "unreadable": run.refused,
+        "stale_files": run.stale_files,
+    }  # fmt: skip
     return {
         "path": found.path,
         "is_there": found.is_there,
         "versions": found.versions,
         "file_system": found.files._asdict(),
-        "operations": {operation.name: operation.problem or None for operation in found.operations},
+        "operations": {operation.name: operation.problem for operation in found.operations},
         "disk": disk,
         "owner": None if run is None or run.owner is None else run.owner._asdict(),
-        "run": None if run is None else _json_of_run(run),
-        "at_risk": None if run is None or run.at_risk is None else dataclasses.asdict(run.at_risk),
+        "run": about_run,
+        "at_risk": None if run is None or run.at_risk is None else run.at_risk._asdict(),
         "warnings": found.warnings,
-    }
-
-
-def _json_of_run(run: RunHealth) -> dict[str, Any]:
-    return {
-        "steps": run.committed,
-        "newest_step": None if run.newest is None else run.newest.step,
-        "newest_age_s": run.newest_age_s,
-        "newest_bytes": None if run.newest is None else run.newest.nbytes,
-        "damaged": run.damaged,
-        "uncommitted": run.uncommitted,
-        "unreadable": run.refused,
-        "stale_files": run.stale_files,
     }
 
 
@@ -191,11 +173,11 @@ def _print(found: _Found) -> None:
     if found.operations and not any(each.problem for each in found.operations if each.is_needed):
         print_text("all operations that a run needs work")
     if trial is not None:
-        works = {True: "works", False: "does not work"}
+        works = ["does not work", "works"]
         print(f"direct I/O: writing {works[trial.direct_write]}, reading {works[trial.direct_read]}")
         where = "" if trial.direct_read else " (from memory)"
-        print_text(f"disk: writes {bytes_text(int(trial.write_bytes_per_s))}/s, of which the sync takes "
-              f"{1000 * trial.sync_s:.1f} ms, reads {bytes_text(int(trial.read_bytes_per_s))}/s{where}, "
+        print_text(f"disk: writes {rate_text(trial.write_bytes_per_s)}, of which the sync takes "
+              f"{1000 * trial.sync_s:.1f} ms, reads {rate_text(trial.read_bytes_per_s)}{where}, "
               f"{bytes_text(trial.nbytes)} each; a small synced file takes {1000 * trial.small_s:.2f} ms")  # fmt: skip
     if run is not None:
         _print_run(run)
@@ -205,9 +187,11 @@ def _print(found: _Found) -> None:
 
 def _print_run(run: RunHealth) -> None:
     owner = run.owner
-    owned_by = "none" if owner is None else f"{owner.name}, {'alive' if owner.is_alive else 'dead'}"
-    heard = "" if owner is None else f", last heard of {age_text(owner.silent_s)} ago"
-    print_text(f"owner: {owned_by}{heard}")
+    if owner is None:
+        print("owner: none")
+    else:
+        state = "alive" if owner.is_alive else "dead"
+        print_text(f"owner: {owner.name}, {state}, last heard of {age_text(owner.silent_s)} ago")
     unread = f"; {len(run.refused):,} cannot be read" if run.refused else ""
     counts = f"{run.committed:,} committed, {len(run.damaged):,} damaged; {len(run.uncommitted):,} not committed"
     print(f"steps: {counts}{unread}")
@@ -221,9 +205,7 @@ def _print_run(run: RunHealth) -> None:
 
 def _risk_text(risk: AtRisk) -> str:
     since = "the start" if risk.since is None else f"step {risk.since}"
-    updates = (
-        f"{risk.updates:,} {'update' if risk.updates == 1 else 'updates'} since {since}" if risk.updates else "nothing"
-    )
+    updates = f"{counted(risk.updates, 'update')} since {since}" if risk.updates else "nothing"
     heard = age_text(risk.heard_s)
     if risk.is_live:
         return f"if the job died now: {updates} would be lost (last record {heard} ago)"

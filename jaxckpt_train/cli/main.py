@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from jaxckpt_train.cli.output import Code, print_json, standard_streams
+from jaxckpt_train.cli.output import Code, print_json, reported_errors, standard_streams
 
 _MODULES = {
     "inspect": ("ls", "show", "stats", "diff"),
@@ -21,7 +21,6 @@ _MODULES = {
     "report": ("report",),
     "doctor": ("doctor",),
 }
-_MODULE_OF = {command: module for module, commands in _MODULES.items() for command in commands}
 _WANTS_JSON = "jaxckpt_train.json"
 _UsageError: Any = typer.BadParameter.__base__  # typer's own class or click's, depending on the version
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -47,21 +46,11 @@ COMMANDS = {
 """The help text of each command. It is here because importing every command would slow down `jaxckpt --help`."""
 
 
-@contextlib.contextmanager
-def _usage_errors_as_json(ctx: Any) -> Iterator[None]:
-    """Report a usage error as JSON if the command was called with --json."""
-    try:
-        yield
-    except _UsageError as error:
-        if not ctx.meta[_WANTS_JSON]:
-            raise
-        message = error.format_message()
-        print_json({"error": "UsageError", "message": message, "notes": [], "exit_code": int(Code.USAGE)})
-        raise typer.Exit(int(Code.USAGE)) from None
-
-
 class _OnDemand(TyperGroup):
-    """Imports the module of a command when the command is called. Importing all takes as long as importing NumPy."""
+    """Imports the module of a command when the command is called, and reports errors.
+
+    Importing all modules takes as long as importing NumPy.
+    """
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -75,7 +64,7 @@ class _OnDemand(TyperGroup):
             return None
         if self._lists_help:
             return TyperCommand(cmd_name, help=COMMANDS[cmd_name])
-        module = _MODULE_OF[cmd_name]
+        module = next(module for module, commands in _MODULES.items() if cmd_name in commands)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         imported = importlib.import_module(f"jaxckpt_train.cli.{module}")
         function = getattr(imported, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)
@@ -84,30 +73,33 @@ class _OnDemand(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         ctx.meta[_WANTS_JSON] = "--json" in itertools.takewhile(lambda each: each != "--", args)
-        with _usage_errors_as_json(ctx):
+        with self._reporting(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with _usage_errors_as_json(ctx):
+        with self._reporting(ctx):
             return super().invoke(ctx)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        with self._listing_help():
-            super().format_help(ctx, formatter)
-
     @contextlib.contextmanager
-    def _listing_help(self) -> Iterator[None]:
-        """Within the body, commands have only a name and a help text."""
-        self._lists_help = True
+    def _reporting(self, ctx: Any) -> Iterator[None]:
+        """Report errors, and usage errors as JSON if the command was called with --json."""
         try:
-            yield
-        finally:
-            self._lists_help = False
+            with reported_errors(ctx.meta[_WANTS_JSON]):
+                yield
+        except _UsageError as error:
+            if not ctx.meta[_WANTS_JSON]:
+                raise
+            message = error.format_message()
+            print_json({"error": "UsageError", "message": message, "notes": [], "exit_code": int(Code.USAGE)})
+            raise typer.Exit(int(Code.USAGE)) from None
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._lists_help = True
+        super().format_help(ctx, formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in COMMANDS:  # click suggests a similar name
-            with self._listing_help():
-                self.commands.update({name: self.get_command(ctx, name) for name in COMMANDS})
+            self.commands.update({name: TyperCommand(name) for name in COMMANDS})
         return super().resolve_command(ctx, args)
 
 

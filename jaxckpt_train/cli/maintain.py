@@ -6,7 +6,8 @@ import datetime
 import errno
 import os
 import time
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
@@ -19,13 +20,12 @@ from jaxckpt_train.cli.output import (
     Run,
     Step,
     absolute,
-    bytes_text,
+    argument,
+    option,
     print_columns,
     print_json,
     print_text,
     progress,
-    reported_errors,
-    step_number,
 )
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, SettingsError, StepNotFoundError, StorageError
 from jaxckpt_train.inspection.copying import (
@@ -35,11 +35,11 @@ from jaxckpt_train.inspection.copying import (
     refuse_to_remove_checkpoint,
     refuse_to_remove_step,
     remove_checkpoint,
-    remove_step,
 )
 from jaxckpt_train.inspection.health import PrunePlan, plan_pruning
 from jaxckpt_train.inspection.runs import StepStatus, inspect_run, open_at
-from jaxckpt_train.opened import OURS, Opened
+from jaxckpt_train.inspection.units import bytes_text
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.policies.context import PreservationPolicy
 from jaxckpt_train.policies.preservation import BestN, EveryNSteps, LatestN
 from jaxckpt_train.run.entry import check_step, parse_step_name
@@ -48,57 +48,15 @@ from jaxckpt_train.run.maintenance import Pruning, owned_run
 from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.store.backends.base import is_storage_failure
 from jaxckpt_train.store.backends.local import file_exists
-from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.threads import Latch
 from jaxckpt_train.store.timeouts import call_with_timeout
 from jaxckpt_train.store.verify import first_damage, verify_opened
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="SRC", help="A checkpoint, a step, or a run, which means its newest valid step.", show_default=False
-    ),
-]
+Source = Annotated[str, argument("SRC", "A checkpoint, a step, or a run, which means its newest valid step.")]
 Destination = Annotated[
     str,
-    typer.Argument(
-        metavar="DST",
-        help="The new path. In a run, or in a directory with a / at the end, the source keeps its name.",
-        show_default=False,
-    ),
+    argument("DST", "The new path. In a run, or in a directory with a / at the end, the source keeps its name."),
 ]
-CopyCheck = Annotated[bool, typer.Option("--check", help="Read the whole copy again before it gets its name.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")]
-PinnedStep = Annotated[int, typer.Argument(metavar="STEP", help="The number of the step.", show_default=False)]
-Off = Annotated[bool, typer.Option("--off", help="Remove the pin, so that the policies decide again.")]
-KeepLatest = Annotated[
-    int | None, typer.Option("--keep-latest", min=1, metavar="N", help="Keep the N highest steps.", show_default=False)
-]
-KeepEvery = Annotated[
-    int | None,
-    typer.Option("--keep-every", min=1, metavar="N", help="Keep steps that are multiples of N.", show_default=False),
-]
-KeepBest = Annotated[
-    int | None,
-    typer.Option("--keep-best", min=1, metavar="N", help="Keep the N best steps by --metric.", show_default=False),
-]
-Metric = Annotated[
-    str | None,
-    typer.Option("--metric", metavar="NAME", help="The metric that ranks the steps.", show_default=False),
-]
-Mode = Annotated[
-    Literal["min", "max"] | None,
-    typer.Option("--mode", help="Whether the lowest or the highest value is the best.", show_default="min"),
-]
-PruneCheck = Annotated[
-    bool,
-    typer.Option("--check/--no-check", help="Verify the newest step first: only a valid step may replace others."),
-]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete the steps. Without it, nothing changes.")]
-Rate = Annotated[
-    float | None,
-    typer.Option("--mib-per-second", "-r", help="The highest read rate. Default: no limit.", show_default=False),
-]
 MIB = 1 << 20
 
 
@@ -106,7 +64,7 @@ def cp(
     src: Source,
     dst: Destination,
     step: Step = None,
-    check: CopyCheck = False,
+    check: Annotated[bool, typer.Option("--check", help="Read the whole copy again before it gets its name.")] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -115,21 +73,21 @@ def cp(
     Every byte is compared with its digest while it is read. The step number, metrics, custom metadata and shardings are
     copied too. If the source is damaged, nothing is copied, and the command exits with 1.
     """
-    with reported_errors(as_json):
-        source = open_at(BACKEND, absolute(src), step_number(step))
-        final = destination(BACKEND, dst, source)
-        done = copied(source, final, overwrite, check, as_json)
-        if as_json:
-            document = {"source": source.path, "path": final, "bytes": done.data_bytes, "read_again": check}
-            print_json({**document, "skipped": source.skipped})
-        else:
-            print_text(f"{source.path} -> {final}: {bytes_text(done.data_bytes)} copied")
+    source = open_at(BACKEND, absolute(src), step)
+    final = destination(BACKEND, dst, source)
+    nbytes = _copy(source, final, overwrite, check, as_json)
+    if as_json:
+        document = {"source": source.path, "path": final, "bytes": nbytes, "read_again": check}
+        print_json({**document, "skipped": source.skipped})
+    else:
+        print_text(f"{source.path} -> {final}: {bytes_text(nbytes)} copied")
 
 
-def copied(source: Opened, final: str, overwrite: bool, check: bool, as_json: bool) -> Committed:
-    """Copy a checkpoint with a progress line; raises the errors of `copy_checked`."""
+def _copy(source: Opened, final: str, overwrite: bool, check: bool, as_json: bool) -> int:
+    """Copy a checkpoint with a progress line, and return its size in bytes; raises the errors of `copy_checked`."""
     with progress("copying", source.committed.data_bytes * (1 + check), as_json) as advance:
-        return copy_checked(BACKEND, source, final, replace=overwrite, every_byte=check, progress=advance)
+        done = copy_checked(BACKEND, source, final, replace=overwrite, every_byte=check, progress=advance)
+    return done.data_bytes
 
 
 def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = False, as_json: Json = False) -> None:
@@ -137,61 +95,73 @@ def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = 
 
     The newest step of a run and pinned steps cannot be moved. Exits with 4 while a live process owns the run.
     """
-    with reported_errors(as_json):
-        source = open_at(BACKEND, absolute(src), step_number(step))
-        final = destination(BACKEND, dst, source)
-        refuse_other_tools(source)
-        if parse_step_name(os.path.basename(source.path)) is None:
-            refuse_to_remove_checkpoint(BACKEND, source.path)
-            nbytes = copied(source, final, overwrite, True, as_json).data_bytes
-            remove_checkpoint(BACKEND, source.path)
-        else:
-            nbytes = _move_step(source, final, overwrite, as_json)
-        if file_exists(source.path):
-            raise StorageError(errno.EBUSY, f"was copied to {final}, but the source was not removed", source.path)
-        if as_json:
-            document = {"source": source.path, "path": final, "bytes": nbytes, "removed": True}
-            print_json({**document, "skipped": source.skipped})
-        else:
-            print_text(f"{source.path} -> {final}: {bytes_text(nbytes)} moved")
-
-
-def _move_step(source: Opened, final: str, overwrite: bool, as_json: bool) -> int:
+    source = open_at(BACKEND, absolute(src), step)
+    final = destination(BACKEND, dst, source)
+    refuse_other_tools(source)
     run, name = os.path.split(source.path)
-    with owned_run(BACKEND, run) as owned:
-        refuse_to_remove_step(BACKEND, owned, run, name)
-        done = copied(source, final, overwrite, True, as_json)
-        remove_step(owned, name)
-    return done.data_bytes
+    if parse_step_name(name) is None:
+        refuse_to_remove_checkpoint(BACKEND, source.path)
+        nbytes = _copy(source, final, overwrite, True, as_json)
+        remove_checkpoint(BACKEND, source.path)
+    else:
+        with owned_run(BACKEND, run) as owned:
+            refuse_to_remove_step(BACKEND, owned, run, name)
+            nbytes = _copy(source, final, overwrite, True, as_json)
+            owned.held.deleter.delete([name])  # ends before the run is released
+    if file_exists(source.path):
+        raise StorageError(errno.EBUSY, f"was copied to {final}, but the source was not removed", source.path)
+    if as_json:
+        document = {"source": source.path, "path": final, "bytes": nbytes, "removed": True}
+        print_json({**document, "skipped": source.skipped})
+    else:
+        print_text(f"{source.path} -> {final}: {bytes_text(nbytes)} moved")
 
 
-def pin(run: Run, step: PinnedStep, off: Off = False, as_json: Json = False) -> None:
+def pin(
+    run: Run,
+    step: Annotated[int, argument("STEP", "The number of the step.")],
+    off: Annotated[bool, typer.Option("--off", help="Remove the pin, so that the policies decide again.")] = False,
+    as_json: Json = False,
+) -> None:
     """Pin a step, so that no policy and no `jaxckpt prune` deletes it. --off removes the pin.
 
     Exits with 4 while a live process owns the run; use `manager.pin(step)` in that process. Exits with 3 if the step
     does not exist.
     """
-    with reported_errors(as_json):
-        directory, number, pinned = absolute(run), check_step(step), not off
-        with owned_run(BACKEND, directory) as owned:
-            was_pinned = owned.candidates(number)[0].pinned
-            call_with_timeout(directory, lambda _: owned.annotate_step(number, Annotation(pin=pinned)))
-        if as_json:
-            print_json({"run": directory, "step": number, "pinned": pinned, "was_pinned": was_pinned})
-        else:
-            change = "already" if was_pinned == pinned else "now"
-            print(f"step {number} is {change} {'pinned' if pinned else 'unpinned'}")
+    directory, number, pinned = absolute(run), check_step(step), not off
+    with owned_run(BACKEND, directory) as owned:
+        was_pinned = owned.candidates(number)[0].pinned
+        call_with_timeout(directory, lambda _: owned.annotate_step(number, Annotation(pin=pinned)))
+    if as_json:
+        print_json({"run": directory, "step": number, "pinned": pinned, "was_pinned": was_pinned})
+    else:
+        change = "already" if was_pinned == pinned else "now"
+        print(f"step {number} is {change} {'pinned' if pinned else 'unpinned'}")
 
 
 def prune(
     run: Run,
-    keep_latest: KeepLatest = None,
-    keep_every: KeepEvery = None,
-    keep_best: KeepBest = None,
-    metric: Metric = None,
-    mode: Mode = None,
-    check: PruneCheck = True,
-    yes: Yes = False,
+    keep_latest: Annotated[
+        int | None, option("--keep-latest", least=1, metavar="N", help_text="Keep the N highest steps.")
+    ] = None,
+    keep_every: Annotated[
+        int | None, option("--keep-every", least=1, metavar="N", help_text="Keep steps that are multiples of N.")
+    ] = None,
+    keep_best: Annotated[
+        int | None, option("--keep-best", least=1, metavar="N", help_text="Keep the N best steps by --metric.")
+    ] = None,
+    metric: Annotated[
+        str | None, option("--metric", metavar="NAME", help_text="The metric that ranks the steps.")
+    ] = None,
+    mode: Annotated[
+        Literal["min", "max"] | None,
+        typer.Option("--mode", help="Whether the lowest or the highest value is the best.", show_default="min"),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check/--no-check", help="Verify the newest step first: only a valid step may replace others."),
+    ] = True,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete the steps. Without it, nothing changes.")] = False,
     as_json: Json = False,
 ) -> None:
     """Delete the steps of a run that none of the given rules keeps. Without --yes, only list them.
@@ -200,26 +170,31 @@ def prune(
     are always kept. Exits with 4 and deletes nothing while a live process owns the run. Exits with 1 if the newest step
     is damaged or cannot be read.
     """
-    with reported_errors(as_json):
-        directory, pruning = absolute(run), Pruning(_policies(keep_latest, keep_every, keep_best, metric, mode))
-        if yes:
-            with owned_run(BACKEND, directory, pruning) as owned:
-                plan = _plan(directory, pruning, check, as_json)
-                owned.retain(is_durable=False)  # syncs the kept steps before it deletes others
-        else:
+    directory, pruning = absolute(run), Pruning(_policies(keep_latest, keep_every, keep_best, metric, mode))
+    failed, owned_by = list[str](), None
+    if yes:
+        with owned_run(BACKEND, directory, pruning) as owned:
             plan = _plan(directory, pruning, check, as_json)
-        there = {entry.name for entry in BACKEND.list(directory)} if yes else set[str]()
+            owned.retain(is_durable=False)  # syncs the kept steps before it deletes others
+        there = {entry.name for entry in BACKEND.list(directory)}
         failed = [each.status.name for each in plan.going if each.status.name in there]
-        owner = None if yes else OwnerLock(BACKEND, directory).owner()
+    else:
+        plan = _plan(directory, pruning, check, as_json)
+        owner = OwnerLock(BACKEND, directory).owner()
         owned_by = owner.name if owner is not None and owner.is_alive else None
-        if as_json:
-            print_json(_json_of(directory, pruning, plan, yes, failed, owned_by))
-        else:
-            _print(plan, yes, failed, owned_by)
-        if failed:
-            raise typer.Exit(int(Code.REFUSED))
-        if plan.damaged or plan.refused:
-            raise typer.Exit(int(Code.WRONG))
+    if as_json:
+        document = {"run": directory, "kept_by": list(pruning.policies), "deleted": yes, "bytes": plan.freed_bytes}
+        steps = [
+            {"step": step.step, "name": step.name, "bytes": step.nbytes, "goes": goes, "why": why}
+            for step, goes, why in plan.steps
+        ]
+        print_json({**document, "failed": failed, "owner": owned_by, "steps": steps})
+    else:
+        _print(plan, yes, failed, owned_by)
+    if failed:
+        raise typer.Exit(int(Code.REFUSED))
+    if plan.damaged or plan.refused:
+        raise typer.Exit(int(Code.WRONG))
 
 
 def _policies(
@@ -248,35 +223,12 @@ def _plan(directory: str, pruning: Pruning, check: bool, as_json: bool) -> Prune
         return plan_pruning(BACKEND, directory, pruning, now, every_byte=check, reading=advance)
 
 
-def _json_of(
-    directory: str, pruning: Pruning, plan: PrunePlan, yes: bool, failed: list[str], owned_by: str | None
-) -> dict[str, Any]:
-    return {
-        "run": directory,
-        "kept_by": list(pruning.policies),
-        "deleted": yes,
-        "bytes": plan.freed_bytes,
-        "failed": failed,
-        "owner": owned_by,
-        "steps": [
-            {
-                "step": each.status.step,
-                "name": each.status.name,
-                "bytes": each.status.nbytes,
-                "goes": each.goes,
-                "why": list(each.why),
-            }
-            for each in plan.steps
-        ],
-    }
-
-
 def _print(plan: PrunePlan, yes: bool, failed: list[str], owned_by: str | None) -> None:
     deleted = "deleted" if yes else "delete"
     rows = []
-    for each in plan.steps:
-        action = "keep" if not each.goes else "failed" if each.status.name in failed else deleted
-        rows.append([str(each.status.step), bytes_text(each.status.nbytes), action, "; ".join(each.why)])
+    for step, goes, why in plan.steps:
+        action = "keep" if not goes else "failed" if step.name in failed else deleted
+        rows.append([str(step.step), bytes_text(step.nbytes), action, "; ".join(why)])
     print_columns(["step", "size", "", "why"], rows, [True, True, False, False])
     count, freed = f"{len(plan.going):,} of {len(plan.steps):,} steps", bytes_text(plan.freed_bytes)
     if failed:
@@ -294,84 +246,75 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
 
     Exits with 1 if the checkpoint or a newer step of its run is damaged, and with 4 if a file cannot be read.
     """
-    with reported_errors(as_json):
-        opened = open_at(BACKEND, absolute(path), step_number(step))
-        if opened.kind != OURS:
-            raise NotACheckpointError(
-                f"{opened.path}: expected a checkpoint with digests, found one of {opened.kind}, which stores none"
-            )
-        with progress("verifying", None, as_json) as advance:
-            report = verify_opened(BACKEND, opened.committed, opened.settings, advance)
-        if not report.ok and not file_exists(opened.path):
-            raise StepNotFoundError(f"{opened.path}: was removed while it was being read")
+    opened = open_at(BACKEND, absolute(path), step)
+    refuse_other_tools(opened)
+    with progress("verifying", None, as_json) as advance:
+        report = verify_opened(BACKEND, opened.committed, opened.settings, advance)
+    if not report.ok and not file_exists(opened.path):
+        raise StepNotFoundError(f"{opened.path}: was removed while it was being read")
+    if as_json:
+        document = {"path": opened.path, "ok": report.ok, "bytes": report.checked_bytes, "problems": report.problems}
+        print_json({**document, "damaged": report.is_damaged, "skipped": opened.skipped})
+    else:
+        for problem in report.problems:
+            print_text(problem)
         total, compared = opened.committed.data_bytes, bytes_text(report.checked_bytes)
         compared += "" if report.checked_bytes == total else f" of {bytes_text(total)}"
         state = "ok" if report.ok else "DAMAGED" if report.is_damaged else "CANNOT BE READ"
-        if as_json:
-            document = {
-                "path": opened.path,
-                "ok": report.ok,
-                "bytes": report.checked_bytes,
-                "problems": report.problems,
-            }
-            print_json({**document, "damaged": report.is_damaged, "skipped": opened.skipped})
-        else:
-            for problem in report.problems:
-                print_text(problem)
-            print_text(f"{opened.path}: {state}, {compared} compared")
-        if report.is_damaged or (report.ok and opened.skipped):
-            raise typer.Exit(int(Code.WRONG))
-        if not report.ok:
-            raise typer.Exit(int(Code.REFUSED))
+        print_text(f"{opened.path}: {state}, {compared} compared")
+    if report.is_damaged or (report.ok and opened.skipped):
+        raise typer.Exit(int(Code.WRONG))
+    if not report.ok:
+        raise typer.Exit(int(Code.REFUSED))
 
 
-def scrub(run: Run, rate: Rate = None, as_json: Json = False) -> None:
+def scrub(
+    run: Run,
+    rate: Annotated[
+        float | None, option("--mib-per-second", "-r", help_text="The highest read rate. Default: no limit.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Read every byte of all steps of a run, the newest first, and compare it with its digests.
 
     Changes nothing; a run that restores sets damaged steps aside itself. Exits with 1 if a step is damaged, and with 4
     if no step is damaged and one cannot be read.
     """
-    with reported_errors(as_json):
-        if rate is not None and not rate > 0:
-            raise SettingsError(f"--mib-per-second: expected a number above 0, found {rate:g}")
-        directory = absolute(run)
-        looks = inspect_run(BACKEND, directory)
-        if not looks:
-            raise NotACheckpointError(f"{directory}: expected a run, found no steps in it")
-        pace = _Pace(None if rate is None else rate * MIB)
-        with progress("verifying", sum(look.nbytes or 0 for look in looks), as_json) as advance:
-
-            def read(nbytes: int) -> None:
-                pace(nbytes)
-                advance(nbytes)
-
-            found = _scrub(directory, looks, read)
-        damaged, refused = sum(each.is_damaged for each in found), sum(each.is_refused for each in found)
-        if as_json:
-            steps = [{"name": each.name, "problem": each.problem, "damaged": each.is_damaged} for each in found]
-            print_json({"run": directory, "steps": steps})
-        else:
-            for each in found:
-                if each.problem is not None:
-                    print_text(f"{each.name}: {each.problem}")
-            unread = f", {refused} cannot be read" if refused else ""
-            print(f"{len(found)} steps, {damaged} damaged{unread}, {bytes_text(pace.nbytes)} read")
-        if damaged or refused:
-            raise typer.Exit(int(Code.WRONG if damaged else Code.REFUSED))
+    if rate is not None and not rate > 0:
+        raise SettingsError(f"--mib-per-second: expected a number above 0, found {rate:g}")
+    directory = absolute(run)
+    statuses = inspect_run(BACKEND, directory)
+    if not statuses:
+        raise NotACheckpointError(f"{directory}: expected a run, found no steps in it")
+    with progress("verifying", sum(each.nbytes or 0 for each in statuses), as_json) as advance:
+        pace = _Pace(None if rate is None else rate * MIB, advance)
+        found = _scrub(directory, statuses, pace)
+    damaged, refused = sum(each.is_damaged for each in found), sum(each.is_refused for each in found)
+    if as_json:
+        steps = [{"name": each.name, "problem": each.problem, "damaged": each.is_damaged} for each in found]
+        print_json({"run": directory, "steps": steps})
+    else:
+        for each in found:
+            if each.problem is not None:
+                print_text(f"{each.name}: {each.problem}")
+        unread = f", {refused} cannot be read" if refused else ""
+        print(f"{len(found)} steps, {damaged} damaged{unread}, {bytes_text(pace.nbytes)} read")
+    if damaged or refused:
+        raise typer.Exit(int(Code.WRONG if damaged else Code.REFUSED))
 
 
 class _Pace:
-    """Limits reads to a rate in bytes per second; None: no limit."""
+    """Counts read bytes, and limits reads to a rate in bytes per second. None: no limit."""
 
-    def __init__(self, rate: float | None) -> None:
-        self._rate, self._started, self.nbytes, self._latch = rate, time.monotonic(), 0, Latch()
+    def __init__(self, rate: float | None, advance: Callable[[int], None]) -> None:
+        self._rate, self._advance, self._started = rate, advance, time.monotonic()
+        self.nbytes = 0
 
     def __call__(self, nbytes: int) -> None:
         self.nbytes += nbytes
         if self._rate is not None:
-            ahead_s = self.nbytes / self._rate - (time.monotonic() - self._started)
-            if ahead_s > 0:
-                self._latch.wait(ahead_s)
+            time.sleep(max(0.0, self.nbytes / self._rate - (time.monotonic() - self._started)))
+        self._advance(nbytes)
 
 
 class _Scrubbed(NamedTuple):
@@ -386,20 +329,16 @@ class _Scrubbed(NamedTuple):
         return self.problem is not None and not self.is_refused
 
 
-def _scrub(directory: str, looks: list[StepStatus], pace: Any) -> list[_Scrubbed]:
+def _scrub(directory: str, statuses: list[StepStatus], pace: _Pace) -> list[_Scrubbed]:
     """Verify each step, the newest first, and drop the results of steps that their owner deletes meanwhile."""
     found = []
-    for look in reversed(looks):
-        each = _scrubbed(directory, look, pace)
-        if each.problem is None or look.name in {entry.name for entry in BACKEND.list(directory)}:
-            found.append(each)
+    for status in reversed(statuses):
+        problem, is_refused = status.problem, status.refusal is not None
+        if problem is None:
+            try:
+                problem = first_damage(BACKEND, f"{directory}/{status.name}", pace)
+            except CheckpointError as error:
+                problem, is_refused = str(error), is_storage_failure(error)
+        if problem is None or status.name in {entry.name for entry in BACKEND.list(directory)}:
+            found.append(_Scrubbed(status.name, problem, is_refused))
     return found
-
-
-def _scrubbed(directory: str, look: StepStatus, pace: Any) -> _Scrubbed:
-    if look.problem is not None:
-        return _Scrubbed(look.name, look.problem, look.refusal is not None)
-    try:
-        return _Scrubbed(look.name, first_damage(BACKEND, f"{directory}/{look.name}", pace))
-    except CheckpointError as error:
-        return _Scrubbed(look.name, str(error), is_storage_failure(error))

@@ -31,75 +31,55 @@ from jaxckpt_train.errors import (
     SettingsError,
     StorageError,
 )
-from jaxckpt_train.inspection import units as quantities
 from jaxckpt_train.inspection.units import progress_line, wants_progress
 from jaxckpt_train.store.backends.local import LocalBackend
 
 BACKEND = LocalBackend()
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of a run.", show_default=False)]
-Checkpoint = Annotated[
-    str,
-    typer.Argument(
-        metavar="PATH",
-        help="A checkpoint, a step, or a run, which means its newest valid step; "
-        "or a checkpoint of Orbax, PyTorch, safetensors or Flax.",
-        show_default=False,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Patterns = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[PATTERN]...",
-        help="Leaf paths such as 'params/*/kernel' or 'opt_state/**'. Default: all.",
-        show_default=False,
-    ),
-]
-Part = Annotated[
-    str | None, typer.Option("--part", "-p", help="The name of one checkpointable. Default: all.", show_default=False)
-]
-WIDE = 10_000  # characters a line, where there is no terminal
 _log = logging.getLogger("jaxckpt_train")
 
 
-def step_number(step: str | None) -> float | None:
-    """Parse the number of a step, which Flax allows to have a fraction; None if it is missing or no number."""
-    if step is None:
-        return None
-    try:
-        return int(step)  # a float would round large numbers
-    except ValueError:
-        pass
-    try:
-        number = float(step)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+def option(*names: str, help_text: str, metavar: str | None = None, least: int | None = None) -> Any:
+    """Return an option whose default is not shown in the help."""
+    return typer.Option(*names, metavar=metavar, help=help_text, min=least, show_default=False)
 
 
-def checked_step(step: str | None) -> str | None:
-    """Return the argument of --step; raise a usage error if it is no number."""
-    if step is not None and step_number(step) is None:
-        raise typer.BadParameter(f"expected a number, such as 100 or 9.5, found {shown(step)}")
-    return step
+def argument(metavar: str, help_text: str) -> Any:
+    """Return an argument whose default is not shown in the help."""
+    return typer.Argument(metavar=metavar, help=help_text, show_default=False)
 
 
 def step_option(*names: str, help_text: str) -> Any:
     """Return an option that selects a step."""
-    return typer.Option(*names, metavar="NUMBER", callback=checked_step, help=help_text, show_default=False)
+    return typer.Option(*names, metavar="NUMBER", parser=_step_number, help=help_text, show_default=False)
 
 
+def _step_number(step: str) -> float:
+    """Parse the number of a step, which Flax allows to have a fraction."""
+    for kind in (int, float):  # a float would round large numbers
+        with contextlib.suppress(ValueError):
+            number: float = kind(step)
+            if math.isfinite(number):
+                return number
+    raise typer.BadParameter(f"expected a number, such as 100 or 9.5, found {shown(step)}")
+
+
+Run = Annotated[str, argument("RUN", "Directory of a run.")]
+Checkpoint = Annotated[
+    str,
+    argument(
+        "PATH",
+        "A checkpoint, a step, or a run, which means its newest valid step; "
+        "or a checkpoint of Orbax, PyTorch, safetensors or Flax.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Step = Annotated[
-    str | None, step_option("--step", "-s", help_text="The step of a run, also of a run of Orbax or Flax.")
+    float | None, step_option("--step", "-s", help_text="The step of a run, also of a run of Orbax or Flax.")
 ]
 
 
 def absolute(path: str) -> str:
-    """Return the absolute form of a path.
-
-    Raises:
-        SettingsError: the text is no path.
-    """
+    """Return the absolute form of a path. Raises SettingsError if the text is no path."""
     return absolute_path("path", path)
 
 
@@ -187,11 +167,10 @@ def print_columns(headings: Sequence[str], rows: Sequence[Sequence[str]], right:
 
     Rich's tables are not used: they take seconds for ten thousand rows.
     """
-    rows = [[shown_text(cell) for cell in row] for row in rows]
-    headings = [shown_text(cell) for cell in headings]
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     lines = []
-    for row in [headings, *rows]:
+    columns = [list(map(shown_text, column)) for column in zip(headings, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    for row in zip(*columns, strict=True):
         cells = [
             cell.rjust(width) if is_right else cell.ljust(width)
             for cell, width, is_right in zip(row, widths, right, strict=True)
@@ -210,24 +189,6 @@ def progress(text: str, total_bytes: int | None, as_json: bool) -> Iterator[Call
     """Show a progress line while the body runs, if standard error is a terminal."""
     with progress_line(text, total_bytes, wants_progress("auto") and not as_json) as advance:
         yield advance or (lambda nbytes: None)
-
-
-def bytes_text(nbytes: int | None) -> str:
-    """Format a number of bytes."""
-    return "?" if nbytes is None else quantities.bytes_text(nbytes)
-
-
-def age_text(seconds: float) -> str:
-    """Format an age."""
-    for unit, width in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * width:
-            return f"{seconds / width:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def number_text(value: float | None) -> str:
-    """Format a number; the empty text for None."""
-    return "" if value is None else f"{value:.6g}"
 
 
 class _Stream(io.FileIO):

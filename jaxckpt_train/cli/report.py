@@ -13,80 +13,82 @@ from jaxckpt_train.cli.output import (
     Json,
     Run,
     absolute,
-    bytes_text,
+    option,
     print_error,
     print_json,
     print_text,
     progress,
-    reported_errors,
 )
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.inspection.copying import refuse_within_checkpoint
+from jaxckpt_train.inspection.disk_speed import try_disk
+from jaxckpt_train.inspection.units import bytes_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from jaxckpt_train.report.series import DiskRate
 
-    from jaxckpt_train.report.gather import Gathered
-
+DISK_BYTES, DISK_TRIES = 256 << 20, 3
 PAGE = "report.html"
-Output = Annotated[
-    str | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE",
-        help=f"The page to write. Default: {PAGE}, or none with --json.",
-        show_default=False,
-    ),
-]
-ChangePairs = Annotated[
-    int | None,
-    typer.Option(
-        "--changes",
-        help="The number of last pairs of steps whose leaves are compared; 0: none. Default: a few that read quickly.",
-        min=0,
-        show_default=False,
-    ),
-]
-MeasureDisk = Annotated[
-    bool,
-    typer.Option("--measure-disk", help="Measure the disk: write 256 MiB next to the steps three times."),
-]
 
 
 def report(
-    run: Run, output: Output = None, changes: ChangePairs = None, disk: MeasureDisk = False, as_json: Json = False
+    run: Run,
+    output: Annotated[
+        str | None,
+        option("--output", "-o", metavar="FILE", help_text=f"The page to write. Default: {PAGE}, or none with --json."),
+    ] = None,
+    changes: Annotated[
+        int | None,
+        option(
+            "--changes",
+            help_text="The number of last pairs of steps whose leaves are compared; 0: none. Default: a few that read "
+            "quickly.",
+            least=0,
+        ),
+    ] = None,
+    disk: Annotated[
+        bool,
+        typer.Option("--measure-disk", help="Measure the disk: write 256 MiB next to the steps three times."),
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Write an HTML page about a run: its timeline, where the time went, its steps, metrics and tree.
 
     The page is self-contained and loads nothing. An existing file is replaced only if it is a report. With --json the
     data is printed. Exits with 1 if a step of the current branch cannot be restored; the page says which.
     """
-    with reported_errors(as_json):
-        directory = absolute(run)
-        page = absolute(output) if output is not None else None if as_json else absolute(PAGE)
-        page_of = _checked_page_of(page) if page is not None else None
-        gathered = _gathered(directory, changes, disk, as_json)
-        if page is not None and page_of is not None:
-            _write(page, page_of(gathered), as_json)
-        if as_json:
-            _print(gathered)
-        if gathered.damaged:
-            for step in gathered.damaged if not as_json else ():
-                print_error(f"{step.name}: {step.problem}")
-            raise typer.Exit(int(Code.WRONG))
+    # Imported late, because no other command needs these modules.
+    from jaxckpt_train.report.changes import plan_changes
+    from jaxckpt_train.report.gather import gather, gathered_json, read_run
+
+    directory, now = absolute(run), datetime.datetime.now(datetime.UTC)
+    page = absolute(output) if output is not None else None if as_json else absolute(PAGE)
+    if page is not None:
+        _check_page(page)
+    read = read_run(BACKEND, directory, now)
+    plan = plan_changes(read.looks, changes)
+    rate = _disk_rate(directory, as_json) if disk else None
+    with progress("comparing", plan.bytes, as_json) as advance:
+        gathered = gather(BACKEND, read, plan, now, rate, advance)
+    if page is not None:
+        from jaxckpt_train.report.page import page_of, write_page
+
+        text = page_of(gathered)
+        write_page(BACKEND, page, text)
+        if not as_json:
+            print_text(f"{page}: {bytes_text(len(text.encode()))}")
+    if as_json:
+        print_json(gathered_json(gathered))
+    if gathered.damaged:
+        for step in gathered.damaged if not as_json else ():
+            print_error(f"{step.name}: {step.problem}")
+        raise typer.Exit(int(Code.WRONG))
 
 
-def _print(gathered: Gathered) -> None:
-    from jaxckpt_train.report.gather import gathered_json
-
-    print_json(gathered_json(gathered))
-
-
-def _checked_page_of(path: str) -> Callable[[Gathered], str]:
-    """Return the function that makes the page, after checking early that bokeh is installed and the file is allowed."""
+def _check_page(path: str) -> None:
+    """Check early that bokeh is installed, and that the file may be written."""
     try:
-        from jaxckpt_train.report.page import check_place, page_of
+        from jaxckpt_train.report.page import check_place
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "bokeh":
             raise
@@ -95,26 +97,11 @@ def _checked_page_of(path: str) -> Callable[[Gathered], str]:
         ) from None
     refuse_within_checkpoint(path)
     check_place(BACKEND, path)
-    return page_of
 
 
-def _gathered(directory: str, changes: int | None, disk: bool, as_json: bool) -> Gathered:
-    # Imported late, because no other command needs these modules.
-    from jaxckpt_train.report.changes import plan_changes
-    from jaxckpt_train.report.gather import gather, read_run
-    from jaxckpt_train.report.series import measure_disk
+def _disk_rate(directory: str, as_json: bool) -> DiskRate:
+    from jaxckpt_train.report.series import DiskRate
 
-    now = datetime.datetime.now(datetime.UTC)
-    read = read_run(BACKEND, directory, now)
-    plan = plan_changes(read.looks, changes)
-    rate = measure_disk(BACKEND, directory) if disk else None
-    with progress("comparing", plan.bytes, as_json) as advance:
-        return gather(BACKEND, read, plan, now, rate, advance)
-
-
-def _write(path: str, page: str, as_json: bool) -> None:
-    from jaxckpt_train.report.page import write_page
-
-    write_page(BACKEND, path, page)
-    if not as_json:
-        print_text(f"{path}: {bytes_text(len(page.encode()))}")
+    with progress("measuring the disk", 2 * DISK_BYTES * DISK_TRIES, as_json) as advance:
+        trials = [try_disk(BACKEND, directory, DISK_BYTES, advance) for _ in range(DISK_TRIES)]
+    return DiskRate(max(trial.write_bytes_per_s for trial in trials), DISK_BYTES, DISK_TRIES)

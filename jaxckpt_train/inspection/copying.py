@@ -1,8 +1,4 @@
-"""Copies and moves checkpoints of this library. A copy is compared with its source before it gets its final name.
-
-In order: the copy; its destination; the comparison, by digests where possible, otherwise by bytes; and the removal of
-the source of a move.
-"""
+"""Copies and moves checkpoints of this library. A copy is compared with its source before it gets its final name."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from jaxckpt_train.inspection.diff import Wanted, over_pieces, pieces_of
 from jaxckpt_train.inspection.runs import is_run, links_to_steps, newest_whole_step
 from jaxckpt_train.opened import OURS, Opened
 from jaxckpt_train.run.directory import RunDirectory
-from jaxckpt_train.run.entry import Entry, check_step, entry_from_manifest, parse_step_name, step_name
+from jaxckpt_train.run.entry import check_step, entry_from_manifest, parse_step_name, step_name
 from jaxckpt_train.run.history import metrics_to_json
 from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.run.record import FoundRecord
@@ -44,7 +40,7 @@ from jaxckpt_train.store.committed import (
 )
 from jaxckpt_train.store.copy import CHUNK_BYTES, copy_checkpoint, same_digests
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME, ArrayRecord, PartRecord
+from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
 from jaxckpt_train.store.removal import first_untracked_files, remove_replaced, rename_to_free
 from jaxckpt_train.store.transaction import refuse_existing, refuse_temporary_name, remove_stale_temporaries
 from jaxckpt_train.store.verify import first_damage
@@ -59,7 +55,7 @@ def copy_checked(
     *,
     replace: bool = False,
     every_byte: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None],
 ) -> Committed:
     """Copy an opened checkpoint.
 
@@ -86,17 +82,25 @@ def copy_checked(
 
     def copy(committed: Committed) -> Committed:
         read = dataclasses.replace(source, committed=committed)
+
+        def check(directory: str) -> None:
+            made = dataclasses.replace(read, committed=open_committed(backend, directory), run=None)
+            _refuse_different_content(read, made)
+            damage = first_damage(backend, directory, progress) if every_byte else None
+            if damage is not None:
+                raise CorruptCheckpointError(f"{damage}; this is a new copy, so do not trust this disk")
+
         return copy_checkpoint(
             backend,
             committed,
             backend,
             final,
             StoreSettings(digest=cast(DigestName, committed.manifest.digest)),
-            info=info_of_copy(backend, source.path, committed),
+            info=_info_of_copy(backend, source.path, committed),
             if_taken=f"{_OVERWRITE} to replace it, or choose another path",
             replace=replace,
             keep_chunks=True,
-            check=lambda directory: _check(backend, read, directory, every_byte, progress),
+            check=check,
             progress=progress,
         )
 
@@ -117,22 +121,11 @@ def copy_checked(
 
 
 def refuse_other_tools(source: Opened) -> None:
-    """Raise NotACheckpointError if a checkpoint has no digests with which a copy could be compared."""
+    """Raise NotACheckpointError if a checkpoint has no digests."""
     if source.kind != OURS:
         raise NotACheckpointError(
             f"{source.path}: expected a checkpoint with digests, found one of {source.kind}, which stores none"
         )
-
-
-def _check(
-    backend: Backend, source: Opened, directory: str, every_byte: bool, progress: Callable[[int], None] | None
-) -> None:
-    """Compare a copy with its source, before the copy gets its final name."""
-    made = dataclasses.replace(source, committed=open_committed(backend, directory), run=None)
-    refuse_different_content(source, made)
-    damage = first_damage(backend, directory, progress) if every_byte else None
-    if damage is not None:
-        raise CorruptCheckpointError(f"{damage}; this is a new copy, so do not trust this disk")
 
 
 def _missing_folders(final: str) -> Iterator[str]:
@@ -143,28 +136,24 @@ def _missing_folders(final: str) -> Iterator[str]:
         folder = os.path.dirname(folder)
 
 
-def info_of_copy(backend: Backend, path: str, committed: Committed) -> dict[str, Any]:
+def _info_of_copy(backend: Backend, path: str, committed: Committed) -> dict[str, Any]:
     """Return the `info` of the manifest of a copy: that of the source, with the metrics that were attached later.
 
     The record of the run is not copied. A copy is never temporary, because the user asked for it.
     """
     info = dict(committed.manifest.info)
-    entry = _annotated_entry(backend, path, info)
-    if entry is not None and entry.metrics:
-        info["metrics"] = {**metrics_to_json(entry.metrics)}
+    run, name = os.path.split(path)
+    parsed = parse_step_name(name)
+    if parsed is not None:
+        entry = FoundRecord(backend, run).applied_to(entry_from_manifest(name, *parsed, info))
+        if entry.metrics:
+            info["metrics"] = {**metrics_to_json(entry.metrics)}
     if info.keys() & {"record", "notes"}:
         info.pop("notes", None)  # the name of this field in earlier versions
         info["record"] = 0
     if info.get("temporary"):
         info["temporary"] = False
     return info
-
-
-def _annotated_entry(backend: Backend, path: str, info: dict[str, Any]) -> Entry | None:
-    """Return the entry of a step with the record of its run, or None if the name is not that of a step."""
-    run, name = os.path.split(path)
-    parsed = parse_step_name(name)
-    return None if parsed is None else FoundRecord(backend, run).applied_to(entry_from_manifest(name, *parsed, info))
 
 
 def destination(backend: Backend, given: str, source: Opened) -> str:
@@ -194,7 +183,10 @@ def destination(backend: Backend, given: str, source: Opened) -> str:
         raise CheckpointExistsError(
             f"{path}: expected no such directory, or a checkpoint; to put the copy into it, add a / at the end"
         )
-    _refuse_within(source.path, final)
+    if final == source.path or (file_exists(final) and is_same_file(source.path, final)):
+        raise SettingsError(f"{final}: expected a path different from the source, found the same")
+    if f"{real_path(final)}/".startswith(f"{real_path(source.path)}/"):
+        raise SettingsError(f"{final}: expected a path outside of the source, found one inside {source.path}")
     refuse_destination(backend, final)
     return final
 
@@ -212,13 +204,6 @@ def _name_of(source: Opened, is_in_run: bool, path: str) -> str:
     return step_name(check_step(step))
 
 
-def _refuse_within(source: str, final: str) -> None:
-    if final == source or (file_exists(final) and is_same_file(source, final)):
-        raise SettingsError(f"{final}: expected a path different from the source, found the same")
-    if f"{real_path(final)}/".startswith(f"{real_path(source)}/"):
-        raise SettingsError(f"{final}: expected a path outside of the source, found one inside {source}")
-
-
 def refuse_destination(backend: Backend, final: str) -> None:
     """Refuse a path where nothing new may be written.
 
@@ -227,7 +212,13 @@ def refuse_destination(backend: Backend, final: str) -> None:
         DirectoryLockedError: a live process owns the run.
     """
     refuse_within_checkpoint(final)
-    _refuse_owned(backend, os.path.dirname(final))
+    folder = os.path.dirname(final)
+    owner = OwnerLock(backend, folder).owner(watches=True) if file_exists(f"{folder}/{LOCK_NAME}") else None
+    if owner is not None and owner.is_alive:
+        raise DirectoryLockedError(
+            f"{folder}: owned by {owner.name}, which would not see a new step; stop that process first, or choose "
+            "another directory"
+        )
 
 
 def refuse_within_checkpoint(final: str) -> None:
@@ -242,58 +233,27 @@ def refuse_within_checkpoint(final: str) -> None:
         folder = os.path.dirname(folder)
 
 
-def _refuse_owned(backend: Backend, folder: str) -> None:
-    owner = OwnerLock(backend, folder).owner(watches=True) if file_exists(f"{folder}/{LOCK_NAME}") else None
-    if owner is not None and owner.is_alive:
-        raise DirectoryLockedError(
-            f"{folder}: owned by {owner.name}, which would not see a new step; stop that process first, or choose "
-            "another directory"
-        )
-
-
-def refuse_different_content(source: Opened, copy: Opened) -> None:
-    """Refuse a copy whose content differs from its source.
-
-    Raises:
-        CorruptCheckpointError: the content differs.
-        StorageError: one of them cannot be read.
-    """
-    mine, theirs = source.committed.manifest.parts, copy.committed.manifest.parts
-    if [part.name for part in mine] != [part.name for part in theirs]:
+def _refuse_different_content(source: Opened, copy: Opened) -> None:
+    """Raise CorruptCheckpointError if the content of a copy differs from its source."""
+    mine, theirs = source.committed.manifest, copy.committed.manifest
+    if [part.name for part in mine.parts] != [part.name for part in theirs.parts]:
         raise _difference_error(copy, "its checkpointables")
-    to_read: list[Wanted] = []
-    for one, other in zip(mine, theirs, strict=True):
+    to_read: list[Wanted] = []  # where the digests of source and copy do not cover the same bytes
+    for one, other in zip(mine.parts, theirs.parts, strict=True):
         if (one.kind, bytes(one.detail)) != (other.kind, bytes(other.detail)):
             raise _difference_error(copy, f"the tree of {one.name!r}")
         if one.files != other.files:
             raise _difference_error(copy, f"the files of {one.name!r}")
-        to_read += _pieces_without_proof(source, one, copy, other)
-    for wanted, pair in over_pieces((source, copy), to_read):
-        if not _same_bytes(*pair):
+        for array, copied in zip(one.arrays, other.arrays, strict=True):
+            name, itemsize = f"{one.name}/{array.name}", DTYPES[array.dtype].itemsize
+            same = same_digests(mine, array, theirs, copied, itemsize, CHUNK_BYTES)
+            if same is False or msgspec.structs.replace(array, chunks=copied.chunks) != copied:
+                raise _difference_error(copy, f"leaf {name!r}")
+            if same is None:
+                to_read += pieces_of(name, (array, copied))
+    for wanted, (first, second) in over_pieces((source, copy), to_read):
+        if not np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8)):
             raise _difference_error(copy, f"leaf {wanted.name!r}")
-
-
-def _same_bytes(first: np.ndarray, second: np.ndarray) -> bool:
-    return np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8))
-
-
-def _pieces_without_proof(source: Opened, one: PartRecord, copy: Opened, other: PartRecord) -> Iterator[Wanted]:
-    """Yield the pieces to read, because the digests of source and copy do not cover the same bytes."""
-    for array, copied in zip(one.arrays, other.arrays, strict=True):
-        name = f"{one.name}/{array.name}"
-        if _form(array) != _form(copied):
-            raise _difference_error(copy, f"leaf {name!r}")
-        manifests = source.committed.manifest, copy.committed.manifest
-        itemsize = DTYPES[array.dtype].itemsize
-        same = same_digests(manifests[0], array, manifests[1], copied, itemsize, CHUNK_BYTES)
-        if same is None:
-            yield from pieces_of(name, (array, copied))
-        elif not same:
-            raise _difference_error(copy, f"leaf {name!r}")
-
-
-def _form(array: ArrayRecord) -> ArrayRecord:
-    return msgspec.structs.replace(array, chunks=())
 
 
 def _difference_error(copy: Opened, what: str) -> CorruptCheckpointError:
@@ -301,13 +261,7 @@ def _difference_error(copy: Opened, what: str) -> CorruptCheckpointError:
 
 
 def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str, name: str) -> None:
-    """Refuse to remove a step that must stay in its run: pinned, newest, newest valid, or the target of a link.
-
-    Args:
-        backend: the storage.
-        owned: the run, which this process owns.
-        directory: the directory of the run.
-        name: the name of the step's directory.
+    """Refuse to remove a step that must stay in its run, which this process owns.
 
     Raises:
         SettingsError: the step must stay.
@@ -328,11 +282,6 @@ def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str,
         )
     for refusal in found.refused.values():
         raise refusal
-
-
-def remove_step(owned: RunDirectory, name: str) -> None:
-    """Let the owner of a run delete a step. The deletion ends before the run is released."""
-    owned.held.deleter.delete([name])
 
 
 def refuse_to_remove_checkpoint(backend: Backend, path: str) -> None:

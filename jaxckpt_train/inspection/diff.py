@@ -1,7 +1,6 @@
 """Compares two opened checkpoints: their leaves, their containers, and checkpointables that are not trees.
 
-Arrays are compared by digests where both checkpoints have the same ones. Otherwise they are read in pieces, ahead on
-other threads, and compared in double precision block by block, without large copies.
+Arrays with equal digests are not read. Others are read in pieces, ahead on other threads.
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ import dataclasses
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.inspection.stats import HUGE, TINY, sum_of_squares
+from jaxckpt_train.inspection.runs import nbytes_of
+from jaxckpt_train.inspection.stats import HUGE, TINY, has_complex, sum_of_squares
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.pytree.leaves import EmptyLeaf, LeafRecord, TreeRecord, describe_saved, has_tree, python_value
 from jaxckpt_train.pytree.paths import ROOT, join, split
@@ -30,6 +30,7 @@ PIECE_BYTES = 16 << 20
 KNOWN = 1024  # pieces planned before they are needed, so that small ones are read together with their successors
 AT_ONCE = 4  # concurrent reads of each checkpoint
 BLOCK = 1 << 16  # values compared at a time
+Leaf = tuple[LeafRecord, ArrayRecord | None]
 
 
 @dataclasses.dataclass
@@ -68,26 +69,22 @@ class LeafDiff:
         return self.difference / self.norm if self.norm else math.inf if self.difference else 0.0
 
 
-def leaves_by_name(opened: Opened) -> dict[str, tuple[LeafRecord, ArrayRecord | None]]:
+def leaves_by_name(opened: Opened) -> dict[str, Leaf]:
     """Return the leaves of all trees, by checkpointable and leaf path."""
     arrays = opened.arrays()
-    found = {}
-    for part, record in opened.trees.items():
-        for name, leaf in record.leaves.items():
-            full = f"{part}/{name}"
-            found[full] = (leaf, arrays.get(full))
-    return found
+    return {
+        f"{part}/{name}": (leaf, arrays.get(f"{part}/{name}"))
+        for part, record in opened.trees.items()
+        for name, leaf in record.leaves.items()
+    }
 
 
 def diff_leaves(
-    a: Opened,
-    b: Opened,
-    selected: Callable[[str], bool] | None = None,
-    progress: Callable[[int], object] | None = None,
-) -> Iterator[LeafDiff]:
+    a: Opened, b: Opened, selected: Callable[[str], bool], progress: Callable[[int], object]
+) -> list[LeafDiff]:
     """Compare all leaves, in the order of `a`, then those only in `b`. Equal leaves are included.
 
-    Leaves with the same digests are not read. Values are compared bit by bit: nan equals itself, and 0 and -0 differ.
+    Values are compared bit by bit: nan equals itself, and 0 and -0 differ.
 
     Raises:
         CorruptCheckpointError: the content differs from what was saved.
@@ -95,77 +92,57 @@ def diff_leaves(
     """
     of_a, of_b = leaves_by_name(a), leaves_by_name(b)
     found: dict[str, LeafDiff] = {}
-    to_read: list[tuple[str, ArrayRecord, ArrayRecord]] = []
-    for name in [*of_a, *(name for name in of_b if name not in of_a)]:
-        if selected is not None and not selected(name):
-            continue
+    to_read: dict[str, tuple[ArrayRecord, ArrayRecord]] = {}
+    for name in filter(selected, of_a | of_b):
         one, other = of_a.get(name), of_b.get(name)
         found[name] = diff = _compare_form(name, one, other)
         diff.value_a, diff.value_b = _plain_value(a, name, one), _plain_value(b, name, other)
-        if diff.kind != "value":
+        if diff.kind != "value" or one is None or other is None:
             continue
-        assert one is not None
-        assert other is not None
         if one[1] is None or other[1] is None:
             diff.kind = "equal" if one[0] == other[0] else "value"
-        elif _same_digests(a, one[1], b, other[1]):
-            diff.kind, diff.count = "equal", math.prod(one[1].shape)
-            if progress is not None:
-                progress(2 * _nbytes(one[1]))
+            continue
+        diff.count = math.prod(one[1].shape)
+        if _same_digests(a, one[1], b, other[1]):
+            diff.kind = "equal"
+            progress(2 * nbytes_of(one[1]))
         else:
-            to_read.append((name, one[1], other[1]))
-    _compare_values(a, b, found, to_read, progress)
-    yield from found.values()
+            to_read[name] = one[1], other[1]
+    distances = {name: Distance() for name in to_read}
+    wanted = (piece for name, arrays in to_read.items() for piece in pieces_of(name, arrays))
+    for piece, (first, second) in over_pieces((a, b), wanted):
+        distances[piece.name] = distances[piece.name].plus(distance(first, second))
+        progress(piece.nbytes)
+    for name, each in distances.items():
+        diff = found[name]
+        diff.differing, diff.difference, diff.norm = each.differing, each.difference, each.norm
+        diff.kind, diff.max_abs = ("value", each.max_abs) if each.differing else ("equal", None)
+    return [*found.values()]
 
 
-def _compare_form(
-    name: str, one: tuple[LeafRecord, ArrayRecord | None] | None, other: tuple[LeafRecord, ArrayRecord | None] | None
-) -> LeafDiff:
+def _compare_form(name: str, one: Leaf | None, other: Leaf | None) -> LeafDiff:
     a, b = ("" if each is None else describe_saved(*each) for each in (one, other))
     if one is None or other is None:
         return LeafDiff(name, "only_b" if one is None else "only_a", a, b)
     return LeafDiff(name, "value" if a == b else "form", a, b)
 
 
-def _plain_value(opened: Opened, name: str, leaf: tuple[LeafRecord, ArrayRecord | None] | None) -> Any:
+def _plain_value(opened: Opened, name: str, leaf: Leaf | None) -> Any:
     return None if leaf is None or leaf[1] is not None else python_value(name, leaf[0], opened.path)
+
+
+def _have_same_blocks(a: Opened, b: Opened) -> bool:
+    first, second = a.committed.manifest, b.committed.manifest
+    return (first.digest, first.block_bytes) == (second.digest, second.block_bytes)
 
 
 def _same_digests(a: Opened, one: ArrayRecord, b: Opened, other: ArrayRecord) -> bool:
     """Return whether digests prove that two arrays are equal. Arrays with different chunks cannot be compared."""
-    first, second = a.committed.manifest, b.committed.manifest
-    if (first.digest, first.block_bytes) != (second.digest, second.block_bytes):
-        return False
     mine, theirs = ([(chunk.box, chunk.digests) for chunk in array.chunks] for array in (one, other))
-    return mine == theirs and all(digests for _, digests in mine)
+    return _have_same_blocks(a, b) and mine == theirs and all(digests for _, digests in mine)
 
 
-def _nbytes(array: ArrayRecord) -> int:
-    return math.prod(array.shape) * DTYPES[array.dtype].itemsize
-
-
-def _compare_values(
-    a: Opened,
-    b: Opened,
-    found: dict[str, LeafDiff],
-    to_read: list[tuple[str, ArrayRecord, ArrayRecord]],
-    progress: Callable[[int], object] | None,
-) -> None:
-    for name, one, _ in to_read:
-        found[name].count = math.prod(one.shape)
-    wanted = (piece for name, one, other in to_read for piece in pieces_of(name, (one, other)))
-    sums = {name: Distance() for name, *_ in to_read}
-    for piece, (first, second) in over_pieces((a, b), wanted):
-        sums[piece.name] = sums[piece.name].plus(distance(first, second))
-        if progress is not None:
-            progress(piece.nbytes)
-    for name, each in sums.items():
-        diff = found[name]
-        diff.differing, diff.difference, diff.norm = each.differing, each.difference, each.norm
-        diff.kind, diff.max_abs = ("value", each.max_abs) if each.differing else ("equal", None)
-
-
-def diff_containers(a: Opened, b: Opened, selected: Callable[[str], bool] | None = None) -> Iterator[LeafDiff]:
+def diff_containers(a: Opened, b: Opened, selected: Callable[[str], bool]) -> Iterator[LeafDiff]:
     """Compare containers that exist in both checkpoints, and yield those of different kinds.
 
     A container is selected if all of its leaves are selected in both checkpoints. An empty container is itself a leaf.
@@ -175,37 +152,25 @@ def diff_containers(a: Opened, b: Opened, selected: Callable[[str], bool] | None
     Raises:
         CorruptCheckpointError: the record of a tree is damaged.
     """
-    if a.kind != b.kind:
-        return
-    of_b = b.trees
+    of_b = b.trees if a.kind == b.kind else {}
     for part, mine in a.trees.items():
-        theirs = of_b.get(part)
-        paths = [] if theirs is None else _paths_of_other_kind(mine.containers, theirs.containers)
-        if theirs is None or not paths:
+        if part not in of_b:
             continue
-        one, other = (_emptiness(part, record, set(paths), selected) for record in (mine, theirs))
-        for path in paths:
-            if path in one and path in other and one[path] == other[path]:
-                yield LeafDiff(
-                    f"{part}/{path}",
-                    "form",
-                    _container_kind(mine.containers, path),
-                    _container_kind(theirs.containers, path),
-                )
-
-
-def _paths_of_other_kind(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    """Return the paths whose container kinds differ. They may not be containers in both trees."""
-    paths = [*mine, *(path for path in theirs if path not in mine)]
-    return [path for path in paths if _container_kind(mine, path) != _container_kind(theirs, path)]
-
-
-def _container_kind(containers: Mapping[str, str], path: str) -> str:
-    return containers.get(path, "dict")
+        theirs = of_b[part]
+        kinds = {
+            path: (mine.containers.get(path, "dict"), theirs.containers.get(path, "dict"))
+            for path in {**mine.containers, **theirs.containers}
+        }
+        other_kinds = {path: pair for path, pair in kinds.items() if pair[0] != pair[1]}
+        if other_kinds:
+            one, other = (_emptiness(part, record, other_kinds, selected) for record in (mine, theirs))
+            for path, pair in other_kinds.items():
+                if path in one and path in other and one[path] == other[path]:
+                    yield LeafDiff(f"{part}/{path}", "form", *pair)
 
 
 def _emptiness(
-    part: str, record: TreeRecord, paths: Collection[str], selected: Callable[[str], bool] | None
+    part: str, record: TreeRecord, paths: Collection[str], selected: Callable[[str], bool]
 ) -> dict[str, bool]:
     """Return whether each of the paths is an empty container, for those that exist in the tree and are selected."""
     found, left_out = dict[str, bool](), set[str]()
@@ -213,7 +178,7 @@ def _emptiness(
         ancestors = [*_parents(name), name] if isinstance(leaf, EmptyLeaf) else list(_parents(name))
         inside = [path for path in ancestors if path in paths]
         found.update({path: path == name for path in inside})
-        if inside and selected is not None and not selected(f"{part}/{name}"):
+        if inside and not selected(f"{part}/{name}"):
             left_out.update(inside)
     return {path: is_empty for path, is_empty in found.items() if path not in left_out}
 
@@ -228,12 +193,11 @@ def _parents(name: str) -> Iterator[str]:
 def parts_to_compare(a: Opened, b: Opened) -> dict[str, tuple[PartRecord | None, PartRecord | None]]:
     """Return the pairs of checkpointables that are not trees in both, in the order of `a`. None: it does not exist."""
     of_a, of_b = ({part.name: part for part in each.committed.manifest.parts} for each in (a, b))
-    names = [*of_a, *(name for name in of_b if name not in of_a)]
-    pairs = {name: (of_a.get(name), of_b.get(name)) for name in names}
+    pairs = {name: (of_a.get(name), of_b.get(name)) for name in of_a | of_b}
     return {name: pair for name, pair in pairs.items() if any(each is not None and not has_tree(each) for each in pair)}
 
 
-def diff_parts(a: Opened, b: Opened, selected: Callable[[str], bool] | None = None) -> Iterator[LeafDiff]:
+def diff_parts(a: Opened, b: Opened, selected: Callable[[str], bool]) -> Iterator[LeafDiff]:
     """Compare all checkpointables that are not trees, by name. Equal ones are included.
 
     Their files are compared by digests if both checkpoints have the same kind, otherwise by bytes. JSON files of
@@ -244,28 +208,22 @@ def diff_parts(a: Opened, b: Opened, selected: Callable[[str], bool] | None = No
         StorageError: a file cannot be read.
     """
     for name, (one, other) in parts_to_compare(a, b).items():
-        if selected is not None and not selected(name):
+        if not selected(name):
             continue
+        kinds = "" if one is None else one.kind, "" if other is None else other.kind
         if one is None or other is None:
-            yield LeafDiff(name, "only_b" if one is None else "only_a", _part_kind(one), _part_kind(other))
+            yield LeafDiff(name, "only_b" if one is None else "only_a", *kinds)
         elif one.kind != other.kind or has_tree(one) != has_tree(other):
-            yield LeafDiff(name, "form", _part_kind(one), _part_kind(other))
+            yield LeafDiff(name, "form", *kinds)
         else:
             mine, theirs = ({file.file: file for file in part.files} for part in (one, other))
-            count = len(mine.keys() | theirs.keys())
+            count = len(mine | theirs)
             differing = count - sum(_is_same(a, mine[file], b, theirs[file]) for file in mine.keys() & theirs.keys())
-            yield LeafDiff(
-                name, "value" if differing else "equal", one.kind, other.kind, differing=differing, count=count
-            )
-
-
-def _part_kind(part: PartRecord | None) -> str:
-    return "" if part is None else part.kind
+            yield LeafDiff(name, "value" if differing else "equal", *kinds, differing=differing, count=count)
 
 
 def _is_same(a: Opened, one: FileRecord, b: Opened, other: FileRecord) -> bool:
-    first, second = a.committed.manifest, b.committed.manifest
-    if one.digests and other.digests and (first.digest, first.block_bytes) == (second.digest, second.block_bytes):
+    if one.digests and other.digests and _have_same_blocks(a, b):
         return (one.bytes, one.digests) == (other.bytes, other.digests)
     is_json = a.kind != b.kind  # two tools format the same JSON differently
     if one.bytes != other.bytes and not is_json:
@@ -309,8 +267,8 @@ class Wanted(NamedTuple):
 
 def pieces_of(name: str, arrays: Sequence[ArrayRecord]) -> Iterator[Wanted]:
     """Yield the pieces of an array, or of two arrays of the same shape."""
-    shape, itemsize = arrays[0].shape, max(DTYPES[array.dtype].itemsize for array in arrays)
-    for box in cut_box(full_box(shape), itemsize, PIECE_BYTES):
+    itemsize = max(DTYPES[array.dtype].itemsize for array in arrays)
+    for box in cut_box(full_box(arrays[0].shape), itemsize, PIECE_BYTES):
         if box_elements(box):
             yield Wanted(name, box, arrays)
 
@@ -328,27 +286,23 @@ def over_pieces(opened: Sequence[Opened], wanted: Iterable[Wanted]) -> Iterator[
         CheckpointTimeoutError: the storage does not answer.
     """
     with contextlib.ExitStack() as stack:
-        aheads = [stack.enter_context(_read_ahead(each, len(opened))) for each in opened]
+        aheads = [
+            stack.enter_context(ReadAhead(each.settings.read_budget_bytes // len(opened), each.path, AT_ONCE))
+            for each in opened
+        ]
         known: deque[tuple[Wanted, list[BoxAhead]]] = deque()
         for each in wanted:
-            boxes = zip(aheads, opened, each.arrays, strict=True)
-            known.append((each, [_box_ahead(ahead, one, array, each.box) for ahead, one, array in boxes]))
+            boxes = [
+                LazyBox(one.files, one.committed, array, each.box, one.settings)
+                for one, array in zip(opened, each.arrays, strict=True)
+            ]
+            known.append((each, [ahead.of([box])[0] for ahead, box in zip(aheads, boxes, strict=True)]))
             if len(known) > KNOWN:
-                yield _fetch(*known.popleft())
+                piece, ready = known.popleft()
+                yield piece, [box.fetch() for box in ready]
         while known:
-            yield _fetch(*known.popleft())
-
-
-def _read_ahead(opened: Opened, count: int) -> ReadAhead:
-    return ReadAhead(opened.settings.read_budget_bytes // count, opened.path, AT_ONCE)
-
-
-def _box_ahead(ahead: ReadAhead, opened: Opened, array: ArrayRecord, box: Box) -> BoxAhead:
-    return ahead.of([LazyBox(opened.files, opened.committed, array, box, opened.settings)])[0]
-
-
-def _fetch(wanted: Wanted, boxes: list[BoxAhead]) -> tuple[Wanted, list[np.ndarray]]:
-    return wanted, [box.fetch() for box in boxes]
+            piece, ready = known.popleft()
+            yield piece, [box.fetch() for box in ready]
 
 
 class Distance(NamedTuple):
@@ -381,36 +335,25 @@ def distance(first: np.ndarray, second: np.ndarray) -> Distance:
     value of the difference counts. 64-bit integers are rounded only for the norm.
     """
     one, other = (np.ascontiguousarray(each).reshape(-1) for each in (first, second))
-    workspace = _Workspace(one.dtype, min(BLOCK, one.size))
+    # Memory for a block of both in double precision. Allocating it each time would double the time.
+    memory = np.empty((2, min(BLOCK, one.size)), np.complex128 if has_complex(one.dtype) else np.float64)
     found = Distance()
     with np.errstate(all="ignore"):
         for at in range(0, len(one), BLOCK):
-            found = found.plus(_block_distance(one[at : at + BLOCK], other[at : at + BLOCK], workspace))
+            mine, theirs = one[at : at + BLOCK], other[at : at + BLOCK]
+            found = found.plus(_block_distance(mine, theirs, memory[:, : len(mine)]))
     return found
 
 
-class _Workspace:
-    """Reusable memory for a block of both arrays in double precision. Allocating it each time would double the time."""
-
-    def __init__(self, dtype: np.dtype, count: int) -> None:
-        is_complex = dtype.kind == "c" or "complex" in dtype.name
-        self._memory = np.empty((2, count), np.complex128 if is_complex else np.float64)
-
-    def in_double(self, place: int, values: np.ndarray) -> np.ndarray:
-        """Return the values in double precision, in the memory of the first or second array."""
-        found = self._memory[place, : len(values)]
-        np.copyto(found, values, casting="unsafe")
-        return found
-
-
-def _block_distance(one: np.ndarray, other: np.ndarray, workspace: _Workspace) -> Distance:
-    values = workspace.in_double(0, one)
+def _block_distance(one: np.ndarray, other: np.ndarray, memory: np.ndarray) -> Distance:
+    values = memory[0]
+    np.copyto(values, one, casting="unsafe")
     norm = _norm(values)
     differs = _bits_differ(one, other)
     differing = int(np.count_nonzero(differs))
     if not differing:
         return Distance(norm=norm)
-    apart = _absolute_difference(one, other, values, workspace)
+    apart = _absolute_difference(one, other, memory)
     largest = float(apart.max())
     if not math.isfinite(largest):
         apart[~differs] = 0.0  # the difference of two equal infinities is nan
@@ -426,17 +369,16 @@ def _bits_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return found if size <= 8 else np.asarray(found.reshape(len(one), -1).any(axis=1))
 
 
-def _absolute_difference(one: np.ndarray, other: np.ndarray, values: np.ndarray, workspace: _Workspace) -> np.ndarray:
-    found: np.ndarray
+def _absolute_difference(one: np.ndarray, other: np.ndarray, memory: np.ndarray) -> np.ndarray:
     if one.dtype.kind in "iu" and one.dtype.itemsize == 8:
         up, down = other.view("u8") - one.view("u8"), one.view("u8") - other.view("u8")
-        found = np.where(one > other, down, up).astype(np.float64)
-    elif values.dtype == np.complex128:
-        found = np.abs(values - workspace.in_double(1, other))
-    else:
-        found = workspace.in_double(1, other)
-        np.subtract(values, found, out=found)
-        np.abs(found, out=found)
+        return np.asarray(np.where(one > other, down, up), np.float64)
+    found: np.ndarray = memory[1]
+    np.copyto(found, other, casting="unsafe")
+    np.subtract(memory[0], found, out=found)
+    if found.dtype.kind == "c":
+        return np.asarray(np.abs(found))
+    np.abs(found, out=found)
     return found
 
 

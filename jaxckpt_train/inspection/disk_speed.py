@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ BLOCK_BYTES = 16 << 20
 THREADS = 2  # concurrent calls, like a save at its start
 SMALL_BYTES = 4096
 SMALL_FILES = 5
+Trial = Callable[[Backend, str], str | None]  # returns why an operation does not work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +60,7 @@ class DiskTrial:
         return self.nbytes / self.read_s
 
 
-def try_disk(
-    backend: Backend, directory: str, nbytes: int, progress: Callable[[int], object] | None = None
-) -> DiskTrial:
+def try_disk(backend: Backend, directory: str, nbytes: int, progress: Callable[[int], object]) -> DiskTrial:
     """Write a file of random bytes, sync it, read it, and compare it.
 
     The file has no name while it is used, so nothing remains when this process dies.
@@ -77,7 +76,8 @@ def try_disk(
         CorruptCheckpointError: the disk returned other bytes than were written.
     """
     size = max(nbytes // SMALL_BYTES, 1) * SMALL_BYTES
-    direct_write, direct_read = _takes_direct(backend, directory)
+    direct_write = _supports(backend, directory, direct=True, read_direct=False)
+    direct_read = _supports(backend, directory, direct=False, read_direct=True)
     block = aligned_buffer(min(size, BLOCK_BYTES))
     block.view(np.uint64)[:] = np.random.default_rng().integers(0, 1 << 63, len(block) // 8, np.uint64)
     with _nameless(backend, directory, direct=direct_write, read_direct=direct_read) as (sink, source):
@@ -87,19 +87,18 @@ def try_disk(
     return DiskTrial(size, direct_write, direct_read, write_s, sync_s, read_s, statistics.median(small))
 
 
-@dataclasses.dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """The result of trying an operation.
 
     Attributes:
         name: the operation.
-        problem: why it does not work. Empty: it works.
+        problem: why it does not work. None: it works.
         is_needed: whether every run depends on it.
     """
 
     name: str
-    problem: str
-    is_needed: bool = True
+    problem: str | None
+    is_needed: bool
 
 
 def try_operations(backend: Backend, directory: str) -> list[Operation]:
@@ -112,14 +111,14 @@ def try_operations(backend: Backend, directory: str) -> list[Operation]:
     backend.make_directory(folder, parents=False, sync=False)
     try:
         _put(backend, f"{folder}/plain", b"plain")
-        found = [Operation(name, _problem(trial, backend, folder)) for name, trial in _NEEDED.items()]
-        return found + [Operation(name, _problem(trial, backend, folder), False) for name, trial in _USED.items()]
+        trials = (_NEEDED | _USED).items()
+        return [Operation(name, _problem(trial, backend, folder), name in _NEEDED) for name, trial in trials]
     finally:
         with contextlib.suppress(StorageError):
             backend.remove(folder)
 
 
-def _problem(trial: Callable[[Backend, str], str], backend: Backend, folder: str) -> str:
+def _problem(trial: Trial, backend: Backend, folder: str) -> str | None:
     try:
         return trial(backend, folder)
     except CheckpointError as error:
@@ -137,6 +136,11 @@ def _put(backend: Backend, path: str, data: bytes, *, direct: bool | Literal["au
         sink.abandon()
 
 
+def _put_folder(backend: Backend, folder: str, data: bytes) -> None:
+    backend.make_directory(folder, parents=False, sync=False)
+    _put(backend, f"{folder}/file", data)
+
+
 def _is_refused(call: Callable[[], object]) -> bool:
     """Return whether the file system refuses an existing name."""
     try:
@@ -148,40 +152,38 @@ def _is_refused(call: Callable[[], object]) -> bool:
     return False
 
 
-def _content_problem(path: str, data: bytes, backend: Backend) -> str:
-    folder, name = os.path.split(path)
-    found = read_whole(backend, folder, name, limit=None).tobytes()
-    return "" if found == data else f"{path}: expected the {len(data)} bytes that were written, found {len(found)}"
+def _content_problem(path: str, data: bytes, backend: Backend) -> str | None:
+    found = read_whole(backend, *os.path.split(path), limit=None).tobytes()
+    return None if found == data else f"{path}: expected the {len(data)} bytes that were written, found {len(found)}"
 
 
-def _creation(backend: Backend, folder: str) -> str:
+def _creation(backend: Backend, folder: str) -> str | None:
     _put(backend, f"{folder}/exclusive", b"first")
     if not _is_refused(lambda: backend.create(f"{folder}/exclusive", direct=False).abandon()):
         return "creating a file that exists succeeds"
     return _content_problem(f"{folder}/exclusive", b"first", backend)
 
 
-def _size(backend: Backend, folder: str) -> str:
+def _size(backend: Backend, folder: str) -> str | None:
     _put(backend, f"{folder}/size", b"x" * 100, direct="auto")
     return _content_problem(f"{folder}/size", b"x" * 100, backend)
 
 
-def _lock(backend: Backend, folder: str) -> str:
+def _lock(backend: Backend, folder: str) -> str | None:
     if not backend.write_new(f"{folder}/lock", b"one") or backend.write_new(f"{folder}/lock", b"two"):
         return "a lock can be taken twice, or not at all"
     return _content_problem(f"{folder}/lock", b"one", backend)
 
 
-def _append(backend: Backend, folder: str) -> str:
+def _append(backend: Backend, folder: str) -> str | None:
     for line in (b"one", b"two"):
         backend.append(f"{folder}/lines", line)
     return _content_problem(f"{folder}/lines", b"onetwo", backend)
 
 
-def _rename(backend: Backend, folder: str) -> str:
+def _rename(backend: Backend, folder: str) -> str | None:
     for name in ("attempt", "taken"):
-        backend.make_directory(f"{folder}/{name}", parents=False, sync=False)
-        _put(backend, f"{folder}/{name}/file", name.encode())
+        _put_folder(backend, f"{folder}/{name}", name.encode())
     if not _is_refused(lambda: backend.rename(f"{folder}/attempt", f"{folder}/taken")):
         return "renaming to a directory that exists replaces it"
     backend.rename(f"{folder}/attempt", f"{folder}/final")
@@ -191,85 +193,65 @@ def _rename(backend: Backend, folder: str) -> str:
     return _content_problem(f"{folder}/final/file", b"attempt", backend)
 
 
-def _exchange(backend: Backend, folder: str) -> str:
+def _exchange(backend: Backend, folder: str) -> str | None:
     for name in ("old", "new"):
-        backend.make_directory(f"{folder}/{name}", parents=False, sync=False)
-        _put(backend, f"{folder}/{name}/file", name.encode())
+        _put_folder(backend, f"{folder}/{name}", name.encode())
     backend.exchange(f"{folder}/new", f"{folder}/old", sync=True)
     return _content_problem(f"{folder}/old/file", b"new", backend)
 
 
-def _sync_file(backend: Backend, folder: str) -> str:
-    backend.sync(f"{folder}/plain")
-    return ""
-
-
-def _sync_names(backend: Backend, folder: str) -> str:
-    backend.sync(folder)
-    return ""
-
-
-def _heartbeat(backend: Backend, folder: str) -> str:
+def _heartbeat(backend: Backend, folder: str) -> str | None:
     path = f"{folder}/time"
     _put(backend, path, b"")
     backdate(path, 1000)
     before_ns = backend.modified_ns(path)
     backend.touch(path)
-    after_ns = backend.modified_ns(path)
-    return "" if after_ns != before_ns else "touching a file does not change its modification time"
+    if backend.modified_ns(path) == before_ns:
+        return "touching a file does not change its modification time"
+    return None
 
 
-def _removal(backend: Backend, folder: str) -> str:
-    backend.make_directory(f"{folder}/read", parents=False, sync=False)
-    _put(backend, f"{folder}/read/file", b"in use")
+def _removal(backend: Backend, folder: str) -> None:
+    _put_folder(backend, f"{folder}/read", b"in use")
     source = backend.open(f"{folder}/read", "file", direct=False)
     try:
         backend.remove(f"{folder}/read")
         source.read_into(0, aligned_buffer(SMALL_BYTES), 6)
     finally:
         source.close()
-    return ""
 
 
-def _links(backend: Backend, folder: str) -> str:
-    return "" if has_links(folder) else "not supported; the lock of a run is created and then written"
+def _links(backend: Backend, folder: str) -> str | None:
+    return None if has_links(folder) else "not supported; the lock of a run is created and then written"
 
 
-def _swap(backend: Backend, folder: str) -> str:
+def _swap(backend: Backend, folder: str) -> str | None:
     for name in ("one", "two"):
         _put(backend, f"{folder}/{name}", b"")
     is_atomic = exchange_names(f"{folder}/one", f"{folder}/two")
-    return "" if is_atomic else "not supported; `overwrite=True` replaces a checkpoint with three renames"
+    return None if is_atomic else "not supported; `overwrite=True` replaces a checkpoint with three renames"
 
 
-_NEEDED: dict[str, Callable[[Backend, str], str]] = {
+_NEEDED: dict[str, Trial] = {
     "exclusive creation": _creation,
     "size after closing": _size,
     "lock": _lock,
     "append": _append,
     "rename": _rename,
     "exchange": _exchange,
-    "sync of a file": _sync_file,
-    "sync of a directory": _sync_names,
+    "sync of a file": lambda backend, folder: backend.sync(f"{folder}/plain"),
+    "sync of a directory": lambda backend, folder: backend.sync(folder),
     "modification time": _heartbeat,
 }
-
-
-_USED: dict[str, Callable[[Backend, str], str]] = {
-    "removal of a file in use": _removal,
-    "hard links": _links,
-    "atomic exchange": _swap,
-}
+_USED: dict[str, Trial] = {"removal of a file in use": _removal, "hard links": _links, "atomic exchange": _swap}
 
 
 @contextlib.contextmanager
-def _nameless(
-    backend: Backend, directory: str, *, direct: bool, read_direct: bool | Literal["auto"]
-) -> Iterator[tuple[Sink, Source]]:
+def _nameless(backend: Backend, directory: str, *, direct: bool, read_direct: bool) -> Iterator[tuple[Sink, Source]]:
     """Yield a new file to write and read, whose name is removed before the first byte is written."""
     name = TEMPORARY_PREFIXES[0] + secrets.token_hex(8)
-    path, opened = os.path.join(directory, name), contextlib.ExitStack()
-    with opened:
+    path = os.path.join(directory, name)
+    with contextlib.ExitStack() as opened:
         try:
             sink = backend.create(path, direct=direct)
             opened.callback(sink.abandon)
@@ -280,21 +262,18 @@ def _nameless(
         yield sink, source
 
 
-def _takes_direct(backend: Backend, directory: str) -> tuple[bool, bool]:
-    """Return whether the disk supports direct writes, and direct reads."""
-    supported = [False, False]
+def _supports(backend: Backend, directory: str, *, direct: bool, read_direct: bool) -> bool:
     memory = aligned_buffer(SMALL_BYTES)
-    for which in (0, 1):
-        try:
-            with _nameless(backend, directory, direct=which == 0, read_direct=which == 1) as (sink, source):
-                sink.write_at(0, memory)
-                sink.finish(SMALL_BYTES, sync=False)
-                source.read_into(0, memory, SMALL_BYTES)
-            supported[which] = True
-        except StorageError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-    return supported[0], supported[1]
+    try:
+        with _nameless(backend, directory, direct=direct, read_direct=read_direct) as (sink, source):
+            sink.write_at(0, memory)
+            sink.finish(SMALL_BYTES, sync=False)
+            source.read_into(0, memory, SMALL_BYTES)
+    except StorageError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        return False
+    return True
 
 
 def _in_blocks(size: int, block_bytes: int, work: Callable[[int, int, int], object]) -> float:
@@ -317,11 +296,10 @@ def _in_blocks(size: int, block_bytes: int, work: Callable[[int, int, int], obje
     return time.perf_counter() - start_s
 
 
-def _write(sink: Sink, block: np.ndarray, size: int, progress: Callable[[int], object] | None) -> tuple[float, float]:
+def _write(sink: Sink, block: np.ndarray, size: int, progress: Callable[[int], object]) -> tuple[float, float]:
     def write(at: int, nbytes: int, thread: int) -> None:
         sink.write_at(at, block[:nbytes])
-        if progress is not None:
-            progress(nbytes)
+        progress(nbytes)
 
     write_s = _in_blocks(size, len(block), write)
     start_s = time.perf_counter()
@@ -330,9 +308,7 @@ def _write(sink: Sink, block: np.ndarray, size: int, progress: Callable[[int], o
     return write_s + sync_s, sync_s
 
 
-def _read(
-    source: Source, block: np.ndarray, size: int, directory: str, progress: Callable[[int], object] | None
-) -> float:
+def _read(source: Source, block: np.ndarray, size: int, directory: str, progress: Callable[[int], object]) -> float:
     buffers = [aligned_buffer(len(block)) for _ in range(THREADS)]
     for buffer in buffers:
         buffer[:] = 0  # allocates the pages before the measurement
@@ -341,8 +317,7 @@ def _read(
     def read(at: int, nbytes: int, thread: int) -> None:
         source.read_into(at, buffers[thread][:nbytes], nbytes)
         filled[thread] = nbytes
-        if progress is not None:
-            progress(nbytes)
+        progress(nbytes)
 
     read_s = _in_blocks(size, len(block), read)
     if not all(np.array_equal(buffer[:last], block[:last]) for buffer, last in zip(buffers, filled, strict=True)):
@@ -355,12 +330,7 @@ def _small_s(backend: Backend, directory: str) -> float:
     path = os.path.join(directory, TEMPORARY_PREFIXES[0] + secrets.token_hex(8))
     start_s = time.perf_counter()
     try:
-        sink = backend.create(path, direct=False)
-        try:
-            sink.write_at(0, aligned_buffer(SMALL_BYTES))
-            sink.finish(SMALL_BYTES, sync=True)
-        finally:
-            sink.abandon()
+        _put(backend, path, bytes(SMALL_BYTES))
         sync_directory(backend, directory)
         return time.perf_counter() - start_s
     finally:

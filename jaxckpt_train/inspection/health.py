@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jaxckpt_train.errors import (
     CheckpointError,
@@ -20,7 +21,7 @@ from jaxckpt_train.run.entry import Entry, newest_generations
 from jaxckpt_train.run.goodput import attempts_of
 from jaxckpt_train.run.history import History, RunEvent
 from jaxckpt_train.run.lock import SILENCE_S, Owner, OwnerLock
-from jaxckpt_train.run.maintenance import Fate, Pruning, current_line, fates
+from jaxckpt_train.run.maintenance import Pruning, current_line, fates
 from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.removal import find_dead_attempts
@@ -28,15 +29,8 @@ from jaxckpt_train.store.removal import find_dead_attempts
 MAX_LISTED = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedStep:
-    """The fate of a step.
-
-    Attributes:
-        status: the step.
-        goes: whether it is deleted.
-        why: the reasons.
-    """
+class PlannedStep(NamedTuple):
+    """A step, whether it is deleted, and the reasons."""
 
     status: StepStatus
     goes: bool
@@ -54,7 +48,6 @@ class PrunePlan:
     """
 
     steps: list[PlannedStep]
-
     damaged: dict[int, str]
     refused: dict[int, StorageError]
 
@@ -76,7 +69,7 @@ def plan_pruning(
     now: datetime.datetime,
     *,
     every_byte: bool,
-    reading: Callable[[int], None] | None = None,
+    reading: Callable[[int], None],
 ) -> PrunePlan:
     """Plan the fate of each step. The newest valid step, and steps that links lead to, are added to `pruning.safe`.
 
@@ -94,7 +87,7 @@ def plan_pruning(
         StorageError: none of the steps that can be read is valid.
     """
     statuses = inspect_run(backend, directory)
-    entries = sorted((status.entry for status in statuses if status.entry is not None), key=lambda entry: entry.order)
+    entries = _entries(statuses)
     if not entries:
         raise NotACheckpointError(f"{directory}: expected a run, found a directory without committed steps")
     _refuse_unknown_metrics(directory, pruning, entries)
@@ -109,17 +102,21 @@ def plan_pruning(
         )
     links = links_to_steps(backend, directory)
     pruning.safe |= {entry.step: f"the link {links[entry.name]!r}" for entry in newest if entry.name in links}
-    pruning.safe |= {found.entry.step: "newest valid"} if found.damaged or found.refused else {}
+    if found.damaged or found.refused:
+        pruning.safe[found.entry.step] = "newest valid"
     pruning.safe |= {step: f"cannot be read: {error}" for step, error in found.refused.items()}
     pruning.safe |= {step: f"damaged: {problem}" for step, problem in found.damaged.items()}
-    by_name = {fate.entry.name: fate for fate in fates(entries, roll_back, pruning, now)}
-    return PrunePlan([_planned(status, by_name.get(status.name)) for status in statuses], found.damaged, found.refused)
+    by_name = {fate.entry.name: (fate.goes, fate.why) for fate in fates(entries, roll_back, pruning, now)}
+    steps = [
+        PlannedStep(status, *by_name.get(status.name, (False, (f"not committed: {status.problem}",))))
+        for status in statuses
+    ]
+    return PrunePlan(steps, found.damaged, found.refused)
 
 
-def _planned(status: StepStatus, fate: Fate | None) -> PlannedStep:
-    if fate is None:
-        return PlannedStep(status, False, (f"not committed: {status.problem}",))
-    return PlannedStep(status, fate.goes, fate.why)
+def _entries(statuses: Sequence[StepStatus]) -> list[Entry]:
+    """Return the committed steps in the order of their saves."""
+    return sorted((status.entry for status in statuses if status.entry is not None), key=lambda entry: entry.order)
 
 
 def _refuse_unknown_metrics(directory: str, pruning: Pruning, entries: list[Entry]) -> None:
@@ -133,8 +130,7 @@ def _refuse_unknown_metrics(directory: str, pruning: Pruning, entries: list[Entr
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class AtRisk:
+class AtRisk(NamedTuple):
     """The work that is lost if the running process dies now, or that was lost when the last process ended.
 
     Attributes:
@@ -163,9 +159,8 @@ class RunHealth:
         statuses: all steps.
         newest: the newest step that is valid according to its manifest and the sizes of its files.
         newest_age_s: the seconds since it was saved.
-        damaged: the problems of committed steps, by directory name.
-        uncommitted: the problems of steps that were never committed, or lost their COMMIT.
-        refused: the errors of steps that could not be read.
+        damaged, uncommitted, refused: by directory name, the problems of committed steps, of steps without a COMMIT,
+            and of steps that could not be read.
         stale_files: temporary files of dead processes, which the next owner removes.
         at_risk: the work at risk. None: no process of the run has recorded its progress.
         unreadable: why the history cannot be read.
@@ -189,21 +184,20 @@ class RunHealth:
 
     def warnings(self) -> list[str]:
         """Return the problems of the run as text."""
-        problems = [*self.damaged.items(), *self.uncommitted.items(), *self.refused.items()]
-        found = [f"{name}: {problem}" for name, problem in problems]
+        problems = self.damaged | self.uncommitted | self.refused
+        found = [f"{name}: {problem}" for name, problem in problems.items()]
         if self.statuses and self.newest is None:
             found.append("none of the steps can be restored")
-        if self.owner is not None and self.owner.is_alive and self.owner.silent_s > SILENCE_S:
-            found.append(
-                f"{self.owner.name} owns the run, but has given no sign of life for {self.owner.silent_s:.0f} s"
-            )
+        owner = self.owner
+        if owner is not None and owner.is_alive and owner.silent_s > SILENCE_S:
+            found.append(f"{owner.name} owns the run, but has given no sign of life for {owner.silent_s:.0f} s")
         if self.stale_files:
             more = ", ..." if len(self.stale_files) > MAX_LISTED else ""
-            found.append(
-                "the next process that saves will remove files of dead processes: "
-                f"{', '.join(self.stale_files[:MAX_LISTED])}{more}"
-            )
-        return found + ([] if self.unreadable is None else [f"the history cannot be read: {self.unreadable}"])
+            names = ", ".join(self.stale_files[:MAX_LISTED]) + more
+            found.append(f"the next process that saves will remove files of dead processes: {names}")
+        if self.unreadable is not None:
+            found.append(f"the history cannot be read: {self.unreadable}")
+        return found
 
 
 def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHealth:
@@ -214,38 +208,36 @@ def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHe
         StorageError: it cannot be read.
     """
     owner, statuses = OwnerLock(backend, directory).owner(), inspect_run(backend, directory)
-    entries = sorted((status.entry for status in statuses if status.entry is not None), key=lambda entry: entry.order)
-    line = newest_generations(current_line(entries, FoundRecord(backend, directory).record.roll_back))
+    line = newest_generations(current_line(_entries(statuses), FoundRecord(backend, directory).record.roll_back))
     whole = newest_whole_step(backend, directory, line, every_byte=False)
-    by_name = {status.name: status for status in statuses}
-    newest = None if whole.entry is None else by_name[whole.entry.name]
-    found_out = {entry.name: whole.damaged[entry.step] for entry in line if entry.step in whole.damaged}
-    problems = {status.name: status.problem for status in statuses if status.problem is not None}
+    newest = next((status for status in statuses if whole.entry is not None and status.name == whole.entry.name), None)
+    damaged = {entry.name: whole.damaged[entry.step] for entry in line if entry.step in whole.damaged}
     refused = {entry.name: str(whole.refused[entry.step]) for entry in line if entry.step in whole.refused}
-    refused |= {status.name: str(status.refusal) for status in statuses if status.refusal is not None}
-    uncommitted = {name: problem for name, problem in problems.items() if by_name[name].entry is None}
-    other_problems = uncommitted.keys() | refused.keys()
-    damaged = {name: problem for name, problem in {**found_out, **problems}.items() if name not in other_problems}
+    uncommitted = dict[str, str]()
+    for status in statuses:
+        if status.refusal is not None:
+            refused[status.name] = str(status.refusal)
+        elif status.problem is not None:
+            (uncommitted if status.entry is None else damaged)[status.name] = status.problem
+    damaged = {name: problem for name, problem in damaged.items() if name not in refused}
     at_risk, unreadable = _at_risk(backend, directory, owner, newest, now)
-    has_problems = damaged or uncommitted or refused
-    # The owner may have deleted steps during the inspection.
-    there = {entry.name for entry in backend.list(directory)} if has_problems else set[str]()
+    if damaged or uncommitted or refused:  # the owner may have deleted steps during the inspection
+        there = {entry.name for entry in backend.list(directory)}
+        for problems in (damaged, uncommitted, refused):
+            for name in problems.keys() - there:
+                del problems[name]
     return RunHealth(
         owner=owner,
         statuses=statuses,
         newest=newest,
         newest_age_s=None if whole.entry is None else (now - whole.entry.time).total_seconds(),
-        damaged=_select(there, damaged),
-        uncommitted=_select(there, uncommitted),
-        refused=_select(there, refused),
+        damaged=damaged,
+        uncommitted=uncommitted,
+        refused=refused,
         stale_files=[*find_dead_attempts(backend, directory), *_half_deleted_by_dead(backend, directory)],
         at_risk=at_risk,
         unreadable=unreadable,
     )
-
-
-def _select(names: Collection[str], problems: dict[str, str]) -> dict[str, str]:
-    return {name: problem for name, problem in problems.items() if name in names}
 
 
 def _half_deleted_by_dead(backend: Backend, directory: str) -> list[str]:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,7 +24,6 @@ from jaxckpt_train.errors import (
     StepNotFoundError,
     StorageError,
 )
-from jaxckpt_train.formats.foreign import ForeignCheckpoint
 from jaxckpt_train.formats.step_folders import FlaxFile
 from jaxckpt_train.opened import IMPORTED_KIND, OURS, Opened, open_found
 from jaxckpt_train.run.catalog import foreign_checkpoints, scan_with_record
@@ -35,7 +35,6 @@ from jaxckpt_train.store.backends.base import GONE, Backend, is_storage_failure
 from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.backends.local_names import link_target, real_path
 from jaxckpt_train.store.committed import (
-    Committed,
     diagnose_uncommitted,
     is_committed,
     is_gone,
@@ -45,7 +44,7 @@ from jaxckpt_train.store.committed import (
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import open_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord
-from jaxckpt_train.store.verify import file_problems, first_damage
+from jaxckpt_train.store.verify import first_damage
 
 _log = logging.getLogger("jaxckpt_train")
 
@@ -74,6 +73,11 @@ class StepStatus:
     problem: str | None
     refusal: CheckpointError | None = None
 
+    @property
+    def is_restorable(self) -> bool:
+        """Whether a run may continue from this step, according to its manifest."""
+        return self.entry is not None and self.is_current and self.problem is None
+
 
 def inspect_run(backend: Backend, directory: str) -> list[StepStatus]:
     """Return the steps of a run, lowest first. They include damaged, superseded and uncommitted ones.
@@ -84,31 +88,30 @@ def inspect_run(backend: Backend, directory: str) -> list[StepStatus]:
         NotACheckpointError: the directory does not exist.
         StorageError: it cannot be read.
     """
-    _require_directory(backend, directory)
-    entries, record = scan_with_record(backend, directory)
-    left = left_behind(entries, record.record.roll_back)
-    current = {entry.name for entry in newest_generations([each for each in entries if each.name not in left])}
-    found = [_inspect_step(backend, directory, entry, entry.name in current) for entry in entries]
-    found += _uncommitted_steps(backend, directory, {entry.name for entry in entries})
-    return sorted(_without_deleted(backend, directory, found), key=lambda each: (each.step, each.name))
-
-
-def _require_directory(backend: Backend, directory: str) -> None:
     try:
         backend.list(directory)
     except StorageError as error:
         if error.errno not in {*GONE, errno.ENOTDIR}:
             raise
-        found = "a file" if is_file(directory) else "nothing"
-        raise NotACheckpointError(f"{directory}: expected a directory, found {found}") from error
+        there = "a file" if is_file(directory) else "nothing"
+        raise NotACheckpointError(f"{directory}: expected a directory, found {there}") from error
+    entries, record = scan_with_record(backend, directory)
+    left = left_behind(entries, record.record.roll_back)
+    current = {entry.name for entry in newest_generations([each for each in entries if each.name not in left])}
+    found = [_inspect_step(backend, directory, entry, entry.name in current) for entry in entries]
+    found += _uncommitted_steps(backend, directory, {entry.name for entry in entries})
+    if any(status.problem is not None for status in found):  # perhaps because the owner has deleted it meanwhile
+        names = {entry.name for entry in backend.list(directory)}
+        found = [status for status in found if status.problem is None or status.name in names]
+    return sorted(found, key=lambda each: (each.step, each.name))
 
 
 def _inspect_step(backend: Backend, directory: str, entry: Entry, is_current: bool) -> StepStatus:
-    refusal = None
+    nbytes, problem, refusal = None, None, None
     try:
-        nbytes, problem = _size(backend, f"{directory}/{entry.name}")
+        nbytes = _data_bytes(backend, f"{directory}/{entry.name}")
     except CheckpointError as error:
-        nbytes, problem = None, str(error)
+        problem = str(error)
         refusal = error if is_storage_failure(error) or isinstance(error, FormatVersionError) else None
     if problem is None and entry.damaged is not None:
         problem = f"set aside as damaged: {entry.damaged}"
@@ -126,16 +129,17 @@ class _Sizes(msgspec.Struct):
     parts: list[_PartSizes]
 
 
-def _size(backend: Backend, directory: str) -> tuple[int | None, str | None]:
+def _data_bytes(backend: Backend, directory: str) -> int:
+    found = read_committed(backend, directory)
+    if found is None:
+        raise CorruptCheckpointError("its COMMIT no longer exists")
     try:
-        found = read_committed(backend, directory)
-        if found is None:
-            return None, "its COMMIT no longer exists"
         sizes = msgspec.json.decode(found[0], type=_Sizes)
     except NOT_JSON as error:
-        return None, f"{directory}: expected a valid manifest, found something else: {error}"
-    segments = sum(segment[1] for segment in sizes.segments)
-    return segments + sum(file[1] for part in sizes.parts for file in part.files), None
+        raise CorruptCheckpointError(
+            f"{directory}: expected a valid manifest, found something else: {error}"
+        ) from error
+    return sum(segment[1] for segment in sizes.segments) + sum(file[1] for part in sizes.parts for file in part.files)
 
 
 def _uncommitted_steps(backend: Backend, directory: str, known: set[str]) -> list[StepStatus]:
@@ -153,27 +157,16 @@ def _uncommitted_steps(backend: Backend, directory: str, known: set[str]) -> lis
     return found
 
 
-def _without_deleted(backend: Backend, directory: str, statuses: Sequence[StepStatus]) -> list[StepStatus]:
-    """Leave out steps with a problem whose directories no longer exist:
-
-    the owner deleted them during the inspection.
-    """
-    if all(status.problem is None for status in statuses):
-        return list(statuses)
-    names = {entry.name for entry in backend.list(directory)}
-    return [status for status in statuses if status.problem is None or status.name in names]
-
-
 def newest_whole(statuses: Sequence[StepStatus]) -> StepStatus | None:
     """Return the step that a restore would load, or None."""
-    good = [each for each in statuses if each.entry is not None and each.is_current and each.problem is None]
+    good = [each for each in statuses if each.is_restorable]
     return max(good, key=lambda each: each.entry.order if each.entry is not None else (0, 0, 0), default=None)
 
 
 def _newer_broken(statuses: Sequence[StepStatus], whole: StepStatus | None) -> list[StepStatus]:
     """Return the steps newer than the newest valid one that cannot be restored, the newest first.
 
-    Steps before a roll-back are left out. A step without a manifest has no time of its save, so its number counts.
+    Steps before a roll-back are left out.
     """
     bad = [status for status in statuses if status.problem is not None and (status.is_current or status.entry is None)]
     return sorted((status for status in bad if _is_newer(status, whole)), key=lambda status: status.step, reverse=True)
@@ -184,16 +177,8 @@ def _is_newer(status: StepStatus, than: StepStatus | None) -> bool:
         return True
     if status.entry is not None:
         return status.entry.order > than.entry.order
+    # Without a manifest the time of the save is unknown, so the number counts.
     return (parse_step_name(status.name) or (status.step, 0)) > (than.step, than.entry.generation)
-
-
-def has_steps(backend: Backend, directory: str) -> bool:
-    """Return whether a directory contains anything with the name of a step.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
-    return any(parse_step_name(entry.name) is not None for entry in backend.list(directory))
 
 
 def is_run(backend: Backend, directory: str) -> bool:
@@ -211,7 +196,7 @@ def is_run(backend: Backend, directory: str) -> bool:
     return bool(names & {LOCK_NAME, HISTORY_NAME}) or any(parse_step_name(name) is not None for name in names)
 
 
-def open_at(backend: Backend, path: str, step: float | None = None, *, verify: bool = True) -> Opened:
+def open_at(backend: Backend, path: str, step: float | None = None) -> Opened:
     """Open the checkpoint at a path.
 
     Args:
@@ -219,7 +204,6 @@ def open_at(backend: Backend, path: str, step: float | None = None, *, verify: b
         path: the absolute path of a checkpoint, a run, or a checkpoint of Orbax, PyTorch, safetensors or Flax.
         step: the step of a run, or of a directory of Flax, where it may have a fraction. None: the newest valid step
             of a run, or the newest checkpoint of Flax.
-        verify: whether digests are checked when data is read.
 
     Raises:
         NotACheckpointError: the path has no checkpoint, or is an Orbax run and needs a step.
@@ -228,54 +212,53 @@ def open_at(backend: Backend, path: str, step: float | None = None, *, verify: b
         CorruptCheckpointError: the checkpoint is damaged. Without a step: all steps of the run are damaged.
         StorageError: the checkpoint cannot be read. Without a step: a newer step cannot be read, and may be valid.
     """
-    settings = StoreSettings(verify_on_load=verify)
-    if _is_run(backend, path):
-        name, skipped = _choose_step(backend, path, step)
+    settings = StoreSettings()
+    if is_run(backend, path):
+        statuses, skipped = inspect_run(backend, path), tuple[str, ...]()
+        if step is None:
+            name, skipped = _choose_newest(path, statuses)
+        else:
+            name = _choose_by_number(path, statuses, step)
         return Opened(OURS, backend, open_committed(backend, f"{path}/{name}"), settings, path, skipped)
-    if step is not None or is_file(path):
-        return open_found(backend, _find_foreign(backend, path, step), settings)
-    try:
-        return Opened(OURS, backend, open_committed(backend, path), settings)
-    except NotACheckpointError:
-        found = _find_in_directory(backend, path)
-        if found is None:
-            raise
+    is_one_file = is_file(path)
+    nothing = NotACheckpointError(f"{path}: expected a run with a step {step}, found none")
+    if step is None and not is_one_file:
+        try:
+            return Opened(OURS, backend, open_committed(backend, path), settings)
+        except NotACheckpointError as error:
+            nothing = error
+    from jaxckpt_train.formats.detect import find_file, find_in_directory  # imports the readers of all tools
+
+    if is_one_file:
+        found = find_file(backend, path) if step is None else None
+    else:
+        found = find_in_directory(backend, path, step)
+    if found is None:
+        raise nothing
     return open_found(backend, found, settings)
 
 
-def _choose_step(backend: Backend, path: str, step: float | None) -> tuple[str, tuple[str, ...]]:
-    """Return the directory name of a step, and the names of newer steps that are skipped for it."""
-    statuses = inspect_run(backend, path)
-    return _choose_newest(path, statuses) if step is None else (_choose_by_number(path, statuses, step), ())
-
-
-def _is_run(backend: Backend, path: str) -> bool:
-    try:
-        return has_steps(backend, path)
-    except StorageError:
-        return False
-
-
 def _choose_newest(path: str, statuses: Sequence[StepStatus]) -> tuple[str, tuple[str, ...]]:
-    """Choose the newest valid step. Log newer damaged steps; raise an error for a newer step that may be valid."""
+    """Return the names of the newest valid step, and of newer damaged ones, which are logged.
+
+    Raise an error for a newer step that may be valid.
+    """
     found = newest_whole(statuses)
     bad = _newer_broken(statuses, found)
     refused = next((status.refusal for status in bad if status.refusal is not None), None)
-    if refused is not None:
-        if found is not None:
-            hint = f"it may be the newest valid step; to take an older one, pass its number: --step {found.step}"
-            if not isinstance(refused, StorageError):
-                raise type(refused)(f"{refused}; {hint}") from refused
+    if refused is not None and found is not None:
+        hint = f"it may be the newest valid step; to take an older one, pass its number: --step {found.step}"
+        if isinstance(refused, StorageError):
             raise StorageError(refused.errno, f"{refused.strerror}; {hint}", refused.filename) from refused
+        raise type(refused)(f"{refused}; {hint}") from refused
+    if refused is not None:
         raise refused
     if found is None:
+        reasons = f"see `jaxckpt ls {path}` for the reasons"
         if not bad:
-            raise StepNotFoundError(
-                f"{path}: has no step that can be restored; see `jaxckpt ls {path}` for the reasons"
-            )
+            raise StepNotFoundError(f"{path}: has no step that can be restored; {reasons}")
         raise CorruptCheckpointError(
-            f"{path}: none of its steps can be restored; see `jaxckpt ls {path}` for the reasons; {bad[0].name}: "
-            f"{bad[0].problem}"
+            f"{path}: none of its steps can be restored; {reasons}; {bad[0].name}: {bad[0].problem}"
         )
     for status in bad:
         _log.warning("%s/%s is skipped: %s", path, status.name, status.problem)
@@ -294,25 +277,6 @@ def _choose_by_number(path: str, statuses: Sequence[StepStatus], step: float) ->
     return next((each.name for each in same if each.is_current), same[-1].name)
 
 
-def _find_foreign(backend: Backend, path: str, step: float | None) -> ForeignCheckpoint | FlaxFile:
-    """Open the checkpoint of another tool: a file, or one of several in a directory."""
-    if step is None:
-        from jaxckpt_train.formats.detect import find_file
-
-        return find_file(backend, path)
-    found = None if is_file(path) else _find_in_directory(backend, path, step)
-    if found is None:
-        raise NotACheckpointError(f"{path}: expected a run with a step {step}, found none")
-    return found
-
-
-def _find_in_directory(backend: Backend, path: str, step: float | None = None) -> ForeignCheckpoint | FlaxFile | None:
-    """Open the checkpoint of another tool in a directory. Its readers are imported only when they are needed."""
-    from jaxckpt_train.formats.detect import find_in_directory
-
-    return find_in_directory(backend, path, step)
-
-
 def describe_other(backend: Backend, path: str) -> str:
     """Describe for a message what a path holds instead of a run. Empty: it is not recognized.
 
@@ -322,18 +286,18 @@ def describe_other(backend: Backend, path: str) -> str:
     """
     if is_file(path):
         return "a file"
-    found = foreign_checkpoints(backend, path)
-    if found:
+    if found := foreign_checkpoints(backend, path):
         return found
     if is_committed(backend, path):
         return "one checkpoint of this package"
-    other = _find_in_directory(backend, path)
+    from jaxckpt_train.formats.detect import find_in_directory  # imports the readers of all tools
+
+    other = find_in_directory(backend, path)
     kind = "Flax" if isinstance(other, FlaxFile) else "" if other is None else other.kind
     return f"a checkpoint of {kind}" if kind else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class NewestWhole:
+class NewestWhole(NamedTuple):
     """The result of a search for the newest valid step.
 
     Attributes:
@@ -344,7 +308,7 @@ class NewestWhole:
 
     entry: Entry | None
     damaged: dict[int, str]
-    refused: dict[int, StorageError] = dataclasses.field(default_factory=dict)
+    refused: dict[int, StorageError]
 
 
 def newest_whole_step(
@@ -370,10 +334,18 @@ def newest_whole_step(
     for entry in reversed(newest):
         path = f"{directory}/{entry.name}"
         try:
-            problem = _damage(backend, path, progress) if every_byte else _missing_or_short(backend, path)
-        except StorageError as error:
-            refused[entry.step] = error
-            continue
+            if every_byte:
+                problem = first_damage(backend, path, progress)
+            else:
+                problem = None
+                _check_sizes(backend, path)
+        except CheckpointError as error:
+            if is_storage_failure(error):
+                if not isinstance(error, StorageError):
+                    raise
+                refused[entry.step] = error
+                continue
+            problem = str(error)
         if problem is None:
             return NewestWhole(entry, damaged, refused)
         if not is_gone(backend, path):  # otherwise the owner has deleted it in the meantime
@@ -381,46 +353,18 @@ def newest_whole_step(
     return NewestWhole(None, damaged, refused)
 
 
-def _damage(backend: Backend, path: str, progress: Callable[[int], None] | None) -> str | None:
-    try:
-        return first_damage(backend, path, progress)
-    except CheckpointError as error:
-        return _damage_text(error)
-
-
-def _missing_or_short(backend: Backend, path: str) -> str | None:
-    """Return the problem in the manifest of a step, or in the sizes of its files, or None."""
-    try:
-        committed = open_committed(backend, path)
-        return _wrong_size(backend, committed)
-    except CheckpointError as error:
-        return _damage_text(error)
-
-
-def _damage_text(error: CheckpointError) -> str:
-    """Return the message of an error that shows damage, and raise an error of the storage again."""
-    if is_storage_failure(error):
-        raise error
-    return str(error)
-
-
-def _wrong_size(backend: Backend, committed: Committed) -> str | None:
-    for segment in committed.manifest.segments:
-        try:
-            open_recorded(backend, committed.directory, segment.file, segment.bytes, subject="segment").close()
-        except CorruptCheckpointError as error:
-            return str(error)
-    for part in committed.manifest.parts:
+def _check_sizes(backend: Backend, path: str) -> None:
+    """Raise CorruptCheckpointError if the manifest is damaged, or a file is missing or has another size."""
+    manifest = open_committed(backend, path).manifest
+    for segment in manifest.segments:
+        open_recorded(backend, path, segment.file, segment.bytes, subject="segment").close()
+    for part in manifest.parts:
         for file in part.files:
-            for problem in file_problems(backend, committed, file, digests=False):
-                return problem
-    return None
+            open_recorded(backend, path, file.file, file.bytes).close()
 
 
 def links_to_steps(backend: Backend, directory: str) -> dict[str, str]:
-    """Return the names of links in a run directory, by the name of the step that each of them leads to.
-
-    A link may lead to something inside the step, through other links, or through another path of the run.
+    """Return the names of links in a run directory, by the name of the step that each of them leads to or into.
 
     Raises:
         StorageError: the directory cannot be read.
@@ -437,7 +381,6 @@ def links_to_steps(backend: Backend, directory: str) -> dict[str, str]:
 
 
 def _step_in(directory: str, path: str) -> str | None:
-    """Return the name of the step of a run that contains a path, or None."""
     if not path.startswith(f"{directory}/"):
         return None
     name = path.removeprefix(f"{directory}/").partition("/")[0]
@@ -464,9 +407,6 @@ def metadata_of(opened: Opened) -> Mapping[str, object]:
 
 
 def import_info(opened: Opened) -> Mapping[str, object]:
-    """Return the origin of an imported checkpoint for its manifest.
-
-    After several imports, the kind is the first one.
-    """
+    """Return the origin of an imported checkpoint for its manifest; its kind is that before the first import."""
     first = None if opened.wrote_tree == OURS else opened.wrote_tree
     return {"imported_from": opened.path} | ({} if first is None else {IMPORTED_KIND: first})

@@ -1,7 +1,6 @@
-"""Statistics of arrays: mean, deviation, norm and histogram, computed in double precision from pieces.
+"""Statistics of arrays in double precision, block by block: mean, deviation, norm and histogram.
 
-The results are accurate for values of any magnitude, where plain sums of squares would lose digits to cancellation, or
-overflow. Arrays are processed in blocks that fit into a cache.
+They are accurate for values of any magnitude, where plain sums of squares lose digits or overflow.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class Moments:
     """The count, sum and deviation of values, which can be merged with those of other values.
 
     Attributes:
-        count: the number of values.
-        total: their exact sum, in units of the smallest double. Cancellation loses nothing.
+        total: the exact sum, in units of the smallest double. Cancellation loses nothing.
         deviation: the standard deviation of the population, not that of a sample.
     """
 
@@ -54,18 +52,11 @@ class Moments:
         return Moments(count, self.total + other.total, deviation)
 
 
-NO_MOMENTS = Moments()
-
-
 @dataclasses.dataclass
 class LeafStats:
     """Statistics of an array. All but the counts are about its finite values; complex values count by magnitude.
 
-    Attributes:
-        count: the number of values.
-        nan, inf, zeros: the numbers of such values.
-        least, most: the smallest and largest value. None: no value is finite.
-        moments: the mean and the deviation.
+    `least` and `most` are None if no value is finite, and so are the mean and the deviation.
     """
 
     count: int = 0
@@ -74,7 +65,7 @@ class LeafStats:
     zeros: int = 0
     least: float | None = None
     most: float | None = None
-    moments: Moments = NO_MOMENTS
+    moments: Moments = Moments()
 
     @property
     def mean(self) -> float | None:
@@ -93,37 +84,28 @@ class LeafStats:
             return 0.0
         return math.hypot(self.moments.mean, self.moments.deviation) * math.sqrt(self.moments.count)
 
-    def merge(self, other: LeafStats) -> None:
-        """Add the statistics of other values."""
-        for name in ("count", "nan", "inf", "zeros"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.moments = self.moments.plus(other.moments)
-        self.least = min((each for each in (self.least, other.least) if each is not None), default=None)
-        self.most = max((each for each in (self.most, other.most) if each is not None), default=None)
-
     def add(self, piece: np.ndarray) -> None:
         """Add the values of a piece."""
         flat = np.ascontiguousarray(piece).reshape(-1)
         with np.errstate(all="ignore"):
             for at in range(0, len(flat), BLOCK):
-                self.merge(_block_stats(as_numbers(flat[at : at + BLOCK])))
+                self._add_block(as_numbers(flat[at : at + BLOCK]))
 
-
-def _block_stats(values: np.ndarray) -> LeafStats:
-    found = LeafStats(count=len(values))
-    least, most = float(values.min()), float(values.max())
-    if not (math.isfinite(least) and math.isfinite(most)):  # a nan makes both of them nan
-        found.nan = int(np.count_nonzero(np.isnan(values)))
-        found.inf = int(np.count_nonzero(np.isinf(values)))
-        values = values[np.isfinite(values)]
-        if not len(values):
-            return found
+    def _add_block(self, values: np.ndarray) -> None:
+        self.count += len(values)
         least, most = float(values.min()), float(values.max())
-    found.least, found.most = least, most
-    if least <= 0 <= most:
-        found.zeros = int(np.count_nonzero(values == 0))  # faster than counting non-zero floats
-    found.moments = moments_of(values, max(abs(least), abs(most)))
-    return found
+        if not (math.isfinite(least) and math.isfinite(most)):  # a nan makes both of them nan
+            self.nan += int(np.count_nonzero(np.isnan(values)))
+            self.inf += int(np.count_nonzero(np.isinf(values)))
+            values = values[np.isfinite(values)]
+            if not len(values):
+                return
+            least, most = float(values.min()), float(values.max())
+        self.least = least if self.least is None else min(least, self.least)
+        self.most = most if self.most is None else max(most, self.most)
+        if least <= 0 <= most:
+            self.zeros += int(np.count_nonzero(values == 0))  # faster than counting non-zero floats
+        self.moments = self.moments.plus(_moments_of(values, max(abs(least), abs(most))))
 
 
 def as_numbers(piece: np.ndarray) -> np.ndarray:
@@ -141,37 +123,25 @@ def has_complex(dtype: np.dtype) -> bool:
     return dtype.kind == "c" or "complex" in dtype.name
 
 
-def moments_of(values: np.ndarray, largest: float) -> Moments:
-    """Return the moments of a flat array of finite floats, which should fit into a cache.
-
-    Args:
-        values: at least one value.
-        largest: the largest absolute value.
-    """
+def _moments_of(values: np.ndarray, largest: float) -> Moments:
+    """Return the moments of finite floats, of which there is at least one. `largest`: the largest absolute value."""
     values, exponent = values.astype(np.float64, copy=False), 0
     count, total = len(values), _exact_sum(values, largest)
     if largest and not TINY < largest < HUGE:
         exponent = math.frexp(largest)[1]
         values = np.ldexp(values, -exponent)
-    mean, rest = _quotient(total, count << (_LEAST + exponent))
+    below = count << (_LEAST + exponent)
+    mean = total / below
+    numerator, denominator = mean.as_integer_ratio()
+    rest = (total * denominator - numerator * below) / (below * denominator)  # what the rounding of the mean lost
     apart = np.subtract(values, mean)
     most = math.ldexp(largest, -exponent)
     deviation = min(most, math.sqrt(max(0.0, sum_of_squares(apart) / count - rest * rest)))
     return Moments(count, total, math.ldexp(deviation, exponent))
 
 
-def _quotient(above: int, below: int) -> tuple[float, float]:
-    """Return a quotient as a double, and the remainder of its rounding."""
-    found = above / below
-    numerator, denominator = found.as_integer_ratio()
-    return found, (above * denominator - numerator * below) / (below * denominator)
-
-
 def _exact_sum(values: np.ndarray, largest: float) -> int:
-    """Return a sum in units of the smallest double:
-
-    the leading bits of all values as integers, then those of the rest.
-    """
+    """Return the sum in units of the smallest double: of the leading bits as integers, then of the rest."""
     total, exponent = 0, 0  # the values are scaled by 2**exponent
     while largest:
         shift = min(_BITS - math.frexp(largest)[1], _LEAST - exponent)
@@ -193,25 +163,22 @@ def _sum_of_whole(values: np.ndarray) -> int:
 
 
 def sum_of_squares(values: np.ndarray) -> float:
-    """Return the sum of squares of a flat array.
-
-    Short parts keep BLAS from starting threads that wait for each other.
-    """
+    """Return the sum of squares of a flat array, in parts too short for BLAS to start threads for them."""
     parts = (values[at : at + _FEW] for at in range(0, len(values), _FEW))
     return sum(float(np.dot(part, part)) for part in parts)
 
 
 class Histogram:
-    """Counts of values in bins of equal width.
-
-    Args:
-        least, most: the lower end of the first bin, and the upper end of the last one.
-        bins: the number of bins.
-    """
+    """Counts of values in `bins` bins of equal width, from `least` to `most`."""
 
     def __init__(self, least: float, most: float, bins: int = BINS) -> None:
-        self.edges = _edges(least, most, bins) if most > least else np.array([least, least])
-        self.counts = np.zeros(max(1, len(self.edges) - 1), np.int64)
+        if most == least:
+            self.edges = np.array([least, least])
+        elif math.isfinite(most - least):
+            self.edges = np.linspace(least, most, bins + 1)
+        else:
+            self.edges = np.linspace(least / 2, most / 2, bins + 1) * 2
+        self.counts = np.zeros(len(self.edges) - 1, np.int64)
 
     def add(self, piece: np.ndarray) -> None:
         """Count the finite values of a piece."""
@@ -233,9 +200,3 @@ class Histogram:
         np.subtract(place, values < self.edges.take(place), out=place, casting="unsafe")
         np.add(place, (values >= self.edges.take(place + 1)) & (place < bins - 1), out=place, casting="unsafe")
         return np.bincount(place, minlength=bins)
-
-
-def _edges(least: float, most: float, bins: int) -> np.ndarray:
-    if math.isfinite(most - least):
-        return np.linspace(least, most, bins + 1)
-    return np.linspace(least / 2, most / 2, bins + 1) * 2  # the total width would overflow

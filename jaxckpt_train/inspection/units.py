@@ -1,10 +1,9 @@
-"""Formats quantities for people (bytes, rates, durations, times, numbers), and shows progress on a terminal."""
+"""Quantities as text for people, and a progress line on a terminal. Unknown quantities are the empty text."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -14,7 +13,7 @@ Advance = Callable[[int], None]
 
 
 def bytes_text(nbytes: float | None) -> str:
-    """Format a number of bytes. Unknown: empty."""
+    """Format a number of bytes."""
     if nbytes is None:
         return ""
     size, unit = scaled_bytes(nbytes)
@@ -32,12 +31,12 @@ def scaled_bytes(nbytes: float) -> tuple[float, str]:
 
 
 def rate_text(bytes_per_s: float | None) -> str:
-    """Format bytes per second. Unknown: empty."""
+    """Format bytes per second."""
     return "" if bytes_per_s is None else f"{bytes_text(bytes_per_s)}/s"
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Format a duration, from microseconds to days. Unknown: empty."""
+    """Format a duration, from microseconds to days."""
     if seconds is None:
         return ""
     if seconds < 1e-3:
@@ -54,20 +53,26 @@ def seconds_text(seconds: float | None) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60:02} h"
 
 
+def age_text(seconds: float) -> str:
+    """Format an age in its largest unit."""
+    for unit, width in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * width:
+            return f"{seconds / width:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
 def time_text(time: datetime.datetime | None) -> str:
-    """Format a time in UTC, to the second. Unknown: empty."""
+    """Format a time in UTC, to the second."""
     return "" if time is None else f"{time.astimezone(datetime.UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def number_text(value: float | None) -> str:
-    """Format a number. Unknown: empty."""
-    if value is None:
-        return ""
-    return f"{value:.4g}" if math.isfinite(value) else str(value)
+    """Format a number."""
+    return "" if value is None else f"{value:.6g}"
 
 
 def count_text(value: int | None) -> str:
-    """Format a whole number with commas. Unknown: empty."""
+    """Format a whole number with commas."""
     return "" if value is None else f"{value:,}"
 
 
@@ -95,13 +100,7 @@ def wants_progress(setting: bool | Literal["auto"]) -> bool:
 def progress_line(text: str, total_bytes: int | None, shown: bool) -> Iterator[Advance | None]:
     """Show a progress line while the block runs, and remove it afterwards.
 
-    Args:
-        text: the description of the operation.
-        total_bytes: the number of bytes of the operation. None: unknown.
-        shown: False: show nothing.
-
-    Yields:
-        A function that any thread calls with the number of bytes done. None if nothing is shown.
+    Yields a function that any thread calls with the number of bytes done, or None if nothing is `shown`.
     """
     if not shown:
         yield None

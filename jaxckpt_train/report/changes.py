@@ -1,8 +1,4 @@
-"""The sizes of the leaves of a step, and the changes of leaves between consecutive steps.
-
-`plan_changes` chooses the newest pairs of steps, and `compare` reads them. `tree_sizes` also lists the files of
-checkpointables that are not trees.
-"""
+"""The sizes of the leaves of a step, and the changes of leaves between consecutive steps."""
 
 from __future__ import annotations
 
@@ -13,14 +9,10 @@ from collections.abc import Callable, Sequence
 
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.inspection.diff import LeafDiff, diff_leaves, leaves_by_name
-from jaxckpt_train.inspection.runs import StepStatus
-from jaxckpt_train.opened import OURS, Opened
+from jaxckpt_train.inspection.runs import StepStatus, nbytes_of, open_at
+from jaxckpt_train.opened import Opened
 from jaxckpt_train.pytree.leaves import describe_saved
-from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
-from jaxckpt_train.store.committed import open_committed
-from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.manifest import ArrayRecord
 
 FEW_PAIRS = 4
 FEW_BYTES = 1 << 30
@@ -53,7 +45,7 @@ class PairChange:
         leaves: the leaves that changed.
         equal: the number of leaves that did not change.
         relative: the relative change of all values together; None: no numbers were compared.
-        problem: why the steps could not be compared, or empty.
+        problem: why the steps could not be compared. Empty: they were.
     """
 
     before: int
@@ -88,8 +80,7 @@ def plan_changes(looks: Sequence[StepStatus], wanted: int | None) -> Plan:
         looks: the existing steps.
         wanted: the number of pairs; None: a few pairs that are quick to read.
     """
-    good = [look for look in looks if look.entry is not None and look.is_current and look.problem is None]
-    pairs = list(itertools.pairwise(good))
+    pairs = list(itertools.pairwise(look for look in looks if look.is_restorable))
     most, room = (FEW_PAIRS, FEW_BYTES) if wanted is None else (wanted, None)
     chosen: list[tuple[StepStatus, StepStatus]] = []
     total = 0
@@ -99,16 +90,14 @@ def plan_changes(looks: Sequence[StepStatus], wanted: int | None) -> Plan:
             break
         chosen.append(pair)
         total += needed
-    return Plan(tuple(reversed(chosen)), total, _left_out(len(pairs), len(chosen), wanted))
-
-
-def _left_out(there: int, chosen: int, wanted: int | None) -> str:
-    if chosen == there:
-        return ""
-    pairs = f"{there - chosen:,} of {there:,} pairs of consecutive steps were not compared"
-    if wanted is None:
-        return f"{pairs}, to save time. `--changes {there}` compares all of them."
-    return f"{pairs}, because of `--changes {wanted}`."
+    left_out = ""
+    if len(chosen) < len(pairs):
+        left_out = f"{len(pairs) - len(chosen):,} of {len(pairs):,} pairs of consecutive steps were not compared"
+        if wanted is None:
+            left_out += f", to save time. `--changes {len(pairs)}` compares all of them."
+        else:
+            left_out += f", because of `--changes {wanted}`."
+    return Plan(tuple(reversed(chosen)), total, left_out)
 
 
 def compare(backend: Backend, directory: str, plan: Plan, progress: Callable[[int], object]) -> Changes:
@@ -127,26 +116,16 @@ def _compared(
     backend: Backend, directory: str, before: StepStatus, after: StepStatus, progress: Callable[[int], object]
 ) -> PairChange:
     try:
-        first, second = (_opened(backend, directory, look.name) for look in (before, after))
-        diffs = list(diff_leaves(first, second, progress=progress))
+        first, second = (open_at(backend, f"{directory}/{look.name}") for look in (before, after))
+        diffs = diff_leaves(first, second, lambda name: True, progress)
     except CheckpointError as error:
         return PairChange(before.step, after.step, problem=str(error))
-    changed = [diff for diff in diffs if diff.kind != "equal"]
-    return PairChange(
-        before.step,
-        after.step,
-        tuple(map(_leaf, changed)),
-        len(diffs) - len(changed),
-        _relative(diffs),
+    changed = tuple(
+        LeafChange(diff.name, diff.kind, diff.relative, diff.max_abs, diff.differing, diff.count)
+        for diff in diffs
+        if diff.kind != "equal"
     )
-
-
-def _opened(backend: Backend, directory: str, name: str) -> Opened:
-    return Opened(OURS, backend, open_committed(backend, f"{directory}/{name}"), StoreSettings(), directory)
-
-
-def _leaf(diff: LeafDiff) -> LeafChange:
-    return LeafChange(diff.name, diff.kind, diff.relative, diff.max_abs, diff.differing, diff.count)
+    return PairChange(before.step, after.step, changed, len(diffs) - len(changed), _relative(diffs))
 
 
 def _relative(diffs: Sequence[LeafDiff]) -> float | None:
@@ -154,7 +133,7 @@ def _relative(diffs: Sequence[LeafDiff]) -> float | None:
     read = [diff for diff in diffs if diff.max_abs is not None]
     if not read:
         return None
-    difference, norm = (math.hypot(*values) for values in ([d.difference for d in read], [d.norm for d in read]))
+    difference, norm = math.hypot(*(diff.difference for diff in read)), math.hypot(*(diff.norm for diff in read))
     return difference / norm if norm else math.inf if difference else 0.0
 
 
@@ -175,12 +154,7 @@ class LeafSize:
 
 @dataclasses.dataclass(frozen=True)
 class TreeSizes:
-    """The sizes of all leaves and files of a step.
-
-    Attributes:
-        step, name: the number of the step and the name of its directory.
-        leaves: the leaves in the order of the tree, then the files.
-    """
+    """The leaves of a step in the order of the tree, then its files. `name` is that of its directory."""
 
     step: int | None
     name: str
@@ -188,13 +162,13 @@ class TreeSizes:
 
 
 def tree_sizes(opened: Opened, step: int | None) -> TreeSizes:
-    """Return the sizes of all leaves and files of a checkpoint.
+    """Return the sizes of all leaves, and of the files of checkpointables that are not trees.
 
     Raises:
         CorruptCheckpointError: the record of a tree is damaged.
     """
     leaves = [
-        LeafSize(name, describe_saved(leaf, array), 0 if array is None else array_bytes(array))
+        LeafSize(name, describe_saved(leaf, array), nbytes_of(array))
         for name, (leaf, array) in leaves_by_name(opened).items()
     ]
     files = [
@@ -203,8 +177,3 @@ def tree_sizes(opened: Opened, step: int | None) -> TreeSizes:
         for file in part.files
     ]
     return TreeSizes(step, opened.path.rpartition("/")[2], (*leaves, *files))
-
-
-def array_bytes(array: ArrayRecord) -> int:
-    """Return the size of the data of an array in bytes."""
-    return math.prod(array.shape) * DTYPES[array.dtype].itemsize

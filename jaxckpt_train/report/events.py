@@ -19,8 +19,6 @@ from jaxckpt_train.report.series import (
     MetricValue,
     ReportEvent,
     Sample,
-    count,
-    text,
     thinned,
 )
 from jaxckpt_train.run.entry import parse_step_name
@@ -112,13 +110,9 @@ class StepsFound:
 
 
 class Lives:
-    """Follows the steps of a run through the events of its history.
+    """Follows the steps of a run through the events of its history. `names`: the directories that exist."""
 
-    Args:
-        names: the names of the directories that existed before the history was read.
-    """
-
-    def __init__(self, names: Collection[str] = ()) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._there: dict[str, StepLife] = {}  # in the order of the saves
         self._ended = Sample[StepLife](lambda life: 0.0)
@@ -131,11 +125,11 @@ class Lives:
 
     def add(self, event: ReportEvent) -> None:
         """Add the next event."""
-        kind, name = event.event, text(event.name)
+        kind, name = event.event, event.name
         if kind == "save" and event.ok:
-            self._saved(event, name)
+            self._saved(event)
         elif kind == "delete":
-            self._deleted(event, name)
+            self._deleted(event)
         elif kind == "set_aside" and name in self._there:
             self._there[name].set_aside = event.utc
         elif kind == "restore" and parse_step_name(name) is not None:
@@ -154,8 +148,8 @@ class Lives:
                 self._end(life)
         self._skipped = lives
 
-    def _saved(self, event: ReportEvent, name: str) -> None:
-        parsed = parse_step_name(name)
+    def _saved(self, event: ReportEvent) -> None:
+        name, parsed = event.name, parse_step_name(event.name)
         if parsed is None:
             return
         step, time = parsed[0], event.utc
@@ -170,7 +164,7 @@ class Lives:
         if removed is not None:  # removed without an event
             self._end(removed)
         metrics = metrics_from_json(event.metrics)
-        self._there[name] = StepLife(name, step, saved=time, bytes=count(event.bytes), metrics=metrics)
+        self._there[name] = StepLife(name, step, saved=time, bytes=event.bytes, metrics=metrics)
         if len(self._there) > MOST_THERE + 2 * len(self._names):
             self._end_oldest()
 
@@ -180,23 +174,21 @@ class Lives:
         for life in gone[: len(gone) // 2]:
             self._end(self._there.pop(life.name))
 
-    def _deleted(self, event: ReportEvent, name: str) -> None:
-        life = self._there.pop(name, None)
-        if life is None:
-            parsed = parse_step_name(name)
-            if parsed is None:
-                return
-            life = StepLife(name, parsed[0])
+    def _deleted(self, event: ReportEvent) -> None:
+        parsed = parse_step_name(event.name)
+        if parsed is None:
+            return
+        life = self._there.pop(event.name, None) or StepLife(event.name, parsed[0])
         life.deleted = event.utc
         if life not in self._skipped:
             self._end(life)
 
     def _end(self, life: StepLife) -> None:
-        """Finish the life of a step that no longer exists."""
         self._ended.add(life)
         self._settle(life)
 
     def _settle(self, life: StepLife) -> None:
+        """Count a step whose life is complete."""
         state = life.state
         self._states[state] += 1
         if life.left is None and life.is_current:
@@ -213,11 +205,7 @@ class Lives:
         self._sizes.append(sign * min(life.bytes or 0, MOST_STEP_BYTES))
 
     def found(self, looks: Sequence[StepStatus]) -> StepsFound:
-        """Return the lives of all steps, after all events were added.
-
-        Args:
-            looks: the existing steps.
-        """
+        """Return the lives of all steps, after all events were added; `looks` are the existing steps."""
         self._skip([])
         for look in looks:
             self._add_existing(look)

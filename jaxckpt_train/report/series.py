@@ -1,7 +1,6 @@
 """The events and series that a report shows: saves, restores, marks, metrics by step, and the rate of the disk.
 
-A history may hold anything, so a field of an unexpected type counts as missing. `Sample` and `thinned` reduce very long
-series: they keep the most important item of each group of neighbours.
+`Sample` and `thinned` reduce very long series: they keep the most important item of each group of neighbours.
 """
 
 from __future__ import annotations
@@ -10,21 +9,15 @@ import dataclasses
 import datetime
 import itertools
 import math
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-import numpy as np
+import msgspec
 
 from jaxckpt_train.run.history import RunEvent, Seconds
-from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Files, Sink
-from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.manifest import metrics_from_json
 
 PHASES = ("decide_s", "wait_s", "device_wait_s", "snapshot_s", "stage_s", "write_s", "commit_s")
-# Limits of the page and of the series.
 MOST_BYTES = 5_000_000
 """The largest size of a page, of which the drawing library takes 1.25 MB."""
 MOST_KEPT = 10_000
@@ -33,39 +26,33 @@ RECENT = 1000  # the last items of a stream are all kept, because tables show th
 BATCH = 4096
 MOST_VALUES = 500_000
 """The most values to hold for all metrics together."""
-MOST_NAMES = 1000
-# The measurement of the disk.
-BLOCK_BYTES = 8 << 20
-BYTES = 256 << 20
-TRIES = 3
-THREADS = 2
 Item = TypeVar("Item")
+_Whole = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+_Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 
 
 class ReportEvent(RunEvent, gc=False):
-    """An event with the fields that a report shows. Fields of type Any may hold anything."""
+    """An event with the fields that a report shows."""
 
-    decide_s: Seconds = math.nan  # NaN: not given, which differs from 0
-    wait_s: Seconds = math.nan
-    name: Any = None
-    bytes: Any = None
-    bytes_per_s: Any = None
-    reason: Any = None
-    error: Any = None
+    name: str = ""
+    bytes: _Whole | None = None
+    bytes_per_s: _Rate | None = None
+    reason: str = ""
+    error: str = ""
     metrics: Any = None
-    device_wait_s: Any = None
-    snapshot_s: Any = None
-    stage_s: Any = None
-    write_s: Any = None
-    commit_s: Any = None
-    restore_s: Any = None
-    skipped: Any = None
-    plan: Any = None
-    problem: Any = None
-    host: Any = None
-    pid: Any = None
-    slurm_job_id: Any = None
-    slurm_restart_count: Any = None
+    device_wait_s: Seconds | None = None
+    snapshot_s: Seconds | None = None
+    stage_s: Seconds | None = None
+    write_s: Seconds | None = None
+    commit_s: Seconds | None = None
+    restore_s: Seconds | None = None
+    skipped: tuple[str, ...] = ()
+    plan: str = ""
+    problem: str = ""
+    host: str = ""
+    pid: _Whole | None = None
+    slurm_job_id: str = ""
+    slurm_restart_count: _Whole = 0
 
     @property
     def utc(self) -> datetime.datetime:
@@ -75,29 +62,6 @@ class ReportEvent(RunEvent, gc=False):
     def before(self, seconds: float) -> datetime.datetime:
         """Return the time a number of seconds before the event, in UTC."""
         return self.utc - datetime.timedelta(seconds=seconds)
-
-
-def number(value: object) -> float | None:
-    """Return a field that is a number of seconds, bytes or bytes per second, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 <= value <= 1e18 and math.isfinite(value) else None
-
-
-def count(value: object) -> int | None:
-    """Return a field that is a whole number, else None."""
-    is_one = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 60
-    return value if is_one else None  # type: ignore[return-value]  # mypy does not follow is_one
-
-
-def text(value: object) -> str:
-    """Return a field that is text, else the empty text."""
-    return value if isinstance(value, str) else ""
-
-
-def texts(value: object) -> tuple[str, ...]:
-    """Return the texts in a field that is a list, else an empty tuple."""
-    return tuple(each for each in value if isinstance(each, str)) if isinstance(value, list) else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,54 +117,52 @@ class Mark:
 
 def save_s_of(event: ReportEvent) -> float:
     """Return the seconds from the call to the commit, without the time in which devices computed queued updates."""
-    return max(event.save_s - min(event.save_s, number(event.device_wait_s) or 0.0), event.blocked_s)
+    return max(event.save_s - min(event.save_s, event.device_wait_s or 0.0), event.blocked_s)
 
 
 def save_of(event: ReportEvent) -> Save:
     """Return the save that an event records."""
     save_s = save_s_of(event)
-    phases = {name: value for name in PHASES if (value := number(getattr(event, name))) is not None}
     return Save(
         began=event.before(save_s),
         ended=event.utc,
         step=event.step,
-        name=text(event.name),
+        name=event.name,
         ok=event.ok is True,
-        reason=text(event.reason),
-        error=text(event.error),
+        reason=event.reason,
+        error=event.error,
         blocked_s=event.blocked_s,
         background_s=save_s - event.blocked_s,
         save_s=save_s,
-        phases=phases,
-        bytes=count(event.bytes),
-        bytes_per_s=number(event.bytes_per_s) if event.ok else None,
+        phases={name: value for name in PHASES if (value := getattr(event, name)) is not None},
+        bytes=event.bytes,
+        bytes_per_s=event.bytes_per_s if event.ok else None,
         metrics=metrics_from_json(event.metrics),
     )
 
 
 def restore_of(event: ReportEvent) -> Restore:
     """Return the restore that an event records."""
-    restore_s = number(event.restore_s)
     return Restore(
-        began=event.before(min(restore_s or 0.0, 1e9)),
+        began=event.before(event.restore_s or 0.0),
         ended=event.utc,
         step=event.step,
-        name=text(event.name),
-        bytes=count(event.bytes),
-        restore_s=restore_s,
-        bytes_per_s=number(event.bytes_per_s),
-        skipped=texts(event.skipped),
+        name=event.name,
+        bytes=event.bytes,
+        restore_s=event.restore_s,
+        bytes_per_s=event.bytes_per_s,
+        skipped=event.skipped,
     )
 
 
 def mark_of(event: ReportEvent) -> Mark | None:
     """Return the mark of a preemption or similar event, or None for any other event."""
     if event.event == "preempted":
-        about = "; ".join(filter(None, (text(event.reason), text(event.plan))))
+        about = "; ".join(filter(None, (event.reason, event.plan)))
     elif event.event == "set_aside":
-        about = f"{text(event.name)}: {text(event.problem)}"
+        about = f"{event.name}: {event.problem}"
     elif event.event == "take_over":
-        about = f"from process {count(event.pid)} on {text(event.host)}"
+        about = f"from process {event.pid} on {event.host}"
     else:
         return None
     return Mark(event.utc, event.event, event.step, about)
@@ -226,8 +188,6 @@ class MetricSeries:
         for name, value in metrics.items():
             sample = self._samples.get(name)
             if sample is None:
-                if len(self._samples) == MOST_NAMES:
-                    continue
                 sample = self._samples[name] = Sample(_size, MOST_VALUES)
             sample.add((step, value))
         self._held += len(metrics)
@@ -344,56 +304,8 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class DiskRate:
-    """The fastest of several synced writes of a file.
-
-    Attributes:
-        bytes_per_s: the rate of the fastest write.
-        bytes: the size of each write.
-        tries: the number of writes.
-    """
+    """The rate of the fastest of several synced writes of a file, the size of each, and their number."""
 
     bytes_per_s: float
     bytes: int
     tries: int
-
-
-def measure_disk(files: Files, directory: str, nbytes: int = BYTES, tries: int = TRIES) -> DiskRate:
-    """Measure the rate of writing and syncing a temporary file, which is always removed.
-
-    Args:
-        files: the storage.
-        directory: the directory for the file.
-        nbytes: the size of the file, rounded down to whole blocks.
-        tries: the number of writes.
-
-    Raises:
-        StorageError: the file system refused the write, for example because the disk is full.
-    """
-    block = _block()
-    blocks = max(1, nbytes // BLOCK_BYTES)
-    seconds = min(_seconds(files, directory, block, blocks) for _ in range(tries))
-    return DiskRate(blocks * BLOCK_BYTES / seconds, blocks * BLOCK_BYTES, tries)
-
-
-def _block() -> np.ndarray:
-    """Return incompressible bytes in a buffer that is aligned for direct I/O."""
-    block = aligned_buffer(BLOCK_BYTES)
-    block[:] = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES, np.uint8)
-    return block
-
-
-def _seconds(files: Files, directory: str, block: np.ndarray, blocks: int) -> float:
-    path = f"{directory}/{TEMPORARY_PREFIXES[0]}{secrets.token_hex(8)}"
-    began = time.perf_counter()
-    try:
-        sink: Sink = files.create(path, direct="auto")
-        try:
-            with ThreadPoolExecutor(THREADS, thread_name_prefix="jaxckpt-disk") as pool:
-                list(pool.map(lambda number: sink.write_at(number * BLOCK_BYTES, block), range(blocks)))
-        except BaseException:
-            sink.abandon()
-            raise
-        sink.finish(blocks * BLOCK_BYTES, sync=True)
-        return time.perf_counter() - began
-    finally:
-        files.remove(path)

@@ -224,7 +224,7 @@ def test_only_selects_other_checkpointables_by_name(tmp_path: Path) -> None:
 def test_pattern_that_selects_nothing_exits_with_2(tmp_path: Path, more: list[str]) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     message = refused("diff", run, run, "--step-a", 1, *more, "--only", "weights", code=2)
-    assert "'weights' selects none of the 2 leaves" in message
+    assert "'weights' selects none of 2 leaves" in message
     assert 'did you mean "state/w"' not in message
     assert 'did you mean "step"?' in refused("diff", run, run, "--only", "stp", code=2)
 

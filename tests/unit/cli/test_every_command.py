@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from jaxckpt_train.cli.output import Code, age_text, bytes_text, code_of
+from jaxckpt_train.cli.output import Code, code_of
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError, StepNotFoundError
 from tests.support.commands import all_commands, run
 
@@ -67,12 +67,3 @@ def test_every_error_has_a_code() -> None:
     assert code_of(IncompleteCheckpointError("half of it")) is Code.WRONG
     assert code_of(CorruptCheckpointError("a flipped bit")) is Code.WRONG
     assert code_of(CheckpointError("anything else")) is Code.WRONG
-
-
-def test_sizes_and_ages_for_people() -> None:
-    assert [bytes_text(size) for size in (None, 0, 1023, 1024, 5 << 20, 3 << 40, 5000 << 40)] == [
-        "?", "0 B", "1023 B", "1.0 KiB", "5.0 MiB", "3.0 TiB", "5000.0 TiB",
-    ]  # fmt: skip
-    assert [age_text(age) for age in (-5, 0, 119, 120, 7199, 7200, 172800)] == [
-        "0 s", "0 s", "119 s", "2 min", "120 min", "2 h", "2 d",
-    ]  # fmt: skip

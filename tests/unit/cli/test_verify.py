@@ -116,7 +116,7 @@ def test_scrub_reads_what_a_live_owner_has(tmp_path: Path) -> None:
 
 
 def test_scrub_keeps_to_its_rate() -> None:
-    pace, began = _Pace(1e6), time.monotonic()
+    pace, began = _Pace(1e6, lambda nbytes: None), time.monotonic()
     for _ in range(4):
         pace(25_000)
     assert time.monotonic() - began >= 0.1

@@ -65,10 +65,10 @@ def test_a_disk_without_direct_io_is_tried_without(tmp_path: Path, monkeypatch: 
         read_into(self, offset, data, needed)
 
     monkeypatch.setattr(_LocalSink, "write_at", refuse_writes)
-    found = try_disk(LocalBackend(), str(tmp_path), MIB)
+    found = try_disk(LocalBackend(), str(tmp_path), MIB, print)
     assert (found.direct_write, found.nbytes) == (False, MIB)
     monkeypatch.setattr(_LocalSource, "read_into", refuse_reads)
-    assert try_disk(LocalBackend(), str(tmp_path), MIB).direct_read is False
+    assert try_disk(LocalBackend(), str(tmp_path), MIB, print).direct_read is False
     assert list(tmp_path.iterdir()) == []
 
 
@@ -78,7 +78,7 @@ def test_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(_LocalSink, "finish", full)
     with pytest.raises(StorageError, match="No space left"):
-        try_disk(LocalBackend(), str(tmp_path), MIB)
+        try_disk(LocalBackend(), str(tmp_path), MIB, print)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -91,7 +91,7 @@ def test_disk_that_returns_other_bytes_is_reported(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(_LocalSource, "read_into", flip)
     with pytest.raises(CorruptCheckpointError, match="returned other bytes"):
-        try_disk(LocalBackend(), str(tmp_path), MIB)
+        try_disk(LocalBackend(), str(tmp_path), MIB, print)
 
 
 def test_trial_bytes_are_incompressible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,5 +101,5 @@ def test_trial_bytes_are_incompressible(tmp_path: Path, monkeypatch: pytest.Monk
     written: list[bytes] = []
     monkeypatch.setattr(disk_trial, "_write", lambda sink, block, *_: (written.append(block.tobytes()), (1.0, 0.5))[1])
     monkeypatch.setattr(disk_trial, "_read", lambda *_: 1.0)
-    try_disk(LocalBackend(), str(tmp_path), MIB)
+    try_disk(LocalBackend(), str(tmp_path), MIB, print)
     assert len(zlib.compress(written[0])) > 0.95 * MIB

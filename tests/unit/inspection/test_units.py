@@ -8,6 +8,7 @@ import math
 import pytest
 
 from jaxckpt_train.inspection.units import (
+    age_text,
     bytes_text,
     clipped,
     counted,
@@ -47,8 +48,19 @@ def test_bytes_and_rates_have_binary_units(nbytes: int | None, text: str) -> Non
 def test_times_numbers_and_nouns_are_readable() -> None:
     zone = datetime.timezone(datetime.timedelta(hours=2))
     assert time_text(datetime.datetime(2026, 3, 1, 1, 2, 3, tzinfo=zone)) == "2026-02-28 23:02:03"
-    assert (time_text(None), number_text(None), number_text(math.nan), number_text(1 / 3)) == ("", "", "nan", "0.3333")
+    assert (time_text(None), number_text(None), number_text(math.nan), number_text(1 / 3)) == (
+        "",
+        "",
+        "nan",
+        "0.333333",
+    )
     assert (counted(1, "leaf", "leaves"), counted(1200, "leaf", "leaves"), counted(0, "step")) == (
         "1 leaf", "1,200 leaves", "0 steps"
     )  # fmt: skip
     assert (clipped("abc", 3), clipped("abcd", 3)) == ("abc", "abc...")
+
+
+def test_ages_have_their_largest_unit() -> None:
+    assert [age_text(age) for age in (-5, 0, 119, 120, 7199, 7200, 172800)] == [
+        "0 s", "0 s", "119 s", "2 min", "120 min", "2 h", "2 d",
+    ]  # fmt: skip

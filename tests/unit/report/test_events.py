@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import msgspec
 import pytest
 
 from jaxckpt_train.report.gather import read_run
-from jaxckpt_train.report.series import ReportEvent, count, number, text, texts
+from jaxckpt_train.report.series import ReportEvent
 from tests.support.history_events import at
 from tests.support.report_runs import BACKEND, NOW, write_history
 
@@ -27,20 +26,10 @@ def test_invalid_events_are_counted_and_left_out(tmp_path: Path) -> None:
     assert read.warnings[0].startswith("4 lines ")
 
 
-@pytest.mark.parametrize("value", [True, "12", None, -1.0, math.nan, math.inf, 1e30, [3]])
-def test_field_without_number_counts_as_missing(value: object) -> None:
-    assert number(event(bytes=value).bytes) is None
-    assert count(event(bytes=value).bytes) is None
-
-
-def test_fields_are_read_by_their_kind() -> None:
-    found = event(bytes=5, bytes_per_s=2.5, name="a", skipped=["b", 3, "c"])
-    assert (number(found.bytes), count(found.bytes), number(found.bytes_per_s), count(found.bytes_per_s)) == (
-        5.0, 5, 2.5, None
-    )  # fmt: skip
-    assert (text(found.name), text(found.bytes), text(found.reason)) == ("a", "", "")
-    assert (texts(found.skipped), texts(found.name)) == (("b", "c"), ())
-    assert [number(each) for each in (event().decide_s, event(decide_s=0.0).decide_s)] == [None, 0.0]
+@pytest.mark.parametrize("fields", [{"bytes": -1}, {"bytes": "12"}, {"bytes_per_s": 1e30}, {"name": 3}, {"pid": True}])
+def test_event_with_a_field_of_another_kind_is_invalid(fields: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        event(**fields)
 
 
 def test_event_times_are_converted_to_utc() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.report.gather import Process, Totals, processes_of
+from jaxckpt_train.run.goodput import settled
 from tests.support.history_events import at
 from tests.support.report_runs import history_of
 from tests.support.runs import START
@@ -29,7 +30,7 @@ RUN = (
 
 def found(*events: dict[str, Any], is_live: bool = False) -> tuple[list[Process], Totals]:
     history = history_of(*events)
-    return processes_of(history.attempts(is_live), history.places)
+    return processes_of(settled(history.attempts, is_live=is_live), history.places)
 
 
 def test_each_process_has_row_and_ending() -> None:

@@ -31,7 +31,7 @@ def present(*steps: int, **fields: Any) -> list[StepStatus]:
 
 
 def steps_of(*events: dict[str, Any], inspected: list[StepStatus] | None = None) -> StepsFound:
-    return history_of(*events).steps(inspected or [])
+    return history_of(*events).lives.found(inspected or [])
 
 
 def lives(*events: dict[str, Any], inspected: list[StepStatus] | None = None) -> list[StepLife]:
@@ -141,7 +141,7 @@ def test_missing_steps_are_all_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.report.events.MOST_THERE", 10)
     events = [saved(number, number) for number in range(1, 101)]
     history = history_of(*events, deleted(101, 100), names={step_name(2), step_name(99)})
-    found = history.steps(present(2, 99))
+    found = history.lives.found(present(2, 99))
     assert found.states == {"not committed": 2, "deleted": 1, "gone": 97}
     assert {life.step for life in found.lives if life.is_there} == {2, 99}
     assert all(life.saved is not None for life in found.lives)
