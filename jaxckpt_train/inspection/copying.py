@@ -60,20 +60,6 @@ def copy_checked(
     """Copy an opened checkpoint.
 
     Every byte is compared with its digest when it is read, and the copy with its source before it gets its final name.
-
-    Args:
-        backend: the storage.
-        source: the checkpoint to copy.
-        final: the absolute path of the copy.
-        replace: replace a checkpoint at this path.
-        every_byte: read all bytes of the copy again before it gets its final name.
-        progress: called with the number of bytes of each write, and of each read of the copy.
-
-    Raises:
-        CorruptCheckpointError: the source is damaged, or the copy differs. The copy is removed.
-        NotACheckpointError: the source has no digests, because another tool wrote it, or it was removed meanwhile.
-        CheckpointExistsError: something exists at this path that must not be replaced.
-        StorageError: a file system reported an error.
     """
     refuse_other_tools(source)
     refuse_temporary_name(final)
@@ -157,19 +143,7 @@ def _info_of_copy(backend: Backend, path: str, committed: Committed) -> dict[str
 
 
 def destination(backend: Backend, given: str, source: Opened) -> str:
-    """Return the absolute path of a copy.
-
-    Args:
-        backend: the storage.
-        given: the destination. If it is a run, ends with "/", or is "." or "..", the copy keeps the name of its source.
-        source: the checkpoint to copy.
-
-    Raises:
-        CheckpointExistsError: the destination is a directory, but not a checkpoint.
-        SettingsError: the destination is unsuitable for this source, or inside a checkpoint.
-        DirectoryLockedError: a live process owns the run of the destination, and would not see the new step.
-        StorageError: the storage reported an error.
-    """
+    """Return the absolute path of a copy. It keeps the name of its source in a run, and if `given` ends with a /."""
     path = absolute_path("destination", given)
     is_in_run = is_run(backend, path)
     final = path
@@ -205,12 +179,7 @@ def _name_of(source: Opened, is_in_run: bool, path: str) -> str:
 
 
 def refuse_destination(backend: Backend, final: str) -> None:
-    """Refuse a path where nothing new may be written.
-
-    Raises:
-        SettingsError: the path is inside a checkpoint.
-        DirectoryLockedError: a live process owns the run.
-    """
+    """Refuse a path where nothing new may be written."""
     refuse_within_checkpoint(final)
     folder = os.path.dirname(final)
     owner = OwnerLock(backend, folder).owner(watches=True) if file_exists(f"{folder}/{LOCK_NAME}") else None
@@ -261,12 +230,7 @@ def _difference_error(copy: Opened, what: str) -> CorruptCheckpointError:
 
 
 def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str, name: str) -> None:
-    """Refuse to remove a step that must stay in its run, which this process owns.
-
-    Raises:
-        SettingsError: the step must stay.
-        StorageError: a newer step cannot be read. If that one is not valid, this step must stay.
-    """
+    """Refuse to remove a step that must stay in its run, which this process owns."""
     newest, left = owned.newest(), owned.left()
     line = [entry for entry in newest if entry.name not in left]
     found = newest_whole_step(backend, directory, line, every_byte=False)
@@ -285,12 +249,7 @@ def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str,
 
 
 def refuse_to_remove_checkpoint(backend: Backend, path: str) -> None:
-    """Refuse to remove a path that is a link, or a directory with more than a checkpoint in it.
-
-    Raises:
-        SettingsError: the path must stay.
-        StorageError: the directory cannot be read.
-    """
+    """Refuse to remove a path that is a link, or a directory with more than a checkpoint in it."""
     folder, name = os.path.split(path)
     kinds = {entry.name: entry.kind for entry in backend.list(folder)}
     if kinds.get(name) != "directory":
@@ -306,12 +265,7 @@ def refuse_to_remove_checkpoint(backend: Backend, path: str) -> None:
 
 
 def remove_checkpoint(backend: Backend, path: str) -> None:
-    """Remove a checkpoint. It is renamed first, so that a half-removed one is never taken for a checkpoint.
-
-    Raises:
-        StorageError: the file system reported an error. The checkpoint may remain under a temporary name, which later
-            saves remove.
-    """
+    """Remove a checkpoint. It is renamed first, so that a half-removed one is never taken for a checkpoint."""
     hidden = rename_to_free(backend, path, attempt_paths(path))
     if hidden is not None:
         sync_directory(backend, os.path.dirname(path))

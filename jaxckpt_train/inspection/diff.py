@@ -85,10 +85,6 @@ def diff_leaves(
     """Compare all leaves, in the order of `a`, then those only in `b`. Equal leaves are included.
 
     Values are compared bit by bit: nan equals itself, and 0 and -0 differ.
-
-    Raises:
-        CorruptCheckpointError: the content differs from what was saved.
-        StorageError: a leaf cannot be read.
     """
     of_a, of_b = leaves_by_name(a), leaves_by_name(b)
     found: dict[str, LeafDiff] = {}
@@ -148,9 +144,6 @@ def diff_containers(a: Opened, b: Opened, selected: Callable[[str], bool]) -> It
     A container is selected if all of its leaves are selected in both checkpoints. An empty container is itself a leaf.
     If a container is empty in only one checkpoint, the comparison of leaves shows it. Checkpoints of different tools
     are not compared, because other tools do not record all kinds.
-
-    Raises:
-        CorruptCheckpointError: the record of a tree is damaged.
     """
     of_b = b.trees if a.kind == b.kind else {}
     for part, mine in a.trees.items():
@@ -202,10 +195,6 @@ def diff_parts(a: Opened, b: Opened, selected: Callable[[str], bool]) -> Iterato
 
     Their files are compared by digests if both checkpoints have the same kind, otherwise by bytes. JSON files of
     different tools are compared by their values.
-
-    Raises:
-        CorruptCheckpointError: the content of a file differs from what was saved.
-        StorageError: a file cannot be read.
     """
     for name, (one, other) in parts_to_compare(a, b).items():
         if not selected(name):
@@ -233,12 +222,7 @@ def _is_same(a: Opened, one: FileRecord, b: Opened, other: FileRecord) -> bool:
 
 
 def read_file(opened: Opened, file: FileRecord) -> np.ndarray:
-    """Read a file of a checkpointable as a flat uint8 array.
-
-    Raises:
-        CorruptCheckpointError: the content differs from what was saved.
-        StorageError: the file cannot be read.
-    """
+    """Read a file of a checkpointable as a flat uint8 array."""
     manifest = opened.committed.manifest
     digest = manifest.digest if opened.settings.verify_on_load and file.digests else None
     return read_recorded(opened.files, opened.path, file, digest, manifest.block_bytes)
@@ -279,11 +263,6 @@ def over_pieces(opened: Sequence[Opened], wanted: Iterable[Wanted]) -> Iterator[
     Other threads read ahead. The caller should process a piece on its own thread, because several threads slow each
     other down in short calls of numpy. The memory of an array is reused if the caller drops it before the next piece.
     In total the pieces take the read budget, and a few megabytes for small ones.
-
-    Raises:
-        CorruptCheckpointError: the content differs from what was saved.
-        StorageError: a piece cannot be read.
-        CheckpointTimeoutError: the storage does not answer.
     """
     with contextlib.ExitStack() as stack:
         aheads = [

@@ -102,11 +102,7 @@ class Operation(NamedTuple):
 
 
 def try_operations(backend: Backend, directory: str) -> list[Operation]:
-    """Try each file-system operation that a run uses, in a temporary directory.
-
-    Raises:
-        StorageError: a directory, or a file in it, cannot be created.
-    """
+    """Try each file-system operation that a run uses, in a temporary directory."""
     folder = os.path.join(directory, TEMPORARY_PREFIXES[0] + secrets.token_hex(8))
     backend.make_directory(folder, parents=False, sync=False)
     try:

@@ -71,21 +71,7 @@ def plan_pruning(
     every_byte: bool,
     reading: Callable[[int], None],
 ) -> PrunePlan:
-    """Plan the fate of each step. The newest valid step, and steps that links lead to, are added to `pruning.safe`.
-
-    Args:
-        backend, directory: the run.
-        pruning: the policies that keep steps.
-        now: the time, for policies.
-        every_byte: compare all bytes of the newest step with their digests, and of the one before if it is damaged.
-        reading: called with the number of bytes of each read.
-
-    Raises:
-        NotACheckpointError: the directory has no committed step.
-        CorruptCheckpointError: none of the steps is valid.
-        MismatchError: no step has the metric of a policy.
-        StorageError: none of the steps that can be read is valid.
-    """
+    """Plan the fate of each step. The newest valid step, and steps that links lead to, are added to `pruning.safe`."""
     statuses = inspect_run(backend, directory)
     entries = _entries(statuses)
     if not entries:
@@ -201,12 +187,7 @@ class RunHealth:
 
 
 def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHealth:
-    """Inspect the health of a run.
-
-    Raises:
-        NotACheckpointError: the directory does not exist.
-        StorageError: it cannot be read.
-    """
+    """Inspect the health of a run."""
     owner, statuses = OwnerLock(backend, directory).owner(), inspect_run(backend, directory)
     line = newest_generations(current_line(_entries(statuses), FoundRecord(backend, directory).record.roll_back))
     whole = newest_whole_step(backend, directory, line, every_byte=False)
@@ -221,6 +202,9 @@ def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHe
             (uncommitted if status.entry is None else damaged)[status.name] = status.problem
     damaged = {name: problem for name, problem in damaged.items() if name not in refused}
     at_risk, unreadable = _at_risk(backend, directory, owner, newest, now)
+    stale_files = find_dead_attempts(backend, directory)
+    if owner is None or not owner.is_alive:  # a live owner finishes its deletions itself
+        stale_files += half_deleted(backend, directory)
     if damaged or uncommitted or refused:  # the owner may have deleted steps during the inspection
         there = {entry.name for entry in backend.list(directory)}
         for problems in (damaged, uncommitted, refused):
@@ -234,20 +218,10 @@ def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHe
         damaged=damaged,
         uncommitted=uncommitted,
         refused=refused,
-        stale_files=[*find_dead_attempts(backend, directory), *_half_deleted_by_dead(backend, directory)],
+        stale_files=stale_files,
         at_risk=at_risk,
         unreadable=unreadable,
     )
-
-
-def _half_deleted_by_dead(backend: Backend, directory: str) -> list[str]:
-    """Return the steps that a dead owner was deleting. A live owner finishes its deletions itself."""
-    found = half_deleted(backend, directory)
-    owner = OwnerLock(backend, directory).owner() if found else None
-    if not found or (owner is not None and owner.is_alive):
-        return []
-    there = half_deleted(backend, directory)
-    return [name for name in found if name in there]
 
 
 def _at_risk(

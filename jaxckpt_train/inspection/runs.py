@@ -182,11 +182,7 @@ def _is_newer(status: StepStatus, than: StepStatus | None) -> bool:
 
 
 def is_run(backend: Backend, directory: str) -> bool:
-    """Return whether a directory has the steps, the lock or the history of a run. It may be missing.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Return whether a directory has the steps, the lock or the history of a run. It may be missing."""
     try:
         names = {entry.name for entry in backend.list(directory)}
     except StorageError as error:
@@ -278,12 +274,7 @@ def _choose_by_number(path: str, statuses: Sequence[StepStatus], step: float) ->
 
 
 def describe_other(backend: Backend, path: str) -> str:
-    """Describe for a message what a path holds instead of a run. Empty: it is not recognized.
-
-    Raises:
-        CorruptCheckpointError, NotACheckpointError: another tool has written it, but it cannot be opened.
-        StorageError: it cannot be read.
-    """
+    """Describe for a message what a path holds instead of a run. Empty: it is not recognized."""
     if is_file(path):
         return "a file"
     if found := foreign_checkpoints(backend, path):
@@ -364,11 +355,7 @@ def _check_sizes(backend: Backend, path: str) -> None:
 
 
 def links_to_steps(backend: Backend, directory: str) -> dict[str, str]:
-    """Return the names of links in a run directory, by the name of the step that each of them leads to or into.
-
-    Raises:
-        StorageError: the directory cannot be read.
-    """
+    """Return the names of links in a run directory, by the name of the step that each of them leads to or into."""
     found: dict[str, str] = {}
     real = real_path(directory)
     for entry in backend.list(directory):

@@ -74,12 +74,7 @@ class Plan:
 
 
 def plan_changes(looks: Sequence[StepStatus], wanted: int | None) -> Plan:
-    """Choose the newest pairs of steps.
-
-    Args:
-        looks: the existing steps.
-        wanted: the number of pairs; None: a few pairs that are quick to read.
-    """
+    """Choose the newest pairs of steps."""
     pairs = list(itertools.pairwise(look for look in looks if look.is_restorable))
     most, room = (FEW_PAIRS, FEW_BYTES) if wanted is None else (wanted, None)
     chosen: list[tuple[StepStatus, StepStatus]] = []
@@ -101,13 +96,7 @@ def plan_changes(looks: Sequence[StepStatus], wanted: int | None) -> Plan:
 
 
 def compare(backend: Backend, directory: str, plan: Plan, progress: Callable[[int], object]) -> Changes:
-    """Compare the pairs of a plan. A pair that cannot be read gets a `problem`.
-
-    Args:
-        backend, directory: the storage and directory of the run.
-        plan: the pairs to compare.
-        progress: called with the number of bytes after each read.
-    """
+    """Compare the pairs of a plan. A pair that cannot be read gets a `problem`."""
     pairs = tuple(_compared(backend, directory, *pair, progress) for pair in plan.pairs)
     return Changes(pairs, plan.left_out)
 
@@ -162,11 +151,7 @@ class TreeSizes:
 
 
 def tree_sizes(opened: Opened, step: int | None) -> TreeSizes:
-    """Return the sizes of all leaves, and of the files of checkpointables that are not trees.
-
-    Raises:
-        CorruptCheckpointError: the record of a tree is damaged.
-    """
+    """Return the sizes of all leaves, and of the files of checkpointables that are not trees."""
     leaves = [
         LeafSize(name, describe_saved(leaf, array), nbytes_of(array))
         for name, (leaf, array) in leaves_by_name(opened).items()

@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import datetime
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,8 +24,6 @@ from jaxckpt_train.report.series import (
 from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.store.manifest import metrics_from_json
 
-MOST_THERE = 20_000
-"""The most steps to remember that no longer exist and that the history does not call deleted."""
 MOST_STEP_BYTES = 1 << 50  # so that sums fit into 64 bits
 EPOCH, MICROSECOND = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC), datetime.timedelta(microseconds=1)
 STATES = ("kept", "pinned", "temporary", "left behind", "damaged", "not committed", "deleted", "gone")
@@ -69,14 +67,13 @@ class StepLife:
         """The state of the step, one of `STATES`; the most important one if several apply."""
         if not self.is_there:
             return "gone" if self.deleted is None else "deleted"
-        checks = (
-            (not self.is_committed, "not committed"),
-            (bool(self.problem), "damaged"),
-            (not self.is_current, "left behind"),
-            (self.pinned, "pinned"),
-            (self.temporary, "temporary"),
-        )
-        return next((state for holds, state in checks if holds), "kept")
+        if not self.is_committed:
+            return "not committed"
+        if self.problem:
+            return "damaged"
+        if not self.is_current:
+            return "left behind"
+        return "pinned" if self.pinned else "temporary" if self.temporary else "kept"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +107,9 @@ class StepsFound:
 
 
 class Lives:
-    """Follows the steps of a run through the events of its history. `names`: the directories that exist."""
+    """Follows the steps of a run through the events of its history."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+    def __init__(self) -> None:
         self._there: dict[str, StepLife] = {}  # in the order of the saves
         self._ended = Sample[StepLife](lambda life: 0.0)
         self._last = -1  # the last saved step
@@ -165,14 +161,6 @@ class Lives:
             self._end(removed)
         metrics = metrics_from_json(event.metrics)
         self._there[name] = StepLife(name, step, saved=time, bytes=event.bytes, metrics=metrics)
-        if len(self._there) > MOST_THERE + 2 * len(self._names):
-            self._end_oldest()
-
-    def _end_oldest(self) -> None:
-        """End the oldest steps that no longer exist, for which the history has no deletion."""
-        gone = [life for life in self._there.values() if life.name not in self._names]
-        for life in gone[: len(gone) // 2]:
-            self._end(self._there.pop(life.name))
 
     def _deleted(self, event: ReportEvent) -> None:
         parsed = parse_step_name(event.name)

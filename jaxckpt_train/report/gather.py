@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import errno
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
@@ -111,16 +111,7 @@ def gather(
     disk: DiskRate | None,
     progress: Callable[[int], object],
 ) -> Gathered:
-    """Gather the data of a report.
-
-    Args:
-        backend: the storage of the run.
-        read: the contents of the directory of the run.
-        plan: the pairs of steps to compare.
-        made: the current time, with a time zone.
-        disk: the measured rate of the disk, or None.
-        progress: called with the number of bytes after each read.
-    """
+    """Gather the data of a report."""
     history, steps = read.history, read.history.lives.found(read.looks)
     processes, totals = processes_of(settled(history.attempts, is_live=read.is_live), history.places)
     tree, warnings, newest = None, read.warnings, newest_whole(read.looks)
@@ -192,19 +183,9 @@ class RunRead:
 
 
 def read_run(backend: Backend, directory: str, now: datetime.datetime) -> RunRead:
-    """Read the history and inspect the steps of a run. Warnings of the package are collected instead of printed.
-
-    Args:
-        backend: the storage of the run.
-        directory: the directory of the run.
-        now: the current time, with a time zone.
-
-    Raises:
-        NotACheckpointError: the directory does not exist, or has neither a history nor a step.
-        StorageError: the directory cannot be read.
-    """
+    """Read the history and inspect the steps of a run. Warnings of the package are collected instead of printed."""
     names = _names(backend, directory)
-    history = RunHistory({name for name in names if parse_step_name(name) is not None})
+    history = RunHistory()
     collector = _WarningCollector(logging.WARNING)
     _log.addHandler(collector)
     try:
@@ -264,9 +245,6 @@ class _WarningCollector(logging.Handler):
 class RunHistory:
     """Collects the events of a history.
 
-    Args:
-        names: the names of the step directories that existed before the history was read.
-
     Attributes:
         events: the number of events of each kind, in the order of their first occurrence.
         last: the last event, or None.
@@ -279,12 +257,12 @@ class RunHistory:
         failed_saves, blocked_s: the number of failed saves, and the time for which all saves blocked the loop.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self) -> None:
         self.events: dict[str, int] = {}
         self.last: ReportEvent | None = None
         self.attempts: list[Attempt] = []
         self.places: list[str] = []
-        self.lives = Lives(names)
+        self.lives = Lives()
         self.saves = Sample[ReportEvent](lambda event: save_s_of(event) + (0 if event.ok else 1e9))
         self.restores = Sample[Restore](lambda each: each.restore_s or 0.0)
         self.marks = Sample[Mark](lambda mark: mark.kind != "take_over")
@@ -340,12 +318,7 @@ class Totals(Goodput):
 
 
 def processes_of(attempts: Sequence[Attempt], places: Sequence[str]) -> tuple[list[Process], Totals]:
-    """Return the processes of a training in order, and their totals.
-
-    Args:
-        attempts: all processes in a history, in order.
-        places: where each of them ran, see `_place_of`.
-    """
+    """Return the processes of a training in order, and their totals."""
     trained = [pair for pair in zip(attempts, places, strict=True) if pair[0].is_of_the_training]
     found = goodput([attempt for attempt, _ in trained])
     rows = zip(trained, found.attempts, strict=True)

@@ -1,7 +1,6 @@
 """The HTML page of a report: a single file that loads nothing and runs only its own scripts.
 
-`page_of` builds the page, and `write_page` writes it atomically. All text is escaped, except text of type `Html`, which
-only this module creates. So no text from a file can change the page.
+All text is escaped, except text of type `Html`, which only this module creates: no text from a file changes the page.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from jaxckpt_train.inspection.units import (
     time_text,
 )
 from jaxckpt_train.report.changes import FILE, LeafSize
-from jaxckpt_train.report.charts import MOST_METRICS, Drawing, draw, library, metric_place, pair_name, shown_pairs
+from jaxckpt_train.report.charts import MOST_METRICS, Drawing, draw, library, pair_name, shown_pairs
 from jaxckpt_train.report.gather import Gathered
 from jaxckpt_train.report.series import MOST_BYTES, Limits
 from jaxckpt_train.report.tables import (
@@ -76,60 +75,46 @@ def page_of(gathered: Gathered, most_bytes: int = MOST_BYTES) -> str:
 
 def _page(gathered: Gathered, limits: Limits) -> str:
     drawing = draw(gathered, limits)
-    scripts = [library(), own_file("explorer.js"), own_file("page.js")] if drawing.places else [
-        own_file("explorer.js"), own_file("page.js")
-    ]  # fmt: skip
+    scripts = [*([library()] if drawing.places else []), _own_file("explorer.js"), _own_file("page.js")]
+    name, made = "/".join(gathered.run.split("/")[-2:]), f"made at {time_text(gathered.made)} UTC"
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=_policy(scripts)),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
-        element("title", f"{_short(gathered.run)}: report"),
-        element("style", Html(own_file("page.css"))),
+        element("title", f"{name}: report"),
+        element("style", Html(_own_file("page.css"))),
     )
-    data = {"document": drawing.document, "places": drawing.places, "tree": explorer_data(gathered, limits)}
+    header = element(
+        "header",
+        element(
+            "div",
+            element("h1", "Report of ", element("span", name)),
+            element("button", "Dark", id="theme", type="button", aria_pressed="false", class_="needs-script"),
+            class_="title",
+        ),
+        element("p", element("code", gathered.run), " \u00b7 ", made, class_="quiet"),
+        element("nav", [element("a", title, href=f"#{name}") for name, title in NAMES], aria_label="Sections"),
+    )
+    content = [
+        _summary(gathered),
+        element("noscript", element("p", "Without JavaScript there are no charts; their data is in the tables.")),
+        [make(gathered, drawing) for make in (_timeline, _throughput, _goodput, _steps, _metrics)],
+        _explorer(gathered, limits),
+        _changes(gathered, drawing),
+    ]
+    data = {"document": drawing.document, "places": drawing.places, "tree": _explorer_data(gathered, limits)}
     body = element(
         "body",
         element("a", "Skip to the report", href="#report", class_="skip"),
-        _header(gathered),
-        element("main", _content(gathered, drawing, limits), id="report"),
+        header,
+        element("main", content, id="report"),
         element("footer", element("p", "Made by jaxckpt_train. This page loads nothing from elsewhere.")),
         element("script", _json(data), type="application/json", id="report-data"),
         [element("script", Html(script)) for script in scripts],
     )
     return MARK + element("html", head, body, lang="en") + "\n"
-
-
-def _short(run: str) -> str:
-    return "/".join(run.split("/")[-2:])
-
-
-def _header(gathered: Gathered) -> Html:
-    links = [element("a", title, href=f"#{name}") for name, title in NAMES]
-    made = f"made at {time_text(gathered.made)} UTC"
-    return element(
-        "header",
-        element(
-            "div",
-            element("h1", "Report of ", element("span", _short(gathered.run))),
-            element("button", "Dark", id="theme", type="button", aria_pressed="false", class_="needs-script"),
-            class_="title",
-        ),
-        element("p", element("code", gathered.run), " \u00b7 ", made, class_="quiet"),
-        element("nav", links, aria_label="Sections"),
-    )
-
-
-def _content(gathered: Gathered, drawing: Drawing, limits: Limits) -> Html:
-    before = (timeline, throughput, goodput, steps, metrics)
-    return joined(
-        summary(gathered),
-        element("noscript", element("p", "Without JavaScript there are no charts; their data is in the tables.")),
-        [make(gathered, drawing) for make in before],
-        explorer(gathered, limits),
-        changes(gathered, drawing),
-    )
 
 
 def _json(value: Any) -> Html:
@@ -149,12 +134,7 @@ def _policy(scripts: list[str]) -> str:
 
 
 def check_place(backend: Backend, path: str) -> bool:
-    """Return whether a path is an earlier report, which may be replaced; False: the path does not exist.
-
-    Raises:
-        CheckpointExistsError: the path is another file.
-        StorageError: the directory does not exist or cannot be read.
-    """
+    """Return whether a path is an earlier report, which may be replaced; False: the path does not exist."""
     folder, name = os.path.split(path)
     try:
         names = {entry.name for entry in backend.list(folder)}
@@ -173,12 +153,7 @@ def check_place(backend: Backend, path: str) -> bool:
 
 
 def write_page(backend: Backend, path: str, page: str) -> None:
-    """Write a page atomically, and replace an earlier report.
-
-    Raises:
-        CheckpointExistsError: the path is another file.
-        StorageError: the file system refused the write.
-    """
+    """Write a page atomically, and replace an earlier report."""
     data = page.encode()
     if not check_place(backend, path) and backend.write_new(path, data):
         return
@@ -217,8 +192,8 @@ def joined(*children: object) -> Html:
 def element(tag: str, *children: object, **attributes: Any) -> Html:
     """Return an element.
 
-    A `_` at the end of a name is removed, and other `_` become `-`. The value True gives an attribute without a value.
-    None and False omit the attribute.
+    In names of attributes, a `_` at the end is removed, and others become `-`. The value True gives an attribute
+    without a value. None and False omit the attribute.
     """
     texts = []
     for name, value in attributes.items():
@@ -230,16 +205,15 @@ def element(tag: str, *children: object, **attributes: Any) -> Html:
     return Html(begin if tag in _VOID else f"{begin}{joined(*children)}</{tag}>")
 
 
-def own_file(name: str) -> str:
-    """Return the text of a style sheet or script next to this module."""
+def _own_file(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def table_html(table: Table, caption: str) -> Html:
+def _table(table: Table, caption: str) -> Html:
     """Return a table that scrolls if it is wider than the page."""
-    kinds = [_kind(heading) for heading in table.headings]
+    kinds = ["right" if name.endswith("#") else "time" if name.endswith("(UTC)") else None for name in table.headings]
     head = [
-        element("th", name.removesuffix("#") if kind == "right" else name, scope="col", class_=kind)
+        element("th", name.removesuffix("#"), scope="col", class_=kind)
         for name, kind in zip(table.headings, kinds, strict=True)
     ]
 
@@ -254,28 +228,14 @@ def table_html(table: Table, caption: str) -> Html:
         element("tbody", [row(texts) for texts in table.rows]),
         element("tfoot", row(table.last)) if table.last else None,
     )
-    left_out = note(table.left_out) if table.left_out else None
+    left_out = _note(table.left_out) if table.left_out else None
     return joined(left_out, element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption))
 
 
-def _kind(heading: str) -> str | None:
-    if heading.endswith("#") and len(heading) > 1:
-        return "right"
-    return "time" if heading.endswith("(UTC)") else None
-
-
-def chart_html(drawing: Drawing, place: str, title: str, about: str, tables: Sequence[tuple[str, Table]]) -> Html:
-    """Return a chart with its description and its data as collapsed tables, or only the tables if there is no chart.
-
-    Args:
-        drawing: the charts.
-        place: the ID of the place of the chart.
-        title: the title of the chart.
-        about: a description of the chart.
-        tables: the data by name.
-    """
+def _chart(drawing: Drawing, place: str, title: str, about: str, tables: Sequence[tuple[str, Table]]) -> Html:
+    """Return the chart of a place, with its data as collapsed tables. If there is no chart, return only these."""
     opened = [
-        element("details", element("summary", f"Data: {name}"), table_html(table, name))
+        element("details", element("summary", f"Data: {name}"), _table(table, name))
         for name, table in tables
         if table.rows
     ]
@@ -287,41 +247,30 @@ def chart_html(drawing: Drawing, place: str, title: str, about: str, tables: Seq
         "figure",
         element("figcaption", element("strong", title), " ", about),
         element("div", id=f"chart-{place}", class_="chart", role="img", aria_label=label),
-        note(drawing.left_out[place]) if place in drawing.left_out else None,
+        _note(drawing.left_out[place]) if place in drawing.left_out else None,
         data,
     )
 
 
-def section(name: str, title: str, *children: object) -> Html:
-    """Return a section with its heading."""
-    return element("section", element("h2", title, id=name), *children, aria_labelledby=name)
+def _section(name: str, *children: object) -> Html:
+    return element("section", element("h2", dict(NAMES)[name], id=name), *children, aria_labelledby=name)
 
 
-def facts(rows: Sequence[tuple[str, str, str]]) -> Html:
-    """Return tiles with a name, a value and a remark each."""
-    tiles = [
-        element("div", element("dt", name), element("dd", value), element("dd", remark, class_="quiet"))
-        for name, value, remark in rows
-    ]
-    return element("dl", tiles, class_="facts")
-
-
-def note(text: str) -> Html:
+def _note(text: str) -> Html:
     """Return a remark, in which text in backquotes becomes code."""
     pieces = text.split("`")
     return element("p", [element("code", piece) if number % 2 else piece for number, piece in enumerate(pieces)],
                    class_="quiet")  # fmt: skip
 
 
-def problems(title: str, texts: Sequence[str]) -> Html:
-    """Return a highlighted list of problems."""
+def _problems(title: str, texts: Sequence[str]) -> Html:
     lines = [element("li", clipped(text, 600)) for text in texts[:MOST_PROBLEMS]]
     if len(texts) > MOST_PROBLEMS:
         lines.append(element("li", f"and {len(texts) - MOST_PROBLEMS:,} more"))
     return element("div", element("strong", title), element("ul", lines), class_="problems", role="note")
 
 
-def explorer_data(gathered: Gathered, limits: Limits) -> dict[str, Any]:
+def _explorer_data(gathered: Gathered, limits: Limits) -> dict[str, Any]:
     """Return the leaves with their forms, sizes and last relative changes, as data for the script of the tree."""
     if gathered.tree is None:
         return {"leaves": [], "forms": []}
@@ -329,19 +278,15 @@ def explorer_data(gathered: Gathered, limits: Limits) -> dict[str, Any]:
     last = pairs[-1] if pairs and pairs[-1].after == gathered.tree.step else None
     moved = {leaf.name: leaf.relative for leaf in last.leaves} if last is not None else {}
     forms: dict[str, int] = {}
-    leaves = []
+    leaves: list[list[Any]] = []
     for leaf in _chosen(gathered.tree.leaves, limits):
-        is_compared = last is not None and leaf.form != FILE
-        change = moved.get(leaf.name, 0.0) if is_compared else None
-        leaves.append([leaf.name, forms.setdefault(leaf.form, len(forms)), leaf.bytes, _change(change)])
+        change: float | str | None = None
+        if last is not None and leaf.form != FILE:
+            change = moved.get(leaf.name, 0.0)
+        if isinstance(change, float):  # JSON has no infinity, and the page shows three digits
+            change = float(f"{change:.3g}") if math.isfinite(change) else str(change)
+        leaves.append([leaf.name, forms.setdefault(leaf.form, len(forms)), leaf.bytes, change])
     return {"leaves": leaves, "forms": list(forms), "pair": None if last is None else [last.before, last.after]}
-
-
-def _change(change: float | None) -> float | str | None:
-    """Return a change for JSON, rounded to the digits that are shown."""
-    if change is None or math.isfinite(change):
-        return None if change is None else float(f"{change:.3g}")
-    return str(change)
 
 
 def _chosen(leaves: Sequence[LeafSize], limits: Limits) -> list[LeafSize]:
@@ -355,17 +300,16 @@ def _chosen(leaves: Sequence[LeafSize], limits: Limits) -> list[LeafSize]:
     return [leaf for number, leaf in enumerate(leaves) if number in chosen]
 
 
-def explorer(gathered: Gathered, limits: Limits) -> Html:
-    """Return the section of the tree of the newest valid step."""
+def _explorer(gathered: Gathered, limits: Limits) -> Html:
     tree = gathered.tree
     if tree is None:
-        return section("tree", "Tree", note("There is no valid step."))
+        return _section("tree", _note("There is no valid step."))
     total = sum(leaf.bytes for leaf in tree.leaves)
     shown = _chosen(tree.leaves, limits)
     left_out = None
     if len(shown) < len(tree.leaves):
         rest = bytes_text(total - sum(leaf.bytes for leaf in shown))
-        left_out = note(f"The {len(tree.leaves) - len(shown):,} smallest leaves, {rest}, are left out.")
+        left_out = _note(f"The {len(tree.leaves) - len(shown):,} smallest leaves, {rest}, are left out.")
     search = element(
         "div",
         element("label", "Search", for_="leaf-pattern"),
@@ -377,62 +321,51 @@ def explorer(gathered: Gathered, limits: Limits) -> Html:
         element("button", "Close all", id="leaf-close", type="button"),
         class_="bar",
     )  # fmt: skip
-    return section(
+    return _section(
         "tree",
-        "Tree",
         element("p", f"Step {tree.step}: {counted(len(tree.leaves), 'leaf', 'leaves')}, {bytes_text(total)}."),
-        note("In a pattern, * matches anything within a key and ** anything. Other text matches a part of a path."),
+        _note("In a pattern, * matches anything within a key and ** anything. Other text matches a part of a path."),
         left_out,
         element("div", search, class_="needs-script"),
         element("p", "", id="leaf-count", class_="quiet", aria_live="polite"),
         element("div", "", id="leaves"),
-        element(
-            "details",
-            element("summary", "Data: the largest leaves"),
-            table_html(largest_table(tree), "Leaves"),
-        ),
+        element("details", element("summary", "Data: the largest leaves"), _table(largest_table(tree), "Leaves")),
     )
 
 
-Section = Callable[[Gathered, Drawing], Html]
-
-
-def summary(gathered: Gathered) -> Html:
-    """Return the summary: key figures and problems."""
+def _summary(gathered: Gathered) -> Html:
     there = [step for step in gathered.steps if step.is_there]
     newest = max((step.step for step in there if step.is_current and not step.problem), default=None)
     totals, counts = gathered.totals, gathered.counts
+    of_time, useful = "no process in the history", "unknown"
+    if gathered.processes:
+        of_time, useful = f"of {seconds_text(totals.wall_s)}", percent_text(totals.share)
+    per_save = f"{seconds_text(counts.blocked_s / counts.saves)} each" if counts.saves else "no save"
     rows = [
         ("Newest valid step", "none" if newest is None else f"{newest:,}", counted(len(there), "step") + " on disk"),
         ("Disk use", bytes_text(sum(step.bytes or 0 for step in there)), "data of all steps"),
-        ("Useful time", percent_text(totals.share) if gathered.processes else "unknown", _of_time(gathered)),
+        ("Useful time", useful, of_time),
         ("Processes", f"{len(gathered.processes):,}", "one is running" if gathered.is_live else "none is running"),
         ("Saves", f"{counts.saves - counts.failed_saves:,}", f"{counts.failed_saves:,} failed"),
-        ("Blocked by saves", seconds_text(counts.blocked_s), _per_save(gathered)),
+        ("Blocked by saves", seconds_text(counts.blocked_s), per_save),
+    ]
+    tiles = [
+        element("div", element("dt", name), element("dd", value), element("dd", remark, class_="quiet"))
+        for name, value, remark in rows
     ]
     wrong = [f"Step {step.step}, {step.name}: {step.problem}" for step in gathered.damaged]
     failed = [save for save in gathered.saves if not save.ok]
     wrong += [f"Step {save.step} was not saved at {time_text(save.ended)}: {save.error}" for save in failed[-10:]]
     return joined(
-        facts(rows),
-        problems("Problems", wrong) if wrong else None,
-        problems("Could not be read", gathered.warnings) if gathered.warnings else None,
+        element("dl", tiles, class_="facts"),
+        _problems("Problems", wrong) if wrong else None,
+        _problems("Could not be read", gathered.warnings) if gathered.warnings else None,
     )
 
 
-def _of_time(gathered: Gathered) -> str:
-    return f"of {seconds_text(gathered.totals.wall_s)}" if gathered.processes else "no process in the history"
-
-
-def _per_save(gathered: Gathered) -> str:
-    counts = gathered.counts
-    return f"{seconds_text(counts.blocked_s / counts.saves)} each" if counts.saves else "no save"
-
-
-def timeline(gathered: Gathered, drawing: Drawing) -> Html:
-    """Return the section of the timeline."""
+def _timeline(gathered: Gathered, drawing: Drawing) -> Html:
     if not (gathered.saves or gathered.restores or gathered.processes or gathered.marks):
-        return section("timeline", "Timeline", note("The history has no events yet."))
+        return _section("timeline", _note("The history has no events yet."))
     tables: list[tuple[str, Table]] = [
         ("processes", processes_table(gathered.processes, gathered.totals)),
         ("saves", saves_table(gathered.saves, gathered.counts.saves)),
@@ -440,14 +373,11 @@ def timeline(gathered: Gathered, drawing: Drawing) -> Html:
         ("other events", marks_table(gathered.marks, gathered.counts.marks)),
     ]
     events = ", ".join(f"{count:,} {clipped(kind, 40)}" for kind, count in list(gathered.events.items())[:20])
-    return section(
+    return _section(
         "timeline",
-        "Timeline",
-        note(f"Times are in UTC. The history has these events: {events}."),
-        chart_html(
-            drawing, "timeline", "The run.", "Processes by how they ended, saves, restores, other events.", tables
-        ),
-        chart_html(
+        _note(f"Times are in UTC. The history has these events: {events}."),
+        _chart(drawing, "timeline", "The run.", "Processes by how they ended, saves, restores, other events.", tables),
+        _chart(
             drawing,
             "save-times",
             "Time of each save.",
@@ -457,10 +387,9 @@ def timeline(gathered: Gathered, drawing: Drawing) -> Html:
     )
 
 
-def throughput(gathered: Gathered, drawing: Drawing) -> Html:
-    """Return the section of the throughput."""
+def _throughput(gathered: Gathered, drawing: Drawing) -> Html:
     if "throughput" not in drawing.places:
-        return section("throughput-of-saves", "Throughput", note("No save or restore has recorded its rate."))
+        return _section("throughput-of-saves", _note("No save or restore has recorded its rate."))
     disk, counts = gathered.disk, gathered.counts
     saves, restores = saves_table(gathered.saves, counts.saves), restores_table(gathered.restores, counts.restores)
     limit = "With --measure-disk, the chart has a line for the rate of the disk."
@@ -469,11 +398,10 @@ def throughput(gathered: Gathered, drawing: Drawing) -> Html:
             f"The rate of the disk was {rate_text(disk.bytes_per_s)} when this report was made: the fastest of "
             f"{disk.tries} synced writes of {bytes_text(disk.bytes)} by one process."
         )
-    return section(
+    return _section(
         "throughput-of-saves",
-        "Throughput",
-        note(limit),
-        chart_html(
+        _note(limit),
+        _chart(
             drawing,
             "throughput",
             "Bytes per second.",
@@ -483,83 +411,71 @@ def throughput(gathered: Gathered, drawing: Drawing) -> Html:
     )
 
 
-def goodput(gathered: Gathered, drawing: Drawing) -> Html:
-    """Return the section of the goodput."""
+def _goodput(gathered: Gathered, drawing: Drawing) -> Html:
     if not gathered.processes:
-        return section("goodput", "Goodput", note("The history has no process."))
+        return _section("goodput", _note("The history has no process."))
     totals = gathered.totals
     words = (
         f"{percent_text(totals.share)} of {seconds_text(totals.wall_s)} were spent on useful updates: "
         f"{counted(totals.useful_steps, 'update')}. Lost and repeated, or to be repeated: "
         f"{counted(totals.redone_steps, 'update')}."
     )
-    return section(
+    return _section(
         "goodput",
-        "Goodput",
         element("p", words),
-        chart_html(
+        _chart(
             drawing,
             "time-spent",
             "Where the time went.",
             "The run, and each process as shares of its own time.",
             [("where the time of the run went", spent_table(totals))],
         ),
-        table_html(processes_table(gathered.processes, totals), "Processes"),
+        _table(processes_table(gathered.processes, totals), "Processes"),
     )
 
 
-def steps(gathered: Gathered, drawing: Drawing) -> Html:
-    """Return the section of the steps."""
+def _steps(gathered: Gathered, drawing: Drawing) -> Html:
     if not gathered.steps:
-        return section("steps", "Steps", note("No step has been saved yet."))
+        return _section("steps", _note("No step has been saved yet."))
     by_state = ", ".join(f"{count:,} {state}" for state, count in gathered.counts.states.items())
-    return section(
+    return _section(
         "steps",
-        "Steps",
         element("p", f"{counted(gathered.counts.steps, 'step')}: {by_state}."),
-        chart_html(
+        _chart(
             drawing,
             "retention",
             "Retention.",
             "A line for each step from its save to its deletion, coloured by its present state.",
             [("steps", steps_table(gathered.steps, gathered.counts.steps))],
         ),
-        chart_html(
-            drawing,
-            "disk-use",
-            "Disk use.",
-            "The data of all steps.",
-            [("disk use", use_table(gathered))],
-        ),
+        _chart(drawing, "disk-use", "Disk use.", "The data of all steps.", [("disk use", use_table(gathered))]),
     )
 
 
-def metrics(gathered: Gathered, drawing: Drawing) -> Html:
-    """Return the section of the metrics by step."""
+def _metrics(gathered: Gathered, drawing: Drawing) -> Html:
     if not gathered.metrics:
-        return section("metrics", "Metrics", note("No known step has metrics."))
+        return _section("metrics", _note("No known step has metrics."))
     charts = []
     for number, (name, values) in enumerate(gathered.metrics.items()):
         there = gathered.counts.values[name]
         table = metric_table(values, there)
         known = f"{counted(there, 'step')}, last value {number_text(values[-1].value)}."
         if number < MOST_METRICS:
-            charts.append(chart_html(drawing, metric_place(number), clipped(name, 60), known, [("values", table)]))
+            charts.append(_chart(drawing, f"metric-{number}", clipped(name, 60), known, [("values", table)]))
     left_out = len(gathered.metrics) - MOST_METRICS
-    more = note(f"{counted(left_out, 'more metric')} left out; `--json` has them.") if left_out > 0 else None
-    about = note(
+    more = _note(f"{counted(left_out, 'more metric')} left out; `--json` has them.") if left_out > 0 else None
+    about = _note(
         "These are the metrics of the steps of the current branch. Metrics of deleted steps come from the history."
     )
-    return section("metrics", "Metrics", about, element("div", charts, class_="pairs"), more)
+    return _section("metrics", about, element("div", charts, class_="pairs"), more)
 
 
-def changes(gathered: Gathered, drawing: Drawing) -> Html:
-    """Return the section of the changes between steps."""
+def _changes(gathered: Gathered, drawing: Drawing) -> Html:
     pairs = gathered.changes.pairs
-    left_out = note(gathered.changes.left_out) if gathered.changes.left_out else None
+    left_out = _note(gathered.changes.left_out) if gathered.changes.left_out else None
     if not pairs:
-        none = None if left_out else note("There are no two steps to compare.")
-        return section("step-to-step", "Changes", none, left_out)
+        none = None if left_out else _note("There are no two steps to compare.")
+        return _section("step-to-step", none, left_out)
     more, failed = "", [f"{pair_name(pair)}: {pair.problem}" for pair in pairs if pair.problem]
     good = shown_pairs(gathered)
     if len(good) + len(failed) < len(pairs):
@@ -569,19 +485,18 @@ def changes(gathered: Gathered, drawing: Drawing) -> Html:
         for pair in good
     ]
     table = changes_table(good, [pair_name(pair) for pair in good])
-    return section(
+    return _section(
         "step-to-step",
-        "Changes",
-        note("The relative change of a leaf is the norm of the difference divided by the norm of its earlier value."),
+        _note("The relative change of a leaf is the norm of the difference divided by the norm of its earlier value."),
         element("ul", [element("li", line) for line in lines]) if lines else None,
-        problems("Could not be compared", failed) if failed else None,
-        chart_html(
+        _problems("Could not be compared", failed) if failed else None,
+        _chart(
             drawing,
             "changes",
             "Change of each leaf.",
             "From each kept step to the next.",
             [("changes of leaves", table)],
         ),
-        note(more) if more else None,
+        _note(more) if more else None,
         left_out,
     )

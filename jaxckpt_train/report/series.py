@@ -197,7 +197,7 @@ class MetricSeries:
             self._held = sum(map(len, self._samples.values()))
 
     def found(self) -> tuple[dict[str, list[MetricValue]], dict[str, int]]:
-        """Return the values of each metric by ascending step, and the number of values."""
+        """Return the values of each metric by step, and their numbers."""
         found, counts = dict[str, list[MetricValue]](), dict[str, int]()
         for name, sample in sorted(self._samples.items(), key=lambda each: min(each[1].items)[0]):
             by_step = dict(sample.items)
@@ -211,14 +211,7 @@ def _size(each: tuple[int, float]) -> float:
 
 
 def thinned(items: Sequence[Item], most: int, weight: Callable[[Item], float], recent: int = 0) -> list[Item]:
-    """Return the item of the greatest weight of each group of neighbours, in order, or all items if they are few.
-
-    Args:
-        items: the items in order.
-        most: the number of items to keep.
-        weight: the importance of an item; of equal ones, the first is kept.
-        recent: the number of last items to keep in addition to `most`.
-    """
+    """Return the item of the greatest weight of each of `most` groups of neighbours, and the last `recent` items."""
     older = max(0, len(items) - recent)
     if older <= most:
         return list(items)

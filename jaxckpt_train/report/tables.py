@@ -1,4 +1,4 @@
-"""The tables of a report, which hold the data of each chart as text."""
+"""The tables of a report, which hold the data of each chart as text. The charts show their cells in tooltips."""
 
 from __future__ import annotations
 
@@ -16,11 +16,22 @@ from jaxckpt_train.inspection.units import (
     time_text,
 )
 from jaxckpt_train.report.changes import PairChange, TreeSizes
-from jaxckpt_train.report.events import StepLife
+from jaxckpt_train.report.events import DiskUse, StepLife
 from jaxckpt_train.report.gather import Gathered, Process, Totals
 from jaxckpt_train.report.series import Mark, MetricValue, Restore, Save
 
 MOST_ROWS = 150
+# The headings of columns; one that ends with "#" marks a column of numbers.
+PROCESS = (
+    "process#", "began (UTC)", "ended", "where", "steps#", "useful#", "redone#", "saves#", "blocked#", "resume#",
+    "wall#", "useful time#",
+)  # fmt: skip
+SAVE = ("step#", "ended (UTC)", "blocked#", "background#", "size#", "rate#", "reason", "outcome")
+RESTORE = ("step#", "ended (UTC)", "took#", "size#", "rate#", "skipped damaged steps")
+MARK = ("time (UTC)", "what", "step#", "why")
+STEP = ("step#", "directory", "state", "saved (UTC)", "deleted (UTC)", "size#", "remarks")
+USE = ("from (UTC)", "steps#", "size#")
+_MARKS = {"preempted": "preemption", "set_aside": "step set aside", "take_over": "lock taken over"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +52,7 @@ class Table:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], there: int, kept: int) -> Table:
-    """Return a table with a sentence about the rows that are left out.
-
-    Args:
-        headings, rows: the headings, and the last rows that a page has room for.
-        there: the total number of rows.
-        kept: the number of rows in the data of the report.
-    """
+    """Return a table of the last rows, of which `there` exist and the data of the report has `kept`."""
     has = "all" if kept == there else f"{kept:,}"
     left_out = "" if len(rows) == there else f"The last {len(rows):,} of {there:,}; `--json` has {has} of them."
     return Table(headings, rows, left_out=left_out)
@@ -55,15 +60,16 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], there: int, k
 
 def processes_table(processes: Sequence[Process], totals: Totals) -> Table:
     """Return a table with a row for each process, and the totals."""
-    headings = ["#", "began (UTC)", "ended", "where", "steps#", "useful#", "redone#", "saves#", "blocked#", "resume#"]
-    headings += ["wall#", "useful time#"]
-    rows = []
-    for each in processes[-MOST_ROWS:]:
-        steps = "-" if each.first_step is None else f"{each.first_step}-{each.last_step}"
-        first = [str(each.number), time_text(each.began), each.how, each.where, steps]
-        rows.append([*first, *_amounts(each, each.useful_s / each.wall_s if each.wall_s else 0.0)])
-    table = _table(headings, rows, len(processes), len(processes))
+    rows = [process_cells(each) for each in processes[-MOST_ROWS:]]
+    table = _table(PROCESS, rows, len(processes), len(processes))
     return dataclasses.replace(table, last=["", "total", "", "", "", *_amounts(totals, totals.share)])
+
+
+def process_cells(each: Process) -> list[str]:
+    """Return a row of the table of processes."""
+    steps = "-" if each.first_step is None else f"{each.first_step}-{each.last_step}"
+    first = [str(each.number), time_text(each.began), each.how, each.where, steps]
+    return [*first, *_amounts(each, each.useful_s / each.wall_s if each.wall_s else 0.0)]
 
 
 def _amounts(of: Process | Totals, share: float) -> list[str]:
@@ -90,82 +96,85 @@ def spent_table(totals: Totals) -> Table:
 
 def saves_table(saves: Sequence[Save], there: int) -> Table:
     """Return a table of the saves with their times and rates."""
-    headings = ["step#", "ended (UTC)", "blocked#", "background#", "size#", "rate#", "reason", "outcome"]
-    rows = [
-        [
-            count_text(save.step),
-            time_text(save.ended),
-            seconds_text(save.blocked_s),
-            seconds_text(save.background_s),
-            bytes_text(save.bytes),
-            rate_text(save.bytes_per_s),
-            save.reason,
-            "committed" if save.ok else f"failed: {save.error}",
-        ]
-        for save in saves[-MOST_ROWS:]
+    return _table(SAVE, [save_cells(save) for save in saves[-MOST_ROWS:]], there, len(saves))
+
+
+def save_cells(save: Save) -> list[str]:
+    """Return a row of the table of saves."""
+    return [
+        count_text(save.step),
+        time_text(save.ended),
+        seconds_text(save.blocked_s),
+        seconds_text(save.background_s),
+        bytes_text(save.bytes),
+        rate_text(save.bytes_per_s),
+        save.reason,
+        "committed" if save.ok else f"failed: {save.error}",
     ]
-    return _table(headings, rows, there, len(saves))
 
 
 def restores_table(restores: Sequence[Restore], there: int) -> Table:
     """Return a table of the restores."""
-    headings = ["step#", "ended (UTC)", "took#", "size#", "rate#", "skipped damaged steps"]
-    rows = [
-        [
-            count_text(each.step),
-            time_text(each.ended),
-            seconds_text(each.restore_s),
-            bytes_text(each.bytes),
-            rate_text(each.bytes_per_s),
-            ", ".join(each.skipped),
-        ]
-        for each in restores[-MOST_ROWS:]
+    return _table(RESTORE, [restore_cells(each) for each in restores[-MOST_ROWS:]], there, len(restores))
+
+
+def restore_cells(each: Restore) -> list[str]:
+    """Return a row of the table of restores."""
+    return [
+        count_text(each.step),
+        time_text(each.ended),
+        seconds_text(each.restore_s),
+        bytes_text(each.bytes),
+        rate_text(each.bytes_per_s),
+        ", ".join(each.skipped),
     ]
-    return _table(headings, rows, there, len(restores))
 
 
 def marks_table(marks: Sequence[Mark], there: int) -> Table:
     """Return a table of the other events."""
-    words = {"preempted": "preemption", "set_aside": "step set aside", "take_over": "lock taken over"}
-    rows = [[time_text(mark.time), words[mark.kind], count_text(mark.step), mark.text] for mark in marks[-MOST_ROWS:]]
-    return _table(["time (UTC)", "what", "step#", "why"], rows, there, len(marks))
+    return _table(MARK, [mark_cells(mark) for mark in marks[-MOST_ROWS:]], there, len(marks))
+
+
+def mark_cells(mark: Mark) -> list[str]:
+    """Return a row of the table of other events."""
+    return [time_text(mark.time), _MARKS[mark.kind], count_text(mark.step), mark.text]
 
 
 def steps_table(steps: Sequence[StepLife], there: int) -> Table:
     """Return a table of the steps; existing steps come last."""
-    headings = ["step#", "directory", "state", "saved (UTC)", "deleted (UTC)", "size#", "remarks"]
-    ordered = [step for step in steps if not step.is_there] + [step for step in steps if step.is_there]
-    rows = [
-        [
-            count_text(step.step),
-            step.name,
-            step.state,
-            time_text(step.saved),
-            time_text(step.deleted),
-            bytes_text(step.bytes),
-            _about(step),
-        ]
-        for step in ordered[-MOST_ROWS:]
-    ]
-    return _table(headings, rows, there, len(steps))
+    ordered = sorted(steps, key=lambda step: step.is_there)
+    return _table(STEP, [step_cells(step) for step in ordered[-MOST_ROWS:]], there, len(steps))
 
 
-def _about(step: StepLife) -> str:
-    facts = [
+def step_cells(step: StepLife) -> list[str]:
+    """Return a row of the table of steps."""
+    remarks = [
         "pinned" if step.pinned and step.state != "pinned" else "",
         "temporary" if step.temporary and step.state != "temporary" else "",
         f"left behind at {time_text(step.left)}" if step.left else "",
         f"set aside at {time_text(step.set_aside)}" if step.set_aside else "",
         step.problem,
     ]
-    return "; ".join(filter(None, facts))
+    return [
+        count_text(step.step),
+        step.name,
+        step.state,
+        time_text(step.saved),
+        time_text(step.deleted),
+        bytes_text(step.bytes),
+        "; ".join(filter(None, remarks)),
+    ]
 
 
 def use_table(gathered: Gathered) -> Table:
     """Return a table of the disk use."""
     uses = gathered.disk_use
-    rows = [[time_text(use.time), count_text(use.steps), bytes_text(use.bytes)] for use in uses[-MOST_ROWS:]]
-    return _table(["from (UTC)", "steps#", "size#"], rows, gathered.counts.changes, len(uses))
+    return _table(USE, list(map(use_cells, uses[-MOST_ROWS:])), gathered.counts.changes, len(uses))
+
+
+def use_cells(use: DiskUse) -> list[str]:
+    """Return a row of the table of the disk use."""
+    return [time_text(use.time), count_text(use.steps), bytes_text(use.bytes)]
 
 
 def metric_table(values: Sequence[MetricValue], there: int) -> Table:

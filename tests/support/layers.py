@@ -108,7 +108,6 @@ MAY_HAVE_ONE_IMPORTER = {
     "pytree.redistribution": "the exchange of shards between processes",
     "pytree.shared_reads": "the reads that the processes of a job share",
     "report.charts": "all that imports bokeh",
-    "report.tables": "the tables of a page",
     "run.listing": "the part of StepManager that lists steps, and would make its file too long",
     "run.scrubber": "the thread that reads old steps again",
     "testing.causes": "the catalogue of causes of an inexact resume",

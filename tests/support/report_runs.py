@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,9 @@ def gathered_of(directory: Path, changes: int | None = None, made: datetime.date
     return gather(BACKEND, read, plan_changes(read.looks, changes), made, None, lambda nbytes: None)
 
 
-def history_of(*events: Mapping[str, Any], names: Collection[str] = ()) -> RunHistory:
+def history_of(*events: Mapping[str, Any]) -> RunHistory:
     """Return the history that a report builds from events."""
-    history = RunHistory(names)
+    history = RunHistory()
     for event in events:
         history.add(msgspec.convert(event, ReportEvent))
     return history

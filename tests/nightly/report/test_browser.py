@@ -164,7 +164,8 @@ def test_saves_and_processes_are_in_the_timeline(seen_tab: Tab) -> None:
 
 def test_pointer_shows_a_tooltip(page_tab: Tab) -> None:
     found = pointed_at(page_tab, "#chart-timeline", 300, 20)
-    assert found.startswith("process: 1 ended: preempted where: ")
+    assert found.startswith("process: 1 began (UTC): ")
+    assert " ended: preempted where: " in found
     assert " steps: 0-24 " in found
 
 
