@@ -6,23 +6,14 @@ import datetime
 import importlib.metadata
 import os
 import platform
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
-from jaxckpt_train.cli.output import (
-    BACKEND,
-    Code,
-    Json,
-    absolute,
-    argument,
-    print_json,
-    print_text,
-    progress,
-)
+from jaxckpt_train.cli.output import BACKEND, Code, Json, absolute, argument, print_json, print_text, progress
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
-from jaxckpt_train.inspection.disk_speed import DiskTrial, Operation, try_disk, try_operations
-from jaxckpt_train.inspection.health import AtRisk, RunHealth, health_of
+from jaxckpt_train.inspection.disk_speed import NEEDED, try_disk, try_operations
+from jaxckpt_train.inspection.health import RunHealth, health_of
 from jaxckpt_train.inspection.runs import is_run
 from jaxckpt_train.inspection.units import age_text, bytes_text, counted, rate_text
 from jaxckpt_train.store.backends.local import (
@@ -41,17 +32,6 @@ ROOM_FOR_STEPS = 2
 LEAST_FILES = 1000
 
 
-class _Found(NamedTuple):
-    path: str
-    is_there: bool
-    versions: dict[str, str | None]
-    files: FileSystem
-    operations: list[Operation]
-    trial: DiskTrial | None
-    run: RunHealth | None
-    warnings: list[str]
-
-
 def doctor(
     path: Annotated[str, argument("PATH", "A run, or any directory to save to, which need not exist yet.")],
     size_mib: Annotated[
@@ -66,39 +46,46 @@ def doctor(
     """
     found = _examine(absolute(path), size_mib * MIB, as_json)
     if as_json:
-        print_json(_json_of(found))
+        print_json(found)
     else:
         _print(found)
-    if found.warnings:
+    if found["warnings"]:
         raise typer.Exit(int(Code.WRONG))
 
 
-def _examine(path: str, nbytes: int, as_json: bool) -> _Found:
+def _examine(path: str, nbytes: int, as_json: bool) -> dict[str, Any]:
     folder = path if file_exists(path) else os.path.dirname(path)
     if not is_directory(folder):
-        found = _what_is_at(folder)
-        raise NotACheckpointError(f"{path}: expected a directory, or a path in a directory that exists, found {found}")
+        there = _what_is_at(folder)
+        raise NotACheckpointError(f"{path}: expected a directory, or a path in a directory that exists, found {there}")
     files, warnings = file_system_of(folder), list[str]()
     run = health_of(BACKEND, path, datetime.datetime.now(datetime.UTC)) if is_run(BACKEND, path) else None
-    operations, trial = list[Operation](), None
+    operations, disk = dict[str, str | None](), None
     try:
-        operations = try_operations(BACKEND, folder) if nbytes else []
-        nbytes = min(nbytes, files.free_bytes // 4)
-        if nbytes:
-            with progress("testing the disk", 2 * nbytes, as_json) as advance:
-                trial = try_disk(BACKEND, folder, nbytes, advance)
+        operations = try_operations(BACKEND, folder) if nbytes else {}
+        disk = _try_disk(folder, min(nbytes, files.free_bytes // 4), as_json)
     except CheckpointError as error:
         warnings.append(f"the disk failed its test: {error}")
     warnings += [
-        f"{operation.name}, which a run needs, does not work here: {operation.problem}"
-        for operation in operations
-        if operation.problem and operation.is_needed
+        f"{name}, which a run needs, does not work here: {problem}"
+        for name, problem in operations.items()
+        if problem and name in NEEDED
     ]
     warnings += mount_warnings(folder)
-    newest = None if run is None else run.newest
-    warnings += _short_of_room(files, 0 if newest is None else newest.nbytes or 0)
+    warnings += _short_of_room(files, 0 if run is None or run.newest is None else run.newest.nbytes or 0)
     warnings += [] if run is None else run.warnings()
-    return _Found(path, file_exists(path), _versions(), files, operations, trial, run, warnings)
+    return {
+        "path": path,
+        "is_there": file_exists(path),
+        "versions": _versions(),
+        "file_system": files._asdict(),
+        "operations": operations,
+        "disk": disk,
+        "owner": None if run is None or run.owner is None else run.owner._asdict(),
+        "run": None if run is None else _about_run(run),
+        "at_risk": None if run is None or run.at_risk is None else run.at_risk._asdict(),
+        "warnings": warnings,
+    }
 
 
 def _what_is_at(path: str) -> str:
@@ -108,6 +95,22 @@ def _what_is_at(path: str) -> str:
     if link_target(path) is not None:
         return "a broken link"
     return "another kind of file" if file_exists(path) else "nothing"
+
+
+def _try_disk(folder: str, nbytes: int, as_json: bool) -> dict[str, Any] | None:
+    if not nbytes:
+        return None
+    with progress("testing the disk", 2 * nbytes, as_json) as advance:
+        trial = try_disk(BACKEND, folder, nbytes, advance)
+    return {
+        "bytes": trial.nbytes,
+        "direct_write": trial.direct_write,
+        "direct_read": trial.direct_read,
+        "write_bytes_per_s": trial.write_bytes_per_s,
+        "sync_s": trial.sync_s,
+        "read_bytes_per_s": trial.read_bytes_per_s,
+        "small_file_s": trial.small_s,
+    }
 
 
 def _short_of_room(files: FileSystem, newest_bytes: int) -> list[str]:
@@ -133,81 +136,65 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _json_of(found: _Found) -> dict[str, Any]:
-    run, trial = found.run, found.trial
-    disk = None if trial is None else {
-        "bytes": trial.nbytes, "direct_write": trial.direct_write, "direct_read": trial.direct_read,
-        "write_bytes_per_s": trial.write_bytes_per_s, "sync_s": trial.sync_s,
-        "read_bytes_per_s": trial.read_bytes_per_s, "small_file_s": trial.small_s,
-    }  # fmt: skip
-    about_run = None if run is None else {
-        "steps": run.committed, "newest_step": None if run.newest is None else run.newest.step,
-        "newest_age_s": run.newest_age_s, "newest_bytes": None if run.newest is None else run.newest.nbytes,
-        "damaged": run.damaged, "uncommitted": run.uncommitted, "unreadable": run.refused,
-        "stale_files": run.stale_files,
-    }  # fmt: skip
+def _about_run(run: RunHealth) -> dict[str, Any]:
     return {
-        "path": found.path,
-        "is_there": found.is_there,
-        "versions": found.versions,
-        "file_system": found.files._asdict(),
-        "operations": {operation.name: operation.problem for operation in found.operations},
-        "disk": disk,
-        "owner": None if run is None or run.owner is None else run.owner._asdict(),
-        "run": about_run,
-        "at_risk": None if run is None or run.at_risk is None else run.at_risk._asdict(),
-        "warnings": found.warnings,
+        "steps": run.committed,
+        "newest_step": None if run.newest is None else run.newest.step,
+        "newest_age_s": run.newest_age_s,
+        "newest_bytes": None if run.newest is None else run.newest.nbytes,
+        "damaged": run.damaged,
+        "uncommitted": run.uncommitted,
+        "unreadable": run.refused,
+        "stale_files": run.stale_files,
     }
 
 
-def _print(found: _Found) -> None:
-    files, trial, run = found.files, found.trial, found.run
-    print_text(", ".join(f"{name} {version or 'not installed'}" for name, version in found.versions.items()))
-    print_text(f"file system: {files.kind} at {files.mount}, {bytes_text(files.free_bytes)} of "
-          f"{bytes_text(files.total_bytes)} free")  # fmt: skip
-    if not found.is_there:
-        print_text(f"{found.path}: does not exist yet; its parent directory was tested")
-    for operation in found.operations:
-        if operation.problem and not operation.is_needed:
-            print_text(f"{operation.name}: {operation.problem}")
-    if found.operations and not any(each.problem for each in found.operations if each.is_needed):
+def _print(found: dict[str, Any]) -> None:
+    files, disk, operations = found["file_system"], found["disk"], found["operations"]
+    print_text(", ".join(f"{name} {version or 'not installed'}" for name, version in found["versions"].items()))
+    room = f"{bytes_text(files['free_bytes'])} of {bytes_text(files['total_bytes'])} free"
+    print_text(f"file system: {files['kind']} at {files['mount']}, {room}")
+    if not found["is_there"]:
+        print_text(f"{found['path']}: does not exist yet; its parent directory was tested")
+    for name, problem in operations.items():
+        if problem and name not in NEEDED:
+            print_text(f"{name}: {problem}")
+    if operations and not any(operations[name] for name in NEEDED):
         print_text("all operations that a run needs work")
-    if trial is not None:
+    if disk is not None:
         works = ["does not work", "works"]
-        print(f"direct I/O: writing {works[trial.direct_write]}, reading {works[trial.direct_read]}")
-        where = "" if trial.direct_read else " (from memory)"
-        print_text(f"disk: writes {rate_text(trial.write_bytes_per_s)}, of which the sync takes "
-              f"{1000 * trial.sync_s:.1f} ms, reads {rate_text(trial.read_bytes_per_s)}{where}, "
-              f"{bytes_text(trial.nbytes)} each; a small synced file takes {1000 * trial.small_s:.2f} ms")  # fmt: skip
-    if run is not None:
-        _print_run(run)
-    for warning in found.warnings:
+        print(f"direct I/O: writing {works[disk['direct_write']]}, reading {works[disk['direct_read']]}")
+        where = "" if disk["direct_read"] else " (from memory)"
+        print_text(
+            f"disk: writes {rate_text(disk['write_bytes_per_s'])}, of which the sync takes "
+            f"{1000 * disk['sync_s']:.1f} ms, reads {rate_text(disk['read_bytes_per_s'])}{where}, "
+            f"{bytes_text(disk['bytes'])} each; a small synced file takes {1000 * disk['small_file_s']:.2f} ms"
+        )
+    if found["run"] is not None:
+        _print_run(found["run"], found["owner"], found["at_risk"])
+    for warning in found["warnings"]:
         print_text(f"warning: {warning}")
 
 
-def _print_run(run: RunHealth) -> None:
-    owner = run.owner
+def _print_run(run: dict[str, Any], owner: dict[str, Any] | None, risk: dict[str, Any] | None) -> None:
     if owner is None:
         print("owner: none")
     else:
-        state = "alive" if owner.is_alive else "dead"
-        print_text(f"owner: {owner.name}, {state}, last heard of {age_text(owner.silent_s)} ago")
-    unread = f"; {len(run.refused):,} cannot be read" if run.refused else ""
-    counts = f"{run.committed:,} committed, {len(run.damaged):,} damaged; {len(run.uncommitted):,} not committed"
-    print(f"steps: {counts}{unread}")
-    if run.newest is not None and run.newest_age_s is not None:
-        print_text(
-            f"newest valid step: {run.newest.step}, {age_text(run.newest_age_s)} old, {bytes_text(run.newest.nbytes)}"
-        )
-    if run.at_risk is not None:
-        print_text(_risk_text(run.at_risk))
-
-
-def _risk_text(risk: AtRisk) -> str:
-    since = "the start" if risk.since is None else f"step {risk.since}"
-    updates = f"{counted(risk.updates, 'update')} since {since}" if risk.updates else "nothing"
-    heard = age_text(risk.heard_s)
-    if risk.is_live:
-        return f"if the job died now: {updates} would be lost (last record {heard} ago)"
-    was = "were" if risk.updates > 1 else "was"
-    return f"the last training ended {heard} ago ({risk.how}), and {updates} {was} lost"
+        state = "alive" if owner["is_alive"] else "dead"
+        print_text(f"owner: {owner['name']}, {state}, last heard of {age_text(owner['silent_s'])} ago")
+    unread = f"; {len(run['unreadable']):,} cannot be read" if run["unreadable"] else ""
+    uncommitted = f"{len(run['uncommitted']):,} not committed"
+    print(f"steps: {run['steps']:,} committed, {len(run['damaged']):,} damaged; {uncommitted}{unread}")
+    if run["newest_step"] is not None:
+        age, size = age_text(run["newest_age_s"]), bytes_text(run["newest_bytes"])
+        print_text(f"newest valid step: {run['newest_step']}, {age} old, {size}")
+    if risk is None:
+        return
+    since = "the start" if risk["since"] is None else f"step {risk['since']}"
+    updates = f"{counted(risk['updates'], 'update')} since {since}" if risk["updates"] else "nothing"
+    heard = age_text(risk["heard_s"])
+    if risk["is_live"]:
+        print_text(f"if the job died now: {updates} would be lost (last record {heard} ago)")
+    else:
+        was = "were" if risk["updates"] > 1 else "was"
+        print_text(f"the last training ended {heard} ago ({risk['how']}), and {updates} {was} lost")

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -87,28 +87,16 @@ def try_disk(backend: Backend, directory: str, nbytes: int, progress: Callable[[
     return DiskTrial(size, direct_write, direct_read, write_s, sync_s, read_s, statistics.median(small))
 
 
-class Operation(NamedTuple):
-    """The result of trying an operation.
+def try_operations(backend: Backend, directory: str) -> dict[str, str | None]:
+    """Try each file-system operation that a run uses, in a temporary directory. Return why each does not work, or None.
 
-    Attributes:
-        name: the operation.
-        problem: why it does not work. None: it works.
-        is_needed: whether every run depends on it.
+    Every run depends on those in `NEEDED`.
     """
-
-    name: str
-    problem: str | None
-    is_needed: bool
-
-
-def try_operations(backend: Backend, directory: str) -> list[Operation]:
-    """Try each file-system operation that a run uses, in a temporary directory."""
     folder = os.path.join(directory, TEMPORARY_PREFIXES[0] + secrets.token_hex(8))
     backend.make_directory(folder, parents=False, sync=False)
     try:
         _put(backend, f"{folder}/plain", b"plain")
-        trials = (_NEEDED | _USED).items()
-        return [Operation(name, _problem(trial, backend, folder), name in _NEEDED) for name, trial in trials]
+        return {name: _problem(trial, backend, folder) for name, trial in (NEEDED | _USED).items()}
     finally:
         with contextlib.suppress(StorageError):
             backend.remove(folder)
@@ -228,7 +216,7 @@ def _swap(backend: Backend, folder: str) -> str | None:
     return None if is_atomic else "not supported; `overwrite=True` replaces a checkpoint with three renames"
 
 
-_NEEDED: dict[str, Trial] = {
+NEEDED: dict[str, Trial] = {
     "exclusive creation": _creation,
     "size after closing": _size,
     "lock": _lock,

@@ -15,7 +15,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.inspection.disk_speed import try_operations
+from jaxckpt_train.inspection.disk_speed import NEEDED, try_operations
 from jaxckpt_train.store.backends import local
 from jaxckpt_train.store.backends.base import is_removed_in_use
 from jaxckpt_train.store.backends.local import LocalBackend
@@ -201,8 +201,8 @@ def test_removed_file_in_use_does_not_block_overwrite(tmp_path: Path) -> None:
 def test_doctor_names_failing_operations(tmp_path: Path, flaw: str | None, failing: list[str]) -> None:
     with poor(tmp_path, *([] if flaw is None else [flaw])) as root:
         found = try_operations(LocalBackend(), str(root))
-        assert [each.name for each in found if each.problem] == failing
-        assert [each.is_needed for each in found if each.problem] == [flaw in ("no times", "copies") for _ in failing]
+        assert [name for name, problem in found.items() if problem] == failing
+        assert [name in NEEDED for name in failing] == [flaw in ("no times", "copies") for _ in failing]
         assert os.listdir(root) == []
 
 
