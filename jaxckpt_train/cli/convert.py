@@ -80,13 +80,13 @@ Operations = Annotated[
         "'stack layers/{}/** layers/**', 'transpose */kernel 1,0'. Several are applied in the given order.",
     ),
 ]
-OperationsFile = Annotated[
-    str | None, option("--transforms", help_text="A JSON or YAML file with a list of operations.")
-]
+File = Annotated[str | None, option("--transforms", help_text="A JSON or YAML file with a list of operations.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Print what would change, and write nothing.")]
 Only = Annotated[
-    list[str] | None,
-    option("--only", help_text="Leaf paths or patterns to write, after all operations. Default: all."),
+    list[str] | None, option("--only", help_text="Leaf paths or patterns to write, after all operations. Default: all.")
+]
+Part = Annotated[
+    str | None, option("--part", "-p", help_text="The checkpointable, a tree. Default: 'state', or the only tree.")
 ]
 Out = Annotated[str, argument("OUT", "The checkpoint to write.")]
 Budget = Annotated[
@@ -188,19 +188,13 @@ class _Select(Operation):
 
 def export(
     path: Checkpoint,
-    out: Annotated[
-        str,
-        argument("OUT", "The folder to write. For safetensors, a name that ends in .safetensors makes a single file."),
-    ],
+    out: Annotated[str, argument("OUT", "The folder to write, or a single file if it ends in .safetensors.")],
     to: Annotated[str, typer.Option("--to", help="safetensors (in the layout of Hugging Face) or orbax (a step).")],
     step: Step = None,
-    part: Annotated[
-        str | None,
-        option("--part", "-p", help_text="The checkpointable, a tree. Default: 'state', or the only tree."),
-    ] = None,
+    part: Part = None,
     only: Only = None,
     op: Operations = None,
-    transforms: OperationsFile = None,
+    transforms: File = None,
     shard_gb: Annotated[
         float | None,
         typer.Option("--shard-gb", help="safetensors: the most GB of tensors in one file.", show_default="5.0"),
@@ -210,8 +204,7 @@ def export(
         typer.Option("--separator", help="safetensors: the text between the keys of a path.", show_default="."),
     ] = None,
     item: Annotated[
-        str | None,
-        option("--item", help_text="orbax: the name of the item of the tree. Default: the name of the checkpointable."),
+        str | None, option("--item", help_text="orbax: the name of the item. Default: that of the checkpointable.")
     ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
@@ -343,14 +336,12 @@ def import_(
     part: Annotated[
         str | None,
         option(
-            "--part",
-            "-p",
-            help_text="The checkpointable, a tree. Default: all, and operations change 'state', or the only tree.",
+            "--part", "-p", help_text="The checkpointable. Default: all; operations change 'state' or the only tree."
         ),
     ] = None,
     only: Only = None,
     op: Operations = None,
-    transforms: OperationsFile = None,
+    transforms: File = None,
     dry_run: DryRun = False,
     read_budget_mib: Budget = READ_BUDGET_MIB,
     as_json: Json = False,
@@ -377,15 +368,10 @@ def _convert(
     read_budget_mib: int,
     as_json: bool,
 ) -> None:
-    """Write the result of `_prepared`, unless this is a dry run, and print what was written.
+    """Write some parts of the result of `_prepared`, unless this is a dry run, and print what was written.
 
-    Args:
-        source: the checkpoint to write.
-        parts: the checkpointables to write. None: all.
-        document: what is known so far for JSON, with the path of the result in "to".
-        info: the information in the manifest.
-        remark: the end of the printed line.
-        dry_run, read_budget_mib, as_json: the options of the command.
+    `document` has what is known so far for JSON, with the path of the result in "to". `info` is for the manifest, and
+    `remark` the end of the printed line.
     """
     final = document["to"]
     if dry_run:
@@ -435,9 +421,7 @@ def average(
         str,
         typer.Option("--leaves", help="Leaf path or pattern to average. Other leaves are taken from the newest step."),
     ] = "params/**",
-    part: Annotated[
-        str | None, option("--part", "-p", help_text="The checkpointable. Default: 'state', or the only tree.")
-    ] = None,
+    part: Part = None,
     only: Only = None,
     dry_run: DryRun = False,
     read_budget_mib: Budget = READ_BUDGET_MIB,

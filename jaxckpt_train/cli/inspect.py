@@ -340,7 +340,6 @@ def stats(
     arrays = {name: array for name, (_, array) in chosen.items() if array is not None}
     if patterns and not arrays:
         raise MismatchError(_no_arrays(opened, patterns, chosen))
-    of_complex = [name for name, array in arrays.items() if has_complex(DTYPES[array.dtype])]
     found = {name: LeafStats() for name in arrays}
     bins: dict[str, Histogram] = {}
     total = sum(map(nbytes_of, arrays.values())) * (2 if histogram else 1)
@@ -351,17 +350,13 @@ def stats(
                 if each.least is not None and each.most is not None:
                     bins[name] = Histogram(each.least, each.most)
             _add_values(opened, arrays, bins, advance)
+    leaves = [_stats_json(name, array, found[name], bins.get(name)) for name, array in arrays.items()]
     if as_json:
-        leaves = [_stats_json(name, found[name], bins.get(name), name in of_complex) for name in found]
         print_json({"path": opened.path, "leaves": leaves, "skipped": opened.skipped})
-    elif not found:
+    elif not leaves:
         print(f"none of {counted(len(chosen), 'leaf', 'leaves')} is an array")
     else:
-        _print_stats(found, bins)
-        if of_complex:
-            more = f" and {len(of_complex) - MOST_NAMED} more" if len(of_complex) > MOST_NAMED else ""
-            names = f"{', '.join(of_complex[:MOST_NAMED])}{more}"
-            print_text(f"the statistics of complex values are those of their magnitudes: {names}")
+        _print_stats(leaves, histogram)
     if any(each.nan or each.inf for each in found.values()):
         raise typer.Exit(int(Code.WRONG))
 
@@ -386,34 +381,46 @@ def _add_values(
         advance(piece.nbytes)
 
 
-def _stats_json(name: str, found: LeafStats, bins: Histogram | None, of_magnitudes: bool) -> dict[str, Any]:
+def _stats_json(name: str, array: ArrayRecord, found: LeafStats, bins: Histogram | None) -> dict[str, Any]:
     part, _, path = name.partition("/")
     document: dict[str, Any] = {
         "part": part, "path": path, "count": found.count, "min": found.least, "max": found.most, "mean": found.mean,
         "std": found.deviation, "norm": found.norm, "nan": found.nan, "inf": found.inf, "zeros": found.zeros,
-        "of_magnitudes": of_magnitudes,
+        "of_magnitudes": has_complex(DTYPES[array.dtype]),
     }  # fmt: skip
     if bins is not None:
         document["histogram"] = {"edges": bins.edges.tolist(), "counts": bins.counts.tolist()}
     return document
 
 
-def _print_stats(found: dict[str, LeafStats], bins: dict[str, Histogram]) -> None:
+def _print_stats(leaves: list[dict[str, Any]], histogram: bool) -> None:
     rows = []
-    for name, each in found.items():
-        numbers = map(number_text, (each.least, each.most, each.mean, each.deviation, each.norm))
-        rows.append([name, f"{each.count:,}", *numbers, str(each.nan), str(each.inf), _bar(bins.get(name))])
-    headings = ["leaf", "count", "min", "max", "mean", "std", "norm", "nan", "inf", "histogram" if bins else ""]
+    for each in leaves:
+        numbers = (number_text(each[key]) for key in ("min", "max", "mean", "std", "norm"))
+        counts = each["histogram"]["counts"] if "histogram" in each else []
+        rows.append(
+            [_full_name(each), f"{each['count']:,}", *numbers, str(each["nan"]), str(each["inf"]), _bar(counts)]
+        )
+    headings = ["leaf", "count", "min", "max", "mean", "std", "norm", "nan", "inf", "histogram" if histogram else ""]
     print_columns(headings, rows, [False, *[True] * 8, False])
+    names = [_full_name(each) for each in leaves if each["of_magnitudes"]]
+    if names:
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        listed = f"{', '.join(names[:MOST_NAMED])}{more}"
+        print_text(f"the statistics of complex values are those of their magnitudes: {listed}")
 
 
-def _bar(bins: Histogram | None) -> str:
-    if bins is None or not bins.counts.sum():
+def _full_name(leaf: dict[str, Any]) -> str:
+    return f"{leaf['part']}/{leaf['path']}"
+
+
+def _bar(counts: list[int]) -> str:
+    if not any(counts):
         return ""
-    if len(bins.counts) < BINS:
+    if len(counts) < BINS:
         return BARS[-1]
-    most = int(bins.counts.max())
-    return "".join(BARS[0 if not count else max(1, round(count / most * (len(BARS) - 1)))] for count in bins.counts)
+    most = max(counts)
+    return "".join(BARS[0 if not count else max(1, round(count / most * (len(BARS) - 1)))] for count in counts)
 
 
 def ls(run: Run, as_json: Json = False) -> None:

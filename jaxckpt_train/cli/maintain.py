@@ -7,7 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -289,17 +289,16 @@ def scrub(
     with progress("verifying", sum(each.nbytes or 0 for each in statuses), as_json) as advance:
         pace = _Pace(None if rate is None else rate * MIB, advance)
         found = _scrub(directory, statuses, pace)
-    damaged, refused = sum(each.is_damaged for each in found), sum(each.is_refused for each in found)
+    problems = [each for each in found if each["problem"] is not None]
+    damaged = sum(each["damaged"] for each in problems)
     if as_json:
-        steps = [{"name": each.name, "problem": each.problem, "damaged": each.is_damaged} for each in found]
-        print_json({"run": directory, "steps": steps})
+        print_json({"run": directory, "steps": found})
     else:
-        for each in found:
-            if each.problem is not None:
-                print_text(f"{each.name}: {each.problem}")
-        unread = f", {refused} cannot be read" if refused else ""
+        for each in problems:
+            print_text(f"{each['name']}: {each['problem']}")
+        unread = f", {len(problems) - damaged} cannot be read" if len(problems) > damaged else ""
         print(f"{len(found)} steps, {damaged} damaged{unread}, {bytes_text(pace.nbytes)} read")
-    if damaged or refused:
+    if problems:
         raise typer.Exit(int(Code.WRONG if damaged else Code.REFUSED))
 
 
@@ -317,28 +316,17 @@ class _Pace:
         self._advance(nbytes)
 
 
-class _Scrubbed(NamedTuple):
-    """The result for one step: its problem or None, and whether the problem is that the storage refused a read."""
-
-    name: str
-    problem: str | None
-    is_refused: bool = False
-
-    @property
-    def is_damaged(self) -> bool:
-        return self.problem is not None and not self.is_refused
-
-
-def _scrub(directory: str, statuses: list[StepStatus], pace: _Pace) -> list[_Scrubbed]:
+def _scrub(directory: str, statuses: list[StepStatus], pace: _Pace) -> list[dict[str, Any]]:
     """Verify each step, the newest first, and drop the results of steps that their owner deletes meanwhile."""
     found = []
     for status in reversed(statuses):
-        problem, is_refused = status.problem, status.refusal is not None
+        problem, is_damaged = status.problem, status.problem is not None and status.refusal is None
         if problem is None:
             try:
                 problem = first_damage(BACKEND, f"{directory}/{status.name}", pace)
+                is_damaged = problem is not None
             except CheckpointError as error:
-                problem, is_refused = str(error), is_storage_failure(error)
+                problem, is_damaged = str(error), not is_storage_failure(error)
         if problem is None or status.name in {entry.name for entry in BACKEND.list(directory)}:
-            found.append(_Scrubbed(status.name, problem, is_refused))
+            found.append({"name": status.name, "problem": problem, "damaged": is_damaged})
     return found

@@ -22,9 +22,7 @@ from jaxckpt_train.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointTimeoutError,
-    CorruptCheckpointError,
     DirectoryLockedError,
-    FormatVersionError,
     IncompleteCheckpointError,
     MismatchError,
     NotACheckpointError,
@@ -84,11 +82,7 @@ def absolute(path: str) -> str:
 
 
 class Code(enum.IntEnum):
-    """The exit codes.
-
-    0: the command succeeded and found no problem. 1: something differs, is damaged or cannot be read. 2: usage error.
-    3: there is no checkpoint. 4: the file system or another process prevented the operation.
-    """
+    """The exit codes, which docs/reference/cli.md explains."""
 
     FINE = 0
     WRONG = 1
@@ -97,23 +91,21 @@ class Code(enum.IntEnum):
     REFUSED = 4
 
 
-_CODES: tuple[tuple[type[CheckpointError], Code], ...] = (
-    (IncompleteCheckpointError, Code.WRONG),
-    (NotACheckpointError, Code.NOTHING),
-    (CorruptCheckpointError, Code.WRONG),
-    (FormatVersionError, Code.WRONG),
-    (MismatchError, Code.USAGE),
-    (SettingsError, Code.USAGE),
-    (CheckpointExistsError, Code.REFUSED),
-    (DirectoryLockedError, Code.REFUSED),
-    (StorageError, Code.REFUSED),
-    (CheckpointTimeoutError, Code.REFUSED),
-)
+_CODES: dict[type[CheckpointError], Code] = {  # all others: WRONG
+    IncompleteCheckpointError: Code.WRONG,  # a NotACheckpointError
+    NotACheckpointError: Code.NOTHING,
+    MismatchError: Code.USAGE,
+    SettingsError: Code.USAGE,
+    CheckpointExistsError: Code.REFUSED,
+    DirectoryLockedError: Code.REFUSED,
+    StorageError: Code.REFUSED,
+    CheckpointTimeoutError: Code.REFUSED,
+}
 
 
 def code_of(error: CheckpointError) -> Code:
     """Return the exit code for an error."""
-    return next((code for kind, code in _CODES if isinstance(error, kind)), Code.WRONG)
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), Code.WRONG)
 
 
 @contextlib.contextmanager

@@ -15,24 +15,11 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 
 from jaxckpt_train.inspection.units import number_text, percent_text, scaled_bytes, seconds_text
+from jaxckpt_train.report import tables
 from jaxckpt_train.report.changes import PairChange
 from jaxckpt_train.report.events import DiskUse, StepLife
 from jaxckpt_train.report.gather import Gathered, Process, Totals
 from jaxckpt_train.report.series import DiskRate, Limits, Mark, MetricValue, Restore, Save, thinned
-from jaxckpt_train.report.tables import (
-    MARK,
-    PROCESS,
-    RESTORE,
-    SAVE,
-    STEP,
-    USE,
-    mark_cells,
-    process_cells,
-    restore_cells,
-    save_cells,
-    step_cells,
-    use_cells,
-)
 from jaxckpt_train.run.goodput import KILLED, RUNNING
 from jaxckpt_train.run.history import CLOSED, FINISHED, LATE, PREEMPTED
 
@@ -204,27 +191,22 @@ def _milliseconds(time: datetime.datetime) -> float:
     return time.timestamp() * 1000
 
 
-def _source(columns: Mapping[str, Any]) -> ColumnDataSource:
-    """Return columns of equal length as a data source, with numbers as arrays to save space in the page."""
-    return ColumnDataSource({name: _column(values) for name, values in columns.items()})
+def _source(columns: Mapping[str, Sequence[Any]], rows: Sequence[tables.Cells] = ()) -> ColumnDataSource:
+    """Return columns of equal length, and the columns of a table, as a data source."""
+    cells = {name.removesuffix("#"): [row[name] for row in rows] for name in rows[0]} if rows else {}
+    return ColumnDataSource({name: _column(values) for name, values in {**columns, **cells}.items()})
 
 
 def _column(values: Sequence[Any]) -> Any:
     if values and all(isinstance(value, int | float) for value in values):
-        return np.asarray(values, np.float64)
+        return np.asarray(values, np.float64)  # takes less space in the page
     return [
         value[:MAX_CHARACTERS].encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
         for value in values
     ]
 
 
-def _cells(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return the columns of a table."""
-    columns = zip(*rows, strict=True) if rows else [()] * len(headings)
-    return {heading.removesuffix("#"): column for heading, column in zip(headings, columns, strict=True)}
-
-
-def _add_tooltip(chart: Any, names: Sequence[str], renderers: Sequence[Any], **options: Any) -> None:
+def _add_tooltip(chart: Any, names: Iterable[str], renderers: Sequence[Any], **options: Any) -> None:
     """Add a tooltip with the columns of these names, of which a "#" at the end is removed."""
     rows = [(name, f"@{{{name}}}") for name in (name.removesuffix("#") for name in names)]
     chart.add_tools(HoverTool(tooltips=rows, renderers=list(renderers), **options))
@@ -258,64 +240,56 @@ def _timeline(
     for how, colour in [*HOW_COLOURS.items(), (ERROR, GREY)]:
         ended = [each for each in processes if (each.how if each.how in HOW_COLOURS else ERROR) == how]
         if ended:
-            data = _source(_bar_columns(ended, "processes") | _cells(PROCESS, list(map(process_cells, ended))))
-            bars = chart.hbar(
-                y="lane", left="began", right="ended_at", height=0.55, source=data, color=colour, line_width=1.5,
-                alpha=0.85,
-            )  # fmt: skip
-            _add_tooltip(chart, PROCESS, [bars])
+            rows = [tables.process_cells(each) for each in ended]
+            style = {"source": _source(_bar_columns(ended, "processes"), rows), "color": colour}
+            bars = chart.hbar(y="lane", left="from", right="until", height=0.55, line_width=1.5, alpha=0.85, **style)
+            _add_tooltip(chart, rows[0], [bars])
             items.append((how, [bars]))
     items += _save_bars(chart, saves)
     if restores:
-        data = _source(_bar_columns(restores, "restores") | _cells(RESTORE, list(map(restore_cells, restores))))
-        style = {"y": "lane", "source": data, "color": GREEN}
-        bars = chart.hbar(left="began", right="ended_at", height=0.4, line_width=1.5, **style)
-        dots = chart.scatter(x="ended_at", marker="triangle", size=9, **style)
-        _add_tooltip(chart, RESTORE, [bars, dots])
+        rows = [tables.restore_cells(each) for each in restores]
+        style = {"y": "lane", "source": _source(_bar_columns(restores, "restores"), rows), "color": GREEN}
+        bars = chart.hbar(left="from", right="until", height=0.4, line_width=1.5, **style)
+        dots = chart.scatter(x="until", marker="triangle", size=9, **style)
+        _add_tooltip(chart, rows[0], [bars, dots])
         items.append(("restore", [bars, dots]))
     for kind, (name, marker, colour) in MARKS.items():
         some = [mark for mark in marks if mark.kind == kind]
         if some:
-            columns: dict[str, Any] = {
-                "at": [_milliseconds(mark.time) for mark in some],
-                "lane": ["events"] * len(some),
-            }
-            data = _source(columns | _cells(MARK, list(map(mark_cells, some))))
-            dots = chart.scatter(
-                x="at", y="lane", source=data, marker=marker, size=11, color=colour, fill_alpha=0.6, line_width=1.5
-            )
-            _add_tooltip(chart, MARK, [dots])
+            rows = [tables.mark_cells(mark) for mark in some]
+            data = _source({"at": [_milliseconds(mark.time) for mark in some], "lane": ["events"] * len(some)}, rows)
+            style = {"source": data, "marker": marker, "color": colour}
+            dots = chart.scatter(x="at", y="lane", size=11, fill_alpha=0.6, line_width=1.5, **style)
+            _add_tooltip(chart, rows[0], [dots])
             items.append((name, [dots]))
     _legend(chart, items)
     return chart
 
 
-def _bar_columns(bars: Sequence[Process | Save | Restore], lane: str) -> dict[str, Any]:
+def _bar_columns(bars: Sequence[Process | Save | Restore], lane: str) -> dict[str, list[Any]]:
     return {
-        "began": [_milliseconds(each.began) for each in bars],
-        "ended_at": [_milliseconds(each.ended) for each in bars],
+        "from": [_milliseconds(each.began) for each in bars],
+        "until": [_milliseconds(each.ended) for each in bars],
         "lane": [lane] * len(bars),
     }
-
-
-def _save_columns(saves: Sequence[Save]) -> dict[str, Any]:
-    return _bar_columns(saves, "saves") | _cells(SAVE, list(map(save_cells, saves)))
 
 
 def _save_bars(chart: Any, saves: Sequence[Save]) -> list[tuple[str, list[Any]]]:
     items = []
     good, failed = [save for save in saves if save.ok], [save for save in saves if not save.ok]
     if good:
+        rows = [tables.save_cells(save) for save in good]
         held_until = [_milliseconds(save.began) + save.blocked_s * 1000 for save in good]
-        style = {"y": "lane", "source": _source({**_save_columns(good), "held": held_until})}
-        behind = chart.hbar(left="held", right="ended_at", height=0.4, color=GREY, line_width=1, alpha=0.9, **style)
-        held = chart.hbar(left="began", right="held", height=0.55, color=ORANGE, line_width=1.5, **style)
-        _add_tooltip(chart, SAVE, [behind, held])
+        style = {"y": "lane", "source": _source({**_bar_columns(good, "saves"), "held": held_until}, rows)}
+        behind = chart.hbar(left="held", right="until", height=0.4, color=GREY, line_width=1, alpha=0.9, **style)
+        held = chart.hbar(left="from", right="held", height=0.55, color=ORANGE, line_width=1.5, **style)
+        _add_tooltip(chart, rows[0], [behind, held])
         items += [("save, blocked", [held]), ("save, in the background", [behind])]
     if failed:
-        data = _source(_save_columns(failed))
-        dots = chart.scatter(x="ended_at", y="lane", source=data, marker="x", size=11, line_width=2.5, color=RED)
-        _add_tooltip(chart, SAVE, [dots])
+        rows = [tables.save_cells(save) for save in failed]
+        data = _source(_bar_columns(failed, "saves"), rows)
+        dots = chart.scatter(x="until", y="lane", source=data, marker="x", size=11, line_width=2.5, color=RED)
+        _add_tooltip(chart, rows[0], [dots])
         items.append(("failed save", [dots]))
     return items
 
@@ -323,13 +297,16 @@ def _save_bars(chart: Any, saves: Sequence[Save]) -> list[tuple[str, list[Any]]]
 def _save_times(saves: Sequence[Save], span: Range1d) -> Any:
     """Return a chart of the blocked and background seconds of each save, on a logarithmic scale."""
     chart = _time_frame(240, "seconds", span, y_axis_type="log")
-    columns = _save_columns(saves)
-    columns["blocked_s"] = [max(LEAST_S, save.blocked_s) for save in saves]
-    columns["background_s"] = [max(LEAST_S, save.background_s) for save in saves]
-    style = {"x": "ended_at", "source": _source(columns)}
+    rows = [tables.save_cells(save) for save in saves]
+    columns = {
+        "until": [_milliseconds(save.ended) for save in saves],
+        "blocked_s": [max(LEAST_S, save.blocked_s) for save in saves],
+        "background_s": [max(LEAST_S, save.background_s) for save in saves],
+    }
+    style = {"x": "until", "source": _source(columns, rows)}
     behind = chart.scatter(y="background_s", marker="square", size=6, color=GREY, alpha=0.8, **style)
     held = chart.scatter(y="blocked_s", marker="circle", size=7, color=ORANGE, alpha=0.9, **style)
-    _add_tooltip(chart, SAVE, [behind, held])
+    _add_tooltip(chart, rows[0], [behind, held])
     _legend(chart, [("blocked", [held]), ("in the background", [behind])])
     return chart
 
@@ -338,18 +315,16 @@ def _throughput(saves: Sequence[Save], restores: Sequence[Restore], disk: DiskRa
     """Return a chart of the rates of saves and restores, and of the disk, on a logarithmic scale."""
     chart = _time_frame(240, "MiB/s", span, y_axis_type="log")
     items = []
-    rated = [save for save in saves if save.bytes_per_s is not None]
-    if rated:
-        data = _source(_save_columns(rated) | _rates(rated))
-        dots = chart.scatter(x="ended_at", y="mib", source=data, marker="circle", size=7, color=BLUE, alpha=0.85)
-        _add_tooltip(chart, SAVE, [dots])
+    saved, read = ([each for each in found if each.bytes_per_s is not None] for found in (saves, restores))
+    if saved:
+        rows = [tables.save_cells(each) for each in saved]
+        dots = chart.scatter(x="until", y="mib", source=_rates(saved, rows), marker="circle", size=7, color=BLUE)
+        _add_tooltip(chart, rows[0], [dots])
         items.append(("save", [dots]))
-    read = [each for each in restores if each.bytes_per_s is not None]
     if read:
-        cells = _cells(RESTORE, list(map(restore_cells, read)))
-        data = _source(_bar_columns(read, "restores") | cells | _rates(read))
-        dots = chart.scatter(x="ended_at", y="mib", source=data, marker="triangle", size=9, color=GREEN, alpha=0.9)
-        _add_tooltip(chart, RESTORE, [dots])
+        rows = [tables.restore_cells(each) for each in read]
+        dots = chart.scatter(x="until", y="mib", source=_rates(read, rows), marker="triangle", size=9, color=GREEN)
+        _add_tooltip(chart, rows[0], [dots])
         items.append(("restore", [dots]))
     if disk is not None:
         taken = _source({"x": [span.start, span.end], "y": [disk.bytes_per_s / MIB] * 2})
@@ -359,8 +334,9 @@ def _throughput(saves: Sequence[Save], restores: Sequence[Restore], disk: DiskRa
     return chart
 
 
-def _rates(each_of: Sequence[Save | Restore]) -> dict[str, Any]:
-    return {"mib": [max(LEAST_MIB, (each.bytes_per_s or 0) / MIB) for each in each_of]}
+def _rates(rated: Sequence[Save | Restore], rows: Sequence[tables.Cells]) -> ColumnDataSource:
+    mib = [max(LEAST_MIB, (each.bytes_per_s or 0) / MIB) for each in rated]
+    return _source({"until": [_milliseconds(each.ended) for each in rated], "mib": mib}, rows)
 
 
 def _retention(steps: Sequence[StepLife], now: datetime.datetime, span: Range1d) -> Any:
@@ -372,26 +348,25 @@ def _retention(steps: Sequence[StepLife], now: datetime.datetime, span: Range1d)
     for state, colour in STATE_COLOURS.items():
         some = [step for step in steps if step.state == state]
         if some:
+            rows = [tables.step_cells(step) for step in some]
             ends = [step.deleted or (now if step.is_there else step.saved) or now for step in some]
-            columns: dict[str, Any] = {
+            columns = {
                 "from": [_milliseconds(step.saved or end) for step, end in zip(some, ends, strict=True)],
                 "until": [_milliseconds(end) for end in ends],
                 "number": [step.step for step in some],
             }
-            style = {"source": _source(columns | _cells(STEP, list(map(step_cells, some)))), "color": colour}
+            style = {"source": _source(columns, rows), "color": colour}
             lines = chart.segment(x0="from", x1="until", y0="number", y1="number", line_width=width, **style)
             dots = chart.scatter(x="from", y="number", size=min(7.0, width + 2), **style)
-            _add_tooltip(chart, STEP, [dots, lines])
+            _add_tooltip(chart, rows[0], [dots, lines])
             items.append((state, [lines, dots]))
     aside = [(step, step.set_aside) for step in steps if step.set_aside is not None]
     if aside:
-        columns = {
-            "at": [_milliseconds(time) for _, time in aside],
-            "number": [step.step for step, _ in aside],
-        }
-        data = _source(columns | _cells(STEP, [step_cells(step) for step, _ in aside]))
+        rows = [tables.step_cells(step) for step, _ in aside]
+        times, numbers = [_milliseconds(time) for _, time in aside], [step.step for step, _ in aside]
+        data = _source({"at": times, "number": numbers}, rows)
         dots = chart.scatter(x="at", y="number", source=data, marker="x", size=10, line_width=2.5, color=RED)
-        _add_tooltip(chart, STEP, [dots])
+        _add_tooltip(chart, rows[0], [dots])
         items.append(("set aside", [dots]))
     _legend(chart, items)
     return chart
@@ -402,15 +377,12 @@ def _disk_use(uses: Sequence[DiskUse], now: datetime.datetime, span: Range1d) ->
     most = max(use.bytes for use in uses)
     size, unit = scaled_bytes(most)
     uses = [*uses, dataclasses.replace(uses[-1], time=max(now, uses[-1].time))]  # unchanged until now
-    columns = {
-        "time": [_milliseconds(use.time) for use in uses],
-        "scaled": [use.bytes * size / max(1, most) for use in uses],
-    }
-    data = _source(columns | _cells(USE, list(map(use_cells, uses))))
+    rows, scaled = [tables.use_cells(use) for use in uses], [use.bytes * size / max(1, most) for use in uses]
+    data = _source({"at": [_milliseconds(use.time) for use in uses], "scaled": scaled}, rows)
     chart = _time_frame(180, unit, span)
-    line = chart.step(x="time", y="scaled", source=data, mode="after", line_color=BLUE, line_width=2)
-    chart.varea_step(x="time", y1=0, y2="scaled", source=data, step_mode="after", fill_color=BLUE, fill_alpha=0.12)
-    _add_tooltip(chart, USE, [line], mode="vline")
+    line = chart.step(x="at", y="scaled", source=data, mode="after", line_color=BLUE, line_width=2)
+    chart.varea_step(x="at", y1=0, y2="scaled", source=data, step_mode="after", fill_color=BLUE, fill_alpha=0.12)
+    _add_tooltip(chart, rows[0], [line], mode="vline")
     chart.y_range = Range1d(start=0, end=size * 1.1 or 1)
     return chart
 
@@ -418,13 +390,12 @@ def _disk_use(uses: Sequence[DiskUse], now: datetime.datetime, span: Range1d) ->
 def _metric(values: Sequence[MetricValue]) -> Any:
     """Return a chart of a metric by step. Values that are not finite are gaps."""
     chart = _frame(200, "")
+    rows = [tables.metric_cells(each) for each in values]
     numbers = [each.value if math.isfinite(each.value) else math.nan for each in values]
-    steps = [each.step for each in values]
-    cells = {"step": list(map(str, steps)), "value": [number_text(each.value) for each in values]}
-    data = _source({"x": steps, "y": numbers, **cells})
+    data = _source({"x": [each.step for each in values], "y": numbers}, rows)
     chart.line(x="x", y="y", source=data, line_color=BLUE, line_width=1.5, line_alpha=0.7)
     dots = chart.scatter(x="x", y="y", source=data, size=6, color=BLUE)
-    _add_tooltip(chart, ["step", "value"], [dots])
+    _add_tooltip(chart, rows[0], [dots])
     chart.xaxis.axis_label, chart.xaxis.formatter = "step", BasicTickFormatter(use_scientific=False)
     return chart
 

@@ -29,23 +29,12 @@ from jaxckpt_train.inspection.units import (
     seconds_text,
     time_text,
 )
+from jaxckpt_train.report import tables
 from jaxckpt_train.report.changes import FILE, LeafSize
 from jaxckpt_train.report.charts import MOST_METRICS, Drawing, draw, library, pair_name, shown_pairs
 from jaxckpt_train.report.gather import Gathered
 from jaxckpt_train.report.series import MOST_BYTES, Limits
-from jaxckpt_train.report.tables import (
-    Table,
-    changes_table,
-    largest_table,
-    marks_table,
-    metric_table,
-    processes_table,
-    restores_table,
-    saves_table,
-    spent_table,
-    steps_table,
-    use_table,
-)
+from jaxckpt_train.report.tables import Table
 from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Backend
 from jaxckpt_train.store.files import read_head
 
@@ -232,23 +221,23 @@ def _table(table: Table, caption: str) -> Html:
     return joined(left_out, element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption))
 
 
-def _chart(drawing: Drawing, place: str, title: str, about: str, tables: Sequence[tuple[str, Table]]) -> Html:
+def _chart(drawing: Drawing, place: str, title: str, about: str, data: Sequence[tuple[str, Table]]) -> Html:
     """Return the chart of a place, with its data as collapsed tables. If there is no chart, return only these."""
     opened = [
         element("details", element("summary", f"Data: {name}"), _table(table, name))
-        for name, table in tables
+        for name, table in data
         if table.rows
     ]
-    data = element("div", opened, class_="data")
+    found = element("div", opened, class_="data")
     if place not in drawing.places:
-        return data
+        return found
     label = f"{title} {about} The data is in the tables below it."
     return element(
         "figure",
         element("figcaption", element("strong", title), " ", about),
         element("div", id=f"chart-{place}", class_="chart", role="img", aria_label=label),
         _note(drawing.left_out[place]) if place in drawing.left_out else None,
-        data,
+        found,
     )
 
 
@@ -329,7 +318,9 @@ def _explorer(gathered: Gathered, limits: Limits) -> Html:
         element("div", search, class_="needs-script"),
         element("p", "", id="leaf-count", class_="quiet", aria_live="polite"),
         element("div", "", id="leaves"),
-        element("details", element("summary", "Data: the largest leaves"), _table(largest_table(tree), "Leaves")),
+        element(
+            "details", element("summary", "Data: the largest leaves"), _table(tables.largest_table(tree), "Leaves")
+        ),
     )
 
 
@@ -366,23 +357,23 @@ def _summary(gathered: Gathered) -> Html:
 def _timeline(gathered: Gathered, drawing: Drawing) -> Html:
     if not (gathered.saves or gathered.restores or gathered.processes or gathered.marks):
         return _section("timeline", _note("The history has no events yet."))
-    tables: list[tuple[str, Table]] = [
-        ("processes", processes_table(gathered.processes, gathered.totals)),
-        ("saves", saves_table(gathered.saves, gathered.counts.saves)),
-        ("restores", restores_table(gathered.restores, gathered.counts.restores)),
-        ("other events", marks_table(gathered.marks, gathered.counts.marks)),
+    data = [
+        ("processes", tables.processes_table(gathered.processes, gathered.totals)),
+        ("saves", tables.saves_table(gathered.saves, gathered.counts.saves)),
+        ("restores", tables.restores_table(gathered.restores, gathered.counts.restores)),
+        ("other events", tables.marks_table(gathered.marks, gathered.counts.marks)),
     ]
     events = ", ".join(f"{count:,} {clipped(kind, 40)}" for kind, count in list(gathered.events.items())[:20])
     return _section(
         "timeline",
         _note(f"Times are in UTC. The history has these events: {events}."),
-        _chart(drawing, "timeline", "The run.", "Processes by how they ended, saves, restores, other events.", tables),
+        _chart(drawing, "timeline", "The run.", "Processes by how they ended, saves, restores, other events.", data),
         _chart(
             drawing,
             "save-times",
             "Time of each save.",
             "Blocked: the loop waited for the save. In the background: the loop continued.",
-            [("saves", tables[1][1])],
+            [data[1]],
         ),
     )
 
@@ -391,7 +382,10 @@ def _throughput(gathered: Gathered, drawing: Drawing) -> Html:
     if "throughput" not in drawing.places:
         return _section("throughput-of-saves", _note("No save or restore has recorded its rate."))
     disk, counts = gathered.disk, gathered.counts
-    saves, restores = saves_table(gathered.saves, counts.saves), restores_table(gathered.restores, counts.restores)
+    saves, restores = (
+        tables.saves_table(gathered.saves, counts.saves),
+        tables.restores_table(gathered.restores, counts.restores),
+    )
     limit = "With --measure-disk, the chart has a line for the rate of the disk."
     if disk is not None:
         limit = (
@@ -428,9 +422,9 @@ def _goodput(gathered: Gathered, drawing: Drawing) -> Html:
             "time-spent",
             "Where the time went.",
             "The run, and each process as shares of its own time.",
-            [("where the time of the run went", spent_table(totals))],
+            [("where the time of the run went", tables.spent_table(totals))],
         ),
-        _table(processes_table(gathered.processes, totals), "Processes"),
+        _table(tables.processes_table(gathered.processes, totals), "Processes"),
     )
 
 
@@ -446,9 +440,15 @@ def _steps(gathered: Gathered, drawing: Drawing) -> Html:
             "retention",
             "Retention.",
             "A line for each step from its save to its deletion, coloured by its present state.",
-            [("steps", steps_table(gathered.steps, gathered.counts.steps))],
+            [("steps", tables.steps_table(gathered.steps, gathered.counts.steps))],
         ),
-        _chart(drawing, "disk-use", "Disk use.", "The data of all steps.", [("disk use", use_table(gathered))]),
+        _chart(
+            drawing,
+            "disk-use",
+            "Disk use.",
+            "The data of all steps.",
+            [("disk use", tables.use_table(gathered.disk_use, gathered.counts.changes))],
+        ),
     )
 
 
@@ -458,7 +458,7 @@ def _metrics(gathered: Gathered, drawing: Drawing) -> Html:
     charts = []
     for number, (name, values) in enumerate(gathered.metrics.items()):
         there = gathered.counts.values[name]
-        table = metric_table(values, there)
+        table = tables.metric_table(values, there)
         known = f"{counted(there, 'step')}, last value {number_text(values[-1].value)}."
         if number < MOST_METRICS:
             charts.append(_chart(drawing, f"metric-{number}", clipped(name, 60), known, [("values", table)]))
@@ -484,7 +484,7 @@ def _changes(gathered: Gathered, drawing: Drawing) -> Html:
         f"{pair_name(pair)}: {counted(len(pair.leaves), 'leaf', 'leaves')} changed, {pair.equal:,} did not"
         for pair in good
     ]
-    table = changes_table(good, [pair_name(pair) for pair in good])
+    table = tables.changes_table(good, [pair_name(pair) for pair in good])
     return _section(
         "step-to-step",
         _note("The relative change of a leaf is the norm of the difference divided by the norm of its earlier value."),

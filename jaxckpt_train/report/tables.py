@@ -17,20 +17,11 @@ from jaxckpt_train.inspection.units import (
 )
 from jaxckpt_train.report.changes import PairChange, TreeSizes
 from jaxckpt_train.report.events import DiskUse, StepLife
-from jaxckpt_train.report.gather import Gathered, Process, Totals
+from jaxckpt_train.report.gather import Process, Totals
 from jaxckpt_train.report.series import Mark, MetricValue, Restore, Save
 
 MOST_ROWS = 150
-# The headings of columns; one that ends with "#" marks a column of numbers.
-PROCESS = (
-    "process#", "began (UTC)", "ended", "where", "steps#", "useful#", "redone#", "saves#", "blocked#", "resume#",
-    "wall#", "useful time#",
-)  # fmt: skip
-SAVE = ("step#", "ended (UTC)", "blocked#", "background#", "size#", "rate#", "reason", "outcome")
-RESTORE = ("step#", "ended (UTC)", "took#", "size#", "rate#", "skipped damaged steps")
-MARK = ("time (UTC)", "what", "step#", "why")
-STEP = ("step#", "directory", "state", "saved (UTC)", "deleted (UTC)", "size#", "remarks")
-USE = ("from (UTC)", "steps#", "size#")
+Cells = dict[str, str]  # a row, by the headings of the columns; one that ends with "#" has numbers
 _MARKS = {"preempted": "preemption", "set_aside": "step set aside", "take_over": "lock taken over"}
 
 
@@ -51,32 +42,41 @@ class Table:
     left_out: str = ""
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], there: int, kept: int) -> Table:
+def _table(rows: Sequence[Cells], there: int, kept: int) -> Table:
     """Return a table of the last rows, of which `there` exist and the data of the report has `kept`."""
     has = "all" if kept == there else f"{kept:,}"
     left_out = "" if len(rows) == there else f"The last {len(rows):,} of {there:,}; `--json` has {has} of them."
-    return Table(headings, rows, left_out=left_out)
+    return Table([*rows[0]] if rows else [], [[*row.values()] for row in rows], left_out=left_out)
 
 
 def processes_table(processes: Sequence[Process], totals: Totals) -> Table:
     """Return a table with a row for each process, and the totals."""
-    rows = [process_cells(each) for each in processes[-MOST_ROWS:]]
-    table = _table(PROCESS, rows, len(processes), len(processes))
-    return dataclasses.replace(table, last=["", "total", "", "", "", *_amounts(totals, totals.share)])
+    table = _table([process_cells(each) for each in processes[-MOST_ROWS:]], len(processes), len(processes))
+    return dataclasses.replace(table, last=["", "total", "", "", "", *_amounts(totals, totals.share).values()])
 
 
-def process_cells(each: Process) -> list[str]:
+def process_cells(each: Process) -> Cells:
     """Return a row of the table of processes."""
-    steps = "-" if each.first_step is None else f"{each.first_step}-{each.last_step}"
-    first = [str(each.number), time_text(each.began), each.how, each.where, steps]
-    return [*first, *_amounts(each, each.useful_s / each.wall_s if each.wall_s else 0.0)]
+    return {
+        "process#": str(each.number),
+        "began (UTC)": time_text(each.began),
+        "ended": each.how,
+        "where": each.where,
+        "steps#": "-" if each.first_step is None else f"{each.first_step}-{each.last_step}",
+        **_amounts(each, each.useful_s / each.wall_s if each.wall_s else 0.0),
+    }
 
 
-def _amounts(of: Process | Totals, share: float) -> list[str]:
-    saves = f"{of.saves:,}" + (f" and {of.failed_saves:,} failed" if of.failed_saves else "")
-    seconds = [seconds_text(each) for each in (of.blocked_s, of.to_resume_s, of.wall_s)]
-    useful = f"{seconds_text(of.useful_s)}, {percent_text(min(1.0, share))}"
-    return [count_text(of.useful_steps), count_text(of.redone_steps), saves, *seconds, useful]
+def _amounts(of: Process | Totals, share: float) -> Cells:
+    return {
+        "useful#": count_text(of.useful_steps),
+        "redone#": count_text(of.redone_steps),
+        "saves#": f"{of.saves:,}" + (f" and {of.failed_saves:,} failed" if of.failed_saves else ""),
+        "blocked#": seconds_text(of.blocked_s),
+        "resume#": seconds_text(of.to_resume_s),
+        "wall#": seconds_text(of.wall_s),
+        "useful time#": f"{seconds_text(of.useful_s)}, {percent_text(min(1.0, share))}",
+    }
 
 
 def spent_table(totals: Totals) -> Table:
@@ -96,57 +96,58 @@ def spent_table(totals: Totals) -> Table:
 
 def saves_table(saves: Sequence[Save], there: int) -> Table:
     """Return a table of the saves with their times and rates."""
-    return _table(SAVE, [save_cells(save) for save in saves[-MOST_ROWS:]], there, len(saves))
+    return _table([save_cells(save) for save in saves[-MOST_ROWS:]], there, len(saves))
 
 
-def save_cells(save: Save) -> list[str]:
+def save_cells(save: Save) -> Cells:
     """Return a row of the table of saves."""
-    return [
-        count_text(save.step),
-        time_text(save.ended),
-        seconds_text(save.blocked_s),
-        seconds_text(save.background_s),
-        bytes_text(save.bytes),
-        rate_text(save.bytes_per_s),
-        save.reason,
-        "committed" if save.ok else f"failed: {save.error}",
-    ]
+    return {
+        "step#": count_text(save.step),
+        "ended (UTC)": time_text(save.ended),
+        "blocked#": seconds_text(save.blocked_s),
+        "background#": seconds_text(save.background_s),
+        "size#": bytes_text(save.bytes),
+        "rate#": rate_text(save.bytes_per_s),
+        "reason": save.reason,
+        "outcome": "committed" if save.ok else f"failed: {save.error}",
+    }
 
 
 def restores_table(restores: Sequence[Restore], there: int) -> Table:
     """Return a table of the restores."""
-    return _table(RESTORE, [restore_cells(each) for each in restores[-MOST_ROWS:]], there, len(restores))
+    return _table([restore_cells(each) for each in restores[-MOST_ROWS:]], there, len(restores))
 
 
-def restore_cells(each: Restore) -> list[str]:
+def restore_cells(each: Restore) -> Cells:
     """Return a row of the table of restores."""
-    return [
-        count_text(each.step),
-        time_text(each.ended),
-        seconds_text(each.restore_s),
-        bytes_text(each.bytes),
-        rate_text(each.bytes_per_s),
-        ", ".join(each.skipped),
-    ]
+    return {
+        "step#": count_text(each.step),
+        "ended (UTC)": time_text(each.ended),
+        "took#": seconds_text(each.restore_s),
+        "size#": bytes_text(each.bytes),
+        "rate#": rate_text(each.bytes_per_s),
+        "skipped damaged steps": ", ".join(each.skipped),
+    }
 
 
 def marks_table(marks: Sequence[Mark], there: int) -> Table:
     """Return a table of the other events."""
-    return _table(MARK, [mark_cells(mark) for mark in marks[-MOST_ROWS:]], there, len(marks))
+    return _table([mark_cells(mark) for mark in marks[-MOST_ROWS:]], there, len(marks))
 
 
-def mark_cells(mark: Mark) -> list[str]:
+def mark_cells(mark: Mark) -> Cells:
     """Return a row of the table of other events."""
-    return [time_text(mark.time), _MARKS[mark.kind], count_text(mark.step), mark.text]
+    what, step = _MARKS[mark.kind], count_text(mark.step)
+    return {"time (UTC)": time_text(mark.time), "what": what, "step#": step, "why": mark.text}
 
 
 def steps_table(steps: Sequence[StepLife], there: int) -> Table:
     """Return a table of the steps; existing steps come last."""
     ordered = sorted(steps, key=lambda step: step.is_there)
-    return _table(STEP, [step_cells(step) for step in ordered[-MOST_ROWS:]], there, len(steps))
+    return _table([step_cells(step) for step in ordered[-MOST_ROWS:]], there, len(steps))
 
 
-def step_cells(step: StepLife) -> list[str]:
+def step_cells(step: StepLife) -> Cells:
     """Return a row of the table of steps."""
     remarks = [
         "pinned" if step.pinned and step.state != "pinned" else "",
@@ -155,32 +156,35 @@ def step_cells(step: StepLife) -> list[str]:
         f"set aside at {time_text(step.set_aside)}" if step.set_aside else "",
         step.problem,
     ]
-    return [
-        count_text(step.step),
-        step.name,
-        step.state,
-        time_text(step.saved),
-        time_text(step.deleted),
-        bytes_text(step.bytes),
-        "; ".join(filter(None, remarks)),
-    ]
+    return {
+        "step#": count_text(step.step),
+        "directory": step.name,
+        "state": step.state,
+        "saved (UTC)": time_text(step.saved),
+        "deleted (UTC)": time_text(step.deleted),
+        "size#": bytes_text(step.bytes),
+        "remarks": "; ".join(filter(None, remarks)),
+    }
 
 
-def use_table(gathered: Gathered) -> Table:
+def use_table(uses: Sequence[DiskUse], there: int) -> Table:
     """Return a table of the disk use."""
-    uses = gathered.disk_use
-    return _table(USE, list(map(use_cells, uses[-MOST_ROWS:])), gathered.counts.changes, len(uses))
+    return _table([use_cells(use) for use in uses[-MOST_ROWS:]], there, len(uses))
 
 
-def use_cells(use: DiskUse) -> list[str]:
+def use_cells(use: DiskUse) -> Cells:
     """Return a row of the table of the disk use."""
-    return [time_text(use.time), count_text(use.steps), bytes_text(use.bytes)]
+    return {"from (UTC)": time_text(use.time), "steps#": count_text(use.steps), "size#": bytes_text(use.bytes)}
 
 
 def metric_table(values: Sequence[MetricValue], there: int) -> Table:
     """Return a table of a metric by step."""
-    rows = [[count_text(each.step), number_text(each.value)] for each in values[-MOST_ROWS:]]
-    return _table(["step#", "value#"], rows, there, len(values))
+    return _table([metric_cells(each) for each in values[-MOST_ROWS:]], there, len(values))
+
+
+def metric_cells(each: MetricValue) -> Cells:
+    """Return a row of the table of a metric."""
+    return {"step#": count_text(each.step), "value#": number_text(each.value)}
 
 
 def largest_table(tree: TreeSizes, most: int = 50) -> Table:
