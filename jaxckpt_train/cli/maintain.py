@@ -53,8 +53,7 @@ from jaxckpt_train.store.verify import first_damage, verify_opened
 
 Source = Annotated[str, argument("SRC", "A checkpoint, a step, or a run, which means its newest valid step.")]
 Destination = Annotated[
-    str,
-    argument("DST", "The new path. In a run, or in a directory with a / at the end, the source keeps its name."),
+    str, argument("DST", "The new path. In a run, or in a directory with a / at the end, the source keeps its name.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")]
 MIB = 1 << 20

@@ -47,8 +47,7 @@ def report(
         ),
     ] = None,
     disk: Annotated[
-        bool,
-        typer.Option("--measure-disk", help="Measure the disk: write 256 MiB next to the steps three times."),
+        bool, typer.Option("--measure-disk", help="Measure the disk: write 256 MiB next to the steps three times.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -39,13 +39,7 @@ class PlannedStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PrunePlan:
-    """The fate of all steps of a run, lowest first.
-
-    Attributes:
-        steps: all steps, including uncommitted ones, which stay.
-        damaged: the damage of steps newer than the newest valid one, by step.
-        refused: the errors of newer steps that could not be read, by step.
-    """
+    """The fate of all steps of a run, lowest first, and the problems of steps newer than the newest valid one."""
 
     steps: list[PlannedStep]
     damaged: dict[int, str]
@@ -71,7 +65,10 @@ def plan_pruning(
     every_byte: bool,
     reading: Callable[[int], None],
 ) -> PrunePlan:
-    """Plan the fate of each step. The newest valid step, and steps that links lead to, are added to `pruning.safe`."""
+    """Plan the fate of each step, and add steps that stay regardless of the policies to `pruning.safe`.
+
+    With `every_byte`, all bytes of the newest step are compared with their digests.
+    """
     statuses = inspect_run(backend, directory)
     entries = _entries(statuses)
     if not entries:
@@ -120,12 +117,10 @@ class AtRisk(NamedTuple):
     """The work that is lost if the running process dies now, or that was lost when the last process ended.
 
     Attributes:
-        is_live: whether the process is running.
-        how: how it ended, according to the history.
-        completed: the number of updates completed at its last sign of life.
+        how: how the process ended, according to the history.
+        completed: the number of updates completed at its last sign of life, `heard_s` seconds ago.
         since: the step from which the next process continues. None: there is none.
         updates: the number of updates to repeat.
-        heard_s: the seconds since its last sign of life.
     """
 
     is_live: bool
@@ -141,10 +136,7 @@ class RunHealth:
     """The health of a run.
 
     Attributes:
-        owner: the owner of the lock. None: there is none.
-        statuses: all steps.
         newest: the newest step that is valid according to its manifest and the sizes of its files.
-        newest_age_s: the seconds since it was saved.
         damaged, uncommitted, refused: by directory name, the problems of committed steps, of steps without a COMMIT,
             and of steps that could not be read.
         stale_files: temporary files of dead processes, which the next owner removes.

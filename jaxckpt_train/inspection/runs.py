@@ -34,13 +34,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend, is_storage_failure
 from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.backends.local_names import link_target, real_path
-from jaxckpt_train.store.committed import (
-    diagnose_uncommitted,
-    is_committed,
-    is_gone,
-    open_committed,
-    read_committed,
-)
+from jaxckpt_train.store.committed import diagnose_uncommitted, is_committed, is_gone, open_committed, read_committed
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import open_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord
@@ -54,10 +48,8 @@ class StepStatus:
     """A step of a run, or a directory with the name of a step.
 
     Attributes:
-        name: the name of its directory.
-        step: its label.
         entry: its entry in the run. None: it is not committed.
-        nbytes: the size of its data files. None: unknown.
+        nbytes: the size of its data files.
         is_current: whether the run continues from this step or a later one. A step is not current after a roll-back
             behind it, or after it was saved again.
         problem: why it cannot be restored. None: its manifest shows no problem.
@@ -164,10 +156,7 @@ def newest_whole(statuses: Sequence[StepStatus]) -> StepStatus | None:
 
 
 def _newer_broken(statuses: Sequence[StepStatus], whole: StepStatus | None) -> list[StepStatus]:
-    """Return the steps newer than the newest valid one that cannot be restored, the newest first.
-
-    Steps before a roll-back are left out.
-    """
+    """Return the steps of the current branch newer than the valid one that cannot be restored, the newest first."""
     bad = [status for status in statuses if status.problem is not None and (status.is_current or status.entry is None)]
     return sorted((status for status in bad if _is_newer(status, whole)), key=lambda status: status.step, reverse=True)
 
@@ -235,10 +224,7 @@ def open_at(backend: Backend, path: str, step: float | None = None) -> Opened:
 
 
 def _choose_newest(path: str, statuses: Sequence[StepStatus]) -> tuple[str, tuple[str, ...]]:
-    """Return the names of the newest valid step, and of newer damaged ones, which are logged.
-
-    Raise an error for a newer step that may be valid.
-    """
+    """Return the names of the newest valid step, and of newer damaged ones. Refuse if a newer one may be valid."""
     found = newest_whole(statuses)
     bad = _newer_broken(statuses, found)
     refused = next((status.refusal for status in bad if status.refusal is not None), None)
@@ -289,13 +275,7 @@ def describe_other(backend: Backend, path: str) -> str:
 
 
 class NewestWhole(NamedTuple):
-    """The result of a search for the newest valid step.
-
-    Attributes:
-        entry: the newest valid step. None: there is none.
-        damaged: the damage of newer steps, by step.
-        refused: the errors of newer steps that could not be read, by step. They may be valid.
-    """
+    """The newest valid step, the damage of newer steps, and the errors of newer ones that could not be read."""
 
     entry: Entry | None
     damaged: dict[int, str]
@@ -310,16 +290,9 @@ def newest_whole_step(
     every_byte: bool,
     progress: Callable[[int], None] | None = None,
 ) -> NewestWhole:
-    """Find the newest valid step.
+    """Find the newest valid step of the current line, of which the newest is last.
 
-    Args:
-        backend, directory: the run.
-        newest: the steps of the current line, the newest last.
-        every_byte: compare all bytes with their digests. Otherwise only the existence and sizes of files are checked.
-        progress: called with the number of bytes of each read.
-
-    Raises:
-        CheckpointTimeoutError: the storage does not answer.
+    Without `every_byte`, only the existence and sizes of files are checked, and not their digests.
     """
     damaged, refused = dict[int, str](), dict[int, StorageError]()
     for entry in reversed(newest):

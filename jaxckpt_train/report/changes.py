@@ -14,20 +14,13 @@ from jaxckpt_train.opened import Opened
 from jaxckpt_train.pytree.leaves import describe_saved
 from jaxckpt_train.store.backends.base import Backend
 
-FEW_PAIRS = 4
-FEW_BYTES = 1 << 30
-"""The default limits for the comparison, which takes seconds on any disk."""
+FEW_PAIRS, FEW_BYTES = 4, 1 << 30  # the default limits for the comparison, which takes seconds on any disk
 FILE = "file"  # the form of a file that is not a leaf
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafChange:
-    """The change of a leaf.
-
-    Attributes:
-        kind: "value"; or "only_a", "only_b" or "form", which have no numbers.
-        relative: the norm of the difference divided by the norm of the earlier values, or None.
-    """
+    """The change of a leaf, as in `LeafDiff`."""
 
     name: str
     kind: str
@@ -39,13 +32,9 @@ class LeafChange:
 
 @dataclasses.dataclass(frozen=True)
 class PairChange:
-    """The changes between two consecutive steps.
+    """The leaves that changed between two consecutive steps, and the number of those that did not.
 
-    Attributes:
-        leaves: the leaves that changed.
-        equal: the number of leaves that did not change.
-        relative: the relative change of all values together; None: no numbers were compared.
-        problem: why the steps could not be compared. Empty: they were.
+    `relative` is the change of all values together. None: no numbers were compared.
     """
 
     before: int
@@ -128,13 +117,7 @@ def _relative(diffs: Sequence[LeafDiff]) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class LeafSize:
-    """The size of a leaf or a file.
-
-    Attributes:
-        name: the checkpointable and the leaf path.
-        form: dtype and shape, or kind.
-        bytes: the size of the data; 0 for a leaf that is not an array.
-    """
+    """The size of a leaf or a file. `form` is dtype and shape, or the kind."""
 
     name: str
     form: str

@@ -62,12 +62,9 @@ MOST_PAIRS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """The data that the browser needs to draw the charts.
+    """The Bokeh document as JSON data.
 
-    Attributes:
-        document: the Bokeh document as JSON data.
-        places: the ID of each chart in the document, by the ID of its place in the page.
-        left_out: a sentence about items that are not drawn, by the same ID.
+    By the ID of its place in the page: the ID of each chart, and a sentence about items that are not drawn.
     """
 
     document: dict[str, Any]

@@ -12,15 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxckpt_train.inspection.runs import StepStatus
-from jaxckpt_train.report.series import (
-    MOST_KEPT,
-    RECENT,
-    MetricSeries,
-    MetricValue,
-    ReportEvent,
-    Sample,
-    thinned,
-)
+from jaxckpt_train.report.series import MOST_KEPT, RECENT, MetricSeries, MetricValue, ReportEvent, Sample, thinned
 from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.store.manifest import metrics_from_json
 
@@ -35,15 +27,9 @@ class StepLife:
 
     Attributes:
         name: the name of the directory, which may be used again after a deletion.
-        saved: when the step was committed; None: unknown.
-        deleted: when retention deleted it.
         left: when the run saved after a restore of an earlier step, which abandoned this step.
-        set_aside: when the step was found to be damaged.
-        bytes: the size of the data files; for a deleted step the size in the history, which in old versions excluded
-            the headers of files. None: unknown.
-        is_there: whether the directory exists.
+        bytes: the size of the data files; for a deleted step the size in the history.
         is_current: whether the step belongs to the current branch of the run.
-        problem: why the step cannot be restored; empty: its manifest shows no problem.
         metrics: the metrics of the save and of later evaluations, until they are added to the series of the run.
     """
 
@@ -87,15 +73,9 @@ class DiskUse:
 
 @dataclasses.dataclass(frozen=True)
 class StepsFound:
-    """The lives of all steps.
+    """The lives of all steps in the order of their saves, the disk use, the metrics, and how many there are of each.
 
-    Attributes:
-        lives: the steps in the order of their saves: all existing steps, and of very many others a sample.
-        states: the number of steps in each state.
-        uses: the disk use over time; of very many changes a sample.
-        changes: the number of changes of the disk use.
-        metrics: the values by name; of very many values a sample.
-        values: the number of values of each metric.
+    All existing steps are included; of very many others, changes of the disk use and values, there is a sample.
     """
 
     lives: list[StepLife]

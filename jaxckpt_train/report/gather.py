@@ -46,15 +46,7 @@ _log = logging.getLogger("jaxckpt_train")
 class Gathered:
     """The data of a report. Of a very long run, the lists of saves, restores, marks, steps and values hold a sample.
 
-    Attributes:
-        run: the directory of the run.
-        made: when the report was made.
-        is_live: whether a process was running then.
-        warnings: what could not be read.
-        events: the number of events of each kind in the history.
-        counts: the total numbers.
-        tree: the leaves of the newest valid step; None: there is no valid step.
-        disk: the measured rate of the disk; None: not measured.
+    docs/how-to/report.md explains the fields, which are the keys of `--json`.
     """
 
     run: str
@@ -83,14 +75,7 @@ class Gathered:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Total numbers, where the lists of a report may hold a sample.
-
-    Attributes:
-        blocked_s: the time for which all saves blocked the loop.
-        states: the number of steps in each state.
-        changes: the number of changes of the disk use.
-        values: the number of values of each metric.
-    """
+    """Total numbers, where the lists of a report may hold a sample. `changes` are those of the disk use."""
 
     saves: int
     failed_saves: int
@@ -165,15 +150,7 @@ def gathered_json(gathered: Gathered) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class RunRead:
-    """The contents of the directory of a run.
-
-    Attributes:
-        directory: the directory of the run.
-        history: the events of the history.
-        looks: the steps in ascending order.
-        is_live: whether a process is running.
-        warnings: what could not be read.
-    """
+    """The contents of the directory of a run, and warnings about what could not be read."""
 
     directory: str
     history: RunHistory
@@ -243,22 +220,10 @@ class _WarningCollector(logging.Handler):
 
 
 class RunHistory:
-    """Collects the events of a history.
-
-    Attributes:
-        events: the number of events of each kind, in the order of their first occurrence.
-        last: the last event, or None.
-        attempts: all processes in order.
-        places: where each of them ran, see `_place_of`.
-        lives: the steps.
-        saves: the saves; of very many, a failed or the longest save of each group of neighbours.
-        restores: the restores; of very many, the longest of each group of neighbours.
-        marks: the other events to mark; of very many, one of each group of neighbours.
-        failed_saves, blocked_s: the number of failed saves, and the time for which all saves blocked the loop.
-    """
+    """Collects the events of a history. `places` says where each of the `attempts` ran."""
 
     def __init__(self) -> None:
-        self.events: dict[str, int] = {}
+        self.events: dict[str, int] = {}  # how many of each kind
         self.last: ReportEvent | None = None
         self.attempts: list[Attempt] = []
         self.places: list[str] = []
@@ -292,8 +257,6 @@ class Process(AttemptGoodput):
     """One process of a run. The parts of its time add up to `wall_s`.
 
     Attributes:
-        number: the number of the process, from 1.
-        where: the host, process ID and job, as far as they are known.
         lost_s: the time of updates that were lost.
         other_s: the time of a process that did no update.
     """
@@ -307,10 +270,7 @@ class Process(AttemptGoodput):
 
 @dataclasses.dataclass(frozen=True)
 class Totals(Goodput):
-    """The totals of all processes, without `attempts`.
-
-    The parts of the time add up to `wall_s`, unless a clock was set back.
-    """
+    """The totals of all processes, without `attempts`. The times add up to `wall_s`, unless a clock was set back."""
 
     failed_saves: int = 0
     lost_s: float = 0.0

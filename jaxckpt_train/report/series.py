@@ -18,14 +18,11 @@ from jaxckpt_train.run.history import RunEvent, Seconds
 from jaxckpt_train.store.manifest import metrics_from_json
 
 PHASES = ("decide_s", "wait_s", "device_wait_s", "snapshot_s", "stage_s", "write_s", "commit_s")
-MOST_BYTES = 5_000_000
-"""The largest size of a page, of which the drawing library takes 1.25 MB."""
-MOST_KEPT = 10_000
-"""The least number of items that a thinned stream keeps; it keeps at most twice this number."""
+MOST_BYTES = 5_000_000  # of a page; the drawing library takes 1.25 MB
+MOST_KEPT = 10_000  # the groups of a thinned stream, of which there are at most twice as many
 RECENT = 1000  # the last items of a stream are all kept, because tables show them
 BATCH = 4096
-MOST_VALUES = 500_000
-"""The most values to hold for all metrics together."""
+MOST_VALUES = 500_000  # of all metrics together
 Item = TypeVar("Item")
 _Whole = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -66,13 +63,9 @@ class ReportEvent(RunEvent, gc=False):
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """A save that was committed or failed.
+    """A save that was committed or failed, from the call to the commit.
 
-    Attributes:
-        began, ended: the call and the commit, without the time in which devices computed queued updates.
-        blocked_s: the time for which the loop was blocked.
-        background_s: the rest of the time.
-        phases: the seconds of each recorded phase.
+    The time in which devices computed queued updates is left out.
     """
 
     began: datetime.datetime
@@ -222,11 +215,7 @@ def thinned(items: Sequence[Item], most: int, weight: Callable[[Item], float], r
 class Sample(Generic[Item]):
     """A sample of a stream: all items while they are few, then the heaviest item of each group and all recent items.
 
-    All groups have the same size, which doubles when there are too many groups.
-
-    Args:
-        weight: the importance of an item.
-        most: the least number of groups once items are left out; there are at most twice as many.
+    All groups have the same size, which doubles when there are more than twice `most` groups.
     """
 
     def __init__(self, weight: Callable[[Item], float], most: int = MOST_KEPT) -> None:
@@ -273,21 +262,14 @@ class Sample(Generic[Item]):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The most items of each kind to draw.
-
-    Attributes:
-        points: points of a metric, and of the disk use.
-        changed_leaves: leaves of all pairs of steps together.
-        leaves: leaves in the tree.
-        leaf_characters: characters of the names of the leaves together.
-    """
+    """The most items of each kind to draw."""
 
     saves: int = 1500
     steps: int = 2000
     processes: int = 1000
-    points: int = 1000
-    changed_leaves: int = 4000
-    leaves: int = 20_000
+    points: int = 1000  # of a metric, and of the disk use
+    changed_leaves: int = 4000  # of all pairs of steps together
+    leaves: int = 20_000  # in the tree
     leaf_characters: int = 1_000_000
 
     def halved(self) -> Limits:

@@ -27,14 +27,7 @@ _MARKS = {"preempted": "preemption", "set_aside": "step set aside", "take_over":
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table of text.
-
-    Attributes:
-        headings: the headings of the columns; one that ends with "#" marks a column of numbers.
-        rows: the rows.
-        last: a row of totals, or empty.
-        left_out: a sentence about rows that are left out, or empty.
-    """
+    """A table of text, which may have a row of totals and a sentence about rows that are left out."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
