@@ -50,6 +50,21 @@ NAMES = (
     ("tree", "Tree"),
     ("step-to-step", "Changes"),
 )
+CHARTS = {  # the title and the description, by the place in the page
+    "timeline": ("The run.", "Processes by how they ended, saves, restores, other events."),
+    "save-times": (
+        "Time of each save.",
+        "Blocked: the loop waited for the save. In the background: the loop continued.",
+    ),
+    "throughput": (
+        "Bytes per second.",
+        "For a save, the time runs from its first write to its commit; for a restore, it is the whole time.",
+    ),
+    "time-spent": ("Where the time went.", "The run, and each process as shares of its own time."),
+    "retention": ("Retention.", "A line for each step from its save to its deletion, coloured by its present state."),
+    "disk-use": ("Disk use.", "The data of all steps."),
+    "changes": ("Change of each leaf.", "From each kept step to the next."),
+}
 MARK = "<!doctype html>\n<!-- a report by jaxckpt_train -->\n"
 """The start of each page. A file without it is never replaced."""
 
@@ -221,11 +236,12 @@ def _table(table: Table, caption: str) -> Html:
     return joined(left_out, element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption))
 
 
-def _chart(drawing: Drawing, place: str, title: str, about: str, data: Sequence[tuple[str, Table]]) -> Html:
+def _chart(drawing: Drawing, place: str, data: dict[str, Table], words: tuple[str, str] | None = None) -> Html:
     """Return the chart of a place, with its data as collapsed tables. If there is no chart, return only these."""
+    title, about = words or CHARTS[place]
     opened = [
         element("details", element("summary", f"Data: {name}"), _table(table, name))
-        for name, table in data
+        for name, table in data.items()
         if table.rows
     ]
     found = element("div", opened, class_="data")
@@ -357,24 +373,19 @@ def _summary(gathered: Gathered) -> Html:
 def _timeline(gathered: Gathered, drawing: Drawing) -> Html:
     if not (gathered.saves or gathered.restores or gathered.processes or gathered.marks):
         return _section("timeline", _note("The history has no events yet."))
-    data = [
-        ("processes", tables.processes_table(gathered.processes, gathered.totals)),
-        ("saves", tables.saves_table(gathered.saves, gathered.counts.saves)),
-        ("restores", tables.restores_table(gathered.restores, gathered.counts.restores)),
-        ("other events", tables.marks_table(gathered.marks, gathered.counts.marks)),
-    ]
+    saves = tables.saves_table(gathered.saves, gathered.counts.saves)
+    data = {
+        "processes": tables.processes_table(gathered.processes, gathered.totals),
+        "saves": saves,
+        "restores": tables.restores_table(gathered.restores, gathered.counts.restores),
+        "other events": tables.marks_table(gathered.marks, gathered.counts.marks),
+    }
     events = ", ".join(f"{count:,} {clipped(kind, 40)}" for kind, count in list(gathered.events.items())[:20])
     return _section(
         "timeline",
         _note(f"Times are in UTC. The history has these events: {events}."),
-        _chart(drawing, "timeline", "The run.", "Processes by how they ended, saves, restores, other events.", data),
-        _chart(
-            drawing,
-            "save-times",
-            "Time of each save.",
-            "Blocked: the loop waited for the save. In the background: the loop continued.",
-            [data[1]],
-        ),
+        _chart(drawing, "timeline", data),
+        _chart(drawing, "save-times", {"saves": saves}),
     )
 
 
@@ -382,27 +393,17 @@ def _throughput(gathered: Gathered, drawing: Drawing) -> Html:
     if "throughput" not in drawing.places:
         return _section("throughput-of-saves", _note("No save or restore has recorded its rate."))
     disk, counts = gathered.disk, gathered.counts
-    saves, restores = (
-        tables.saves_table(gathered.saves, counts.saves),
-        tables.restores_table(gathered.restores, counts.restores),
-    )
+    data = {
+        "saves": tables.saves_table(gathered.saves, counts.saves),
+        "restores": tables.restores_table(gathered.restores, counts.restores),
+    }
     limit = "With --measure-disk, the chart has a line for the rate of the disk."
     if disk is not None:
         limit = (
             f"The rate of the disk was {rate_text(disk.bytes_per_s)} when this report was made: the fastest of "
             f"{disk.tries} synced writes of {bytes_text(disk.bytes)} by one process."
         )
-    return _section(
-        "throughput-of-saves",
-        _note(limit),
-        _chart(
-            drawing,
-            "throughput",
-            "Bytes per second.",
-            "For a save, the time runs from its first write to its commit; for a restore, it is the whole time.",
-            [("saves", saves), ("restores", restores)],
-        ),
-    )
+    return _section("throughput-of-saves", _note(limit), _chart(drawing, "throughput", data))
 
 
 def _goodput(gathered: Gathered, drawing: Drawing) -> Html:
@@ -417,13 +418,7 @@ def _goodput(gathered: Gathered, drawing: Drawing) -> Html:
     return _section(
         "goodput",
         element("p", words),
-        _chart(
-            drawing,
-            "time-spent",
-            "Where the time went.",
-            "The run, and each process as shares of its own time.",
-            [("where the time of the run went", tables.spent_table(totals))],
-        ),
+        _chart(drawing, "time-spent", {"where the time of the run went": tables.spent_table(totals)}),
         _table(tables.processes_table(gathered.processes, totals), "Processes"),
     )
 
@@ -435,20 +430,8 @@ def _steps(gathered: Gathered, drawing: Drawing) -> Html:
     return _section(
         "steps",
         element("p", f"{counted(gathered.counts.steps, 'step')}: {by_state}."),
-        _chart(
-            drawing,
-            "retention",
-            "Retention.",
-            "A line for each step from its save to its deletion, coloured by its present state.",
-            [("steps", tables.steps_table(gathered.steps, gathered.counts.steps))],
-        ),
-        _chart(
-            drawing,
-            "disk-use",
-            "Disk use.",
-            "The data of all steps.",
-            [("disk use", tables.use_table(gathered.disk_use, gathered.counts.changes))],
-        ),
+        _chart(drawing, "retention", {"steps": tables.steps_table(gathered.steps, gathered.counts.steps)}),
+        _chart(drawing, "disk-use", {"disk use": tables.use_table(gathered.disk_use, gathered.counts.changes)}),
     )
 
 
@@ -456,12 +439,10 @@ def _metrics(gathered: Gathered, drawing: Drawing) -> Html:
     if not gathered.metrics:
         return _section("metrics", _note("No known step has metrics."))
     charts = []
-    for number, (name, values) in enumerate(gathered.metrics.items()):
+    for number, (name, values) in enumerate([*gathered.metrics.items()][:MOST_METRICS]):
         there = gathered.counts.values[name]
-        table = tables.metric_table(values, there)
-        known = f"{counted(there, 'step')}, last value {number_text(values[-1].value)}."
-        if number < MOST_METRICS:
-            charts.append(_chart(drawing, f"metric-{number}", clipped(name, 60), known, [("values", table)]))
+        words = clipped(name, 60), f"{counted(there, 'step')}, last value {number_text(values[-1].value)}."
+        charts.append(_chart(drawing, f"metric-{number}", {"values": tables.metric_table(values, there)}, words))
     left_out = len(gathered.metrics) - MOST_METRICS
     more = _note(f"{counted(left_out, 'more metric')} left out; `--json` has them.") if left_out > 0 else None
     about = _note(
@@ -490,13 +471,7 @@ def _changes(gathered: Gathered, drawing: Drawing) -> Html:
         _note("The relative change of a leaf is the norm of the difference divided by the norm of its earlier value."),
         element("ul", [element("li", line) for line in lines]) if lines else None,
         _problems("Could not be compared", failed) if failed else None,
-        _chart(
-            drawing,
-            "changes",
-            "Change of each leaf.",
-            "From each kept step to the next.",
-            [("changes of leaves", table)],
-        ),
+        _chart(drawing, "changes", {"changes of leaves": table}),
         _note(more) if more else None,
         left_out,
     )
