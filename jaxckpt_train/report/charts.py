@@ -188,7 +188,7 @@ def _milliseconds(time: datetime.datetime) -> float:
     return time.timestamp() * 1000
 
 
-def _source(columns: Mapping[str, Sequence[Any]], rows: Sequence[tables.Cells] = ()) -> ColumnDataSource:
+def _source(columns: Mapping[str, Any], rows: Sequence[tables.Cells] = ()) -> ColumnDataSource:
     """Return columns of equal length, and the columns of a table, as a data source."""
     cells = {name.removesuffix("#"): [row[name] for row in rows] for name in rows[0]} if rows else {}
     return ColumnDataSource({name: _column(values) for name, values in {**columns, **cells}.items()})
@@ -312,7 +312,8 @@ def _throughput(saves: Sequence[Save], restores: Sequence[Restore], disk: DiskRa
     """Return a chart of the rates of saves and restores, and of the disk, on a logarithmic scale."""
     chart = _time_frame(240, "MiB/s", span, y_axis_type="log")
     items = []
-    saved, read = ([each for each in found if each.bytes_per_s is not None] for found in (saves, restores))
+    saved = [each for each in saves if each.bytes_per_s is not None]
+    read = [each for each in restores if each.bytes_per_s is not None]
     if saved:
         rows = [tables.save_cells(each) for each in saved]
         dots = chart.scatter(x="until", y="mib", source=_rates(saved, rows), marker="circle", size=7, color=BLUE)
