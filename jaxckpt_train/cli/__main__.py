@@ -12,14 +12,12 @@ import threading
 from typing import Any
 
 INTERRUPTED = 130
-DECODES = ("import",)
-"""Commands in which other libraries decode large chunks."""
 IMPORT = "from jaxckpt_train.cli.__main__ import main"
+# The beginnings of the lines in the script that pip, uv and other installers write for the command.
 LAUNCHER = (
     "#", '"""exec" ', '" """', "import re", "import sys", IMPORT, 'if __name__ == "__main__":',
     "if sys.argv[0].endswith(", "elif sys.argv[0].endswith(", "sys.argv[0] = ", "sys.exit(main())",
 )  # fmt: skip
-"""The beginnings of the lines in the script that pip, uv and other installers write for the command."""
 
 
 def main() -> None:
@@ -28,7 +26,7 @@ def main() -> None:
     is_usual = is_usual and threading.current_thread() is threading.main_thread()
     if is_usual:
         signal.signal(signal.SIGINT, _leave)
-    if sys.argv[1:2] and sys.argv[1] in DECODES and _owns_process():
+    if sys.argv[1:2] == ["import"] and _owns_process():  # in which other libraries decode large chunks
         from jaxckpt_train.store.process_identity import finish_restart, restart_with_huge_malloc
 
         finish_restart()
@@ -62,12 +60,10 @@ def _owns_process() -> bool:
     if words[:2] == ["-m", "jaxckpt_train.cli"]:
         return words[2:] == sys.argv[1:]
     source = getattr(getattr(sys.modules["__main__"], "__loader__", None), "get_source", None)
-    return words == sys.argv and source is not None and _is_launcher(source("__main__") or "")
-
-
-def _is_launcher(script: str) -> bool:
-    """Whether a script only calls this command, as installers write it. A restart would run any other script twice."""
-    lines = [line.strip().replace("'", '"') for line in script.splitlines()]
+    if words != sys.argv or source is None:
+        return False
+    # A restart would run any other script than that of an installer twice.
+    lines = [line.strip().replace("'", '"') for line in (source("__main__") or "").splitlines()]
     return IMPORT in lines and all(not line or line.startswith(LAUNCHER) for line in lines)
 
 

@@ -260,7 +260,9 @@ def _supports(backend: Backend, directory: str, *, direct: bool, read_direct: bo
     return True
 
 
-def _in_blocks(size: int, block_bytes: int, work: Callable[[int, int, int], object]) -> float:
+def _in_blocks(
+    size: int, block_bytes: int, work: Callable[[int, int, int], object], progress: Callable[[int], object]
+) -> float:
     """Call `work` with the offset and size of each block and the number of the thread. Return the elapsed seconds."""
     is_ended = False
 
@@ -269,6 +271,7 @@ def _in_blocks(size: int, block_bytes: int, work: Callable[[int, int, int], obje
             if is_ended:
                 return
             work(at, min(block_bytes, size - at), thread)
+            progress(min(block_bytes, size - at))
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="jaxckpt-trial") as pool:
         start_s = time.perf_counter()
@@ -281,11 +284,7 @@ def _in_blocks(size: int, block_bytes: int, work: Callable[[int, int, int], obje
 
 
 def _write(sink: Sink, block: np.ndarray, size: int, progress: Callable[[int], object]) -> tuple[float, float]:
-    def write(at: int, nbytes: int, thread: int) -> None:
-        sink.write_at(at, block[:nbytes])
-        progress(nbytes)
-
-    write_s = _in_blocks(size, len(block), write)
+    write_s = _in_blocks(size, len(block), lambda at, nbytes, _: sink.write_at(at, block[:nbytes]), progress)
     start_s = time.perf_counter()
     sink.finish(size, sync=True)
     sync_s = time.perf_counter() - start_s
@@ -301,9 +300,8 @@ def _read(source: Source, block: np.ndarray, size: int, directory: str, progress
     def read(at: int, nbytes: int, thread: int) -> None:
         source.read_into(at, buffers[thread][:nbytes], nbytes)
         filled[thread] = nbytes
-        progress(nbytes)
 
-    read_s = _in_blocks(size, len(block), read)
+    read_s = _in_blocks(size, len(block), read, progress)
     if not all(np.array_equal(buffer[:last], block[:last]) for buffer, last in zip(buffers, filled, strict=True)):
         raise CorruptCheckpointError(f"{directory}: the disk returned other bytes than were just written to it")
     return read_s
