@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError, UnsupportedLeafError
+from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedLeafError
 from jaxckpt_train.formats.foreign import (
     NAME,
     ForeignCheckpoint,
@@ -24,7 +23,7 @@ from jaxckpt_train.pytree.leaves import StrLeaf, TreeRecord
 from jaxckpt_train.pytree.paths import ROOT
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.dtypes import DTYPES
-from jaxckpt_train.store.files import SNIFFED_BYTES, other_content, read_head, read_whole
+from jaxckpt_train.store.files import SNIFFED_BYTES, other_content, read_whole
 from jaxckpt_train.store.manifest import BLOCK_BYTES, NOT_JSON, shown
 
 KIND = "Flax"
@@ -33,28 +32,8 @@ _ELSEWHERE = "//GDAPlaceholder:"
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # extension types
 _CHUNKED = "__msgpack_chunked_array__"
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 58
-_HEAD_BYTES = 6
 _STEP = re.compile(r"(?:.*_)?([0-9]{1,18})", re.DOTALL)
 _MOST_NAMED = 5
-
-
-def begins_as(backend: Backend, directory: str, name: str) -> str:
-    """Return "map" or "list" if a file starts like the tree of a state in msgpack, otherwise "".
-
-    The first byte alone is not enough: pickle, HDF5 and numpy files start with a byte that msgpack reads as a map or
-    a list. So the first key must be text, or the first element not a number.
-    """
-    head = b""
-    with contextlib.suppress(StorageError):
-        head = read_head(backend, directory, name, _HEAD_BYTES)
-    if head in (b"\x80", b"\x90"):  # an empty container must be the whole file
-        return "map" if head == b"\x80" else "list"
-    first = head[0] if head else 0
-    child = head[{0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5}.get(first, 1) :]
-    if 0x80 < first < 0x90 or first in (0xDE, 0xDF):
-        return "map" if child and (0xA0 <= child[0] < 0xC0 or 0xD9 <= child[0] <= 0xDB) else ""
-    is_list = 0x90 < first < 0xA0 or first in (0xDC, 0xDD)
-    return "list" if is_list and child and 0x80 <= child[0] < 0xE0 else ""
 
 
 def open_flax(backend: Backend, path: str, *, is_checkpoint: bool) -> ForeignCheckpoint:

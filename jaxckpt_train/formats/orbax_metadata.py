@@ -15,12 +15,11 @@ import numpy as np
 
 from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, STATE_FILE
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError, UnsupportedLeafError
-from jaxckpt_train.formats.flax import begins_as
 from jaxckpt_train.formats.foreign import JSON, PYTREE, ForeignValue, mapping_key
 from jaxckpt_train.pytree.leaves import EMPTY, EmptyLeaf, Flat, LeafRecord, NoneLeaf, TreeRecord
 from jaxckpt_train.pytree.paths import MAX_DEPTH, ROOT, join
 from jaxckpt_train.store.backends.base import Backend, Entry
-from jaxckpt_train.store.files import read_whole
+from jaxckpt_train.store.files import read_head, read_whole
 from jaxckpt_train.store.manifest import NOT_JSON, decode_untrusted, shown
 
 # How Orbax is recognized
@@ -29,6 +28,7 @@ AGGREGATE = "checkpoint"
 """In the first versions, the file with the structure of a tree; also the directory of an array that is an item."""
 ZARR = ".zarray"
 TEMPORARY = ".orbax-checkpoint-tmp"
+_HEAD_BYTES = 6
 _PROCESS = re.compile(r"ocdbt\.process_\d+")  # next to a database: what each process has written to it
 _STEP = re.compile(r"(?:.*_)?0*(\d+)")
 
@@ -53,6 +53,25 @@ MAX_METADATA_BYTES = 512 << 20
 JAX_ARRAY, NUMPY_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"  # Orbax's types of leaves
 _EMPTY = {"Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "dict"}
 _TYPED_INTEGER = re.compile(r"~s-?[0-9]+")
+
+
+def begins_as(backend: Backend, directory: str, name: str) -> str:
+    """Return "map" or "list" if a file starts like the tree of a state in msgpack, otherwise "".
+
+    The first byte alone is not enough: pickle, HDF5 and numpy files start with a byte that msgpack reads as a map or
+    a list. So the first key must be text, or the first element not a number.
+    """
+    head = b""
+    with contextlib.suppress(StorageError):
+        head = read_head(backend, directory, name, _HEAD_BYTES)
+    if head in (b"\x80", b"\x90"):  # an empty container must be the whole file
+        return "map" if head == b"\x80" else "list"
+    first = head[0] if head else 0
+    child = head[{0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5}.get(first, 1) :]
+    if 0x80 < first < 0x90 or first in (0xDE, 0xDF):
+        return "map" if child and (0xA0 <= child[0] < 0xC0 or 0xD9 <= child[0] <= 0xDB) else ""
+    is_list = 0x90 < first < 0xA0 or first in (0xDC, 0xDD)
+    return "list" if is_list and child and 0x80 <= child[0] < 0xE0 else ""
 
 
 def looks_like_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> bool:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StepNotFoundError, StorageError
-from jaxckpt_train.formats.flax import ARRAYS_OF_A_JOB, begins_as
-from jaxckpt_train.formats.orbax_metadata import OCDBT, TEMPORARY, TREE_METADATA
+from jaxckpt_train.formats.flax import ARRAYS_OF_A_JOB
+from jaxckpt_train.formats.orbax_metadata import OCDBT, TEMPORARY, TREE_METADATA, begins_as
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.files import read_or_none
 from jaxckpt_train.store.manifest import NOT_JSON
