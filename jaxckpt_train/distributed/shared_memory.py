@@ -186,6 +186,7 @@ class ColocatedMemory:
         address: by which others find the memory of this process, until it is hidden.
         process: number of this process, once it has joined.
         data: of each process in order: flat uint8; this process may write into its own. Empty before it has joined.
+        given, taken: how much each process has given, and taken of each, by its latest message.
 
     Raises:
         OSError: the system has no such memory, or provides none.
@@ -201,7 +202,7 @@ class ColocatedMemory:
         self.address = msgspec.msgpack.encode([self._own.address, self._mailbox.address])
         self.process, self.data = 0, list[np.ndarray]()
         self._channels, self._behind = dict[int, Channel](), set[int]()
-        self._given, self._taken = list[int](), list[int]()
+        self.given, self.taken = list[int](), list[int]()
 
     def join(self, addresses: Sequence[bytes], process: int) -> None:
         """Map the memory of all processes, given their addresses in order and the number of this process.
@@ -209,7 +210,7 @@ class ColocatedMemory:
         Raises:
             OSError: one cannot be reached from here.
         """
-        self.process, self._given, self._taken = process, [0] * len(addresses), [0] * len(addresses)
+        self.process, self.given, self.taken = process, [0] * len(addresses), [0] * len(addresses)
         for number, address in enumerate(addresses):
             memory, mailbox = msgspec.msgpack.decode(address, type=list[bytes])
             self.data.append(self._own.data if number == process else open_memory(memory))
@@ -228,28 +229,20 @@ class ColocatedMemory:
 
     def announce(self, given: int, taken: int) -> None:
         """Announce how much this process has given, and how much it has taken of each; both only grow."""
-        self._given[self.process], self._taken[self.process] = given, taken
+        self.given[self.process], self.taken[self.process] = given, taken
         self._behind.update(self._channels)
         self._notify_behind()
 
     def has_unnotified(self) -> bool:
         """Return whether a process that could not be notified still waits for data; `wait` tries again."""
-        return any(self._taken[process] < self._given[self.process] for process in self._behind)
+        return any(self.taken[process] < self.given[self.process] for process in self._behind)
 
     def _notify_behind(self) -> None:
-        state = _STATE.pack(self.process, self._given[self.process], self._taken[self.process])
+        state = _STATE.pack(self.process, self.given[self.process], self.taken[self.process])
         for process in list(self._behind):
             with contextlib.suppress(BlockingIOError):
                 self._channels[process].send(state)
                 self._behind.discard(process)
-
-    def has_given(self, process: int) -> int:
-        """Return how much a process has given, according to its latest message."""
-        return self._given[process]
-
-    def all_have_taken(self) -> int:
-        """Return how much every process has taken at least."""
-        return min(self._taken)
 
     def wake(self) -> None:
         """End the current or the next wait of this process; from any thread."""
@@ -262,19 +255,15 @@ class ColocatedMemory:
         for message in self._mailbox.receive(SLICE_S):
             if message.strip(b"\0"):
                 process, given, taken = _STATE.unpack_from(message)
-                self._given[process], self._taken[process] = given, taken
+                self.given[process], self.taken[process] = given, taken
 
 
 class ColocatedProcesses(NamedTuple):
-    """How the processes of a job are placed.
+    """How the processes of a job are placed."""
 
-    Attributes:
-        are_colocated: whether all of them run on one machine.
-        memory: which all of them can read. None: a process cannot read that of another, for example because they run in
-            separate containers.
-    """
-
-    are_colocated: bool
+    are_colocated: bool  # whether all of them run on one machine
+    # Which all of them can read. None: a process cannot read that of another, for example because they run in
+    # separate containers.
     memory: ColocatedMemory | None
 
 

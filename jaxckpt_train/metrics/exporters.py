@@ -43,23 +43,15 @@ _LABEL = re.compile("(?!__)[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A metric.
+    """A metric."""
 
-    Attributes:
-        name: words separated by dots, without the unit: "save.blocked".
-        kind: a counter only grows; a gauge is the last value; a histogram counts values by their size.
-        unit: one of `SECONDS`, `BYTES`, `BYTES_PER_S`, `PLAIN`.
-        about: a description for users.
-        label: the label that distinguishes its series; None: there is one series.
-        series: the values of the label that are known beforehand.
-    """
-
-    name: str
+    name: str  # words separated by dots, without the unit: "save.blocked"
+    # A counter only grows; a gauge is the last value; a histogram counts values by their size.
     kind: Literal["counter", "gauge", "histogram"]
-    unit: str
-    about: str
-    label: str | None = None
-    series: tuple[str, ...] = ()
+    unit: str  # one of `SECONDS`, `BYTES`, `BYTES_PER_S`, `PLAIN`
+    about: str  # a description for users
+    label: str | None = None  # the label that distinguishes its series; None: there is one series
+    series: tuple[str, ...] = ()  # the values of the label that are known beforehand
 
 
 class Sample(NamedTuple):

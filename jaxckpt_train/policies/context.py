@@ -274,46 +274,31 @@ def steps_to_delete(checkpoints: Checkpoints, policy: PreservationPolicy, *, con
 
 @dataclasses.dataclass(frozen=True)
 class SaveCosts:
-    """The measured costs of saves, in seconds. None: unknown so far.
+    """The measured costs of saves, in seconds. None: unknown so far."""
 
-    Attributes:
-        step_s: the duration of an update while no save is running.
-        cost_s: what the loop loses by one save: the time that it is blocked, and the slowdown of the updates during the
-            save. It changes only if a measurement differs by a tenth.
-        blocked_s: the part of it in which the loop is blocked.
-        duration_s: the time from the start of a save to its commit; the longest of the last few.
-        usual_s: the same, the median of the last few.
-        is_measuring: whether a save is running, or the update after it, so that its cost is not known yet.
-        is_unseen: whether updates have to be timed before the next save: none ran between the last saves, so the cost
-            of these is uncertain.
-        spent_s: the cost of all saves of this process so far.
-        trained_s: the time since this process started to train, without the cost of saves.
-        ahead_s: the work that the devices had queued at the last save, if the loop does not wait for them; else 0.0.
-    """
-
-    step_s: float | None = None
+    step_s: float | None = None  # the duration of an update while no save is running
+    # What the loop loses by one save: the time that it is blocked, and the slowdown of the updates during the
+    # save. It changes only if a measurement differs by a tenth.
     cost_s: float | None = None
-    blocked_s: float | None = None
-    duration_s: float | None = None
-    usual_s: float | None = None
-    is_measuring: bool = False
+    blocked_s: float | None = None  # the part of it in which the loop is blocked
+    duration_s: float | None = None  # the time from the start of a save to its commit; the longest of the last few
+    usual_s: float | None = None  # the same, the median of the last few
+    is_measuring: bool = False  # whether a save is running, or the update after it, so that its cost is not known yet
+    # Whether updates have to be timed before the next save: none ran between the last saves, so the cost of these
+    # is uncertain.
     is_unseen: bool = False
-    spent_s: float = 0.0
-    trained_s: float = 0.0
+    spent_s: float = 0.0  # the cost of all saves of this process so far
+    trained_s: float = 0.0  # the time since this process started to train, without the cost of saves
+    # The work that the devices had queued at the last save, if the loop does not wait for them; else 0.0.
     ahead_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Failures:
-    """How often a run has failed without a save, and in which time.
+    """How often a run has failed without a save, and in which time."""
 
-    Attributes:
-        count: the number of processes that were killed, or asked to shut down with too little time for a save.
-        observed_s: the seconds that all processes of the run have lived.
-    """
-
-    count: int = 0
-    observed_s: float = 0.0
+    count: int = 0  # the number of processes that were killed, or asked to shut down with too little time for a save
+    observed_s: float = 0.0  # the seconds that all processes of the run have lived
 
     @property
     def mtbf_s(self) -> float:

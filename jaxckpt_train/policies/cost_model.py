@@ -30,42 +30,25 @@ MOST_UNSEEN_SAVES = 8  # the same, of any loop
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """The state of a job that was asked to shut down.
+    """The state of a job that was asked to shut down."""
 
-    Attributes:
-        left_s: the seconds left; None: unknown, or the time is over already.
-        unsaved: the last completed update, if no save of it is committed or running.
-        running: the step of the running save.
-        running_for_s: the seconds since it started.
-        committed: the step that was committed last.
-        save_s: the seconds from the start of a save to its commit; None: unknown.
-        step_s: the seconds of an update; None: unknown.
-    """
-
-    left_s: float | None
-    unsaved: int | None
-    running: int | None = None
-    running_for_s: float = 0.0
-    committed: int | None = None
-    save_s: float | None = None
-    step_s: float | None = None
+    left_s: float | None  # the seconds left; None: unknown, or the time is over already
+    unsaved: int | None  # the last completed update, if no save of it is committed or running
+    running: int | None = None  # the step of the running save
+    running_for_s: float = 0.0  # the seconds since it started
+    committed: int | None = None  # the step that was committed last
+    save_s: float | None = None  # the seconds from the start of a save to its commit; None: unknown
+    step_s: float | None = None  # the seconds of an update; None: unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class ShutdownPlan:
-    """The decision of a job that was asked to shut down, for the time after the running save.
+    """The decision of a job that was asked to shut down, for the time after the running save."""
 
-    Attributes:
-        saves: whether it saves the last completed update.
-        why: the reason, for the log and the history.
-        waits: whether a save is running; the plan is made again when it has ended.
-        loses: whether updates are lost that are worth a save, because the time is too short.
-    """
-
-    saves: bool
-    why: str
-    waits: bool = False
-    loses: bool = False
+    saves: bool  # whether it saves the last completed update
+    why: str  # the reason, for the log and the history
+    waits: bool = False  # whether a save is running; the plan is made again when it has ended
+    loses: bool = False  # whether updates are lost that are worth a save, because the time is too short
 
 
 def choose(now: Situation) -> ShutdownPlan:
@@ -300,23 +283,14 @@ class LoopTimer:
 
 @dataclasses.dataclass
 class _Save:
-    """A save that is measured.
+    """A save that is measured."""
 
-    Attributes:
-        entered_at: the start of its call.
-        step: the number of updates that the loop had called for.
-        blocked_s: the seconds that the call blocked the loop.
-        device_wait_s: the seconds that the call waited for the devices.
-        queued_s: the seconds of work that the devices had queued; if the call does not wait, known at the end.
-        took_s: the duration without these waits; None: it was not committed.
-    """
-
-    entered_at: float
-    step: int
-    blocked_s: float
-    device_wait_s: float
-    queued_s: float
-    took_s: float | None = None
+    entered_at: float  # the start of its call
+    step: int  # the number of updates that the loop had called for
+    blocked_s: float  # the seconds that the call blocked the loop
+    device_wait_s: float  # the seconds that the call waited for the devices
+    queued_s: float  # the seconds of work that the devices had queued; if the call does not wait, known at the end
+    took_s: float | None = None  # the duration without these waits; None: it was not committed
 
     @property
     def computed_at(self) -> float:

@@ -648,13 +648,13 @@ class SharedMemoryWindows:
         """
         with contextlib.closing(Prefetcher(reader, threads, self._memory.wake)) as ahead:
             while self._taken < self._windows or self._memory.has_unnotified():
-                while self._ordered < min(self._windows, self._memory.all_have_taken() + self._places):
+                while self._ordered < min(self._windows, min(self._memory.taken) + self._places):
                     ahead.order(self._place(self._memory.process, self._ordered), *self._span(self._ordered))
                     self._ordered += 1
                 if complete := ahead.look():
                     self._given += complete
                     self._memory.announce(self._given, self._taken)
-                process = next((each for each in self._left if self._memory.has_given(each) > self._taken), None)
+                process = next((each for each in self._left if self._memory.given[each] > self._taken), None)
                 if process is None:
                     self._memory.wait()
                 else:

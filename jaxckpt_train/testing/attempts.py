@@ -34,23 +34,14 @@ class ResumeNotProvenError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """Starts the processes of one proof.
+    """Starts the processes of one proof."""
 
-    Args:
-        target: the target to run.
-        directory: the directory of the proof.
-        how: how to interrupt the processes.
-        timeout_s: the time limit of each process.
-        ignored: patterns of metrics to leave out.
-        start: runs the plan in a folder, as `run_child` does.
-    """
-
-    target: Target
-    directory: Path
-    how: How
-    timeout_s: float
-    ignored: tuple[str, ...] = ()
-    start: Callable[[Path, float], int | None] = run_child
+    target: Target  # the target to run
+    directory: Path  # the directory of the proof
+    how: How  # how to interrupt the processes
+    timeout_s: float  # the time limit of each process
+    ignored: tuple[str, ...] = ()  # patterns of metrics to leave out
+    start: Callable[[Path, float], int | None] = run_child  # runs the plan in a folder, as `run_child` does
 
     def run(
         self, name: str, kill_at: Sequence[int] = (), values_from: int | None = None, saves_first: bool = False

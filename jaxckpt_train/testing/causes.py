@@ -31,20 +31,13 @@ ROUNDING = 1e-4  # relative differences below this can come from another order o
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """Facts about runs that differ.
+    """Facts about runs that differ."""
 
-    Attributes:
-        attempts: the processes of the interrupted run.
-        straight: the uninterrupted run.
-        kinds: the first difference of each kind between these runs, the earliest first.
-        twin: the same differences between the uninterrupted run and `again`, or empty.
-        again: the repetition of the uninterrupted run, or the interrupted run if that differs before its interruption.
-    """
-
-    attempts: Sequence[Attempt]
-    straight: Attempt
-    kinds: dict[Kind, Difference]
-    twin: dict[Kind, Difference]
+    attempts: Sequence[Attempt]  # the processes of the interrupted run
+    straight: Attempt  # the uninterrupted run
+    kinds: dict[Kind, Difference]  # the first difference of each kind between these runs, the earliest first
+    twin: dict[Kind, Difference]  # the same differences between the uninterrupted run and `again`, or empty
+    # The repetition of the uninterrupted run, or the interrupted run if that differs before its interruption.
     again: Attempt
 
     @property

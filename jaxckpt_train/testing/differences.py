@@ -68,29 +68,20 @@ def common_factor(moves: Sequence[Sequence[np.ndarray]]) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One difference between an interrupted and an uninterrupted run.
+    """One difference between an interrupted and an uninterrupted run."""
 
-    Attributes:
-        kind: "start": the initial states. "restored": the restored state, compared with the state after the update that
-            it was saved in. "label": the number of the update. "end": the last update.
-        number: the number of the process of the interrupted run, from 0.
-        step: the label of the update.
-        position: the number of updates since the start of the process.
-        name: the name of the leaf or metric, or the number of the batch in its update.
-        straight, resumed: the leaf or batch in the uninterrupted and in the interrupted run; None: missing. An int is a
-            number of batches or the number of an update.
-        differing, of: the number of leaves or metrics that differ, and their total number.
-    """
-
+    # "start": the initial states. "restored": the restored state, compared with the state after the update that
+    # it was saved in. "label": the number of the update. "end": the last update.
     kind: Kind
-    number: int
-    step: int
-    position: int
-    name: str = ""
+    number: int  # the number of the process of the interrupted run, from 0
+    step: int  # the label of the update
+    position: int  # the number of updates since the start of the process
+    name: str = ""  # the name of the leaf or metric, or the number of the batch in its update
+    # The leaf or batch in each run; None: missing. An int is a number of batches or the number of an update.
     straight: Leaf | Batch | int | None = None
     resumed: Leaf | Batch | int | None = None
-    differing: int = 1
-    of: int = 1
+    differing: int = 1  # the number of leaves or metrics that differ
+    of: int = 1  # their total number
 
 
 def first_differences(attempts: Sequence[Attempt], straight: Attempt) -> dict[Kind, Difference]:

@@ -51,21 +51,13 @@ main(sys.argv.pop())
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """One recorded array or value.
+    """One recorded array or value."""
 
-    Attributes:
-        kind: the dtype; "key<...>" for a PRNG key; "python float" and so on for a Python value.
-        shape: the shape of an array, or of the data of keys.
-        digest: the digest of the bytes.
-        content: the bytes, if there are at most `SMALL_BYTES`.
-        at: the offset of the bytes in the file of values; -1: they are not stored there.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    digest: str
-    content: bytes = b""
-    at: int = -1
+    kind: str  # the dtype; "key<...>" for a PRNG key; "python float" and so on for a Python value
+    shape: tuple[int, ...]  # the shape of an array, or of the data of keys
+    digest: str  # the digest of the bytes
+    content: bytes = b""  # the bytes, if there are at most `SMALL_BYTES`
+    at: int = -1  # the offset of the bytes in the file of values; -1: they are not stored there
 
     def same(self, other: Leaf | None) -> bool:
         """Return whether dtype, shape and bytes are equal."""
@@ -94,55 +86,33 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Resumed(msgspec.Struct, frozen=True, tag="resumed", tag_field="line"):
-    """The record of a call of `resume`.
+    """The record of a call of `resume`."""
 
-    Attributes:
-        step: the restored step; None: the run starts from the beginning.
-        directory: the directory in which the run saves.
-        names: the names of the values that the loop passed to `resume`.
-        leaves: the leaves of what `resume` returns, except the data.
-        host: digests of the states of the global random generators of Python and NumPy, by name.
-    """
-
-    step: int | None
-    directory: str
-    names: tuple[str, ...]
-    leaves: Leaves
-    host: dict[str, str]
+    step: int | None  # the restored step; None: the run starts from the beginning
+    directory: str  # the directory in which the run saves
+    names: tuple[str, ...]  # the names of the values that the loop passed to `resume`
+    leaves: Leaves  # the leaves of what `resume` returns, except the data
+    host: dict[str, str]  # digests of the states of the global random generators of Python and NumPy, by name
 
 
 class Update(msgspec.Struct, frozen=True, tag="update", tag_field="line"):
-    """The record of one completed update.
+    """The record of one completed update."""
 
-    Attributes:
-        step: the label of the update.
-        batches: the batches taken from the data since the previous update.
-        elsewhere: the number of batches taken on other threads, which cannot be assigned to an update.
-        metrics, leaves: what the loop passed to `ckpt(...)`.
-        host: see `Resumed`.
-        ignored: the names of metrics that the user leaves out.
-    """
-
-    step: int
-    batches: tuple[Batch, ...]
-    elsewhere: int
-    metrics: Leaves
-    leaves: Leaves
-    host: dict[str, str]
-    ignored: tuple[str, ...] = ()
+    step: int  # the label of the update
+    batches: tuple[Batch, ...]  # the batches taken from the data since the previous update
+    elsewhere: int  # the number of batches taken on other threads, which cannot be assigned to an update
+    metrics: Leaves  # what the loop passed to `ckpt(..., metrics=...)`
+    leaves: Leaves  # the other values that it passed
+    host: dict[str, str]  # see `Resumed`
+    ignored: tuple[str, ...] = ()  # the names of metrics that the user leaves out
 
 
 class Between(msgspec.Struct, frozen=True, tag="between", tag_field="line"):
-    """The record of what was observed between `ckpt(...)` of an update and the next update.
+    """The record of what was observed between `ckpt(...)` of an update and the next update."""
 
-    Attributes:
-        step: the label of the update.
-        polled: whether `ckpt.poll()` was called, as in an evaluation.
-        changed: the names of the leaves that changed in place. A save of this update does not contain the change.
-    """
-
-    step: int
-    polled: bool
+    step: int  # the label of the update
+    polled: bool  # whether `ckpt.poll()` was called, as in an evaluation
+    # The names of the leaves that changed in place. A save of this update does not contain the change.
     changed: tuple[str, ...]
 
 
@@ -261,25 +231,15 @@ def _module_of(target: FunctionTarget) -> ModuleType:
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What one process does.
+    """What one process does."""
 
-    Attributes:
-        target: the target to run.
-        directory: the directory to pass to the target, in which it saves.
-        stop_at: the update in which to interrupt the run; None: do not interrupt it.
-        how: how to interrupt the run.
-        ignored: patterns of metrics to leave out.
-        values_from: the update from which on the values of leaves are needed most; None: the first.
-        saves_first: whether to save the update `stop_at` before the interruption, whatever the policy says.
-    """
-
-    target: FunctionTarget | ScriptTarget
-    directory: str
-    stop_at: int | None = None
-    how: How = "kill"
-    ignored: tuple[str, ...] = ()
-    values_from: int | None = None
-    saves_first: bool = False
+    target: FunctionTarget | ScriptTarget  # the target to run
+    directory: str  # the directory to pass to the target, in which it saves
+    stop_at: int | None = None  # the update in which to interrupt the run; None: do not interrupt it
+    how: How = "kill"  # how to interrupt the run
+    ignored: tuple[str, ...] = ()  # patterns of metrics to leave out
+    values_from: int | None = None  # the update from which on the values of leaves are needed most; None: the first
+    saves_first: bool = False  # whether to save the update `stop_at` before the interruption, whatever the policy says
 
     def write(self, folder: Path) -> None:
         """Create the folder of the process and the directory of the run, and write the plan."""
@@ -295,17 +255,11 @@ class Plan(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """One process of a run that has ended.
+    """One process of a run that has ended."""
 
-    Attributes:
-        folder: the folder with its log, its records and the values of leaves.
-        plan: the plan of the process.
-        exit_code: the exit code, negative for a signal; None: the process hung and was killed.
-    """
-
-    folder: Path
-    plan: Plan
-    exit_code: int | None
+    folder: Path  # the folder with its log, its records and the values of leaves
+    plan: Plan  # the plan of the process
+    exit_code: int | None  # the exit code, negative for a signal; None: the process hung and was killed
 
     @functools.cached_property
     def lines(self) -> Sequence[Line]:

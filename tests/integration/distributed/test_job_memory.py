@@ -38,14 +38,14 @@ def be_process(number: int) -> None:
 def take_turns(memory: ColocatedMemory) -> None:
     """Write at the same time as the others, and check what all wrote before the next turn."""
     for turn in range(TURNS):
-        while memory.all_have_taken() < turn:
+        while min(memory.taken) < turn:
             memory.wait()
         memory.data[memory.process][:] = (turn * 3 + memory.process) % 256
         memory.announce(turn + 1, turn)
         for process, data in enumerate(memory.data):
-            while memory.has_given(process) <= turn:
+            while memory.given[process] <= turn:
                 memory.wait()
-            assert memory.has_given(process) == turn + 1
+            assert memory.given[process] == turn + 1
             assert np.all(data == (turn * 3 + process) % 256), (turn, process)
         memory.announce(turn + 1, turn + 1)
 
