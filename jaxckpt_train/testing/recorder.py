@@ -249,9 +249,9 @@ class Recorder:
         self._thread = threading.get_ident()
         self._batches: list[Batch] = []
         self._elsewhere = 0
-        self._last_step, self._is_between, self._polled = 0, False, False
-        self._in_place: dict[str, Any] = {}  # values of the last update that the loop may change in place
-        self._leaves: Leaves = {}
+        self._after: Update | None = None  # the last update, until the next one has begun
+        self._in_place: dict[str, Any] = {}  # its values that the loop may change in place
+        self._polled = False  # since then
 
     def resumed(self, manager: StepManager, values: dict[str, Any]) -> dict[str, Any]:
         """Record the call of `resume`, and wrap the data."""
@@ -274,13 +274,13 @@ class Recorder:
 
     def _end_between(self, compares: bool) -> None:
         """Record what was observed before the next update; `compares` is False if that update is already complete."""
-        if not self._is_between:
+        after, self._after = self._after, None
+        if after is None:
             return
-        self._is_between = False
-        now, before = leaves_of(self._in_place) if compares else {}, self._leaves
+        now, before = leaves_of(self._in_place) if compares else {}, after.leaves
         changed = tuple(name for name, leaf in now.items() if name in before and not leaf.same(before[name]))
         if self._polled or changed:
-            self._writer.add(Between(self._last_step, self._polled, changed))
+            self._writer.add(Between(after.step, self._polled, changed))
 
     def update_completed(self, manager: StepManager, loop: LoopState) -> None:
         """Record the update. Interrupt the run if the plan says so."""
@@ -305,9 +305,8 @@ class Recorder:
         self._batches, self._elsewhere = [], 0
         if loop.step == self._plan.stop_at:
             self._interrupt(manager, loop)
-        self._last_step, self._is_between, self._polled = loop.step, True, False
+        self._after, self._polled = update, False
         self._in_place = {name: value for name, value in saved.items() if keeps_itself_current(value)}
-        self._leaves = update.leaves
 
     def _interrupt(self, manager: StepManager, loop: LoopState) -> None:
         """End the run as planned. A kill waits for the pending save, so that each proof resumes at the same step."""
