@@ -171,12 +171,12 @@ class WriterSink:
     """
 
     def __init__(self, writer: Any) -> None:
-        self._writer, self._step, self._counts, self._flushes = writer, 0, collections.Counter[str](), False
+        self._writer, self._step, self._counts = writer, 0, collections.Counter[str]()
         self._axes = set[str]()  # the axes defined in Weights & Biases
         if callable(getattr(writer, "write_scalars", None)):
             self._write: Callable[[int, Mapping[str, float]], object] = writer.write_scalars
         elif callable(getattr(writer, "add_scalar", None)):
-            self._write, self._flushes = self._add_each, True
+            self._write = self._add_each
         elif callable(getattr(writer, "log", None)) and callable(getattr(writer, "define_metric", None)):
             self._write = self._log_row
         else:
@@ -189,6 +189,7 @@ class WriterSink:
     def _add_each(self, step: int, scalars: Mapping[str, float]) -> None:
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, step)
+        self._done("flush")
 
     def _log_row(self, step: int, scalars: Mapping[str, float]) -> None:
         kind = next(iter(scalars)).rpartition("/")[0]
@@ -207,8 +208,6 @@ class WriterSink:
         shown = {name: value for name, value in numbers.items() if name != "step"}
         shown["count"] = float(self._counts[kind])
         self._write(self._step, {f"checkpoint/{kind}/{name}": value for name, value in shown.items()})
-        if self._flushes:
-            self._done("flush")
 
     def close(self) -> None:
         """Close the writer. A run of Weights & Biases stays open for what the program logs after the training."""

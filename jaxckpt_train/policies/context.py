@@ -197,11 +197,7 @@ def saves_temporarily(policy: object) -> bool:
 
 
 def policy_reasons(
-    policies: Sequence[SavePolicy],
-    step: CheckpointInfo,
-    previous_steps: Checkpoints,
-    *,
-    context: DecisionContext,
+    policies: Sequence[SavePolicy], step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
 ) -> str:
     """Why these policies ask for a save: their own `reason`, or their names."""
     reasons = []
@@ -228,17 +224,10 @@ def ask_to_preserve(policy: PreservationPolicy, checkpoints: Checkpoints, *, con
         SettingsError: the answer has the wrong length, or a value is neither True nor False.
     """
     answer: Any = policy.should_preserve(checkpoints, context=context)
-    subject = f"{policy_name(policy)}.should_preserve"
-    if not isinstance(answer, Iterable):
-        refuse(subject, f"a sequence of {len(checkpoints)} bools", answer)
-    flags = list(answer)
-    if len(flags) != len(checkpoints):
-        raise SettingsError(
-            f"{subject}: expected one bool for each of {len(checkpoints)} checkpoints, found {len(flags)} values"
-        )
-    for info, flag in zip(checkpoints, flags, strict=True):
-        if not isinstance(flag, (bool, np.bool_)):
-            refuse(subject, f"True or False for step {info.step}", flag)
+    flags = list(answer) if isinstance(answer, Iterable) else [answer]
+    if len(flags) != len(checkpoints) or not all(isinstance(flag, (bool, np.bool_)) for flag in flags):
+        expected = f"one bool for each of {len(checkpoints)} checkpoints"
+        refuse(f"{policy_name(policy)}.should_preserve", expected, answer)
     return [bool(flag) for flag in flags]
 
 
@@ -248,18 +237,10 @@ def steps_to_delete(checkpoints: Checkpoints, policy: PreservationPolicy, *, con
     The rules, in this order: The highest step and the step committed last are kept (they differ after a roll-back).
     Pinned steps are kept. All temporary steps are deleted. Other steps are deleted if the policy does not keep them.
     The policy does not see temporary steps, so that they neither push a lasting step out of `LatestN` nor start an
-    interval of `EveryNSeconds`. The order is that of the commits, not of clocks.
-
-    Args:
-        checkpoints: all committed checkpoints, in the order of their commits.
-        policy: a preservation policy.
-        context: the current time, for policies that use it.
-
-    Returns:
-        The steps to delete; never all of them.
+    interval of `EveryNSeconds`. The checkpoints come in the order of their commits, not of clocks.
 
     Raises:
-        SettingsError: the policy's answer has the wrong length or a value other than True and False.
+        SettingsError: as `ask_to_preserve`.
     """
     if not checkpoints:
         return set()

@@ -249,7 +249,7 @@ class Recorder:
         self._thread = threading.get_ident()
         self._batches: list[Batch] = []
         self._elsewhere = 0
-        self._after: Update | None = None  # the last update, until the next one has begun
+        self._after: Update | None = None  # the last update, until the next one starts
         self._in_place: dict[str, Any] = {}  # its values that the loop may change in place
         self._polled = False  # since then
 

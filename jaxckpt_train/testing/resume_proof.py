@@ -191,29 +191,8 @@ def describe(evidence: Evidence, found: Difference) -> str:
             return f"the run ended after update {found.straight} (uninterrupted) vs {found.resumed} ({since})"
         case "batch":
             return f"update {found.step}: {_of_batch(found, since)}"
-        case "metric":
-            return f"update {found.step}: {_of_metric(evidence, found, since)}"
         case _:
             return f"update {found.step}: {_of_leaf(evidence, found, since)}"
-
-
-def _of_metric(evidence: Evidence, found: Difference, since: str) -> str:
-    straight, resumed = found.straight, found.resumed
-    if not isinstance(straight, Leaf) or not isinstance(resumed, Leaf):
-        return f"{found.name} is reported by one run only ({'uninterrupted' if isinstance(straight, Leaf) else since})"
-    one, other = _numbers(evidence, found)
-    texts = straight.form(), resumed.form()
-    if one is not None and other is not None and one.size == other.size == 1:
-        numbers = _texts(one.item(), other.item())
-        texts = numbers if numbers[0] != numbers[1] else texts
-    return f"{found.name} differs: {texts[0]} (uninterrupted) vs {texts[1]} ({since})"
-
-
-def _numbers(evidence: Evidence, found: Difference) -> tuple[np.ndarray | None, np.ndarray | None]:
-    assert isinstance(found.straight, Leaf)
-    assert isinstance(found.resumed, Leaf)
-    attempt = evidence.attempts[found.number]
-    return numbers_of(evidence.straight, found.straight), numbers_of(attempt, found.resumed)
 
 
 def _texts(one: Any, other: Any) -> tuple[str, str]:
@@ -237,15 +216,16 @@ def _of_batch(found: Difference, since: str) -> str:
 
 
 def _of_leaf(evidence: Evidence, found: Difference, since: str) -> str:
-    count = f"; {found.differing} of {found.of} leaves differ there" if found.of > 1 else ""
-    straight, resumed = found.straight, found.resumed
+    is_metric, straight, resumed = found.kind == "metric", found.straight, found.resumed
+    count = f"; {found.differing} of {found.of} leaves differ there" if found.of > 1 and not is_metric else ""
     if not isinstance(straight, Leaf) or not isinstance(resumed, Leaf):
         only = "uninterrupted" if isinstance(straight, Leaf) else since
-        return f"{found.name} is in the state of the {only} run only{count}"
+        return f"{found.name} is in the {'metrics' if is_metric else 'state'} of the {only} run only{count}"
     if straight.form() != resumed.form():
         return f"{found.name} differs: {straight.form()} (uninterrupted) vs {resumed.form()} ({since}){count}"
-    form = "" if straight.kind.startswith("python") else f" {straight.form()}"
-    return f"{found.name}{form} differs{_of_values(straight, *_numbers(evidence, found))}{count}"
+    numbers = numbers_of(evidence.straight, straight), numbers_of(evidence.attempts[found.number], resumed)
+    form = "" if is_metric or straight.kind.startswith("python") else f" {straight.form()}"
+    return f"{found.name}{form} differs{_of_values(straight, *numbers)}{f' ({since})' if is_metric else count}"
 
 
 def _of_values(leaf: Leaf, one: np.ndarray | None, other: np.ndarray | None) -> str:

@@ -96,7 +96,7 @@ def test_leaf_that_only_one_run_has_is_reported(tmp_path: Path) -> None:
         ),
         (({"loss": 1.0}, {"loss": np.float32(1)}), "loss differs: python float (uninterrupted) vs float32[] (resumed"),
         (({"seen": 2**53}, {"seen": 2**53 + 1}), "seen differs: 9007199254740992 (uninterrupted) vs 9007199254740993 "),
-        (({"a": 1, "loss": 2}, {"a": 1}), "loss is reported by one run only (uninterrupted)"),
+        (({"a": 1, "loss": 2}, {"a": 1}), "loss is in the metrics of the uninterrupted run only"),
         (({"loss": float("nan")}, {"loss": 1.0}), "loss differs: nan (uninterrupted) vs 1 (resumed at 1)"),
     ],
 )
