@@ -1,4 +1,4 @@
-"""Hooks for MkDocs: pages for files outside docs/, blank lines before lists and tables, and arguments of the callback."""
+"""Hooks for MkDocs: pages for files outside docs/, blank lines before lists, and the arguments of the callback."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""CheckpointCallback: the object that a training loop uses to resume, to save, and to stop after a preemption.
-
-The class comes first. Below it are the functions that build its parts from its arguments, and those that restore or
-initialise the values of the loop.
-"""
+"""CheckpointCallback: the object that a training loop uses to resume, to save, and to stop after a preemption."""
 
 from __future__ import annotations
 
@@ -12,10 +8,11 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+from jaxckpt_train._validation import index_of, refuse, whole
 from jaxckpt_train.checkpoint import load
 from jaxckpt_train.checkpointables.base import NOTHING
 from jaxckpt_train.checkpointables.grain import mark_absl_flags_parsed
@@ -35,26 +32,17 @@ from jaxckpt_train.distributed.jax_service import current, preemption_service
 from jaxckpt_train.errors import Preempted, SettingsError, UnsupportedLeafError, is_success, suppress_secondary
 from jaxckpt_train.inspection.units import progress_line, wants_progress
 from jaxckpt_train.loop import (
-    LoopForms,
     LoopState,
-    notify_polled,
-    notify_resumed,
-    notify_update,
-    refuse_to_continue,
+    current_observer,
+    preservation_policy,
     refuse_unsavable,
     restore_values,
+    save_policy,
 )
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.metrics.events import Sink
-from jaxckpt_train.policies.context import Decision, PreservationPolicy, SavePolicy
-from jaxckpt_train.policies.preservation import AnyPreservationPolicy, BestN, EveryNSteps, LatestN
-from jaxckpt_train.policies.save import (
-    AnySavePolicy,
-    EverySecondsPolicy,
-    FixedIntervalPolicy,
-    TemporarySavePolicy,
-    has_temporary,
-)
+from jaxckpt_train.policies.context import Decision, SavePolicy
+from jaxckpt_train.policies.save import has_temporary
 from jaxckpt_train.preemption.shutdown import NOTHING_NEW, GracefulShutdown
 from jaxckpt_train.preemption.sources import NoticeSource
 from jaxckpt_train.run.entry import loop_advice
@@ -64,12 +52,11 @@ from jaxckpt_train.run.restoring import size_if_readable
 from jaxckpt_train.run.retention import BestLink
 from jaxckpt_train.run.saving import Drift, SaveResult
 
-DEFAULT_INTERVAL_SECS = 600.0
 _log = logging.getLogger("jaxckpt_train")
 _NOT_DUE, _DISABLED = SaveResult(False, "not due"), SaveResult(False, "disabled")
 
 
-class CheckpointCallback(LoopForms):
+class CheckpointCallback:
     """Checkpointing for one training loop. The README shows it in use.
 
     Args: the fields of `CallbackOptions`, which documents each of them.
@@ -83,7 +70,7 @@ class CheckpointCallback(LoopForms):
         self._options = options = options.built()
         self.enabled = options.enabled
         mark_absl_flags_parsed()  # `iter(dataset)` as an argument of `resume` may need it
-        policy = _save_policy(options)
+        policy = save_policy(options)
         self._leaves_temporary = has_temporary(policy)
         self.manager = _make_manager(options, policy)
         self.manager.holder = weakref.ref(self)
@@ -138,7 +125,8 @@ class CheckpointCallback(LoopForms):
                 self.manager.note_resume(self._saved or 0, resume_s, self._shutdown.check_load)
             self._loop.begin(values, completed=self._saved or 0)
             self._last_label = self._saved or 0
-            values = notify_resumed(self.manager, values)
+            if (observer := current_observer()) is not None:
+                values = observer.resumed(self.manager, values)
             self.manager.is_in_loop = True
         else:
             values = make_values(values)
@@ -236,7 +224,8 @@ class CheckpointCallback(LoopForms):
         self._refuse_unless_resumed()
         self._loop.count(step)
         self._loop.record(more if state is NOTHING else {"state": state, **more}, metrics)
-        notify_update(self.manager, self._loop)
+        if (observer := current_observer()) is not None:
+            observer.update_completed(self.manager, self._loop)
         if self._shutdown.must_leave():
             return self._leave()
         with self.manager.deferring_errors():
@@ -267,7 +256,11 @@ class CheckpointCallback(LoopForms):
     def _refuse_unless_resumed(self) -> None:
         """Refuse to continue an existing run if the loop forgot to resume and started from scratch."""
         if self.enabled and not self._resumed:
-            refuse_to_continue(self.manager.directory, self.manager.latest)
+            if self.manager.latest is not None:
+                raise SettingsError(
+                    f"{self.manager.directory}: the run has step {self.manager.latest}, but the loop did not resume; "
+                    "call ckpt.resume(state, data) first or choose another directory"
+                )
             with self._shutdown.leaving_a_load():
                 self.manager.check_fresh(self._shutdown.check_load)
             self._resumed = self.manager.is_in_loop = True
@@ -286,7 +279,8 @@ class CheckpointCallback(LoopForms):
         """
         if not self.enabled or self.preempted:
             return self.preempted
-        notify_polled()
+        if (observer := current_observer()) is not None:
+            observer.polled()
         self.manager.refuse_replaced()
         asked = self._shutdown.must_leave()
         if asked and ((self._loop.in_steps and self._loop.called) or self._loop.last is None):
@@ -403,6 +397,133 @@ class CheckpointCallback(LoopForms):
         if show and self.enabled and self.manager.is_primary:
             print_goodput(found)
         return found
+
+    def should_save(self, step: int) -> bool:
+        """Return whether the save policy asks for this step."""
+        return self.enabled and self.manager.should_save(step)
+
+    def save(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, force: bool = False) -> bool:
+        """Save a step if it is due, like `save` of other checkpoint managers. The state is any pytree."""
+        result = self(state, metrics=metrics, step=step)
+        return result.saved or (force and self.save_now().saved)
+
+    def latest_step(self) -> int | None:
+        """Return the last committed step."""
+        return self.manager.latest if self.enabled else None
+
+    def all_steps(self) -> list[int]:
+        """Return the committed steps in ascending order."""
+        return self.manager.steps if self.enabled else []
+
+    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
+        """Return the committed step with the best value of a metric, or None if no step has the metric.
+
+        Args:
+            metric: the name of the metric. None: `best_metric` of this callback.
+            mode: "min" if lower is better, "max" if higher is better. None: `best_mode` of this callback if it is for
+                the same metric; otherwise "min", but refused for a metric such as "accuracy".
+
+        Raises:
+            SettingsError: no metric is known, or its mode must be stated.
+        """
+        options, name = self._options, metric or self._options.best_metric
+        if name is None:
+            raise SettingsError(
+                "best_step: expected a metric, found none; pass the argument metric, or set best_metric of the callback"
+            )
+        own = options.best_mode if options.best_metric in (None, name) else None
+        return self.manager.best(name, mode or own) if self.enabled else None
+
+    def load(self, step: int | None = None, like: Any = None) -> Any:
+        """Load the state of a committed step. This only reads; the loop and the run continue unchanged.
+
+        The method does not wait for a running save, and does not see its step.
+
+        Args:
+            step: the step. None: the newest valid one.
+            like: the target, as for `jaxckpt_train.load`. NNX objects in it are changed in place, so pass other objects
+                than those that the loop trains. None: nested dicts and lists of numpy arrays.
+
+        Raises:
+            StepNotFoundError: the step does not exist.
+            CorruptCheckpointError: its bytes are not what was saved.
+            MismatchError: it does not fit `like`; no array was read.
+        """
+        return self.manager.load({"state": like}, step)["state"]
+
+    def wait_until_finished(self) -> None:
+        """Wait until the running save is committed.
+
+        Raises:
+            SystemExit, Preempted: the job was asked to stop meanwhile, and the save did not commit within the grace
+                period.
+            Exception: the original error of the save, if it failed.
+        """
+        self._shutdown.wait()
+
+    wait = wait_until_finished
+
+    def as_hook(
+        self,
+        get_state: Callable[[], Any],
+        *,
+        get_metrics: Callable[[], Mapping[str, Any] | None] | None = None,
+        first_step: int = 1,
+    ) -> Callable[..., bool]:
+        """Return a hook for loops that call `hook(step, t=None)` after each update, like clu's periodic actions.
+
+        Args:
+            get_state: a function without arguments that returns the state to save.
+            get_metrics: a function without arguments that returns the metrics. None: no metrics.
+            first_step: the `step` that the loop passes after its first update: 1, as in clu's documentation, or 0, as
+                in Flax's examples, which call `hook(step)` inside `for step in range(...)`.
+
+        Returns:
+            The hook. It returns whether the step is being saved, and raises SettingsError if `step` is not the number
+            of an update.
+
+        Raises:
+            SettingsError: `first_step` is neither 0 nor 1, or a function is missing.
+        """
+        for name, needed in (("get_state", get_state), ("get_metrics", get_metrics)):
+            if not callable(needed) and (name == "get_state" or needed is not None):
+                kind = type(needed).__name__  # name only its type: the value may be a whole state
+                raise SettingsError(
+                    f"as_hook: {name}: expected a function without arguments, found an object of {kind}"
+                )
+        first = whole(0, 1)("as_hook: first_step", first_step)
+
+        def hook(step: int, t: float | None = None) -> bool:
+            number = index_of(step)
+            if number is None:
+                refuse("hook(step)", "a whole number, the number of the update", step)
+            if number < first:
+                raise SettingsError(
+                    f"hook({number}): expected at least {first}, the number of the first update; if the loop counts "
+                    "from 0, create the hook with as_hook(get_state, first_step=0)"
+                )
+            metrics = None if get_metrics is None else get_metrics()
+            return self(get_state(), metrics=metrics, step=number + 1 - first).saved
+
+        return hook
+
+    def on_step(self, info: Any, force: bool = False) -> None:
+        """The callback as a hook of Levanter: `trainer.add_hook(ckpt.on_step, every=1)`.
+
+        Args:
+            info: an object with `state`, and with `step`, the number of the update, counted from 0. If the state has an
+                attribute `saveable_state`, that is saved instead.
+            force: save regardless of the policy.
+
+        Raises:
+            SettingsError: `info` has no state, or no number of the update.
+        """
+        for name in ("state", "step"):
+            if not hasattr(info, name):
+                found = f"an object of {type(info).__name__} without `{name}`"
+                raise SettingsError(f"on_step: info: expected an object with `state` and `step`, found {found}")
+        step = whole(-1)("on_step: info.step", info.step)
+        self.save(step + 1, getattr(info.state, "saveable_state", info.state), force=force)
 
     def _start(self) -> None:
         self.manager.refuse_replaced()
@@ -531,38 +652,6 @@ class CheckpointCallback(LoopForms):
             error.add_note(f"step {self._loop.step} is not saved: {changed}")
 
 
-def _save_policy(options: CallbackOptions) -> SavePolicy:
-    """Combine the reasons to save into one policy; without any, save every `DEFAULT_INTERVAL_SECS`."""
-    reasons: list[SavePolicy] = []
-    if options.save_interval_steps is not None:
-        reasons.append(FixedIntervalPolicy(options.save_interval_steps))
-    if options.save_interval_secs is not None:
-        reasons.append(EverySecondsPolicy(options.save_interval_secs))
-    if options.save_policy is not None:
-        reasons.append(cast("SavePolicy", options.save_policy))
-    if options.temporary_interval_secs is not None:
-        reasons.append(TemporarySavePolicy(EverySecondsPolicy(options.temporary_interval_secs)))
-    if not reasons:
-        return EverySecondsPolicy(DEFAULT_INTERVAL_SECS)
-    return reasons[0] if len(reasons) == 1 else AnySavePolicy(reasons)
-
-
-def _preservation_policy(options: CallbackOptions) -> PreservationPolicy | None:
-    """Combine the reasons to keep steps into one policy; without any, None, which keeps every step."""
-    reasons: list[PreservationPolicy] = []
-    if options.keep_latest is not None:
-        reasons.append(LatestN(options.keep_latest))
-    if options.keep_every_steps is not None:
-        reasons.append(EveryNSteps(options.keep_every_steps))
-    if options.keep_best is not None and options.best_metric is not None:
-        reasons.append(BestN(options.best_metric, options.keep_best, options.best_mode or "min"))
-    if options.keep_policy is not None:
-        reasons.append(cast("PreservationPolicy", options.keep_policy))
-    if not reasons:
-        return None
-    return reasons[0] if len(reasons) == 1 else AnyPreservationPolicy(reasons)
-
-
 def _make_manager(options: CallbackOptions, policy: SavePolicy) -> StepManager:
     """Return the manager of the run, and warn if the next start of the same command would not find the directory."""
     problem = hydra_directory_problem(options.directory) if options.enabled else None
@@ -571,7 +660,7 @@ def _make_manager(options: CallbackOptions, policy: SavePolicy) -> StepManager:
     return StepManager(
         run_directory(options.directory),
         save_decision_policy=policy,
-        preservation_policy=_preservation_policy(options),
+        preservation_policy=preservation_policy(options),
         best_link=BestLink(str(options.best_metric), options.best_mode) if options.best_link else None,
         settings=options.store,
         if_busy=options.if_busy,

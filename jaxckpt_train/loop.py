@@ -1,38 +1,33 @@
-"""The parts of CheckpointCallback that concern the training loop.
-
-`LoopState` knows which updates are complete and which values belong to the last one. `LoopForms` and `LoopHook` offer
-the callback in the forms of other libraries: Orbax-style managers, clu's hooks, Levanter's hooks. `LoopObserver` lets
-the resume proof watch a loop. The functions at the end choose policies from flat arguments and restore the loop's
-values.
-"""
+"""What CheckpointCallback knows of its loop: which updates are complete, and how its values are restored."""
 
 from __future__ import annotations
 
-import abc
 import copy
 import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import jax
 import numpy as np
 
-from jaxckpt_train._validation import index_of, refuse, whole
+from jaxckpt_train._validation import whole
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, with_fingerprint
 from jaxckpt_train.checkpointables.registry import is_grain_iterator, is_tree_in_place, keeps_itself_current
 from jaxckpt_train.checkpointables.staging import SaveTimes, StagedValue, stage_all, take
 from jaxckpt_train.config import CallbackOptions
 from jaxckpt_train.errors import IteratorStateError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.manager import StepManager
-from jaxckpt_train.preemption.shutdown import GracefulShutdown
+from jaxckpt_train.policies.context import PreservationPolicy, SavePolicy
+from jaxckpt_train.policies.preservation import AnyPreservationPolicy, BestN, EveryNSteps, LatestN
+from jaxckpt_train.policies.save import AnySavePolicy, EverySecondsPolicy, FixedIntervalPolicy, TemporarySavePolicy
 from jaxckpt_train.run.entry import check_step
-from jaxckpt_train.run.saving import SaveResult
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.reader import ReadProgress
 
 OnMismatch = Literal["error", "restart", "skip"]
+DEFAULT_INTERVAL_SECS = 600.0
 _log = logging.getLogger("jaxckpt_train")
 _RESERVED = ("metrics", "step")
 MAX_POSITION_TIME_SHARE = 0.01
@@ -285,183 +280,6 @@ class LoopState:
         )
 
 
-class LoopForms(abc.ABC):
-    """The methods of `CheckpointCallback` that other libraries' loops expect. All of them use its `__call__`.
-
-    Attributes:
-        enabled: whether anything is saved.
-        manager: the manager of the run.
-    """
-
-    enabled: bool
-    manager: StepManager
-    _options: CallbackOptions
-    _shutdown: GracefulShutdown
-
-    @abc.abstractmethod
-    def __call__(self, state: Any, *, metrics: Mapping[str, Any] | None = None, step: int | None = None) -> SaveResult:
-        """Report a completed update."""
-
-    @abc.abstractmethod
-    def save_now(self) -> SaveResult:
-        """Save the last completed update."""
-
-    def should_save(self, step: int) -> bool:
-        """Return whether the save policy asks for this step."""
-        return self.enabled and self.manager.should_save(step)
-
-    def save(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None = None, force: bool = False) -> bool:
-        """Save a step if it is due, like `save` of other checkpoint managers. The state is any pytree."""
-        result = self(state, metrics=metrics, step=step)
-        return result.saved or (force and self.save_now().saved)
-
-    def latest_step(self) -> int | None:
-        """Return the last committed step."""
-        return self.manager.latest if self.enabled else None
-
-    def all_steps(self) -> list[int]:
-        """Return the committed steps in ascending order."""
-        return self.manager.steps if self.enabled else []
-
-    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
-        """Return the committed step with the best value of a metric, or None if no step has the metric.
-
-        Args:
-            metric: the name of the metric. None: `best_metric` of this callback.
-            mode: "min" if lower is better, "max" if higher is better. None: `best_mode` of this callback if it is for
-                the same metric; otherwise "min", but refused for a metric such as "accuracy".
-
-        Raises:
-            SettingsError: no metric is known, or its mode must be stated.
-        """
-        options, name = self._options, metric or self._options.best_metric
-        if name is None:
-            raise SettingsError(
-                "best_step: expected a metric, found none; pass the argument metric, or set best_metric of the callback"
-            )
-        own = options.best_mode if options.best_metric in (None, name) else None
-        return self.manager.best(name, mode or own) if self.enabled else None
-
-    def load(self, step: int | None = None, like: Any = None) -> Any:
-        """Load the state of a committed step. This only reads; the loop and the run continue unchanged.
-
-        The method does not wait for a running save, and does not see its step.
-
-        Args:
-            step: the step. None: the newest valid one.
-            like: the target, as for `jaxckpt_train.load`. NNX objects in it are changed in place, so pass other objects
-                than those that the loop trains. None: nested dicts and lists of numpy arrays.
-
-        Raises:
-            StepNotFoundError: the step does not exist.
-            CorruptCheckpointError: its bytes are not what was saved.
-            MismatchError: it does not fit `like`; no array was read.
-        """
-        return self.manager.load({"state": like}, step)["state"]
-
-    def wait_until_finished(self) -> None:
-        """Wait until the running save is committed.
-
-        Raises:
-            SystemExit, Preempted: the job was asked to stop meanwhile, and the save did not commit within the grace
-                period.
-            Exception: the original error of the save, if it failed.
-        """
-        self._shutdown.wait()
-
-    wait = wait_until_finished
-
-    def as_hook(self, get_state: Any, *, get_metrics: Any = None, first_step: int = 1) -> LoopHook:
-        """Return a hook for loops that call `hook(step, t=None)` after each update, like clu's periodic actions.
-
-        Args:
-            get_state: a function without arguments that returns the state to save.
-            get_metrics: a function without arguments that returns the metrics. None: no metrics.
-            first_step: the `step` that the loop passes after its first update: 1, as in clu's documentation, or 0, as
-                in Flax's examples, which call `hook(step)` inside `for step in range(...)`.
-
-        Raises:
-            SettingsError: `first_step` is neither 0 nor 1, or a function is missing.
-        """
-        return LoopHook(self, get_state, get_metrics, first_step)
-
-    def on_step(self, info: Any, force: bool = False) -> None:
-        """The callback as a hook of Levanter: `trainer.add_hook(ckpt.on_step, every=1)`.
-
-        Args:
-            info: an object with `state`, and with `step`, the number of the update, counted from 0. If the state has an
-                attribute `saveable_state`, that is saved instead.
-            force: save regardless of the policy.
-
-        Raises:
-            SettingsError: `info` has no state, or no number of the update.
-        """
-        for name in ("state", "step"):
-            if not hasattr(info, name):
-                found = f"an object of {type(info).__name__} without `{name}`"
-                raise SettingsError(f"on_step: info: expected an object with `state` and `step`, found {found}")
-        step = whole(-1)("on_step: info.step", info.step)
-        self.save(step + 1, getattr(info.state, "saveable_state", info.state), force=force)
-
-
-class LoopHook:
-    """A hook that the loop calls after each update with its own number of the update.
-
-    Args:
-        callback: the CheckpointCallback.
-        get_state: returns the state to save.
-        get_metrics: returns the metrics of the update. None: no metrics.
-        first_step: the number that the loop passes after its first update: 1, or 0 if it counts from 0.
-
-    Raises:
-        SettingsError: `first_step` is neither 0 nor 1, or a function is missing.
-    """
-
-    def __init__(
-        self,
-        callback: Callable[..., Any],
-        get_state: Callable[[], Any],
-        get_metrics: Callable[[], Mapping[str, Any] | None] | None = None,
-        first_step: int = 1,
-    ) -> None:
-        self._callback, self._get_state, self._get_metrics = callback, get_state, get_metrics
-        _check_function("as_hook: get_state", "returns the state", get_state)
-        if get_metrics is not None:
-            _check_function("as_hook: get_metrics", "returns metrics, or None", get_metrics)
-        self._first_step = whole(0, 1)("as_hook: first_step", first_step)
-
-    def __call__(self, step: int, t: float | None = None) -> bool:
-        """Report a completed update.
-
-        Args:
-            step: the number of the update, as the loop counts.
-            t: the time. Other hooks use it; this one does not.
-
-        Returns:
-            Whether the step is being saved.
-
-        Raises:
-            SettingsError: `step` is not a whole number, or is below the number of the first update.
-        """
-        number = index_of(step)
-        if number is None:
-            refuse("hook(step)", "a whole number, the number of the update", step)
-        completed = number + 1 - self._first_step
-        if completed < 1:
-            raise SettingsError(
-                f"hook({number}): expected at least {self._first_step}, the number of the first update; if the loop "
-                "counts from 0, create the hook with as_hook(get_state, first_step=0)"
-            )
-        metrics = None if self._get_metrics is None else self._get_metrics()
-        return bool(self._callback(self._get_state(), metrics=metrics, step=completed).saved)
-
-
-def _check_function(subject: str, does: str, found: object) -> None:
-    if not callable(found):  # name only its type: the value may be a whole state
-        kind = type(found).__name__
-        raise SettingsError(f"{subject}: expected a function without arguments that {does}, found an object of {kind}")
-
-
 class LoopObserver(Protocol):
     """Methods that the callback calls on the loop's thread. An error that they raise is raised from that call."""
 
@@ -485,21 +303,41 @@ def observe(observer: LoopObserver | None) -> None:
     _observer = observer
 
 
-def notify_resumed(manager: StepManager, values: dict[str, Any]) -> dict[str, Any]:
-    """Call `LoopObserver.resumed`."""
-    return values if _observer is None else _observer.resumed(manager, values)
+def current_observer() -> LoopObserver | None:
+    """Return the observer of this process."""
+    return _observer
 
 
-def notify_update(manager: StepManager, loop: LoopState) -> None:
-    """Call `LoopObserver.update_completed`."""
-    if _observer is not None:
-        _observer.update_completed(manager, loop)
+def save_policy(options: CallbackOptions) -> SavePolicy:
+    """Combine the reasons to save into one policy; without any, save every `DEFAULT_INTERVAL_SECS`."""
+    reasons: list[SavePolicy] = []
+    if options.save_interval_steps is not None:
+        reasons.append(FixedIntervalPolicy(options.save_interval_steps))
+    if options.save_interval_secs is not None:
+        reasons.append(EverySecondsPolicy(options.save_interval_secs))
+    if options.save_policy is not None:
+        reasons.append(cast("SavePolicy", options.save_policy))
+    if options.temporary_interval_secs is not None:
+        reasons.append(TemporarySavePolicy(EverySecondsPolicy(options.temporary_interval_secs)))
+    if not reasons:
+        return EverySecondsPolicy(DEFAULT_INTERVAL_SECS)
+    return reasons[0] if len(reasons) == 1 else AnySavePolicy(reasons)
 
 
-def notify_polled() -> None:
-    """Call `LoopObserver.polled`."""
-    if _observer is not None:
-        _observer.polled()
+def preservation_policy(options: CallbackOptions) -> PreservationPolicy | None:
+    """Combine the reasons to keep steps into one policy; without any, None, which keeps every step."""
+    reasons: list[PreservationPolicy] = []
+    if options.keep_latest is not None:
+        reasons.append(LatestN(options.keep_latest))
+    if options.keep_every_steps is not None:
+        reasons.append(EveryNSteps(options.keep_every_steps))
+    if options.keep_best is not None and options.best_metric is not None:
+        reasons.append(BestN(options.best_metric, options.keep_best, options.best_mode or "min"))
+    if options.keep_policy is not None:
+        reasons.append(cast("PreservationPolicy", options.keep_policy))
+    if not reasons:
+        return None
+    return reasons[0] if len(reasons) == 1 else AnyPreservationPolicy(reasons)
 
 
 def refuse_unsavable(data: Any) -> None:
@@ -571,12 +409,3 @@ def _skip(data: Any, count: int) -> None:
                 f"data: expected {count} elements to skip, one for each completed update, found {number}; pass an "
                 'iterator that repeats, or set data_on_mismatch="restart"'
             ) from None
-
-
-def refuse_to_continue(directory: str, latest: int | None) -> None:
-    """Raise SettingsError if the run has steps and the loop did not resume: it would continue the run from scratch."""
-    if latest is not None:
-        raise SettingsError(
-            f"{directory}: the run has step {latest}, but the loop did not resume; call ckpt.resume(state, data) first "
-            "or choose another directory"
-        )

@@ -1,8 +1,4 @@
-"""Notice sources for clouds: `GceNotice` and `AwsNotice` ask the metadata server of the machine.
-
-A `Poller` asks at a fixed interval on its own thread. `MetadataServer` sends the requests: they are limited in time and
-size, use no proxy and follow no redirection.
-"""
+"""Notice sources for clouds: `GceNotice` and `AwsNotice` ask the metadata server of the machine."""
 
 from __future__ import annotations
 
@@ -18,9 +14,7 @@ import re
 import socket
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 import weakref
 from collections.abc import Callable, Mapping
 from email.message import Message
@@ -63,16 +57,9 @@ class NoAnswerError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer of a metadata server.
+    """The answer of a metadata server, with its complete body."""
 
-    Attributes:
-        asked: the request, for messages.
-        status: the HTTP status.
-        headers: the headers; names are case-insensitive.
-        body: the complete body.
-    """
-
-    asked: str
+    asked: str  # the request, for messages
     status: int
     headers: Message
     body: bytes
@@ -88,7 +75,7 @@ class Answer:
 
 
 class MetadataServer:
-    """Sends requests to one server, from one thread.
+    """Sends requests to one server, from one thread, without proxies.
 
     An answer has at most `MOST_BYTES`. Redirections are not followed: a metadata server sends none, and a token must
     not reach another server.
@@ -105,8 +92,6 @@ class MetadataServer:
     def __init__(self, subject: str, url: str, timeout_s: float) -> None:
         self.url, self._timeout_s = _checked(subject, url), timeout_s
         self._line = _Line()
-        self._opener = urllib.request.OpenerDirector()  # without handlers for proxies, redirections and errors
-        self._opener.add_handler(_Handler(self._line))
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
         """Request a path, which starts with a slash.
@@ -114,12 +99,14 @@ class MetadataServer:
         Raises:
             NoAnswerError: no answer came in time, or it is too long or not HTTP.
         """
-        asked = f"{method} {self.url}{path}"
+        asked, parts = f"{method} {self.url}{path}", urllib.parse.urlsplit(self.url + path)
         self._line.ends_at = time.monotonic() + self._timeout_s
-        request = urllib.request.Request(self.url + path, headers=dict(headers), method=method)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
         try:
-            with self._opener.open(request, timeout=self._timeout_s) as response:
-                body, missing = response.read(MOST_BYTES + 1), response.length
+            with contextlib.closing(self._line.connect(connection.host, connection.port)) as connection.sock:
+                connection.request(method, parts.path, headers={**headers, "Connection": "close"})
+                with connection.getresponse() as response:
+                    body, missing = response.read(MOST_BYTES + 1), response.length
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise NoAnswerError(f"{asked}: {_why(error)}") from error
         if len(body) > MOST_BYTES:
@@ -135,9 +122,8 @@ class MetadataServer:
 
 def _why(error: Exception) -> str:
     """Describe an error. Only messages of the operating system are shown in full: others may quote the server."""
-    reason = error.reason if isinstance(error, urllib.error.URLError) else error
-    kind, message = type(reason).__name__, str(reason)
-    if isinstance(reason, OSError) and not isinstance(reason, http.client.HTTPException):
+    kind, message = type(error).__name__, str(error)
+    if isinstance(error, OSError) and not isinstance(error, http.client.HTTPException):
         return message or kind
     return f"{kind} {shown(message, _SHOWN)}" if message else kind
 
@@ -150,11 +136,6 @@ class _Line:
         self._socket: _TimedSocket | None = None
 
     def left_s(self) -> float:
-        """The seconds left.
-
-        Raises:
-            TimeoutError: no time is left.
-        """
         left_s = self.ends_at - time.monotonic()
         if self._is_over or left_s <= 0:
             raise TimeoutError("no answer within the time limit")
@@ -201,20 +182,6 @@ class _TimedSocket(socket.socket):
         return super().recv_into(*arguments)
 
 
-class _Handler(urllib.request.HTTPHandler):
-    def __init__(self, line: _Line) -> None:
-        super().__init__()
-
-        class Connection(http.client.HTTPConnection):
-            def connect(self) -> None:
-                self.sock = line.connect(self.host, self.port)
-
-        self._connection = Connection  # one class for all requests: classes are only freed by garbage collection
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._connection, request)
-
-
 def _checked(subject: str, url: object) -> str:
     """Return the address without a trailing slash."""
     wanted = 'the address of a metadata server, such as "http://169.254.169.254"'
@@ -233,10 +200,11 @@ def _checked(subject: str, url: object) -> str:
 Look = Callable[[MetadataServer], Notice | None]
 
 
-class Poller:
-    """Asks a server repeatedly until it finds a notice or is stopped. Its thread ends when the poller is dropped.
+class PolledSource:
+    """A notice source that asks a server repeatedly until it finds a notice or is stopped.
 
-    A server that cannot be used is logged as a warning, and so is its next answer; not again within ten minutes.
+    A server that cannot be used is logged as a warning, and so is its next answer; not again within ten minutes. The
+    thread ends when the source is dropped.
 
     Args:
         name: the name of the source, for messages.
@@ -278,29 +246,6 @@ class Poller:
     def notice(self) -> Notice | None:
         """The notice found since the last start, or None."""
         return None if self._run is None else self._run.found
-
-
-class PolledSource:
-    """A notice source that uses a poller.
-
-    Args:
-        poller: the poller of its metadata server.
-    """
-
-    def __init__(self, poller: Poller) -> None:
-        self._poller = poller
-
-    def start(self) -> None:
-        """Start polling."""
-        self._poller.start()
-
-    def stop(self) -> None:
-        """Stop polling."""
-        self._poller.stop()
-
-    def notice(self) -> Notice | None:
-        """The notice, or None."""
-        return self._poller.notice()
 
 
 class _Run:
@@ -401,11 +346,7 @@ class AwsNotice(PolledSource):
         self, poll_s: float = 5.0, timeout_s: float = 2.0, rebalance: bool = False, url: str = AWS_URL
     ) -> None:
         flag("AwsNotice: rebalance", rebalance)
-
-        def new_look() -> Look:
-            return _Imds(rebalance).look
-
-        super().__init__(Poller("AwsNotice", url, poll_s, timeout_s, new_look, _AWS_HINT))
+        super().__init__("AwsNotice", url, poll_s, timeout_s, lambda: _Imds(rebalance).look, _AWS_HINT)
 
 
 class _Imds:
@@ -506,23 +447,18 @@ class GceNotice(PolledSource):
     ) -> None:
         one_of("terminate", "any", "ignore")("GceNotice: on_maintenance", on_maintenance)
         look = functools.partial(_look, on_maintenance)
-        super().__init__(Poller("GceNotice", url, poll_s, timeout_s, lambda: look, _GCE_HINT))
+        super().__init__("GceNotice", url, poll_s, timeout_s, lambda: look, _GCE_HINT)
 
 
 def _look(on_maintenance: OnMaintenance, server: MetadataServer) -> Notice | None:
     """Ask for both events, since the server may hide either, as that of GKE does."""
-    problem: NoAnswerError | None = None
-    for look in (_preempted, functools.partial(_maintained, on_maintenance)):
-        try:
-            found = look(server)
-        except NoAnswerError as error:
-            problem = problem or error
-        else:
-            if found is not None:
-                return found
-    if problem is not None:
-        raise problem
-    return None
+    try:
+        found = _preempted(server)
+    except NoAnswerError:
+        if (found := _maintained(on_maintenance, server)) is None:
+            raise
+        return found
+    return found or _maintained(on_maintenance, server)
 
 
 def _preempted(server: MetadataServer) -> Notice | None:

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.callback import DEFAULT_INTERVAL_SECS, _preservation_policy, _save_policy
 from jaxckpt_train.config import CallbackOptions, CheckpointConfig
+from jaxckpt_train.loop import DEFAULT_INTERVAL_SECS, preservation_policy, save_policy
 
 
 def saves(**options: Any) -> Any:
-    return _save_policy(CallbackOptions("a", **options))
+    return save_policy(CallbackOptions("a", **options))
 
 
 def keeps(**options: Any) -> Any:
-    return _preservation_policy(CallbackOptions("a", **options))
+    return preservation_policy(CallbackOptions("a", **options))
 
 
 def test_without_arguments_time_decides() -> None:
