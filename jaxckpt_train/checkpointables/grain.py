@@ -1,9 +1,5 @@
 """The handler of Grain's iterators: it saves their position in the data and checks that a restore can use it.
 
-The handler comes first. The functions below it inspect a pipeline, determine what a position counts (which decides
-whether another number of processes can use it), compare the structure of states, and read the states that Orbax saved
-with Grain's own handler.
-
 This module never imports Grain: if the program has not imported it, no object can be a Grain iterator. It knows Grain's
 classes by their names, and assumes that an unknown one counts elements of one process's share.
 """
@@ -34,22 +30,8 @@ from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
 
 # Nodes that yield one element for each element of their parent, in the same order.
-_ONE_TO_ONE = frozenset(
-    {
-        "_MapDatasetIterator",
-        "ThreadPrefetchDatasetIterator",
-        "MapMapDataset",
-    }
-)
-_FROM_MAP, _ELASTIC = "PrefetchDatasetIterator", "_ElasticMapDatasetIterator"
-_BATCH, _SLICE = "BatchMapDataset", "SliceMapDataset"
+_ONE_TO_ONE = frozenset({"_MapDatasetIterator", "ThreadPrefetchDatasetIterator", "MapMapDataset"})
 DATA_LOADER = "DataLoaderIterator"
-# The keys in the states of Grain's own iterators (0.2.18). Other keys are unknown. `future_states` is newer.
-_OPTIONAL = frozenset({"future_states"})
-_INTERLEAVE_KEYS = (
-    "next_index_in_cycle next_index_in_datasets iterators_in_use_indices iterators_in_use_states exhausted"
-)
-_WINDOW_SHUFFLE = frozenset({"parent_window_start_state", "window_index", "pos_in_window"})
 _log = logging.getLogger("jaxckpt_train")
 _FIELDS = frozenset({"grain_version", "iterator", "workers", "processes", "process", "fingerprint", "state"})
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -98,7 +80,7 @@ class GrainHandler:
         if is_data_loader(value):
             self._warn_of_addresses(state)
         self._warn_of_another_order(state)
-        processes, process = self._who()
+        processes, process = self._processes()
         same = {
             "grain_version": grain_version(),
             "iterator": name_of(value),
@@ -120,30 +102,29 @@ class GrainHandler:
             IteratorStateError: the position does not fit the target. The target's own position is unchanged.
             CorruptCheckpointError: the saved data is not what `stage` writes.
         """
-        if saved.kind == ORBAX_GRAIN:
-            return JsonValue(saved.value()) if target is None else self._restore_from_orbax(target, saved)
-        data, state = _read(saved)
         if target is None:
+            if saved.kind == ORBAX_GRAIN:
+                return JsonValue(saved.value())
+            data, state = _read(saved)
             return {**data, "state": state}
         mark_absl_flags_parsed()
-        if data["grain_version"] != grain_version():
+        if saved.kind == ORBAX_GRAIN:  # Orbax records nothing but the state
+            return _set_position(target, _own_state(saved, *self._processes()), saved.name, None)
+        data, state = _read(saved)
+        version = data["grain_version"]
+        if version != grain_version():
             _log.warning(
                 "iterator %r was saved with Grain %s, this is Grain %s; Grain only guarantees that a state works with "
                 "the version that created it",
                 saved.name,
-                data["grain_version"],
+                version,
                 grain_version(),
             )
         self._check_run(target, data, saved)
         self._warn_of_another_order(data["state"])
-        return _set_position(target, state, saved.name, data["grain_version"])
+        return _set_position(target, state, saved.name, version)
 
-    def _restore_from_orbax(self, target: Any, saved: Saved) -> Any:
-        """Restore a state that Orbax saved with Grain's own handler, which records nothing else."""
-        mark_absl_flags_parsed()
-        return _set_position(target, own_state(saved, *self._who()), saved.name, None)
-
-    def _who(self) -> tuple[int, int]:
+    def _processes(self) -> tuple[int, int]:
         """Return the number of processes and the number of this process."""
         job, (processes, process) = current(), self._given
         if processes is None and process is None:
@@ -163,7 +144,7 @@ class GrainHandler:
                 f"pass an iterator of the same kind, {_START_OVER}"
             )
         check_fingerprint(name, data["fingerprint"], self._current_fingerprint())
-        processes, process = self._who()
+        processes, process = self._processes()
         refuse_missing(saved, data["processes"])
         if data["processes"] != processes:
             _check_processes(target, data, processes, saved)
@@ -203,12 +184,9 @@ class GrainHandler:
 
 
 def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> None:
-    """Refuse a position from another number of processes, unless it has the same meaning for this one.
-
-    Raises:
-        IteratorStateError: it has not.
-    """
-    name, before, counts = saved.name, _counted(data), what_it_counts(target)
+    """Refuse a position from another number of processes, unless it has the same meaning for this one."""
+    name, saved_counts, counts = saved.name, data.get("counts"), what_it_counts(target)
+    before = Counted(*saved_counts) if isinstance(saved_counts, list) and len(saved_counts) == 2 else SHARE
     several = "" if data["processes"] == 1 else "es"
     problem = f"iterator {name!r}: saved by {data['processes']} process{several}, found {processes}"
     same_number = f"restart with {data['processes']}, {_START_OVER}"
@@ -229,16 +207,6 @@ def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> N
             f"or {same_number}"
         )
     _log.info("%s: all continue from the common position, in %s of all data", problem, before.unit)
-
-
-def _counted(data: Json) -> Counted:
-    """Return what the saved position counts. Older checkpoints do not record it."""
-    counts = data.get("counts")
-    try:
-        unit, records = counts
-    except (TypeError, ValueError):
-        return Counted("share")
-    return Counted(unit, records)
 
 
 def _take_state(iterator: Any) -> Json:
@@ -267,19 +235,10 @@ def _read(saved: Saved) -> tuple[Json, Any]:
 
 
 def _set_position(target: Any, state: Any, name: str, version: str | None) -> Any:
-    """Set the state if its structure fits the pipeline, and start prefetching."""
-    before = _take_state(target)
-    _check_structure(state, decode_state(before), name, version)
-    _set_state(target, state, before, name)
-    start_prefetch = getattr(target, "start_prefetch", None)
-    if start_prefetch is not None:
-        with contextlib.suppress(NotImplementedError):  # raised by most iterators of Grain before 0.2.15
-            start_prefetch()
-    return target
-
-
-def _check_structure(saved: Any, found: Any, name: str, version: str | None) -> None:
-    differences = structure_differences(saved, found)
+    """Set the state if its structure fits the pipeline, and start prefetching. A refused state changes nothing."""
+    encoded, is_loader = _take_state(target), is_data_loader(target)
+    before = decode_state(encoded)
+    differences = list(_differences(state, before, "state", True))
     if differences:
         versions = "" if version in (None, grain_version()) else f", or by Grain {version}"
         raise IteratorStateError(
@@ -287,17 +246,17 @@ def _check_structure(saved: Any, found: Any, name: str, version: str | None) -> 
             + "\n  ".join(differences)
             + f"\nbuild the pipeline that it was saved with, {_START_OVER}"
         )
-
-
-def _set_state(target: Any, state: Any, before: Json, name: str) -> None:
-    """Set the state; if the iterator refuses it, restore its previous state."""
-    is_loader = is_data_loader(target)
     try:
         target.set_state(_for_set_state(state, is_loader))
     except _REFUSALS as error:
         with contextlib.suppress(*_REFUSALS):
-            target.set_state(_for_set_state(decode_state(before), is_loader))
-        raise IteratorStateError(_refused(target, state, decode_state(before), name)) from error
+            target.set_state(_for_set_state(decode_state(encoded), is_loader))
+        raise IteratorStateError(_refused(target, state, before, name)) from error
+    start_prefetch = getattr(target, "start_prefetch", None)
+    if start_prefetch is not None:
+        with contextlib.suppress(NotImplementedError):  # raised by most iterators of Grain before 0.2.15
+            start_prefetch()
+    return target
 
 
 def _for_set_state(state: Any, is_loader: bool) -> Any:
@@ -359,12 +318,11 @@ def describe(name: str) -> str:
 def grain_version() -> str | None:
     """Return the version of the imported Grain, or None if it is not imported."""
     grain = sys.modules.get("grain")
-    version = getattr(grain, "__version__", None)
-    if grain is None or isinstance(version, str):
-        return version
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("grain")
-    return None
+    version: str | None = getattr(grain, "__version__", None)
+    if grain is not None and version is None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version("grain")
+    return version
 
 
 def worker_count(iterator: Any) -> int | None:
@@ -412,9 +370,9 @@ def what_it_counts(iterator: Any) -> Counted:
     iterator = getattr(iterator, "_default_iterator", iterator)  # set if an ElasticIterator is its own iterator
     for node in _chain(iterator):
         name = type(node).__name__
-        if name == _ELASTIC:
+        if name == "_ElasticMapDatasetIterator":
             return Counted("records")
-        if name == _FROM_MAP:
+        if name == "PrefetchDatasetIterator":
             return _of_map(getattr(node, "_map_parent", None))
         if name not in _ONE_TO_ONE:
             return SHARE
@@ -425,13 +383,13 @@ def _of_map(dataset: Any) -> Counted:
     batch, is_global = 0, False
     for node in _chain(dataset):
         name = type(node).__name__
-        if name == _SLICE:
+        if name == "SliceMapDataset":
             step = _whole(node, "_step")
             if is_global or not batch or not _is_strided_slice(node, step):
                 return SHARE
             if step > 1:
                 return Counted("batches", batch * step)
-        if name == _BATCH and not is_global:
+        if name == "BatchMapDataset" and not is_global:
             batch = (batch or 1) * _whole(node, "_batch_size")
         elif name not in _ONE_TO_ONE:
             is_global = True  # if this shuffles a share, the loop finds the slice before it
@@ -471,29 +429,15 @@ def _has_window_shuffle(state: Any) -> bool:
     return isinstance(state, list) and any(map(_has_window_shuffle, state))
 
 
-def state_of(shown: Any) -> Any:
-    """Return the state that is stored for one process.
-
-    Raises:
-        ValueError: it is text, but not JSON.
-    """
-    return json.loads(shown) if isinstance(shown, str) else shown
-
-
-def own_state(saved: Saved, processes: int, process: int) -> Any:
-    """Return the state of one process in the form that Grain accepts.
-
-    Args:
-        saved: the states of all processes, by the names of their files.
-        processes: the current number of processes.
-        process: the number of this process.
-
-    Raises:
-        IteratorStateError: another number of processes saved the states.
-        CorruptCheckpointError: the state of this process is missing or is not a state.
-    """
+def _own_state(saved: Saved, processes: int, process: int) -> Any:
+    """Return the state of one process, in the form that Grain accepts, from those that Orbax saved by file name."""
     states = saved.value()
-    found = _by_process(states, saved.name)
+    matches = [STATE_FILE.fullmatch(file) for file in states] if isinstance(states, dict) else []
+    if not matches or None in matches:
+        raise CorruptCheckpointError(
+            f"iterator {saved.name!r}: expected states with names such as process_0-of-1.json, found {states!s:.200}"
+        )
+    found = {(int(each["processes"]), int(each["process"])): each.string for each in matches if each is not None}
     counts = sorted({count for count, _ in found})
     if processes not in counts:
         several = "" if counts == [1] else "es"
@@ -508,23 +452,16 @@ def own_state(saved: Saved, processes: int, process: int) -> Any:
             f"iterator {saved.name!r}: the file of process {process} of {processes} is missing"
         )
     try:
-        return state_of(states[name])
+        return json.loads(states[name]) if isinstance(states[name], str) else states[name]
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"iterator {saved.name!r}: expected the state of a Grain iterator as JSON in {name}: {error}"
         ) from error
 
 
-def _by_process(states: Json, name: str) -> dict[tuple[int, int], str]:
-    """Return the names of the files by the number of processes and the number of the process."""
-    matches = [STATE_FILE.fullmatch(file) for file in states] if isinstance(states, dict) else []
-    if not matches or None in matches:
-        raise CorruptCheckpointError(
-            f"iterator {name!r}: expected states with names such as process_0-of-1.json, found {states!s:.200}"
-        )
-    return {(int(match["processes"]), int(match["process"])): match.string for match in matches if match is not None}
-
-
+# The keys in the states of Grain's own iterators (0.2.18). Other keys are unknown. `future_states` is newer.
+_OPTIONAL = frozenset({"future_states"})
+_WINDOW_SHUFFLE = frozenset({"parent_window_start_state", "window_index", "pos_in_window"})
 _GRAIN_NODES = frozenset(
     frozenset(keys.split())
     for keys in (
@@ -541,7 +478,7 @@ _GRAIN_NODES = frozenset(
         "parent_window_start_state window_index pos_in_window",
         "parents",
         "parents index stop",
-        _INTERLEAVE_KEYS,
+        "next_index_in_cycle next_index_in_datasets iterators_in_use_indices iterators_in_use_states exhausted",
         "row_group index_within_row_group",
         "reader_offset",
         "global_next_index",
@@ -550,16 +487,12 @@ _GRAIN_NODES = frozenset(
 )
 
 
-def structure_differences(saved: Any, found: Any) -> list[str]:
-    """Return why a saved state cannot belong to the pipeline with the state `found`, one line for each difference.
+def _differences(saved: Any, found: Any, path: str, strict: bool) -> Iterator[str]:
+    """Yield why a saved state cannot belong to the pipeline with the state `found`, one line for each difference.
 
     The function compares neither values nor parts that change while a pipeline runs: optional values, the contents of
     lists, the data sets that an interleave has open, and the states of iterators that are not Grain's own.
     """
-    return list(_differences(saved, found, "state", True))
-
-
-def _differences(saved: Any, found: Any, path: str, strict: bool) -> Iterator[str]:
     if isinstance(saved, dict) and isinstance(found, dict):
         yield from _dict_differences(saved, found, path, strict)
     elif strict and saved is not None and found is not None:
@@ -569,29 +502,29 @@ def _differences(saved: Any, found: Any, path: str, strict: bool) -> Iterator[st
 
 
 def _dict_differences(saved: dict[Any, Any], found: dict[Any, Any], path: str, strict: bool) -> Iterator[str]:
-    grains = _is_grains(saved) or _is_grains(found)
+    grains = any(side.keys() - _OPTIONAL in _GRAIN_NODES for side in (saved, found))
     same = saved.keys() - _OPTIONAL == found.keys() - _OPTIONAL
     if (grains and not same) or (strict and saved and found and saved.keys().isdisjoint(found)):
         yield f"{path}: saved keys {_keys_text(saved)}; found keys {_keys_text(found)}"
         return
-    for key in (key for key in saved if key in found):
+    for key in (key for key in saved if key in found and key not in _OPTIONAL):
         inner = f"{path}[{key!r}]"
         if grains and key == "parents":
             yield from _children_differences(saved[key], found[key], inner)
         elif grains and key == "iterators_in_use_states":
             yield from _interleave_differences(saved, found, inner)
-        elif key not in _OPTIONAL:
+        else:
             yield from _differences(saved[key], found[key], inner, grains)
 
 
 def _children_differences(saved: Any, found: Any, path: str) -> Iterator[str]:
     """Yield the differences between the parents of a mix or a zip, which are a list, or a dict by name."""
-    pair = [dict(enumerate(side)) if isinstance(side, (list, tuple)) else side for side in (saved, found)]
-    if not all(isinstance(side, dict) for side in pair) or pair[0].keys() != pair[1].keys():
+    one, other = (dict(enumerate(side)) if isinstance(side, (list, tuple)) else side for side in (saved, found))
+    if not isinstance(one, dict) or not isinstance(other, dict) or one.keys() != other.keys():
         yield f"{path}: saved {_children_text(saved)}; found {_children_text(found)}"
         return
-    for key in pair[0]:
-        yield from _differences(pair[0][key], pair[1][key], f"{path}[{key!r}]", True)
+    for key in one:
+        yield from _differences(one[key], other[key], f"{path}[{key!r}]", True)
 
 
 def _interleave_differences(saved: dict[Any, Any], found: dict[Any, Any], path: str) -> Iterator[str]:
@@ -603,13 +536,9 @@ def _interleave_differences(saved: dict[Any, Any], found: dict[Any, Any], path: 
     if len(states[0]) != len(states[1]):
         yield f"{path}: saved {len(states[0])} interleaved iterators; found {len(states[1])}"
         return
-    for i, (one, other) in enumerate(zip(*indices, strict=False)):
-        if one == other and i < len(states[0]):
-            yield from _differences(states[0][i], states[1][i], f"{path}[{i}]", True)
-
-
-def _is_grains(state: Mapping[Any, Any]) -> bool:
-    return state.keys() - _OPTIONAL in _GRAIN_NODES
+    for i, (index, other, one, two) in enumerate(zip(*indices, *states, strict=False)):
+        if index == other:
+            yield from _differences(one, two, f"{path}[{i}]", True)
 
 
 def _kind_of(value: Any) -> str:

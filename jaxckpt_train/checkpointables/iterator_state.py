@@ -7,8 +7,6 @@ JSON has no tuples, no numpy values, and only text as keys. Each of these is wri
     {"__numpy__": ["<f4", [2], "AACAPwAAAEA="]}  everything else as base64 of the row-major bytes
     {"__tuple__": [...]}    {"__bytes__": "..."}    {"__int__": "0x..."}  beyond 64 bits    {"__float__": "nan"}
     {"__dict__": [[key, value], ...]}           keys that are not text, or a single key that is itself a tag
-
-The fingerprint of a run's data is set while the callback saves or restores, and is compared for its iterators.
 """
 
 from __future__ import annotations
@@ -124,11 +122,7 @@ class CountedIterator(Generic[T]):
 
 @contextlib.contextmanager
 def with_fingerprint(fingerprint: str | None) -> Iterator[None]:
-    """Use this fingerprint for everything that this thread saves or restores within the context.
-
-    Args:
-        fingerprint: identifies the data. None: each handler uses its own.
-    """
+    """Save and restore with this fingerprint of the data in this thread; None: each handler uses its own."""
     token = _fingerprint.set(fingerprint)
     try:
         yield
@@ -142,16 +136,7 @@ def current_fingerprint() -> str | None:
 
 
 def check_fingerprint(name: str, saved: str | None, found: str | None) -> None:
-    """Refuse data other than the saved one.
-
-    Args:
-        name: the name of the checkpointable.
-        saved: the saved fingerprint. None: not compared.
-        found: the current fingerprint. None: not compared.
-
-    Raises:
-        IteratorStateError: they differ.
-    """
+    """Raise IteratorStateError if two fingerprints of the data differ; None is not compared."""
     if saved is not None and found is not None and saved != found:
         raise IteratorStateError(
             f"iterator {name!r}: saved with fingerprint {saved!r}, found {found!r}; use the data that it was saved "
@@ -188,15 +173,14 @@ def decode_state(data: Json) -> Any:
         return [decode_state(item) for item in data]
     if not isinstance(data, dict):
         return data
-    if len(data) == 1:
+    if len(data) == 1 and not _TAGS.isdisjoint(data):
         ((tag, content),) = data.items()
-        if tag in _TAGS:
-            try:
-                return _decode_tagged(tag, content)
-            except _MalformedTagError:
-                raise
-            except (TypeError, ValueError, OverflowError) as error:
-                raise _MalformedTagError(f"iterator state: malformed {tag}: {reprlib.repr(content)}") from error
+        try:
+            return _decode_tagged(tag, content)
+        except _MalformedTagError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _MalformedTagError(f"iterator state: malformed {tag}: {reprlib.repr(content)}") from error
     return {key: decode_state(item) for key, item in data.items()}
 
 
@@ -210,7 +194,13 @@ def _encode(value: Any, path: str) -> Json:
     if kind is float:
         return value if math.isfinite(value) else {"__float__": value.hex()}
     if kind is str:
-        return _checked_text(value, path)
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UnsupportedLeafError(
+                f"iterator state: {path} is text that is not valid Unicode: {value!r}"
+            ) from error
+        return value
     if kind is bytes:
         return {"__bytes__": base64.b64encode(value).decode()}
     if kind is list:
@@ -227,19 +217,11 @@ def _encode(value: Any, path: str) -> Json:
     )
 
 
-def _checked_text(text: str, path: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UnsupportedLeafError(f"iterator state: {path} is text that is not valid Unicode: {text!r}") from error
-    return text
-
-
 def _encode_dict(value: dict[Any, Any], path: str) -> Json:
-    items = [(key, _encode(item, f"{path}[{key!r}]")) for key, item in value.items()]
+    items = [(_encode(key, f"a key of {path}"), _encode(item, f"{path}[{key!r}]")) for key, item in value.items()]
     if all(type(key) is str for key in value) and not (len(value) == 1 and _TAGS.issuperset(value)):
-        return {_checked_text(key, f"a key of {path}"): item for key, item in items}
-    return {"__dict__": [[_encode(key, f"a key of {path}"), item] for key, item in items]}
+        return dict(items)
+    return {"__dict__": [[key, item] for key, item in items]}
 
 
 def _encode_numpy(value: Any, path: str) -> Json:
@@ -315,19 +297,11 @@ class PerProcessHandler:
         return False
 
     def stage(self, value: PerProcess) -> Staged:
-        """Stage the data as it is now.
-
-        Raises:
-            UnsupportedLeafError: it is not plain data.
-        """
+        """Stage the data as it is now."""
         return stage_own(value.value)
 
     def restore(self, target: Any, saved: Saved) -> PerProcess:
-        """Return the value that this process saved.
-
-        Raises:
-            MismatchError: there is a target, and another number of processes saved values that are not all equal.
-        """
+        """Return the value that this process saved."""
         return PerProcess(own_value(saved, is_wanted=target is not None))
 
 
@@ -346,16 +320,7 @@ def refuse_missing(saved: Saved, processes: object) -> None:
 
 
 def own_value(saved: Saved, *, is_wanted: bool = True) -> Any:
-    """Return the value that `stage_own` staged in this process.
-
-    Args:
-        saved: the saved values.
-        is_wanted: whether it must be this process's value. If False and there is none, any process's value is returned.
-
-    Raises:
-        MismatchError: another number of processes saved values that are not all equal.
-        CorruptCheckpointError: the saved data is not what `stage_own` returns.
-    """
+    """Return the value that `stage_own` staged in this process; unless it `is_wanted`, that of any process will do."""
     data: Json = saved.value()
     if not isinstance(data, dict) or "state" not in data:
         raise CorruptCheckpointError(f"{saved.name!r}: expected a dict with processes, state, found {data!s:.200}")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxckpt_train._validation import named
-from jaxckpt_train.checkpointables.base import Json
+from jaxckpt_train.checkpointables.base import Handler, Json
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, check_fingerprint, current_fingerprint
 from jaxckpt_train.checkpointables.registry import handler_for_load, handler_of
 from jaxckpt_train.checkpointables.staging import value_file
@@ -139,9 +139,33 @@ def load_parts(
     files, loads = PreopenedFiles(backend, committed, settings.direct_io), loads or JobLoads(None, settings)
     try:
         with refused_if_too_deep("the target of a load, or its shardings"):
-            return _load_parts(files, committed, named("targets", targets), settings, options, progress, loads)
+            jobs = []
+            for name, target in named("targets", targets).items():
+                part = _part_of(committed, name)
+                opened = OpenPart(files, committed, part, settings, options, progress, loads)
+                if name == DATA_NAME:
+                    check_fingerprint(name, committed.manifest.info.get("fingerprint"), current_fingerprint())
+                jobs.append((handler_for_load(target, part.kind, name), target, opened))
+            jobs.sort(key=lambda job: not job[0].early)
+            if len(jobs) > 1:  # a single one is compared before it changes anything
+                parts = [_part_of(committed, opened.name) for *_, opened in jobs]
+                # Retention may remove the checkpoint during the first read.
+                call_with_timeout(committed.directory, lambda report: files.open_ahead(parts, report), progress)
+                for handler, target, opened in jobs:
+                    _compare(handler, target, opened)
+            results = {}
+            for handler, target, opened in jobs:
+                results[opened.name] = handler.restore(target, opened)
+                opened.check_after()
+            return {name: results[name] for name in targets}
     finally:
         close_files(files.end())
+
+
+def _compare(handler: Handler, target: Any, opened: OpenPart) -> None:
+    compare = getattr(handler, "compare", None)
+    if compare is not None:
+        compare(target, opened)
 
 
 def expect_parts(loads: JobLoads, targets: Mapping[str, Any], only: Only = None, shardings: Any = None) -> None:
@@ -157,10 +181,8 @@ def compare_parts(backend: Opener, committed: Committed, targets: Mapping[str, A
     loads = JobLoads(None, settings)
     for name, target in targets.items():
         part = _part_of(committed, name)
-        handler = handler_for_load(target, part.kind, name)
-        compare = getattr(handler, "compare", None)
-        if compare is not None:
-            compare(target, OpenPart(backend, committed, part, settings, LoadOptions(), None, loads))
+        opened = OpenPart(backend, committed, part, settings, LoadOptions(), None, loads)
+        _compare(handler_for_load(target, part.kind, name), target, opened)
 
 
 def _part_of(committed: Committed, name: str) -> PartRecord:
@@ -172,35 +194,3 @@ def _part_of(committed: Committed, name: str) -> PartRecord:
             f"start {name!r} afresh"
         )
     return part
-
-
-def _load_parts(
-    files: PreopenedFiles,
-    committed: Committed,
-    targets: Mapping[str, Any],
-    settings: StoreSettings,
-    options: LoadOptions,
-    progress: ReadProgress | None,
-    loads: JobLoads,
-) -> dict[str, Any]:
-    jobs = []
-    for name, target in targets.items():
-        part = _part_of(committed, name)
-        opened = OpenPart(files, committed, part, settings, options, progress, loads)
-        if name == DATA_NAME:
-            check_fingerprint(name, committed.manifest.info.get("fingerprint"), current_fingerprint())
-        jobs.append((handler_for_load(target, part.kind, name), target, opened))
-    jobs.sort(key=lambda job: not job[0].early)
-    if len(jobs) > 1:  # retention may remove the checkpoint during the first read
-        parts = [_part_of(committed, opened.name) for *_, opened in jobs]
-        call_with_timeout(committed.directory, lambda report: files.open_ahead(parts, report), progress)
-    if len(jobs) > 1:  # a single one is compared before it changes anything
-        for handler, target, opened in jobs:
-            compare = getattr(handler, "compare", None)
-            if compare is not None:
-                compare(target, opened)
-    results = {}
-    for handler, target, opened in jobs:
-        results[opened.name] = handler.restore(target, opened)
-        opened.check_after()
-    return {name: results[name] for name in targets}

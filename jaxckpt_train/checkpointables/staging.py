@@ -1,7 +1,4 @@
-"""Stage checkpointables: take their values on the caller's thread, so that later changes by the caller do not matter.
-
-`stage_all` does this for all checkpointables of a save, and `wait_until_taken` waits until the caller may change them.
-"""
+"""Stage checkpointables: take their values on the caller's thread, so that later changes of them do not matter."""
 
 from __future__ import annotations
 
@@ -97,18 +94,9 @@ class SaveTimes:
 def stage_all(
     checkpointables: Mapping[str, Any], times: SaveTimes, settings: StoreSettings, partition: JobPartition | None = None
 ) -> list[StagedPart]:
-    """Stage all checkpointables as they are now. `wait_until_taken` waits until all of them are safe.
+    """Stage all checkpointables by name as they are now. `wait_until_taken` waits until all of them are safe.
 
-    Args:
-        checkpointables: the values by name.
-        times: records the durations.
-        settings: how they are saved.
-        partition: in a multi-process job, which parts of the arrays this process saves.
-
-    Raises:
-        SettingsError: `checkpointables` is not a mapping or is empty, a name cannot be the name of a directory, or the
-            package of the digest is not installed.
-        UnsupportedLeafError: a value cannot be stored.
+    `partition`: in a multi-process job, which parts of the arrays this process saves.
     """
     digest_function(settings.digest)  # raise here, and not in the background, if its package is missing
     if not named("checkpointables", checkpointables):
@@ -134,26 +122,31 @@ def _stage(
     partition: JobPartition | None,
 ) -> StagedPart:
     started = time.perf_counter()
-    staged_value = value if isinstance(value, StagedValue) else take(value)
-    kind, staged = staged_value.kind, staged_value.staged
+    taken = value if isinstance(value, StagedValue) else take(value)
+    kind, staged = taken.kind, taken.staged
     if staged.tree is not value:  # the search for a handler has already checked `value`
         refuse_too_deep("the tree", staged.tree)
-    is_value = staged.tree is NOTHING and staged.write_files is None
-    encoded = encode_value(staged.value) if is_value else None
+    part = None
+    if staged.write_files is not None:
+        part = StagedPart(name, kind, own_files=OwnFiles(staged.write_files))
+    elif staged.tree is NOTHING:
+        same = None if staged.same is NOTHING else encode_value(staged.same)
+        part = StagedPart(name, kind, value=encode_value(staged.value), same=same)
     now = time.perf_counter()
     times.stage_s += now - started
-    if staged.write_files is not None:
-        return StagedPart(name, kind, own_files=OwnFiles(staged.write_files))
-    if encoded is not None:
-        same = None if staged.same is NOTHING else encode_value(staged.same)
-        return StagedPart(name, kind, value=encoded, same=same)
-    is_guarded = settings.nonfinite != "allow"
-    taken = snapshot(
-        staged.tree, settings.snapshot, ahead, is_guarded=is_guarded, partition=partition, colocated=settings.colocated
+    if part is not None:
+        return part
+    found = snapshot(
+        staged.tree,
+        settings.snapshot,
+        ahead,
+        is_guarded=settings.nonfinite != "allow",
+        partition=partition,
+        colocated=settings.colocated,
     )
-    times.device_wait_s += taken.device_wait_s
-    times.snapshot_s += time.perf_counter() - now - taken.device_wait_s
-    return StagedPart(name, kind, snapshot=taken)
+    times.device_wait_s += found.device_wait_s
+    times.snapshot_s += time.perf_counter() - now - found.device_wait_s
+    return StagedPart(name, kind, snapshot=found)
 
 
 def wait_until_taken(
@@ -194,21 +187,11 @@ def make_tracker(parts: Sequence[StagedPart]) -> ProgressTracker:
 
     It holds no reference to the staged values.
     """
-    snapshots = [part.snapshot for part in parts if part.snapshot is not None]
-    transfers = [weakref.ref(each.transfers) for each in snapshots if each.transfers is not None]
-    guards = [weakref.ref(each.guard) for each in snapshots if each.guard is not None]
-    on_hosts = [weakref.ref(each.on_hosts) for each in snapshots if each.on_hosts is not None]
-    owners = [weakref.ref(part.own_files) for part in parts if part.own_files is not None]
-
-    def is_excused() -> bool:
-        fetching = any(here.fetching for each in transfers if (here := each()) is not None)
-        looking = any(guard.is_looking for each in guards if (guard := each()) is not None)
-        waiting = any(parts.is_waiting for each in on_hosts if (parts := each()) is not None)
-        return (
-            fetching or looking or waiting or any(owner.is_writing for each in owners if (owner := each()) is not None)
-        )
-
-    return ProgressTracker(is_excused)
+    excuses: list[tuple[Any, str]] = [(part.own_files, "is_writing") for part in parts]
+    for taken in (part.snapshot for part in parts if part.snapshot is not None):
+        excuses += [(taken.transfers, "fetching"), (taken.guard, "is_looking"), (taken.on_hosts, "is_waiting")]
+    refs = [(weakref.ref(each), attribute) for each, attribute in excuses if each is not None]
+    return ProgressTracker(lambda: any(getattr(ref(), attribute, False) for ref, attribute in refs))
 
 
 def wait_for_devices(parts: Sequence[StagedPart], times: SaveTimes) -> None:
