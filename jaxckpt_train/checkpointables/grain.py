@@ -27,7 +27,7 @@ from jaxckpt_train.checkpointables.iterator_state import (
     refuse_missing,
 )
 from jaxckpt_train.distributed.jax_service import current
-from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
+from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, UnsupportedLeafError
 
 # Nodes that yield one element for each element of their parent, in the same order.
 _ONE_TO_ONE = frozenset({"_MapDatasetIterator", "ThreadPrefetchDatasetIterator", "MapMapDataset"})
@@ -41,28 +41,13 @@ _START_OVER = "or omit it from the restore, to start the data from the beginning
 
 
 class GrainHandler:
-    """The handler of the iterators of Grain's `DataLoader` and of its `Dataset` pipelines.
-
-    Args:
-        processes: the number of processes of the training. None: that of this job.
-        process: the number of this process. None: its number in this job.
-        fingerprint: identifies the data. A restore is refused if both sides have a fingerprint and they differ.
-
-    Raises:
-        SettingsError: there is no such process.
-    """
+    """The handler of the iterators of Grain's `DataLoader` and of its `Dataset` pipelines."""
 
     kind = "grain"
     restores = (ORBAX_GRAIN,)
     early = True
 
-    def __init__(
-        self, *, processes: int | None = None, process: int | None = None, fingerprint: str | None = None
-    ) -> None:
-        if not 0 <= (process or 0) < (processes or 1):
-            raise SettingsError(f"GrainHandler: expected 0 <= process < processes, found {process} and {processes}")
-        self._given = processes, process
-        self.fingerprint = fingerprint
+    def __init__(self) -> None:
         self._warned: set[str] = set()
 
     def handles(self, value: object) -> bool:
@@ -70,27 +55,23 @@ class GrainHandler:
         return isinstance(value, iterator_classes())
 
     def stage(self, value: Any) -> Staged:
-        """Return the position after the last element of the iterator, with what a restore compares.
-
-        Raises:
-            UnsupportedLeafError: the state of an iterator that is not Grain's own is not plain data.
-        """
+        """Return the position after the last element of the iterator, with what a restore compares."""
         mark_absl_flags_parsed()
         state = _take_state(value)
         if is_data_loader(value):
             self._warn_of_addresses(state)
         self._warn_of_another_order(state)
-        processes, process = self._processes()
+        job = current()
         same = {
             "grain_version": grain_version(),
             "iterator": name_of(value),
             "workers": worker_count(value),
-            "processes": processes,
+            "processes": job.processes,
             "counts": list(what_it_counts(value)),
-            "fingerprint": self._current_fingerprint(),
+            "fingerprint": current_fingerprint(),
             "state": state,
         }
-        return Staged(value={**same, "process": process}, same=same)
+        return Staged(value={**same, "process": job.process}, same=same)
 
     def restore(self, target: Any, saved: Saved) -> Any:
         """Set the target to the saved position, and let it start prefetching.
@@ -109,7 +90,7 @@ class GrainHandler:
             return {**data, "state": state}
         mark_absl_flags_parsed()
         if saved.kind == ORBAX_GRAIN:  # Orbax records nothing but the state
-            return _set_position(target, _own_state(saved, *self._processes()), saved.name, None)
+            return _set_position(target, _own_state(saved), saved.name, None)
         data, state = _read(saved)
         version = data["grain_version"]
         if version != grain_version():
@@ -124,17 +105,6 @@ class GrainHandler:
         self._warn_of_another_order(data["state"])
         return _set_position(target, state, saved.name, version)
 
-    def _processes(self) -> tuple[int, int]:
-        """Return the number of processes and the number of this process."""
-        job, (processes, process) = current(), self._given
-        if processes is None and process is None:
-            return job.processes, job.process
-        return 1 if processes is None else processes, 0 if process is None else process
-
-    def _current_fingerprint(self) -> str | None:
-        now = current_fingerprint()
-        return self.fingerprint if now is None else now
-
     def _check_run(self, target: Any, data: Json, saved: Saved) -> None:
         """Compare everything except the state itself."""
         name = saved.name
@@ -143,14 +113,14 @@ class GrainHandler:
                 f"iterator {name!r}: saved from a {describe(data['iterator'])}, found a {describe(name_of(target))}; "
                 f"pass an iterator of the same kind, {_START_OVER}"
             )
-        check_fingerprint(name, data["fingerprint"], self._current_fingerprint())
-        processes, process = self._processes()
+        check_fingerprint(name, data["fingerprint"], current_fingerprint())
+        job = current()
         refuse_missing(saved, data["processes"])
-        if data["processes"] != processes:
-            _check_processes(target, data, processes, saved)
-        elif saved.values > 1 and data["process"] != process:
+        if data["processes"] != job.processes:
+            _check_processes(target, data, job.processes, saved)
+        elif saved.values > 1 and data["process"] != job.process:
             raise CorruptCheckpointError(
-                f"iterator {name!r}: the file of process {process} says that it is of process {data['process']}"
+                f"iterator {name!r}: the file of process {job.process} says that it is of process {data['process']}"
             )
         saved_workers, workers = data["workers"], worker_count(target)
         if saved_workers is not None and workers is not None and saved_workers != workers:
@@ -429,9 +399,9 @@ def _has_window_shuffle(state: Any) -> bool:
     return isinstance(state, list) and any(map(_has_window_shuffle, state))
 
 
-def _own_state(saved: Saved, processes: int, process: int) -> Any:
-    """Return the state of one process, in the form that Grain accepts, from those that Orbax saved by file name."""
-    states = saved.value()
+def _own_state(saved: Saved) -> Any:
+    """Return the state of this process, in the form that Grain accepts, from those that Orbax saved by file name."""
+    states, processes, process = saved.value(), current().processes, current().process
     matches = [STATE_FILE.fullmatch(file) for file in states] if isinstance(states, dict) else []
     if not matches or None in matches:
         raise CorruptCheckpointError(

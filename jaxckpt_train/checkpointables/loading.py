@@ -128,13 +128,6 @@ def load_parts(
 
     With `loads`, all processes of the job load together, as described in `StoreSettings.read_once`, also after a
     failure. The owner of `loads` shares errors with the other processes.
-
-    Raises:
-        MismatchError: the checkpoint has no such checkpointable, or it does not fit its target.
-        IteratorStateError: the position of an iterator was saved with another fingerprint.
-        CorruptCheckpointError: the bytes are not what was saved.
-        CheckpointTimeoutError, OtherProcessError: another process did not join, made no progress, or loads something
-            else.
     """
     files, loads = PreopenedFiles(backend, committed, settings.direct_io), loads or JobLoads(None, settings)
     try:

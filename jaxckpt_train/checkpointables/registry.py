@@ -14,13 +14,7 @@ from jaxckpt_train.checkpointables.iterator_state import PerProcessHandler
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.pytree.paths import refuse_too_deep
 
-_OWN: tuple[Handler, ...] = (
-    GrainHandler(),
-    JsonHandler(),
-    PerProcessHandler(),
-    StatefulHandler(),
-    GetSetStateHandler(),
-)
+_OWN = (GrainHandler(), JsonHandler(), PerProcessHandler(), StatefulHandler(), GetSetStateHandler())
 _PYTREE = PytreeHandler()
 _registered: list[_Registered] = []
 _lock = threading.Lock()
@@ -72,16 +66,13 @@ def register_handler(taken: type, handler: Any) -> None:
 
 
 def _handlers() -> list[Handler]:
-    """Return all handlers in order of precedence.
-
-    The handler of Flax is included once the program has imported Flax.
-    """
-    known: list[Handler] = [*_registered, *_OWN]
+    """Return all handlers in order of precedence, with that of Flax once the program has imported Flax."""
+    flax: list[Handler] = []
     if "flax" in sys.modules:
         from jaxckpt_train.checkpointables.nnx import NnxHandler
 
-        known.insert(len(_registered), NnxHandler())
-    return [*known, _PYTREE]
+        flax = [NnxHandler()]
+    return [*_registered, *flax, *_OWN, _PYTREE]
 
 
 def handler_of(value: object) -> Handler:

@@ -1,8 +1,6 @@
 """Save one checkpoint: every process of a job writes its shards, and the primary process commits.
 
-A single process is a job of size one. `CheckpointSave` has four phases: `stage` on the caller's thread, then begin,
-write and commit in `run`, on any thread. A `SaveTarget` says where the checkpoint goes. `ContentComparison` checks that
-the processes save the same content.
+`CheckpointSave` has four phases: `stage` on the caller's thread, then begin, write and commit in `run`, on any thread.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.checkpointables.staging import (
-    MAX_SHOWN,
     SaveTimes,
     StagedPart,
     check_finite,
     close_parts,
+    first_of,
     make_tracker,
     stage_all,
     value_file,
@@ -83,20 +81,12 @@ class SaveTarget(Protocol):
         """Create the attempt."""
 
     def committed(self, committed: Committed) -> Any:
-        """Record the commit, before the other processes learn of it.
-
-        The result is plain data that all processes receive. An error is raised in all of them, and the checkpoint
-        stays.
-        """
+        """Record the commit, and return plain data for all processes. They all get an error; the checkpoint stays."""
 
 
 @dataclasses.dataclass
 class PathTarget:
-    """A checkpoint at a path of its own, outside of a run.
-
-    Attributes:
-        transaction: the attempt, if it exists already. None: `begin` checks the path and creates it.
-    """
+    """A checkpoint at a path of its own, outside of a run. `begin` checks the path, unless `transaction` exists."""
 
     backend: Backend
     final: str
@@ -122,7 +112,7 @@ class PathTarget:
 
 
 class _Coming(msgspec.Struct):
-    """The summary of a process's next save. `owners` maps arrays to the process whose devices hold them completely."""
+    """What a process is about to save. `owners` maps arrays to the process whose devices hold them completely."""
 
     subject: bytes
     own_values: dict[str, str]
@@ -130,11 +120,7 @@ class _Coming(msgspec.Struct):
 
 
 class _Begun(msgspec.Struct):
-    """The attempt.
-
-    `info` is JSON, as in the manifest. `shared` names the checkpointables with equal own values; `owners` combines
-    those of all processes.
-    """
+    """The attempt. `shared` names the checkpointables with equal own values; `owners` is that of all processes."""
 
     directory: bytes
     final: bytes
@@ -157,20 +143,16 @@ class CheckpointSave:
     Args:
         job: a coordinator for this save only; all processes create one for the same save.
         subject: the name of what is saved, for messages; the same in all processes.
-        backend: the storage.
-        settings: how checkpoints are stored.
 
     Attributes:
-        parts: the staged checkpointables of this process.
-        times: the durations of the phases in this process.
-        tracker: measures the progress of this process.
+        parts, times, tracker: the staged checkpointables, durations and progress of this process.
         transaction: in the primary, the attempt, once it exists.
         result: what `SaveTarget.committed` returned in the primary.
     """
 
     def __init__(self, job: Coordinator, subject: str, backend: Backend, settings: StoreSettings) -> None:
         self._job, self._backend, self._settings = job, backend, settings
-        self.subject = subject
+        self.subject, self._beginning = subject, f"beginning to save {subject}"
         self.parts: Sequence[StagedPart] = ()
         self.times, self.tracker = SaveTimes(), ProgressTracker()
         self.result: Any = None
@@ -222,19 +204,14 @@ class CheckpointSave:
             self.transaction.abort_after(error)
 
     def run(self, target: SaveTarget) -> Committed:
-        """Begin, write this process's shards, and commit.
+        """Begin, write this process's shards, and commit. An error of any process is raised in all, without a commit.
 
-        Args:
-            target: where the checkpoint goes. It is not kept: a target may refer to this object, and such a ring would
-                keep the state in memory.
-
-        Raises:
-            Any error in this process, or the error of another process; nothing is committed then.
-            CheckpointTimeoutError: another process did not join or made no progress.
+        The target is not kept: it may refer to this object, and such a ring would keep the state in memory.
         """
         try:
             begun = self._begin(target)
-            self._own(begun.owners)
+            if begun.owners:
+                self._own(begun.owners)
             # While this process waits, the progress of the others counts as progress of this save.
             done = self._job.exchange(
                 f"saving {self.subject}",
@@ -245,7 +222,8 @@ class CheckpointSave:
             )
             if done == _DIFFERS:
                 doing = f"comparing what the processes save as {self.subject}"
-                self._job.exchange(doing, self._comparison.encoded, refuse_differences, self.tracker.sign)
+                encoded = functools.partial(self._comparison.encoded, self.parts)
+                self._job.exchange(doing, encoded, refuse_differences, self.tracker.sign)
             return self._committed or self._committed_elsewhere(begun, done)
         except BaseException as error:
             self._undo(error)
@@ -257,10 +235,6 @@ class CheckpointSave:
         close_parts(self.parts)
         self._job.end()
 
-    @property
-    def _beginning(self) -> str:
-        return f"beginning to save {self.subject}"
-
     def _begin(self, target: SaveTarget) -> _Begun:
         begin = functools.partial(self._begin_attempt, target)
         answer = self._job.exchange(self._beginning, self._coming, begin, self.tracker.sign)
@@ -270,7 +244,7 @@ class CheckpointSave:
         return begun
 
     def _coming(self) -> bytes:
-        own_values = self._comparison.of_own_values(self.parts)
+        own_values = {part.name: self._comparison.digest(part.same) for part in self.parts if part.same is not None}
         owners = {
             f"{part.name}/{part.snapshot.arrays[number].name}": process
             for part in self.parts
@@ -298,12 +272,11 @@ class CheckpointSave:
         return msgspec.msgpack.encode(_Begun(*paths, msgspec.json.encode(target.info), shared, owners))
 
     def _own(self, owners: Mapping[str, int]) -> None:
-        for part in self.parts if owners else ():
-            snapshot = part.snapshot
-            for number in list(snapshot.local) if snapshot is not None else ():
-                assert snapshot is not None
-                if owners.get(f"{part.name}/{snapshot.arrays[number].name}") == self._job.process:
-                    snapshot.own(number)
+        for part in self.parts:
+            if part.snapshot is not None:
+                for number in list(part.snapshot.local):
+                    if owners.get(f"{part.name}/{part.snapshot.arrays[number].name}") == self._job.process:
+                        part.snapshot.own(number)
 
     def _write(self) -> bytes:
         """Write the shards of all parts, and return their encoded index for the primary."""
@@ -329,7 +302,9 @@ class CheckpointSave:
             )
             indexes.append(self._record_arrays(part, part.snapshot, written))
         self.times.write_s = time.perf_counter() - started
-        return b"" if self._is_single_process else encode_index(ProcessIndex(self._comparison.digest(), tuple(indexes)))
+        if self._is_single_process:
+            return b""
+        return encode_index(ProcessIndex(self._comparison.of_all(self.parts), tuple(indexes)))
 
     def _refuse_unseen(self) -> None:
         """Raise CheckpointError if this process does not see the directory that the primary has created."""
@@ -344,8 +319,6 @@ class CheckpointSave:
             ) from error
 
     def _write_value(self, part: StagedPart) -> PartIndex:
-        if not self._is_single_process:
-            self._comparison.add_part(part)
         self._records.append(PartRecord(part.name, part.kind, (), (), msgspec.Raw(b"null")))
         if part.own_files is not None:
             part.own_files.write(Path(self._directory, part.name))
@@ -368,7 +341,6 @@ class CheckpointSave:
         if self._is_single_process:
             self._segments += written.segments
         else:
-            self._comparison.add_part(part)
             self._comparison.add_local(part, written)
             numbers = tuple(number for number, array in enumerate(written.arrays) if array.chunks)
             index = PartIndex(written.segments, numbers, tuple(written.arrays[number].chunks for number in numbers))
@@ -442,20 +414,11 @@ class CheckpointSave:
 
 
 class ContentComparison:
-    """Digests of the content that one process saves, for a comparison with the other processes.
-
-    Args:
-        digest_name: the digest of the checkpoint.
-    """
+    """Digests of the content that one process saves, for a comparison with the other processes."""
 
     def __init__(self, digest_name: str) -> None:
-        self._digest = digest_function(digest_name)
-        self._parts: list[StagedPart] = []
+        self.digest = digest_function(digest_name)
         self._local: dict[str, str] = {}  # digests of the leaves that each process has for itself
-
-    def add_part(self, part: StagedPart) -> None:
-        """Add a checkpointable."""
-        self._parts.append(part)
 
     def add_local(self, part: StagedPart, written: WrittenArrays) -> None:
         """Add the arrays of a part that each process has for itself; `written` are this process's arrays."""
@@ -466,66 +429,52 @@ class ContentComparison:
                 found = sorted((chunk.box, chunk.digests) for chunk in array.chunks)
             else:
                 found = sorted((chunk.box, self._digests(chunk)) for chunk in other if chunk.data.nbytes)
-            self._local[f"{part.name}/{array.name}"] = self._digest(msgspec.msgpack.encode(found))
+            self._local[f"{part.name}/{array.name}"] = self.digest(msgspec.msgpack.encode(found))
 
     def _digests(self, chunk: ChunkSource) -> str:
         data = chunk.data.fetch() if hasattr(chunk.data, "fetch") else np.asarray(chunk.data)
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        return block_digests(flat, BLOCK_BYTES, self._digest)
+        return block_digests(flat, BLOCK_BYTES, self.digest)
 
-    def of_own_values(self, parts: Sequence[StagedPart]) -> dict[str, str]:
-        """Return the digests of the values that each process has for itself, by checkpointable."""
-        return {part.name: self._digest(part.same) for part in parts if part.same is not None}
-
-    def digest(self) -> str:
+    def of_all(self, parts: Sequence[StagedPart]) -> str:
         """Return one digest of all content."""
-        return self._digest(msgspec.msgpack.encode(self._all(detailed=False)))
+        return self.digest(msgspec.msgpack.encode([*self._content(parts)]))
 
-    def encoded(self) -> bytes:
+    def encoded(self, parts: Sequence[StagedPart]) -> bytes:
         """Return the digests of all items, for `refuse_differences`."""
-        return msgspec.msgpack.encode(self._all(detailed=True))
+        digests = [(label, self.digest(msgspec.msgpack.encode(content))) for label, content in self._content(parts)]
+        return msgspec.msgpack.encode(digests)
 
-    def _all(self, *, detailed: bool) -> list[tuple[str, str]]:
-        found = [each for part in self._parts for each in self._of_part(part, detailed=detailed)]
-        return found + [(f"leaf {name!r}: its values", digest) for name, digest in self._local.items()]
-
-    def _of_part(self, part: StagedPart, *, detailed: bool) -> Iterator[tuple[str, str]]:
-        label = f"checkpointable {part.name!r}"
-        yield f"{label}: its kind", part.kind
-        if part.value is not None and part.same is None:
-            yield f"{label}: its value", self._digest(part.value)
-        if part.snapshot is None:
-            return
-        local = set(part.snapshot.local)
-        forms = {
-            array.name: (array.shape, str(array.dtype), number in local)
-            for number, array in enumerate(part.snapshot.arrays)
-        }
-        record = part.snapshot.record
-        if not detailed:
-            yield label, self._digest(msgspec.msgpack.encode((record.containers, record.leaves, forms)))
-            return
-        yield f"{label}: its structure", self._digest(msgspec.msgpack.encode(record.containers))
-        for name, leaf in record.leaves.items():
-            yield f"leaf {f'{part.name}/{name}'!r}", self._digest(msgspec.msgpack.encode((leaf, forms.get(name))))
+    def _content(self, parts: Sequence[StagedPart]) -> Iterator[tuple[str, Any]]:
+        for part in parts:
+            label = f"checkpointable {part.name!r}"
+            yield f"{label}: its kind", part.kind
+            if part.value is not None and part.same is None:
+                yield f"{label}: its value", self.digest(part.value)
+            if part.snapshot is not None:
+                local, record = set(part.snapshot.local), part.snapshot.record
+                forms = {
+                    array.name: (array.shape, str(array.dtype), number in local)
+                    for number, array in enumerate(part.snapshot.arrays)
+                }
+                yield f"{label}: its structure", record.containers
+                for name, leaf in record.leaves.items():
+                    yield f"leaf {f'{part.name}/{name}'!r}", (leaf, forms.get(name))
+        for name, digest in self._local.items():
+            yield f"leaf {name!r}: its values", digest
 
 
 def refuse_differences(values: Sequence[bytes]) -> bytes:
-    """Raise an error that names the differences, in the primary process.
-
-    Raises:
-        MismatchError: always.
-    """
+    """In the primary process: raise MismatchError with the names of the differences."""
     found = [dict(msgspec.msgpack.decode(value, type=list[tuple[str, str]])) for value in values]
     lines = []
     for label in {label: None for each in found for label in each}:
         digests = [each.get(label) for each in found]
         if len(set(digests)) > 1:
             lines.append(f"{label}: {_describe_difference(digests)}")
-    shown = "; ".join(lines[:MAX_SHOWN]) or "a value that changes between two reads"
-    more = f"; and {len(lines) - MAX_SHOWN} more" if len(lines) > MAX_SHOWN else ""
+    shown = first_of(lines, ";") or "a value that changes between two reads"
     raise MismatchError(
-        f"the processes of this job do not save the same values: {shown}{more}. A value that each process has for "
+        f"the processes of this job do not save the same values: {shown}. A value that each process has for "
         "itself must be equal in all of them; otherwise make one array of it that spans the devices of all processes"
     )
 
@@ -533,10 +482,7 @@ def refuse_differences(values: Sequence[bytes]) -> bytes:
 def _describe_difference(digests: Sequence[str | None]) -> str:
     most = Counter(digests).most_common(1)[0][0]
     others = [number for number, digest in enumerate(digests) if digest != most]
-    lacking = [number for number in others if digests[number] is None]
-    named = ", ".join(map(str, others[:MAX_SHOWN])) + (
-        f" and {len(others) - MAX_SHOWN} more" if len(others) > MAX_SHOWN else ""
-    )
-    who = f"process {named}" if len(others) == 1 else f"processes {named}"
-    have = "has" if len(others) == 1 else "have"
-    return f"{who} {have} none, unlike most" if lacking == others else f"{who} {have} another value than most"
+    who, have = ("process", "has") if len(others) == 1 else ("processes", "have")
+    is_lacking = all(digests[number] is None for number in others)
+    what = "none, unlike most" if is_lacking else "another value than most"
+    return f"{who} {first_of([*map(str, others)])} {have} {what}"

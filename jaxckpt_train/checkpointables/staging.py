@@ -25,7 +25,12 @@ from jaxckpt_train.store.manifest import encode_value, is_plain_name, plain_name
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
-MAX_SHOWN = 5  # leaves or differences in a message
+
+
+def first_of(items: Sequence[str], separator: str = ",") -> str:
+    """Return the first few items for a message, and how many more there are."""
+    more = f"{separator} and {len(items) - 5} more" if len(items) > 5 else ""
+    return f"{separator} ".join(items[:5]) + more
 
 
 class OwnFiles:
@@ -46,11 +51,7 @@ class OwnFiles:
 
 @dataclasses.dataclass(frozen=True)
 class StagedPart:
-    """One staged checkpointable, which later changes by its owner do not affect.
-
-    Attributes:
-        same: for a value that each process of a job has: the content that must be equal if one value stands for all.
-    """
+    """One staged checkpointable, which later changes by its owner do not affect. `same` is as in `Staged`."""
 
     name: str
     kind: str
@@ -79,8 +80,7 @@ class SaveTimes:
     """The duration of each phase of a save in seconds, and the number of bytes that this process wrote.
 
     `snapshot_s` and `stage_s` (checkpointables other than pytrees) blocked the caller; the other phases did not. During
-    `device_wait_s` the devices computed updates that JAX had queued. This is training time, and no other phase includes
-    it.
+    `device_wait_s` the devices computed updates that JAX had queued: training time, which no other phase includes.
     """
 
     device_wait_s: float = 0.0
@@ -206,9 +206,8 @@ def check_finite(subject: str, parts: Sequence[StagedPart], settings: StoreSetti
     found = [(f"{name}/{leaf}", flaw) for name, guard in guards if guard is not None for leaf, flaw in guard.flaws()]
     if not found:
         return
-    shown = ", ".join(f"{leaf!r} ({flaw})" for leaf, flaw in found[:MAX_SHOWN])
-    more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
-    problem = f"{subject}: {len(found)} {'leaf holds' if len(found) == 1 else 'leaves hold'} nan or inf: {shown}{more}"
+    shown = first_of([f"{leaf!r} ({flaw})" for leaf, flaw in found])
+    problem = f"{subject}: {len(found)} {'leaf holds' if len(found) == 1 else 'leaves hold'} nan or inf: {shown}"
     if settings.nonfinite == "warn":
         _log.warning("%s; saved anyway", problem)
         return

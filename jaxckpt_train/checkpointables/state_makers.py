@@ -84,8 +84,11 @@ def _traced(make: Callable[[], Any]) -> Any:
             seen.append((handler, None, []))
             return []
         leaves, structure = jax.tree.flatten(state)
-        seen.append((handler, structure, [None if _is_tracer(leaf) else _form(leaf) for leaf in leaves]))
-        return [leaf for leaf in leaves if _is_tracer(leaf)]
+        traced: list[jax.Array] = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
+        seen.append(
+            (handler, structure, [None if isinstance(leaf, jax.core.Tracer) else _form(leaf) for leaf in leaves])
+        )
+        return traced
 
     traced, shapes = jax.make_jaxpr(trace, return_shape=True)()
     handler, structure, leaves = seen[-1]
@@ -103,7 +106,8 @@ def _warn_of_unknown_shardings(tree: Any) -> None:
     """Warn if leaves go to the default device although other leaves of the state are on several devices."""
     structs = [leaf for leaf in jax.tree.leaves(tree) if _is_abstract(leaf)]
     unknown = [leaf for leaf in structs if leaf.sharding is None]
-    if sum(map(_bytes, unknown)) < _NOTABLE_BYTES or not any(_is_on_several_devices(leaf.sharding) for leaf in structs):
+    are_spread = any(leaf.sharding is not None and leaf.sharding.num_devices > 1 for leaf in structs)
+    if not are_spread or sum(map(_bytes, unknown)) < _NOTABLE_BYTES:
         return
     flat, largest = flatten(tree), max(unknown, key=_bytes)
     name = next(name for name, leaf in zip(flat.names, flat.leaves, strict=True) if leaf is largest)
@@ -117,31 +121,20 @@ def _warn_of_unknown_shardings(tree: Any) -> None:
     )
 
 
-def _is_on_several_devices(sharding: Any) -> bool:
-    return sharding is not None and sharding.num_devices > 1
-
-
 def _bytes(leaf: Any) -> int:
     size: int = math.prod(leaf.shape) * leaf.dtype.itemsize
     return size
 
 
-def _is_tracer(leaf: object) -> bool:
-    return isinstance(leaf, jax.core.Tracer)
-
-
 def _form(leaf: Any) -> Any:
     """Return a computed leaf, without its values if it is an array."""
+    if type(leaf) is np.ndarray:
+        return np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
     if not isinstance(leaf, jax.Array):
-        return _host_form(leaf)
+        return leaf
     struct: Any = jax.ShapeDtypeStruct
     place, is_weak = leaf.sharding if leaf.committed else None, getattr(leaf, "weak_type", False)
     return struct(leaf.shape, leaf.dtype, sharding=place, weak_type=is_weak)
-
-
-def _host_form(leaf: Any) -> Any:
-    """Return a leaf that is not a JAX array unchanged, but a NumPy array without the memory of its values."""
-    return np.broadcast_to(np.empty((), leaf.dtype), leaf.shape) if type(leaf) is np.ndarray else leaf
 
 
 def _shardings(jaxpr: Any) -> Sequence[Any]:

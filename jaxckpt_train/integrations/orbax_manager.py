@@ -124,8 +124,7 @@ class CheckpointManager:
         item_names: the names of the checkpointables; no others are accepted. None: taken from `args`.
         item_handlers: an Orbax handler, or a mapping from item names to handlers; only their args are accepted. None:
             any args.
-        logger: an object with a `log_entry` method, which gets a dict for each save and restore; None: the entries are
-            logged to the logger "jaxckpt_train".
+        logger: has a `log_entry` method, which gets a dict for each save and restore; None: `logging` gets them.
         handler_registry: an Orbax handler registry, which decides the args that each item accepts; None: any args.
         settings: how checkpoints are stored; None: the defaults.
         clock: returns the current time, with a time zone, for tests; None: the wall clock.
@@ -165,8 +164,8 @@ class CheckpointManager:
         if self._options.create and not self._options.read_only:
             call_with_timeout(directory, lambda _: LocalBackend().make_directory(directory, parents=True, sync=True))
         self._metadata = None if metadata is None else dict(metadata)
-        if metadata is not None and self._options.save_root_metadata and not self._options.read_only:
-            self._manager.on_all("writing the metadata of the run", self._keep_metadata)
+        if self._metadata is not None and self._options.save_root_metadata and not self._options.read_only:
+            self._manager.on_all("writing the metadata of the run", self._write_metadata)
 
     def _opened(self) -> tuple[StepManager, _ListedSteps]:
         """Return a manager that does not own the run yet, and the steps of the run."""
@@ -181,10 +180,10 @@ class CheckpointManager:
         )
         return manager, _ListedSteps(manager, self._kept, self._best, self._clock)
 
-    def _keep_metadata(self) -> None:
-        directory, metadata = self._manager.directory, self._metadata
-        if metadata is not None and current().process == 0:
-            call_with_timeout(directory, lambda _: write_root_metadata(directory, metadata))
+    def _write_metadata(self) -> None:
+        directory = self._manager.directory
+        if current().process == 0:
+            call_with_timeout(directory, lambda _: write_root_metadata(directory, self._metadata or {}))
 
     @property
     def directory(self) -> Path:

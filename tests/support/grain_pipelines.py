@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import grain
 import msgspec
 import numpy as np
 
+from jaxckpt_train.checkpointables import grain as grain_handler
 from jaxckpt_train.checkpointables.base import NOTHING, Json, Staged
 from jaxckpt_train.checkpointables.grain import GrainHandler
+from jaxckpt_train.checkpointables.iterator_state import with_fingerprint
 
 Pipeline = Callable[[], Any]
 x = grain.experimental
@@ -211,6 +216,27 @@ def raw(element: Any) -> Any:
 
 def take(iterator: Iterator[Any], count: int) -> list[Any]:
     return [raw(next(iterator)) for _ in range(count)]
+
+
+class HandlerInJob(GrainHandler):
+    """The handler in one process of a job, with a fingerprint of the data."""
+
+    def __init__(self, processes: int = 1, process: int = 0, fingerprint: str | None = None) -> None:
+        super().__init__()
+        self._job, self._fingerprint = SimpleNamespace(processes=processes, process=process), fingerprint
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        with mock.patch.object(grain_handler, "current", return_value=self._job), with_fingerprint(self._fingerprint):
+            yield
+
+    def stage(self, value: Any) -> Staged:
+        with self._within():
+            return super().stage(value)
+
+    def restore(self, target: Any, saved: Any) -> Any:
+        with self._within():
+            return super().restore(target, saved)
 
 
 def saved_from(iterator: Any, handler: GrainHandler | None = None) -> FakeSaved:

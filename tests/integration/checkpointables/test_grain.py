@@ -20,6 +20,7 @@ from tests.support.grain_pipelines import (
     PIPELINES,
     Countdown,
     FakeSaved,
+    HandlerInJob,
     Pipeline,
     raw,
     saved_from,
@@ -80,7 +81,7 @@ def test_an_exhausted_iterator_stays_exhausted(pipeline: Pipeline) -> None:
 def test_the_value_names_what_a_restore_compares() -> None:
     iterator = PIPELINES["map"]()
     take(iterator, 2)
-    handler = GrainHandler(processes=4, process=2, fingerprint="books v1")
+    handler = HandlerInJob(processes=4, process=2, fingerprint="books v1")
     assert saved_from(iterator, handler).content == {
         "grain_version": importlib.metadata.version("grain"),
         "iterator": "PrefetchDatasetIterator",

@@ -13,7 +13,7 @@ import pytest
 from jaxckpt_train.checkpointables.base import Json
 from jaxckpt_train.checkpointables.grain import GrainHandler
 from jaxckpt_train.checkpointables.iterator_state import with_fingerprint
-from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, SettingsError, UnsupportedLeafError
+from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, UnsupportedLeafError
 from jaxckpt_train.store.threads import paused_collection
 from tests.support.grain_pipelines import (
     IS_NEW,
@@ -21,6 +21,7 @@ from tests.support.grain_pipelines import (
     SOURCE,
     Countdown,
     FakeSaved,
+    HandlerInJob,
     interleaved,
     loader,
     mapped,
@@ -117,31 +118,28 @@ def test_data_loader_and_dataset_are_not_exchanged(saved: str, target: str, matc
 
 
 def test_another_fingerprint_is_refused() -> None:
-    saved = saved_from(PIPELINES["map"](), GrainHandler(fingerprint="books v1"))
+    saved = saved_from(PIPELINES["map"](), HandlerInJob(fingerprint="books v1"))
     match = "'books v1', found 'books v2'"
-    assert_refused(PIPELINES["map"](), saved, match, GrainHandler(fingerprint="books v2"))
+    assert_refused(PIPELINES["map"](), saved, match, HandlerInJob(fingerprint="books v2"))
     with with_fingerprint("books v2"):
         assert_refused(PIPELINES["map"](), saved, match)
-        GrainHandler().restore(PIPELINES["map"](), saved_from(PIPELINES["map"]()))
-    with with_fingerprint(None):
-        GrainHandler(fingerprint="books v1").restore(PIPELINES["map"](), saved)
+    HandlerInJob(fingerprint="books v1").restore(PIPELINES["map"](), saved)
+    HandlerInJob(fingerprint="books v2").restore(PIPELINES["map"](), saved_from(PIPELINES["map"]()))
     GrainHandler().restore(PIPELINES["map"](), saved)
 
 
 def test_other_process_count_is_refused() -> None:
-    saved = saved_from(PIPELINES["map"](), GrainHandler(processes=4))
+    saved = saved_from(PIPELINES["map"](), HandlerInJob(processes=4))
     saved.values = 4
     match = "saved by 4 processes, found 1"
     assert_refused(PIPELINES["map"](), saved, match)
-    with pytest.raises(SettingsError, match="found 4 and 4"):
-        GrainHandler(processes=4, process=4)
 
 
 def test_position_file_of_another_process_is_corrupt() -> None:
-    saved = saved_from(PIPELINES["map"](), GrainHandler(processes=4))
+    saved = saved_from(PIPELINES["map"](), HandlerInJob(processes=4))
     saved.values = 4
     with pytest.raises(CorruptCheckpointError, match=r"process 3 .* process 0"):
-        GrainHandler(processes=4, process=3).restore(PIPELINES["map"](), saved)
+        HandlerInJob(processes=4, process=3).restore(PIPELINES["map"](), saved)
 
 
 def sharded(process: int, processes: int, batch: int, order: str = "batch last") -> Any:
@@ -161,12 +159,12 @@ def test_global_batch_position_fits_any_process_count(before: int, after: int) -
     iterators = [sharded(process, before, 16 // before) for process in range(before)]
     for iterator in iterators:
         take(iterator, 3)
-    saved = [saved_from(iterator, GrainHandler(processes=before)) for iterator in iterators]
+    saved = [saved_from(iterator, HandlerInJob(processes=before)) for iterator in iterators]
     assert all(each.content == saved[0].content for each in saved)
     seen = set()
     for process in range(after):
         fresh = sharded(process, after, 16 // after)
-        GrainHandler(processes=after, process=process).restore(fresh, saved[0])
+        HandlerInJob(processes=after, process=process).restore(fresh, saved[0])
         seen |= {int(record) for batch in fresh for record in batch}
     first = {int(value) for batch in straight[:3] for value in np.frombuffer(batch[2], np.int64)}
     assert len(first) == 48
@@ -181,10 +179,10 @@ def test_elastic_iterator_resumes_with_any_process_count() -> None:
 
     iterator = elastic(1, 4)
     take(iterator, 2)
-    saved, seen = saved_from(iterator, GrainHandler(processes=4, process=1)), []
+    saved, seen = saved_from(iterator, HandlerInJob(processes=4, process=1)), []
     for process in range(2):
         fresh = elastic(process, 2)
-        GrainHandler(processes=2, process=process).restore(fresh, saved)
+        HandlerInJob(processes=2, process=process).restore(fresh, saved)
         seen += [int(record) for batch in fresh for record in batch]
     assert len(seen) == len(set(seen)) == 64
 
@@ -198,10 +196,10 @@ def test_elastic_iterator_resumes_with_any_process_count() -> None:
     ],
 )
 def test_position_in_shard_needs_same_process_count(order: str, batch: int, match: str) -> None:
-    saved = saved_from(sharded(0, 4, 4, order), GrainHandler(processes=4))
-    handler = GrainHandler(processes=2)
+    saved = saved_from(sharded(0, 4, 4, order), HandlerInJob(processes=4))
+    handler = HandlerInJob(processes=2)
     assert_refused(sharded(0, 2, batch, order), saved, f"saved by 4 processes, found 2; .*{match}", handler)
-    GrainHandler(processes=4).restore(sharded(0, 4, 4, order), saved)
+    HandlerInJob(processes=4).restore(sharded(0, 4, 4, order), saved)
 
 
 @pytest.fixture
