@@ -84,11 +84,9 @@ def _traced(make: Callable[[], Any]) -> Any:
             seen.append((handler, None, []))
             return []
         leaves, structure = jax.tree.flatten(state)
-        traced: list[jax.Array] = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
-        seen.append(
-            (handler, structure, [None if isinstance(leaf, jax.core.Tracer) else _form(leaf) for leaf in leaves])
-        )
-        return traced
+        forms = [None if isinstance(leaf, jax.core.Tracer) else _form(leaf) for leaf in leaves]
+        seen.append((handler, structure, forms))
+        return [leaf for leaf, form in zip(leaves, forms, strict=True) if form is None]
 
     traced, shapes = jax.make_jaxpr(trace, return_shape=True)()
     handler, structure, leaves = seen[-1]

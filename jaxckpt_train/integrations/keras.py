@@ -40,10 +40,9 @@ except ImportError as error:
     ) from error
 _log = logging.getLogger("jaxckpt_train")
 _UNKNOWN_DATA = (
-    "resumed after batch %d of epoch %d (counted from 1) without a saved data position. Arrays, and a PyDataset whose "
-    "on_epoch_end changes nothing, continue where they stopped. A PyDataset that changes its order in on_epoch_end, "
-    "and data that continues from epoch to epoch (fit(..., steps_per_epoch=...)), start over: pass them to fit as "
-    "ckpt.data(...)"
+    "resumed after batch %d of epoch %d (counted from 1) without a saved data position. Data that is the same in each "
+    "epoch continues where it stopped. A PyDataset that changes its order in on_epoch_end, and data that continues "
+    "from epoch to epoch (fit(..., steps_per_epoch=...)), start over: pass them to fit as ckpt.data(...)"
 )
 
 
@@ -392,16 +391,6 @@ class EpochData(keras.utils.PyDataset):  # type: ignore[misc]
 
     Keras may read ahead (one batch on accelerators, and one or two batches before it trains), so the position to save
     is the one after the batches that were trained on. An exhausted iterator is reset to its start.
-
-    Args:
-        source: a Grain data set or loader, or an iterator with `get_state` and `set_state`.
-        steps_per_epoch: the number of batches in each epoch; None: `len(source)`.
-
-    Attributes:
-        iterator: the iterator of the source.
-
-    Raises:
-        SettingsError: the source has no position that could be saved, or no length.
     """
 
     def __init__(self, source: Any, steps_per_epoch: int | None) -> None:
@@ -480,31 +469,19 @@ class EpochData(keras.utils.PyDataset):  # type: ignore[misc]
 class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
     """Makes a PyDataset resumable that changes in each epoch, for example by a shuffle in `on_epoch_end`.
 
-    Args:
-        source: the data set, in its initial state.
-        steps_per_epoch: must be None.
-
-    Attributes:
-        ended: how many times `on_epoch_end` was called. Keras also calls it once before the first epoch.
-
-    Raises:
-        SettingsError: the source is infinite, `steps_per_epoch` is given, or Keras would read it with workers, which
-            take batches of the next epoch before its order is known.
+    The source must be in its initial state. Workers are refused: they take batches of the next epoch before its order
+    is known. `ended` is how many times `on_epoch_end` was called; Keras also calls it once before the first epoch.
     """
 
     def __init__(self, source: Any, steps_per_epoch: int | None) -> None:
         super().__init__()
-        found = {
-            "one of infinite length": source.num_batches is None,
-            f"steps_per_epoch={steps_per_epoch!r}": steps_per_epoch is not None,
-            f"workers={source.workers}": source.workers > 1,
-            "use_multiprocessing=True": source.workers > 0 and source.use_multiprocessing,
-        }
-        if any(found.values()):
-            wrong = ", ".join(name for name, is_so in found.items() if is_so)
+        is_parallel = source.workers > 1 or (source.workers > 0 and source.use_multiprocessing)
+        if is_parallel or source.num_batches is None or steps_per_epoch is not None:
             raise SettingsError(
-                f"data: expected a PyDataset that is one epoch and is read by one thread, found {wrong}: if its order "
-                "does not matter, pass it to fit directly"
+                "data: expected a PyDataset that is one epoch and is read by one thread, found "
+                f"num_batches={source.num_batches}, steps_per_epoch={steps_per_epoch}, workers={source.workers}, "
+                f"use_multiprocessing={source.use_multiprocessing}: if its order does not matter, pass it to fit "
+                "directly"
             )
         self._source, self.ended, self._is_in_epoch = source, 0, False
 
@@ -542,10 +519,7 @@ class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
 
 class _AtState:
-    """An iterator that reports an earlier state, so that reading ahead does not change the saved position.
-
-    `isinstance` sees the class of the original iterator.
-    """
+    """An iterator that reports an earlier state. `isinstance` sees the class of the original iterator."""
 
     def __init__(self, iterator: Any, state: Any) -> None:
         self._iterator, self._state = iterator, state

@@ -268,7 +268,7 @@ def test_data_set_without_whole_epochs_is_refused(tmp_path: Path) -> None:
 
     ckpt = KerasCheckpoint(tmp_path)
     for source, steps, found in [
-        (Endless(np.random), None, "infinite length"),
+        (Endless(np.random), None, "num_batches=None"),
         (reordered("own"), 3, "steps_per_epoch=3"),
         (reordered("own", workers=2), None, "workers=2"),
         (reordered("own", use_multiprocessing=True), None, "use_multiprocessing"),
