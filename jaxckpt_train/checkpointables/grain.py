@@ -74,14 +74,9 @@ class GrainHandler:
         return Staged(value={**same, "process": job.process}, same=same)
 
     def restore(self, target: Any, saved: Saved) -> Any:
-        """Set the target to the saved position, and let it start prefetching.
+        """Set the target to the saved position, let it start prefetching, and return it. A refusal changes nothing.
 
-        Returns:
-            The target. Without a target, the saved data as a dict, which does not require Grain.
-
-        Raises:
-            IteratorStateError: the position does not fit the target. The target's own position is unchanged.
-            CorruptCheckpointError: the saved data is not what `stage` writes.
+        Without a target, return the saved data as a dict, which does not require Grain.
         """
         if target is None:
             if saved.kind == ORBAX_GRAIN:
@@ -253,8 +248,8 @@ def mark_absl_flags_parsed() -> None:
     """Mark absl's flags as parsed, unless they already are or absl is not imported.
 
     Grain reads absl flags when a pipeline with worker processes is asked for its state or its first element. In a
-    program that `absl.app.run` did not start, such as every Hydra app, they were never parsed, and Grain fails with
-    `UnparsedFlagAccessError`. After the mark, all flags have their defaults; `app.run` may still parse them later.
+    program that `absl.app.run` did not start, such as every Hydra app, it fails then with `UnparsedFlagAccessError`.
+    After the mark, all flags have their defaults; `app.run` may still parse them later.
     """
     flags: Any = sys.modules.get("absl.flags")
     if flags is not None and not flags.FLAGS.is_parsed():
@@ -276,7 +271,7 @@ def is_data_loader(iterator: object) -> bool:
 
 
 def name_of(iterator: object) -> str:
-    """Return the name of the iterator's class; it is the same for all iterators of a DataLoader."""
+    """Return the name of the iterator's class, which is the same for all iterators of a DataLoader."""
     return DATA_LOADER if is_data_loader(iterator) else type(iterator).__name__
 
 
@@ -314,12 +309,9 @@ def worker_count(iterator: Any) -> int | None:
 
 
 class Counted(NamedTuple):
-    """The unit in which a position counts.
+    """The unit in which a position counts: "records" of all data, "batches" of all processes, or elements of a "share".
 
-    Attributes:
-        unit: "records": records of all data. "batches": batches of all processes together. "share": elements of
-            one process's share.
-        records: the number of records in a batch of all processes together; 0 if it does not count batches.
+    `records` is the number of records in a batch of all processes together; 0 if it does not count batches.
     """
 
     unit: str
@@ -332,10 +324,9 @@ SHARE = Counted("share")
 def what_it_counts(iterator: Any) -> Counted:
     """Return what the position of an iterator counts.
 
-    For an `ElasticIterator`, it counts records of all data. For `dataset.shuffle()[i::n].batch(b //
-    n).to_iter_dataset()`, it counts batches of `b` records, and so it does for
-    `dataset.shuffle().batch(b).to_iter_dataset()`. If the batch comes after `to_iter_dataset`, or a shuffle or repeat
-    after the slice, it counts elements of this process's share, which another number of processes divides differently.
+    For `dataset.shuffle()[i::n].batch(b // n).to_iter_dataset()` it counts batches of `b` records, also without the
+    slice. If the batch comes after `to_iter_dataset`, or a shuffle or repeat after the slice, it counts elements of
+    this process's share, which another number of processes divides differently.
     """
     iterator = getattr(iterator, "_default_iterator", iterator)  # set if an ElasticIterator is its own iterator
     for node in _chain(iterator):

@@ -76,11 +76,7 @@ def _handlers() -> list[Handler]:
 
 
 def handler_of(value: object) -> Handler:
-    """Return the handler that accepts a value, as something to save or as a target.
-
-    Raises:
-        UnsupportedLeafError: the value is a tree that is nested too deeply.
-    """
+    """Return the handler that accepts a value, as something to save or as a target."""
     refuse_too_deep("the tree", value)
     return next(handler for handler in _handlers() if handler.handles(value))
 
@@ -108,11 +104,7 @@ def _kinds_of(handler: Handler) -> tuple[str, ...]:
 
 
 def handler_for_load(target: object, kind: str, name: str) -> Handler:
-    """Return the handler that restores a kind into a target, or the handler of the kind without a target.
-
-    Raises:
-        MismatchError: the target is of another kind than the saved value, or no handler restores the kind.
-    """
+    """Return the handler that restores a kind into a target, or the handler of the kind without a target."""
     if target is None:
         for handler in [_PYTREE, *_handlers()]:
             if kind in _kinds_of(handler):

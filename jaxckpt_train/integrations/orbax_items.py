@@ -34,8 +34,8 @@ from jaxckpt_train.store.manifest import MAX_INFO_BYTES
 
 _FOLDER, _FILE, _OLD_FILE = "metadata", "_ROOT_METADATA", "metadata"
 _TREES = ("Standard", "PyTree", "Array", "JaxRandomKey")
-_OTHERS = ("Json", "NumpyRandomKey", "Checkpoint", "PyGrainCheckpoint")
-_KINDS = {f"{name}{what}": (name, what) for name in (*_TREES, *_OTHERS) for what in ("Save", "Restore")}
+_KNOWN = (*_TREES, "Json", "NumpyRandomKey", "Checkpoint")
+_KINDS = {f"{name}{what}": (name, what) for name in (*_KNOWN, "PyGrainCheckpoint") for what in ("Save", "Restore")}
 _COMPOSITE, DEFAULT_ITEM = "Composite", "default"
 _HANDLERS = {f"{name}CheckpointHandler": name for name in (*_TREES, "Json", "NumpyRandomKey")}
 _HANDLERS |= {"CheckpointHandler": "Checkpoint", "PyGrainCheckpointHandler": "PyGrainCheckpoint"}
@@ -203,11 +203,7 @@ class UnknownItemError(SettingsError, KeyError):
 class Items:
     """The items of a manager, a single unnamed one or several by name, and the args that each accepts.
 
-    Args:
-        item_names: the names of the items; None: taken from args.
-        item_handlers: an Orbax handler, or a mapping from names to handlers; None: args decide what is saved.
-        handler_registry: an Orbax handler registry; None: args decide what is saved.
-        checkpointers: an Orbax checkpointer, or a mapping from names to checkpointers, for `items`; None: `args` only.
+    The arguments are those of `CheckpointManager`.
 
     Attributes:
         is_async: whether one of the checkpointers saves in the background; None: there are no checkpointers.
@@ -416,7 +412,7 @@ def _kind_of(name: str, args: object, what: str) -> str:
         kind, found = _KINDS.get(_plain_name(cls), ("", ""))
         if found == what:
             return kind
-    cls, known = type(args), ", ".join(f"{kind}{what}" for kind in (*_TREES, *_OTHERS[:-1]))
+    cls, known = type(args), ", ".join(f"{kind}{what}" for kind in _KNOWN)
     raise SettingsError(
         f"args of {name!r}: expected one of args.{known}, found {cls.__module__}.{cls.__qualname__}: save other "
         "objects as JSON, or register a handler (jaxckpt_train.register_handler) and use StandardSave(object)"

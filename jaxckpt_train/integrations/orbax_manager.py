@@ -62,7 +62,6 @@ from jaxckpt_train.pending import PendingSave
 from jaxckpt_train.policies.context import (
     CheckpointInfo,
     DecisionContext,
-    PreservationPolicy,
     ask_to_preserve,
     steps_to_delete,
 )
@@ -159,8 +158,8 @@ class CheckpointManager:
             refuse_other_steps(LocalBackend(), directory)
             refuse_flax_checkpoints(LocalBackend(), directory)
         self._shutdown: GracefulShutdown | None = None
-        self._preemption_check: tuple[int, bool] | None = None  # a step, and whether the job is preempted at it
-        self._is_reported = False  # whether reached_preemption has returned that check
+        self._preemption_step: int | None = None  # the last step that was checked for a preemption
+        self._reached = self._is_reported = False  # the result, and whether reached_preemption has returned it
         if self._options.create and not self._options.read_only:
             call_with_timeout(directory, lambda _: LocalBackend().make_directory(directory, parents=True, sync=True))
         self._metadata = None if metadata is None else dict(metadata)
@@ -244,13 +243,14 @@ class CheckpointManager:
         began = time.time()
         statistics.part("get_old_steps", looked, began)
         self._take_over(step, force)
+        overwrite = self._steps.is_unlisted(step)
         with self._steps.checked():
             pending = self._manager.save(
                 step,
                 values,
                 metrics=metrics,
                 custom_metadata=custom_metadata,
-                overwrite=self._steps.is_unlisted(step),
+                overwrite=overwrite,
                 force=force,
                 temporary=not is_listed,
             ).pending
@@ -265,10 +265,9 @@ class CheckpointManager:
         is_async = self._options.enable_async_checkpointing if self._items.is_async is None else self._items.is_async
         if not is_async:
             self.wait_until_finished()
-        reached = self._preemption_check is not None and self._preemption_check[1]
         statistics.entry |= {
-            "reached_preemption": reached,
-            "preemption_received_at": time.time() if reached else None,
+            "reached_preemption": self._reached,
+            "preemption_received_at": time.time() if self._reached else None,
             "synchronous": not is_async,
             "time_between_consecutive_saves_sec": None if self._last_began is None else began - self._last_began,
         }
@@ -407,9 +406,7 @@ class CheckpointManager:
         return None if found is None else {name: float(value) for name, value in found.items()}
 
     def item_metadata(self, step: int) -> Any:
-        """Return the metadata of the items of a step, or a Composite if there are several items.
-
-        The metadata of a tree is a `TreeMetadata`. That of any other item is None.
+        """Return the metadata of the items of a step: a `TreeMetadata`, or None; a Composite of several items.
 
         Raises:
             MissingStepError: the step does not exist.
@@ -470,27 +467,26 @@ class CheckpointManager:
         this method returns True. Call it in every update, in all processes of a job, before or after `save`. `save` and
         this method agree on each step, and the step at which the job is preempted is saved.
         """
-        if self._preemption_check is None or self._preemption_check[0] != step or self._is_reported:
-            self._preemption_check = step, self._is_reached()
+        if self._preemption_step != step or self._is_reported:
+            self._look_for_preemption(step)
         self._is_reported = True
-        return self._preemption_check[1]
+        return self._reached
 
     def _check_preemption(self, step: int) -> None:
         """Check for a preemption once per step, if `reached_preemption` was called or JAX's service watches for it."""
         is_watched = self._shutdown is not None or preemption_service() is not None
-        if is_watched and (self._preemption_check is None or self._preemption_check[0] != step):
-            self._preemption_check, self._is_reported = (step, self._is_reached()), False
+        if is_watched and self._preemption_step != step:
+            self._look_for_preemption(step)
 
-    def _is_reached(self) -> bool:
+    def _look_for_preemption(self, step: int) -> None:
         if self._shutdown is None:
             self._shutdown = GracefulShutdown(
                 self._manager, current(), service=preemption_service(), signals=("SIGTERM",)
             )
             self._shutdown.start()
-        reached = self._shutdown.must_leave()
-        if reached:
+        self._preemption_step, self._reached, self._is_reported = step, self._shutdown.must_leave(), False
+        if self._reached:
             self._manager.leaves()
-        return reached
 
     def wait_until_finished(self) -> None:
         """Wait until the pending save is committed.
@@ -539,16 +535,10 @@ class _ListedSteps:
 
     If the policy does not keep the newest step, that step is saved as temporary: it stays on disk until the next
     commit and is not listed. In a multi-process job, every value that decides control flow is the same in all
-    processes.
-
-    Attributes:
-        has_saved: whether this object has started a save.
-        pending: the last save started here; None: no save was started, or its error was raised.
+    processes. `pending` is the last save started here; None: there was none, or its error was raised.
     """
 
-    def __init__(
-        self, manager: StepManager, kept: PreservationPolicy, best: BestByFunction | None, clock: Clock
-    ) -> None:
+    def __init__(self, manager: StepManager, kept: ButDeleted, best: BestByFunction | None, clock: Clock) -> None:
         self._manager, self._kept, self._best, self._clock = manager, kept, best, clock
         self._newest: CheckpointInfo | None = None
         self._restored: int | None = None  # reset when a save starts

@@ -70,9 +70,6 @@ class TreeTarget:
         fallback: the sharding of leaves that have none and were saved with none.
         leaves_count: whether the leaves of `item` are targets. False: only its structure is used.
         is_partial: whether to skip leaves of the checkpoint that are not in `item`.
-
-    Raises:
-        SettingsError: a leaf cannot be converted to the requested type.
     """
 
     def __init__(
