@@ -8,20 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 ORBAX_GRAIN = "orbax_grain"
 STATE_FILE = re.compile(r"process_(?P<process>[0-9]{1,9})-of-(?P<processes>[0-9]{1,9})\.(json|txt)")
 Json = Any  # None, bool, int, float, str, list or dict of these, with text keys
 
 
-class _Nothing:
-    def __repr__(self) -> str:
-        return "NOTHING"
-
-    __reduce__ = __repr__  # copying or unpickling returns the same object
-
-
-NOTHING: Any = _Nothing()
-"""The value of `Staged.tree` without a tree, since None is a valid tree and a valid JSON value."""
+NOTHING: Any = msgspec.UNSET
+"""The value of `Staged.tree` without a tree, since None is a valid tree and a valid JSON value. Copies are the same."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, STATE_FILE, Json, Saved, Staged
+from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, Json, Saved, Staged
 from jaxckpt_train.checkpointables.handlers import JsonValue
 from jaxckpt_train.checkpointables.iterator_state import (
     check_fingerprint,
@@ -294,8 +294,7 @@ def worker_count(iterator: Any) -> int | None:
     """Return the number of worker processes of the pipeline, or None if this version of Grain does not show it."""
     if is_data_loader(iterator):
         options = getattr(getattr(iterator, "_data_loader", None), "multiprocessing_options", None)
-        count = getattr(options, "num_workers", None)
-        return count if isinstance(count, int) else None
+        return getattr(options, "num_workers", None)
     count, nodes = 0, [iterator]
     while nodes:
         node = nodes.pop()
@@ -392,25 +391,16 @@ def _has_window_shuffle(state: Any) -> bool:
 
 def _own_state(saved: Saved) -> Any:
     """Return the state of this process, in the form that Grain accepts, from those that Orbax saved by file name."""
-    states, processes, process = saved.value(), current().processes, current().process
-    matches = [STATE_FILE.fullmatch(file) for file in states] if isinstance(states, dict) else []
-    if not matches or None in matches:
-        raise CorruptCheckpointError(
-            f"iterator {saved.name!r}: expected states with names such as process_0-of-1.json, found {states!s:.200}"
-        )
-    found = {(int(each["processes"]), int(each["process"])): each.string for each in matches if each is not None}
-    counts = sorted({count for count, _ in found})
-    if processes not in counts:
-        several = "" if counts == [1] else "es"
-        raise IteratorStateError(
-            f"iterator {saved.name!r}: saved with Orbax by {' or '.join(map(str, counts))} process{several}, found "
-            f"{processes}; each position counts elements of the data of one process: restart with {counts[-1]}, "
-            f"{_START_OVER}"
-        )
-    name = found.get((processes, process))
+    states, job = saved.value(), current()
+    if not isinstance(states, dict):
+        raise CorruptCheckpointError(f"iterator {saved.name!r}: expected states by file name, found {states!s:.200}")
+    own = f"process_{job.process}-of-{job.processes}"
+    name = next((file for file in states if file.rpartition(".")[0] == own), None)
     if name is None:
-        raise CorruptCheckpointError(
-            f"iterator {saved.name!r}: the file of process {process} of {processes} is missing"
+        raise IteratorStateError(
+            f"iterator {saved.name!r}: expected a state of {own}, found those of {', '.join(states):.200} that Orbax "
+            "saved; each position counts elements of the data of one process: restart with as many processes, "
+            f"{_START_OVER}"
         )
     try:
         return json.loads(states[name]) if isinstance(states[name], str) else states[name]
