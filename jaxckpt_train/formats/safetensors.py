@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -53,7 +53,7 @@ from jaxckpt_train.store.backends.base import Backend, Entry, Opener, Source
 from jaxckpt_train.store.backends.local_names import real_path
 from jaxckpt_train.store.boxes import Box, cut_box, full_box
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.copy import BoxAhead, LazyBox, ReadAhead
+from jaxckpt_train.store.copy import LazyBox, ReadAhead
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import SNIFFED_BYTES, other_content, read_whole
 from jaxckpt_train.store.manifest import (
@@ -99,8 +99,6 @@ BAND_BYTES = 64 << 20
 _METADATA = "__metadata__"
 _DTYPES = {ours: theirs for theirs, ours in NAMED.items()}
 _NUMBERS = {BoolLeaf: "bool", IntLeaf: "int64", FloatLeaf: "float64"}
-_PrefetchBoxes = Callable[[ArrayRecord, Sequence[Box]], Sequence[BoxAhead]]
-"""Prefetches boxes of an array shortly before they are written."""
 
 
 class _Entry(msgspec.Struct, frozen=True, gc=False):
@@ -404,12 +402,12 @@ class Exported(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A tensor to write: its name, shape and dtype, and its source, which is a stored array or a number."""
+    """A tensor to write, in bands of its first axes: numbers, or boxes of a stored array."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    content: ArrayRecord | np.ndarray
+    bands: Sequence[tuple[Box, LazyBox | np.ndarray]]
 
     @property
     def nbytes(self) -> int:
@@ -456,7 +454,25 @@ def export_safetensors(
     if not isinstance(separator, str) or not separator:  # without one, names cannot be split into keys again
         raise SettingsError(f'export: separator: expected text such as ".", found {separator!r}')
     leaves = decode_tree(part, committed.directory).leaves
-    tensors, names, left_out = _tensors(committed, part, leaves, separator)
+    leaf_of, left_out, tensors = dict[str, str](), list[str](), list[_Tensor]()
+    arrays = {array.name: array for array in part.arrays}
+    for leaf, record in leaves.items():
+        subject = f"{committed.directory}: leaf {leaf!r}"
+        content = arrays.get(leaf) or _number(subject, leaf, record)
+        if content is None:
+            left_out.append(leaf)
+            continue
+        name = separator.join(str(parse_key(key)) for key in split(leaf)) or "value"
+        dtype = DTYPES[str(content.dtype)]
+        _check_name(subject, leaf, name, dtype, leaf_of)
+        boxes = list(cut_box(full_box(content.shape), dtype.itemsize, BAND_BYTES)) if math.prod(content.shape) else []
+        bands = [
+            (box, content if isinstance(content, np.ndarray) else LazyBox(files, committed, content, box, settings))
+            for box in boxes
+        ]
+        tensors.append(_Tensor(name, content.shape, dtype, bands))
+    if not tensors:
+        raise MismatchError(f"{committed.directory}: {part.name!r} has no arrays to export")
     shards = [tensors] if single_file else list(_shards(tensors, shard_bytes))
     count = len(shards)
     file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -466,11 +482,7 @@ def export_safetensors(
         ReadAhead(settings.read_budget_bytes, committed.directory) as ahead,
         atomic_directory(backend, final, settings, file_names[0] if single_file else None) as attempt,
     ):
-
-        def prefetch(array: ArrayRecord, boxes: Sequence[Box]) -> list[BoxAhead]:
-            return ahead.of([LazyBox(files, committed, array, box, settings) for box in boxes])
-
-        layouts = [_layout(shard, prefetch, header_metadata) for shard in shards]
+        layouts = [_layout(shard, ahead, header_metadata) for shard in shards]
         writers = [
             SegmentWriter(backend, f"{attempt.directory}/{name}", layout, settings)
             for layout, name in zip(layouts, file_names, strict=True)
@@ -479,60 +491,43 @@ def export_safetensors(
             run.write(run.depth())
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if count > 1:
-            attempt.write_file("model.safetensors.index.json", _encode_index(shards, file_names, nbytes))
+            places = {tensor.name: name for shard, name in zip(shards, file_names, strict=True) for tensor in shard}
+            index = {"metadata": {"total_size": nbytes}, "weight_map": places}
+            encoded = msgspec.json.format(msgspec.json.encode(index), indent=2)
+            attempt.write_file("model.safetensors.index.json", encoded)
     prng_keys = tuple(leaf for leaf, record in leaves.items() if isinstance(record, KeyLeaf))
     file_names = [final.rpartition("/")[2]] if single_file else file_names
+    names = {leaf: name for name, leaf in leaf_of.items()}
     return Exported(tuple(file_names), names, tuple(left_out), nbytes, prng_keys)
 
 
-def _encode_index(shards: Sequence[Sequence[_Tensor]], names: Sequence[str], nbytes: int) -> bytes:
-    places = {tensor.name: name for shard, name in zip(shards, names, strict=True) for tensor in shard}
-    index = {"metadata": {"total_size": nbytes}, "weight_map": places}
-    return msgspec.json.format(msgspec.json.encode(index), indent=2)
-
-
-def _tensors(
-    committed: Committed, part: PartRecord, leaves: Mapping[str, LeafRecord], separator: str
-) -> tuple[list[_Tensor], dict[str, str], list[str]]:
-    arrays = {array.name: array for array in part.arrays}
-    found, left_out, leaf_of = list[_Tensor](), list[str](), dict[str, str]()
-    for leaf, record in leaves.items():
-        content = _content(committed.directory, leaf, record, arrays.get(leaf))
-        if content is None:
-            left_out.append(leaf)
-            continue
-        name = separator.join(str(parse_key(key)) for key in split(leaf)) or "value"
-        if name == _METADATA:
-            raise MismatchError(
-                f"{committed.directory}: leaf {leaf!r} would be called {name!r}, which safetensors reserves for the "
-                f"metadata of a file; rename the leaf (--op 'rename {leaf} metadata'), or drop it"
-            )
-        dtype = DTYPES[content.dtype] if isinstance(content, ArrayRecord) else content.dtype
-        if dtype.name not in _DTYPES:
-            raise MismatchError(
-                f"{committed.directory}: leaf {leaf!r} has the dtype {dtype.name}, which safetensors cannot name; cast "
-                "it (the operation cast), or leave it out (drop)"
-            )
-        if leaf_of.setdefault(name, leaf) != leaf:
-            raise MismatchError(
-                f"{committed.directory}: leaves {leaf_of[name]!r} and {leaf!r} would both be called {name!r}; rename "
-                "one, or choose another separator"
-            )
-        found.append(_Tensor(name, content.shape, dtype, content))
-    if not found:
-        raise MismatchError(f"{committed.directory}: {part.name!r} has no arrays to export")
-    return found, {leaf: name for name, leaf in leaf_of.items()}, left_out
-
-
-def _content(subject: str, leaf: str, record: LeafRecord, array: ArrayRecord | None) -> ArrayRecord | np.ndarray | None:
-    """Return a leaf as the content of a tensor, or None if the format cannot represent it."""
+def _number(subject: str, leaf: str, record: LeafRecord) -> np.ndarray | None:
+    """Return a number as an array. None: the format cannot represent the leaf."""
     dtype = _NUMBERS.get(type(record))
-    if array is not None or dtype is None:
-        return array
+    if dtype is None:
+        return None
     value = python_value(leaf, record, subject)
     if isinstance(record, IntLeaf) and not -(2**63) <= value < 2**63:
-        raise MismatchError(f"{subject}: leaf {leaf!r}: expected at most 64 bits, found {value.bit_length()}")
+        raise MismatchError(f"{subject}: expected at most 64 bits, found {value.bit_length()}")
     return np.asarray(value, dtype)
+
+
+def _check_name(subject: str, leaf: str, name: str, dtype: np.dtype, leaf_of: dict[str, str]) -> None:
+    """Add a leaf by the name of its tensor, or raise MismatchError if a tensor cannot have this name or dtype."""
+    if name == _METADATA:
+        raise MismatchError(
+            f"{subject} would be called {name!r}, which safetensors reserves for the metadata of a file; rename the "
+            f"leaf (--op 'rename {leaf} metadata'), or drop it"
+        )
+    if dtype.name not in _DTYPES:
+        raise MismatchError(
+            f"{subject} has the dtype {dtype.name}, which safetensors cannot name; cast it (the operation cast), or "
+            "leave it out (drop)"
+        )
+    if leaf_of.setdefault(name, leaf) != leaf:
+        raise MismatchError(
+            f"{subject} and {leaf_of[name]!r} would both be called {name!r}; rename one, or choose another separator"
+        )
 
 
 def _shards(tensors: Sequence[_Tensor], most: int) -> Iterator[list[_Tensor]]:
@@ -547,27 +542,17 @@ def _shards(tensors: Sequence[_Tensor], most: int) -> Iterator[list[_Tensor]]:
     yield shard
 
 
-def _layout(shard: Sequence[_Tensor], prefetch: _PrefetchBoxes, metadata: Mapping[str, str]) -> SegmentLayout:
-    """Lay out one file: its header, and its tensors in bands that are prefetched in order."""
+def _layout(shard: Sequence[_Tensor], ahead: ReadAhead, metadata: Mapping[str, str]) -> SegmentLayout:
+    """Lay out one file: its header, and its tensors in bands that are read ahead in order."""
     entries, at = list[Tensor](), 0
     for tensor in shard:
         entries.append(Tensor(tensor.name, _DTYPES[tensor.dtype.name], tensor.shape, at, at + tensor.nbytes))
         at += tensor.nbytes
     header = encode_header(entries, metadata)
-    chunks = []
-    for number, (tensor, entry) in enumerate(zip(shard, entries, strict=True)):
-        start = len(header) + entry.start
-        for source in _bands(tensor, prefetch):
-            chunks.append(PlacedChunk(number, source, start, source.data.nbytes))
-            start += source.data.nbytes
+    chunks, start = [], len(header)
+    for number, tensor in enumerate(shard):
+        for box, band in tensor.bands:
+            source = ChunkSource(box, band if isinstance(band, np.ndarray) else ahead.of([band])[0])
+            chunks.append(PlacedChunk(number, source, start, band.nbytes))
+            start += band.nbytes
     return SegmentLayout(header, chunks, len(header) + at)
-
-
-def _bands(tensor: _Tensor, prefetch: _PrefetchBoxes) -> Iterator[ChunkSource]:
-    if not tensor.nbytes:
-        return
-    if isinstance(tensor.content, np.ndarray):
-        yield ChunkSource((), tensor.content)
-        return
-    boxes = list(cut_box(full_box(tensor.shape), tensor.dtype.itemsize, BAND_BYTES))
-    yield from (ChunkSource(*each) for each in zip(boxes, prefetch(tensor.content, boxes), strict=True))

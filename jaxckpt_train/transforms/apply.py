@@ -235,9 +235,8 @@ def _mean(name: str, leaf: Leaf, others: Sequence[tuple[str, Leaf]]) -> Leaf:
     return Leaf(record)
 
 
-_NAMING, _JOINING = (Rename, Nest, Drop, Copy), (Stack, Unstack, Split, Fuse)
-_REFORMING, _MAKING = (Transpose, Reshape, Cast, Pad, Truncate), (Add, Average)
-OPERATIONS: dict[str, type[Any]] = {each.name: each for each in (*_NAMING, *_JOINING, *_REFORMING, *_MAKING)}
+_KINDS = (Rename, Nest, Drop, Copy, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add, Average)
+OPERATIONS: dict[str, type[Any]] = {each.name: each for each in _KINDS}
 
 
 def parse_operations(subject: str, given: object, total: int | None = None) -> tuple[Operation, ...]:

@@ -84,6 +84,11 @@ class Operation(abc.ABC):
                 self._set(field.name, tuple(value))
                 for pattern in value if field.name != "with_" else ():
                     check_pattern(subject, pattern)
+            elif str(field.type).startswith("Sequence[int") and value is not None:
+                may_be_none = "int | None" in str(field.type)
+                least = -1 if self.name == "reshape" else 0
+                sizes = [None if each is None and may_be_none else whole_number(subject, each, least) for each in value]
+                self._set(field.name, tuple(sizes))
             elif field.name == "axis":
                 whole_number(subject, value)
             elif field.name == "dtype":
@@ -207,7 +212,7 @@ def _check_dtype(subject: str, name: object) -> None:
     raise SettingsError(f'{subject}: expected the name of a dtype such as "bfloat16", found {name!r}{hint}')
 
 
-def whole_number(subject: str, value: object, *, least: int | None = None) -> int:
+def whole_number(subject: str, value: object, least: int | None = None) -> int:
     """Return the value, or raise SettingsError unless it is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         raise SettingsError(

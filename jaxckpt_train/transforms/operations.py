@@ -167,14 +167,6 @@ class Transpose(_EachArray):
     leaves: str
     axes: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.axes is not None:
-            axes = tuple(whole_number("transpose: axes", axis, least=0) for axis in self.axes)
-            if len(set(axes)) != len(axes):
-                raise SettingsError(f"transpose: axes: expected each axis once, found {list(axes)}")
-            self._set("axes", axes)
-
     def _changed(self, view: View, leaf: str) -> View:
         places = list(range(len(view.shape)))
         axes = places[::-1] if self.axes is None else self.axes
@@ -190,12 +182,6 @@ class Reshape(_EachArray):
     name = "reshape"
     leaves: str
     shape: Sequence[int]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._set("shape", tuple(whole_number("reshape: shape", size, least=-1) for size in self.shape))
-        if self.shape.count(-1) > 1:
-            raise SettingsError(f"reshape: shape: expected -1 at most once, found {list(self.shape)}")
 
     def _changed(self, view: View, leaf: str) -> View:
         count, known = math.prod(view.shape), math.prod(size for size in self.shape if size != -1)
@@ -235,12 +221,6 @@ class _Resize(_EachArray):
     """The base of operations that change sizes. None in the shape keeps a size."""
 
     shape: Sequence[int | None]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        subject = f"{self.name}: shape"
-        shape = [None if size is None else whole_number(subject, size, least=0) for size in self.shape]
-        self._set("shape", tuple(shape))
 
     def _new_shape(self, view: View, leaf: str, *, larger: bool) -> tuple[int, ...]:
         if len(self.shape) != len(view.shape):
@@ -307,8 +287,8 @@ class Stack(Operation):
         check_pattern("stack: leaves", self.leaves)
         if INDEX not in wildcards(self.leaves):
             raise SettingsError(
-                f"stack: expected {INDEX} in leaves at the position of the layer's number, found {self.leaves!r}; "
-                f"write for example {_with_index(self.leaves)!r}"
+                f"stack: expected {INDEX} in leaves at the position of the layer's number, such as in "
+                f"'layers/{INDEX}/**', found {self.leaves!r}"
             )
         super().__post_init__()
         if INDEX in wildcards(self.to):
@@ -327,15 +307,6 @@ class Stack(Operation):
             names = [layers[number] for number in sorted(layers)]
             changes.append(_join(leaves, names, new, self.axis, subject, new=True))
         return changes
-
-
-def _with_index(pattern: str) -> str:
-    """Return a pattern with the index at its most likely position, or an example."""
-    keys = pattern.split("/")
-    for place, key in enumerate(keys):
-        if key == "*" or key.isdigit():
-            return "/".join([*keys[:place], INDEX, *keys[place + 1 :]])
-    return f"layers/{INDEX}/**"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,12 +365,8 @@ class Split(Operation):
         twice = [template for template in self.into if self.into.count(template) > 1]
         if twice:
             raise SettingsError(f"split: into: expected a different path for each part, found {twice[0]!r} twice")
-        if self.sizes is not None:
-            self._set("sizes", tuple(whole_number("split: sizes", size, least=0) for size in self.sizes))
-            if len(self.sizes) != len(self.into):
-                raise SettingsError(
-                    f"split: expected a size for each of {len(self.into)} parts, found {len(self.sizes)}"
-                )
+        if self.sizes is not None and len(self.sizes) != len(self.into):
+            raise SettingsError(f"split: expected a size for each of {len(self.into)} parts, found {len(self.sizes)}")
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         changes = []
@@ -493,7 +460,6 @@ class Add(Operation):
         super().__post_init__()
         if wildcards(self.leaf):
             raise SettingsError(f"add: leaf: expected a path without wildcards, found {self.leaf!r}")
-        self._set("shape", tuple(whole_number("add: shape", size, least=0) for size in self.shape))
         is_number = isinstance(self.init, int | float) and not isinstance(self.init, bool)
         if not (is_number or callable(self.init) or self.init in (*_CONSTANTS, "normal")):
             raise SettingsError(f"add: init: expected zeros, ones, normal, a number or a function, found {self.init!r}")

@@ -84,7 +84,7 @@ def test_failed_export_leaves_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a": {"b": np.ones(2)}, "a.b": np.zeros(2)}, "leaves 'a/b' and 'a.b' would both be called 'a.b'"),
+        ({"a": {"b": np.ones(2)}, "a.b": np.zeros(2)}, "leaf 'a.b' and 'a/b' would both be called 'a.b'"),
         ({"a": jnp.ones(3, jnp.int4)}, "leaf 'a' has the dtype int4, .* cast it"),
         ({"a": 2**70}, "leaf 'a': expected at most 64 bits, found 71"),
         ({"a": "text"}, "'state' has no arrays to export"),

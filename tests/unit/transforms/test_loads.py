@@ -261,18 +261,14 @@ def test_unfit_values_are_refused_before_reading(saved: Path, operations: list[A
         ([{"op": "rename", "leaves": "a/*", "to": "b"}], "expected the wildcards of 'a/\\*' in 'b'"),
         (
             [{"op": "stack", "leaves": "a", "to": "b"}],
-            r"\(stack\): expected {} in leaves .* found 'a'; .* 'layers/{}/\*\*'$",
+            r"\(stack\): expected {} in leaves .* 'layers/{}/\*\*', found 'a'$",
         ),
         (
             [{"op": "cast", "leaves": "a", "dtype": "float33"}],
             r"\(cast\): dtype: .* found 'float33', did you mean \"float32\"",
         ),
-        ([{"op": "nest"}, {"op": "stack", "leaves": "a/*/b", "to": "b"}], r"2 of 2 \(stack\): .* 'a/{}/b'$"),
+        ([{"op": "nest"}, {"op": "stack", "leaves": "a/*/b", "to": "b"}], r"2 of 2 \(stack\): .* found 'a/\*/b'$"),
         ([{"op": "stack", "leaves": "a/{}", "to": "b/{}"}], "expected no {} in to"),
-        (
-            [{"op": "transpose", "leaves": "a", "axes": [0, 0]}],
-            r"\(transpose\): axes: expected each axis once, found \[0, 0\]",
-        ),
         ([{"op": "add", "leaf": "a/*", "shape": [1]}], "expected a path without wildcards"),
         ([{"op": "add", "leaf": "a", "shape": [1], "init": "uniform"}], "init: expected zeros, ones, normal, a number"),
         ([7], r"transforms: operation 1 of 1: expected an operation such as"),
