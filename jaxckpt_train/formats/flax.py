@@ -17,6 +17,7 @@ from jaxckpt_train.formats.foreign import (
     ForeignTree,
     PlainTree,
     Segments,
+    few,
     make_foreign_checkpoint,
 )
 from jaxckpt_train.pytree.leaves import StrLeaf, TreeRecord
@@ -33,7 +34,6 @@ _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # extension types
 _CHUNKED = "__msgpack_chunked_array__"
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 58
 _STEP = re.compile(r"(?:.*_)?([0-9]{1,18})", re.DOTALL)
-_MOST_NAMED = 5
 
 
 def open_flax(backend: Backend, path: str, *, is_checkpoint: bool) -> ForeignCheckpoint:
@@ -76,9 +76,8 @@ def _refuse_arrays_elsewhere(tree: PlainTree, path: str) -> None:
     texts = [leaf.value for leaf in tree.leaves.values() if isinstance(leaf, StrLeaf)]
     names = [repr(text.removeprefix(_ELSEWHERE)) for text in texts if text.startswith(_ELSEWHERE)]
     if names:
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         raise UnsupportedLeafError(
-            f"{path}: cannot read {', '.join(names[:_MOST_NAMED])}{more}: Flax has saved these arrays of several "
+            f"{path}: cannot read {few(names)}: Flax has saved these arrays of several "
             f"processes in {path}{ARRAYS_OF_A_JOB}; restore them with Flax in a job with the same number of processes, "
             "and save the state with jaxckpt_train"
         )

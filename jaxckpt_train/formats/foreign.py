@@ -28,6 +28,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, StorageError, Unsupport
 from jaxckpt_train.pytree.leaves import ArrayLeaf, EmptyLeaf, LeafRecord, TreeRecord, encode_tree, record_value
 from jaxckpt_train.pytree.paths import MAX_DEPTH, find_nested_leaves, join, key_text
 from jaxckpt_train.store.backends.base import Opener, Source
+from jaxckpt_train.store.backends.local_names import real_path
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, full_box, row_major_range
 from jaxckpt_train.store.committed import CommitRecord, Committed
 from jaxckpt_train.store.dtypes import DTYPES, dtype_name
@@ -52,6 +53,7 @@ from jaxckpt_train.store.timeouts import call_started_s
 EXIT_WAIT_S = 30.0  # the exit waits no longer than this for foreign calls, because storage may never answer
 INTERRUPTED_EXIT_WAIT_S = 2.0  # the same, after the user has interrupted the process
 CACHED_PIECES_BYTES = 256 << 20
+MOST_NAMED = 5  # things in a message
 MOST_DIGITS = 4000  # of an integer; Python refuses to parse more than 4300
 PYTREE, JSON = "pytree", "json"  # kinds of the library's own handlers
 NAME = "state"  # the checkpointable of formats that have only one
@@ -208,6 +210,18 @@ def check_shape(shape: Sequence[int], itemsize: int, subject: str) -> None:
 def array_record(leaf: str, shape: Sequence[int], dtype: str, chunks: tuple[ChunkRecord, ...]) -> ArrayRecord:
     """Return the record of an array. An array without elements has no chunks."""
     return ArrayRecord(leaf, tuple(shape), dtype, chunks if math.prod(shape) else ())
+
+
+def linked(path: str) -> tuple[str, str]:
+    """Return the directory and the name of a file, after following symbolic links."""
+    folder, _, name = real_path(path).rpartition("/")
+    return folder or "/", name
+
+
+def few(texts: Sequence[str], separator: str = ", ") -> str:
+    """Return the first texts for a message, and how many more there are."""
+    more = [f"and {len(texts) - MOST_NAMED} more"] if len(texts) > MOST_NAMED else []
+    return separator.join([*texts[:MOST_NAMED], *more])
 
 
 def grid_boxes(shape: Sequence[int], chunk_shape: Sequence[int]) -> list[Box]:

@@ -29,6 +29,7 @@ from jaxckpt_train.formats.foreign import (
     ForeignTree,
     ForeignValue,
     Segments,
+    few,
     foreign_call,
     make_foreign_checkpoint,
     mapping_key,
@@ -68,7 +69,6 @@ from jaxckpt_train.store.segment import ALIGNMENT
 
 JSON_ITEM, SECOND_JSON_ITEM, METRICS, JAX_KEY = "metadata", "data.json", "metrics", "jax_random_key"
 DONE = "commit_success.txt"
-MOST_NAMED = 5
 _KEY_WIDTHS = {2: "threefry2x32", 4: "rbg"}
 _NUMBERS = {"bool", "int64", "float64", "complex128"}  # dtypes of Python's numbers
 PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # the second one only in the very first versions
@@ -171,7 +171,7 @@ def _add_missing(
             there = "an empty folder" if name in folders else "no folder"
             problem = CorruptCheckpointError(
                 f"{path}: expected the files of {shown(last)}, which {STEP_METADATA} lists, found "
-                f"{', '.join(sorted(files)[:MOST_NAMED]) or there}; restore the folder from a copy, or load the other "
+                f"{few(sorted(files)) or there}; restore the folder from a copy, or load the other "
                 "items by name"
             )
             found.parts[name] = ForeignValue(kind or JSON, problem)

@@ -34,6 +34,8 @@ from jaxckpt_train.formats.foreign import (
     Segments,
     array_record,
     check_shape,
+    few,
+    linked,
     make_foreign_checkpoint,
 )
 from jaxckpt_train.pytree.leaves import (
@@ -50,7 +52,6 @@ from jaxckpt_train.pytree.leaves import (
 from jaxckpt_train.pytree.paths import ROOT, key_text, parse_key, split
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Entry, Opener, Source
-from jaxckpt_train.store.backends.local_names import real_path
 from jaxckpt_train.store.boxes import Box, cut_box, full_box
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.copy import LazyBox, ReadAhead
@@ -73,7 +74,6 @@ from jaxckpt_train.store.writer import SegmentsWrite, SegmentWriter
 
 SUFFIX = ".safetensors"
 MOST_FILES = 10_000  # in one model
-MOST_NAMED = 3
 # A variant such as fp16 may be in either name: `model.fp16-00001-of-00002.safetensors`,
 # `model-00001-of-00002.fp16.safetensors`; `model.safetensors.index.fp16.json`, `model.safetensors.fp16.index.json`,
 # `model.fp16.safetensors.index.json`.
@@ -159,14 +159,14 @@ def open_safetensors_folder(
     """
     if len(indexes) > 1:
         raise NotACheckpointError(
-            f"{folder}: expected one index, found {_first_names(indexes)}; pass the path of the index to load"
+            f"{folder}: expected one index, found {few(indexes)}; pass the path of the index to load"
         )
     if not indexes:
         series = _by_model(names)
         if len(series) > 1:
             firsts = [numbered[min(numbered)] for numbered in series.values()]
             raise NotACheckpointError(
-                f"{folder}: expected the files of one model, found {len(series)} models: {_first_names(firsts)}; pass "
+                f"{folder}: expected the files of one model, found {len(series)} models: {few(firsts)}; pass "
                 "the path of one file, or move the other models to folders of their own"
             )
         _refuse_missing(folder, names)
@@ -177,16 +177,11 @@ def open_safetensors_folder(
     others = sorted(set(names).difference(named))
     if others:
         raise NotACheckpointError(
-            f"{folder}: expected only the files that {indexes[0]} names, found also {_first_names(others)}; pass the "
+            f"{folder}: expected only the files that {indexes[0]} names, found also {few(others)}; pass the "
             "path of the index to ignore the other files, or the path of one of them"
         )
     _refuse_missing(folder, named)
     return found
-
-
-def _first_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _open_files(
@@ -270,8 +265,7 @@ def _missing(names: Sequence[str]) -> list[str]:
 def _refuse_missing(folder: str, names: Sequence[str]) -> None:
     missing = _missing(names)
     if missing:
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CorruptCheckpointError(f"{folder}/{missing[0]}: this file of a numbered series does not exist{more}")
+        raise CorruptCheckpointError(f"{folder}: expected all files of a numbered series, found no {few(missing)}")
 
 
 def _leaf_name(tensor: str) -> str:
@@ -361,8 +355,7 @@ def _check_tensor(name: str, entry: _Entry, path: str) -> None:
 
 
 def _read_index(backend: Backend, folder: str, index: str) -> dict[str, str]:
-    where, _, name = real_path(f"{folder}/{index}").rpartition("/")
-    data = read_whole(backend, where, name, MAX_INDEX_BYTES)
+    data = read_whole(backend, *linked(f"{folder}/{index}"), MAX_INDEX_BYTES)
     try:
         found = msgspec.json.decode(data, type=_Index).weight_map
     except NOT_JSON as error:
@@ -380,9 +373,7 @@ def _read_index(backend: Backend, folder: str, index: str) -> dict[str, str]:
 
 
 def _open(backend: Backend, path: str, direct: Any) -> Source:
-    """Open a file, and follow a symbolic link to its target."""
-    folder, _, name = real_path(path).rpartition("/")
-    return backend.open(folder or "/", name, direct=direct)
+    return backend.open(*linked(path), direct=direct)
 
 
 def safetensors_names(entries: Sequence[Entry]) -> tuple[list[str], list[str]]:

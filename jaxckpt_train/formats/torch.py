@@ -32,7 +32,9 @@ from jaxckpt_train.formats.foreign import (
     PlainTree,
     Segments,
     array_record,
+    few,
     foreign_call,
+    linked,
     make_foreign_checkpoint,
     mapping_key,
 )
@@ -42,7 +44,6 @@ from jaxckpt_train.formats.torch_pickle import DTYPE, Record, is_record, numbers
 from jaxckpt_train.pytree.leaves import ArrayLeaf, TreeRecord
 from jaxckpt_train.pytree.paths import MAX_DEPTH, ROOT, join, key_text
 from jaxckpt_train.store.backends.base import Backend, Entry
-from jaxckpt_train.store.backends.local_names import real_path
 from jaxckpt_train.store.boxes import Box, box_elements, check_tiling
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import read_whole
@@ -59,7 +60,6 @@ KNOWN_DTYPES = frozenset(
 OLDEST = (2, 8)  # `weights_only=True` can be made to run code in versions before 2.6
 KIND = "PyTorch"
 MAX_METADATA_BYTES = 512 << 20
-MAX_LISTED = 5
 DECODING = 1  # PyTorch decodes a piece before it is copied to its place
 _log = logging.getLogger("jaxckpt_train")
 
@@ -84,7 +84,7 @@ def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fo
             f"{directory}: expected a finished distributed checkpoint of PyTorch, found its files without {METADATA}, "
             "which is written last"
         )
-    data = read_whole(backend, *_folder_and_name(f"{directory}/{METADATA}"), MAX_METADATA_BYTES)
+    data = read_whole(backend, *linked(f"{directory}/{METADATA}"), MAX_METADATA_BYTES)
     metadata = decode_torch_metadata(data.tobytes(), f"{directory}/{METADATA}")
     _check_files(backend, directory, metadata)
     items = TorchItems(directory)
@@ -104,12 +104,6 @@ def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fo
     return make_foreign_checkpoint(KIND, directory, parts, segments, decoding=DECODING)
 
 
-def _folder_and_name(path: str) -> tuple[str, str]:
-    """Return the directory and the name of a file, after following a symbolic link."""
-    folder, _, name = real_path(path).rpartition("/")
-    return folder or "/", name
-
-
 def _check_files(backend: Backend, directory: str, metadata: TorchMetadata) -> None:
     """Check that each file exists, and contains everything that the metadata assigns to it."""
     ends: dict[str, int] = {}
@@ -118,7 +112,7 @@ def _check_files(backend: Backend, directory: str, metadata: TorchMetadata) -> N
         ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
     for file, end in ends.items():
         try:
-            source = backend.open(*_folder_and_name(f"{directory}/{file}"), direct=False)
+            source = backend.open(*linked(f"{directory}/{file}"), direct=False)
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
@@ -181,9 +175,8 @@ def _read_objects(
             found.containers |= inner.containers
             found.arrays |= inner.arrays
     if left_out:
-        shown_ones = "; ".join(f"{path} ({why})" for path, why in list(left_out.items())[:MAX_LISTED])
-        more = f", and {len(left_out) - MAX_LISTED} more" if len(left_out) > MAX_LISTED else ""
-        _log.warning("%s: left out objects that are not plain data: %s%s", directory, shown_ones, more)
+        reasons = few([f"{path} ({why})" for path, why in left_out.items()], "; ")
+        _log.warning("%s: left out objects that are not plain data: %s", directory, reasons)
     return found, left_out
 
 
