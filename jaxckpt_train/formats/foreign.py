@@ -288,7 +288,7 @@ class _DecodedSource:
         if stop > self.size:
             raise CorruptCheckpointError(f"{self._subject}: ends at byte {self.size}, expected {stop}")
         first = max(0, bisect.bisect_right(self._starts, offset) - 1)
-        for chunk in itertools.islice(self._chunks, first, bisect.bisect_left(self._starts, stop)):
+        for chunk in self._chunks[first : bisect.bisect_left(self._starts, stop)]:
             low, high = max(offset, chunk.offset), min(stop, chunk.offset + chunk.length)
             if low < high:
                 self._read_part(chunk, low - chunk.offset, data[low - offset : high - offset])
