@@ -158,10 +158,7 @@ class PendingSave(Generic[T]):
         return self.committed.result()
 
     def outcome(
-        self,
-        timeout_s: float | None = None,
-        patience_s: float | None = None,
-        until: Callable[[], bool] | None = None,
+        self, timeout_s: float | None = None, patience_s: float | None = None, until: Callable[[], bool] | None = None
     ) -> BaseException | None:
         """Wait, and return the error if the save failed; the error then counts as seen.
 
@@ -193,11 +190,7 @@ class PendingSave(Generic[T]):
         return os.getpid() != self._process
 
     def wait_for(
-        self,
-        latch: Latch,
-        timeout_s: float | None,
-        patience_s: float | None,
-        until: Callable[[], bool] | None = None,
+        self, latch: Latch, timeout_s: float | None, patience_s: float | None, until: Callable[[], bool] | None = None
     ) -> str | None:
         """Wait for a latch of this save with the limits of `outcome`; return why it was not opened, or None."""
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s

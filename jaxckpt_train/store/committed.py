@@ -249,10 +249,7 @@ def open_with_timeout(backend: Backend, directory: str, progress: Callable[[int]
 
 
 def use_committed(
-    backend: Backend,
-    directory: str,
-    use: Callable[[Committed], T],
-    progress: Callable[[int], object] | None = None,
+    backend: Backend, directory: str, use: Callable[[Committed], T], progress: Callable[[int], object] | None = None
 ) -> T:
     """Open a checkpoint and call `use` with it; do so again whenever another checkpoint replaces it meanwhile.
 

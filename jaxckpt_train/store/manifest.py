@@ -97,8 +97,8 @@ class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     detail: msgspec.Raw
 
 
-class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fields of a manifest that decide how data is read."""
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything in a checkpoint. `info` is free-form JSON about the run; it never decides how data is read."""
 
     format: str
     format_version: int
@@ -106,11 +106,6 @@ class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_bytes: int
     segments: tuple[SegmentRecord, ...]
     parts: tuple[PartRecord, ...]
-
-
-class Manifest(_Content, frozen=True, forbid_unknown_fields=True):
-    """Everything in a checkpoint. `info` is free-form JSON about the run; it never decides how data is read."""
-
     info: dict[str, Any]
 
     def part(self, name: str) -> PartRecord | None:

@@ -6,7 +6,7 @@ is refused at its first bad element.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -311,7 +311,8 @@ class _Decoding:
             known = dtype_named(array.dtype, f"{part}: array {shown(array.name)}")
         total = array_bytes(shape, known.itemsize)
         if total is None:
-            raise _impossible_shape(array, part)
+            dimensions = tuple(shape[: MAX_DIMENSIONS + 1])
+            raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: impossible shape {shown(dimensions)}")
         if total == 0:
             if array.chunks:
                 raise CorruptCheckpointError(
@@ -347,8 +348,3 @@ class _Decoding:
         if len(chunk.digests) != self._digits(chunk.length):
             return f"box {chunk.box} has {len(chunk.digests)} digest digits, expected {self._digits(chunk.length)}"
         return None
-
-
-def _impossible_shape(array: ArrayRecord, part: str) -> CorruptCheckpointError:
-    shape: Sequence[int] = array.shape[: MAX_DIMENSIONS + 1]
-    return CorruptCheckpointError(f"{part}: array {shown(array.name)}: impossible shape {shown(tuple(shape))}")

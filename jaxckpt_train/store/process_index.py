@@ -17,7 +17,6 @@ from jaxckpt_train.errors import CheckpointError, UnsupportedLeafError
 from jaxckpt_train.store.boxes import Box, check_corners
 from jaxckpt_train.store.manifest import (
     MAX_MANIFEST_BYTES,
-    ArrayRecord,
     ChunkRecord,
     FileRecord,
     PartRecord,
@@ -65,11 +64,6 @@ def to_columns(arrays: Sequence[int], chunks: Sequence[Sequence[ChunkRecord]]) -
         _packed(np.cumsum(np.array([len(each) // 2 for each in digests], np.int64))),
         bytes.fromhex("".join(digests)),
     )
-
-
-def count_of(columns: ChunkColumns) -> int:
-    """The number of chunks."""
-    return (len(columns.arrays) - 1) // columns.arrays[0]
 
 
 class ArrayChunks(NamedTuple):
@@ -231,7 +225,7 @@ def merge_indexes(
 def _refuse_too_many(indexes: Sequence[IndexSummary]) -> None:
     """Check the limit before merging takes memory, because a training may run in the same process."""
     summaries = [part.chunks for index in indexes for part in index.parts]
-    chunks = sum(map(count_of, summaries))
+    chunks = sum((len(each.arrays) - 1) // each.arrays[0] for each in summaries)
     least_bytes = chunks * _MIN_CHUNK_BYTES + sum(2 * len(each.digests) for each in summaries)
     if least_bytes > MAX_MANIFEST_BYTES:
         raise UnsupportedLeafError(
@@ -245,27 +239,14 @@ def _merge_part(part: PartRecord, summaries: Sequence[PartSummary], firsts: Sequ
         chunks = MergedChunks([each.chunks for each in summaries], firsts, [len(array.shape) for array in part.arrays])
     except ValueError as error:
         raise CheckpointError(f"{part.name}: the processes reported different arrays: {error}") from error
-    known = _KnownTilings()
+    known: dict[object, list[Box]] = {}  # most arrays are cut as another one, and need not be checked again
     arrays = []
     for number, array in enumerate(part.arrays):
         found = chunks.of(number, len(array.shape))
-        boxes = known.boxes(found.corners, array, part.name)
-        arrays.append(msgspec.structs.replace(array, chunks=found.records(boxes)))
+        cuts = array.shape, len(found.corners), found.corners.tobytes()
+        if cuts not in known:
+            check_corners(found.corners, array.shape, f"{part.name}: array {array.name!r}")
+            known[cuts] = to_boxes(found.corners)
+        arrays.append(msgspec.structs.replace(array, chunks=found.records(known[cuts])))
     files = part.files + tuple(file for each in summaries for file in each.files)
     return msgspec.structs.replace(part, arrays=tuple(arrays), files=files)
-
-
-class _KnownTilings:
-    """A cache of boxes: most arrays are cut as another one, and need not be checked and converted again."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[tuple[int, ...], int, bytes], list[Box]] = {}
-
-    def boxes(self, corners: np.ndarray, array: ArrayRecord, part: str) -> list[Box]:
-        """The boxes with these corners, after checking that they tile the array."""
-        key = (array.shape, len(corners), corners.tobytes())
-        found = self._known.get(key)
-        if found is None:
-            check_corners(corners, array.shape, f"{part}: array {array.name!r}")
-            found = self._known[key] = to_boxes(corners)
-        return found

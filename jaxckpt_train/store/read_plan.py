@@ -161,8 +161,8 @@ def plan_reads(
             if uses:
                 reads.extend(_chunk_reads(manifest, chunk, uses, band_bytes, want.passing))
     reads.sort(key=lambda read: (read.chunk.segment, read.start))
-    most = _Most(min(COALESCE_BYTES, band_bytes), min(parts_bytes(manifest.block_bytes), band_bytes))
-    return list(_coalesce(reads, wanted, most, GAP_BYTES if gap_bytes is None else gap_bytes))
+    most, most_copied = min(COALESCE_BYTES, band_bytes), min(parts_bytes(manifest.block_bytes), band_bytes)
+    return list(_coalesce(reads, wanted, most, most_copied, GAP_BYTES if gap_bytes is None else gap_bytes))
 
 
 def _uses(number: int, want: Wanted, chunk: ChunkRecord) -> Iterator[Use]:
@@ -242,14 +242,10 @@ def _chunk_read(manifest: Manifest, chunk: ChunkRecord, item: int, uses: Sequenc
     )
 
 
-class _Most(NamedTuple):
-    """The largest size of a run, and of a run that is only copied."""
-
-    of_any: int
-    of_parts: int
-
-
-def _coalesce(reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most: _Most, gap_bytes: int) -> Iterator[Run]:
+def _coalesce(
+    reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most: int, most_copied: int, gap_bytes: int
+) -> Iterator[Run]:
+    """Join reads into runs of at most `most` bytes, or `most_copied` bytes if all of it is copied elsewhere."""
     group: list[ChunkRead] = []
     passing, are_parts = False, True
     stays: bool | None = None  # whether the large reads of the group can be returned as views
@@ -263,7 +259,7 @@ def _coalesce(reads: Sequence[ChunkRead], wanted: Sequence[Wanted], most: _Most,
             joined = read.stop - group[0].start
             near = 0 <= read.start - last.stop <= gap_bytes
             alike = read.chunk.segment == last.chunk.segment and passes == passing and stays in (None, read_stays)
-            is_too_much = joined > (most.of_parts if are_parts and is_parts else most.of_any)
+            is_too_much = joined > (most_copied if are_parts and is_parts else most)
             if not alike or is_too_much or not near:
                 yield _run(group, passing)
                 group, stays, are_parts = [], None, True

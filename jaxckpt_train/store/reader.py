@@ -89,7 +89,7 @@ def iter_boxes(
         reading.prepare(runs)
         call_with_timeout(f"{committed.directory}: segments", sources.open, progress)
         each = run_reads(
-            committed.directory, settings, reading.read_and_release, runs, give_up=reading.give_up, moved=reading.moved
+            committed.directory, settings, reading.read_and_release, runs, give_up=budget.lift, moved=reading.moved
         )
         with contextlib.closing(each) as results:
             for completed in results:
@@ -337,10 +337,6 @@ class Reading:
             while completed:
                 yield completed.pop()
 
-    def give_up(self) -> None:
-        """Let the reading threads end although their results are not consumed."""
-        self._budget.lift()
-
     def prepare(self, runs: Sequence[Run]) -> None:
         """Reserve one area of memory for all large results that stay in host memory."""
         kept = [run for run in runs if not run.passing]
@@ -462,8 +458,13 @@ class Sources:
 
     def read_into(self, segment: int, offset: int, data: np.ndarray, needed: int) -> None:
         """As `Source.read_into`."""
-        with self._using(segment) as source:
+        source = self._acquire(segment)
+        try:
             source.read_into(offset, data, needed)
+        finally:
+            with self._lock:
+                self._in_use[segment] -= 1
+            self._close_unused(segment)
 
     def done(self, segment: int) -> None:
         """Report the end of a read; a segment is closed after its last one."""
@@ -483,16 +484,6 @@ class Sources:
             unused = self._open.pop(number, None) if is_over and not self._in_use[number] else None
         if unused is not None:
             unused.close()
-
-    @contextlib.contextmanager
-    def _using(self, number: int) -> Iterator[Source]:
-        source = self._acquire(number)
-        try:
-            yield source
-        finally:
-            with self._lock:
-                self._in_use[number] -= 1
-            self._close_unused(number)
 
     def _acquire(self, number: int) -> Source:
         """The open segment, opened now if necessary."""
@@ -530,12 +521,7 @@ class Sources:
     def _open_segment(self, number: int) -> Source:
         record = self._committed.manifest.segments[number]
         return open_recorded(
-            self._files,
-            self._committed.directory,
-            record.file,
-            record.bytes,
-            direct=self._direct,
-            subject="segment",
+            self._files, self._committed.directory, record.file, record.bytes, direct=self._direct, subject="segment"
         )
 
 

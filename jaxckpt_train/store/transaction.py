@@ -165,11 +165,7 @@ class Transaction(Attempt):
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        final: str,
-        settings: StoreSettings,
-        before_publishing: Callable[[], None] | None = None,
+        self, backend: Backend, final: str, settings: StoreSettings, before_publishing: Callable[[], None] | None = None
     ) -> None:
         self._before_publishing = before_publishing
         self.final, self._parent = final, os.path.dirname(final)
