@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +48,6 @@ from jaxckpt_train.store.writer import write_arrays
 LEAST_BYTES = 1 << 20  # smaller boxes are not read ahead but in groups, when the first of a group is fetched
 TOGETHER_BYTES, TOGETHER = 4 << 20, 1024  # the size of such a group, and its number of boxes
 AT_ONCE = 2
-T = TypeVar("T")
 CHUNK_BYTES = 256 << 20
 """A larger array is copied in chunks of at most this size, one in memory at a time."""
 MAX_CHUNKS = 1 << 20
@@ -286,7 +285,7 @@ class ReadAhead:
 
     def __init__(self, budget_bytes: int, subject: str, at_once: int = AT_ONCE, decoding: int = 0) -> None:
         self._subject, self._at_once, self._decoding = subject, at_once, decoding
-        self._waiting, self._begun, self._small = deque[BoxAhead](), list[BoxAhead](), deque[BoxAhead]()
+        self._waiting, self._begun, self._small = deque[BoxAhead](), list[_ReadGroup](), deque[BoxAhead]()
         self._wanted, self._is_abandoned = list[BackgroundCall[Any]](), False
         self._lock = threading.Lock()
         self._memory = _ReusedMemory(budget_bytes)
@@ -298,7 +297,7 @@ class ReadAhead:
         with self._lock:
             self._waiting.clear()
             self._small.clear()
-            left = self._wanted + [each.call for each in self._begun if each.call is not None]
+            left = self._wanted + [each.call for each in self._begun]
             self._begun, self._wanted = [], []
         for call in left:
             abandon_call(call)
@@ -323,80 +322,64 @@ class ReadAhead:
 
         Raises CheckpointTimeoutError: the storage does not respond, or `give_up` was called.
         """
-        if box.nbytes < LEAST_BYTES:
-            group, place = self._read_group_of(box)
-            self._wait_for(group.call)
-            return group.take(place)
         with self._lock:
-            call = box.call
-            if call is None:
-                call = self._start_now(_background_read(self._read(box.box)))
-                self._waiting.remove(box)
+            if box.group is None:
+                self._start_now(box)
             self._begin_more()
-        self._wait_for(call)
-        with self._lock:
-            if box.call is not None:
-                self._begun.remove(box)
-            self._begin_more()
-        return call.take()
-
-    def _start_now(self, call: BackgroundCall[T]) -> BackgroundCall[T]:
-        """Start a call whose result is needed now; the lock is held."""
-        self._wanted = [each for each in self._wanted if not each.is_done.is_open()]
-        self._wanted.append(call)
-        return start_call(call)
-
-    def _wait_for(self, call: BackgroundCall[Any]) -> None:
+            assert box.group is not None
+            group, place = box.group
         stall = StallDetector(self._subject)
-        while not call.is_done.wait(POLL_S):
+        while not group.call.is_done.wait(POLL_S):
             if self._is_abandoned:
                 raise CheckpointTimeoutError(f"{self._subject}: a read was abandoned before it ended")
             stall.waited(POLL_S, 0)
-
-    def _read_group_of(self, box: BoxAhead) -> tuple[_ReadGroup, int]:
-        """The group that a small box is read with, which is formed of the boxes that follow it, and its index there."""
         with self._lock:
-            if box.group is None:
-                at = self._small.index(box)  # 0 if they are fetched in order
-                most = min(TOGETHER, len(self._small) - at)
-                self._small.rotate(-at)
-                some, nbytes = list[BoxAhead](), 0
-                while len(some) < most and nbytes < TOGETHER_BYTES:
-                    some.append(self._small.popleft())
-                    nbytes += some[-1].nbytes
-                self._small.rotate(at)
-                group = _ReadGroup([each.box for each in some])
-                self._start_now(group.call)
-                for place, each in enumerate(some):
-                    each.group = group, place
+            if group in self._begun:
+                self._begun.remove(group)
             self._begin_more()
-            assert box.group is not None
-            return box.group
+        return group.take(place)
+
+    def _start_now(self, box: BoxAhead) -> None:
+        """Read a box now; a small one with those that follow it. The lock is held."""
+        if box.nbytes >= LEAST_BYTES:
+            self._waiting.remove(box)
+            group = self._group_of_one(box)
+        else:
+            at = self._small.index(box)  # 0 if they are fetched in order
+            most = min(TOGETHER, len(self._small) - at)
+            self._small.rotate(-at)
+            some, nbytes = list[BoxAhead](), 0
+            while len(some) < most and nbytes < TOGETHER_BYTES:
+                some.append(self._small.popleft())
+                nbytes += some[-1].nbytes
+            self._small.rotate(at)
+            first, *others = [each.box for each in some]
+            group = _ReadGroup(some, lambda: first.read_with(others))
+        self._wanted = [each for each in self._wanted if not each.is_done.is_open()]
+        self._wanted.append(start_call(group.call))
 
     def _begin_more(self) -> None:
         """Start as many reads as there is room for; the lock is held."""
         while self._waiting and len(self._begun) < self._at_once:
             if not self._memory.has_room(self._waiting[0].nbytes * (1 + self._decoding)):
                 return
-            box = self._waiting.popleft()
-            box.call = _background_read(self._read(box.box))
-            self._begun.append(box)
-            start_call(box.call)
+            group = self._group_of_one(self._waiting.popleft())
+            self._begun.append(group)
+            start_call(group.call)
 
-    def _read(self, box: LazyBox) -> Callable[[], np.ndarray]:
-        """Reserve memory for a box now, and return a function that reads it."""
+    def _group_of_one(self, box: BoxAhead) -> _ReadGroup:
+        """Reserve memory for a large box now; the lock is held."""
         extra = box.nbytes * self._decoding
-        self._memory.add_extra(extra)
-        memory = self._memory.take(box.nbytes)
+        memory = self._memory.take(box.nbytes, extra)
 
-        def read() -> np.ndarray:
+        def read() -> Sequence[np.ndarray]:
             try:
-                box.read_into(memory)
+                box.box.read_into(memory)
             finally:
-                self._memory.remove_extra(extra)
-            return memory.view(box.dtype).reshape(box.shape)
+                self._memory.extra_returned.append(extra)
+            return [memory.view(box.dtype).reshape(box.shape)]
 
-        return read
+        return _ReadGroup([box], read)
 
 
 class BoxAhead:
@@ -405,7 +388,6 @@ class BoxAhead:
     def __init__(self, ahead: ReadAhead, box: LazyBox) -> None:
         self._ahead, self.box = ahead, box
         self.shape, self.dtype, self.size, self.nbytes = box.shape, box.dtype, box.size, box.nbytes
-        self.call: BackgroundCall[np.ndarray] | None = None
         self.group: tuple[_ReadGroup, int] | None = None
 
     def fetch(self) -> np.ndarray:
@@ -413,19 +395,16 @@ class BoxAhead:
         return self._ahead.fetch(self)
 
 
-def _background_read(read: Callable[[], np.ndarray]) -> BackgroundCall[np.ndarray]:
-    return BackgroundCall(lambda _: read())
-
-
 class _ReadGroup:
-    """Small boxes that are read together when the first of them is fetched."""
+    """Boxes that one call reads: a large one, or several small ones."""
 
-    def __init__(self, boxes: Sequence[LazyBox]) -> None:
-        first, *others = boxes
-        self.call = BackgroundCall[Sequence[np.ndarray]](lambda _: first.read_with(others))
+    def __init__(self, boxes: Sequence[BoxAhead], read: Callable[[], Sequence[np.ndarray]]) -> None:
+        self.call = BackgroundCall[Sequence[np.ndarray]](lambda _: read())
         self._lock = threading.Lock()
         self._found: list[np.ndarray | None] = []
         self._error: BaseException | None = None
+        for place, box in enumerate(boxes):
+            box.group = self, place
 
     def take(self, place: int) -> np.ndarray:
         """One of the boxes, once the call is done; the group keeps no reference to it."""
@@ -449,24 +428,20 @@ class _ReusedMemory:
     def __init__(self, budget_bytes: int) -> None:
         self._budget, self._lent, self._extra = budget_bytes, 0, 0  # extra: what decoding uses
         self._returned, self._free = deque[mmap.mmap](), list[mmap.mmap]()
-        self._extra_returned = deque[int]()  # other threads append here
+        self.extra_returned = deque[int]()  # other threads append what they used for decoding
 
     def has_room(self, size: int) -> bool:
         """Whether `size` more bytes are within the budget, or no memory is lent."""
         self._take_back()
         return self._lent == 0 or self._lent + self._extra + size <= self._budget
 
-    def add_extra(self, size: int) -> None:
-        """Count memory that decoding is about to use."""
-        self._extra += size
+    def take(self, size: int, extra: int) -> np.ndarray:
+        """A flat uint8 array at a page boundary, with arbitrary content; reused once nothing refers to it.
 
-    def remove_extra(self, size: int) -> None:
-        """Stop counting memory that decoding has used."""
-        self._extra_returned.append(size)
-
-    def take(self, size: int) -> np.ndarray:
-        """A flat uint8 array at a page boundary, with arbitrary content; reused once nothing refers to it."""
+        `extra` is the memory that decoding will use meanwhile.
+        """
         self._take_back()
+        self._extra += extra
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
         fitting = [area for area in self._free if rounded <= len(area) <= 2 * rounded]
         if fitting:
@@ -481,8 +456,8 @@ class _ReusedMemory:
         return array
 
     def _take_back(self) -> None:
-        while self._extra_returned:
-            self._extra -= self._extra_returned.popleft()
+        while self.extra_returned:
+            self._extra -= self.extra_returned.popleft()
         while self._returned:
             area = self._returned.popleft()
             self._lent -= len(area)

@@ -196,18 +196,21 @@ class _FileCheck:
             yield str(error)
             return
         with contextlib.closing(source):
-            memory = aligned_buffer(-(-record.header_bytes // ALIGNMENT) * ALIGNMENT)
-            try:
-                head = self._read(source, 0, record.header_bytes, memory)
-            except CorruptCheckpointError as error:
-                yield f"{path}: its header: {error}"
-            else:
-                if self._digest(head) != record.header_digest:
-                    yield f"{path}: its header is not what was saved ({self._manifest.digest} differs)"
-                elif not is_head_of(head, _tensors(chunks, record.header_bytes)):
-                    yield f"{path}: its header does not match the tensors in the manifest"
+            yield from self._head_problems(source, path, record, chunks)
             for array, chunk in chunks:
                 yield from self._block_problems(source, path, array.name, chunk.offset, chunk.length, chunk.digests)
+
+    def _head_problems(self, source: Source, path: str, record: SegmentRecord, chunks: _Chunks) -> Iterator[str]:
+        memory = aligned_buffer(-(-record.header_bytes // ALIGNMENT) * ALIGNMENT)
+        try:
+            head = self._read(source, 0, record.header_bytes, memory)
+        except CorruptCheckpointError as error:
+            yield f"{path}: its header: {error}"
+            return
+        if self._digest(head) != record.header_digest:
+            yield f"{path}: its header is not what was saved ({self._manifest.digest} differs)"
+        elif not is_head_of(head, _tensors(chunks, record.header_bytes)):
+            yield f"{path}: its header does not match the tensors in the manifest"
 
     def _block_problems(
         self, source: Source, path: str, subject: str, start: int, length: int, digests: str

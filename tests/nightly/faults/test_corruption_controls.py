@@ -58,7 +58,7 @@ def test_digest_with_false_alarms_is_detected(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_verification_without_headers_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_head_problems", lambda *_: iter(()))
+    monkeypatch.setattr(verify._FileCheck, "_head_problems", lambda *_: iter(()))
     assert "verify finds nothing" in problems_of(corruption.campaign, 100)
 
 
