@@ -54,11 +54,7 @@ def options_for(source: Opened, options: LoadOptions) -> LoadOptions:
 
 
 def main_part(source: Opened) -> str:
-    """Return the name of the checkpointable `state`, or of the only one.
-
-    Raises:
-        MismatchError: there are several, and none is `state`.
-    """
+    """Return the name of the checkpointable `state`, or of the only one; raise MismatchError if there is neither."""
     names = [part.name for part in source.committed.manifest.parts]
     if DEFAULT_NAME in names:
         return DEFAULT_NAME
@@ -87,16 +83,9 @@ def use_source(
 ) -> T:
     """Open the checkpoint at a path and call `use` with it; repeat this if another checkpoint replaces it meanwhile.
 
-    Args:
-        backend: the storage.
-        path: the path of a checkpoint of this package, or of Orbax, PyTorch, safetensors or Flax.
-        use: called with the opened checkpoint.
-        settings: how it is read.
-        progress: called with 0 during waits. An error that it raises ends them.
-
-    Raises:
-        NotACheckpointError: there is no checkpoint of a known format.
-        As `open_committed` and `open_found`, and what `use` raises.
+    It may be of this package, or of Orbax, PyTorch, safetensors or Flax. `progress` is called with 0 during waits; an
+    error that it raises ends them. Raises NotACheckpointError if there is no checkpoint of a known format, otherwise as
+    `open_committed` and `open_found`, and what `use` raises.
     """
     if call_with_timeout(path, lambda _: is_file(path), progress):
         return use(open_found(backend, find_file(backend, path), settings))
@@ -116,12 +105,7 @@ def use_source(
 
 
 def absolute(path: PathLike) -> str:
-    """Return the absolute path, with `~` expanded.
-
-    Raises:
-        SettingsError: `path` is not a path, is relative to an unknown user's home, or is relative to a working
-            directory that was removed.
-    """
+    """Return the absolute path, with `~` expanded; raise SettingsError if `path` is not one."""
     return absolute_path("path", path)
 
 

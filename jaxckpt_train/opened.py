@@ -69,9 +69,8 @@ class Opened:
     def part(self, name: str | None) -> PartRecord:
         """Return a checkpointable by name; None stands for `state`, or for the only tree.
 
-        Raises:
-            MismatchError: there is no such checkpointable.
-            CorruptCheckpointError: it is a damaged tree of another tool.
+        Raises MismatchError: there is no such checkpointable; CorruptCheckpointError: it is a damaged tree of another
+        tool.
         """
         trees = self.trees
         state = self.committed.manifest.part(DEFAULT_NAME)
@@ -98,16 +97,9 @@ class Opened:
 def open_found(backend: Backend, found: ForeignCheckpoint | FlaxFile, settings: StoreSettings) -> Opened:
     """Open a checkpoint of another tool.
 
-    Args:
-        backend: the storage.
-        found: what was found at the path.
-        settings: how the checkpoint will be read.
-
-    Raises:
-        NotACheckpointError: the file has no known format.
-        CorruptCheckpointError: it is damaged. If it is Flax's newest checkpoint, no older one is used instead.
-        UnsupportedLeafError: it has leaves that this package cannot read.
-        StorageError: it cannot be read, or does not fit into memory.
+    Raises NotACheckpointError: the file has no known format; CorruptCheckpointError: it is damaged. If it is Flax's
+    newest checkpoint, no older one is used instead; UnsupportedLeafError: it has leaves that this package cannot read;
+    StorageError: it cannot be read, or does not fit into memory.
     """
     if isinstance(found, FlaxFile):
         found = _open_flax(backend, found)

@@ -1,10 +1,8 @@
 """Facts about processes and this machine: identity, whether another process is alive, memory, Slurm, Kubernetes.
 
-Also here: how a process gets a malloc that uses huge pages. A library that decodes large chunks allocates fresh memory
-for each one and returns it to the kernel. With pages of 4 KiB the first touch takes longer than the decoding; with huge
-pages it takes about a hundredth of that. GNU's libc (since 2.35) uses them only if `glibc.malloc.hugetlb` is set in the
-environment before the process starts. It also keeps freed blocks of up to 32 MiB in each thread, unless
-`glibc.malloc.mmap_threshold` limits their size.
+Also here: how a process gets a malloc that uses huge pages (ADR 23). GNU's libc (since 2.35) uses them only if
+`glibc.malloc.hugetlb` is set in the environment before the process starts. It also keeps freed blocks of up to 32 MiB
+in each thread, unless `glibc.malloc.mmap_threshold` limits their size.
 """
 
 from __future__ import annotations

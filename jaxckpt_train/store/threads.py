@@ -25,7 +25,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jaxckpt_train.errors import CheckpointTimeoutError
 
@@ -46,7 +46,8 @@ R = TypeVar("R")
 class PerProcess(Generic[K, V]):
     """Values that are created at the first request for their key, and again in a forked child.
 
-    The child has no thread of its parent, so a lock or buffer that such a thread held stays taken for ever there.
+    The child has no thread of its parent, so a lock or buffer that such a thread held stays taken for ever there
+    (tests/integration/store/test_fork_while_loading.py).
     """
 
     def __init__(self, make: Callable[[K], V]) -> None:
@@ -67,17 +68,11 @@ class PerProcess(Generic[K, V]):
             return self._values[key]
 
 
-class Guarded(Protocol):
-    """An object with a reentrant lock."""
-
-    _guard: Any
+_guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-_guarded: weakref.WeakSet[Guarded] = weakref.WeakSet()
-
-
-def free_in_child(guarded: Guarded) -> None:
-    """Replace the object's lock in a forked child, where the thread that held it does not exist."""
+def free_in_child(guarded: object) -> None:
+    """Replace the object's lock `_guard` in a forked child, where the thread that held it does not exist."""
     _guarded.add(guarded)
 
 

@@ -111,35 +111,32 @@ class Attempt:
         that a load would refuse; CorruptCheckpointError: an entry is neither a regular file nor a directory.
         """
         records: list[FileRecord] = []
-        for entry in self._entries(name):
-            path = f"{name}/{entry.name}"
-            if not is_plain_name(entry.name):
+        for path, entry in self._track(name):
+            if not all(map(is_plain_name, path.split("/"))):
                 raise UnsupportedLeafError(
                     f"file {path!r} has a name that cannot be stored: expected {plain_name_rule()}"
                 )
-            if entry.kind == "directory":
-                self._folders.append(f"{self.directory}/{path}")
-                records.extend(self.adopt_folder(path, progress))
-            elif entry.kind == "file":
-                self._files.append(f"{self.directory}/{path}")
-                records.append(file_record(self._backend, self.directory, path, self._settings.digest, progress))
-            else:
+            if entry.kind != "file":
                 raise CorruptCheckpointError(f"{self.directory}/{path}: expected a file, found a link or device")
+            records.append(file_record(self._backend, self.directory, path, self._settings.digest, progress))
         return tuple(records)
 
     def track_folder(self, name: str) -> None:
         """Have the commit sync the files that other code wrote into a folder of the attempt, without reading them."""
-        for entry in self._entries(name):
-            path = f"{self.directory}/{name}/{entry.name}"
-            if entry.kind == "directory":
-                self._folders.append(path)
-                self.track_folder(f"{name}/{entry.name}")
-            else:
-                self._files.append(path)
+        list(self._track(name))
 
-    def _entries(self, name: str) -> list[Entry]:
-        entries = self._backend.list(f"{self.directory}/{name}")
-        return [entry for entry in entries if not is_removed_in_use(entry.name)]
+    def _track(self, name: str) -> Iterator[tuple[str, Entry]]:
+        """Yield the files below a folder with their paths in the attempt, and have the commit sync them."""
+        for entry in self._backend.list(f"{self.directory}/{name}"):
+            path = f"{name}/{entry.name}"
+            if is_removed_in_use(entry.name):
+                continue
+            if entry.kind == "directory":
+                self._folders.append(f"{self.directory}/{path}")
+                yield from self._track(path)
+            else:
+                self._files.append(f"{self.directory}/{path}")
+                yield path, entry
 
     def sync(self) -> None:
         """Sync everything that is not synced yet, several files at a time: a journal writes them together."""
