@@ -1,8 +1,4 @@
-"""StepManager: a directory with a sequence of checkpoints, saved in the background and restored with fallback.
-
-`SaveScheduler` asks the save policy and measures the loop. `StepManager` combines it with the run's directory, the
-processes of the job, and the running save.
-"""
+"""StepManager: a directory with a sequence of checkpoints, saved in the background and restored with fallback."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from jaxckpt_train._validation import flag, time_limit
 from jaxckpt_train.checkpoint import PathLike, absolute, load_checkpointables
@@ -51,21 +47,13 @@ from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.threads import free_in_child
 
-NO_POLICY = Decision(True, "no save policy: every call saves")
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 _managers: weakref.WeakSet[StepManager] = weakref.WeakSet()
 
 
 class SaveScheduler:
-    """Decides which steps of a run to save.
-
-    Args:
-        policy: the save policy. None: save every step.
-        run: the run's directory.
-        save_slot: the running save.
-        job_sync: the processes of the job.
-        clock: returns the time, with a time zone.
+    """Decides which steps of a run to save, and measures the loop. Without a policy, every step is saved.
 
     Attributes:
         clock: measures the loop.
@@ -88,7 +76,7 @@ class SaveScheduler:
         """Return whether to save a step, and why; see `StepManager.decide`."""
         policy = self._policy
         if policy is None:
-            return NO_POLICY
+            return Decision(True, "no save policy: every call saves")
         with self.call(step):
             return self._decide(policy, step, metrics)
 
@@ -114,19 +102,19 @@ class SaveScheduler:
             read_failures=functools.partial(self._failures, now),
         )
         info = CheckpointInfo(step, now)
-        if self._job is None:
-            return decide(policy, info, self._previous(), context)
 
         def ask() -> tuple[Decision, bool]:
-            previous = self._previous()
+            previous = (*self._run.infos(), *self._save_slot.running_info())
             return decide(policy, info, previous, context), bool(previous)
 
+        if self._job is None:
+            return ask()[0]
         # A loop that called `should_save` and now saves gets the same answer without another agreement.
-        if self._asked is None or self._asked[0] != step:
-            found = self._job.decide(info, context, ask, self._save_slot.is_over, self._save_slot.report_outcome)
-            self._asked = (step, found) if found.save else None
-            return found
-        return self._asked[1]
+        if self._asked is not None and self._asked[0] == step:
+            return self._asked[1]
+        found = self._job.decide(info, context, ask, self._save_slot.is_over, self._save_slot.report_outcome)
+        self._asked = (step, found) if found.save else None
+        return found
 
     def save_started(self) -> None:
         """Forget the last decision, since a save has started."""
@@ -157,49 +145,6 @@ class SaveScheduler:
     def _failures(self, now: datetime.datetime) -> Failures:
         before = self._run.past.failures
         return Failures(before.count, before.observed_s + max(0.0, (now - self._started).total_seconds()))
-
-    def _previous(self) -> tuple[CheckpointInfo, ...]:
-        return (*self._run.infos(), *self._save_slot.running_info())
-
-
-def wait_until_free(
-    job_sync: JobSync,
-    run: RunDirectory,
-    save_slot: SaveSlot,
-    step: int,
-    *,
-    force: bool,
-    timeout_s: float | None,
-    overwrite: bool,
-) -> str | None:
-    """Wait until a step may be saved, or return why to skip it; the same in all processes of a job.
-
-    Raises:
-        As `SaveSlot.wait_until_free` and `RunDirectory.refuse`.
-    """
-
-    def acquire() -> str | None:
-        skip_reason = save_slot.wait_until_free(step, force, timeout_s)
-        if skip_reason is None:
-            run.refuse(step, overwrite=overwrite)
-        return skip_reason
-
-    try:
-        found: str | None = job_sync.on_primary("waiting for the previous save", acquire, time.monotonic)
-    except CheckpointError as error:
-        if not job_sync.is_primary and not isinstance(error, CheckpointTimeoutError):
-            save_slot.report_outcome(is_raised=True)
-        raise
-    if not job_sync.is_primary and found is None:
-        save_slot.report_outcome()  # inside `deferring_errors`: this process joins the save before it raises
-    return found
-
-
-class Holder(Protocol):
-    """The object that owns a manager and closes it."""
-
-    def close(self) -> None:
-        """Close this object and the manager."""
 
 
 class StepManager(RunNotes):
@@ -269,7 +214,7 @@ class StepManager(RunNotes):
         self._save_scheduler = SaveScheduler(save_decision_policy, run, self._save_slot, job_sync, clock)
         self.history.send_to(checked_sinks("StepManager.sinks", sinks))
         self.deferring_errors, self.leave_to_parent = self._save_slot.deferring_errors, self._save_slot.leave_to_parent
-        self.holder: weakref.ref[Holder] | None = None
+        self.holder: weakref.ref[Any] | None = None
         self.is_within = self.is_replaced = False
         self.users = set[int]()
         _managers.add(self)
@@ -376,30 +321,36 @@ class StepManager(RunNotes):
             started = time.perf_counter()
             self._replace_idle()
             self._job_sync.hold()
-            skip_reason = wait_until_free(
-                self._job_sync,
-                self._run,
-                self._save_slot,
-                step,
-                force=force,
-                timeout_s=time_limit("StepManager.save: timeout_s", timeout_s),
-                overwrite=flag("StepManager.save: overwrite", overwrite),
-            )
+            limit_s = time_limit("StepManager.save: timeout_s", timeout_s)
+            overwrite = flag("StepManager.save: overwrite", overwrite)
+            skip_reason = self._wait_until_free(step, force, limit_s, overwrite)
             if skip_reason is not None:
                 return SaveResult(False, skip_reason)
             wait_s = time.perf_counter() - started
-            cost_s = self._save_scheduler.costs().cost_s
-            request = SaveRequest(
-                step,
-                decision.reason,
-                metrics,
-                custom_metadata,
-                temporary=temporary or decision.temporary,
-                decide_s=decide_s,
-                wait_s=wait_s,
-                cost_s=cost_s,
-            )
+            cost_s, is_temporary = self._save_scheduler.costs().cost_s, temporary or decision.temporary
+            why = decision.reason
+            request = SaveRequest(step, why, metrics, custom_metadata, is_temporary, decide_s, wait_s, cost_s)
             return self._begin(request, checkpointables, force, timeout_s)
+
+    def _wait_until_free(self, step: int, force: bool, timeout_s: float | None, overwrite: bool) -> str | None:
+        """Wait until a step may be saved, or return why to skip it; the same in all processes of a job."""
+        job_sync, slot = self._job_sync, self._save_slot
+
+        def acquire() -> str | None:
+            skip_reason = slot.wait_until_free(step, force, timeout_s)
+            if skip_reason is None:
+                self._run.refuse(step, overwrite=overwrite)
+            return skip_reason
+
+        try:
+            found: str | None = job_sync.on_primary("waiting for the previous save", acquire, time.monotonic)
+        except CheckpointError as error:
+            if not job_sync.is_primary and not isinstance(error, CheckpointTimeoutError):
+                slot.report_outcome(is_raised=True)
+            raise
+        if not job_sync.is_primary and found is None:
+            slot.report_outcome()  # inside `deferring_errors`: this process joins the save before it raises
+        return found
 
     def _begin(
         self, request: SaveRequest, checkpointables: Mapping[str, Any], force: bool, timeout_s: float | None
@@ -415,14 +366,14 @@ class StepManager(RunNotes):
             drift=self.drift,
         )
         now, metrics = self._clock(), save.metrics or None
-        self._save_slot.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)
+        slot = self._save_slot
+        slot.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)
         self._save_scheduler.save_started()
         _log.debug("step %d: saving (%s)", request.step, request.reason)
-        slot = self._save_slot
         try:
             pending = save.start(slot.begun, timeout_s, slot.patience_s(force), slot.is_time_up)
         except CheckpointTimeoutError as stalled:
-            return SaveResult(False, self._save_slot.not_taken(request.step, force, timeout_s, stalled))
+            return SaveResult(False, slot.not_taken(request.step, force, timeout_s, stalled))
         self._save_scheduler.clock.save_began(request.step, save.device_wait_s)
         return SaveResult(True, request.reason, pending)
 
@@ -510,12 +461,7 @@ class StepManager(RunNotes):
         return self._save_slot.settle(time_limit("timeout_s", timeout_s), until=until)
 
     def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
-        """Set when to stop early: saves stop waiting for the previous one, and abandon a state that takes too long.
-
-        Args:
-            is_asked: returns whether the job was asked to stop. Then no save waits for the previous one.
-            is_time_up: returns whether the time is up. Then a save whose state is not yet copied is abandoned.
-        """
+        """Stop waiting for a previous save when asked to leave, and for the copy of a state when the time is up."""
         self._save_slot.is_asked_to_leave, self._save_slot.is_time_up = is_asked, is_time_up
 
     def plan_to_leave(self, left_s: float | None, unsaved: int | None) -> ShutdownPlan:
@@ -542,11 +488,11 @@ class StepManager(RunNotes):
         costs = self._save_scheduler.costs()
         return leave_early_s(costs.duration_s, costs.step_s, limit_s)
 
+    wait_until_finished = wait
+
     def leaves(self) -> None:
         """Let the policies know that the job was asked to stop."""
         self._save_scheduler.reached_preemption = True
-
-    wait_until_finished = wait
 
     def give_up(self, exit_code: int) -> None:
         """Do not wait for the running save, not even at the end of the process, which then has this exit code."""
