@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -84,7 +85,7 @@ class Feed:
                 self._events.popleft()
                 self._dropped += 1
             self._events.append(line)
-        self._ensure_worker()
+        self._start_worker()
 
     def finish(self) -> Latch:
         """Close a sink of the run when the queue is empty; the returned latch opens then."""
@@ -96,9 +97,7 @@ class Feed:
                 done.open()
                 return done
             self._last.append(done.open)
-        if not self._ensure_worker():
-            self.log_undelivered("because no thread could be started")
-            done.open()
+        self._start_worker()
         return done
 
     def log_undelivered(self, why: str) -> None:
@@ -107,14 +106,11 @@ class Feed:
             left, self._dropped = len(self._events) + self._dropped + (self._worker is not None), 0
         _log.warning("%s: %d events were not delivered %s, and are lost if the process ends", self._name, left, why)
 
-    def _ensure_worker(self) -> bool:
-        """Start a thread if there is none; False: that failed, and the next event tries again."""
+    def _start_worker(self) -> None:
+        """Start a thread if there is none. If the system refuses it, the next event tries again."""
         if self._worker is None:
-            try:
+            with contextlib.suppress(RuntimeError):
                 threading.Thread(target=self._work, name="jaxckpt-sink", daemon=True).start()
-            except RuntimeError:
-                return False
-        return True
 
     def _work(self) -> None:
         here = threading.current_thread()

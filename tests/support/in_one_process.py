@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxckpt_train import loop as loop_observer
-from jaxckpt_train.testing.attempts import Runner
 from jaxckpt_train.testing.processes import Plan, RecordWriter, ScriptTarget
 from jaxckpt_train.testing.recorder import InterruptedRunError, Recorder
-from jaxckpt_train.testing.resume_proof import ResumeProof, prove
+from jaxckpt_train.testing.resume_proof import ResumeProof, Runner, prove
 
 MakeRun = Callable[[Path], object]
 

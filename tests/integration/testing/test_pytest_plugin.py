@@ -39,9 +39,11 @@ def test_fixture_proves_loop_of_test_file(run_python: Any, tmp_path: Path) -> No
         program, "-q", *more, f"--basetemp={tmp_path / 'temp'}", tmp_path, cwd=tmp_path, env=alone, fresh=True
     )
     assert done.stdout.splitlines()[-1].startswith("1 failed, 1 passed"), done.stdout
-    assert "E       jaxckpt_train.testing.attempts.ResumeNotProvenError: the interrupted run, process 1" in done.stdout
+    assert (
+        "E       jaxckpt_train.testing.resume_proof.ResumeNotProvenError: the interrupted run, process 1" in done.stdout
+    )
     assert "resume_proof(train, kill_at=4)" in done.stdout
-    assert "attempts.py" not in done.stdout  # the traceback ends at the line of the test
+    assert "testing/resume_proof.py" not in done.stdout  # the traceback ends at the line of the test
     left = {file.name for file in (tmp_path / "temp").glob("*/resume-proof-1/interrupted/*")}
     assert left == {"process-1", "run"}  # of the failed test
 
