@@ -31,13 +31,6 @@ _STATE = struct.Struct("<IQQ")  # number of a process, how many windows it has g
 SLICE_S = 0.5
 
 
-class _MemoryAddress(msgspec.Struct, array_like=True):
-    pid: int
-    descriptor: int
-    size: int
-    token: bytes
-
-
 class SharedMemory:
     """Anonymous memory (a Linux memfd). It has no name in a file system, and ends with the last process that maps it.
 
@@ -68,7 +61,7 @@ class SharedMemory:
         token = os.urandom(TOKEN_BYTES)
         area[:TOKEN_BYTES] = token
         self.data = np.frombuffer(area, np.uint8, size, ALIGNMENT)
-        self.address = msgspec.msgpack.encode(_MemoryAddress(os.getpid(), self._descriptor, size, token))
+        self.address = msgspec.msgpack.encode((os.getpid(), self._descriptor, size, token))
 
     def hide(self) -> None:
         """Make it impossible to find; processes that have mapped it keep it."""
@@ -89,23 +82,17 @@ def open_memory(address: bytes) -> np.ndarray:
     Raises:
         OSError: it cannot be reached from here, for example from another container.
     """
-    there = msgspec.msgpack.decode(address, type=_MemoryAddress)
-    path = descriptor_path(there.pid, there.descriptor, f"/memfd:{NAME}")
+    pid, number, size, token = msgspec.msgpack.decode(address, type=tuple[int, int, int, bytes])
+    path = descriptor_path(pid, number, f"/memfd:{NAME}")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if os.fstat(descriptor).st_size == ALIGNMENT + there.size:
-            area = mmap.mmap(descriptor, ALIGNMENT + there.size, prot=mmap.PROT_READ)
-            if area[:TOKEN_BYTES] == there.token:
-                return np.frombuffer(area, np.uint8, there.size, ALIGNMENT)
+        if os.fstat(descriptor).st_size == ALIGNMENT + size:
+            area = mmap.mmap(descriptor, ALIGNMENT + size, prot=mmap.PROT_READ)
+            if area[:TOKEN_BYTES] == token:
+                return np.frombuffer(area, np.uint8, size, ALIGNMENT)
     finally:
         os.close(descriptor)
     raise OSError(errno.ENOENT, "found other memory than was announced", path)
-
-
-class _PipeAddress(msgspec.Struct, array_like=True):
-    pid: int
-    descriptor: int
-    inode: int
 
 
 class Mailbox:
@@ -121,7 +108,7 @@ class Mailbox:
         os.set_blocking(self._reading, False)
         self._ready = select.poll()
         self._ready.register(self._reading, select.POLLIN)
-        self.address = msgspec.msgpack.encode(_PipeAddress(os.getpid(), writing, os.fstat(writing).st_ino))
+        self.address = msgspec.msgpack.encode((os.getpid(), writing, os.fstat(writing).st_ino))
 
     def receive(self, timeout_s: float) -> list[bytes]:
         """Return the messages that have arrived, in order; wait at most `timeout_s` seconds for the first one."""
@@ -152,8 +139,8 @@ class Channel:
 
     def __init__(self, address: bytes) -> None:
         self._lock = threading.Lock()  # the number of a closed descriptor may belong to another file a moment later
-        there = msgspec.msgpack.decode(address, type=_PipeAddress)
-        path = descriptor_path(there.pid, there.descriptor, f"pipe:[{there.inode}]")
+        pid, number, inode = msgspec.msgpack.decode(address, type=tuple[int, int, int])
+        path = descriptor_path(pid, number, f"pipe:[{inode}]")
         # Opened for reading too, although nothing is read: writing to a pipe without readers raises SIGPIPE.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
 
