@@ -51,12 +51,7 @@ class SharedMemory:
     _descriptor = -1
 
     def __init__(self, size: int) -> None:
-        if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOSYS, "this system has no memory that other processes can map (memfd)")
-        self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._descriptor, ALIGNMENT + size)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
+        self._descriptor = _sealed_memory(ALIGNMENT + size)
         area = mmap.mmap(self._descriptor, ALIGNMENT + size)
         token = os.urandom(TOKEN_BYTES)
         area[:TOKEN_BYTES] = token
@@ -74,6 +69,20 @@ class SharedMemory:
     def release(self) -> None:
         """Drop this process's mapping, unless `data` is still in use elsewhere; other processes keep theirs."""
         self.data = np.empty(0, np.uint8)
+
+
+def _sealed_memory(size: int) -> int:
+    """Create memory whose size is fixed, and return its descriptor."""
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+    raise OSError(errno.ENOSYS, "this system has no memory that other processes can map (memfd)")
 
 
 def open_memory(address: bytes) -> np.ndarray:
