@@ -103,7 +103,7 @@ class GrainHandler:
     def _check_run(self, target: Any, data: Json, saved: Saved) -> None:
         """Compare everything except the state itself."""
         name = saved.name
-        if not self.handles(target) or (data["iterator"] == DATA_LOADER) != is_data_loader(target):
+        if (data["iterator"] == DATA_LOADER) != is_data_loader(target):
             raise IteratorStateError(
                 f"iterator {name!r}: saved from a {describe(data['iterator'])}, found a {describe(name_of(target))}; "
                 f"pass an iterator of the same kind, {_START_OVER}"

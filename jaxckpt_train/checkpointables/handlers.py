@@ -106,8 +106,6 @@ class GetSetStateHandler:
         state = own_value(saved, is_wanted=target is not None) if saved.values else saved.tree(None)
         if target is None:
             return state
-        if not self.handles(target):
-            raise MismatchError(f"{saved.name!r}: saved from an object with get_state, but the target has no set_state")
         target.set_state(state)
         return target
 
@@ -116,7 +114,7 @@ class DirectoryAwaitingCreation:
     """The directory that an object's `save` receives. It exists once the returned awaitable runs."""
 
     def __init__(self) -> None:
-        self._path: Path | None = None
+        self.created: Path | None = None  # set once it exists
 
     @property
     def path(self) -> Path:
@@ -125,19 +123,15 @@ class DirectoryAwaitingCreation:
         Raises:
             CheckpointError: it does not exist yet.
         """
-        if self._path is None:
+        if self.created is None:
             raise CheckpointError(
                 "save(directory) used its directory before it returned; use it in the awaitable that it returns"
             )
-        return self._path
+        return self.created
 
     async def await_creation(self) -> Path:
         """Return the directory; see `path`."""
         return self.path
-
-    def created(self, path: Path) -> None:
-        """Set the path of the created directory."""
-        self._path = path
 
 
 class StatefulHandler:
@@ -158,7 +152,7 @@ class StatefulHandler:
         background = run_coroutine(value.save(directory))
 
         def write(path: Path) -> None:
-            directory.created(path)
+            directory.created = path
             run_coroutine(_finish(background))
 
         if inspect.iscoroutine(background):  # a save that fails early never awaits it
@@ -167,7 +161,7 @@ class StatefulHandler:
 
     def restore(self, target: Any, saved: Saved) -> Any:
         """Run `load` of the target and the awaitable that it returns, and return the target."""
-        if target is None or not self.handles(target):
+        if target is None:
             raise MismatchError(
                 f"{saved.name!r}: saved by an object that reads its own files; pass such an object as the target"
             )

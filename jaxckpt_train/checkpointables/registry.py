@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from jaxckpt_train.pytree.paths import refuse_too_deep
 _OWN = (GrainHandler(), JsonHandler(), PerProcessHandler(), StatefulHandler(), GetSetStateHandler())
 _PYTREE = PytreeHandler()
 _registered: list[_Registered] = []
-_lock = threading.Lock()
 
 
 class _Registered:
@@ -61,8 +59,7 @@ def register_handler(taken: type, handler: Any) -> None:
     for method in ("stage", "restore"):
         if not callable(getattr(handler, method, None)):
             raise SettingsError(f"register_handler: the handler of {taken.__name__} has no method {method}()")
-    with _lock:
-        _registered.insert(0, _Registered(taken, handler))
+    _registered.insert(0, _Registered(taken, handler))
 
 
 def _handlers() -> list[Handler]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import importlib
 import json
 import sys
 import threading
 from collections.abc import Awaitable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -42,12 +43,13 @@ _HANDLERS |= {"CheckpointHandler": "Checkpoint", "PyGrainCheckpointHandler": "Py
 # Orbax's checkpointers wrap a handler without registered args in this class.
 _WRAPPER = "LegacyCheckpointHandlerWrapper"
 _SAVES_BY_ITSELF = {"save", "async_save", "restore"}
+_RENAME = 'use jaxckpt_train.load(manager.path(step), like, rename={"old/**": "new/**"})'
 # Attributes of args that are not supported: the accepted values, and what to do instead.
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "strict": ((True,), "arrays are neither truncated nor padded: restore the saved shape and change it afterwards"),
     "support_layout": ((False,), "arrays are restored in the default layout of their devices"),
-    "transforms": ((None, {}), 'use jaxckpt_train.load(manager.path(step), like, rename={"old/**": "new/**"})'),
-    "legacy_transform_fn": ((None,), 'use jaxckpt_train.load(manager.path(step), like, rename={"old/**": "new/**"})'),
+    "transforms": ((None, {}), _RENAME),
+    "legacy_transform_fn": ((None,), _RENAME),
     "custom_metadata": ((None,), "it belongs to the step, not to an item: pass it to save(..., custom_metadata=...)"),
 }
 
@@ -69,7 +71,8 @@ class StepMetadata:
     custom_metadata: Any
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=[])
+@dataclasses.dataclass(eq=False)
 class TreeMetadata(Mapping[str, Any]):
     """The metadata of one tree of a step. It maps the top-level keys of `tree`, and is a pytree with its leaves.
 
@@ -78,10 +81,8 @@ class TreeMetadata(Mapping[str, Any]):
         custom_metadata: always None; custom metadata belongs to the step.
     """
 
-    custom_metadata = None
-
-    def __init__(self, tree: Any) -> None:
-        self.tree = tree
+    tree: Any
+    custom_metadata: ClassVar[None] = None
 
     def __getitem__(self, key: str) -> Any:
         return self.tree[key]
@@ -91,18 +92,6 @@ class TreeMetadata(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.tree)
-
-    def __repr__(self) -> str:
-        return f"TreeMetadata({self.tree!r})"
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
-        """Return `tree` as the only child."""
-        return ((jax.tree_util.GetAttrKey("tree"), self.tree),), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any]) -> TreeMetadata:
-        """Create an object from its child."""
-        return cls(children[0])
 
 
 def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
