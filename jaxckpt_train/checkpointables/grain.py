@@ -108,7 +108,7 @@ class GrainHandler:
                 f"iterator {name!r}: saved from a {describe(data['iterator'])}, found a {describe(name_of(target))}; "
                 f"pass an iterator of the same kind, {_START_OVER}"
             )
-        check_fingerprint(name, data["fingerprint"], current_fingerprint())
+        check_fingerprint(name, data["fingerprint"])
         job = current()
         refuse_missing(saved, data["processes"])
         if data["processes"] != job.processes:

@@ -122,7 +122,7 @@ class CountedIterator(Generic[T]):
 
 @contextlib.contextmanager
 def with_fingerprint(fingerprint: str | None) -> Iterator[None]:
-    """Save and restore with this fingerprint of the data in this thread; None: each handler uses its own."""
+    """Save and restore with this fingerprint of the data in this thread; None: with none."""
     token = _fingerprint.set(fingerprint)
     try:
         yield
@@ -135,8 +135,9 @@ def current_fingerprint() -> str | None:
     return _fingerprint.get()
 
 
-def check_fingerprint(name: str, saved: str | None, found: str | None) -> None:
-    """Raise IteratorStateError if two fingerprints of the data differ; None is not compared."""
+def check_fingerprint(name: str, saved: str | None) -> None:
+    """Raise IteratorStateError if the saved fingerprint differs from the current one; None is not compared."""
+    found = _fingerprint.get()
     if saved is not None and found is not None and saved != found:
         raise IteratorStateError(
             f"iterator {name!r}: saved with fingerprint {saved!r}, found {found!r}; use the data that it was saved "

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxckpt_train._validation import named
 from jaxckpt_train.checkpointables.base import Handler, Json
-from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, check_fingerprint, current_fingerprint
+from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, check_fingerprint
 from jaxckpt_train.checkpointables.registry import handler_for_load, handler_of
 from jaxckpt_train.checkpointables.staging import value_file
 from jaxckpt_train.distributed.jax_service import current
@@ -137,7 +137,7 @@ def load_parts(
                 part = _part_of(committed, name)
                 opened = OpenPart(files, committed, part, settings, options, progress, loads)
                 if name == DATA_NAME:
-                    check_fingerprint(name, committed.manifest.info.get("fingerprint"), current_fingerprint())
+                    check_fingerprint(name, committed.manifest.info.get("fingerprint"))
                 jobs.append((handler_for_load(target, part.kind, name), target, opened))
             jobs.sort(key=lambda job: not job[0].early)
             if len(jobs) > 1:  # a single one is compared before it changes anything
