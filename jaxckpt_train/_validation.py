@@ -243,15 +243,25 @@ def optional(check: Check) -> Check:
     return lambda subject, value: None if value is None else check(subject, value)
 
 
+def list_of(what: str) -> Callable[[str, Any], tuple[Any, ...]]:
+    """Return a check for a list, which returns it as a tuple. The caller checks its items."""
+
+    def check(subject: str, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
+            refuse(subject, f"a list of {what}", value)
+        return tuple(value)
+
+    return check
+
+
 def signal_names(subject: str, value: Any) -> tuple[str, ...]:
     """Check for names of signals that a process can catch."""
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
-        refuse(subject, "a list of signal names, such as [SIGTERM]", value)
     catchable = set(signal.Signals.__members__) - {"SIGKILL", "SIGSTOP"}
-    for name in value:
+    names = list_of("signal names, such as [SIGTERM]")(subject, value)
+    for name in names:
         if not isinstance(name, str) or name not in catchable:
             refuse(subject, "names of signals that a process can catch, such as SIGTERM", name)
-    return tuple(value)
+    return names
 
 
 def anything(subject: str, value: Any) -> Any:

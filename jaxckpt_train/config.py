@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
@@ -26,6 +26,7 @@ from jaxckpt_train._validation import (
     absolute_path,
     check_fields,
     known_keys,
+    list_of,
     nearest,
     path_text,
     refuse,
@@ -53,10 +54,6 @@ _ROOT = "checkpoint"
 _LONGEST_JOB_NAME = 100
 _INIT_FROM_OPTIONS = ("only", "rename", "cast", "missing", "transforms")
 NAMES = {"gce": "GceNotice", "aws": "AwsNotice", "slurm": "SlurmNotice", "kubernetes": "KubernetesNotice"}
-_NOTICE_METHODS = ("start", "stop", "notice")
-_NOTICE_EXPECTED = (
-    f"one of {', '.join(map(repr, NAMES))}, a node with _target_, or an object with start, stop and notice"
-)
 
 
 def check_init_from(subject: str, value: Any) -> Any:
@@ -85,21 +82,6 @@ def check_init_from(subject: str, value: Any) -> Any:
     return checked
 
 
-def check_notices(subject: str, value: Any) -> tuple[Any, ...]:
-    """Check a list of what `build_notices` accepts."""
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Collection):
-        refuse(subject, "a list of notice sources, such as [slurm]", value)
-    for position, item in enumerate(value):
-        if isinstance(item, str) and item not in NAMES:
-            expected = f"expected {_NOTICE_EXPECTED}, found {item!r}{nearest(item, NAMES)}"
-            raise SettingsError(f"{subject}[{position}]: {expected}")
-        if isinstance(item, Mapping) and "_target_" not in item:
-            refuse(f"{subject}[{position}]", _NOTICE_EXPECTED, dict(item))
-        if not isinstance(item, (str, Mapping)) and not _is_notice_source(item):
-            refuse(f"{subject}[{position}]", _NOTICE_EXPECTED, item)
-    return tuple(value)
-
-
 def check_store(subject: str, value: Any) -> StoreSettings:
     """Check for a StoreSettings, or a mapping with its fields."""
     if isinstance(value, StoreSettings):
@@ -110,13 +92,6 @@ def check_store(subject: str, value: Any) -> StoreSettings:
         return StoreSettings(**known_keys(subject, value, [field.name for field in dataclasses.fields(StoreSettings)]))
     except SettingsError as error:
         raise SettingsError(str(error).replace("StoreSettings.", f"{subject}.", 1)) from error
-
-
-def check_sinks(subject: str, value: Any) -> tuple[Any, ...]:
-    """Check for a list of sinks, or of nodes that describe them."""
-    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
-        refuse(subject, "a list of sinks: nodes with _target_, or objects that are called with every event", value)
-    return tuple(value)
 
 
 Node = Mapping[str, Any]  # with the key `_target_`
@@ -219,7 +194,7 @@ class CallbackOptions:
     if_stalled: Literal["skip", "raise"] = "skip"
     signals: Annotated[Sequence[str], signal_names] = ("SIGTERM", "SIGUSR1", "SIGUSR2")
     notice_file: PathLike | None = None
-    notices: Annotated[Sequence[str | NoticeSource | Node], check_notices] = ()
+    notices: Annotated[Sequence[str | NoticeSource | Node], list_of("notice sources, such as [slurm]")] = ()
     max_run_time_s: Seconds | None = None
     grace_period_s: Seconds | None = None
     exit_code: Annotated[int, whole(0, 255)] = 75
@@ -230,7 +205,7 @@ class CallbackOptions:
     progress: bool | Literal["auto"] = "auto"
     enabled: bool = True
     store: Annotated[StoreSettings, check_store] | None = None
-    sinks: Annotated[Sequence[Sink | Node], check_sinks] = ()
+    sinks: Annotated[Sequence[Sink | Node], list_of("sinks, which are called with every event")] = ()
 
     def __post_init__(self) -> None:
         check_fields(_ROOT, self)
@@ -261,10 +236,14 @@ class CallbackOptions:
         """
         return dataclasses.replace(
             self,
-            save_policy=build_policy(f"{_ROOT}.save_policy", self.save_policy, "should_save"),
-            keep_policy=build_policy(f"{_ROOT}.keep_policy", self.keep_policy, "should_preserve"),
-            notices=build_notices(f"{_ROOT}.notices", self.notices),
-            sinks=build_sinks(f"{_ROOT}.sinks", self.sinks),
+            save_policy=_build_policy("save_policy", self.save_policy, "should_save"),
+            keep_policy=_build_policy("keep_policy", self.keep_policy, "should_preserve"),
+            notices=[_build(f"notices[{at}]", each, _NOTICE) for at, each in enumerate(self.notices)],
+            sinks=[
+                Owned(sink) if isinstance(each, Mapping) else sink  # a sink of a node is closed with the run
+                for at, each in enumerate(self.sinks)
+                for sink in [_build(f"sinks[{at}]", each, _SINK)]
+            ],
         )
 
 
@@ -365,55 +344,61 @@ def path_and_options(value: Any) -> tuple[Any, dict[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _NodeKind:
-    """The kind of object that a node with `_target_` must describe.
+class _Kind:
+    """The kind of object that an option, or a node with `_target_`, must be.
 
     Attributes:
         name: the kind in one or a few words, for messages.
-        has: what an object of this kind has or does, for messages.
+        expected: what an option of this kind may be, for messages.
         accepts: returns whether an object is of this kind.
         is_public: returns whether a public name of this package makes such an object, also inside another node.
     """
 
     name: str
-    has: str
+    expected: str
     accepts: Callable[[Any], bool]
     is_public: Callable[[Any], bool]
 
 
-def build_policy(subject: str, value: Any, method: str) -> Any:
-    """Return the policy that has the method, built first if `value` is a node with `_target_`; None stays None."""
-
-    def is_public(found: Any) -> bool:
-        return hasattr(found, "should_save") or hasattr(found, "should_preserve")
-
-    kind = _NodeKind("policy", f"has {method}(...)", lambda made: callable(getattr(made, method, None)), is_public)
-    return None if value is None else _build(subject, value, kind)
-
-
-def build_sinks(subject: str, values: Sequence[Any]) -> tuple[Sink, ...]:
-    """Return the sinks of a list. A sink that is built from a node with `_target_` is closed with the run."""
-
-    def is_public(found: Any) -> bool:
-        module, name = str(getattr(found, "__module__", "")), str(getattr(found, "__name__", ""))
-        return module == __package__ and name.endswith("Sink")
-
-    kind = _NodeKind("sink", "is called with every event", callable, is_public)
-    sinks = []
-    for position, value in enumerate(values):
-        sink = _build(f"{subject}[{position}]", value, kind)
-        sinks.append(Owned(sink) if isinstance(value, Mapping) else sink)
-    return tuple(sinks)
+_SINK = _Kind(
+    "sink",
+    "a node with _target_, or an object, that is called with every event",
+    callable,
+    lambda found: getattr(found, "__module__", "") == __package__ and getattr(found, "__name__", "").endswith("Sink"),
+)
+_NOTICE = _Kind(
+    "notice source",
+    f"one of {', '.join(map(repr, NAMES))}, a node with _target_, or an object with start, stop and notice",
+    lambda found: all(callable(getattr(found, name, None)) for name in ("start", "stop", "notice")),
+    lambda found: hasattr(found, "notice"),
+)
 
 
-def _build(subject: str, value: Any, kind: _NodeKind) -> Any:
-    made = _instantiate(subject, value, kind) if isinstance(value, Mapping) else value
+def _build_policy(name: str, value: Any, method: str) -> Any:
+    kind = _Kind(
+        "policy",
+        f"a node with _target_, or an object, that has {method}(...)",
+        lambda found: callable(getattr(found, method, None)),
+        lambda found: hasattr(found, "should_save") or hasattr(found, "should_preserve"),
+    )
+    return None if value is None else _build(name, value, kind)
+
+
+def _build(name: str, value: Any, kind: _Kind) -> Any:
+    """Return the object that the value of an option is or describes."""
+    subject, made = f"{_ROOT}.{name}", value
+    if isinstance(value, str) and kind is _NOTICE:
+        if value not in NAMES:
+            raise SettingsError(f"{subject}: expected {kind.expected}, found {value!r}{nearest(value, NAMES)}")
+        made = {"_target_": f"{__package__}.{NAMES[value]}"}
+    if isinstance(made, Mapping):
+        made = _instantiate(subject, made, kind)
     if isinstance(made, type) or not kind.accepts(made):
-        refuse(subject, f"a node with _target_, or an object, that {kind.has}", value)
+        refuse(subject, kind.expected, value)
     return made
 
 
-def _instantiate(subject: str, node: Any, kind: _NodeKind) -> Any:
+def _instantiate(subject: str, node: Any, kind: _Kind) -> Any:
     """Build a node, and first everything inside it that has a `_target_`."""
     if isinstance(node, (list, tuple)):
         return [_instantiate(f"{subject}[{position}]", child, kind) for position, child in enumerate(node)]
@@ -429,7 +414,7 @@ def _instantiate(subject: str, node: Any, kind: _NodeKind) -> Any:
     return _instantiate_with_hydra(subject, target, arguments)
 
 
-def _instantiate_own(subject: str, name: str, arguments: Mapping[str, Any], kind: _NodeKind) -> Any:
+def _instantiate_own(subject: str, name: str, arguments: Mapping[str, Any], kind: _Kind) -> Any:
     package = importlib.import_module(__package__)  # imported late: the package imports this module
     if name not in package.__all__:
         like = [
@@ -464,37 +449,6 @@ def _instantiate_with_hydra(subject: str, target: str, arguments: Mapping[str, A
         return hydra.utils.instantiate({"_target_": target, **arguments})
     except hydra.errors.InstantiationException as error:
         raise SettingsError(f"{subject}: cannot build {target}: {error}") from error
-
-
-def build_notices(subject: str, value: Any) -> tuple[NoticeSource, ...]:
-    """Return the notice sources of a list of names, nodes with `_target_`, and objects.
-
-    Raises:
-        SettingsError: an item is not a notice source, or it cannot be built.
-    """
-    return tuple(
-        _build_notice(f"{subject}[{position}]", item) for position, item in enumerate(check_notices(subject, value))
-    )
-
-
-def _build_notice(subject: str, item: Any) -> NoticeSource:
-    source = {"_target_": f"{__package__}.{NAMES[item]}"} if isinstance(item, str) else item
-    if isinstance(source, Mapping):
-        kind = _NodeKind(
-            "notice source",
-            "has start, stop and notice",
-            _is_notice_source,
-            lambda found: hasattr(found, "notice"),
-        )
-        source = _instantiate(subject, source, kind)
-    if not _is_notice_source(source):
-        refuse(subject, _NOTICE_EXPECTED, item)
-    built: NoticeSource = source
-    return built
-
-
-def _is_notice_source(value: Any) -> bool:
-    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _NOTICE_METHODS)
 
 
 def resolve_directory(directory: str | os.PathLike[str]) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.config import NAMES, build_notices, callback_arguments
+from jaxckpt_train.config import NAMES, CallbackOptions, callback_arguments
 
 
 @dataclasses.dataclass
@@ -26,8 +26,12 @@ class Own:
         return None
 
 
+def built(*notices: Any) -> Any:
+    return CallbackOptions("a", notices=notices).built().notices
+
+
 def test_each_name_means_one_source() -> None:
-    assert [type(source) for source in build_notices("notices", list(NAMES))] == [
+    assert [type(source) for source in built(*NAMES)] == [
         jct.GceNotice,
         jct.AwsNotice,
         jct.SlurmNotice,
@@ -36,7 +40,7 @@ def test_each_name_means_one_source() -> None:
 
 
 def test_a_node_gives_arguments() -> None:
-    (source,) = build_notices("notices", [{"_target_": "jaxckpt_train.SlurmNotice", "requeue": False}])
+    (source,) = built({"_target_": "jaxckpt_train.SlurmNotice", "requeue": False})
     assert isinstance(source, jct.SlurmNotice)
     assert source._requeue is False
 
@@ -44,8 +48,8 @@ def test_a_node_gives_arguments() -> None:
 def test_objects_pass_and_nodes_are_instantiated() -> None:
     own = Own()
     node = {"_target_": f"{Own.__module__}.{Own.__qualname__}", "queue": "b"}
-    assert build_notices("notices", (own, node)) == (own, Own("b"))
-    assert build_notices("notices", [own])[0] is own
+    assert built(own, node) == (own, Own("b"))
+    assert built(own)[0] is own
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt_train as jct
-from jaxckpt_train.config import build_policy
 
 RECORDS, GLOBAL_BATCH, WIDTH = 96, 8, 16
 
@@ -68,7 +67,6 @@ def train(directory: str, steps: int, options: dict[str, Any], events: dict[str,
     """
     losses, preempted = [], None
     store = jct.StoreSettings(**options.pop("store", {}))
-    options["save_policy"] = build_policy("save_policy", options.pop("save_policy", None), "should_save")
     try:
         with jct.CheckpointCallback(directory, on_preemption="raise", store=store, **options) as ckpt:
             state, data = ckpt.resume(start(), iter(dataset(10_000)))
