@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -26,7 +26,6 @@ from jaxckpt_train.run.entry import check_step
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.reader import ReadProgress
 
-OnMismatch = Literal["error", "restart", "skip"]
 DEFAULT_INTERVAL_SECS = 600.0
 _log = logging.getLogger("jaxckpt_train")
 _RESERVED = ("metrics", "step")
@@ -38,12 +37,8 @@ _observer: LoopObserver | None = None
 class LoopState:
     """Which updates of a loop are complete, and the values of the last completed one.
 
-    Args:
-        warns: whether to warn about an update that the loop does not report.
-        takes_positions: whether to record the positions of all iterators at each update, so that the update can be
-            saved while the next one runs. Otherwise only the positions of Grain iterators are recorded, as long as this
-            takes at most 1 % of the time.
-        fingerprint: the fingerprint of the data, for these positions.
+    With `takes_positions`, the positions of all iterators are recorded at each update, so that the update can be saved
+    while the next one runs. Otherwise only those of Grain iterators are, as long as this takes at most 1 % of the time.
 
     Attributes:
         completed: the number of completed updates; inside `updates`, this includes the running one.
@@ -355,22 +350,9 @@ def refuse_unsavable(data: Any) -> None:
 
 
 def restore_values(
-    manager: StepManager, values: dict[str, Any], on_mismatch: OnMismatch, progress: ReadProgress | None
+    manager: StepManager, values: dict[str, Any], on_mismatch: str, progress: ReadProgress | None
 ) -> dict[str, Any]:
-    """Restore the newest valid step into the values of a loop.
-
-    Args:
-        manager: the manager of the run.
-        values: the checkpointables by name.
-        on_mismatch: what to do if the saved position of `data` does not fit its iterator, for example because another
-            number of processes shares the data. "error": raise. "restart": start the data from the beginning and
-            restore the rest. "skip": as "restart", then take and drop one element for each completed update.
-        progress: called with the number of bytes of each read.
-
-    Raises:
-        IteratorStateError: the position does not fit, and `on_mismatch` is "error".
-        As `StepManager.restore`.
-    """
+    """Restore the newest valid step into the values of a loop; `on_mismatch` is the option `data_on_mismatch`."""
     data: Any = values.get(DATA_NAME)
     can_set_back = on_mismatch != "error" and hasattr(data, "get_state") and hasattr(data, "set_state")
     # In a multi-process job, some processes may accept the saved position while another one refuses it.

@@ -78,15 +78,7 @@ class MetadataServer:
     """Sends requests to one server, from one thread, without proxies.
 
     An answer has at most `MOST_BYTES`. Redirections are not followed: a metadata server sends none, and a token must
-    not reach another server.
-
-    Args:
-        subject: the name of the argument, for messages.
-        url: the address of the server, such as "http://169.254.169.254".
-        timeout_s: the seconds that a request may take, from the connection to the last byte.
-
-    Raises:
-        SettingsError: the address is not that of a plain HTTP server.
+    not reach another server. `timeout_s` limits a request from the connection to the last byte.
     """
 
     def __init__(self, subject: str, url: str, timeout_s: float) -> None:
@@ -204,18 +196,7 @@ class PolledSource:
     """A notice source that asks a server repeatedly until it finds a notice or is stopped.
 
     A server that cannot be used is logged as a warning, and so is its next answer; not again within ten minutes. The
-    thread ends when the source is dropped.
-
-    Args:
-        name: the name of the source, for messages.
-        url: the address of the server.
-        poll_s: the seconds between two requests.
-        timeout_s: the seconds that one request may take.
-        new_look: makes the function that asks the server once; called for each start. It must not reference the source.
-        hint: advice for a server that cannot be used.
-
-    Raises:
-        SettingsError: an argument is wrong.
+    thread ends when the source is dropped, so `new_look`, which makes the function that asks, must not refer to it.
     """
 
     def __init__(

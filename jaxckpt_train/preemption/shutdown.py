@@ -69,13 +69,7 @@ class _Exchanged(msgspec.Struct, array_like=True):
 
 
 class ByExchange:
-    """Agrees on the step of a shutdown by an exchange about once a second, if JAX's service is disabled.
-
-    Args:
-        coordinator: the processes.
-        timeout_s: seconds without a sign of life after which a process is considered lost.
-        monotonic: the time in seconds.
-    """
+    """Agrees on the step of a shutdown by an exchange about once a second, if JAX's service is disabled."""
 
     reason = "another process of this job"
 
@@ -113,16 +107,12 @@ class ByExchange:
 class GracefulShutdown:
     """Knows whether the job is asked to leave, until when, and how it leaves. All processes leave at the same step.
 
+    The arguments are options of `CheckpointCallback`, except for these:
+
     Args:
         manager: the manager of the run.
         job: the processes.
         service: JAX's preemption service, which watches for SIGTERM in a multi-process job. None: it is disabled.
-        signals: the names of the signals to watch.
-        notice_file: a file that requests a shutdown by its existence.
-        max_run_time_s: a limit of the run's time.
-        sources: further sources of notices.
-        grace_period_s: the seconds from the request until something else ends the process. None: unknown.
-        exit_code: the exit code of the process after a shutdown on request.
         raises: whether to raise `Preempted` instead of SystemExit.
         monotonic: the time in seconds.
 

@@ -31,11 +31,7 @@ class SignalHandler:
 
     A handler can outlive its notice: another handler may be installed above it and call or restore it, or the notice
     was never stopped. It then behaves as if it were not installed, so that it does not swallow signals, such as a
-    SIGTERM that has to end the process.
-
-    Args:
-        number: the signal.
-        received: a method of the notice, called with the number; only a weak reference to the notice is kept.
+    SIGTERM that has to end the process. It keeps only a weak reference to the notice, whose method `received` it calls.
     """
 
     def __init__(self, number: int, received: Callable[[int], object]) -> None:
@@ -200,9 +196,7 @@ class SignalNotice:
     def restore(self, *, leaving: bool = False) -> None:
         """Restore the previous handlers; a handler that has another one above it passes its signals on.
 
-        Args:
-            leaving: whether the process shuts down on request. More signals of any kind may follow: Slurm sends
-                SIGUSR1, then SIGTERM.
+        If the process is `leaving` on request, more signals of any kind may follow: Slurm sends SIGUSR1, then SIGTERM.
         """
         for handler in self._handlers.values():
             if leaving:

@@ -120,13 +120,8 @@ class FileNotice:
 class TimeNotice:
     """A limit of the run's wall-clock time, reached early enough for the last save to end within it.
 
-    Args:
-        max_run_time_s: seconds from now.
-        monotonic: the time in seconds.
-        leave_early_s: returns how many seconds before the limit to shut down; called repeatedly, as it is measured.
-
-    Attributes:
-        end: the time at which the job has to shut down.
+    `leave_early_s` returns how many seconds before the limit to shut down; it is called repeatedly, as it is measured.
+    `end` is the time at which the job has to shut down.
     """
 
     def __init__(
@@ -151,14 +146,7 @@ class TimeNotice:
 
 
 class WatchedSources:
-    """The sources of one run, used together.
-
-    Args:
-        sources: in the order in which they are asked.
-
-    Raises:
-        SettingsError: the `left_timeout_s` of a source is not a number of seconds.
-    """
+    """The sources of one run, asked and notified in their order."""
 
     def __init__(self, sources: Sequence[NoticeSource]) -> None:
         self._sources = tuple(sources)
@@ -212,11 +200,8 @@ class WatchedSources:
     def notify(self, step: int | None, left_s: float) -> None:
         """Call `left` of the sources in order; log a warning for each one that takes too long, and do not wait for it.
 
-        The order matters: after Slurm was asked to requeue the job, it may end the rest of it.
-
-        Args:
-            step: the committed step; None: there is none.
-            left_s: the seconds left for all sources; each one gets at least `LEAST_S`.
+        The order matters: after Slurm was asked to requeue the job, it may end the rest of it. Each source gets at
+        least `LEAST_S` of the `left_s` seconds.
         """
         if os.getpid() != self._process:  # a forked child, or never started
             return
