@@ -205,10 +205,6 @@ def _removal(backend: Backend, folder: str) -> None:
         source.close()
 
 
-def _links(backend: Backend, folder: str) -> str | None:
-    return None if has_links(folder) else "not supported; the lock of a run is created and then written"
-
-
 def _swap(backend: Backend, folder: str) -> str | None:
     for name in ("one", "two"):
         _put(backend, f"{folder}/{name}", b"")
@@ -227,7 +223,12 @@ NEEDED: dict[str, Trial] = {
     "sync of a directory": lambda backend, folder: backend.sync(folder),
     "modification time": _heartbeat,
 }
-_USED: dict[str, Trial] = {"removal of a file in use": _removal, "hard links": _links, "atomic exchange": _swap}
+_NO_LINKS = "not supported; the lock of a run is created and then written"
+_USED: dict[str, Trial] = {
+    "removal of a file in use": _removal,
+    "hard links": lambda _, folder: None if has_links(folder) else _NO_LINKS,
+    "atomic exchange": _swap,
+}
 
 
 @contextlib.contextmanager

@@ -36,25 +36,14 @@ LANES = ("events", "restores", "saves", "processes")  # from the bottom up
 LEAST_S = 1e-5  # shorter times are drawn as this on a logarithmic scale
 LEAST_MIB = 1e-3
 MIB = 1 << 20
-MARKS = {
-    "preempted": ("preemption", "inverted_triangle", ORANGE),
-    "set_aside": ("step set aside", "square_x", RED),
-    "take_over": ("lock taken over", "diamond", PURPLE),
-}
+MARKS = {"preempted": ("inverted_triangle", ORANGE), "set_aside": ("square_x", RED), "take_over": ("diamond", PURPLE)}
 STATE_COLOURS = {
     "kept": GREEN, "pinned": BLUE, "temporary": TEAL, "left behind": OCHRE, "damaged": RED, "not committed": ORANGE,
     "deleted": GREY, "gone": PURPLE,
 }  # fmt: skip
 LEAST_CHANGE = 1e-12
 OFFSETS = (0.0, 0.06, -0.06, 0.12, -0.12, 0.18, -0.18)  # so that dots of one pair do not cover each other
-PARTS = (
-    ("useful_s", "useful updates", GREEN),
-    ("lost_s", "lost updates", RED),
-    ("blocked_s", "blocked by saves", ORANGE),
-    ("to_resume_s", "until the state was restored", BLUE),
-    ("other_s", "without updates", PURPLE),
-    ("between_s", "between processes", GREY),
-)
+PART_COLOURS = (GREEN, RED, ORANGE, BLUE, PURPLE, GREY)
 MOST_BARS = 40
 MOST_METRICS = 24
 MOST_PAIRS = 40
@@ -250,7 +239,7 @@ def _timeline(
         dots = chart.scatter(x="until", marker="triangle", size=9, **style)
         _add_tooltip(chart, rows[0], [bars, dots])
         items.append(("restore", [bars, dots]))
-    for kind, (name, marker, colour) in MARKS.items():
+    for kind, (marker, colour) in MARKS.items():
         some = [mark for mark in marks if mark.kind == kind]
         if some:
             rows = [tables.mark_cells(mark) for mark in some]
@@ -258,7 +247,7 @@ def _timeline(
             style = {"source": data, "marker": marker, "color": colour}
             dots = chart.scatter(x="at", y="lane", size=11, fill_alpha=0.6, line_width=1.5, **style)
             _add_tooltip(chart, rows[0], [dots])
-            items.append((name, [dots]))
+            items.append((tables.MARKS[kind], [dots]))
     _legend(chart, items)
     return chart
 
@@ -436,7 +425,7 @@ def _time_spent(processes: Sequence[Process], totals: Totals) -> Any:
     chart.ygrid.visible = False
     starts = [0.0] * len(rows)
     items = []
-    for field, part, colour in PARTS:
+    for (field, part), colour in zip(tables.PARTS.items(), PART_COLOURS, strict=True):
         seconds = [getattr(row, field, 0.0) for _, row in rows]
         if not any(seconds):
             continue

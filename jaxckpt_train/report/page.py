@@ -373,12 +373,13 @@ def _summary(gathered: Gathered) -> Html:
 def _timeline(gathered: Gathered, drawing: Drawing) -> Html:
     if not (gathered.saves or gathered.restores or gathered.processes or gathered.marks):
         return _section("timeline", _note("The history has no events yet."))
-    saves = tables.saves_table(gathered.saves, gathered.counts.saves)
+    counts = gathered.counts
+    saves = tables.table_of(gathered.saves, tables.save_cells, counts.saves)
     data = {
         "processes": tables.processes_table(gathered.processes, gathered.totals),
         "saves": saves,
-        "restores": tables.restores_table(gathered.restores, gathered.counts.restores),
-        "other events": tables.marks_table(gathered.marks, gathered.counts.marks),
+        "restores": tables.table_of(gathered.restores, tables.restore_cells, counts.restores),
+        "other events": tables.table_of(gathered.marks, tables.mark_cells, counts.marks),
     }
     events = ", ".join(f"{count:,} {clipped(kind, 40)}" for kind, count in list(gathered.events.items())[:20])
     return _section(
@@ -394,8 +395,8 @@ def _throughput(gathered: Gathered, drawing: Drawing) -> Html:
         return _section("throughput-of-saves", _note("No save or restore has recorded its rate."))
     disk, counts = gathered.disk, gathered.counts
     data = {
-        "saves": tables.saves_table(gathered.saves, counts.saves),
-        "restores": tables.restores_table(gathered.restores, counts.restores),
+        "saves": tables.table_of(gathered.saves, tables.save_cells, counts.saves),
+        "restores": tables.table_of(gathered.restores, tables.restore_cells, counts.restores),
     }
     limit = "With --measure-disk, the chart has a line for the rate of the disk."
     if disk is not None:
@@ -426,12 +427,15 @@ def _goodput(gathered: Gathered, drawing: Drawing) -> Html:
 def _steps(gathered: Gathered, drawing: Drawing) -> Html:
     if not gathered.steps:
         return _section("steps", _note("No step has been saved yet."))
-    by_state = ", ".join(f"{count:,} {state}" for state, count in gathered.counts.states.items())
+    counts = gathered.counts
+    by_state = ", ".join(f"{count:,} {state}" for state, count in counts.states.items())
+    present_last = sorted(gathered.steps, key=lambda step: step.is_there)
+    uses = tables.table_of(gathered.disk_use, tables.use_cells, counts.changes)
     return _section(
         "steps",
-        element("p", f"{counted(gathered.counts.steps, 'step')}: {by_state}."),
-        _chart(drawing, "retention", {"steps": tables.steps_table(gathered.steps, gathered.counts.steps)}),
-        _chart(drawing, "disk-use", {"disk use": tables.use_table(gathered.disk_use, gathered.counts.changes)}),
+        element("p", f"{counted(counts.steps, 'step')}: {by_state}."),
+        _chart(drawing, "retention", {"steps": tables.table_of(present_last, tables.step_cells, counts.steps)}),
+        _chart(drawing, "disk-use", {"disk use": uses}),
     )
 
 
@@ -442,7 +446,9 @@ def _metrics(gathered: Gathered, drawing: Drawing) -> Html:
     for number, (name, values) in enumerate([*gathered.metrics.items()][:MOST_METRICS]):
         there = gathered.counts.values[name]
         words = clipped(name, 60), f"{counted(there, 'step')}, last value {number_text(values[-1].value)}."
-        charts.append(_chart(drawing, f"metric-{number}", {"values": tables.metric_table(values, there)}, words))
+        charts.append(
+            _chart(drawing, f"metric-{number}", {"values": tables.table_of(values, tables.metric_cells, there)}, words)
+        )
     left_out = len(gathered.metrics) - MOST_METRICS
     more = _note(f"{counted(left_out, 'more metric')} left out; `--json` has them.") if left_out > 0 else None
     about = _note(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxckpt_train.inspection.units import (
     bytes_text,
@@ -18,11 +18,19 @@ from jaxckpt_train.inspection.units import (
 from jaxckpt_train.report.changes import PairChange, TreeSizes
 from jaxckpt_train.report.events import DiskUse, StepLife
 from jaxckpt_train.report.gather import Process, Totals
-from jaxckpt_train.report.series import Mark, MetricValue, Restore, Save
+from jaxckpt_train.report.series import Item, Mark, MetricValue, Restore, Save
 
 MOST_ROWS = 150
 Cells = dict[str, str]  # a row, by the headings of the columns; one that ends with "#" has numbers
-_MARKS = {"preempted": "preemption", "set_aside": "step set aside", "take_over": "lock taken over"}
+PARTS = {  # of the time of a run
+    "useful_s": "useful updates",
+    "lost_s": "lost updates",
+    "blocked_s": "blocked by saves",
+    "to_resume_s": "until the state was restored",
+    "other_s": "processes without updates",
+    "between_s": "between processes",
+}
+MARKS = {"preempted": "preemption", "set_aside": "step set aside", "take_over": "lock taken over"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +43,18 @@ class Table:
     left_out: str = ""
 
 
-def _table(rows: Sequence[Cells], there: int, kept: int) -> Table:
-    """Return a table of the last rows, of which `there` exist and the data of the report has `kept`."""
-    has = "all" if kept == there else f"{kept:,}"
+def table_of(items: Sequence[Item], cells: Callable[[Item], Cells], there: int) -> Table:
+    """Return a table of the last items, of which `there` exist and the data of the report has these."""
+    rows = [cells(each) for each in items[-MOST_ROWS:]]
+    has = "all" if len(items) == there else f"{len(items):,}"
     left_out = "" if len(rows) == there else f"The last {len(rows):,} of {there:,}; `--json` has {has} of them."
     return Table([*rows[0]] if rows else [], [[*row.values()] for row in rows], left_out=left_out)
 
 
 def processes_table(processes: Sequence[Process], totals: Totals) -> Table:
     """Return a table with a row for each process, and the totals."""
-    table = _table([process_cells(each) for each in processes[-MOST_ROWS:]], len(processes), len(processes))
-    return dataclasses.replace(table, last=["", "total", "", "", "", *_amounts(totals, totals.share).values()])
+    last = ["", "total", "", "", "", *_amounts(totals, totals.share).values()]
+    return dataclasses.replace(table_of(processes, process_cells, len(processes)), last=last)
 
 
 def process_cells(each: Process) -> Cells:
@@ -74,22 +83,9 @@ def _amounts(of: Process | Totals, share: float) -> Cells:
 
 def spent_table(totals: Totals) -> Table:
     """Return a table of where the time of the run went."""
-    parts = [
-        ("useful updates", totals.useful_s),
-        ("lost updates", totals.lost_s),
-        ("blocked by saves", totals.blocked_s),
-        ("until the state was restored", totals.to_resume_s),
-        ("processes without updates", totals.other_s),
-        ("between processes", totals.between_s),
-    ]
-    whole = totals.wall_s
-    rows = [[name, seconds_text(each), percent_text(each / whole if whole else 0.0)] for name, each in parts]
+    whole, seconds = totals.wall_s, [(name, getattr(totals, field)) for field, name in PARTS.items()]
+    rows = [[name, seconds_text(each), percent_text(each / whole if whole else 0.0)] for name, each in seconds]
     return Table(["what", "time#", "share#"], rows, ["all", seconds_text(whole), ""])
-
-
-def saves_table(saves: Sequence[Save], there: int) -> Table:
-    """Return a table of the saves with their times and rates."""
-    return _table([save_cells(save) for save in saves[-MOST_ROWS:]], there, len(saves))
 
 
 def save_cells(save: Save) -> Cells:
@@ -106,11 +102,6 @@ def save_cells(save: Save) -> Cells:
     }
 
 
-def restores_table(restores: Sequence[Restore], there: int) -> Table:
-    """Return a table of the restores."""
-    return _table([restore_cells(each) for each in restores[-MOST_ROWS:]], there, len(restores))
-
-
 def restore_cells(each: Restore) -> Cells:
     """Return a row of the table of restores."""
     return {
@@ -123,21 +114,10 @@ def restore_cells(each: Restore) -> Cells:
     }
 
 
-def marks_table(marks: Sequence[Mark], there: int) -> Table:
-    """Return a table of the other events."""
-    return _table([mark_cells(mark) for mark in marks[-MOST_ROWS:]], there, len(marks))
-
-
 def mark_cells(mark: Mark) -> Cells:
     """Return a row of the table of other events."""
-    what, step = _MARKS[mark.kind], count_text(mark.step)
+    what, step = MARKS[mark.kind], count_text(mark.step)
     return {"time (UTC)": time_text(mark.time), "what": what, "step#": step, "why": mark.text}
-
-
-def steps_table(steps: Sequence[StepLife], there: int) -> Table:
-    """Return a table of the steps; existing steps come last."""
-    ordered = sorted(steps, key=lambda step: step.is_there)
-    return _table([step_cells(step) for step in ordered[-MOST_ROWS:]], there, len(steps))
 
 
 def step_cells(step: StepLife) -> Cells:
@@ -160,19 +140,9 @@ def step_cells(step: StepLife) -> Cells:
     }
 
 
-def use_table(uses: Sequence[DiskUse], there: int) -> Table:
-    """Return a table of the disk use."""
-    return _table([use_cells(use) for use in uses[-MOST_ROWS:]], there, len(uses))
-
-
 def use_cells(use: DiskUse) -> Cells:
     """Return a row of the table of the disk use."""
     return {"from (UTC)": time_text(use.time), "steps#": count_text(use.steps), "size#": bytes_text(use.bytes)}
-
-
-def metric_table(values: Sequence[MetricValue], there: int) -> Table:
-    """Return a table of a metric by step."""
-    return _table([metric_cells(each) for each in values[-MOST_ROWS:]], there, len(values))
 
 
 def metric_cells(each: MetricValue) -> Cells:
