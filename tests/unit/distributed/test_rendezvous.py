@@ -212,6 +212,17 @@ def test_group_can_be_left_and_joined_again() -> None:
     assert not any("/run-1/" in key for key in views[0]._all.stored())
 
 
+def test_group_is_joined_again_after_one_left_early() -> None:
+    def act(job: ManyProcesses) -> None:
+        run = job.within("run")
+        if job.process != 1:  # it has left its loop before this save
+            run.within("save")
+        run.leave()
+        job.within("run").exchange("beginning", lambda: b"")
+
+    in_all(3, act)
+
+
 @pytest.mark.parametrize(
     ("processes", "slice_s", "period_s"), [(2, 1.0, 10.0), (1000, 1.0, 10.0), (8000, 8.0, 10.0), (100_000, 37.5, 37.5)]
 )
