@@ -113,10 +113,8 @@ def _tree_leaves(files: Opener, committed: Committed, part: PartRecord, settings
 def _read(
     files: Opener, committed: Committed, array: ArrayRecord, settings: StoreSettings, box: Box, target: np.ndarray
 ) -> None:
-    whole = target if target.flags.c_contiguous else np.empty(target.shape, target.dtype)
-    read_box(files, committed, array, box, whole.reshape(-1).view(np.uint8), settings)
-    if whole is not target:
-        target[...] = whole
+    assert target.flags.c_contiguous  # otherwise the bytes would go to a copy
+    read_box(files, committed, array, box, target.reshape(-1).view(np.uint8), settings)
 
 
 def _remaining_containers(containers: Mapping[str, str], leaves: Leaves) -> dict[str, str]:
