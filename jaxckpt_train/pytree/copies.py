@@ -321,13 +321,11 @@ def have_room(arrays: Sequence[jax.Array]) -> bool:
             needed[device] += size
     asked_before = _measured.issuperset(needed)
     _measured.update(needed)
-    return asked_before and all(_free_bytes(device.memory_stats()) >= size for device, size in needed.items())
-
-
-def _free_bytes(statistics: dict[str, int] | None) -> float:
-    if not statistics or not {"bytes_limit", "peak_bytes_in_use"} <= statistics.keys():
-        return -1
-    return statistics["bytes_limit"] * (1 - SPARE_FRACTION) - statistics["peak_bytes_in_use"]
+    for device, size in needed.items() if asked_before else ():
+        found = device.memory_stats() or {}
+        if found.get("bytes_limit", 0) * (1 - SPARE_FRACTION) - found.get("peak_bytes_in_use", math.inf) < size:
+            return False
+    return asked_before
 
 
 class TransferBudget:

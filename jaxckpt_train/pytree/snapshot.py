@@ -379,18 +379,17 @@ def describe_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:
     """Describe a sharding as plain data, for display: the mesh's axis sizes and the partition of each dimension."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         mesh = {_text(axis): size for axis, size in sharding.mesh.shape.items()}
-        return {"mesh": mesh, "spec": [_json_part(part) for part in sharding.spec]}
+        return {
+            "mesh": mesh,
+            "spec": [list(map(_text, p)) if isinstance(p, tuple) else _text(p) for p in sharding.spec],
+        }
     return {"type": type(sharding).__name__, "devices": len(sharding.device_set)}
 
 
-def _json_part(part: Any) -> Any:
-    if isinstance(part, tuple):
-        return [_text(axis) for axis in part]
-    return None if part is None else _text(part)
-
-
-def _text(axis: object) -> str:
-    return str(axis).encode(errors="backslashreplace").decode()  # JSON holds only valid Unicode
+def _text(axis: object) -> str | None:
+    return (
+        None if axis is None else str(axis).encode(errors="backslashreplace").decode()
+    )  # JSON holds only valid Unicode
 
 
 class ValueGuard:
@@ -412,7 +411,7 @@ class ValueGuard:
                     self._add_leaf(name, leaf, groups)
             elif isinstance(leaf, (np.ndarray, np.generic)):
                 if is_inexact(leaf.dtype):
-                    self._found.append((name, leaf.ndim, _host_flaw(np.asarray(leaf))))
+                    self._found.append((name, leaf.ndim, int(_flaw(np, np.asarray(leaf)))))
             elif isinstance(leaf, (float, complex)) and cmath.isnan(leaf):
                 self._found.append((name, 0, NAN))
         for group in groups.values():
@@ -428,7 +427,7 @@ class ValueGuard:
                 if shard.size:
                     self._add_leaf(name, shard, groups)
         elif is_on_host(leaf):  # offloaded: no device can compute with it in that memory
-            self._found.append((name, leaf.ndim, _host_flaw(np.asarray(leaf))))
+            self._found.append((name, leaf.ndim, int(_flaw(np, np.asarray(leaf)))))
         else:
             groups[tuple(leaf.sharding.addressable_devices_indices_map(leaf.shape))].append((name, leaf))
 
@@ -450,19 +449,12 @@ class ValueGuard:
 
 @jax.jit
 def _device_flaws(arrays: tuple[jax.Array, ...]) -> jax.Array:
-    return jnp.stack([_device_flaw(array) for array in arrays])
+    return jnp.stack([_flaw(jnp, array) for array in arrays])
 
 
-def _device_flaw(array: jax.Array) -> jax.Array:
-    wide = array.astype(jnp.float32) if array.dtype.itemsize == 1 else array  # tiny floats lack isnan and isinf
-    return jnp.where(jnp.isnan(wide).any(), NAN, jnp.where(jnp.isinf(wide).any(), INF, 0)).astype(jnp.int8)
-
-
-def _host_flaw(array: np.ndarray) -> int:
-    wide = array.astype(np.float32) if array.dtype.itemsize == 1 else array
-    if np.isnan(wide).any():
-        return NAN
-    return INF if np.isinf(wide).any() else 0
+def _flaw(numpy: Any, array: Any) -> Any:
+    wide = array.astype(numpy.float32) if array.dtype.itemsize == 1 else array  # tiny floats lack isnan and isinf
+    return numpy.where(numpy.isnan(wide).any(), NAN, numpy.where(numpy.isinf(wide).any(), INF, 0)).astype(numpy.int8)
 
 
 class DonationDetector:

@@ -124,24 +124,18 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
 def plan_array(plan: WritePlan | ReadPlan, answer_bytes: int) -> np.ndarray:
     """Encode a plan for a host. Its size is a power of two, so that the next save can use the same compiled call."""
-    return _framed(msgspec.msgpack.encode(plan), answer_bytes, _room(0))
+    return _framed(msgspec.msgpack.encode(plan), answer_bytes, answer_room(0))
 
 
 def decode_plan(array: np.ndarray, kind: type[Any]) -> Any:
     """Decode a plan; raise CheckpointError if another version of this package made it."""
-    version, length, _ = _HEAD.unpack_from(array.data)
+    version, _, _ = _HEAD.unpack_from(array.data)
     if version != VERSION:
         raise CheckpointError(
             f"the plan has version {version}, but jaxckpt_train on this host expects version {VERSION}; install the "
             "same release on all hosts and on the controller"
         )
-    return msgspec.msgpack.decode(array[_HEAD.size : _HEAD.size + length].data, type=kind)
-
-
-def wanted_bytes(array: np.ndarray) -> int:
-    """Return the room for the answer to a plan of any version, in bytes."""
-    room: int = _HEAD.unpack_from(array.data)[2]
-    return room
+    return _unframed(array, kind)
 
 
 def answer_array(answer: Answer, room: int) -> np.ndarray:
@@ -154,8 +148,13 @@ def answer_array(answer: Answer, room: int) -> np.ndarray:
 
 def decode_answer(array: np.ndarray) -> Answer:
     """Decode an answer."""
+    answer: Answer = _unframed(array, Answer)
+    return answer
+
+
+def _unframed(array: np.ndarray, kind: type[Any]) -> Any:
     _, length, _ = _HEAD.unpack_from(array.data)
-    return msgspec.msgpack.decode(array[_HEAD.size : _HEAD.size + length].data, type=Answer)
+    return msgspec.msgpack.decode(array[_HEAD.size : _HEAD.size + length].data, type=kind)
 
 
 def room_for_index(plan: WritePlan, nbytes: Sequence[int]) -> int:
@@ -168,7 +167,7 @@ def room_for_index(plan: WritePlan, nbytes: Sequence[int]) -> int:
         for number, box in zip(plan.which, plan.boxes, strict=True)
     )
     files = 3 + 2 * sum(nbytes) // plan.settings["segment_bytes"] + heads // (MAX_HEADER_BYTES // 4)
-    return _room(digests + chunks + files * (len(plan.part) + 256))
+    return answer_room(digests + chunks + files * (len(plan.part) + 256))
 
 
 def settings_there(settings: StoreSettings) -> dict[str, Any]:
@@ -176,17 +175,13 @@ def settings_there(settings: StoreSettings) -> dict[str, Any]:
     return {**dataclasses.asdict(settings), "colocated": False}
 
 
-def error_room() -> int:
-    """Return the size of an answer that reports only an error."""
-    return _room(0)
-
-
-def _room(size: int) -> int:
+def answer_room(size: int = 0) -> int:
+    """Return the size of an answer with this number of bytes, or of one that reports only an error."""
     return 1 << (max(size + _HEAD.size, _LEAST_BYTES) - 1).bit_length()
 
 
 def _framed(data: bytes, wanted: int, least: int) -> np.ndarray:
-    array = np.zeros(max(_room(len(data)), least), np.uint8)
+    array = np.zeros(max(answer_room(len(data)), least), np.uint8)
     _HEAD.pack_into(array.data, 0, VERSION, len(data), wanted)
     array[_HEAD.size : _HEAD.size + len(data)] = np.frombuffer(data, np.uint8)
     return array
@@ -225,8 +220,7 @@ def read_here(plan: jax.Array, shapes: Sequence[tuple[tuple[int, ...], str]]) ->
 
 
 def _answer(message: np.ndarray, work: Callable[[], tuple[int, PartIndex | None]]) -> np.ndarray:
-    room = wanted_bytes(message)
-    here = this_process()
+    here, (_, _, room) = this_process(), _HEAD.unpack_from(message.data)  # the room is the same in all versions
     try:
         done, index = work()
         return answer_array(Answer(here.host, here.pid, done, index), room)

@@ -32,8 +32,8 @@ from jaxckpt_train.pytree.colocated.host import (
     UnseenError,
     WritePlan,
     WrittenArray,
+    answer_room,
     decode_answer,
-    error_room,
     moved_here,
     plan_array,
     read_here,
@@ -143,7 +143,7 @@ class HostReads:
         by_array: dict[int, list[Box]] = {}  # in the order of the reads, which is the order of the arrays
         for read in reads:
             by_array.setdefault(read.number, []).append(read.box)
-        manifest, room = self._committed.manifest, error_room()
+        manifest, room = self._committed.manifest, answer_room()
         plan = ReadPlan(
             os.fsencode(self._committed.directory),
             self._committed.manifest_sha256,
