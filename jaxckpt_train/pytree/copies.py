@@ -323,7 +323,7 @@ def have_room(arrays: Sequence[jax.Array]) -> bool:
     _measured.update(needed)
     for device, size in needed.items() if asked_before else ():
         found = device.memory_stats() or {}
-        if found.get("bytes_limit", 0) * (1 - SPARE_FRACTION) - found.get("peak_bytes_in_use", math.inf) < size:
+        if found.get("bytes_limit", -math.inf) * (1 - SPARE_FRACTION) - found.get("peak_bytes_in_use", math.inf) < size:
             return False
     return asked_before
 
