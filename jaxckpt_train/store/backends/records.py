@@ -13,8 +13,6 @@ import re
 import secrets
 from typing import Protocol
 
-import numpy as np
-
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import (
     GONE,
@@ -78,6 +76,8 @@ def add_next_version(files: FileSystem, path: str, data: bytes, version: int | N
 
 
 def _write(files: Files, path: str, data: bytes) -> None:
+    import numpy as np  # not needed by `jaxckpt --help`, which imports this module
+
     sink = files.create(path, direct=False)
     try:
         sink.write_at(0, np.frombuffer(data, np.uint8))
@@ -102,6 +102,8 @@ def _name(version: int) -> str:
 
 
 def _read(files: Files, path: str, name: str) -> bytes:
+    import numpy as np  # as in `_write`
+
     source = files.open(path, name, direct=False)
     try:
         if source.size > MAX_RECORD_BYTES:
