@@ -23,7 +23,7 @@ BLOCK = 4096
 def small_sizes() -> Iterator[None]:
     """Allow tiny settings, blocks and runs, so that small arrays take every path of large ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxckpt_train.settings._MINIMUM", {"io_threads": 1})
+        patch.setattr("jaxckpt_train.settings.check_fields", lambda subject, settings: None)  # allows small sizes
         patch.setattr(segment_writer, "BLOCK_BYTES", BLOCK)
         patch.setattr(checkpoints, "BLOCK_BYTES", BLOCK)
         patch.setattr(read_plan, "COALESCE_BYTES", 12 * PAGE)

@@ -97,7 +97,7 @@ def small_sizes() -> Iterator[None]:
     """Allow small segments, and disable the log."""
     logger = logging.getLogger("jaxckpt_train")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxckpt_train.settings._MINIMUM", {"io_threads": 1})
+        patch.setattr("jaxckpt_train.settings.check_fields", lambda subject, settings: None)  # allows small sizes
         patch.setattr(logger, "disabled", True)
         yield
 
