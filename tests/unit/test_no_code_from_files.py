@@ -18,7 +18,7 @@ MAY_IMPORT_BY_NAME = {
     ("__init__", "importlib.import_module(f'{__name__}.{name}')"): "its own modules, from its own table",
     ("cli.main", "importlib.import_module(f'jaxckpt_train.cli.{module}')"): "its own modules, from its own table",
     ("testing.processes", "import runpy"): "a proof runs the script that the user's own test names",
-    ("testing.processes", "importlib.import_module(target.module)"): "the module of the function that the test gives",
+    ("testing.processes", "importlib.import_module(name)"): "the module of the function that the test gives",
     ("testing.processes", "importlib.util.find_spec"): "the script that the user's own test names as a module",
     ("config", "importlib.import_module(__package__)"): "this package",
     ("config", "hydra.utils.instantiate"): "`_target_` of the user's configuration, not of a checkpoint",
