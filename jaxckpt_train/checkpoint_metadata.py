@@ -32,6 +32,7 @@ from jaxckpt_train.pytree.restore import rebuild
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES, ArrayRecord, PartRecord, encode_value, metrics_from_json
+from jaxckpt_train.store.threads import unlocked_cached_property
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ class CheckpointMetadata:
     bytes: int
     _committed: Committed = dataclasses.field(repr=False, compare=False)
 
-    @functools.cached_property
+    @unlocked_cached_property
     def checkpointables(self) -> Mapping[str, CheckpointableMetadata]:
         """The checkpointables by name, decoded at the first access."""
         return {part.name: _describe_part(part, self.path) for part in self._committed.manifest.parts}

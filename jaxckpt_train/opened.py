@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, StorageError
@@ -15,6 +14,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend, Opener
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
+from jaxckpt_train.store.threads import unlocked_cached_property
 
 OURS, ORBAX = "jaxckpt_train", "Orbax"
 DEFAULT_NAME = "state"
@@ -56,7 +56,7 @@ class Opened:
         """The path of the checkpoint."""
         return self.committed.directory
 
-    @functools.cached_property
+    @unlocked_cached_property
     def trees(self) -> Mapping[str, TreeRecord]:
         """The checkpointables that are trees, by name. Raises CorruptCheckpointError if one is damaged."""
         parts = self.committed.manifest.parts

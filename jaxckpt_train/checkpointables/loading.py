@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from jaxckpt_train.store.committed import Committed, check_unchanged
 from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord, decode_value
 from jaxckpt_train.store.reader import PreopenedFiles, ReadProgress
+from jaxckpt_train.store.threads import unlocked_cached_property
 from jaxckpt_train.store.timeouts import call_with_timeout, close_files
 from jaxckpt_train.store.verify import file_problems
 
@@ -62,7 +62,7 @@ class OpenPart:
         """Raise MismatchError if `tree` would raise it, without reading anything."""
         self._restore.compare(like, self._options, self._loads)
 
-    @functools.cached_property
+    @unlocked_cached_property
     def _restore(self) -> TreeRestore:
         if not has_tree(self._part) and self._part.files:
             self.value()  # the tree of another tool could not be read; this raises the error that says why

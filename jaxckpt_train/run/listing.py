@@ -154,7 +154,7 @@ class RunNotes(StepListing, abc.ABC):
         Raises:
             StepNotFoundError: there is no such step.
         """
-        self._annotate(step, Annotation(pin=flag("pin: pinned", pinned)))
+        self._annotate(step, lambda: Annotation(pin=flag("pin: pinned", pinned)))
 
     def attach_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a committed step, such as those of an evaluation that finished later.
@@ -162,18 +162,19 @@ class RunNotes(StepListing, abc.ABC):
         Raises:
             StepNotFoundError: there is no such step.
         """
-        self._annotate(step, Annotation(metrics=metrics_to_json(plain_metrics(metrics))))
+        self._annotate(step, lambda: Annotation(metrics=metrics_to_json(plain_metrics(metrics))))
 
-    def _annotate(self, step: int, change: Annotation) -> None:
+    def _annotate(self, step: int, change: Callable[[], Annotation]) -> None:
+        """Annotate a step. In a job, the arguments of the primary count, and so does their error."""
         self._check_open()
         self._replace_idle()
         self._job_sync.hold()
-        number = check_step(step)
 
         def write() -> None:
-            call_with_timeout(self.directory, lambda _: self._run.annotate_step(number, change))
+            number, annotation = check_step(step), change()
+            call_with_timeout(self.directory, lambda _: self._run.annotate_step(number, annotation))
 
-        self._job_sync.on_primary(f"writing the record of step {number}", write, time.monotonic)
+        self._job_sync.on_primary(f"writing the record of step {step}", write, time.monotonic)
 
     def note_preemption(self, step: int | None, reason: str, plan: str | None = None) -> None:
         """Record a preemption in the history: the step to save, the reason, and the chosen shutdown plan."""

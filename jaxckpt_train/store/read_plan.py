@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 from jaxckpt_train.store.boxes import Box, box_elements, element_span, intersect, is_contiguous_within, row_major_range
 from jaxckpt_train.store.manifest import BLOCK_BYTES, WHOLE_CHUNKS, ArrayRecord, ChunkRecord, Manifest
 from jaxckpt_train.store.segment import ALIGNMENT
+from jaxckpt_train.store.threads import unlocked_cached_property
 
 COALESCE_BYTES = 16 << 20
 GAP_BYTES = 64 << 10
@@ -75,7 +75,7 @@ class Run:
     reads: Sequence[ChunkRead]
     passing: bool
 
-    @functools.cached_property
+    @unlocked_cached_property
     def is_destination(self) -> bool:
         """Whether nearly all of its memory becomes results, so that little other memory is kept alive."""
         size, views = self.stop - self.start, self._whole.views
@@ -87,12 +87,12 @@ class Run:
         stays = self.passing or self.is_destination
         return self._whole.out_of_line + (0 if stays else self._whole.in_line)
 
-    @functools.cached_property
+    @unlocked_cached_property
     def is_parts(self) -> bool:
         """Whether all of it is copied, so that none of its memory is kept."""
         return all(map(_is_parts, self.reads))
 
-    @functools.cached_property
+    @unlocked_cached_property
     def _whole(self) -> _Whole:
         views = in_line = out_of_line = 0
         for read in self.reads:

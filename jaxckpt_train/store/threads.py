@@ -10,6 +10,8 @@ Some parts replace the standard library's, for these reasons:
   too (test_interrupted_waits_leave_the_latch_working). `Latch` and `Mailbox` wait for a bare lock.
 - `queue.SimpleQueue.get(timeout=...)` may wait for ever before Python 3.13, if a delay or a signal handler uses up the
   timeout (test_long_signal_handler_does_not_extend_wait).
+- `functools.cached_property` of Python 3.11 has one lock for all objects. A child that is forked while a thread of its
+  parent computes such a property finds it taken for ever (test_forked_child_loads_and_reads_metadata).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar, overload
 
 from jaxckpt_train.errors import CheckpointTimeoutError
 
@@ -394,6 +396,23 @@ def shared_workers(count: int, name: str, *, polite: bool = False) -> Workers:
 
 _pausing = threading.Lock()
 _threshold = 0  # to restore when the pause ends; 0: no pause
+
+
+class unlocked_cached_property(Generic[T]):  # noqa: N801  # as `property`
+    """A cached property without a lock: threads that compute it at once all get the value that was stored first."""
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object, owner: type) -> T | Self:
+        if instance is None:
+            return self
+        value: T = vars(instance).setdefault(self._name, self._make(instance))
+        return value
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def test_position_in_data_is_named_as_left_out(tmp_path: Path, to: str) -> None:
 def test_default_part_is_the_documented_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     assert "Default: 'state', or the only tree" in run("export", "--help")
-    assert "Default: all, and operations change 'state', or the only tree" in run("import", "--help")
+    assert "Default: all; operations change 'state' or the only tree" in run("import", "--help")
     trees = {name: {"w": np.full(3, value)} for value, name in enumerate(("a", "state"))}
     jct.save_checkpointables(tmp_path / "both", trees)
     run("export", tmp_path / "both", tmp_path / "hf", "--to", "safetensors")

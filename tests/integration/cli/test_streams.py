@@ -120,13 +120,13 @@ PRINTS_WHEN_IT_WAITS = """
 from jaxckpt_train.cli import __main__ as start
 from jaxckpt_train.cli import maintain
 
-wait = maintain.Latch.wait
+wait = maintain.time.sleep
 
-def print_and_wait(latch, timeout_s=None):
+def print_and_wait(seconds):
     print("waits", flush=True)
-    return wait(latch, timeout_s)
+    wait(seconds)
 
-maintain.Latch.wait = print_and_wait
+maintain.time.sleep = print_and_wait
 start.main()
 """
 
