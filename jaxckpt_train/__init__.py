@@ -77,7 +77,7 @@ def _finish_saves() -> None:
     """Finish pending saves at the end of the process. Registered here, to run after most exit functions of users."""
     pending = sys.modules.get(f"{__name__}.pending")
     if pending is not None:
-        pending.finish()
+        pending.finish_at_exit()
 
 
 # Register it twice: an interrupt that an exit function in C has delayed ends the next exit function at its first line.

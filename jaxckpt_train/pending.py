@@ -609,6 +609,12 @@ def must_wait_here() -> bool:
     return is_over() and not isinstance(threading.current_thread(), SaveThread)
 
 
+def finish_at_exit() -> None:
+    """Finish all saves at the end of the process, unless the last finalizer of a child does (since Python 3.13)."""
+    if sys.version_info < (3, 13) or _child != os.getpid():
+        finish()
+
+
 def finish() -> None:
     """Finish all saves that the script did not wait for, at the end of the process. A failure must not end as success.
 

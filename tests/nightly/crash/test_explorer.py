@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.run import annotations as run_annotations
 from jaxckpt_train.run import directory, lock, retention
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import transaction
+from jaxckpt_train.store.backends import records
 from tests.nightly.crash.crash_disk import CrashDisk, Machine
 from tests.nightly.crash.explorer import PROGRAMS, SETTINGS, explore, small_sizes
 from tests.nightly.crash.image import Sync
@@ -160,7 +160,7 @@ def test_deletion_without_sync_of_name_is_detected(monkeypatch: pytest.MonkeyPat
 
 
 def test_unsynced_first_pin_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_annotations, "sync_directory", lambda *_: None)
+    monkeypatch.setattr(records, "sync_directory", lambda *_: None)
     assert_detected("not pinned", order="any")
 
 
