@@ -500,8 +500,11 @@ class RunDirectory:
     def refused(self, name: str) -> None:
         """Record, for this process and later ones, that the disk refuses to sync a step."""
         with self._guard:
+            self._entries = [
+                dataclasses.replace(entry, is_unsynced=True) if entry.name == name else entry for entry in self._entries
+            ]
+            self._infos = None
             found = [entry for entry in self._entries if entry.name == name]
-            self._replace_entries([dataclasses.replace(entry, is_unsynced=True) for entry in found])
         for entry in found:
             with contextlib.suppress(StorageError, DirectoryLockedError):
                 self.annotate(entry, Annotation(is_unsynced=True))
@@ -643,15 +646,9 @@ class RunDirectory:
         """Record a pin of a step, or metrics or damage of one save of it, durably."""
         self._record.annotate(entry, change)
         with self._guard:
-            applied = [self._record.record.applied_to(each) for each in self._entries]
-            self._replace_entries(applied)
+            self._entries = [self._record.record.applied_to(each) for each in self._entries]
+            self._infos = None
         self._best.update(self.newest)
-
-    def _replace_entries(self, entries: Sequence[Entry]) -> None:
-        """Replace the entries of these names."""
-        new = {entry.name: entry for entry in entries}
-        self._entries = [new.get(entry.name, entry) for entry in self._entries]
-        self._infos = None
 
     def close(self, timeout_s: float | None = None, until: Callable[[], bool] | None = None) -> None:
         """Finish deletions and release the directory; see `finish_and_release` for interrupts and the timeout."""

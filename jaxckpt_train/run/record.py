@@ -96,16 +96,20 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def annotated(self, entry: Entry, change: Annotation) -> RunRecord:
         """The record after a change of what it says of a step."""
-        pins, kept = self.pins, self.kept
-        if change.pin is True:
-            pins |= {entry.step}
-        elif change.pin is False:
-            pins -= {entry.step}
-            kept = frozenset(name for name in kept if (parse_step_name(name) or (None,))[0] != entry.step)
+        record = self if change.pin is None else self.with_pin(entry.step, change.pin)
         facts = self._facts(entry) or SaveFacts(entry.time.isoformat())
         changed = facts.with_annotation(change)
-        saves = self.saves if changed == facts else {**self.saves, entry.name: changed}
-        return msgspec.structs.replace(self, pins=pins, kept=kept, saves=saves)
+        return record if changed == facts else record.with_facts(entry.name, changed)
+
+    def with_pin(self, step: int, pin: bool) -> RunRecord:
+        """The record after a step is pinned or released."""
+        pins = self.pins | {step} if pin else self.pins - {step}
+        released = () if pin else [name for name in self.kept if (parse_step_name(name) or (None,))[0] == step]
+        return msgspec.structs.replace(self, pins=pins, kept=self.kept.difference(released))
+
+    def with_facts(self, name: str, facts: SaveFacts) -> RunRecord:
+        """The record with other facts about the save in this directory."""
+        return msgspec.structs.replace(self, saves={**self.saves, name: facts})
 
     def without_saves(self, names: frozenset[str]) -> RunRecord:
         """The record without the facts of deleted saves."""
@@ -135,6 +139,10 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return found if found and (found.saved == entry.time.isoformat() or not entry.has_lineage) else None
 
 
+class _Format(msgspec.Struct):
+    format: Any = _FORMAT
+
+
 class _Sealed(msgspec.Struct):
     xxh3_64: str
     record: msgspec.Raw
@@ -162,7 +170,7 @@ def decode_record(data: bytes, path: str) -> RunRecord:
         raw = bytes(sealed.record)
         if xxhash.xxh3_64_hexdigest(raw) != sealed.xxh3_64:
             raise CorruptCheckpointError(f"{path}: damaged: its digest is not that of its content")
-        version = msgspec.json.decode(raw, type=dict[str, Any]).get("format", _FORMAT)
+        version = msgspec.json.decode(raw, type=_Format).format
         if version != _FORMAT:
             raise FormatVersionError(
                 f"{path}: expected a run record of format {_FORMAT}, found {version!r}: use a newer jaxckpt_train"
@@ -202,12 +210,11 @@ class FoundRecord:
 
     def expect(self, number: int) -> None:
         """Check the number of the record against that in the manifest of a later save."""
-        if self.problem is None and self.record.number < number:
-            self.problem = (
-                f"{self._path}: expected at least {number} changes, as the manifest of a step states, found "
-                f"{self.record.number}"
+        found = self.record.number
+        if found < number:
+            self.problem = self.problem or (
+                f"{self._path}: expected at least {number} changes, as the manifest of a step states, found {found}"
             )
-        if self.record.number < number:
             self.record = msgspec.structs.replace(self.record, number=number)
 
     def applied_to(self, entry: Entry) -> Entry:
@@ -263,9 +270,7 @@ def _with_note(record: RunRecord, note: Mapping[str, Any]) -> RunRecord:
         return msgspec.structs.replace(record, roll_back=RollBack(sequence, _names(left)))
     step, name, saved, pin, damaged = (note.get(key) for key in ("step", "name", "saved", "pin", "damaged"))
     if isinstance(step, int) and isinstance(pin, bool):
-        kept = record.kept if pin else {each for each in record.kept if (parse_step_name(each) or (None,))[0] != step}
-        pins = record.pins | {step} if pin else record.pins - {step}
-        record = msgspec.structs.replace(record, pins=pins, kept=frozenset(kept))
+        record = record.with_pin(step, pin)
     if not isinstance(name, str) or not isinstance(saved, str):
         return record
     facts = record.saves.get(name)
@@ -276,8 +281,7 @@ def _with_note(record: RunRecord, note: Mapping[str, Any]) -> RunRecord:
         damaged=msgspec.UNSET if "damaged" not in note else damaged if isinstance(damaged, str) else None,
         is_unsynced=note.get("unsynced") is True,
     )
-    saves = {**record.saves, name: facts.with_annotation(change)}
-    return msgspec.structs.replace(record, saves=saves)
+    return record.with_facts(name, facts.with_annotation(change))
 
 
 def _names(values: Sequence[object]) -> frozenset[str]:

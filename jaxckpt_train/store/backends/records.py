@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import secrets
+from collections.abc import Iterable
 from typing import Protocol
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
@@ -65,13 +66,14 @@ def add_next_version(files: FileSystem, path: str, data: bytes, version: int | N
             return None  # another writer was faster, and may have removed the draft
         raise
     sync_directory(files, path)
-    if _versions(files, path)[-1] > number:  # replaced already; or it came so late that the number was free again
+    names = [entry.name for entry in files.list(path)]
+    if max(_numbers(names)) > number:  # replaced already; or it came so late that the number was free again
         files.remove(target)
         return None
     with contextlib.suppress(StorageError):  # the next writer tries again
-        for entry in files.list(path):
-            if entry.name < _name(number):  # older versions, and drafts of dead writers
-                files.remove(f"{path}/{entry.name}")
+        for name in names:
+            if name < _name(number):  # older versions, and drafts of dead writers
+                files.remove(f"{path}/{name}")
     return number
 
 
@@ -89,12 +91,15 @@ def _write(files: Files, path: str, data: bytes) -> None:
 
 def _versions(files: Files, path: str) -> list[int]:
     try:
-        matches = [_NAME.fullmatch(entry.name) for entry in files.list(path)]
+        return _numbers(entry.name for entry in files.list(path))
     except StorageError as error:
         if error.errno in GONE:
             return []
         raise
-    return sorted(int(match[1]) for match in matches if match)
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 
 def _name(version: int) -> str:
