@@ -187,7 +187,7 @@ class FoundRecord:
         record: the content; empty if it could not be read.
         version: the version in the storage; None: there is none.
         problem: why something that was recorded may be missing; None: nothing is.
-        has_notes: whether the notes of an earlier version of this package are left to be removed.
+        has_notes: whether there are notes of an earlier version of this package instead of a record.
     """
 
     def __init__(self, backend: Backend, directory: str) -> None:
@@ -197,13 +197,12 @@ class FoundRecord:
         self.problem: str | None = None
         try:
             stored = backend.read_record(self._path)
-            notes = _read_notes(backend, directory)
-            self.has_notes = notes is not None
             if stored is not None:
                 self.version, self.problem = stored.version, stored.problem
                 if stored.problem is None:
                     self.record = decode_record(stored.data, self._path)
-            elif notes is not None:
+            elif (notes := _read_notes(backend, directory)) is not None:
+                self.has_notes = True
                 self.record, self.problem = _from_notes(notes, f"{directory}/{NOTES_NAME}")
         except (StorageError, CorruptCheckpointError) as error:
             self.problem = str(error)
@@ -319,6 +318,7 @@ class RecordKeeper:
                 if found.version is not None:
                     with contextlib.suppress(StorageError):  # the next change tries again
                         sync_directory(self._backend, self._path)  # the last owner may have died before its own sync
+                    self._set_notes_aside()
                 return
             if found.problem is not None:
                 _log.warning(
@@ -331,9 +331,16 @@ class RecordKeeper:
                 self.record = msgspec.structs.replace(self.record, kept=kept)
             try:
                 self._write(self.record)
-                self._backend.remove(f"{self._directory}/{NOTES_NAME}")
             except StorageError as error:  # the next change tries again
                 _log.warning("%s: cannot be written: %s", self._path, error)
+            else:
+                self._set_notes_aside()
+
+    def _set_notes_aside(self) -> None:
+        """Rename the notes of an earlier version, which are not read any more, and may have more than was readable."""
+        notes = f"{self._directory}/{NOTES_NAME}"
+        with contextlib.suppress(StorageError):  # usually there are none
+            self._backend.rename(notes, f"{notes}.converted-{self.record.number}")
 
     def annotate(self, entry: Entry, change: Annotation) -> None:
         """Record a change of one step, durably.

@@ -282,6 +282,16 @@ def test_kill_after_conversion_keeps_record(old_run: Path) -> None:
     assert (seen(old_run), (old_run / NOTES_NAME).exists()) == (changed, False)
 
 
+def test_damaged_notes_are_kept_as_they_were(old_run: Path) -> None:
+    damaged = (old_run / NOTES_NAME).read_bytes().replace(b'"pin":true', b'"pin":tru3')
+    (old_run / NOTES_NAME).write_bytes(damaged)
+    with StepManager(old_run) as manager:
+        manager.own()
+    (aside,) = old_run.glob(f"{NOTES_NAME}.converted-*")
+    assert aside.read_bytes() == damaged
+    assert all(entry.is_held for entry in scan(LocalBackend(), str(old_run)))
+
+
 def test_lost_record_of_converted_run_is_noticed(old_run: Path) -> None:
     with StepManager(old_run) as manager:
         manager.own()
