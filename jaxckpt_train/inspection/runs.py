@@ -181,6 +181,14 @@ def is_run(backend: Backend, directory: str) -> bool:
     return bool(names & {LOCK_NAME, HISTORY_NAME}) or any(parse_step_name(name) is not None for name in names)
 
 
+def _has_steps(backend: Backend, directory: str) -> bool:
+    """Return whether a directory has steps. A lock and a history alone may be next to the steps of another tool."""
+    try:
+        return any(parse_step_name(entry.name) is not None for entry in backend.list(directory))
+    except StorageError:
+        return False
+
+
 def open_at(backend: Backend, path: str, step: float | None = None) -> Opened:
     """Open the checkpoint at a path.
 
@@ -198,7 +206,7 @@ def open_at(backend: Backend, path: str, step: float | None = None) -> Opened:
         StorageError: the checkpoint cannot be read. Without a step: a newer step cannot be read, and may be valid.
     """
     settings = StoreSettings()
-    if is_run(backend, path):
+    if _has_steps(backend, path):
         statuses, skipped = inspect_run(backend, path), tuple[str, ...]()
         if step is None:
             name, skipped = _choose_newest(path, statuses)

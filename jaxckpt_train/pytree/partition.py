@@ -20,6 +20,7 @@ from jaxckpt_train.pytree.copies import TransferBudget, Transfers, copies_if_wan
 from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.boxes import Box, box_elements, slices_within
 from jaxckpt_train.store.segment import ChunkSource
+from jaxckpt_train.store.threads import unlocked_cached_property
 
 Holders = tuple[int, ...] | range
 LEAST_PART_BYTES = 1 << 20  # smaller parts are not cut: another write and another manifest entry cost more
@@ -33,7 +34,7 @@ class ProcessSet(tuple[int, ...]):
     def __hash__(self) -> int:
         return self._hash
 
-    @functools.cached_property
+    @unlocked_cached_property
     def _hash(self) -> int:
         return super().__hash__()
 

@@ -251,7 +251,10 @@ def _raise_difference(values: Sequence[bytes]) -> bytes:
                     f"leaf {name!r}: process {process} and process 0 do not both load it, or onto other devices; all "
                     "processes of a job must load the same"
                 )
-    return b""
+    raise OtherProcessError(
+        "the processes load the same leaves in different orders; all processes of a job must load the same, in the "
+        "same order"
+    )
 
 
 def _digest(found: object) -> str:

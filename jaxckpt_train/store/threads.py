@@ -394,10 +394,6 @@ def shared_workers(count: int, name: str, *, polite: bool = False) -> Workers:
     return _shared.get((count, name, polite))
 
 
-_pausing = threading.Lock()
-_threshold = 0  # to restore when the pause ends; 0: no pause
-
-
 class unlocked_cached_property(Generic[T]):  # noqa: N801  # as `property`
     """A cached property without a lock: threads that compute it at once all get the value that was stored first."""
 
@@ -415,28 +411,31 @@ class unlocked_cached_property(Generic[T]):  # noqa: N801  # as `property`
         return value
 
 
-@contextlib.contextmanager
-def paused_collection() -> Iterator[None]:
-    """Pause the garbage collector for a moment in which many objects are created that all stay alive.
+_guard = threading.RLock()
+_threshold = 0  # to restore when the pause ends; 0: no pause
 
-    A full collection looks at every object of the process, of which JAX alone has hundreds of thousands. The records of
-    a few thousand leaves trigger one, and it takes longer than everything else that is done with them.
 
-    The pause sets the collector's threshold to 0, so that a loop may call `gc.disable()` meanwhile without losing that
-    setting. If another thread has paused the collector, this call does nothing.
-    """
-    global _threshold
-    pausing = _pausing
-    is_mine = gc.isenabled() and pausing.acquire(blocking=False)
-    try:
-        if is_mine:
-            _threshold = gc.get_threshold()[0]
-            gc.set_threshold(0)
-        yield
-    finally:
-        if is_mine:
-            _restore_threshold()
-            pausing.release()
+class _Pause:
+    """One pause. If an interrupt keeps it from ending, the next pause ends it, because nothing refers to it now."""
+
+    def begin(self) -> None:
+        """Pause, unless the collector is disabled or another thread has paused it."""
+        global _current, _threshold
+        with _guard:
+            if _current() is None:
+                _restore_threshold()
+                if gc.isenabled():
+                    _current = weakref.ref(self)
+                    _threshold = gc.get_threshold()[0]
+                    gc.set_threshold(0)
+
+    def end(self) -> None:
+        """Restore the collector's threshold."""
+        global _current
+        with _guard:
+            if _current() is self:
+                _restore_threshold()
+                _current = _nobody
 
 
 def _restore_threshold() -> None:
@@ -446,11 +445,37 @@ def _restore_threshold() -> None:
     _threshold = 0
 
 
-def _end_pause_in_child() -> None:
+def _nobody() -> _Pause | None:
+    return None
+
+
+_current = _nobody
+
+
+@contextlib.contextmanager
+def paused_collection() -> Iterator[None]:
+    """Pause the garbage collector for a moment in which many objects are created that all stay alive.
+
+    A full collection looks at every object of the process, of which JAX alone has hundreds of thousands. The records of
+    a few thousand leaves trigger one, and it takes longer than everything else that is done with them.
+
+    The pause sets the collector's threshold to 0, so that a loop may call `gc.disable()` meanwhile without losing that
+    setting. (A threshold of 0 that a loop sets meanwhile is lost, and so is one that it reads meanwhile and sets
+    later.) If another thread has paused the collector, this call does nothing.
+    """
+    pause = _Pause()
+    try:
+        pause.begin()
+        yield
+    finally:
+        pause.end()
+
+
+def _reset_pause_in_child() -> None:
     """A forked child does not have the thread that would end the pause."""
-    global _pausing
-    _pausing = threading.Lock()
+    global _guard, _current
+    _guard, _current = threading.RLock(), _nobody
     _restore_threshold()
 
 
-os.register_at_fork(after_in_child=_end_pause_in_child)
+os.register_at_fork(after_in_child=_reset_pause_in_child)

@@ -112,13 +112,14 @@ class Attempt:
         """
         records: list[FileRecord] = []
         for path, entry in self._track(name):
-            if not all(map(is_plain_name, path.split("/"))):
+            if not is_plain_name(entry.name):
                 raise UnsupportedLeafError(
                     f"file {path!r} has a name that cannot be stored: expected {plain_name_rule()}"
                 )
-            if entry.kind != "file":
+            if entry.kind == "other":
                 raise CorruptCheckpointError(f"{self.directory}/{path}: expected a file, found a link or device")
-            records.append(file_record(self._backend, self.directory, path, self._settings.digest, progress))
+            if entry.kind == "file":
+                records.append(file_record(self._backend, self.directory, path, self._settings.digest, progress))
         return tuple(records)
 
     def track_folder(self, name: str) -> None:
@@ -126,17 +127,16 @@ class Attempt:
         list(self._track(name))
 
     def _track(self, name: str) -> Iterator[tuple[str, Entry]]:
-        """Yield the files below a folder with their paths in the attempt, and have the commit sync them."""
+        """Yield what is below a folder with its path in the attempt, and have the commit sync it."""
         for entry in self._backend.list(f"{self.directory}/{name}"):
             path = f"{name}/{entry.name}"
             if is_removed_in_use(entry.name):
                 continue
-            if entry.kind == "directory":
-                self._folders.append(f"{self.directory}/{path}")
+            is_folder = entry.kind == "directory"
+            (self._folders if is_folder else self._files).append(f"{self.directory}/{path}")
+            yield path, entry
+            if is_folder:
                 yield from self._track(path)
-            else:
-                self._files.append(f"{self.directory}/{path}")
-                yield path, entry
 
     def sync(self) -> None:
         """Sync everything that is not synced yet, several files at a time: a journal writes them together."""

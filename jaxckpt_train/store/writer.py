@@ -595,7 +595,13 @@ def best_of(speeds: dict[int, float]) -> int:
     return fastest if speeds[fastest] > CLEAR_GAIN * speeds[CANDIDATES[0]] else CANDIDATES[0]
 
 
-@functools.cache
+def _unmeasured(key: tuple[Hashable, int]) -> WriteDepth:
+    return WriteDepth(key[1])
+
+
+_known = PerProcess(_unmeasured)
+
+
 def write_depth_for(target: Hashable, staging_bytes: int) -> WriteDepth:
     """Return the measurements of this process for a disk, a way to write to it, and buffers of this total size."""
-    return WriteDepth(staging_bytes)
+    return _known.get((target, staging_bytes))

@@ -6,7 +6,6 @@ A view lists its pieces, so that chunks which an operation leaves unchanged are 
 from __future__ import annotations
 
 import abc
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from jaxckpt_train.store.boxes import (
 )
 from jaxckpt_train.store.dtypes import is_inexact
 from jaxckpt_train.store.manifest import ChunkRecord
+from jaxckpt_train.store.threads import unlocked_cached_property
 
 PIECE_BYTES = 16 << 20
 """The limit of what a view computes at a time, in addition to its input."""
@@ -267,7 +267,7 @@ class Filled(View):
         super().__init__(shape, dtype)
         self._make, self._subject = make, subject
 
-    @functools.cached_property
+    @unlocked_cached_property
     def _whole(self) -> np.ndarray:
         made = np.asarray(self._make(self.shape))
         return convert_array(made, self.dtype, self._subject, [0] * made.ndim)

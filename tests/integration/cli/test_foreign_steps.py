@@ -57,6 +57,14 @@ def test_flax_step_is_newest_or_given_one(tmp_path: Path) -> None:
     assert raw(jct.load(tmp_path / "hf")["params.w"]) == raw(state_of(9)["params"]["w"])
 
 
+def test_history_does_not_hide_flax_steps(tmp_path: Path) -> None:
+    """A loop that was refused in this directory leaves its history."""
+    save(tmp_path / "flax", 9, 10)
+    (tmp_path / "flax" / "history.jsonl").touch()
+    assert json_of("show", tmp_path / "flax")["path"] == f"{tmp_path}/flax/checkpoint_10"
+    assert json_of("show", tmp_path / "flax", "--step", 9)["path"] == f"{tmp_path}/flax/checkpoint_9"
+
+
 def test_flax_step_may_have_a_fraction(tmp_path: Path) -> None:
     save(tmp_path / "flax", 8, 9.5, 10)
     for command in ("show", "stats"):

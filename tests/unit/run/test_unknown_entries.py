@@ -90,3 +90,10 @@ def test_files_of_unknown_size_are_adopted(tmp_path: Path) -> None:
     with stat_refused(lambda path: path.endswith("own.bin")):
         (record,) = transaction.adopt_folder("data", lambda done: None)
     assert (record.file, record.bytes) == ("data/own.bin", 3)
+
+
+def test_folder_with_unstorable_name_is_refused(tmp_path: Path) -> None:
+    transaction = Transaction(LocalBackend(), str(tmp_path / "c"), jct.StoreSettings())
+    Path(transaction.add_folder("data"), ".cache").mkdir()
+    with pytest.raises(jct.UnsupportedLeafError, match=r"\.cache"):
+        transaction.adopt_folder("data", lambda done: None)

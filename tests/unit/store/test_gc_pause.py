@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import inspect
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ import pytest
 
 from jaxckpt_train.store import threads
 from jaxckpt_train.store.threads import paused_collection
+from tests.support.interrupts import interrupt_at
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -129,7 +133,26 @@ def test_many_threads_leave_the_collector_on() -> None:
     for thread in running:
         thread.join()
     assert is_on()
-    assert not threads._pausing.locked()
+    assert threads._current() is None
+
+
+PAUSE = inspect.unwrap(paused_collection)
+
+
+def test_interrupt_anywhere_does_not_leave_collector_off() -> None:
+    for number in itertools.count(1):
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            interrupt_at(number, PAUSE, threads._Pause.begin, threads._Pause.end, threads._restore_threshold) as seen,
+            paused_collection(),
+        ):
+            pass
+        with paused_collection():
+            assert not is_on()
+        assert is_on()
+        if seen[0] < number:
+            break
+    assert number > 10
 
 
 def test_threshold_of_zero_that_user_set_stays() -> None:

@@ -14,6 +14,7 @@ from jaxckpt_train.store import writer
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.segment import ArraySource, ChunkSource
+from jaxckpt_train.store.threads import PerProcess
 from jaxckpt_train.store.writer import (
     CANDIDATES,
     TURN_BYTES,
@@ -36,9 +37,9 @@ def _small() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_known() -> None:
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk in memory is identified by its address, which the disk of the next test may share."""
-    write_depth_for.cache_clear()
+    monkeypatch.setattr(writer, "_known", PerProcess(writer._unmeasured))
 
 
 class Disk:
