@@ -335,12 +335,11 @@ def _without_omegaconf(config: object) -> object:
         raise SettingsError(f"{key}: cannot be resolved: {reason}; set its value, as by {key}=...") from error
 
 
-def path_and_options(value: Any) -> tuple[Any, dict[str, Any]]:
-    """Split `init_from` into the path and the keyword arguments of `jaxckpt_train.load`."""
-    checked = check_init_from("init_from", value)
-    if not isinstance(checked, dict):
-        return checked, {}
-    return checked["path"], {name: option for name, option in checked.items() if name != "path"}
+def path_and_options(init_from: Any) -> tuple[Any, dict[str, Any]]:
+    """Split a checked `init_from` into the path and the keyword arguments of `jaxckpt_train.load`."""
+    if not isinstance(init_from, dict):
+        return init_from, {}
+    return init_from["path"], {name: option for name, option in init_from.items() if name != "path"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -178,18 +178,11 @@ class CheckpointSave:
         try:
             yield
         except BaseException as error:
-            self._share(error)
+            try:
+                self._job.share_error(self._beginning, error)
+            finally:
+                self._end()
             raise
-
-    def _share(self, error: BaseException) -> None:
-        def give() -> bytes:
-            raise error
-
-        try:
-            with contextlib.suppress(type(error)):
-                self._job.exchange(self._beginning, give)
-        finally:
-            self._end()
 
     def start(
         self, work: Callable[[], T], on_start: Callable[[PendingSave[T] | None], None] | None = None

@@ -13,6 +13,7 @@ import numpy as np
 from jaxckpt_train.checkpointables.handlers import PytreeHandler
 from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.pytree.copies import is_traced
 from jaxckpt_train.pytree.flatten import flatten
 from jaxckpt_train.pytree.target import is_format, with_layout
 
@@ -84,7 +85,7 @@ def _traced(make: Callable[[], Any]) -> Any:
             seen.append((handler, None, []))
             return []
         leaves, structure = jax.tree.flatten(state)
-        forms = [None if isinstance(leaf, jax.core.Tracer) else _form(leaf) for leaf in leaves]
+        forms = [None if is_traced(leaf) else _form(leaf) for leaf in leaves]
         seen.append((handler, structure, forms))
         return [leaf for leaf, form in zip(leaves, forms, strict=True) if form is None]
 

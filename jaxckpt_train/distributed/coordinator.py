@@ -7,6 +7,7 @@ collects them, publishes the result, and deletes the keys once no process needs 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -50,6 +51,15 @@ class Coordinator:
             timeout_s: seconds without a sign of life after which a process counts as lost; None: as this one.
         """
         return self
+
+    def share_error(self, doing: str, error: BaseException) -> None:
+        """Raise an error of this process in the others, which may be waiting for it in an exchange."""
+
+        def give() -> bytes:
+            raise error
+
+        with contextlib.suppress(type(error)):
+            self.exchange(doing, give)
 
     def end(self) -> None:
         """Declare that this process no longer uses the coordinator."""

@@ -70,7 +70,7 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.segment import LENGTH_BYTES, ChunkSource, PlacedChunk, SegmentLayout, Tensor, encode_header
 from jaxckpt_train.store.transaction import atomic_directory
-from jaxckpt_train.store.writer import SegmentsWrite, SegmentWriter
+from jaxckpt_train.store.writer import SegmentWriter, write_segments
 
 SUFFIX = ".safetensors"
 MOST_FILES = 10_000  # in one model
@@ -478,8 +478,7 @@ def export_safetensors(
             SegmentWriter(backend, f"{attempt.directory}/{name}", layout, settings)
             for layout, name in zip(layouts, file_names, strict=True)
         ]
-        with SegmentsWrite(backend, attempt.directory, writers, settings, progress, ahead.give_up) as run:
-            run.write(run.depth())
+        write_segments(backend, attempt.directory, writers, settings, progress, ahead.give_up)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if count > 1:
             places = {tensor.name: name for shard, name in zip(shards, file_names, strict=True) for tensor in shard}

@@ -280,11 +280,6 @@ def _is_of_one_process(sharding: jax.sharding.Sharding) -> bool:
     return len({device.process_index for device in devices}) == 1
 
 
-def is_elsewhere(sharding: jax.sharding.Sharding | None) -> bool:
-    """Return whether no device of a sharding belongs to this process."""
-    return sharding is not None and not sharding.is_fully_addressable and not sharding.addressable_devices
-
-
 def value_of(name: str, request: LeafRequest, array: np.ndarray) -> Any:
     """Make a leaf from all of its data on the host."""
     match request.form:
@@ -314,10 +309,10 @@ def _on_devices(request: LeafRequest, array: np.ndarray) -> jax.Array:
 
     made: jax.Array
     sharding = request.sharding
-    if sharding is not None and is_elsewhere(sharding):
+    if sharding is not None and not sharding.addressable_devices:  # all are of other processes
         dtype = jax.eval_shape(make, array).dtype
         made = jax.make_array_from_single_device_arrays(request.shape, sharding, [], dtype=dtype)
-    elif sharding is not None and spans_processes(sharding):
+    elif spans_processes(sharding):
         # All processes have the data; `jax.device_put` would first compare the values of all of them.
         with without_caller_settings():
             made = jax.jit(make, out_shardings=sharding)(array)

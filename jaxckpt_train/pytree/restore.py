@@ -124,19 +124,11 @@ class JobLoads:
             yield
         except BaseException as error:
             if self.coordinator is not None and not getattr(error, "lost", ()):  # a lost process may run the store
-                _propagate(self.coordinator, error)
+                self.coordinator.share_error("loading", error)
             raise
         finally:
             if self.coordinator is not None:
                 self.coordinator.end()
-
-
-def _propagate(coordinator: Coordinator, error: BaseException) -> None:
-    def give() -> bytes:
-        raise error
-
-    with contextlib.suppress(type(error)):
-        coordinator.exchange("loading", give)
 
 
 class TreeRestore:

@@ -278,7 +278,7 @@ class _LeafCollector:
         return ArrayLeaf(host="scalar" if isinstance(value, np.generic) else "numpy", big_endian=value.dtype != native)
 
     def _take_jax(self, name: str, leaf: jax.Array) -> LeafRecord:
-        if isinstance(leaf, jax.core.Tracer):
+        if is_traced(leaf):
             raise UnsupportedLeafError(
                 f"leaf {name!r}: expected an array, found a traced value; save outside of jit, with the arrays that it "
                 "returns"
@@ -506,7 +506,7 @@ def plain_kinds(leaves: Sequence[Any]) -> set[type]:
     return {
         kind
         for kind, leaf in examples.items()
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not is_key_array(leaf)
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and not is_key_array(leaf)
     }
 
 

@@ -14,7 +14,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Opener, Source, is_storage_failure
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.buffers import aligned_buffer
-from jaxckpt_train.store.committed import Committed, open_committed
+from jaxckpt_train.store.committed import Committed, open_committed, open_with_timeout
 from jaxckpt_train.store.dtypes import DTYPES, safetensors_form
 from jaxckpt_train.store.files import digest_function, open_recorded
 from jaxckpt_train.store.manifest import (
@@ -29,7 +29,6 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.segment import ALIGNMENT, Tensor, chunk_name, is_head_of
 from jaxckpt_train.store.threads import shared_workers
-from jaxckpt_train.store.timeouts import call_with_timeout
 
 Pace = Callable[[int], None]
 _Chunks = list[tuple[ArrayRecord, ChunkRecord]]
@@ -73,7 +72,7 @@ def verify(
     CheckpointTimeoutError: the storage has not responded for ten minutes.
     """
     try:
-        committed = call_with_timeout(directory, lambda _: open_committed(backend, directory), progress)
+        committed = open_with_timeout(backend, directory, progress)
     except CorruptCheckpointError as error:
         return VerifyReport(directory, 0, (str(error),))
     return verify_opened(backend, committed, settings, progress)

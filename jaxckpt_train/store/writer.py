@@ -100,8 +100,7 @@ def write_arrays(
         SegmentWriter(backend, f"{directory}/{file}", layout, settings)
         for file, layout in zip(files, layouts, strict=True)
     ]
-    with SegmentsWrite(backend, directory, writers, settings, progress, give_up) as run:
-        run.write(run.depth())
+    write_segments(backend, directory, writers, settings, progress, give_up)
     digest = digest_function(settings.digest)
     segments = tuple(
         SegmentRecord(file, layout.size, len(layout.head), digest(layout.head))
@@ -130,8 +129,25 @@ def _records(
     )
 
 
-class SegmentsWrite:
-    """Writes files whose layout is known. The end of the `with` block closes those that an error left open."""
+def write_segments(
+    backend: Backend,
+    directory: str,
+    writers: Sequence[SegmentWriter],
+    settings: StoreSettings,
+    progress: Progress | None,
+    give_up: Callable[[], None] | None,
+) -> None:
+    """Write files whose layout is known. After an error, close them as they are."""
+    run = _SegmentsWrite(backend, directory, writers, settings, progress, give_up)
+    try:
+        run.write(run.depth())
+    finally:
+        for writer in writers:
+            writer.abandon()
+
+
+class _SegmentsWrite:
+    """Writes files whose layout is known."""
 
     def __init__(
         self,
@@ -139,19 +155,12 @@ class SegmentsWrite:
         directory: str,
         writers: Sequence[SegmentWriter],
         settings: StoreSettings,
-        progress: Progress | None = None,
-        give_up: Callable[[], None] | None = None,
+        progress: Progress | None,
+        give_up: Callable[[], None] | None,
     ) -> None:
         self._backend, self._directory, self._writers, self._settings = backend, directory, writers, settings
         self._progress, self._give_up = progress, give_up
         self._pool = shared_pool(settings.staging_bytes)
-
-    def __enter__(self) -> SegmentsWrite:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for writer in self._writers:
-            writer.abandon()
 
     def depth(self) -> int:
         """The number of concurrent writes. The first large saves to a disk measure it, and write most of the data."""
