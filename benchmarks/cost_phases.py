@@ -29,9 +29,9 @@ from jaxckpt_train.store.manifest import (
     Manifest,
     PartRecord,
     SegmentRecord,
+    decode_manifest,
     encode_manifest,
 )
-from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.read_plan import Wanted, plan_reads
 from jaxckpt_train.store.reader import READS_PER_THREAD, read_boxes
 from jaxckpt_train.store.segment import ArraySource, ChunkSource, plan_segments
@@ -158,5 +158,5 @@ def _boxes(array: ArrayRecord, sharding: jax.sharding.Sharding | None) -> list[B
 
 
 def _plan_reads(committed: Committed, wanted: list[Wanted], settings: StoreSettings) -> Any:
-    band_bytes = max(1, settings.read_budget_bytes // (2 * READS_PER_THREAD * settings.known_io_threads))
+    band_bytes = max(1, settings.read_budget_bytes // (2 * READS_PER_THREAD * settings.io_threads))
     return plan_reads(committed.manifest, wanted, band_bytes)

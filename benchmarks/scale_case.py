@@ -29,9 +29,9 @@ from jaxckpt_train.store.manifest import (
     PartRecord,
     SegmentRecord,
     block_count,
+    decode_manifest,
     encode_manifest,
 )
-from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
 from jaxckpt_train.store.read_plan import Wanted, plan_reads
 

@@ -14,10 +14,9 @@ _HOMES = {
         "load", "load_checkpointables", "metadata", "save", "save_async", "save_checkpointables",
         "save_checkpointables_async", "verify",
     ),
-    "checkpointables.base": ("Saved", "Staged"),
+    "checkpointables.base": ("JsonValue", "Saved", "Staged"),
     "checkpointables.iterator_state": ("CountedIterator", "PerProcess"),
-    "checkpointables.handlers": ("JsonValue",),
-    "checkpointables.registry": ("register_handler",),
+    "checkpointables.handlers": ("register_handler",),
     "errors": (
         "CheckpointError", "CheckpointExistsError", "CheckpointTimeoutError", "CorruptCheckpointError",
         "DirectoryLockedError", "FormatVersionError", "IncompleteCheckpointError", "IteratorStateError",

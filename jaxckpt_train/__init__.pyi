@@ -12,12 +12,12 @@ from jaxckpt_train.checkpoint import save_checkpointables as save_checkpointable
 from jaxckpt_train.checkpoint import save_checkpointables_async as save_checkpointables_async
 from jaxckpt_train.checkpoint import verify as verify
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata as CheckpointMetadata
+from jaxckpt_train.checkpointables.base import JsonValue as JsonValue
 from jaxckpt_train.checkpointables.base import Saved as Saved
 from jaxckpt_train.checkpointables.base import Staged as Staged
-from jaxckpt_train.checkpointables.handlers import JsonValue as JsonValue
+from jaxckpt_train.checkpointables.handlers import register_handler as register_handler
 from jaxckpt_train.checkpointables.iterator_state import CountedIterator as CountedIterator
 from jaxckpt_train.checkpointables.iterator_state import PerProcess as PerProcess
-from jaxckpt_train.checkpointables.registry import register_handler as register_handler
 from jaxckpt_train.errors import CheckpointError as CheckpointError
 from jaxckpt_train.errors import CheckpointExistsError as CheckpointExistsError
 from jaxckpt_train.errors import CheckpointTimeoutError as CheckpointTimeoutError

@@ -150,14 +150,11 @@ def index_of(value: Any) -> int | None:
         return None
 
 
-def whole(least: int, most: float = math.inf, word: str | None = None) -> Check:
-    """Return a check for a whole number in a range, also of numpy or JAX, or for a word."""
+def whole(least: int, most: float = math.inf) -> Check:
+    """Return a check for a whole number in a range, also of numpy or JAX."""
     wanted = f"a whole number of at least {least}" if most == math.inf else f"a whole number from {least} to {most}"
-    wanted += "" if word is None else f" or {word!r}"
 
-    def check(subject: str, value: Any) -> int | str:
-        if word is not None and isinstance(value, str) and value == word:
-            return word
+    def check(subject: str, value: Any) -> int:
         number = index_of(value)
         return number if number is not None and least <= number <= most else refuse(subject, wanted, value)
 

@@ -122,7 +122,7 @@ class CheckpointCallback:
             with self._shutdown.leaving_a_load():
                 values = self._begin(values)
                 resume_s = time.monotonic() - self._made_at
-                self.manager.note_resume(self._saved or 0, resume_s, self._shutdown.check_load)
+                self.manager.note_resume(self._saved or 0, resume_s)
             self._loop.begin(values, completed=self._saved or 0)
             self._last_label = self._saved or 0
             if (observer := current_observer()) is not None:
@@ -152,7 +152,7 @@ class CheckpointCallback:
     def _restore(self, values: dict[str, Any]) -> dict[str, Any]:
         """Restore the newest valid step of the run; `manager.restored_step` then names the step."""
         manager, check, shown = self.manager, self._shutdown.check_load, wants_progress(self._options.progress)
-        total = size_if_readable(lambda: manager.metadata(progress=check)) if shown else None
+        total = size_if_readable(manager.metadata) if shown else None
         with with_fingerprint(self._options.fingerprint), progress_line("restoring", total, shown) as advance:
 
             def progress(done: int) -> None:
@@ -167,7 +167,7 @@ class CheckpointCallback:
     def _initialise(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values of a fresh run: call the functions that make values, and load `init_from` if it is set."""
         manager, check = self.manager, self._shutdown.check_load
-        manager.check_fresh(check, allow_flax=self._options.init_from is not None)
+        manager.check_fresh(allow_flax=self._options.init_from is not None)
         if self._options.init_from is not None:
             given, options = path_and_options(self._options.init_from)
             path, keeps_some = resolve_directory(given), {"only", "missing"} & options.keys()
@@ -262,7 +262,7 @@ class CheckpointCallback:
                     "call ckpt.resume(state, data) first or choose another directory"
                 )
             with self._shutdown.leaving_a_load():
-                self.manager.check_fresh(self._shutdown.check_load)
+                self.manager.check_fresh()
             self._resumed = self.manager.is_in_loop = True
 
     def _is_saved(self) -> bool:

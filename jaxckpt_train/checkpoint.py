@@ -25,14 +25,13 @@ from jaxckpt_train.formats.safetensors import KIND as SAFETENSORS
 from jaxckpt_train.formats.torch import KIND as PYTORCH
 from jaxckpt_train.opened import DEFAULT_NAME, ORBAX, OURS, Opened, open_found
 from jaxckpt_train.pending import PendingSave, wait_for_saves_of
-from jaxckpt_train.pytree.paths import Only
+from jaxckpt_train.pytree.leaves import Only
 from jaxckpt_train.pytree.restore import JobLoads, LoadOptions
 from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend, is_file
 from jaxckpt_train.store.committed import Committed, use_committed
-from jaxckpt_train.store.reader import ReadProgress
-from jaxckpt_train.store.timeouts import call_with_timeout
+from jaxckpt_train.store.timeouts import call_with_timeout, interruptible
 from jaxckpt_train.store.transaction import Transaction
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
@@ -79,15 +78,13 @@ def use_source(
     path: str,
     use: Callable[[Opened], T],
     settings: StoreSettings,
-    progress: ReadProgress | None = None,
 ) -> T:
     """Open the checkpoint at a path and call `use` with it; repeat this if another checkpoint replaces it meanwhile.
 
-    It may be of this package, or of Orbax, PyTorch, safetensors or Flax. `progress` is called with 0 during waits; an
-    error that it raises ends them. Raises NotACheckpointError if there is no checkpoint of a known format, otherwise as
-    `open_committed` and `open_found`, and what `use` raises.
+    It may be of this package, or of Orbax, PyTorch, safetensors or Flax. Raises NotACheckpointError if there is no
+    checkpoint of a known format, otherwise as `open_committed` and `open_found`, and what `use` raises.
     """
-    if call_with_timeout(path, lambda _: is_file(path), progress):
+    if is_file(path):
         return use(open_found(backend, find_file(backend, path), settings))
     seen: list[Committed] = []
 
@@ -96,9 +93,9 @@ def use_source(
         return use(Opened(OURS, backend, committed, settings))
 
     try:
-        return use_committed(backend, path, use_ours, progress)
+        return use_committed(backend, path, use_ours)
     except NotACheckpointError:
-        found = None if seen else call_with_timeout(path, lambda _: find_in_directory(backend, path), progress)
+        found = None if seen else find_in_directory(backend, path)
         if found is None:
             raise
     return use(open_found(backend, found, settings))
@@ -194,12 +191,12 @@ def save_checkpointables_async(
     save = CheckpointSave(job, final, _BACKEND, chosen)
     with save.sharing_errors():
         if is_single_process:  # in a job, all processes get the error when they wait
-            call_with_timeout(final, lambda _: target.check())
+            target.check()
         save.stage(checkpointables)
         info |= run_info(custom_metadata)
         if is_single_process:  # here, so that the call refuses a wrong path
             target.transaction = save.transaction = call_with_timeout(
-                final, lambda _: Transaction(_BACKEND, final, chosen), undo=_abort
+                final, lambda: Transaction(_BACKEND, final, chosen), undo=_abort
             )
     pending = save.start(lambda: describe(save.run(target)))
     wait_until_taken(save.parts, pending)
@@ -278,7 +275,8 @@ def load(
             files, there, how = changed.files, changed.committed, options_for(changed, options)
             return load_parts(files, there, {name: like}, changed.settings, how, progress, loads)[name]
 
-        return use_source(_BACKEND, there, load_main, chosen, progress)
+        with interruptible(progress):
+            return use_source(_BACKEND, there, load_main, chosen)
 
 
 def load_checkpointables(
@@ -309,7 +307,9 @@ def load_checkpointables(
 
     with loads.sharing_errors():
         expect_parts(loads, {} if targets is None else named("targets", targets))
-        return use_source(_BACKEND, _to_read(path), load_named, chosen, progress)
+        there = _to_read(path)
+        with interruptible(progress):
+            return use_source(_BACKEND, there, load_named, chosen)
 
 
 def metadata(path: PathLike) -> CheckpointMetadata:

@@ -30,8 +30,8 @@ from jaxckpt_train.pytree.leaves import (
 )
 from jaxckpt_train.pytree.restore import rebuild
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES, ArrayRecord, PartRecord, encode_value, metrics_from_json
+from jaxckpt_train.store.segment import DTYPES
 from jaxckpt_train.store.threads import unlocked_cached_property
 
 

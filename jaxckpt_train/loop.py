@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jaxckpt_train._validation import whole
+from jaxckpt_train.checkpointables.handlers import is_grain_iterator, is_tree_in_place, keeps_itself_current
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, with_fingerprint
-from jaxckpt_train.checkpointables.registry import is_grain_iterator, is_tree_in_place, keeps_itself_current
 from jaxckpt_train.checkpointables.staging import SaveTimes, StagedValue, stage_all, take
 from jaxckpt_train.config import CallbackOptions
 from jaxckpt_train.errors import IteratorStateError, SettingsError, UnsupportedLeafError

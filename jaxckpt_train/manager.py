@@ -46,6 +46,7 @@ from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.threads import free_in_child
+from jaxckpt_train.store.timeouts import interruptible
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
@@ -221,14 +222,16 @@ class StepManager(RunNotes):
         self._closed, self._guard = False, threading.RLock()  # one call of `save` at a time
         free_in_child(self)
 
-    def check_fresh(self, progress: ReadProgress | None = None, *, allow_flax: bool = False) -> None:
+    def check_fresh(self, *, allow_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if the directory has steps, but no valid one.
 
         Checkpoints of Flax are refused, too, unless `allow_flax` is set or a loop of this run has already had its
-        state. `progress` is called during waits.
+        state.
         """
         allowed = allow_flax or self._run.past.was_resumed
-        self._job_sync.on_primary("looking for steps", lambda: self._run.check_fresh(progress, allowed), time.monotonic)
+        self._job_sync.on_primary(
+            "looking for steps", lambda: self._run.check_fresh(allows_flax=allowed), time.monotonic
+        )
 
     def own(self) -> None:
         """Take the directory for this process and clean up after dead owners. The first save calls this by itself.
@@ -414,7 +417,8 @@ class StepManager(RunNotes):
         self.refuse_replaced()
         self.wait()
         restore = RunRestore(self._run, self._job_sync, targets, self.settings, progress)
-        results, self.restored_step = restore.restore(step, warns=not roll_back)
+        with interruptible(progress):
+            results, self.restored_step = restore.restore(step, warns=not roll_back)
         return results
 
     def load(
@@ -430,7 +434,8 @@ class StepManager(RunNotes):
         """
         if not self._job_sync.is_single_process:
             return load_checkpointables(self.path(step), targets, settings=self.settings, progress=progress)
-        return RunRestore(self._run, self._job_sync, targets, self.settings, progress).load(step)
+        with interruptible(progress):
+            return RunRestore(self._run, self._job_sync, targets, self.settings, progress).load(step)
 
     def check(self) -> None:
         """Raise the error of a failed background save, once.

@@ -20,6 +20,7 @@ from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, Settin
 from jaxckpt_train.exit_code import INTERRUPTED, code_of, end_process
 from jaxckpt_train.policies.context import CheckpointInfo, positive_seconds
 from jaxckpt_train.store.threads import POLL_S, Latch
+from jaxckpt_train.store.timeouts import check_interrupt
 
 # A disk that does not answer for this time is not waited for at the end of a script or of a run.
 LAST_PATIENCE_S = 600.0
@@ -275,10 +276,10 @@ def wait_for_saves_of(path: str) -> None:
             save.wait_for(save._ended, None, LAST_PATIENCE_S, save.done)
 
 
-def call_within(call: Callable[[], object], timeout_s: float, progress: Callable[[int], object] | None = None) -> bool:
+def call_within(call: Callable[[], object], timeout_s: float) -> bool:
     """Call a function that may use a disk that does not answer; return False if it continues after the time limit.
 
-    An error of `progress`, which is called with 0 meanwhile, ends the wait.
+    An error of `interruptible` ends the wait.
     """
     done = Latch()
 
@@ -294,8 +295,7 @@ def call_within(call: Callable[[], object], timeout_s: float, progress: Callable
         work()
     end_s = time.monotonic() + timeout_s
     while not done.wait(max(0.0, min(SLICE_S, end_s - time.monotonic()))):
-        if progress is not None:
-            progress(0)
+        check_interrupt()
         if time.monotonic() >= end_s:
             return False
     return True

@@ -14,7 +14,6 @@ DigestName = Literal["xxh3-128", "sha256", "blake3"]
 SnapshotMode = Literal["auto", "host", "device", "stream"]
 NonFinite = Literal["allow", "warn", "reject"]
 Colocated = bool | Literal["auto"]
-DEFAULT_IO_THREADS = 2
 STALL_TIMEOUT_S = 60.0  # the default of StepManager and CheckpointCallback
 MOST_IO_THREADS = 64  # the threads live until the process ends
 _MOST = 1 << 50  # bytes: more than any machine has, and within C's integers
@@ -39,10 +38,9 @@ class StoreSettings:
             through host memory (on its way to an accelerator, or to be converted) may use its own size if that is
             larger. An array that is assembled from several pieces is counted in addition, at most one for each reading
             thread.
-        io_threads: the number of concurrent writes, and half the number of concurrent reads; at most 64. "auto": 2, and
-            for writes a larger number if the first large saves to the disk measure it as clearly faster. The process
-            remembers the result. Provide 8 MiB of staging buffers for each write; otherwise a save may use up to
-            another `staging_bytes`.
+        io_threads: the number of concurrent writes, and half the number of concurrent reads; at most 64. Network
+            file systems and arrays of drives are often faster with 4 or 8. Provide 8 MiB of staging buffers for each
+            write; otherwise a save may use up to another `staging_bytes`.
         direct_io: True: use `O_DIRECT`, and raise an error if the file system refuses it. False: use the page cache.
             "auto": use `O_DIRECT` if the file system supports it.
         snapshot: how a save protects the state on accelerators from later changes. "host": start copies to pinned host
@@ -83,7 +81,7 @@ class StoreSettings:
     segment_bytes: _Bytes = 2 * GIB
     staging_bytes: _Bytes = 96 * MIB
     read_budget_bytes: _Bytes = 256 * MIB
-    io_threads: Annotated[int | Literal["auto"], whole(1, MOST_IO_THREADS, "auto")] = "auto"
+    io_threads: Annotated[int, whole(1, MOST_IO_THREADS)] = 2
     direct_io: bool | Literal["auto"] = "auto"
     snapshot: SnapshotMode = "auto"
     nonfinite: NonFinite = "allow"
@@ -94,11 +92,6 @@ class StoreSettings:
 
     def __post_init__(self) -> None:
         check_fields("StoreSettings", self)
-
-    @property
-    def known_io_threads(self) -> int:
-        """`io_threads`, or the default if it is "auto"."""
-        return DEFAULT_IO_THREADS if self.io_threads == "auto" else self.io_threads
 
 
 def checked_settings(subject: str, settings: Any) -> StoreSettings:

@@ -94,3 +94,19 @@ class Handler(Protocol):
 
     def restore(self, target: Any, saved: Saved) -> Any:
         """Restore the saved content into `target`, or build it if `target` is None, and return it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonValue:
+    """Marks plain data that is stored as a JSON file: None, bool, int, float, str, lists, and dicts with text keys.
+
+    Unlike a pytree, it is loaded as it was saved, even if its structure has changed since. Use it for configurations
+    and notes. As the target of a load, pass `JsonValue(None)` or None. NaN and infinities are preserved.
+    """
+
+    value: Json
+
+
+def value_file(name: str, process: int = 0) -> str:
+    """Return the file name for the value of one process. The file of process 0 may stand for all processes."""
+    return f"{name}/p{process:05d}.json"

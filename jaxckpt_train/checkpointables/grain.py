@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, Json, Saved, Staged
-from jaxckpt_train.checkpointables.handlers import JsonValue
+from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, Json, JsonValue, Saved, Staged
 from jaxckpt_train.checkpointables.iterator_state import (
     check_fingerprint,
     current_fingerprint,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from jaxckpt_train._validation import named
-from jaxckpt_train.checkpointables.base import Handler, Json
+from jaxckpt_train.checkpointables.base import Handler, Json, value_file
+from jaxckpt_train.checkpointables.handlers import handler_for_load, handler_of
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, check_fingerprint
-from jaxckpt_train.checkpointables.registry import handler_for_load, handler_of
-from jaxckpt_train.checkpointables.staging import value_file
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
-from jaxckpt_train.pytree.leaves import has_tree
-from jaxckpt_train.pytree.paths import Only, refused_if_too_deep
+from jaxckpt_train.pytree.leaves import Only, has_tree, refused_if_too_deep
 from jaxckpt_train.pytree.restore import JobLoads, LoadOptions, TreeRestore
 from jaxckpt_train.pytree.target import requested_shardings
 from jaxckpt_train.settings import StoreSettings
@@ -26,10 +24,8 @@ from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, FileRecord, PartRecord, decode_value
 from jaxckpt_train.store.reader import PreopenedFiles, ReadProgress
 from jaxckpt_train.store.threads import unlocked_cached_property
-from jaxckpt_train.store.timeouts import call_with_timeout, close_files
+from jaxckpt_train.store.timeouts import close_files, report_progress, time_limited
 from jaxckpt_train.store.verify import file_problems
-
-T = TypeVar("T")
 
 
 class OpenPart:
@@ -76,8 +72,9 @@ class OpenPart:
             raise CorruptCheckpointError(
                 f"{self._committed.directory}: expected the file {name} in the manifest, found no entry for it"
             )
-        digest = manifest.digest if self._settings.verify_on_load else None
-        data = self._asked(lambda _: self._read_value(record, digest))
+        data = _read_value(
+            self._files, self._committed, record, manifest.digest if self._settings.verify_on_load else None
+        )
         try:
             return decode_value(data)
         except NOT_JSON as error:
@@ -85,7 +82,7 @@ class OpenPart:
 
     def directory(self) -> Path:
         """Return the directory of the checkpointable's own files, with their digests verified as for `value`."""
-        for problem in self._asked(self._own_problems):
+        for problem in _own_problems(self._files, self._committed, self._part, self._settings.verify_on_load):
             raise CorruptCheckpointError(problem)
         self._returned_directory = True
         return Path(self._committed.directory, self.name)
@@ -93,26 +90,24 @@ class OpenPart:
     def check_after(self) -> None:
         """Raise CorruptCheckpointError if files that were read by name may belong to another checkpoint."""
         if self._returned_directory:
-            self._asked(lambda _: check_unchanged(self._files, self._committed, may_be_gone=False))
-
-    def _asked(self, ask: Callable[[Callable[[], None]], T]) -> T:
-        return call_with_timeout(self._committed.directory, ask, self._progress)
-
-    def _read_value(self, record: FileRecord, digest: str | None) -> np.ndarray:
-        data = read_recorded(
-            self._files, self._committed.directory, record, digest, self._committed.manifest.block_bytes
-        )
-        if digest is None:
             check_unchanged(self._files, self._committed, may_be_gone=False)
-        return data
 
-    def _own_problems(self, moved: Callable[[], None]) -> list[str]:
-        digests = self._settings.verify_on_load
-        return [
-            problem
-            for file in self._part.files
-            for problem in file_problems(self._files, self._committed, file, digests=digests, pace=lambda _: moved())
-        ]
+
+@time_limited
+def _read_value(files: Opener, committed: Committed, record: FileRecord, digest: str | None) -> np.ndarray:
+    data = read_recorded(files, committed.directory, record, digest, committed.manifest.block_bytes)
+    if digest is None:
+        check_unchanged(files, committed, may_be_gone=False)
+    return data
+
+
+@time_limited
+def _own_problems(files: Opener, committed: Committed, part: PartRecord, digests: bool) -> list[str]:
+    return [
+        problem
+        for file in part.files
+        for problem in file_problems(files, committed, file, digests=digests, pace=lambda _: report_progress())
+    ]
 
 
 def load_parts(
@@ -143,7 +138,7 @@ def load_parts(
             if len(jobs) > 1:  # a single one is compared before it changes anything
                 parts = [_part_of(committed, opened.name) for *_, opened in jobs]
                 # Retention may remove the checkpoint during the first read.
-                call_with_timeout(committed.directory, lambda report: files.open_ahead(parts, report), progress)
+                files.open_ahead(parts)
                 for handler, target, opened in jobs:
                     _compare(handler, target, opened)
             results = {}

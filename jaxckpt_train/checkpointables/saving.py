@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from jaxckpt_train.checkpointables.base import value_file
 from jaxckpt_train.checkpointables.staging import (
     SaveTimes,
     StagedPart,
@@ -27,7 +28,6 @@ from jaxckpt_train.checkpointables.staging import (
     first_of,
     make_tracker,
     stage_all,
-    value_file,
     wait_for_devices,
 )
 from jaxckpt_train.distributed.coordinator import Coordinator

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from jaxckpt_train._validation import named
 from jaxckpt_train.checkpointables.base import NOTHING, Staged
-from jaxckpt_train.checkpointables.registry import handler_of
+from jaxckpt_train.checkpointables.handlers import handler_of
 from jaxckpt_train.errors import CheckpointTimeoutError, NonFiniteError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker
 from jaxckpt_train.pytree.copies import TransferBudget
+from jaxckpt_train.pytree.leaves import refuse_too_deep, refused_if_too_deep
 from jaxckpt_train.pytree.partition import JobPartition
-from jaxckpt_train.pytree.paths import refuse_too_deep, refused_if_too_deep
 from jaxckpt_train.pytree.snapshot import Snapshot, snapshot
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.files import digest_function
@@ -223,8 +223,3 @@ def close_parts(parts: Sequence[StagedPart]) -> None:
     for part in parts:
         if part.snapshot is not None:
             part.snapshot.close()
-
-
-def value_file(name: str, process: int = 0) -> str:
-    """Return the file name for the value of one process. The file of process 0 may stand for all processes."""
-    return f"{name}/p{process:05d}.json"

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxckpt_train.checkpointables.handlers import PytreeHandler
-from jaxckpt_train.checkpointables.registry import handler_of
+from jaxckpt_train.checkpointables.handlers import PytreeHandler, handler_of
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.pytree.copies import is_traced
 from jaxckpt_train.pytree.flatten import flatten

@@ -45,7 +45,7 @@ from jaxckpt_train.inspection.runs import (
 )
 from jaxckpt_train.inspection.units import bytes_text, counted
 from jaxckpt_train.opened import Opened
-from jaxckpt_train.pytree.paths import describe_keys, idle_pattern, leaf_filter, suggestion
+from jaxckpt_train.pytree.leaves import describe_keys, idle_pattern, leaf_filter, suggestion
 from jaxckpt_train.store.copy import copy_checkpoint
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import PartRecord

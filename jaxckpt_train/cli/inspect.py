@@ -51,12 +51,11 @@ from jaxckpt_train.inspection.runs import (
 from jaxckpt_train.inspection.stats import BINS, Histogram, LeafStats, has_complex
 from jaxckpt_train.inspection.units import age_text, bytes_text, counted, number_text
 from jaxckpt_train.opened import Opened
-from jaxckpt_train.pytree.leaves import describe_saved, has_tree, python_value
-from jaxckpt_train.pytree.paths import describe_keys, leaf_filter, suggestion
+from jaxckpt_train.pytree.leaves import describe_keys, describe_saved, has_tree, leaf_filter, python_value, suggestion
 from jaxckpt_train.run.catalog import newest_orbax_step
 from jaxckpt_train.store.backends.local import is_file
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, FileRecord
+from jaxckpt_train.store.segment import DTYPES
 
 MAX_CHARACTERS = 60
 MOST_EXACT = 1 << 53

@@ -48,7 +48,6 @@ from jaxckpt_train.run.maintenance import Pruning, owned_run
 from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.store.backends.base import is_storage_failure
 from jaxckpt_train.store.backends.local import file_exists
-from jaxckpt_train.store.timeouts import call_with_timeout
 from jaxckpt_train.store.verify import first_damage, verify_opened
 
 Source = Annotated[str, argument("SRC", "A checkpoint, a step, or a run, which means its newest valid step.")]
@@ -130,7 +129,7 @@ def pin(
     directory, number, pinned = absolute(run), check_step(step), not off
     with owned_run(BACKEND, directory) as owned:
         was_pinned = owned.candidates(number)[0].pinned
-        call_with_timeout(directory, lambda _: owned.annotate_step(number, Annotation(pin=pinned)))
+        owned.annotate_step(number, Annotation(pin=pinned))
     if as_json:
         print_json({"run": directory, "step": number, "pinned": pinned, "was_pinned": was_pinned})
     else:

@@ -25,7 +25,7 @@ import msgspec
 from jaxckpt_train import errors
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError, StorageError
 from jaxckpt_train.store.threads import Latch
-from jaxckpt_train.store.timeouts import call_with_timeout
+from jaxckpt_train.store.timeouts import call_with_timeout, interruptible
 
 # Errors that can be rebuilt from a message alone; every other error becomes an OtherProcessError.
 _REBUILDABLE = {
@@ -293,7 +293,8 @@ class Rendezvous:
             if time.monotonic() >= end:
                 raise self._lost_error((0,), arrived=True)
 
-        return call_with_timeout(self._doing, lambda _: call(), look)
+        with interruptible(look):
+            return call_with_timeout(self._doing, call)
 
     def _send_heartbeat(self) -> None:
         self._heartbeat_count += 1

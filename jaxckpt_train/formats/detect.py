@@ -20,11 +20,13 @@ from jaxckpt_train.formats.step_folders import FlaxFile, choose_checkpoint, flax
 from jaxckpt_train.formats.torch import looks_like_torch, open_torch
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.committed import is_committed
+from jaxckpt_train.store.timeouts import time_limited
 
 MOST_NAMED = 5
 _OUR_STEP = "step-"
 
 
+@time_limited
 def find_file(backend: Backend, path: str) -> ForeignCheckpoint | FlaxFile:
     """Open a file as safetensors, or as an index of its files, if its name says so, otherwise as a file of Flax."""
     if is_index(path.rpartition("/")[2]):
@@ -32,6 +34,7 @@ def find_file(backend: Backend, path: str) -> ForeignCheckpoint | FlaxFile:
     return open_safetensors(backend, path) if path.endswith(SUFFIX) else FlaxFile(path)
 
 
+@time_limited
 def find_in_directory(backend: Backend, path: str, step: float | None = None) -> ForeignCheckpoint | FlaxFile | None:
     """Open the checkpoint of another tool in a directory, or return None if none is recognized.
 

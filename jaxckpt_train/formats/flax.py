@@ -20,12 +20,11 @@ from jaxckpt_train.formats.foreign import (
     few,
     make_foreign_checkpoint,
 )
-from jaxckpt_train.pytree.leaves import StrLeaf, TreeRecord
-from jaxckpt_train.pytree.paths import ROOT
+from jaxckpt_train.pytree.leaves import ROOT, StrLeaf, TreeRecord
 from jaxckpt_train.store.backends.base import Backend
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import SNIFFED_BYTES, other_content, read_whole
 from jaxckpt_train.store.manifest import BLOCK_BYTES, NOT_JSON, shown
+from jaxckpt_train.store.segment import DTYPES
 
 KIND = "Flax"
 ARRAYS_OF_A_JOB = "_gda"  # suffix of a directory with the arrays of several processes

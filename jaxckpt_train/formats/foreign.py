@@ -25,13 +25,22 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError, UnsupportedLeafError
-from jaxckpt_train.pytree.leaves import ArrayLeaf, EmptyLeaf, LeafRecord, TreeRecord, encode_tree, record_value
-from jaxckpt_train.pytree.paths import MAX_DEPTH, find_nested_leaves, join, key_text
+from jaxckpt_train.pytree.leaves import (
+    MAX_DEPTH,
+    ArrayLeaf,
+    EmptyLeaf,
+    LeafRecord,
+    TreeRecord,
+    encode_tree,
+    find_nested_leaves,
+    join,
+    key_text,
+    record_value,
+)
 from jaxckpt_train.store.backends.base import Opener, Source
 from jaxckpt_train.store.backends.local_names import real_path
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, full_box, row_major_range
 from jaxckpt_train.store.committed import CommitRecord, Committed
-from jaxckpt_train.store.dtypes import DTYPES, dtype_name
 from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
     FORMAT,
@@ -46,7 +55,7 @@ from jaxckpt_train.store.manifest import (
     SegmentRecord,
     shown,
 )
-from jaxckpt_train.store.segment import ALIGNMENT, MAX_DIMENSIONS, array_bytes
+from jaxckpt_train.store.segment import ALIGNMENT, DTYPES, MAX_DIMENSIONS, array_bytes, dtype_name
 from jaxckpt_train.store.threads import PerProcess
 from jaxckpt_train.store.timeouts import call_started_s
 

@@ -16,8 +16,7 @@ import numpy as np
 from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, STATE_FILE
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError, UnsupportedLeafError
 from jaxckpt_train.formats.foreign import JSON, PYTREE, ForeignValue, mapping_key
-from jaxckpt_train.pytree.leaves import EMPTY, EmptyLeaf, Flat, LeafRecord, NoneLeaf, TreeRecord
-from jaxckpt_train.pytree.paths import MAX_DEPTH, ROOT, join
+from jaxckpt_train.pytree.leaves import EMPTY, MAX_DEPTH, ROOT, EmptyLeaf, Flat, LeafRecord, NoneLeaf, TreeRecord, join
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.files import read_head, read_whole
 from jaxckpt_train.store.manifest import NOT_JSON, decode_untrusted, shown

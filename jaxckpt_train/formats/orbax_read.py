@@ -59,8 +59,7 @@ from jaxckpt_train.formats.orbax_metadata import (
     read_tree_metadata,
 )
 from jaxckpt_train.formats.tensorstore_reads import DECODING, OrbaxArray, open_arrays, read_error
-from jaxckpt_train.pytree.leaves import STORED, ArrayLeaf, KeyLeaf, LeafRecord, StrLeaf, TreeRecord, record_value
-from jaxckpt_train.pytree.paths import ROOT
+from jaxckpt_train.pytree.leaves import ROOT, STORED, ArrayLeaf, KeyLeaf, LeafRecord, StrLeaf, TreeRecord, record_value
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord, decode_value, encode_value, is_plain_name, shown

@@ -29,6 +29,7 @@ from jaxckpt_train.formats.orbax_metadata import (
 from jaxckpt_train.formats.orbax_read import METRICS, PLACEHOLDERS
 from jaxckpt_train.formats.tensorstore_reads import system_error, tensorstore
 from jaxckpt_train.pytree.leaves import (
+    ROOT,
     EmptyLeaf,
     KeyLeaf,
     LeafRecord,
@@ -36,15 +37,15 @@ from jaxckpt_train.pytree.leaves import (
     TreeRecord,
     decode_tree,
     has_tree,
+    parse_key,
     python_value,
+    split,
 )
-from jaxckpt_train.pytree.paths import ROOT, parse_key, split
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Opener
 from jaxckpt_train.store.boxes import Box, box_shape, cut_box, full_box
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.copy import LazyBox
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import (
     ArrayRecord,
@@ -55,6 +56,7 @@ from jaxckpt_train.store.manifest import (
     shown,
 )
 from jaxckpt_train.store.reader import ReadProgress
+from jaxckpt_train.store.segment import DTYPES
 from jaxckpt_train.store.transaction import Attempt, atomic_directory
 
 CHUNK_BYTES = 64 << 20

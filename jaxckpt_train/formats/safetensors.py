@@ -39,6 +39,7 @@ from jaxckpt_train.formats.foreign import (
     make_foreign_checkpoint,
 )
 from jaxckpt_train.pytree.leaves import (
+    ROOT,
     ArrayLeaf,
     BoolLeaf,
     FloatLeaf,
@@ -47,15 +48,16 @@ from jaxckpt_train.pytree.leaves import (
     LeafRecord,
     TreeRecord,
     decode_tree,
+    key_text,
+    parse_key,
     python_value,
+    split,
 )
-from jaxckpt_train.pytree.paths import ROOT, key_text, parse_key, split
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Entry, Opener, Source
 from jaxckpt_train.store.boxes import Box, cut_box, full_box
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.copy import LazyBox, ReadAhead
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import SNIFFED_BYTES, other_content, read_whole
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
@@ -68,7 +70,15 @@ from jaxckpt_train.store.manifest import (
     shown,
 )
 from jaxckpt_train.store.reader import ReadProgress
-from jaxckpt_train.store.segment import LENGTH_BYTES, ChunkSource, PlacedChunk, SegmentLayout, Tensor, encode_header
+from jaxckpt_train.store.segment import (
+    DTYPES,
+    LENGTH_BYTES,
+    ChunkSource,
+    PlacedChunk,
+    SegmentLayout,
+    Tensor,
+    encode_header,
+)
 from jaxckpt_train.store.transaction import atomic_directory
 from jaxckpt_train.store.writer import SegmentWriter, write_segments
 

@@ -22,9 +22,9 @@ from jaxckpt_train.formats.foreign import PieceCache, Segments, array_record, ch
 from jaxckpt_train.formats.orbax_metadata import OCDBT, ZARR
 from jaxckpt_train.store.backends.base import MISSING, Backend, storage_error
 from jaxckpt_train.store.boxes import Box
-from jaxckpt_train.store.dtypes import dtype_name, is_storable
 from jaxckpt_train.store.manifest import ArrayRecord, shown
 from jaxckpt_train.store.process_identity import memory_bytes
+from jaxckpt_train.store.segment import dtype_name, is_storable
 
 if TYPE_CHECKING:
     import tensorstore as ts

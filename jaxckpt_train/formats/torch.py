@@ -41,14 +41,12 @@ from jaxckpt_train.formats.foreign import (
 from jaxckpt_train.formats.step_folders import TORCH_METADATA as METADATA
 from jaxckpt_train.formats.step_folders import TORCH_SUFFIX as SUFFIX
 from jaxckpt_train.formats.torch_pickle import DTYPE, Record, is_record, numbers_of, read_metadata_pickle
-from jaxckpt_train.pytree.leaves import ArrayLeaf, TreeRecord
-from jaxckpt_train.pytree.paths import MAX_DEPTH, ROOT, join, key_text
+from jaxckpt_train.pytree.leaves import MAX_DEPTH, ROOT, ArrayLeaf, TreeRecord, join, key_text
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.boxes import Box, box_elements, check_tiling
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import MAX_ARRAYS, ArrayRecord, is_plain_name, shown
-from jaxckpt_train.store.segment import LIMIT, MAX_DIMENSIONS
+from jaxckpt_train.store.segment import DTYPES, LIMIT, MAX_DIMENSIONS
 from jaxckpt_train.store.threads import paused_collection
 
 # Dtypes for which PyTorch and ml_dtypes have the same name and bytes. Quantised dtypes and those below 8 bits are left

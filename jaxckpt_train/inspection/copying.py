@@ -39,9 +39,9 @@ from jaxckpt_train.store.committed import (
     use_committed,
 )
 from jaxckpt_train.store.copy import CHUNK_BYTES, copy_checkpoint, same_digests
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
 from jaxckpt_train.store.removal import first_untracked_files, remove_replaced, rename_to_free
+from jaxckpt_train.store.segment import DTYPES
 from jaxckpt_train.store.transaction import refuse_existing, refuse_temporary_name, remove_stale_temporaries
 from jaxckpt_train.store.verify import first_damage
 

@@ -18,13 +18,22 @@ import numpy as np
 from jaxckpt_train.inspection.runs import nbytes_of
 from jaxckpt_train.inspection.stats import HUGE, TINY, has_complex, sum_of_squares
 from jaxckpt_train.opened import Opened
-from jaxckpt_train.pytree.leaves import EmptyLeaf, LeafRecord, TreeRecord, describe_saved, has_tree, python_value
-from jaxckpt_train.pytree.paths import ROOT, join, split
+from jaxckpt_train.pytree.leaves import (
+    ROOT,
+    EmptyLeaf,
+    LeafRecord,
+    TreeRecord,
+    describe_saved,
+    has_tree,
+    join,
+    python_value,
+    split,
+)
 from jaxckpt_train.store.boxes import Box, box_elements, cut_box, full_box
 from jaxckpt_train.store.copy import BoxAhead, LazyBox, ReadAhead
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import ArrayRecord, FileRecord, PartRecord
+from jaxckpt_train.store.segment import DTYPES
 
 PIECE_BYTES = 16 << 20
 KNOWN = 1024  # pieces planned before they are needed, so that small ones are read together with their successors

@@ -35,9 +35,9 @@ from jaxckpt_train.store.backends.base import GONE, Backend, is_storage_failure
 from jaxckpt_train.store.backends.local import is_file
 from jaxckpt_train.store.backends.local_names import link_target, real_path
 from jaxckpt_train.store.committed import diagnose_uncommitted, is_committed, is_gone, open_committed, read_committed
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import open_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord
+from jaxckpt_train.store.segment import DTYPES
 from jaxckpt_train.store.verify import first_damage
 
 _log = logging.getLogger("jaxckpt_train")

@@ -24,10 +24,9 @@ import numpy as np
 from jaxckpt_train._validation import optional, whole
 from jaxckpt_train.callback import CheckpointCallback
 from jaxckpt_train.checkpoint import PathLike
-from jaxckpt_train.checkpointables.base import Saved, Staged
-from jaxckpt_train.checkpointables.handlers import JsonValue
+from jaxckpt_train.checkpointables.base import JsonValue, Saved, Staged
+from jaxckpt_train.checkpointables.handlers import register_handler
 from jaxckpt_train.checkpointables.iterator_state import PerProcess
-from jaxckpt_train.checkpointables.registry import register_handler
 from jaxckpt_train.config import callback_arguments
 from jaxckpt_train.errors import MismatchError, SettingsError, suppress_secondary
 

@@ -21,7 +21,8 @@ import jax
 import numpy as np
 
 from jaxckpt_train.checkpoint_metadata import CheckpointableMetadata
-from jaxckpt_train.checkpointables.handlers import DirectoryAwaitingCreation, JsonValue
+from jaxckpt_train.checkpointables.base import JsonValue
+from jaxckpt_train.checkpointables.handlers import DirectoryAwaitingCreation
 from jaxckpt_train.checkpointables.iterator_state import PerProcess
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
@@ -32,6 +33,7 @@ from jaxckpt_train.pytree.flatten import flatten, unflatten
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.files import read_or_none
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES
+from jaxckpt_train.store.timeouts import time_limited
 
 _FOLDER, _FILE, _OLD_FILE = "metadata", "_ROOT_METADATA", "metadata"
 _TREES = ("Standard", "PyTree", "Array", "JaxRandomKey")
@@ -94,6 +96,13 @@ class TreeMetadata(Mapping[str, Any]):
         return len(self.tree)
 
 
+@time_limited
+def create_root(directory: str) -> None:
+    """Create the directory of a run."""
+    LocalBackend().make_directory(directory, parents=True, sync=True)
+
+
+@time_limited
 def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
     """Write the metadata of a run to the file that Orbax uses, unless the file exists."""
     try:
@@ -107,6 +116,7 @@ def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
     backend.write_new(f"{directory}/{_FOLDER}/{_FILE}", data.encode())
 
 
+@time_limited
 def read_root_metadata(directory: str) -> dict[str, Any] | None:
     """Read the metadata of a run; None: it has none. Raise CorruptCheckpointError if the file is not valid."""
     for name in (_FILE, _OLD_FILE):

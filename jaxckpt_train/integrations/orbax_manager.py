@@ -52,6 +52,7 @@ from jaxckpt_train.integrations.orbax_items import (
     StepMetadata,
     TreeMetadata,
     UnknownItemError,
+    create_root,
     finished,
     read_root_metadata,
     write_root_metadata,
@@ -72,7 +73,6 @@ from jaxckpt_train.run.entry import check_step, shown_name
 from jaxckpt_train.run.history import Clock, utc_now
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend
-from jaxckpt_train.store.timeouts import call_with_timeout
 
 __all__ = [
     "PLACEHOLDER",
@@ -161,7 +161,7 @@ class CheckpointManager:
         self._preemption_step: int | None = None  # the last step that was checked for a preemption
         self._reached = self._is_reported = False  # the result, and whether reached_preemption has returned it
         if self._options.create and not self._options.read_only:
-            call_with_timeout(directory, lambda _: LocalBackend().make_directory(directory, parents=True, sync=True))
+            create_root(directory)
         self._metadata = None if metadata is None else dict(metadata)
         if self._metadata is not None and self._options.save_root_metadata and not self._options.read_only:
             self._manager.on_all("writing the metadata of the run", self._write_metadata)
@@ -182,7 +182,7 @@ class CheckpointManager:
     def _write_metadata(self) -> None:
         directory = self._manager.directory
         if current().process == 0:
-            call_with_timeout(directory, lambda _: write_root_metadata(directory, self._metadata or {}))
+            write_root_metadata(directory, self._metadata or {})
 
     @property
     def directory(self) -> Path:
@@ -429,7 +429,7 @@ class CheckpointManager:
         """
         directory = self._manager.directory
         if step is None:
-            found = call_with_timeout(directory, lambda _: read_root_metadata(directory))
+            found = read_root_metadata(directory)
             if found is None and self._options.read_only:
                 found = self._metadata
             return RootMetadata(found or {})

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt_train.checkpoint_metadata import CheckpointableMetadata, LeafMetadata
-from jaxckpt_train.checkpointables.handlers import PytreeHandler
-from jaxckpt_train.checkpointables.registry import handler_of
+from jaxckpt_train.checkpointables.handlers import PytreeHandler, handler_of
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.pytree.flatten import PLACEHOLDER, flatten, unflatten
 from jaxckpt_train.pytree.leaves import EMPTY

@@ -22,11 +22,11 @@ from jaxckpt_train.errors import CheckpointTimeoutError, Preempted
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.policies.cost_model import ShutdownPlan
-from jaxckpt_train.preemption.signals import SignalNotice
-from jaxckpt_train.preemption.sources import FileNotice, NoticeSource, TimeNotice, WatchedSources
+from jaxckpt_train.preemption.sources import FileNotice, NoticeSource, SignalNotice, TimeNotice, WatchedSources
 from jaxckpt_train.run.history import LATE, NOTE_S, PREEMPTED
 from jaxckpt_train.run.job import leave_channel
 from jaxckpt_train.run.saving import SaveResult
+from jaxckpt_train.store.timeouts import interruptible
 
 SERVICE_POLL_S = 1.0  # how often JAX's service looks for signals
 # The part of the grace period that is reserved to end a process that has used JAX.
@@ -338,7 +338,8 @@ class GracefulShutdown:
             SystemExit, Preempted: the load was ended by a request.
         """
         try:
-            yield
+            with interruptible(self.check_load):
+                yield
         except CheckpointTimeoutError:
             if self._grace_period_s is None or not (self.is_asked() and self.must_leave()):
                 raise

@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxckpt_train.errors import UnsupportedLeafError
-from jaxckpt_train.pytree.leaves import EMPTY, Flat
-from jaxckpt_train.pytree.paths import MAX_DEPTH, ROOT, escapes_in, join, key_text, split
-from jaxckpt_train.store.dtypes import is_storable
+from jaxckpt_train.pytree.leaves import EMPTY, MAX_DEPTH, ROOT, Flat, escapes_in, join, key_text, split
+from jaxckpt_train.store.segment import is_storable
 
 WITHOUT_FUNCTIONS = (
     "save and load only the arrays: for an Equinox module eqx.filter(model, eqx.is_array), whose result eqx.combine "

@@ -1,18 +1,273 @@
-"""The records of leaves in a manifest, with small Python values inline, and the values that can be stored."""
+"""Leaves of pytrees: their paths as text, patterns that select them, and their records in a manifest. Needs no JAX.
+
+A path is text such as `params/Dense_0/kernel`. A record describes an array, or holds a small Python value.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import difflib
+import operator
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
-from jaxckpt_train.pytree.paths import MAX_DEPTH
+from jaxckpt_train._validation import shown
+from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord, PartRecord
 
+ROOT = "~"
+MAX_DEPTH = 200
+_CONTAINERS = (dict, list, tuple)
+Key = Any  # str, int, bool, float, None, or a tuple of these
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
+_WORDS = {"": "~e", "__metadata__": "~m"}
+_WORDS_BACK = {text: word for word, text in _WORDS.items()} | {"~n": None, "~b0": False, "~b1": True}
+_ESCAPES = (("~", "~0"), ("/", "~1"), ("@", "~2"), (",", "~3"))
+_ESCAPED = re.compile("~[012s]")
+HOW_ESCAPED = "in a key ~ is written ~0, / is ~1 and @ is ~2; ~s marks text that looks like an integer"
+Only = str | Sequence[str] | Callable[[str], bool] | None
+_MOST_NAMED = 3
+_MOST_KEYS = 8
+_MOST_COMPARED = 1000  # comparing more takes seconds
+_PIECES = re.compile(r"\*\*|\*|\?|[^*?]+")
+_MEANING = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
 MAX_INLINE_BYTES = 16 << 20
+
+
+def refuse_too_deep(subject: str, tree: object) -> None:
+    """Raise UnsupportedLeafError if dicts, lists and tuples are nested more deeply than Python can follow.
+
+    Call it before JAX walks the tree: a RecursionError in the middle of that walk leaves the thread at Python's limit.
+    """
+    level: dict[int, Any] = {0: tree} if isinstance(tree, _CONTAINERS) else {}
+    for _ in range(2 * MAX_DEPTH):  # `flatten` refuses what is less deep, with the path of the leaf
+        if not level:
+            return
+        children = (node.values() if isinstance(node, dict) else node for node in level.values())
+        level = {id(child): child for some in children for child in some if isinstance(child, _CONTAINERS)}
+    raise _too_deep(subject, str(2 * MAX_DEPTH))
+
+
+def _too_deep(subject: str, found: str) -> UnsupportedLeafError:
+    return UnsupportedLeafError(
+        f"{subject}: expected containers nested at most {MAX_DEPTH} levels deep, found more than {found}; flatten the "
+        "tree, or look for a container that holds itself"
+    )
+
+
+@contextlib.contextmanager
+def refused_if_too_deep(subject: str) -> Iterator[None]:
+    """Convert the error that Python or JAX raises for a tree that is too deep to UnsupportedLeafError."""
+    try:
+        yield
+    except (RecursionError, SystemError) as error:
+        # JAX's C++ code raises SystemError where it does not expect a RecursionError from a function that it calls.
+        if not isinstance(error, RecursionError) and not isinstance(error.__cause__, RecursionError):
+            raise
+        # The traceback has a thousand frames and would keep the tree alive.
+        raise _too_deep(subject, f"Python can follow ({type(error).__name__})") from None
+
+
+def key_text(key: Key, parent: str) -> str:
+    """Write one key of a path below `parent` as text; raise UnsupportedLeafError if it has no form as text."""
+    if isinstance(key, str):
+        text = str.__str__(key)
+        if text.isidentifier() and text != "__metadata__":
+            return text
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise UnsupportedLeafError(f"a key below {parent!r}: {text!r} is not valid Unicode; rename it")
+        mark = "~s" if _INTEGER.fullmatch(text) else ""
+        return _WORDS.get(text) or mark + text.replace("~", "~0").replace("/", "~1").replace("@", "~2")
+    if isinstance(key, bool):
+        return f"~b{int(key)}"
+    if key is None:
+        return "~n"
+    if isinstance(key, float):
+        return f"~f{key.hex()}"
+    if isinstance(key, tuple):
+        if any(isinstance(part, tuple) for part in key):
+            raise UnsupportedLeafError(
+                f"a key below {parent!r}: a tuple within a tuple is not supported, found {key!r}; convert the key to "
+                "text"
+            )
+        return "~t" + ",".join(key_text(part, parent).replace(",", "~3") for part in key)
+    try:
+        return str(operator.index(key))
+    except ValueError as error:  # Python neither writes nor reads integers of some thousands of digits
+        raise UnsupportedLeafError(
+            f"a key below {parent!r}: an integer of {operator.index(key).bit_length()} bits is too large; "
+            "convert the key to text"
+        ) from error
+    except TypeError:
+        raise UnsupportedLeafError(
+            f"a key below {parent!r}: expected text, a number, None or a tuple of these, "
+            f"found {key!r} of type {type(key).__name__}; convert the key to text"
+        ) from None
+
+
+def parse_key(text: str) -> Key:
+    """Parse text that `key_text` wrote; raise ValueError or OverflowError if it never writes such text."""
+    if "~" not in text:
+        return int(text) if _INTEGER.fullmatch(text) else text
+    if text in _WORDS_BACK:
+        return _WORDS_BACK[text]
+    mark, rest = text[:2], text[2:]
+    if mark == "~t":
+        if "~t" in rest:
+            raise ValueError("a tuple within a tuple")
+        return tuple(map(parse_key, rest.split(","))) if rest else ()
+    if mark == "~f":
+        return float.fromhex(rest)
+    if mark == "~s":
+        text = rest
+    for plain, escaped in reversed(_ESCAPES):
+        text = text.replace(escaped, plain)
+    return text
+
+
+def escapes_in(paths: str) -> str:
+    """Return a remark on how keys are escaped, to append to these paths in a message; empty if none is escaped."""
+    return f" ({HOW_ESCAPED})" if _ESCAPED.search(paths) else ""
+
+
+def join(parent: str, key: str) -> str:
+    """Return the path of a child from the path of its parent and its own key text."""
+    return key if parent == ROOT else f"{parent}/{key}"
+
+
+def split(path: str) -> list[str]:
+    """Split a path into its key texts; the root has none."""
+    return [] if path == ROOT else path.split("/")
+
+
+def find_nested_leaves(leaves: Collection[str]) -> tuple[str, str] | None:
+    """Find a leaf path and another leaf path above it, a pair that no tree can have; None: there is no such pair.
+
+    The function visits each container once, however many leaves there are.
+    """
+    containers: set[str] = set()
+    for name in leaves:
+        at = name.rfind("/")
+        while at >= 0 and (container := name[:at]) not in containers:
+            containers.add(container)
+            at = container.rfind("/")
+    if ROOT in leaves:
+        return next(((name, ROOT) for name in leaves if name != ROOT), None)
+    above = next((name for name in leaves if name in containers), None)
+    return None if above is None else next((name, above) for name in leaves if name.startswith(f"{above}/"))
+
+
+def leaf_filter(only: Only) -> Callable[[str], bool]:
+    """Compile patterns to a predicate of the leaf path. `**` matches anything, `*` anything within one key.
+
+    Raises:
+        SettingsError: `only` is not a pattern, a list of patterns or a predicate.
+    """
+    if only is None:
+        return lambda name: True
+    if callable(only):
+        return only
+    patterns: object = (only,) if isinstance(only, str) else only
+    if not isinstance(patterns, Collection) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise SettingsError(
+            f'only: expected a pattern such as "params/**", a list of them or a predicate, found {shown(only)}'
+        )
+    exact = {pattern for pattern in patterns if not set(pattern) & set("*?")}
+    compiled = [
+        re.compile("".join(_MEANING.get(piece, re.escape(piece)) for piece in _PIECES.findall(pattern)), re.DOTALL)
+        for pattern in patterns
+        if pattern not in exact
+    ]
+    return lambda name: name in exact or any(expression.fullmatch(name) for expression in compiled)
+
+
+def idle_pattern(only: Only, names: Collection[str]) -> Only:
+    """Return the first pattern that selects nothing, probably because it is misspelt; None: all select something."""
+    if only is None or callable(only) or isinstance(only, str) or not only:
+        return None if only is None or any(map(leaf_filter(only), names)) else only
+    known = set(names)
+    return next((each for each in only if each not in known and not any(map(leaf_filter(each), names))), None)
+
+
+def refuse_idle_pattern(subject: str, only: Only, names: Collection[str]) -> None:
+    """Raise MismatchError if a pattern of a load selects nothing."""
+    idle = idle_pattern(only, names)
+    if idle is not None:
+        raise MismatchError(
+            f"{subject}: only={idle!r} selects none of {len(names)} leaves{suggestion(idle, names)}: "
+            f"{describe_keys(idle if isinstance(idle, str) else '', names)}"
+        )
+
+
+def describe_keys(pattern: str, names: Collection[str]) -> str:
+    """List what exists where a pattern that selects nothing leaves the tree, as patterns to use instead."""
+    inside, above = list(names), ""
+    for key in pattern.strip().split("/"):
+        below = [name for name in inside if name.startswith(f"{above}{key}/")]
+        if not below or set(key) & set("*?{"):
+            break
+        inside, above = below, f"{above}{key}/"
+    keys = {name[len(above) :].partition("/") for name in inside}
+    found = sorted({f"{above}{key}/**" if slash else f"{above}{key}" for key, slash, _ in keys})
+    listed = ", ".join(map(repr, found[:_MOST_KEYS])) + (", ..." if len(found) > _MOST_KEYS else "")
+    is_escaped = any("~" in each for each in (pattern, *found[:_MOST_KEYS]) if each != ROOT)
+    return (listed or "none") + (f"; {HOW_ESCAPED}" if is_escaped else "")
+
+
+def similar_names(name: str, names: Collection[str]) -> list[str]:
+    """Return the few names that end like this one, the shortest first; otherwise names that resemble it."""
+    same_ending = [each for each in names if each.endswith(f"/{name}")]
+    if same_ending or len(names) > _MOST_COMPARED:
+        return sorted(same_ending, key=len)[:_MOST_NAMED]
+    return difflib.get_close_matches(name, names, _MOST_NAMED, 0.7)
+
+
+def suggestion(only: Only, names: Collection[str], fits: Callable[[str], Callable[[str], bool]] = leaf_filter) -> str:
+    """Suggest, as a question, a similar pattern that selects something; empty if there is none.
+
+    `fits` makes a predicate from a pattern.
+    """
+    patterns = [only] if isinstance(only, str) else only
+    if callable(patterns) or patterns is None:
+        return ""
+    for given in patterns:
+        pattern = given.strip()
+        plain = pattern.strip("/").removesuffix("/*").removesuffix("/**")
+        known = {key for name in names for key in name.split("/")}
+        escaped = [key if key in known or set(key) & set("*?{") else _escaped(key) for key in pattern.split("/")]
+        corrected = _correct_keys(pattern, known)
+        top = _correct_keys(plain.partition("/")[0], {name.partition("/")[0] for name in names})
+        same_keys = [name for name in names if "~" in name and pattern == "/".join(str(_key(k)) for k in split(name))]
+        ways = [pattern, plain, f"{plain}/**", *same_keys[:1], "/".join(escaped), pattern.replace(".", "/")]
+        for tried in (*ways, corrected, f"{corrected}/**", top):
+            if any(map(fits(tried), names)):
+                return f', did you mean "{tried}"?'
+    return ""
+
+
+def _escaped(key: str) -> str:
+    return key_text(key, ROOT) if key and key.isprintable() else key
+
+
+def _key(text: str) -> object:
+    try:
+        return parse_key(text)
+    except (ValueError, OverflowError):
+        return text
+
+
+def _correct_keys(pattern: str, known: Collection[str]) -> str:
+    """Replace each unknown key without wildcards by the most similar known key."""
+    if len(known) > _MOST_COMPARED:
+        return pattern
+    return "/".join(
+        key if key in known or set(key) & set("*?{") else next(iter(difflib.get_close_matches(key, known, 1)), key)
+        for key in pattern.split("/")
+    )
 
 
 class Empty:

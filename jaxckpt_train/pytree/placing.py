@@ -18,9 +18,9 @@ from jaxckpt_train.pytree._jax import boxes_of, without_caller_settings
 from jaxckpt_train.pytree.target import LeafRequest
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.buffers import ReadBudget, empty_array
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.reader import ReadBox
+from jaxckpt_train.store.segment import DTYPES
 
 _log = logging.getLogger("jaxckpt_train")
 _WANTED_PARAMETERS = ["aval", "sharding", "xs", "devices", "committed"]

@@ -30,17 +30,15 @@ from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, intersect, row_major_range, slices_within
 from jaxckpt_train.store.buffers import BufferPool, ReadBudget, aligned_buffer, empty_array
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, Wanted, parts_bytes, plan_reads
 from jaxckpt_train.store.reader import ReadBox, Reading, ReadProgress, Sources, band_bytes, run_reads
-from jaxckpt_train.store.segment import ALIGNMENT
+from jaxckpt_train.store.segment import ALIGNMENT, DTYPES
 from jaxckpt_train.store.threads import POLL_S
 from jaxckpt_train.store.timeouts import (
     BackgroundCall,
     StallDetector,
     abandon_call,
-    call_with_timeout,
     close_files,
     start_call,
 )
@@ -329,7 +327,7 @@ class ShardReader:
         """Like `fill`, but only return the reads to call, on any threads, before `finish`. Several may have begun."""
         if not self._is_open:
             self._is_open = True
-            call_with_timeout(f"{self.directory}: segments", self._sources.open, self._moved)
+            self._sources.open()
         pieces, left = self._unread_before(stop)
         window = Window(target, start, stop, left)
         wanted = [self._wanted(piece, window.place_for(piece)) for piece in pieces]
@@ -427,7 +425,7 @@ class Prefetcher:
         self._looked_at = now
         while self._ordered and len(self._running) < self._threads:
             window, read = self._ordered.popleft()
-            call = BackgroundCall[object](lambda _, read=read: read(), then=self._then)  # type: ignore[misc]
+            call = BackgroundCall(read, then=self._then)
             self._running.append((window, start_call(call)))
         complete = 0
         while self._pending and not self._pending[0].pending:

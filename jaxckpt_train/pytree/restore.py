@@ -17,15 +17,21 @@ from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, Settings
 from jaxckpt_train.pytree.colocated.transfer import HostReads
 from jaxckpt_train.pytree.copies import runs_on_hosts
 from jaxckpt_train.pytree.flatten import PLACEHOLDER, flatten, nodes_with_other_static, shortened, unflatten
-from jaxckpt_train.pytree.leaves import EMPTY, STORED, EmptyLeaf, Flat, TreeRecord, decode_tree, python_value
-from jaxckpt_train.pytree.paths import (
+from jaxckpt_train.pytree.leaves import (
+    EMPTY,
     ROOT,
+    STORED,
+    EmptyLeaf,
+    Flat,
     Key,
     Only,
+    TreeRecord,
+    decode_tree,
     find_nested_leaves,
     join,
     leaf_filter,
     parse_key,
+    python_value,
     refuse_idle_pattern,
     refuse_too_deep,
     split,
@@ -57,10 +63,10 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.buffers import ReadBudget
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import PartRecord
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import ReadBox, ReadProgress, iter_boxes
+from jaxckpt_train.store.segment import DTYPES
 from jaxckpt_train.store.threads import paused_collection
 
 _log = logging.getLogger("jaxckpt_train")

@@ -102,7 +102,7 @@ def select_shared(
     is_worth_it = repeated >= WORTH_BYTES and repeated * NOTICEABLE >= stored
     if not found or not (read_once is True or is_worth_it):
         return ReadSelection()
-    size = memory_bytes(settings.read_budget_bytes, settings.known_io_threads, block_bytes)
+    size = memory_bytes(settings.read_budget_bytes, settings.io_threads, block_bytes)
     are_colocated, memory = find_colocated_processes(job, size)
     if are_colocated and memory is None and read_once == "auto":
         return ReadSelection(cached=[each.number for each in found])
@@ -325,7 +325,7 @@ class JointRead:
     ) -> None:
         streams = self._balanced_streams(shared)
         redistribution = SharedMemoryWindows(shared, streams, memory, self._block_bytes, self._heartbeat)
-        reader, threads = self._reader(shared, streams[self._job.process]), self._settings.known_io_threads
+        reader, threads = self._reader(shared, streams[self._job.process]), self._settings.io_threads
         redistribution.read(reader, threads, functools.partial(_hand_over, redistribution.assembly, take))
         memory.close()  # the rest may need the memory
         rest(self._progress)

@@ -45,8 +45,7 @@ from jaxckpt_train.pytree.leaves import EMPTY, ArrayLeaf, EmptyLeaf, Flat, KeyLe
 from jaxckpt_train.pytree.partition import JobPartition, LocalShard, take_local_shards
 from jaxckpt_train.settings import KIB, MIB, Colocated, SnapshotMode
 from jaxckpt_train.store.boxes import box_from_index, full_box
-from jaxckpt_train.store.dtypes import is_inexact, is_storable
-from jaxckpt_train.store.segment import ArraySource, ChunkSource, StableChunkSource
+from jaxckpt_train.store.segment import ArraySource, ChunkSource, StableChunkSource, is_inexact, is_storable
 from jaxckpt_train.store.threads import Latch, paused_collection
 
 NAN, INF = 2, 1

@@ -20,6 +20,7 @@ from jaxckpt_train.pytree.flatten import PLACEHOLDER, WITHOUT_FUNCTIONS, flatten
 from jaxckpt_train.pytree.leaves import (
     EMPTY,
     PYTHON_TYPES,
+    ROOT,
     STORED,
     ArrayLeaf,
     BoolLeaf,
@@ -30,14 +31,19 @@ from jaxckpt_train.pytree.leaves import (
     KeyLeaf,
     LeafRecord,
     NoneLeaf,
+    Only,
     TreeRecord,
+    describe_keys,
     describe_saved,
+    escapes_in,
+    leaf_filter,
     python_value,
     shape_text,
+    similar_names,
+    suggestion,
 )
-from jaxckpt_train.pytree.paths import ROOT, Only, describe_keys, escapes_in, leaf_filter, similar_names, suggestion
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord
+from jaxckpt_train.store.segment import DTYPES
 
 SHOWN_DIFFERENCES = 50
 _HAS_FORMATS = hasattr(layout, "Format")  # since JAX 0.7

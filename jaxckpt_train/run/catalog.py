@@ -30,9 +30,8 @@ from jaxckpt_train.store.backends.base import Entry as Listed
 from jaxckpt_train.store.committed import is_committed, is_gone, read_committed
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, NOT_JSON, decode_info
-from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.removal import attempts
-from jaxckpt_train.store.timeouts import call_with_timeout
+from jaxckpt_train.store.timeouts import report_progress, time_limited
 
 _MOST_NAMED = 5
 _log = logging.getLogger("jaxckpt_train")
@@ -49,6 +48,7 @@ def refuse_checkpoint(backend: Backend, directory: str) -> None:
         )
 
 
+@time_limited
 def refuse_other_steps(backend: Backend, directory: str) -> None:
     """Raise SettingsError if the directory has steps of Orbax, Levanter or TorchTitan."""
     entries = _listed(backend, directory)
@@ -65,6 +65,7 @@ def refuse_other_steps(backend: Backend, directory: str) -> None:
         raise _foreign_steps_error(directory, _folders_text(folders), folders.names[-1])
 
 
+@time_limited
 def refuse_flax_checkpoints(backend: Backend, directory: str) -> None:
     """Like `refuse_other_steps`, for the files of `flax.training.checkpoints`."""
     names = certain_checkpoints(backend, directory, _listed(backend, directory))
@@ -80,6 +81,7 @@ def _foreign_steps_error(directory: str, found: str, newest: str) -> SettingsErr
     )
 
 
+@time_limited
 def foreign_checkpoints(backend: Backend, directory: str) -> str:
     """Describe the checkpoints of other tools in a directory; empty: none that is recognised."""
     entries = _listed(backend, directory)
@@ -122,7 +124,6 @@ def step_not_found(
     step: int | None,
     there: Collection[Entry],
     backend: Backend | None = None,
-    progress: ReadProgress | None = None,
 ) -> StepNotFoundError:
     """Make the error for a step that the run does not have.
 
@@ -131,13 +132,10 @@ def step_not_found(
         step: the requested step; None: any.
         there: the entries that the run has.
         backend: where to look for checkpoints of other tools if the run has no entries; None: do not look.
-        progress: called with 0 while waiting for the disk.
     """
     steps = ", ".join(str(each) for each in sorted({entry.step for entry in there})) or "none"
     which = "" if step is None else f" {step}; committed: {steps}"
-    others = ""
-    if backend is not None and not there:
-        others = call_with_timeout(directory, lambda _: foreign_checkpoints(backend, directory), progress)
+    others = "" if backend is None or there else foreign_checkpoints(backend, directory)
     found = f"; found {others}" if others else ""
     if others and LEVANTER not in others:
         found += ", which jaxckpt_train.load can read"
@@ -199,6 +197,7 @@ class _Info(msgspec.Struct):
     info: msgspec.Raw
 
 
+@time_limited
 def scan(backend: Backend, directory: str) -> list[Entry]:
     """All committed generations of all steps, in the order of the saves.
 
@@ -208,14 +207,13 @@ def scan(backend: Backend, directory: str) -> list[Entry]:
     return scan_with_record(backend, directory)[0]
 
 
-def scan_with_record(
-    backend: Backend, directory: str, moved: Callable[[], None] | None = None
-) -> tuple[list[Entry], FoundRecord]:
-    """Like `scan`, with the record of the run. `moved` is called once for each step."""
+@time_limited
+def scan_with_record(backend: Backend, directory: str) -> tuple[list[Entry], FoundRecord]:
+    """Like `scan`, with the record of the run."""
     names = _step_names(backend, directory)
     while True:
         record = FoundRecord(backend, directory)
-        entries = _entries(backend, directory, names, moved)
+        entries = _entries(backend, directory, names)
         missing = names - {entry.name for entry in entries if entry.has_lineage}
         now = _step_names(backend, directory) if missing else names
         if missing <= now:
@@ -224,23 +222,21 @@ def scan_with_record(
         names = now  # the owner deleted a step during the scan, and may have saved another
 
 
-def refuse_uncommitted(
-    backend: Backend, directory: str, damaged: bool, progress: ReadProgress | None = None, allows_flax: bool = False
-) -> None:
+@time_limited
+def refuse_uncommitted(backend: Backend, directory: str, damaged: bool, allows_flax: bool = False) -> None:
     """Raise CorruptCheckpointError if there are step directories, none of which can be restored.
 
     Args:
         backend: the storage.
         directory: the run directory.
         damaged: whether steps were set aside.
-        progress: called with 0 while waiting for the disk.
         allows_flax: whether the directory may have checkpoints of Flax.
 
     Raises:
         SettingsError: the directory has steps of Orbax, Levanter or TorchTitan, or checkpoints of Flax.
     """
-    call_with_timeout(directory, lambda _: refuse_other_steps(backend, directory), progress)
-    names = sorted(call_with_timeout(directory, lambda _: _step_names(backend, directory), progress))
+    refuse_other_steps(backend, directory)
+    names = sorted(_step_names(backend, directory))
     if names:
         why = "damaged or not committed" if damaged else "not committed (copied in part, or links?)"
         raise CorruptCheckpointError(
@@ -248,7 +244,7 @@ def refuse_uncommitted(
             "away to start from scratch"
         )
     if not allows_flax:
-        call_with_timeout(directory, lambda _: refuse_flax_checkpoints(backend, directory), progress)
+        refuse_flax_checkpoints(backend, directory)
 
 
 def warn_about_uncommitted(backend: Backend, directory: str, warned: set[str]) -> None:
@@ -264,11 +260,10 @@ def warn_about_uncommitted(backend: Backend, directory: str, warned: set[str]) -
             _log.warning("%s/%s: ignored: has no COMMIT; the step is damaged or copied in part", directory, name)
 
 
-def _entries(backend: Backend, directory: str, names: Set[str], moved: Callable[[], None] | None) -> list[Entry]:
+def _entries(backend: Backend, directory: str, names: Set[str]) -> list[Entry]:
     entries = []
     for name in sorted(names):
-        if moved is not None:
-            moved()
+        report_progress()
         parsed, found = parse_step_name(name), _committed_info(backend, f"{directory}/{name}")
         if parsed is not None and found is not None:
             info, is_certain = found

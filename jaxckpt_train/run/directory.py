@@ -59,9 +59,8 @@ from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
 from jaxckpt_train.store.backends.local import mount_warnings
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.process_identity import ProcessIdentity
-from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.threads import free_in_child
-from jaxckpt_train.store.timeouts import call_with_timeout
+from jaxckpt_train.store.timeouts import report_progress, time_limited
 
 _log = logging.getLogger("jaxckpt_train")
 
@@ -207,16 +206,8 @@ def take_ownership(
         DirectoryLockedError, StorageError: a live process owns it, or the disk refuses.
         CheckpointTimeoutError: the disk has not answered for ten minutes.
     """
-
-    def look(moved: Callable[[], None]) -> None:
-        refuse_checkpoint(backend, directory)
-        moved()
-        for doubt in mount_warnings(directory):
-            _log.warning("%s: %s", directory, doubt)
-        try_to_write(backend, directory)
-
     with contextlib.suppress(StorageError):  # raised again below; the first attempt has a time limit
-        call_with_timeout(directory, look)
+        _try_directory(backend, directory)
     backend.make_directory(directory, parents=True, sync=True)
     dead = lock.acquire()
     if dead is not None:
@@ -224,6 +215,15 @@ def take_ownership(
     lock.clean()
     sync_directory(backend, directory)  # names that a dead owner created may not be on the disk yet
     remove_attempts(backend, directory)
+
+
+@time_limited
+def _try_directory(backend: Backend, directory: str) -> None:
+    refuse_checkpoint(backend, directory)
+    report_progress()
+    for doubt in mount_warnings(directory):
+        _log.warning("%s: %s", directory, doubt)
+    try_to_write(backend, directory)
 
 
 class RunDirectory:
@@ -281,7 +281,7 @@ class RunDirectory:
         """
         if not self.is_owner:
             return self.hold()
-        return call_with_timeout(self.directory, lambda _: self.check_owner())
+        return self._check_owner_in_time()
 
     def hold(self) -> None:
         """Like `own`, but an owner does not access the disk, which may not answer."""
@@ -290,6 +290,10 @@ class RunDirectory:
                 self._lock.refuse_child()
             else:
                 self._own()
+
+    @time_limited
+    def _check_owner_in_time(self) -> None:
+        self.check_owner()
 
     def check_owner(self) -> None:
         """Raise DirectoryLockedError if this process no longer owns the directory."""
@@ -303,7 +307,7 @@ class RunDirectory:
             self._next_save.continue_run(self._entries)
             self._left = self._origin.left_behind(self._entries, self._left)
         self._write_damage_reports()
-        recent = call_with_timeout(self.directory, lambda _: self.history.recent())
+        recent = self.history.recent()
         self.past = RunStatistics.of(recent)
         names = {entry.name for entry in self._entries}
         self._deleter.delete(unfinished_deletions(self.backend, self.directory, names, recent, self.log.deleted))
@@ -312,40 +316,39 @@ class RunDirectory:
         self._best.update(self.newest)
         self._scrubber.start()
 
-    def _look(self, progress: ReadProgress | None = None) -> None:
-        scan = functools.partial(scan_with_record, self.backend, self.directory)
-        self._entries, self._found = call_with_timeout(self.directory, scan, progress)
+    def _look(self) -> None:
+        self._entries, self._found = scan_with_record(self.backend, self.directory)
         roll_back = self._found.record.roll_back
         self._left = left_behind(self._entries, roll_back)
         self._next_save.found(self._entries, roll_back)
         self._infos = None
 
-    def check_fresh(self, progress: ReadProgress | None = None, allows_flax: bool = False) -> None:
+    def check_fresh(self, *, allows_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if there are step directories but none of them is committed and intact."""
-        if not self.entries(progress):
-            refuse_uncommitted(self.backend, self.directory, bool(self.damaged(progress)), progress, allows_flax)
+        if not self.entries():
+            refuse_uncommitted(self.backend, self.directory, bool(self.damaged()), allows_flax)
             self._origin.nothing()
 
-    def entries(self, progress: ReadProgress | None = None) -> list[Entry]:
+    def entries(self) -> list[Entry]:
         """All committed generations of all steps, except damaged ones and pending deletions, in the order of the saves.
 
         Steps that a roll-back has left behind come first.
         """
         with self._guard:
-            self._look_again(progress)
+            self._look_again()
             return branch_last(self._whole(), self._left)
 
-    def _look_again(self, progress: ReadProgress | None = None) -> None:
+    def _look_again(self) -> None:
         if not self.is_owner:
-            self._look(progress)
+            self._look()
 
     def _whole(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.name not in self._pending_deletions and entry.damaged is None]
 
-    def damaged(self, progress: ReadProgress | None = None) -> list[Entry]:
+    def damaged(self) -> list[Entry]:
         """The entries that were set aside as damaged, in the order of the saves."""
         with self._guard:
-            self._look_again(progress)
+            self._look_again()
             return [entry for entry in self._entries if entry.damaged is not None]
 
     def left(self) -> frozenset[str]:
@@ -356,33 +359,30 @@ class RunDirectory:
         """The last generation of each step, in the order of `entries`."""
         return newest_generations(self.entries())
 
-    def candidates(
-        self, step: int | None, *, damaged: bool = False, progress: ReadProgress | None = None
-    ) -> list[Entry]:
+    def candidates(self, step: int | None, *, damaged: bool = False) -> list[Entry]:
         """The generations of one step or of all steps, in the order in which a restore tries them.
 
         Args:
             step: the step; None: all steps.
             damaged: whether to append the steps that were set aside.
-            progress: called with 0 while waiting for the disk.
 
         Raises:
             StepNotFoundError: there is none.
         """
         wanted = None if step is None else check_step(step)
         with self._guard:
-            self._look_again(progress)
+            self._look_again()
             entries = restore_order(self._entries, self._left, self._pending_deletions.is_going, damaged=damaged)
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
             if wanted is None and damaged:  # a restore
                 self._origin.nothing()
-            raise step_not_found(self.directory, step, entries, self.backend, progress)
+            raise step_not_found(self.directory, step, entries, self.backend)
         return found
 
     @contextlib.contextmanager
     def holding_candidates(
-        self, step: int | None, *, damaged: bool = False, progress: ReadProgress | None = None
+        self, step: int | None, *, damaged: bool = False
     ) -> Iterator[tuple[list[Entry], list[Entry] | None]]:
         """Protect the candidates for a read from deletion within the context.
 
@@ -392,14 +392,13 @@ class RunDirectory:
         Args:
             step: the step; None: all steps.
             damaged: whether to append the steps that were set aside.
-            progress: called with 0 while waiting for the disk.
 
         Yields:
             The candidates, and for a reader all entries of its scan: only the owner changes the run.
         """
         with contextlib.ExitStack() as held:
             with self._guard:
-                candidates = self.candidates(step, damaged=damaged, progress=progress)
+                candidates = self.candidates(step, damaged=damaged)
                 there = None if self.is_owner else [*self._entries]
                 held.enter_context(self.reading(candidates))
             try:
@@ -585,6 +584,7 @@ class RunDirectory:
             self._pending_deletions.discard([entry.name])
             self._infos = None
 
+    @time_limited
     def record_damage(self, restored: Restored) -> None:
         """Record the damage that a restore found. The owner writes it at once, others when they own the run."""
         warn_about_uncommitted(self.backend, self.directory, self._warned_about)
@@ -627,6 +627,7 @@ class RunDirectory:
             self.annotate(entry, Annotation(damaged=problem))
         return True
 
+    @time_limited
     def annotate_step(self, step: int, change: Annotation) -> None:
         """Like `annotate`, for a step by its number, protected from deletion meanwhile.
 

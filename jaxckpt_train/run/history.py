@@ -30,8 +30,8 @@ from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.files import read_blocks, read_end, read_ends
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.process_identity import ProcessIdentity, process_age_s, slurm_job, this_process
-from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.threads import free_in_child
+from jaxckpt_train.store.timeouts import time_limited
 
 PREEMPTED, LATE, FINISHED, CLOSED = "preempted", "late", "finished", "closed"
 Clock = Callable[[], datetime.datetime]
@@ -188,6 +188,7 @@ class History:
             _log.warning("%s: and %d more lines are left out", path, left_out - MAX_LISTED)
         return unfit
 
+    @time_limited
     def recent(self) -> list[dict[str, Any]]:
         """The last events, oldest first. If the history cannot be read, logs a warning and returns none."""
         try:
@@ -291,25 +292,23 @@ class RunLog:
         self._noted = self._began_at, None
         self._note("start", {"step": step, "tends": self.tends or None, **run_facts()})
 
-    def resumed(self, step: int, resume_s: float, progress: ReadProgress | None = None) -> None:
+    def resumed(self, step: int, resume_s: float) -> None:
         """Record that the loop has its state.
 
         Args:
             step: the restored step; 0 if none was restored.
             resume_s: seconds since the loop started to resume.
-            progress: called with 0 while waiting for the disk; an exception that it raises ends the wait.
         """
         if self._began_at is not None:
             self.completed = step
             self._noted = self._monotonic(), step
             is_first = next(_resumes) == 0  # the age of the process counts only for its first loop
             age_s = process_age_s() if is_first else None
-            self._note("resumed", {"step": step, "resume_s": resume_s, "process_age_s": age_s}, progress)
+            self._note("resumed", {"step": step, "resume_s": resume_s, "process_age_s": age_s})
 
-    def _note(self, event: str, fields: Mapping[str, Any], progress: ReadProgress | None = None) -> None:
+    def _note(self, event: str, fields: Mapping[str, Any]) -> None:
         """Write the event on a helper thread; if the disk does not answer, the loop continues."""
-        add = functools.partial(self._history.add, event, self._clock(), **fields)
-        call_within(add, NOTE_S, progress or (lambda done: None))
+        call_within(functools.partial(self._history.add, event, self._clock(), **fields), NOTE_S)
 
     def beat(self) -> None:
         """Record the progress of the loop, if the last event is old enough. Called every few seconds."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -22,8 +21,7 @@ from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.run.restoring import describe_listed
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
-from jaxckpt_train.store.reader import ReadProgress
-from jaxckpt_train.store.timeouts import call_with_timeout
+from jaxckpt_train.store.timeouts import report_progress, time_limited
 
 
 class StepListing:
@@ -97,28 +95,20 @@ class StepListing:
         """
         return f"{self.directory}/{self._known.candidates(step)[0].name}"
 
-    def metadata(self, step: int | None = None, *, progress: ReadProgress | None = None) -> CheckpointMetadata:
-        """Describe what a step contains.
-
-        Args:
-            step: the step; None: the latest.
-            progress: called with 0 while waiting for the disk; an exception that it raises ends the wait.
+    def metadata(self, step: int | None = None) -> CheckpointMetadata:
+        """Describe what a step contains; None: the latest step.
 
         Raises:
             StepNotFoundError: there is no such step, or none at all.
         """
-        describe = functools.partial(describe_listed, self._backend, self.directory, progress=progress)
         if not self._job_sync.is_primary:
             try:
-                return describe(self._job_sync.known.candidates(step))
+                return describe_listed(self._backend, self.directory, self._job_sync.known.candidates(step))
             except StepVanishedError as gone:
                 raise step_not_found(self.directory, step, self._job_sync.known.newest()) from gone
         while True:
-            with (
-                contextlib.suppress(StepVanishedError),
-                self._run.holding_candidates(step, progress=progress) as (listed, _),
-            ):
-                return describe(listed)
+            with contextlib.suppress(StepVanishedError), self._run.holding_candidates(step) as (listed, _):
+                return describe_listed(self._backend, self.directory, listed)
 
 
 class RunNotes(StepListing, abc.ABC):
@@ -171,8 +161,7 @@ class RunNotes(StepListing, abc.ABC):
         self._job_sync.hold()
 
         def write() -> None:
-            number, annotation = check_step(step), change()
-            call_with_timeout(self.directory, lambda _: self._run.annotate_step(number, annotation))
+            self._run.annotate_step(check_step(step), change())
 
         self._job_sync.on_primary(f"writing the record of step {step}", write, time.monotonic)
 
@@ -191,17 +180,15 @@ class RunNotes(StepListing, abc.ABC):
         self._replace_idle()
         self._job_sync.retain(is_durable=self.settings.durability == "full")
 
-    def note_resume(self, step: int, resume_s: float, progress: ReadProgress | None = None) -> None:
-        """Record in the history that the loop has its state.
+    def note_resume(self, step: int, resume_s: float) -> None:
+        """Record in the history that the loop has its state; wait at most a minute for the disk.
 
         Args:
             step: the number of completed updates; 0 if no step was restored.
             resume_s: seconds since the loop started to resume.
-            progress: called with 0 while waiting for the disk, at most a minute; an exception that it raises ends the
-                wait.
         """
         if self._job_sync.is_primary:
-            self._run.log.resumed(step, resume_s, progress)
+            self._run.log.resumed(step, resume_s)
 
     def ends_as(self, how: str) -> None:
         """Set how the history describes the end of this process: "finished", "preempted", or an error."""
@@ -215,18 +202,17 @@ class RunNotes(StepListing, abc.ABC):
             CheckpointTimeoutError: the disk has not answered for ten minutes.
         """
         running = (self._run.log.completed, self._clock()) if self._run.is_owner else None
-
-        def read(moved: Callable[[], None]) -> tuple[list[Attempt], bool]:
-            lock, found = self._run.held.lock, list[Attempt]()
-            was_live = lock.has_live_owner()
-            for number, event in enumerate(self.history.each(RunEvent)):
-                add_event(found, event)
-                if number % 10_000 == 0:
-                    moved()
-            return (
-                found,
-                was_live or lock.has_live_owner(),
-            )  # a process may start meanwhile; one that ends records it first
-
-        found, is_live = call_with_timeout(self.directory, read)
+        found, is_live = self._attempts()
         return goodput(settled(found, running, is_live=is_live))
+
+    @time_limited
+    def _attempts(self) -> tuple[list[Attempt], bool]:
+        """The attempts in the history, and whether the last one may still run."""
+        lock, found = self._run.held.lock, list[Attempt]()
+        was_live = lock.has_live_owner()
+        for number, event in enumerate(self.history.each(RunEvent)):
+            add_event(found, event)
+            if number % 10_000 == 0:
+                report_progress()
+        # A process may start meanwhile; one that ends records it first.
+        return found, was_live or lock.has_live_owner()

@@ -18,7 +18,6 @@ from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry, RollBack, left_behind, newest_generations
 from jaxckpt_train.run.retention import expired_names, replaced
 from jaxckpt_train.store.backends.base import Backend
-from jaxckpt_train.store.timeouts import call_with_timeout
 
 PATIENCE_S = 7 * 86400.0  # for deletions; a user can interrupt the wait
 
@@ -41,7 +40,7 @@ def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | Non
         DirectoryLockedError, StorageError: a live process owns it, or the disk refuses.
         CheckpointTimeoutError: the disk has not answered for ten minutes.
     """
-    if not call_with_timeout(directory, lambda _: scan(backend, directory)):
+    if not scan(backend, directory):
         raise NotACheckpointError(f"{directory}: expected a run, found a directory without committed steps")
     run = RunDirectory(backend, directory, policy, _now)
     run.log.tends = True

@@ -29,11 +29,9 @@ from jaxckpt_train.run.entry import Entry, Restored, Skipped, StepVanishedError
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend
-from jaxckpt_train.store.committed import UNREADABLE, Committed, is_removed_with_timeout, open_with_timeout
-from jaxckpt_train.store.manifest import MANIFEST_NAME, encode_manifest
-from jaxckpt_train.store.manifest_decoding import decode_manifest
+from jaxckpt_train.store.committed import UNREADABLE, Committed, is_gone, open_committed
+from jaxckpt_train.store.manifest import MANIFEST_NAME, decode_manifest, encode_manifest
 from jaxckpt_train.store.reader import ReadProgress
-from jaxckpt_train.store.timeouts import call_with_timeout
 from jaxckpt_train.store.verify import verify
 
 # The errors of a damaged or vanished file. Any other error (no permission, no memory) is not caused by the step.
@@ -69,9 +67,7 @@ class ByteMeter:
             self._progress(done)
 
 
-def describe_listed(
-    backend: Backend, directory: str, listed: Sequence[Entry], progress: ReadProgress | None
-) -> CheckpointMetadata:
+def describe_listed(backend: Backend, directory: str, listed: Sequence[Entry]) -> CheckpointMetadata:
     """Describe the first of the listed steps.
 
     Raises:
@@ -80,9 +76,9 @@ def describe_listed(
     """
     path = f"{directory}/{listed[0].name}"
     try:
-        return describe(open_with_timeout(backend, path, progress))
+        return describe(open_committed(backend, path))
     except (CorruptCheckpointError, NotACheckpointError) as error:
-        if not is_removed_with_timeout(backend, path, progress):
+        if not is_gone(backend, path):
             raise
         raise StepVanishedError(listed[0].name) from error
 
@@ -144,7 +140,7 @@ class _Reading:
         return results
 
     def _once(self) -> dict[str, Any]:
-        committed = open_with_timeout(self.backend, self.path, self.meter)
+        committed = open_committed(self.backend, self.path)
         self.manifests.add(committed.manifest_sha256)
         self.saved_as = committed.manifest.info.get("step")
         self.parts = frozenset(part.name for part in committed.manifest.parts)
@@ -194,7 +190,7 @@ class RunRestore:
         targets: the targets by name of the checkpointable, a target of None to restore it without one. None: restore
             all checkpointables.
         settings: how to read.
-        progress: called with the numbers of bytes that this process reads, and with 0 during waits.
+        progress: called with the numbers of bytes that this process reads.
     """
 
     def __init__(
@@ -206,7 +202,7 @@ class RunRestore:
         progress: ReadProgress | None,
     ) -> None:
         self._run, self._job_sync, self._targets, self._settings = run, job_sync, targets, settings
-        self._progress, self._meter = progress, ByteMeter(progress)
+        self._meter = ByteMeter(progress)
 
     def restore(self, step: int | None, *, warns: bool) -> tuple[dict[str, Any], int]:
         """Restore a step, from which the run continues.
@@ -228,7 +224,7 @@ class RunRestore:
         load = self._load_parts if self._job_sync.is_single_process else self._load_everywhere
         try:
             restored = self._read(step, load, damaged=True, warns=warns)
-            call_with_timeout(self._run.directory, lambda _: self._run.record_damage(restored), self._progress)
+            self._run.record_damage(restored)
             restored.warn_about_left_out()
         except BaseException as error:
             self._report_failure(error)
@@ -253,7 +249,7 @@ class RunRestore:
         while True:
             with (
                 contextlib.suppress(StepVanishedError),
-                self._run.holding_candidates(step, damaged=damaged, progress=self._progress) as (found, there),
+                self._run.holding_candidates(step, damaged=damaged) as (found, there),
             ):
                 restored = self._newest(found, step, load)
                 if warns is not None:
@@ -284,7 +280,7 @@ class RunRestore:
             except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
                 if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                     raise
-                if is_removed_with_timeout(backend, reading.path, self._progress):
+                if is_gone(backend, reading.path):
                     raise StepVanishedError(entry.name) from error
                 skipped.append(Skipped(entry, str(error), _is_proof(error)))
                 last = error
@@ -351,7 +347,7 @@ class RunRestore:
         if chosen.manifest:
             manifest = decode_manifest(chosen.manifest, f"{chosen.directory}/{MANIFEST_NAME}")
             return Committed(chosen.directory, manifest, chosen.sha256)
-        committed = open_with_timeout(self._run.backend, chosen.directory, self._meter)
+        committed = open_committed(self._run.backend, chosen.directory)
         if committed.manifest_sha256 != chosen.sha256:
             raise CorruptCheckpointError(f"{chosen.directory}: was replaced during the restore")
         return committed

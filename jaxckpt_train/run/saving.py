@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe, run_info
-from jaxckpt_train.checkpointables.handlers import JsonHandler
+from jaxckpt_train.checkpointables.handlers import JsonHandler, handler_of
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, current_fingerprint
-from jaxckpt_train.checkpointables.registry import handler_of
 from jaxckpt_train.checkpointables.saving import CheckpointSave
 from jaxckpt_train.checkpointables.staging import StagedPart, wait_until_taken
 from jaxckpt_train.errors import CheckpointError, MismatchError
@@ -33,8 +32,8 @@ from jaxckpt_train.run.history import Clock, metrics_to_json, plain_metrics
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.manifest import ArrayRecord
+from jaxckpt_train.store.segment import dtype_name
 from jaxckpt_train.store.threads import Latch
 from jaxckpt_train.store.transaction import Transaction
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 import hashlib
 import itertools
 import os
@@ -36,11 +35,11 @@ from jaxckpt_train.store.manifest import (
     NOT_JSON,
     Manifest,
     check_version,
+    decode_manifest,
     shown,
 )
-from jaxckpt_train.store.manifest_decoding import decode_manifest
 from jaxckpt_train.store.process_identity import process_tag
-from jaxckpt_train.store.timeouts import call_with_timeout
+from jaxckpt_train.store.timeouts import report_progress, time_limited
 
 _STEP = re.compile(r"step-[0-9]{10,16}(\.g[0-9]+)?")
 T = TypeVar("T")
@@ -100,6 +99,7 @@ def is_committed(backend: Backend, directory: str) -> bool:
     return True
 
 
+@time_limited
 def is_gone(backend: Backend, directory: str) -> bool:
     """Whether there is certainly no COMMIT; False if the storage refuses to say."""
     try:
@@ -108,12 +108,14 @@ def is_gone(backend: Backend, directory: str) -> bool:
         return False
 
 
+@time_limited
 def open_committed(backend: Backend, directory: str) -> Committed:
     """Read and validate COMMIT and the manifest of a checkpoint.
 
     Raises NotACheckpointError: there is nothing, a file, or a directory with other content; IncompleteCheckpointError:
     there is a manifest or data, but no COMMIT; CorruptCheckpointError: COMMIT or the manifest is damaged;
-    FormatVersionError: a newer version of this library wrote it.
+    FormatVersionError: a newer version of this library wrote it; CheckpointTimeoutError: the storage has not responded
+    for ten minutes.
     """
     directory = _recover(backend, directory)
     found = read_committed(backend, directory)
@@ -213,6 +215,7 @@ def _list_or_empty(backend: Backend, folder: str) -> Sequence[Entry]:
         return ()
 
 
+@time_limited
 def check_unchanged(files: Opener, committed: Committed, *, may_be_gone: bool) -> None:
     """Check that the checkpoint has not been replaced since it was opened.
 
@@ -239,36 +242,22 @@ def _committed_sha256(files: Opener, directory: str) -> str | None:
         return ""
 
 
-def open_with_timeout(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> Committed:
-    """`open_committed` with a timeout, because the storage may not respond.
-
-    Raises CheckpointTimeoutError: the storage has not responded for ten minutes; any error that `progress` raises,
-    which is called with 0 repeatedly.
-    """
-    return call_with_timeout(directory, lambda _: open_committed(backend, directory), progress)
-
-
-def use_committed(
-    backend: Backend, directory: str, use: Callable[[Committed], T], progress: Callable[[int], object] | None = None
-) -> T:
+def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T]) -> T:
     """Open a checkpoint and call `use` with it; do so again whenever another checkpoint replaces it meanwhile.
-
-    `progress` is called with 0 during waits; its error ends them.
 
     Raises as `open_committed`, and what `use` raises.
     """
     seen = None
     while True:
         try:
-            committed = open_with_timeout(backend, directory, progress)
+            committed = open_committed(backend, directory)
             seen = committed.directory, committed.manifest_sha256
             return use(committed)
         except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
             # If the system cannot swap two names atomically, a single attempt may see the gap of a replacement.
             attempts = 1 if isinstance(error, StorageError) else MAX_LOOKUPS
-            lookup = functools.partial(_current_identity, backend, directory, attempts)
-            now = call_with_timeout(directory, lookup, progress)
-            if now is None and seen is not None and is_removed_with_timeout(backend, directory, progress):
+            now = _current_identity(backend, directory, attempts)
+            if now is None and seen is not None and is_gone(backend, directory):
                 raise removed_error(directory) from error
             if now is None or now == seen:
                 raise
@@ -283,17 +272,11 @@ def removed_error(directory: str) -> NotACheckpointError:
     )
 
 
-def is_removed_with_timeout(backend: Backend, directory: str, progress: Callable[[int], object] | None = None) -> bool:
-    """`is_gone` with a timeout; raises as `open_with_timeout`."""
-    return call_with_timeout(directory, lambda _: is_gone(backend, directory), progress)
-
-
-def _current_identity(
-    backend: Backend, directory: str, attempts: int, report: Callable[[], None]
-) -> tuple[str, str] | None:
+@time_limited
+def _current_identity(backend: Backend, directory: str, attempts: int) -> tuple[str, str] | None:
     """The identity of the current checkpoint, found within this number of attempts; None: none can be opened."""
     for _ in range(attempts):
-        report()
+        report_progress()
         with contextlib.suppress(*UNREADABLE):
             if (found := committed_identity(backend, directory)) is not None:
                 return found

@@ -24,7 +24,6 @@ from jaxckpt_train.store.backends.base import Backend, Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, cut_box, full_box
 from jaxckpt_train.store.buffers import fresh_area
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
@@ -39,7 +38,7 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import ReadProgress, read_box, read_boxes
-from jaxckpt_train.store.segment import ALIGNMENT, ArraySource, ChunkSource, alignment_class
+from jaxckpt_train.store.segment import ALIGNMENT, DTYPES, ArraySource, ChunkSource, alignment_class
 from jaxckpt_train.store.threads import POLL_S
 from jaxckpt_train.store.timeouts import BackgroundCall, StallDetector, abandon_call, start_call
 from jaxckpt_train.store.transaction import Transaction
@@ -399,7 +398,7 @@ class _ReadGroup:
     """Boxes that one call reads: a large one, or several small ones."""
 
     def __init__(self, boxes: Sequence[BoxAhead], read: Callable[[], Sequence[np.ndarray]]) -> None:
-        self.call = BackgroundCall[Sequence[np.ndarray]](lambda _: read())
+        self.call = BackgroundCall(read)
         self._lock = threading.Lock()
         self._found: list[np.ndarray | None] = []
         self._error: BaseException | None = None

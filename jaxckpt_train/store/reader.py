@@ -24,7 +24,6 @@ from jaxckpt_train.store.backends.base import Opener, Source
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, element_span, slices_within
 from jaxckpt_train.store.buffers import Arena, BufferPool, ReadBudget, aligned_buffer, empty_array, owner_of
 from jaxckpt_train.store.committed import Committed, check_unchanged
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import HexDigest, digest_function, open_recorded
 from jaxckpt_train.store.manifest import HEX_DIGITS, ArrayRecord, ChunkRecord, PartRecord
 from jaxckpt_train.store.read_plan import (
@@ -37,9 +36,9 @@ from jaxckpt_train.store.read_plan import (
     step_bytes,
     straight_target,
 )
-from jaxckpt_train.store.segment import ALIGNMENT
+from jaxckpt_train.store.segment import ALIGNMENT, DTYPES
 from jaxckpt_train.store.threads import shared_workers
-from jaxckpt_train.store.timeouts import call_with_timeout, close_files
+from jaxckpt_train.store.timeouts import close_files, report_progress, time_limited
 
 OPEN_AT_ONCE = 256  # a process is often limited to 1,024 open files
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
@@ -87,7 +86,7 @@ def iter_boxes(
     try:
         yield from _empty_boxes(wanted)
         reading.prepare(runs)
-        call_with_timeout(f"{committed.directory}: segments", sources.open, progress)
+        sources.open()
         each = run_reads(
             committed.directory, settings, reading.read_and_release, runs, give_up=budget.lift, moved=reading.moved
         )
@@ -162,7 +161,7 @@ def run_reads(
 
 
 def _threads(settings: StoreSettings) -> int:
-    return READS_PER_THREAD * settings.known_io_threads
+    return READS_PER_THREAD * settings.io_threads
 
 
 def _empty_boxes(wanted: Sequence[Wanted]) -> Generator[ReadBox]:
@@ -435,7 +434,7 @@ class Sources:
     """
 
     def __init__(self, files: Opener, committed: Committed, settings: StoreSettings, segments: Iterable[int]) -> None:
-        self._files, self._committed = files, committed
+        self._files, self._committed, self.directory = files, committed, committed.directory
         self._direct, self._is_verified = settings.direct_io, settings.verify_on_load
         self._left = Counter(segments)
         self._open: dict[int, Source] = {}
@@ -443,16 +442,16 @@ class Sources:
         self._is_closed = False
         self._lock = threading.Lock()  # never held during a storage call, which may not return
 
-    def open(self, report: Callable[[], None] | None = None) -> None:
-        """Open the segments, or the first of them; `report` is called after each.
+    @time_limited
+    def open(self) -> None:
+        """Open the segments, or the first of them.
 
         Raises CorruptCheckpointError: a segment is missing, or its size differs from the manifest; StorageError: the
         file system refused.
         """
         for number in sorted(self._left)[:OPEN_AT_ONCE]:
             self._share(number, self._open_segment(number))
-            if report is not None:
-                report()
+            report_progress()
         if self._left:
             self._check_unchanged()
 
@@ -490,7 +489,7 @@ class Sources:
         while True:
             with self._lock:
                 if self._is_closed:
-                    raise StorageError(errno.EBADF, "the load has ended", self._committed.directory)
+                    raise StorageError(errno.EBADF, "the load has ended", self.directory)
                 if number in self._open:
                     self._in_use[number] += 1
                     return self._open[number]
@@ -521,7 +520,7 @@ class Sources:
     def _open_segment(self, number: int) -> Source:
         record = self._committed.manifest.segments[number]
         return open_recorded(
-            self._files, self._committed.directory, record.file, record.bytes, direct=self._direct, subject="segment"
+            self._files, self.directory, record.file, record.bytes, direct=self._direct, subject="segment"
         )
 
 
@@ -530,12 +529,14 @@ class PreopenedFiles:
 
     def __init__(self, files: Opener, committed: Committed, direct: Direct) -> None:
         self._files, self._committed, self._direct = files, committed, direct
+        self.directory = committed.directory
         self._held: dict[tuple[str, Direct], Source] = {}
         self._is_closed = False
         self._lock = threading.Lock()  # never held during a storage call, which may not return
 
-    def open_ahead(self, parts: Sequence[PartRecord], report: Callable[[], None] | None = None) -> None:
-        """Open the segments and single-file values of these parts, in this order; `report` is called after each.
+    @time_limited
+    def open_ahead(self, parts: Sequence[PartRecord]) -> None:
+        """Open the segments and single-file values of these parts, in this order.
 
         If there are more than `OPEN_AT_ONCE`, the others are opened when they are needed. A file that cannot be opened
         is reported then.
@@ -548,7 +549,7 @@ class PreopenedFiles:
         wanted += [(name, self._direct) for name in segments]
         for name, direct in wanted[:OPEN_AT_ONCE]:
             try:
-                source = self._files.open(self._committed.directory, name, direct=direct)
+                source = self._files.open(self.directory, name, direct=direct)
             except StorageError as error:
                 if error.errno not in _TOO_MANY:
                     continue
@@ -561,13 +562,12 @@ class PreopenedFiles:
             if not is_wanted:
                 source.close()
                 return
-            if report is not None:
-                report()
+            report_progress()
 
     def open(self, directory: str, name: str, *, direct: Direct) -> Source:
         """As `Opener.open`; hands over the file if it is open already."""
         with self._lock:
-            held = self._held.pop((name, direct), None) if directory == self._committed.directory else None
+            held = self._held.pop((name, direct), None) if directory == self.directory else None
         if held is not None:
             return held
         try:

@@ -1,15 +1,20 @@
-"""Run blocking file-system calls on helper threads, with a timeout."""
+"""Run blocking storage calls on helper threads, with a timeout.
+
+`time_limited` marks an operation that may meet a storage that does not respond: its callers call it plainly.
+`interruptible` states what may end the waits for such operations, and `report_progress` that one is not stuck.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from jaxckpt_train.errors import CheckpointTimeoutError, StorageError
 from jaxckpt_train.store.backends.base import Source
@@ -17,22 +22,36 @@ from jaxckpt_train.store.threads import GIVE_UP_S, POLL_S, WARN_S, Latch, PerPro
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
+P = ParamSpec("P")
 MAX_ABANDONED = 128
-_local = threading.local()
+
+
+class _Local(threading.local):
+    """What each thread knows: the call that it runs as a helper, and the function that may end its waits."""
+
+    call: BackgroundCall[Any] | None = None
+    check: Callable[[int], object] | None = None
+
+
+_local = _Local()
 
 
 class BackgroundCall(Generic[T]):
     """A call that runs on a helper thread.
 
     Args:
-        call: what to run; it gets a function to call whenever it makes progress.
+        call: what to run.
         undo: reverts a result that arrives after the call was abandoned.
         then: called when the call is done, on any thread.
+
+    Attributes:
+        progress: changes whenever the call reports progress.
+        started_s: when the call started, by `time.monotonic()`.
     """
 
     def __init__(
         self,
-        call: Callable[[Callable[[], None]], T],
+        call: Callable[[], T],
         undo: Callable[[T], object] | None = None,
         then: Callable[[], object] | None = None,
     ) -> None:
@@ -40,19 +59,18 @@ class BackgroundCall(Generic[T]):
         self._result: list[T] = []
         self._is_abandoned = False
         self._error: BaseException | None = None
-        self.progress = 0
+        self.progress, self.started_s = 0, 0.0
         self.is_done = Latch()
-
-    def _report_progress(self) -> None:
-        self.progress += 1
 
     def run(self) -> None:
         """Run the call; keep its result or error until it is taken."""
+        outer, _local.call, self.started_s = _local.call, self, time.monotonic()
         try:
-            self._result.append(self._call(self._report_progress))
+            self._result.append(self._call())
         except BaseException as error:  # noqa: BLE001  # take() raises it on the waiting thread
             self._error = error
         finally:
+            _local.call = outer
             del self._call  # release its resources
         if self._is_abandoned:
             self.undo()
@@ -90,7 +108,33 @@ class BackgroundCall(Generic[T]):
 
 def call_started_s() -> float | None:
     """When the current call of this helper thread started, by `time.monotonic()`; None on any other thread."""
-    return getattr(_local, "call_started_s", None)
+    return None if _local.call is None else _local.call.started_s
+
+
+def report_progress() -> None:
+    """Report that the current storage call has made progress; does nothing outside of such a call."""
+    if _local.call is not None:
+        _local.call.progress += 1
+
+
+@contextlib.contextmanager
+def interruptible(check: Callable[[int], object] | None) -> Iterator[None]:
+    """Within the context, waits of this thread for storage call `check(0)` at least once a second.
+
+    An error that it raises ends the wait. None: as outside.
+    """
+    outer = _local.check
+    _local.check = check or outer
+    try:
+        yield
+    finally:
+        _local.check = outer
+
+
+def check_interrupt() -> None:
+    """Raise what ends the waits of this thread, if it is within `interruptible`."""
+    if _local.check is not None:
+        _local.check(0)
 
 
 class _HelperThread:
@@ -106,14 +150,14 @@ class _HelperThread:
 
     def _work(self) -> None:
         while True:
-            pending, _local.call_started_s = self._calls.get(), time.monotonic()
+            pending = self._calls.get()
             try:
                 pending.run()
             except BaseException:  # noqa: BLE001  # of an `undo`, which no thread waits for
                 _log.exception("a storage operation that finished too late could not be undone")
             self._idle.append(self)  # before the waiting thread wakes up, which can then use this thread again
             pending.finish()
-            del pending, _local.call_started_s
+            del pending
 
 
 class _HelperThreads:
@@ -137,23 +181,16 @@ class _HelperThreads:
 _threads = PerProcess(_HelperThreads)
 
 
-def call_with_timeout(
-    subject: str,
-    call: Callable[[Callable[[], None]], T],
-    progress: Callable[[int], object] | None = None,
-    *,
-    undo: Callable[[T], object] | None = None,
-) -> T:
+def call_with_timeout(subject: str, call: Callable[[], T], *, undo: Callable[[T], object] | None = None) -> T:
     """Run a blocking call on a helper thread and return its result or raise its error.
 
-    If the system has no thread for it, it runs on the calling thread. A helper thread whose disk does not respond is
-    abandoned. Once `MAX_ABANDONED` calls have not returned, no more are started.
+    If the system has no thread for it, or this is a helper thread already, it runs on the calling thread. A helper
+    thread whose disk does not respond is abandoned. Once `MAX_ABANDONED` calls have not returned, no more are started.
 
     Args:
         subject: the file or directory concerned, for messages.
-        call: what to run; it gets a function to call whenever it makes progress.
-        progress: called with 0 at least once a second. Its error ends the wait, and so does an interrupt. The call goes
-            on then, so it must not change anything that its caller uses.
+        call: what to run. It goes on after an interrupt of the wait, or an error of `interruptible`, so it must not
+            change anything that its caller uses.
         undo: called on another thread with a result that arrives after the wait has ended. Without it, `call` must not
             create anything that lasts.
 
@@ -161,15 +198,33 @@ def call_with_timeout(
         CheckpointTimeoutError: the storage made no progress for ten minutes in which this process was awake; or too
             many earlier calls have not returned.
     """
+    if _local.call is not None:  # the thread that waits for this one has a time limit
+        return call()
     if (left := _threads.get(None).abandoned_count()) >= MAX_ABANDONED:
         raise CheckpointTimeoutError(f"{subject}: not accessed, because {left} earlier storage calls did not return")
     pending = start_call(BackgroundCall(call, undo))
     try:
-        _wait_for(pending, subject, progress)
+        _wait_for(pending, subject)
     except BaseException:
         abandon_call(pending)
         raise
     return pending.take()
+
+
+def time_limited(operation: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a storage operation so that it runs by `call_with_timeout`, which says what it must not do.
+
+    The subject of messages is its first argument that is a path or has a path as its attribute `directory`;
+    without one, its name.
+    """
+
+    @functools.wraps(operation)
+    def limited(*args: P.args, **kwargs: P.kwargs) -> T:
+        paths = (each if isinstance(each, str) else getattr(each, "directory", None) for each in args)
+        subject = next((path for path in paths if isinstance(path, str)), operation.__name__)
+        return call_with_timeout(subject, functools.partial(operation, *args, **kwargs))
+
+    return limited
 
 
 def start_call(pending: BackgroundCall[T]) -> BackgroundCall[T]:
@@ -183,11 +238,10 @@ def start_call(pending: BackgroundCall[T]) -> BackgroundCall[T]:
     return pending
 
 
-def _wait_for(pending: BackgroundCall[Any], subject: str, progress: Callable[[int], object] | None) -> None:
+def _wait_for(pending: BackgroundCall[Any], subject: str) -> None:
     stall = StallDetector(subject)
     while not pending.is_done.wait(POLL_S):
-        if progress is not None:
-            progress(0)
+        check_interrupt()
         stall.waited(POLL_S, pending.progress)
 
 
@@ -238,7 +292,7 @@ def close_files(files: Collection[Source]) -> None:
 
 
 def _run_briefly(call: Callable[[], None]) -> None:
-    pending = BackgroundCall(lambda _: call())
+    pending = BackgroundCall(call)
     if not _is_started(pending):
         pending.run()
     elif not pending.is_done.wait(POLL_S):

@@ -66,6 +66,7 @@ from jaxckpt_train.store.removal import (
     untracked_files,
 )
 from jaxckpt_train.store.threads import shared_workers
+from jaxckpt_train.store.timeouts import time_limited
 
 SYNCS_AT_ONCE = 4
 _log = logging.getLogger("jaxckpt_train")
@@ -381,6 +382,7 @@ def refuse_temporary_name(final: str) -> None:
         )
 
 
+@time_limited
 def refuse_existing(backend: Backend, final: str, replace: bool, how: str = "pass overwrite=True") -> None:
     """Raise CheckpointExistsError unless the name is free, or only holds a checkpoint that is to be replaced."""
     if not file_exists(final):

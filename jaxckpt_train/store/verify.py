@@ -14,8 +14,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Opener, Source, is_storage_failure
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.buffers import aligned_buffer
-from jaxckpt_train.store.committed import Committed, open_committed, open_with_timeout
-from jaxckpt_train.store.dtypes import DTYPES, safetensors_form
+from jaxckpt_train.store.committed import Committed, open_committed
 from jaxckpt_train.store.files import digest_function, open_recorded
 from jaxckpt_train.store.manifest import (
     HEX_DIGITS,
@@ -27,7 +26,7 @@ from jaxckpt_train.store.manifest import (
     Manifest,
     SegmentRecord,
 )
-from jaxckpt_train.store.segment import ALIGNMENT, Tensor, chunk_name, is_head_of
+from jaxckpt_train.store.segment import ALIGNMENT, DTYPES, Tensor, chunk_name, is_head_of, safetensors_form
 from jaxckpt_train.store.threads import shared_workers
 
 Pace = Callable[[int], None]
@@ -72,7 +71,7 @@ def verify(
     CheckpointTimeoutError: the storage has not responded for ten minutes.
     """
     try:
-        committed = open_with_timeout(backend, directory, progress)
+        committed = open_committed(backend, directory)
     except CorruptCheckpointError as error:
         return VerifyReport(directory, 0, (str(error),))
     return verify_opened(backend, committed, settings, progress)
@@ -109,7 +108,7 @@ def verify_opened(
         return begun_bytes[0]
 
     subjects = [*range(len(manifest.segments)), *(file for part in manifest.parts for file in part.files)]
-    workers = shared_workers(settings.known_io_threads, "jaxckpt-read")
+    workers = shared_workers(settings.io_threads, "jaxckpt-read")
     with contextlib.closing(workers.run_each(check, subjects, moved=moved)) as results:
         found = sorted(results)
     problems = tuple(problem for _, of_file, _ in found for problem in of_file)

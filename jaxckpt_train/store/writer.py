@@ -1,7 +1,6 @@
 """Write the segments of one checkpointable: cut into windows, which a few threads fill, digest and write.
 
-`write_arrays` is the entry. `SegmentWriter` writes the windows of one file, in any order. `WriteDepth` measures, during
-the first large saves to a disk, how many writes that disk handles best at a time.
+`write_arrays` is the entry. `SegmentWriter` writes the windows of one file, in any order.
 """
 
 from __future__ import annotations
@@ -13,17 +12,15 @@ import functools
 import logging
 import operator
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.settings import DEFAULT_IO_THREADS, MIB, StoreSettings
+from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Sink
 from jaxckpt_train.store.buffers import aligned_buffer
-from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.files import digest_function
 from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, SegmentRecord
 from jaxckpt_train.store.segment import (
@@ -35,17 +32,13 @@ from jaxckpt_train.store.segment import (
     SegmentLayout,
     Shardings,
     StableChunkSource,
+    dtype_name,
     plan_segments,
 )
 from jaxckpt_train.store.threads import PerProcess, paused_collection, shared_workers
 
 _log = logging.getLogger("jaxckpt_train")
 WARN_S = 60.0
-CANDIDATES = (DEFAULT_IO_THREADS, 4, 8)
-TURN_BYTES = 96 * MIB
-# A candidate must be this much faster than the default: on a shared machine, noise alone reaches 20 %.
-CLEAR_GAIN = 1.25
-Write = Callable[[int, int], int]  # writes about this many bytes at a depth, waits, and returns the number written
 SMALL_BYTES = 1 << 20
 MIN_IN_PLACE_BYTES = 2 << 20
 # Threads that fill the next buffers while all permitted writes are running.
@@ -137,68 +130,31 @@ def write_segments(
     progress: Progress | None,
     give_up: Callable[[], None] | None,
 ) -> None:
-    """Write files whose layout is known. After an error, close them as they are."""
-    run = _SegmentsWrite(backend, directory, writers, settings, progress, give_up)
+    """Write files whose layout is known. After an error, close them as they are.
+
+    Raises StorageError: the first error of the file system; nothing more is written after it.
+    """
+    depth, pool = settings.io_threads, shared_pool(settings.staging_bytes)
+    threads, disk = depth + FILLING_THREADS, threading.Semaphore(depth)
+    buffer_bytes = max(settings.staging_bytes // threads // ALIGNMENT, 1) * ALIGNMENT
+    calls = [
+        functools.partial(writer.write, window, pool, buffer_bytes, disk, progress)
+        for writer, window in _cut(writers, buffer_bytes)
+    ]
     try:
-        run.write(run.depth())
+        shared_workers(threads, "jaxckpt-write", polite=True).run_all(operator.call, calls, give_up=give_up)
     finally:
         for writer in writers:
             writer.abandon()
 
 
-class _SegmentsWrite:
-    """Writes files whose layout is known."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        directory: str,
-        writers: Sequence[SegmentWriter],
-        settings: StoreSettings,
-        progress: Progress | None,
-        give_up: Callable[[], None] | None,
-    ) -> None:
-        self._backend, self._directory, self._writers, self._settings = backend, directory, writers, settings
-        self._progress, self._give_up = progress, give_up
-        self._pool = shared_pool(settings.staging_bytes)
-
-    def depth(self) -> int:
-        """The number of concurrent writes. The first large saves to a disk measure it, and write most of the data."""
-        if self._settings.io_threads != "auto":
-            return self._settings.io_threads
-        disk = self._backend.volume(self._directory), self._settings.direct_io
-        known = write_depth_for(disk, self._settings.staging_bytes)
-        return known.choose(sum(writer.layout.size for writer in self._writers), self.write, self._pool.touch)
-
-    def write(self, depth: int, most_bytes: int | None = None) -> int:
-        """Write the next windows, about `most_bytes` (None: all the rest); returns the number of bytes.
-
-        Raises StorageError: the first error of the file system; nothing more is written after it.
-        """
-        threads, disk = depth + FILLING_THREADS, threading.Semaphore(depth)
-        buffer_bytes = max(self._settings.staging_bytes // threads // ALIGNMENT, 1) * ALIGNMENT
-        jobs = _cut(self._writers, buffer_bytes, most_bytes)
-        calls = [
-            functools.partial(writer.write, window, self._pool, buffer_bytes, disk, self._progress)
-            for writer, window in jobs
-        ]
-        workers = shared_workers(threads, "jaxckpt-write", polite=True)
-        workers.run_all(operator.call, calls, give_up=self._give_up)
-        return sum(stop - start for _, (start, stop) in jobs)
-
-
-def _cut(
-    writers: Sequence[SegmentWriter], buffer_bytes: int, most_bytes: int | None
-) -> list[tuple[SegmentWriter, tuple[int, int]]]:
-    """The next windows in file order; the first ones are smaller, so that the disk starts early."""
-    jobs, total = [], 0
+def _cut(writers: Sequence[SegmentWriter], buffer_bytes: int) -> Iterator[tuple[SegmentWriter, tuple[int, int]]]:
+    """The windows in file order; the first ones are smaller, so that the disk starts early."""
     width = max(buffer_bytes // 4 // ALIGNMENT, 1) * ALIGNMENT
     for writer in writers:
-        while (most_bytes is None or total < most_bytes) and (window := writer.next_window(width)) is not None:
-            jobs.append((writer, window))
-            total += window[1] - window[0]
+        while (window := writer.next_window(width)) is not None:
+            yield writer, window
             width = min(2 * width, buffer_bytes)
-    return jobs
 
 
 class SegmentWriter:
@@ -451,11 +407,6 @@ class StagingPool:
                 self._lent.remove(piece)
                 self._changed.notify_all()
 
-    def touch(self) -> None:
-        """Touch all of the memory, because the first touch is the slowest; waits until no piece is lent."""
-        with self.buffer(self.budget_bytes) as whole:
-            whole[:] = 0
-
     def _borrow(self, size: int) -> tuple[int, int]:
         turn = object()
         with self._changed:
@@ -555,62 +506,3 @@ def _copy_overlap(source: np.ndarray, source_start: int, window_start: int, wind
     high = min(source_start + len(source), window_start + len(window))
     if low < high:
         window[low - window_start : high - window_start] = source[low - source_start : high - source_start]
-
-
-class WriteDepth:
-    """The best number of concurrent writes for one disk. The first large saves try every candidate twice."""
-
-    def __init__(self, staging_bytes: int = 0) -> None:
-        self._turn_bytes = max(TURN_BYTES, staging_bytes)
-        self._best: int | None = None
-        self._lock = threading.Lock()
-        self._turns = [*CANDIDATES, *reversed(CANDIDATES)]
-        self._moved, self._seconds = dict.fromkeys(CANDIDATES, 0), dict.fromkeys(CANDIDATES, 0.0)
-
-    def choose(self, total_bytes: int, write: Write, prepare: Callable[[], None]) -> int:
-        """Return the number for a save of `total_bytes`, of which a measurement writes some.
-
-        `prepare` does one-time work that must not count in the first measurement.
-        """
-        if self._best is None and total_bytes >= 2 * self._turn_bytes and self._lock.acquire(blocking=False):
-            try:
-                prepare()
-                self._measure(total_bytes, write)
-            finally:
-                self._lock.release()
-        return self._best or CANDIDATES[0]
-
-    def _measure(self, left_bytes: int, write: Write) -> None:
-        """Take as many of the remaining turns as there are bytes for."""
-        while self._turns and left_bytes >= 2 * self._turn_bytes:  # a turn ends with a whole buffer, so may be longer
-            depth, started = self._turns[0], time.perf_counter()
-            done = write(depth, self._turn_bytes)
-            took_s, left_bytes = time.perf_counter() - started, left_bytes - done
-            if done < self._turn_bytes:
-                return  # too short to count
-            self._seconds[depth] += took_s
-            self._moved[depth] += done
-            del self._turns[0]
-        if not self._turns:
-            speeds = {depth: self._moved[depth] / self._seconds[depth] for depth in CANDIDATES}
-            self._best = best_of(speeds)
-            shown = {depth: round(speed / MIB) for depth, speed in speeds.items()}
-            _log.info("using %d concurrent writes; measured speeds in MiB/s: %s", self._best, shown)
-
-
-def best_of(speeds: dict[int, float]) -> int:
-    """The candidate to use: the default, unless another one is clearly faster."""
-    fastest = max(speeds, key=lambda depth: speeds[depth])
-    return fastest if speeds[fastest] > CLEAR_GAIN * speeds[CANDIDATES[0]] else CANDIDATES[0]
-
-
-def _unmeasured(key: tuple[Hashable, int]) -> WriteDepth:
-    return WriteDepth(key[1])
-
-
-_known = PerProcess(_unmeasured)
-
-
-def write_depth_for(target: Hashable, staging_bytes: int) -> WriteDepth:
-    """Return the measurements of this process for a disk, a way to write to it, and buffers of this total size."""
-    return _known.get((target, staging_bytes))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxckpt_train.store.dtypes import is_inexact
+from jaxckpt_train.store.segment import is_inexact
 from jaxckpt_train.testing.differences import (
     Difference,
     Kind,

@@ -29,8 +29,8 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.files import digest_function
+from jaxckpt_train.store.segment import DTYPES
 
 SMALL_BYTES = 64
 OBJECT = "object "  # prefix of the kind of a leaf of which only the type can be compared

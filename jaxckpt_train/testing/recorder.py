@@ -23,17 +23,16 @@ import xxhash
 
 from jaxckpt_train import loop as loop_observer
 from jaxckpt_train.checkpointables.base import NOTHING
+from jaxckpt_train.checkpointables.handlers import handler_of, keeps_itself_current
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME
-from jaxckpt_train.checkpointables.registry import handler_of, keeps_itself_current
 from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.loop import LoopState
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.pytree.flatten import flatten, is_key_array
-from jaxckpt_train.pytree.leaves import EMPTY
-from jaxckpt_train.pytree.paths import ROOT, join, leaf_filter
-from jaxckpt_train.store.dtypes import dtype_name
+from jaxckpt_train.pytree.leaves import EMPTY, ROOT, join, leaf_filter
 from jaxckpt_train.store.files import digest_function
 from jaxckpt_train.store.manifest import encode_value
+from jaxckpt_train.store.segment import dtype_name
 from jaxckpt_train.testing.processes import (
     OBJECT,
     SMALL_BYTES,

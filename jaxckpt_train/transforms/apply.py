@@ -16,6 +16,7 @@ from jaxckpt_train._validation import absolute_path, known_keys, nearest, shown,
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.formats.foreign import ForeignFiles, Segments
 from jaxckpt_train.pytree.leaves import (
+    ROOT,
     ArrayLeaf,
     ComplexLeaf,
     FloatLeaf,
@@ -24,16 +25,16 @@ from jaxckpt_train.pytree.leaves import (
     encode_tree,
     has_tree,
     python_value,
+    split,
 )
-from jaxckpt_train.pytree.paths import ROOT, split
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import Box
 from jaxckpt_train.store.committed import Committed, open_committed
-from jaxckpt_train.store.dtypes import DTYPES, dtype_name, is_inexact
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.reader import read_box
+from jaxckpt_train.store.segment import DTYPES, dtype_name, is_inexact
 from jaxckpt_train.transforms.base import Change, Leaf, Leaves, Operation, check_leaves, match_pattern, matches
 from jaxckpt_train.transforms.operations import (
     Add,

@@ -11,11 +11,19 @@ from typing import Any, ClassVar, NamedTuple
 
 from jaxckpt_train._validation import nearest
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.pytree.leaves import ArrayLeaf, KeyLeaf, LeafRecord
-from jaxckpt_train.pytree.paths import MAX_DEPTH, describe_keys, find_nested_leaves, parse_key, split, suggestion
-from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.pytree.leaves import (
+    MAX_DEPTH,
+    ArrayLeaf,
+    KeyLeaf,
+    LeafRecord,
+    describe_keys,
+    find_nested_leaves,
+    parse_key,
+    split,
+    suggestion,
+)
 from jaxckpt_train.store.manifest import MAX_ARRAYS
-from jaxckpt_train.store.segment import array_bytes
+from jaxckpt_train.store.segment import DTYPES, array_bytes
 from jaxckpt_train.transforms.views import View
 
 MOST_BYTES = 1 << 44

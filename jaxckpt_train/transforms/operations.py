@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.pytree.leaves import ArrayLeaf
-from jaxckpt_train.pytree.paths import ROOT, join, key_text, parse_key, split
+from jaxckpt_train.pytree.leaves import ROOT, ArrayLeaf, join, key_text, parse_key, split
 from jaxckpt_train.store.boxes import Box, full_box
-from jaxckpt_train.store.dtypes import DTYPES, is_inexact
 from jaxckpt_train.store.manifest import MAX_ARRAYS
 from jaxckpt_train.store.process_identity import memory_bytes
+from jaxckpt_train.store.segment import DTYPES, is_inexact
 from jaxckpt_train.transforms.base import (
     INDEX,
     Change,

@@ -25,8 +25,8 @@ from jaxckpt_train.store.boxes import (
     intersect,
     slices_within,
 )
-from jaxckpt_train.store.dtypes import is_inexact
 from jaxckpt_train.store.manifest import ChunkRecord
+from jaxckpt_train.store.segment import is_inexact
 from jaxckpt_train.store.threads import unlocked_cached_property
 
 PIECE_BYTES = 16 << 20

@@ -103,7 +103,6 @@ MAY_HAVE_ONE_IMPORTER = {
     "formats.detect": "the recognition of all formats; its other users import it when they need it",
     "formats.torch_pickle": "a reader of pickles as data, reviewed on its own for safety",
     "integrations.orbax_items": "handlers of Orbax, apart from its manager",
-    "preemption.signals": "handlers of signals, which run inside any other code",
     "pytree.colocated.host": "the part that runs on other hosts, which JAX finds by its name",
     "pytree.redistribution": "the exchange of shards between processes",
     "pytree.shared_reads": "the reads that the processes of a job share",

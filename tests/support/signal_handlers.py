@@ -6,7 +6,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-from jaxckpt_train.preemption.signals import SignalHandler
+from jaxckpt_train.preemption.sources import SignalHandler
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 

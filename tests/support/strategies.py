@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jaxckpt_train.store.boxes import Box, full_box
-from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.segment import DTYPES
 
 
 def shapes(most_dimensions: int = 4, most: int = 7) -> st.SearchStrategy[tuple[int, ...]]:

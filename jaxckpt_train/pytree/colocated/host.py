@@ -28,7 +28,6 @@ from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import Box, box_shape
 from jaxckpt_train.store.committed import Committed, is_unchanged
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -44,6 +43,7 @@ from jaxckpt_train.store.process_index import PartIndex
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes
 from jaxckpt_train.store.segment import (
+    DTYPES,
     MAX_HEADER_BYTES,
     ArraySource,
     ChunkSource,

@@ -48,11 +48,10 @@ from jaxckpt_train.settings import MIB, Colocated, StoreSettings
 from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, box_shape, intersect, slices_within
 from jaxckpt_train.store.committed import Committed, check_unchanged
-from jaxckpt_train.store.dtypes import dtype_name
 from jaxckpt_train.store.manifest import PartRecord, SegmentRecord
 from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, index_summary, merge_indexes
 from jaxckpt_train.store.reader import ReadProgress
-from jaxckpt_train.store.segment import ArraySource
+from jaxckpt_train.store.segment import ArraySource, dtype_name
 from jaxckpt_train.store.threads import POLL_S, Latch, shared_workers
 from jaxckpt_train.store.writer import Progress, WrittenArrays
 

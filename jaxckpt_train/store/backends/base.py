@@ -9,7 +9,7 @@ import dataclasses
 import errno
 import os
 import re
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from jaxckpt_train.errors import StorageError
@@ -144,9 +144,6 @@ class Files(Opener, Protocol):
 
     def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
         """Create a directory. With `parents`, also create missing parents, and accept an existing directory."""
-
-    def volume(self, path: str) -> Hashable:
-        """A key of the disk or service that holds this directory."""
 
     def remove(self, path: str) -> None:
         """Remove a file, or a directory with everything in it. A missing path is not an error."""

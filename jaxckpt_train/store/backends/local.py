@@ -45,6 +45,7 @@ from jaxckpt_train.store.backends.local_names import (
 )
 from jaxckpt_train.store.backends.records import add_next_version, read_newest_version
 from jaxckpt_train.store.process_identity import open_files_below
+from jaxckpt_train.store.timeouts import time_limited
 
 if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs no numpy
     import numpy as np
@@ -136,11 +137,6 @@ class LocalBackend:
             else:
                 retry_interrupted(os.unlink, path)
 
-    def volume(self, path: str) -> int:
-        """The device number of the file system."""
-        with _storage_errors("inspect the directory", path):
-            return retry_interrupted(os.stat, path).st_dev
-
     def sync(self, path: str) -> None:
         """Sync one file's data, or one directory's entries."""
         with _storage_errors("sync", path):
@@ -228,6 +224,7 @@ def side_name(path: str) -> str:
     return os.path.join(folder, f".{name}.aside")
 
 
+@time_limited
 def is_file(path: str) -> bool:
     """Whether there is a regular file at this path."""
     return os.path.isfile(path)

@@ -114,10 +114,6 @@ class MemoryBackend:
             for inner in self._tree(path):
                 del self._nodes[inner]
 
-    def volume(self, path: str) -> int:
-        """A key of this memory."""
-        return id(self)
-
     def sync(self, path: str) -> None:
         """Do nothing, because memory needs no sync; the path must exist."""
         if path not in self._nodes:

@@ -9,7 +9,7 @@ def test_orbax_accepts_stateful_object(run_python: Any) -> None:
     script = """
 from orbax.checkpoint import v1 as ocp
 from tests.unit.checkpointables.test_stateful import Tokenizer
-from jaxckpt_train.checkpointables.registry import handler_of
+from jaxckpt_train.checkpointables.handlers import handler_of
 assert isinstance(Tokenizer({}), ocp.StatefulCheckpointable)
 print(handler_of(Tokenizer({})).kind)
 """

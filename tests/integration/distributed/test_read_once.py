@@ -13,7 +13,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.distributed import shared_memory
 from jaxckpt_train.pytree.redistribution import JobTransfer, Transfer
-from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.segment import DTYPES
 from tests.support.jobs.arrays import global_array, sharding_of
 from tests.support.jobs.counted_loads import (
     ARRAYS,

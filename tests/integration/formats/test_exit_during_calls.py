@@ -15,6 +15,7 @@ import pytest
 from tests.support.runs import REPO_ROOT
 
 SCRIPT = """
+import functools
 import sys
 import threading
 import numpy as np
@@ -36,7 +37,7 @@ def read(box):
 
 for piece in list(pieces_of("x", [array]))[:2]:
     box = LazyBox(opened.files, opened.committed, array, piece.box, opened.settings)
-    start_call(BackgroundCall(lambda _, box=box: read(box)))
+    start_call(BackgroundCall(functools.partial(read, box)))
 assert begun.wait(60)
 sys.exit(7)
 """

@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp1
 from typer.testing import CliRunner
 
 import jaxckpt_train as jct
-from jaxckpt_train.checkpointables import registry
+from jaxckpt_train.checkpointables import handlers
 from jaxckpt_train.cli.main import app
 from tests.support.grain_pipelines import PIPELINES, SOURCE, HandlerInJob, loader, raw, take
 
@@ -172,7 +172,7 @@ def test_other_process_count_and_wrong_files_are_reported(tmp_path: Path) -> Non
 
 
 def test_handler_with_process_number_reads_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", [])
+    monkeypatch.setattr(handlers, "_registered", [])
     jct.register_handler(grain.DatasetIterator, HandlerInJob(processes=4, process=2))
     iterator = _after(PIPELINES["map"](), 5)
     file = by_manager(tmp_path, iterator) / "data" / "process_0-of-1.json"

@@ -148,7 +148,7 @@ def test_second_kind_of_signal_keeps_exit_code(tmp_path: Path, first: str, secon
 
 
 LIVES_ON = """
-from jaxckpt_train.preemption.signals import SignalNotice
+from jaxckpt_train.preemption.sources import SignalNotice
 
 notice = SignalNotice(["SIGTERM"])
 notice.install()

@@ -18,7 +18,7 @@ def _handlers_are_put_back() -> Iterator[None]:
 
 POOL = """
 import multiprocessing, time
-from jaxckpt_train.preemption.signals import SignalNotice
+from jaxckpt_train.preemption.sources import SignalNotice
 notice = SignalNotice(["SIGTERM"])
 notice.install()
 with multiprocessing.get_context("fork").Pool(2) as pool:

@@ -230,9 +230,6 @@ class CrashDisk:
             self.remove(f"{path}/{name}")
         self.do(Unlink(at.inode, at.name), path)
 
-    def volume(self, path: str) -> int:
-        return 1
-
     def sync(self, path: str) -> None:
         with self.machine.guard:
             self.do(Sync(self._existing("sync", path)[1]), path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt_train.checkpointables.handlers import JsonValue
+from jaxckpt_train.checkpointables.base import JsonValue
 
 SIZES = (1, 700, 1024, 1500)
 

@@ -46,8 +46,15 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.committed import CommitRecord, open_committed
 from jaxckpt_train.store.files import block_digests, digest_function, read_whole
-from jaxckpt_train.store.manifest import COMMIT_NAME, FORMAT, FORMAT_VERSION, MANIFEST_NAME, MANY, encode_manifest
-from jaxckpt_train.store.manifest_decoding import decode_manifest
+from jaxckpt_train.store.manifest import (
+    COMMIT_NAME,
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    MANY,
+    decode_manifest,
+    encode_manifest,
+)
 from jaxckpt_train.store.segment import is_head_of
 from jaxckpt_train.store.verify import _chunks_by_segment, _tensors, verify
 from tests.nightly.crash.explorer import small_sizes

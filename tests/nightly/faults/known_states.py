@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt_train.checkpointables.handlers import JsonValue
+from jaxckpt_train.checkpointables.base import JsonValue
 from jaxckpt_train.settings import StoreSettings
 
 KEPT, SIZE = 2, 40_000

@@ -27,7 +27,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxckpt_train.checkpointables.registry import handler_of
+from jaxckpt_train.checkpointables.handlers import handler_of
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN

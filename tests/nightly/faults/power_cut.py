@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxckpt_train.checkpointables.handlers import JsonValue
+from jaxckpt_train.checkpointables.base import JsonValue
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxckpt_train.checkpointables.handlers import JsonValue
+from jaxckpt_train.checkpointables.base import JsonValue
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.settings import DigestName, StoreSettings
 from jaxckpt_train.store.backends.memory import MemoryBackend

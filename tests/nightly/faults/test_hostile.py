@@ -24,7 +24,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CorruptCheckpointError
-from jaxckpt_train.store import committed, manifest_decoding
+from jaxckpt_train.store import committed
 from jaxckpt_train.store import manifest as manifest_module
 from tests.nightly.crash.explorer import small_sizes
 from tests.nightly.faults.hostile import (
@@ -161,7 +161,7 @@ def test_invalid_dtype_of_iterator_is_refused() -> None:
 
 @pytest.mark.usefixtures("_small")
 def test_reader_with_unhandled_json_errors_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (manifest_module, manifest_decoding, committed):
+    for module in (manifest_module, committed):
         monkeypatch.setattr(module, "NOT_JSON", msgspec.ValidationError)
     assert campaign(3000, seed=0, names=["COMMIT", "manifest"]).problems
 

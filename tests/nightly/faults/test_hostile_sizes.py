@@ -17,8 +17,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.store.committed import CommitRecord
-from jaxckpt_train.store.manifest import FORMAT, FORMAT_VERSION
-from jaxckpt_train.store.manifest_decoding import decode_manifest
+from jaxckpt_train.store.manifest import FORMAT, FORMAT_VERSION, decode_manifest
 from tests.support.in_time import in_time
 from tests.support.runs import made_run, state_of, step_of
 

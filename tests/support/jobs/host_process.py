@@ -17,7 +17,7 @@ import jax
 import msgspec
 import numpy as np
 
-from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.segment import DTYPES
 
 Packed = tuple[str, tuple[int, ...], bytes]
 

@@ -16,7 +16,7 @@ from benchmarks.scale_storage import save_together
 from jaxckpt_train.distributed.coordinator import ManyProcesses
 from jaxckpt_train.distributed.rendezvous import PACK
 from jaxckpt_train.store.boxes import check_tiling
-from jaxckpt_train.store.manifest_decoding import decode_manifest
+from jaxckpt_train.store.manifest import decode_manifest
 from jaxckpt_train.store.process_index import encode_index
 
 ARRAYS = 2 * len(SHAPES)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.checkpointables import registry
+from jaxckpt_train.checkpointables import handlers
 
 
 @pytest.fixture(autouse=True)
 def _registry_as_it_was() -> Iterator[None]:
-    before = list(registry._registered)
+    before = list(handlers._registered)
     yield
-    registry._registered[:] = before
+    handlers._registered[:] = before
 
 
 class Vocabulary:
@@ -111,7 +111,7 @@ def test_registered_handler_wins_over_builtin_handler(tmp_path: Path) -> None:
 def test_without_the_handler_the_rest_still_loads(tmp_path: Path) -> None:
     jct.register_handler(Vocabulary, AsTree())
     path = saved(tmp_path / "c", Vocabulary(["a"]))
-    registry._registered.clear()
+    handlers._registered.clear()
     with pytest.raises(jct.MismatchError, match=r"'words': no handler .* 'test.vocabulary'"):
         jct.load_checkpointables(path)
     assert set(jct.load_checkpointables(path, {"state": None})) == {"state"}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.inspection import stats as leaf_stats
 from jaxckpt_train.inspection.stats import BINS, Histogram, LeafStats
-from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.segment import DTYPES
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 LARGEST = sys.float_info.max

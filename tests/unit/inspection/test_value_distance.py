@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.inspection.diff import BLOCK, Distance, distance
-from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.segment import DTYPES
 
 NUMBERS = sorted(set(DTYPES) - {"bool"})
 

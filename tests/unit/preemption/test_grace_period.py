@@ -18,7 +18,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.pending import PendingSave, ProgressTracker, call_within
 from jaxckpt_train.store.backends.local import LocalBackend, _LocalSource
 from jaxckpt_train.store.threads import POLL_S, Latch
-from jaxckpt_train.store.timeouts import call_with_timeout
+from jaxckpt_train.store.timeouts import call_with_timeout, interruptible
 from tests.support.fake_backends import HoldingBackend, callback_on
 from tests.support.runs import made_run, state_of, step_of
 from tests.support.shutdowns import shutdown_of
@@ -319,8 +319,8 @@ def test_error_in_progress_ends_the_wait() -> None:
     def progress(done: int) -> None:
         raise KeyError(done)
 
-    with pytest.raises(KeyError):
-        call_with_timeout("run", lambda _: go.wait(60), progress)
+    with pytest.raises(KeyError), interruptible(progress):
+        call_with_timeout("run", lambda: go.wait(60))
     go.set()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.preemption.signals import SignalNotice
+from jaxckpt_train.preemption.sources import SignalNotice
 from tests.support.signal_handlers import handlers_put_back
 
 TERM = signal.SIGTERM

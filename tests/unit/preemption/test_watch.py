@@ -16,8 +16,7 @@ import pytest
 
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.preemption.signals import SignalNotice
-from jaxckpt_train.preemption.sources import FileNotice, TimeNotice
+from jaxckpt_train.preemption.sources import FileNotice, SignalNotice, TimeNotice
 from tests.support.shutdowns import Time, shutdown_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
 

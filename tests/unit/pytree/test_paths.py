@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt_train as jct
-from jaxckpt_train.pytree.paths import ROOT, find_nested_leaves, join, key_text, parse_key, split
+from jaxckpt_train.pytree.leaves import ROOT, find_nested_leaves, join, key_text, parse_key, split
 from jaxckpt_train.store.manifest import is_plain_name
 
 TRICKY = [

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.pytree.paths import leaf_filter
+from jaxckpt_train.pytree.leaves import leaf_filter
 
 NAMES = [
     "params/dense/kernel",

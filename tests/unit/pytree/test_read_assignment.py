@@ -28,9 +28,9 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import read_plan
 from jaxckpt_train.store.boxes import Box, box_shape, full_box
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.dtypes import DTYPES
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, Wanted, plan_reads
+from jaxckpt_train.store.segment import DTYPES
 from tests.support.checkpoints import commit
 from tests.support.strategies import boxes_in, shapes, tilings
 from tests.support.strict_backend import BLOCK, PAGE, StrictBackend, small_sizes

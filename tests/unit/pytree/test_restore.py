@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import jaxckpt_train as jct
 from jaxckpt_train.pytree._jax import enable_x64
-from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.segment import DTYPES
 from tests.support.same_trees import assert_same, raw
 
 FAST = jct.StoreSettings(durability="none")

@@ -18,7 +18,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.pytree import snapshot
 from jaxckpt_train.pytree.flatten import flatten
 from jaxckpt_train.pytree.snapshot import ValueGuard
-from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.segment import DTYPES
 
 FLOATS = ["float16", "bfloat16", "float32", "complex64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"]
 WITH_INF = ["float16", "bfloat16", "float32", "complex64", "float8_e5m2"]

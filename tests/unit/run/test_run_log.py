@@ -20,6 +20,7 @@ from jaxckpt_train.run import history as run_log
 from jaxckpt_train.run import lock
 from jaxckpt_train.run.history import HISTORY_NAME, LEAST_S, MOST_S, History, RunLog
 from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.timeouts import interruptible
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.support.runs import Clock, Counter, state_of
 from tests.support.signal_handlers import handlers_put_back
@@ -197,8 +198,8 @@ def test_progress_callback_ends_wait_for_note(tmp_path: Path) -> None:
     def progress(done: int) -> None:
         raise CheckpointTimeoutError("asked to leave")
 
-    with pytest.raises(CheckpointTimeoutError, match="asked to leave"):
-        log.resumed(0, 0.1, progress)
+    with pytest.raises(CheckpointTimeoutError, match="asked to leave"), interruptible(progress):
+        log.resumed(0, 0.1)
     backend.go.set()
 
 

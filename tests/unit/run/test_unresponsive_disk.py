@@ -15,6 +15,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.timeouts import interruptible
 from tests.support.same_trees import assert_same
 
 pytestmark = pytest.mark.timeout(240)
@@ -209,10 +210,17 @@ class LeaveError(Exception):
 
 
 Progress = Callable[[int], None]
+
+
+def metadata_within(manager: jct.StepManager, progress: Progress) -> jct.CheckpointMetadata:
+    with interruptible(progress):
+        return manager.metadata()
+
+
 WITH_PROGRESS: dict[str, Callable[[jct.StepManager, Progress], Any]] = {
     "restore": lambda manager, progress: manager.restore({"state": None, "more": None}, progress=progress),
     "restore a set-aside step": lambda manager, progress: manager.restore({"more": None}, 1, progress=progress),
-    "metadata": lambda manager, progress: manager.metadata(progress=progress),
+    "metadata": metadata_within,
 }
 
 

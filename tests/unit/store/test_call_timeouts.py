@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from jaxckpt_train.errors import CheckpointTimeoutError
 from jaxckpt_train.store import timeouts
-from jaxckpt_train.store.timeouts import BackgroundCall, call_with_timeout
+from jaxckpt_train.store.timeouts import (
+    BackgroundCall,
+    call_with_timeout,
+    interruptible,
+    report_progress,
+    time_limited,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -21,7 +27,7 @@ class Disk:
         self.responds, self.was_undone = threading.Event(), threading.Event()
         self.calls, self.undone = 0, list[tuple[int, str]]()
 
-    def call(self, moved: Callable[[], None]) -> int:
+    def call(self) -> int:
         self.calls += 1
         assert self.responds.wait(60)
         return self.calls
@@ -54,8 +60,8 @@ def test_late_result_is_undone(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_result_after_interrupted_wait_is_undone(disk: Disk) -> None:
-    with pytest.raises(ZeroDivisionError):
-        call_with_timeout("a", disk.call, interrupt, undo=disk.undo)
+    with pytest.raises(ZeroDivisionError), interruptible(interrupt):
+        call_with_timeout("a", disk.call, undo=disk.undo)
     disk.responds.set()
     assert disk.was_undone.wait(30)
 
@@ -73,7 +79,8 @@ def test_finished_call_is_undone_once_in_background(disk: Disk) -> None:
 
 def test_collected_result_is_not_undone(disk: Disk) -> None:
     disk.responds.set()
-    assert call_with_timeout("a", disk.call, interrupt, undo=disk.undo) == 1
+    with interruptible(interrupt):
+        assert call_with_timeout("a", disk.call, undo=disk.undo) == 1
     assert disk.undone == []
 
 
@@ -81,8 +88,8 @@ def test_number_of_abandoned_calls_is_limited(disk: Disk, monkeypatch: pytest.Mo
     already_abandoned = timeouts._threads.get(None).abandoned_count()
     monkeypatch.setattr(timeouts, "MAX_ABANDONED", already_abandoned + 3)
     for _ in range(3):
-        with pytest.raises(ZeroDivisionError):
-            call_with_timeout("a", disk.call, interrupt)
+        with pytest.raises(ZeroDivisionError), interruptible(interrupt):
+            call_with_timeout("a", disk.call)
     for _ in range(3):
         with pytest.raises(CheckpointTimeoutError, match=r"^b: .* \d+ earlier storage calls"):
             call_with_timeout("b", disk.call)
@@ -110,5 +117,57 @@ def test_failed_undo_is_logged_and_frees_its_slot(
     disk.responds.set()
     assert disk.was_undone.wait(60)
     assert abandoned.is_done.wait(60)
-    assert call_with_timeout("b", lambda _: 7) == 7
+    assert call_with_timeout("b", lambda: 7) == 7
     assert "of an undo" in caplog.text
+
+
+@time_limited
+def nested(directory: str, more: Disk) -> tuple[str, str, int]:
+    return directory, threading.current_thread().name, inner(more)
+
+
+@time_limited
+def inner(disk: Disk) -> int:
+    assert threading.current_thread().name == "jaxckpt-ask"
+    return disk.call()
+
+
+def test_nested_operations_share_one_thread(disk: Disk) -> None:
+    disk.responds.set()
+    assert nested("run", disk) == ("run", "jaxckpt-ask", 1)
+    assert not timeouts._threads.get(None)._abandoned
+
+
+def test_subject_is_path_of_operation(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "GIVE_UP_S", 0.05)
+    with pytest.raises(CheckpointTimeoutError, match=r"^/a/run: "):
+        nested("/a/run", disk)
+
+
+def test_reported_progress_prevents_timeout(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "GIVE_UP_S", 0.1)
+    polls = list[int]()
+
+    def poll(done: int) -> None:
+        polls.append(done)
+        if len(polls) == 20:  # much more than the limit
+            disk.responds.set()
+
+    def slow() -> int:
+        while not disk.responds.wait(0.001):
+            report_progress()
+        return 3
+
+    with interruptible(poll):
+        assert call_with_timeout("a", slow) == 3
+    report_progress()  # outside of a call it does nothing
+
+
+def test_inner_interrupt_check_ends_with_its_context(disk: Disk) -> None:
+    seen = list[str]()
+    with interruptible(lambda done: seen.append("outer")):
+        with interruptible(lambda done: seen.append("inner")), interruptible(None):
+            timeouts.check_interrupt()
+        timeouts.check_interrupt()
+    timeouts.check_interrupt()
+    assert seen == ["inner", "outer"]

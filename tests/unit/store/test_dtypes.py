@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import FormatVersionError
-from jaxckpt_train.store.dtypes import DTYPES, SAFETENSORS_ITEM_BYTES, dtype_name, dtype_named, is_storable
-from jaxckpt_train.store.dtypes import safetensors_form as form
+from jaxckpt_train.store.segment import DTYPES, SAFETENSORS_ITEM_BYTES, dtype_name, dtype_named, is_storable
+from jaxckpt_train.store.segment import safetensors_form as form
 
 
 @pytest.mark.parametrize("name", DTYPES)

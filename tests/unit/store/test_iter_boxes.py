@@ -230,7 +230,7 @@ def test_copies_for_the_consumer_count_too(what: str, monkeypatch: pytest.Monkey
             hashlib.sha256(bytes(1 << 23))
             del data
     # A run and the copies of its unaligned leaves are in memory at the same time.
-    in_progress = reader.READS_PER_THREAD * chosen.known_io_threads * (LEAF_PAGES + 1) * PAGE
+    in_progress = reader.READS_PER_THREAD * chosen.io_threads * (LEAF_PAGES + 1) * PAGE
     assert watch.most <= chosen.read_budget_bytes + in_progress
 
 

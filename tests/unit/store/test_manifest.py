@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import manifest_decoding
+from jaxckpt_train.store import manifest
 from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.buffers import empty_array
-from jaxckpt_train.store.manifest import MAX_BLOCK_BYTES, MAX_INFO_BYTES, Manifest, encode_manifest, is_plain_name
-from jaxckpt_train.store.manifest_decoding import decode_manifest
+from jaxckpt_train.store.manifest import (
+    MAX_BLOCK_BYTES,
+    MAX_INFO_BYTES,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    is_plain_name,
+)
 from tests.support.checkpoints import commit
 from tests.support.in_time import in_time
 from tests.support.strategies import shapes, tilings
@@ -162,7 +168,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(name: str) -> None:
 def test_contradictions_are_found_in_small_batches(
     name: str, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest_decoding, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(manifest, "BATCH_BYTES", batch_bytes)
     with pytest.raises(CorruptCheckpointError, match=r"^manifest: "):
         decode_manifest(edited(REFUSED[name][0]), "manifest")
     assert encode_manifest(decode_manifest(GOOD, "manifest")) == GOOD
@@ -183,7 +189,7 @@ def test_manifest_round_trips_byte_for_byte() -> None:
 NAMES_OF_ARRAYS = st.text(max_size=9) | st.sampled_from(['},{"name":"', '"],["', '"],[[', '"dtype":', "\\", "\0"])
 
 
-@pytest.mark.parametrize("batch_bytes", [16, 300, manifest_decoding.BATCH_BYTES])
+@pytest.mark.parametrize("batch_bytes", [16, 300, manifest.BATCH_BYTES])
 @given(
     shapes(3).flatmap(lambda shape: st.tuples(st.just(shape), tilings(shape))),
     st.sets(NAMES_OF_ARRAYS, min_size=1, max_size=5),
@@ -193,7 +199,7 @@ def test_every_written_manifest_is_decoded(batch_bytes: int, case: Any, names: s
     arrays = {name: np.zeros(shape, np.int16) for name in sorted(names)}
     committed = commit(MemoryBackend(), "/runs/a", arrays, StoreSettings(), boxes=dict.fromkeys(arrays, boxes))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest_decoding, "BATCH_BYTES", batch_bytes)
+        patch.setattr(manifest, "BATCH_BYTES", batch_bytes)
         assert decode_manifest(encode_manifest(committed.manifest), "manifest") == committed.manifest
 
 

@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import manifest_decoding
+from jaxckpt_train.store import manifest
 from jaxckpt_train.store.backends.memory import MemoryBackend
-from jaxckpt_train.store.manifest import MANY, ArrayRecord, ChunkRecord, SegmentRecord, SegmentRoom, encode_manifest
-from jaxckpt_train.store.manifest_decoding import decode_manifest
+from jaxckpt_train.store.manifest import (
+    MANY,
+    ArrayRecord,
+    ChunkRecord,
+    SegmentRecord,
+    SegmentRoom,
+    decode_manifest,
+    encode_manifest,
+)
 from tests.support.checkpoints import commit
 
 ROWS = 3 * MANY
@@ -38,7 +45,7 @@ GOOD = msgspec.json.encode(good())
 
 def test_valid_chunks_are_checked_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = decode_manifest(GOOD, "m")
-    monkeypatch.setattr(manifest_decoding, "check_tiling", None)
+    monkeypatch.setattr(manifest, "check_tiling", None)
     assert decode_manifest(GOOD, "m") == expected
 
 

@@ -13,8 +13,15 @@ from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import writer
 from jaxckpt_train.store.backends.memory import MemoryBackend
-from jaxckpt_train.store.manifest import MAX_ARRAYS, MAX_PARTS, MIN_BLOCK_BYTES, Manifest, PartRecord, encode_manifest
-from jaxckpt_train.store.manifest_decoding import decode_manifest
+from jaxckpt_train.store.manifest import (
+    MAX_ARRAYS,
+    MAX_PARTS,
+    MIN_BLOCK_BYTES,
+    Manifest,
+    PartRecord,
+    decode_manifest,
+    encode_manifest,
+)
 from tests.support import checkpoints
 from tests.support.checkpoints import commit
 from tests.support.in_time import in_time
@@ -39,12 +46,12 @@ def test_lists_longer_than_a_batch_are_decoded() -> None:
 
 
 def test_text_that_looks_like_arrays_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("manifest_decoding", "transaction"):
+    for module in ("manifest", "transaction"):
         monkeypatch.setattr(f"jaxckpt_train.store.{module}.MAX_ARRAYS", 3)
     more = {"custom_metadata": [{"dtype": "float32", "chunks": [], "name": '},{"name":"'}] * 9}
     data = edited(put("info", more))
     assert len(decode_manifest(data, "manifest").parts[0].arrays) == 3
-    monkeypatch.setattr("jaxckpt_train.store.manifest_decoding.MAX_ARRAYS", 2)
+    monkeypatch.setattr("jaxckpt_train.store.manifest.MAX_ARRAYS", 2)
     with pytest.raises(CorruptCheckpointError, match="manifest: more than 2 arrays"):
         decode_manifest(data, "manifest")
 

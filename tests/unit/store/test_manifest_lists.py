@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt_train.store import manifest_decoding
-from jaxckpt_train.store.manifest_decoding import BATCH_BYTES, elements, length
+from jaxckpt_train.store import manifest
+from jaxckpt_train.store.manifest import BATCH_BYTES, elements, length
 
 texts = st.text(max_size=30) | st.sampled_from(['},{"name":"', "},{", '\\},{"', '"},{"name":"', "name", '}]},{"name":'])
 plain_texts = st.text("ab/.", max_size=30)
@@ -36,7 +36,7 @@ def read(raw: bytes, between: bytes = BETWEEN) -> list[Any]:
 def test_a_list_of_lists_is_read(batch_bytes: int, found: list[Any]) -> None:
     raw = msgspec.json.encode(found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest_decoding, "BATCH_BYTES", batch_bytes)
+        patch.setattr(manifest, "BATCH_BYTES", batch_bytes)
         assert read(raw) == json.loads(raw)
         assert length(msgspec.Raw(raw), BETWEEN) == len(found)
 
@@ -46,7 +46,7 @@ def test_a_list_of_lists_is_read(batch_bytes: int, found: list[Any]) -> None:
 def test_a_list_of_objects_is_read(batch_bytes: int, found: list[Any]) -> None:
     raw = msgspec.json.encode(found)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest_decoding, "BATCH_BYTES", batch_bytes)
+        patch.setattr(manifest, "BATCH_BYTES", batch_bytes)
         assert read(raw, b'},{"name":"') == found
         assert length(msgspec.Raw(raw), b'},{"name":"') == len(found)
 

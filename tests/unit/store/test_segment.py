@@ -11,8 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxckpt_train.store.dtypes import SAFETENSORS_ITEM_BYTES
-from jaxckpt_train.store.segment import Tensor, encode_header, header_share_bytes, is_head_of
+from jaxckpt_train.store.segment import SAFETENSORS_ITEM_BYTES, Tensor, encode_header, header_share_bytes, is_head_of
 from tests.nightly.faults.mutations import changed
 from tests.support.in_time import in_time
 from tests.support.tiers import nightly_after

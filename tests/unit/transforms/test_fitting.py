@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import MismatchError
-from jaxckpt_train.store.dtypes import DTYPES
+from jaxckpt_train.store.segment import DTYPES
 from jaxckpt_train.transforms.views import convert_array, number_as
 
 INTEGERS = [name for name in DTYPES if "int" in name] + ["bool"]

@@ -52,7 +52,6 @@ LOOKUPS: dict[str, tuple[str, str, Callable[[str], object]]] = {
     "list": ("scandir", "/s", lambda root: LocalBackend().list(f"{root}/s")),
     "time": ("open", "COMMIT", lambda root: LocalBackend().modified_ns(f"{root}/s/COMMIT")),
     "touch": ("utime", "COMMIT", lambda root: LocalBackend().touch(f"{root}/s/COMMIT")),
-    "volume": ("stat", "/s", lambda root: LocalBackend().volume(f"{root}/s")),
 }
 looks = pytest.mark.parametrize(("call", "name", "look"), list(LOOKUPS.values()), ids=list(LOOKUPS))
 
