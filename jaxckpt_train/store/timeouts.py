@@ -132,9 +132,13 @@ def interruptible(check: Callable[[int], object] | None) -> Iterator[None]:
 
 
 def check_interrupt() -> None:
-    """Raise what ends the waits of this thread, if it is within `interruptible`."""
-    if _local.check is not None:
-        _local.check(0)
+    """Raise what ends the waits of this thread, if it is within `interruptible`; not while its check itself waits."""
+    check, _local.check = _local.check, None
+    if check is not None:
+        try:
+            check(0)
+        finally:
+            _local.check = check
 
 
 class _HelperThread:

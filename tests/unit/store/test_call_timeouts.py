@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -171,3 +172,19 @@ def test_inner_interrupt_check_ends_with_its_context(disk: Disk) -> None:
         timeouts.check_interrupt()
     timeouts.check_interrupt()
     assert seen == ["inner", "outer"]
+
+
+def test_check_that_waits_itself_is_not_repeated(disk: Disk) -> None:
+    depth = list[int]()
+
+    def check(done: int) -> None:
+        depth.append(len(depth))
+        call_with_timeout("notice", lambda: time.sleep(0.1))  # several polls
+        disk.responds.set()
+
+    with interruptible(check):
+        assert call_with_timeout("a", disk.call) == 1
+        calls = len(depth)
+        timeouts.check_interrupt()
+    assert calls >= 1
+    assert len(depth) == calls + 1
