@@ -315,18 +315,11 @@ def _write_safetensors(
 def _write_orbax(source: Opened, part: PartRecord, out: str, form: _Form, advance: ReadProgress) -> dict[str, Any]:
     from jaxckpt_train.formats.orbax_write import export_orbax, is_nnx_state
 
-    names = export_orbax(
-        source.files,
-        source.committed,
-        BACKEND,
-        out,
-        source.settings,
-        parts=[part.name],
-        items=None if form.item is None else {part.name: form.item},
-        progress=advance,
+    item = export_orbax(
+        source.files, source.committed, part, BACKEND, out, source.settings, item=form.item, progress=advance
     )
     notes = [_NNX] if is_nnx_state(part, source.path) else []
-    return {"bytes": sum(map(nbytes_of, part.arrays)), "files": list(names), "left_out": [], "notes": notes}
+    return {"bytes": sum(map(nbytes_of, part.arrays)), "files": [item], "left_out": [], "notes": notes}
 
 
 def import_(

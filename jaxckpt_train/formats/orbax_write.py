@@ -36,7 +36,6 @@ from jaxckpt_train.pytree.leaves import (
     NoneLeaf,
     TreeRecord,
     decode_tree,
-    has_tree,
     parse_key,
     python_value,
     split,
@@ -46,7 +45,6 @@ from jaxckpt_train.store.backends.base import Backend, Opener
 from jaxckpt_train.store.boxes import Box, box_shape, cut_box, full_box
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.copy import LazyBox
-from jaxckpt_train.store.files import read_recorded
 from jaxckpt_train.store.manifest import (
     ArrayRecord,
     PartRecord,
@@ -77,80 +75,53 @@ _EMPTY = {"list": "List", "tuple": "Tuple", "dict": "Dict"}
 def export_orbax(
     files: Opener,
     committed: Committed,
+    part: PartRecord,
     backend: Backend,
     final: str,
     settings: StoreSettings,
     *,
-    parts: Sequence[str] | None = None,
-    items: Mapping[str, str] | None = None,
-    compressed: bool = True,
+    item: str | None = None,
     progress: ReadProgress | None = None,
-) -> tuple[str, ...]:
-    """Write a checkpoint as a step of Orbax, with one item per checkpointable, and return the names of the items.
+) -> str:
+    """Write a tree as the only item of a step of Orbax at the absolute path `final`, and return the item's name.
 
-    Args:
-        files: opens the files of the checkpoint.
-        committed: the opened checkpoint.
-        backend: the storage to write to, a local file system.
-        final: the absolute path of the step directory. Nothing may exist there.
-        settings: how the checkpoint is verified, and how durable the step is made.
-        parts: the names of the checkpointables. None: all.
-        items: other names for some of them, such as `{"state": "default"}`.
-        compressed: compress with zstd, as Orbax does by default.
-        progress: called with the number of bytes of each write.
+    `item` is a name that differs from that of the checkpointable.
 
     Raises:
-        MismatchError: Orbax has no equivalent for a leaf or a checkpointable.
-        SettingsError: an item name is invalid, or TensorStore is not installed.
+        MismatchError: Orbax has no equivalent for a leaf.
+        SettingsError: the item name is invalid, or TensorStore is not installed.
         CheckpointExistsError: something exists at `final`.
-        CorruptCheckpointError: the content of the checkpoint differs from what was saved.
-        StorageError: the file system reported an error.
     """
-    chosen = [part for part in committed.manifest.parts if parts is None or part.name in parts]
-    names = _item_names([part.name for part in chosen], items or {})
-    trees = {part.name: _tree_leaves(committed, part) for part in chosen if has_tree(part)}
-    for part in chosen:
-        if part.name not in trees and (part.kind != "json" or len(part.files) != 1):
-            raise MismatchError(
-                f"{committed.directory}: {part.name!r} is of kind {part.kind!r}, which Orbax does not support; "
-                "leave it out"
-            )
+    if item is not None and (not is_plain_name(item) or item in (METRICS, STEP_METADATA)):
+        expected = f"the name of a folder ({plain_name_rule()}, {METRICS}, {STEP_METADATA})"
+        raise SettingsError(f"export: the item of {part.name!r}: expected {expected}, found {item!r}")
+    item = item or part.name
+    leaves = _tree_leaves(committed, part)
     start_ns = time.time_ns()
     with atomic_directory(backend, final, settings) as attempt:
-        for part in chosen:
-            item = names[part.name]
-            attempt.add_folder(item)
-            if part.name in trees:
-                directory, ahead_bytes = f"{attempt.directory}/{item}", min(AHEAD_BYTES, settings.read_budget_bytes)
-                with _Writes(directory, ahead_bytes, compressed, progress) as writes:
-                    for leaf in trees[part.name]:
-                        _write_leaf(files, committed, settings, leaf, writes)
-                attempt.track_folder(item)
-                _write_structure(attempt, item, trees[part.name])
-            else:
-                data = read_recorded(files, committed.directory, part.files[0], None, committed.manifest.block_bytes)
-                attempt.write_file(f"{item}/metadata", bytes(memoryview(data)))
-        handlers = {names[part.name]: _TREES if part.name in trees else _VALUES for part in chosen}
+        attempt.add_folder(item)
+        with _Writes(f"{attempt.directory}/{item}", min(AHEAD_BYTES, settings.read_budget_bytes), progress) as writes:
+            for leaf in leaves:
+                _write_leaf(files, committed, settings, leaf, writes)
+        attempt.track_folder(item)
+        _write_structure(attempt, item, leaves)
+        handlers = {item: _TREES}
         metrics = metrics_from_json(committed.manifest.info.get("metrics"))
-        if metrics and METRICS not in handlers:  # Orbax's own item, in Python's JSON, which can represent nan and inf
+        if metrics and item != METRICS:  # Orbax's own item, in Python's JSON, which can represent nan and inf
             attempt.add_folder(METRICS)
             attempt.write_file(f"{METRICS}/{METRICS}", json.dumps(metrics).encode())
             handlers[METRICS] = _VALUES
-        attempt.write_file(STEP_METADATA, _step_metadata(committed, handlers, start_ns))
-    return tuple(names.values())
-
-
-def _item_names(parts: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for part in parts:
-        name = given.get(part, part)
-        if part in given and (not isinstance(name, str) or not is_plain_name(name) or name in (METRICS, STEP_METADATA)):
-            expected = f"the name of a folder ({plain_name_rule()}, {METRICS}, {STEP_METADATA})"
-            raise SettingsError(f"export: the item of {part!r}: expected {expected}, found {name!r}")
-        if name in names.values():
-            raise SettingsError(f"export: expected a different name for each item, found {name!r} twice")
-        names[part] = name
-    return names
+        custom = committed.manifest.info.get("custom_metadata")
+        metadata = {
+            "item_handlers": handlers,
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": start_ns,
+            "commit_timestamp_nsecs": time.time_ns(),
+            "custom_metadata": custom if isinstance(custom, Mapping) else {},
+        }
+        attempt.write_file(STEP_METADATA, msgspec.json.encode(metadata))
+    return item
 
 
 def is_nnx_state(part: PartRecord, subject: str) -> bool:
@@ -162,20 +133,6 @@ def is_nnx_state(part: PartRecord, subject: str) -> bool:
     tree = decode_tree(part, subject)
     has_states = any(container.startswith("object flax.nnx.") for container in tree.containers.values())
     return has_states and not any(name.endswith(VALUE) for name in tree.leaves)
-
-
-def _step_metadata(committed: Committed, handlers: Mapping[str, str], start_ns: int) -> bytes:
-    custom = committed.manifest.info.get("custom_metadata")
-    return msgspec.json.encode(
-        {
-            "item_handlers": dict(handlers),
-            "metrics": {},
-            "performance_metrics": {},
-            "init_timestamp_nsecs": start_ns,
-            "commit_timestamp_nsecs": time.time_ns(),
-            "custom_metadata": custom if isinstance(custom, Mapping) else {},
-        }
-    )
 
 
 class _Leaf(NamedTuple):
@@ -350,17 +307,13 @@ def _write_leaf(files: Opener, committed: Committed, settings: StoreSettings, le
 class _Writes:
     """The running writes of TensorStore. None of them is running after the block, even if it raises.
 
-    Args:
-        directory: the directory of the item.
-        ahead_bytes: the limit of data held until it is written, in addition to a batch and the box being read.
-        compressed: compress with zstd.
-        progress: called with the number of bytes of each finished write.
+    `ahead_bytes` limits the data that is held until it is written, in addition to a batch and the box being read.
     """
 
-    def __init__(self, directory: str, ahead_bytes: int, compressed: bool, progress: ReadProgress | None) -> None:
+    def __init__(self, directory: str, ahead_bytes: int, progress: ReadProgress | None) -> None:
         self._ts = tensorstore("export: Orbax arrays are written")
         self._context = self._ts.Context({"file_io_concurrency": {"limit": 16}})
-        self.directory, self._compressed, self._progress = directory, compressed, progress
+        self.directory, self._progress = directory, progress
         self._waiting: collections.deque[tuple[int, int, Any]] = collections.deque()
         self._most, self._held = ahead_bytes, 0
         self._batch: Any = None
@@ -392,7 +345,7 @@ class _Writes:
         metadata = {
             "shape": list(shape),
             "chunks": [max(1, size) for size in chunk],
-            "compressor": {"id": "zstd", "level": 1} if self._compressed else None,
+            "compressor": {"id": "zstd", "level": 1},
         }
         options = {"store_data_equal_to_fill_value": True, "dtype": dtype}
         spec = {"driver": "zarr", "kvstore": database, "metadata": metadata, **options}

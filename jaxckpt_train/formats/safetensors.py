@@ -1,8 +1,4 @@
-"""Reads and writes safetensors models: one file, or several files with an index, as Hugging Face lays them out.
-
-The first half opens files from any source and checks their headers before anything is read. The second half,
-`export_safetensors`, writes the tree of a checkpointable.
-"""
+"""Reads and writes safetensors models: one file, or several files with an index, as Hugging Face lays them out."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from jaxckpt_train.errors import (
     FormatVersionError,
     MismatchError,
     NotACheckpointError,
-    SettingsError,
     StorageError,
     UnsupportedLeafError,
 )
@@ -103,8 +98,6 @@ NAMED = {
     "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
-SHARD_BYTES = 5 * 10**9
-"""The default limit of Hugging Face's tools."""
 BAND_BYTES = 64 << 20
 _METADATA = "__metadata__"
 _DTYPES = {ours: theirs for theirs, ours in NAMED.items()}
@@ -126,7 +119,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 class Header(NamedTuple):
-    """The header of a file: its tensors, its free-form metadata, the offset of the data, and the size of the file."""
+    """The header of a file, the offset of the data, and the size of the file."""
 
     tensors: Mapping[str, _Entry]
     metadata: Mapping[str, str]
@@ -160,13 +153,7 @@ def open_safetensors_index(backend: Backend, path: str) -> ForeignCheckpoint:
 def open_safetensors_folder(
     backend: Backend, folder: str, indexes: Sequence[str], names: Sequence[str]
 ) -> ForeignCheckpoint:
-    """Open the model in a folder: the files of an index, one file, or all files of one numbered series.
-
-    Raises:
-        NotACheckpointError: the folder holds several models, or files that the index does not name.
-        CorruptCheckpointError: a file is damaged, or missing although the index or the numbered names require it; a
-            file and the index disagree about its tensors; or a tensor is in two files.
-    """
+    """Open the model in a folder: the files of an index, one file, or all files of one numbered series."""
     if len(indexes) > 1:
         raise NotACheckpointError(
             f"{folder}: expected one index, found {few(indexes)}; pass the path of the index to load"
@@ -226,16 +213,14 @@ def _open_files(
                 if tensor not in weight_map:
                     unlisted = unlisted or f"{path}: the index does not list tensor {shown(tensor)}"
                 continue  # the index assigns this tensor to another file
-            leaf = _leaf_name(tensor)
+            leaf = key_text(tensor, ROOT)  # the whole name is one key, whatever characters it contains
             if leaf in arrays:
                 raise CorruptCheckpointError(f"{path}: tensor {tensor!r} is also in another file of the folder")
-            if len(leaf) > 65_536:
-                raise UnsupportedLeafError(f"{path}: expected shorter tensor names, found {len(tensor):,} characters")
             start, stop = entry.data_offsets
             chunk = ChunkRecord(full_box(entry.shape), number, header.data_start + start, stop - start, "")
             arrays[leaf] = array_record(leaf, entry.shape, NAMED[entry.dtype], (chunk,))
     for tensor, name in (weight_map or {}).items():
-        if _leaf_name(tensor) not in arrays:
+        if key_text(tensor, ROOT) not in arrays:
             raise CorruptCheckpointError(
                 f"{folder}/{name}: expected tensor {tensor!r}, which the index assigns to this file, found none"
             )
@@ -247,40 +232,37 @@ def _open_files(
     return make_foreign_checkpoint(KIND, subject, parts, segments, block_bytes=BLOCK_BYTES, info=info)
 
 
-def _by_model(names: Sequence[str]) -> dict[tuple[str, str], dict[int, str]]:
-    """Group files by model: each numbered series (`model-00001-of-00002`) by its numbers, every other file alone."""
-    found: dict[tuple[str, str], dict[int, str]] = {}
+def _by_model(names: Sequence[str]) -> dict[tuple[str, str, int], dict[int, str]]:
+    """Group files by model: each series (`model-00001-of-00002`) by its numbers, every other file as a series of one.
+
+    The keys are the texts before and after the number, and the length of the series.
+    """
+    found: dict[tuple[str, str, int], dict[int, str]] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)
         if match is None or not 0 < int(match["count"]) <= MOST_FILES:
-            found[(name, "")] = {1: name}
+            found[name, "", 1] = {1: name}
         else:
-            found.setdefault((match["before"], match["after"]), {})[int(match["number"])] = name
+            series = found.setdefault((match["before"], match["after"], int(match["count"])), {})
+            series[int(match["number"])] = name
     return found
 
 
 def _missing(names: Sequence[str]) -> list[str]:
     """Return the names that are absent from the numbered series of these names."""
     found = []
-    for (before, after), numbered in _by_model(names).items():
-        match = _NUMBERED.fullmatch(next(iter(numbered.values())))
-        if after and match is not None:
-            width = min(len(name) for name in numbered.values()) - len(before) - len(after)
-            first = min(1, *numbered)  # some tools count from 0
-            wanted = range(first, first + int(match["count"]))
-            found += [f"{before}{number:0{width}}{after}" for number in wanted if number not in numbered]
+    for (before, after, count), numbered in _by_model(names).items():
+        width = min(map(len, numbered.values())) - len(before) - len(after)
+        first = min(1, *numbered)  # some tools count from 0
+        found += [
+            f"{before}{number:0{width}}{after}" for number in range(first, first + count) if number not in numbered
+        ]
     return found
 
 
 def _refuse_missing(folder: str, names: Sequence[str]) -> None:
-    missing = _missing(names)
-    if missing:
+    if missing := _missing(names):
         raise CorruptCheckpointError(f"{folder}: expected all files of a numbered series, found no {few(missing)}")
-
-
-def _leaf_name(tensor: str) -> str:
-    """Return the leaf path of a tensor. The whole name is one key, whatever characters it contains."""
-    return key_text(tensor, ROOT)
 
 
 def read_header(backend: Backend, path: str) -> Header:
@@ -309,21 +291,21 @@ def _read(source: Source, offset: int, length: int, path: str) -> bytes:
 def _parse_header(text: bytes, data_start: int, size: int, path: str) -> Header:
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.get("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str] | None) or {}
-        entries = ((name, entry) for name, entry in raw.items() if name != "__metadata__")
+        metadata = msgspec.json.decode(raw.get(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str] | None) or {}
+        entries = ((name, entry) for name, entry in raw.items() if name != _METADATA)
         tensors = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries}
     except NOT_JSON as error:
         raise CorruptCheckpointError(
             f"{path}: expected a safetensors file, found one with an invalid header: {shown(error)}"
         ) from error
-    content = {"__metadata__": metadata, **tensors} if "__metadata__" in raw else tensors
+    content = {_METADATA: metadata, **tensors} if _METADATA in raw else tensors
     if len(text.strip()) > len(msgspec.json.encode(content)):
         _refuse_repeated_names(text, path)  # the header is longer than its content needs, so a name may occur twice
     if len(tensors) > MAX_ARRAYS:
         raise CorruptCheckpointError(f"{path}: expected at most {MAX_ARRAYS:,} tensors, found {len(tensors):,}")
     at = 0
     for name, entry in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
-        _check_tensor(name, entry, path)
+        _check_tensor(entry, f"{path}: tensor {shown(name)}")
         if entry.data_offsets[0] != at:
             raise CorruptCheckpointError(
                 f"{path}: tensor {shown(name)} starts at byte {entry.data_offsets[0]} of the data, expected {at}"
@@ -352,15 +334,15 @@ def _refuse_repeated_names(text: bytes, path: str) -> None:
         ) from error
 
 
-def _check_tensor(name: str, entry: _Entry, path: str) -> None:
+def _check_tensor(entry: _Entry, subject: str) -> None:
     dtype = NAMED.get(entry.dtype)
     if dtype is None:
-        raise FormatVersionError(f"{path}: tensor {shown(name)} has the unsupported dtype {shown(entry.dtype)}")
-    check_shape(entry.shape, DTYPES[dtype].itemsize, f"{path}: tensor {shown(name)}")
+        raise FormatVersionError(f"{subject} has the unsupported dtype {shown(entry.dtype)}")
+    check_shape(entry.shape, DTYPES[dtype].itemsize, subject)
     start, stop = entry.data_offsets
     if stop - start != math.prod(entry.shape) * DTYPES[dtype].itemsize:
         raise CorruptCheckpointError(
-            f"{path}: tensor {shown(name)}: found {stop - start} bytes, which do not fit {dtype}{list(entry.shape)}"
+            f"{subject}: found {stop - start} bytes, which do not fit {dtype}{list(entry.shape)}"
         )
 
 
@@ -369,9 +351,8 @@ def _read_index(backend: Backend, folder: str, index: str) -> dict[str, str]:
     try:
         found = msgspec.json.decode(data, type=_Index).weight_map
     except NOT_JSON as error:
-        other = other_content(bytes(data[:SNIFFED_BYTES]))
-        why = f"found {other}" if other else f"found invalid JSON: {shown(error)}"
-        raise CorruptCheckpointError(f"{folder}/{index}: expected an index of tensors, {why}") from error
+        other = other_content(bytes(data[:SNIFFED_BYTES])) or f"invalid JSON: {shown(error)}"
+        raise CorruptCheckpointError(f"{folder}/{index}: expected an index of tensors, found {other}") from error
     if not found:
         raise CorruptCheckpointError(f"{folder}/{index}: expected an index of tensors, found an empty one")
     for name in set(found.values()):
@@ -396,7 +377,6 @@ class Exported(NamedTuple):
     """The result of an export."""
 
     files: tuple[str, ...]  # the names of those with tensors
-    tensors: Mapping[str, str]  # their names by leaf path
     left_out: tuple[str, ...]  # leaves that the format cannot represent: text, None, empty containers, complex numbers
     nbytes: int  # of all tensors
     prng_keys: tuple[str, ...]  # leaves that are PRNG keys, whose raw integers were written
@@ -423,13 +403,13 @@ def export_safetensors(
     final: str,
     settings: StoreSettings,
     *,
-    separator: str = ".",
-    shard_bytes: int = SHARD_BYTES,
-    single_file: bool = False,
-    metadata: Mapping[str, str] | None = None,
-    progress: ReadProgress | None = None,
+    separator: str,
+    shard_bytes: int,
+    single_file: bool,
+    metadata: Mapping[str, str],
+    progress: ReadProgress,
 ) -> Exported:
-    """Write the tree of a checkpointable as a folder with `model.safetensors`, or several files and their index.
+    """Write a tree as a folder `final` with `model.safetensors`, or with several files and their index.
 
     Args:
         files, committed, part: the opened checkpoint, and the checkpointable.
@@ -439,21 +419,13 @@ def export_safetensors(
         separator: separates the keys of a leaf path in the name of its tensor.
         shard_bytes: the limit of the tensors in one file. A larger tensor gets a file of its own.
         single_file: write all tensors to one file at `final`, without a folder.
-        metadata: free-form text for each file. None: `{"format": "pt"}`, which some readers require.
+        metadata: free-form text for each file.
         progress: called with the number of bytes of each write.
 
     Raises:
-        MismatchError: two leaves would get the same name, a leaf would get the name that the format reserves for its
-            metadata, or safetensors has no name for a dtype.
-        SettingsError: `shard_bytes` is not a positive whole number, or `separator` is empty.
+        MismatchError: two leaves would get the same name, or a leaf cannot be represented under its name or dtype.
         CheckpointExistsError: something exists at `final`.
-        CorruptCheckpointError: the content of the checkpoint differs from what was saved.
-        StorageError: the file system reported an error.
     """
-    if not isinstance(shard_bytes, int) or isinstance(shard_bytes, bool) or shard_bytes < 1:
-        raise SettingsError(f"export: shard_bytes: expected a whole number of bytes above 0, found {shard_bytes!r}")
-    if not isinstance(separator, str) or not separator:  # without one, names cannot be split into keys again
-        raise SettingsError(f'export: separator: expected text such as ".", found {separator!r}')
     leaves = decode_tree(part, committed.directory).leaves
     leaf_of, left_out, tensors = dict[str, str](), list[str](), list[_Tensor]()
     arrays = {array.name: array for array in part.arrays}
@@ -476,14 +448,14 @@ def export_safetensors(
         raise MismatchError(f"{committed.directory}: {part.name!r} has no arrays to export")
     shards = [tensors] if single_file else list(_shards(tensors, shard_bytes))
     count = len(shards)
-    file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    file_names = file_names if count > 1 else ["model.safetensors"]
-    header_metadata = {"format": "pt"} if metadata is None else metadata
+    file_names = ["model.safetensors"]
+    if count > 1:
+        file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     with (
         ReadAhead(settings.read_budget_bytes, committed.directory) as ahead,
         atomic_directory(backend, final, settings, file_names[0] if single_file else None) as attempt,
     ):
-        layouts = [_layout(shard, ahead, header_metadata) for shard in shards]
+        layouts = [_layout(shard, ahead, metadata) for shard in shards]
         writers = [
             SegmentWriter(backend, f"{attempt.directory}/{name}", layout, settings)
             for layout, name in zip(layouts, file_names, strict=True)
@@ -497,8 +469,7 @@ def export_safetensors(
             attempt.write_file("model.safetensors.index.json", encoded)
     prng_keys = tuple(leaf for leaf, record in leaves.items() if isinstance(record, KeyLeaf))
     file_names = [final.rpartition("/")[2]] if single_file else file_names
-    names = {leaf: name for name, leaf in leaf_of.items()}
-    return Exported(tuple(file_names), names, tuple(left_out), nbytes, prng_keys)
+    return Exported(tuple(file_names), tuple(left_out), nbytes, prng_keys)
 
 
 def _number(subject: str, leaf: str, record: LeafRecord) -> np.ndarray | None:

@@ -23,7 +23,9 @@ BACKEND = LocalBackend()
 def export(source: Path, final: Path, settings: StoreSettings) -> list[int]:
     """Export a checkpoint, and return the sizes that the progress callback received."""
     sizes: list[int] = []
-    export_orbax(BACKEND, open_committed(BACKEND, str(source)), BACKEND, str(final), settings, progress=sizes.append)
+    committed = open_committed(BACKEND, str(source))
+    part = committed.manifest.parts[0]
+    export_orbax(BACKEND, committed, part, BACKEND, str(final), settings, progress=sizes.append)
     return sizes
 
 
