@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxckpt_train._validation import absolute_path, known_keys, nearest, shown, text
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.formats.foreign import ForeignFiles, Segments
+from jaxckpt_train.formats.foreign import NAME, ForeignFiles, Segments
 from jaxckpt_train.pytree.leaves import (
     ROOT,
     ArrayLeaf,
@@ -36,25 +36,8 @@ from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.reader import read_box
 from jaxckpt_train.store.segment import DTYPES, dtype_name, is_inexact
 from jaxckpt_train.transforms.base import Change, Leaf, Leaves, Operation, check_leaves, match_pattern, matches
-from jaxckpt_train.transforms.operations import (
-    Add,
-    Cast,
-    Copy,
-    Drop,
-    Fuse,
-    Nest,
-    Pad,
-    Rename,
-    Reshape,
-    Split,
-    Stack,
-    Transpose,
-    Truncate,
-    Unstack,
-)
+from jaxckpt_train.transforms.operations import KINDS
 from jaxckpt_train.transforms.views import Equal, Mean, Stored, View
-
-DEFAULT_PART = "state"
 
 
 class Transformed(NamedTuple):
@@ -193,7 +176,7 @@ class Average(Operation):
         backend = LocalBackend()
         committed = open_committed(backend, path)
         trees = [part.name for part in committed.manifest.parts if has_tree(part)]
-        name = self.part or (trees[0] if len(trees) == 1 else DEFAULT_PART)
+        name = self.part or (trees[0] if len(trees) == 1 else NAME)
         part = committed.manifest.part(name)
         if part is None or not has_tree(part):
             there = ", ".join(map(repr, trees)) or "none"
@@ -234,8 +217,7 @@ def _mean(name: str, leaf: Leaf, others: Sequence[tuple[str, Leaf]]) -> Leaf:
     return Leaf(record)
 
 
-_KINDS = (Rename, Nest, Drop, Copy, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add, Average)
-OPERATIONS: dict[str, type[Any]] = {each.name: each for each in _KINDS}
+OPERATIONS: dict[str, type[Any]] = {kind.name: kind for kind in KINDS} | {Average.name: Average}
 
 
 def parse_operations(subject: str, given: object, total: int | None = None) -> tuple[Operation, ...]:
@@ -308,8 +290,6 @@ def _parse_words(subject: str, fields: Mapping[str, dataclasses.Field[Any]], wor
     names, given = list(fields), dict[str, Any]()
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if equals and name not in names and (hint := nearest(name, names)):
-            raise SettingsError(f'{subject}: unknown argument "{name}"{hint} The arguments are {", ".join(names)}')
         if not equals or name not in names:
             if place >= len(names):
                 raise SettingsError(f"{subject}: expected at most {len(names)} arguments ({', '.join(names)})")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from jaxckpt_train._validation import nearest
+from jaxckpt_train._validation import list_of, nearest
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.pytree.leaves import (
     MAX_DEPTH,
@@ -87,9 +87,7 @@ class Operation(abc.ABC):
             if field.name in ("leaves", "to", "from_", "leaf") and field.type == "str":
                 check_pattern(subject, value)
             elif field.type == "Sequence[str]":
-                if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-                    raise SettingsError(f"{subject}: expected a list of paths, found {value!r}")
-                self._set(field.name, tuple(value))
+                self._set(field.name, list_of("paths")(subject, value or None))
                 for pattern in value if field.name != "with_" else ():
                     check_pattern(subject, pattern)
             elif str(field.type).startswith("Sequence[int") and value is not None:
@@ -100,7 +98,11 @@ class Operation(abc.ABC):
             elif field.name == "axis":
                 whole_number(subject, value)
             elif field.name == "dtype":
-                _check_dtype(subject, value)
+                if value not in DTYPES:
+                    raise SettingsError(
+                        f'{subject}: expected the name of a dtype such as "bfloat16", found {value!r}'
+                        f"{nearest(value, DTYPES)}"
+                    )
         for pattern in self._texts("leaves", "from_"):
             for template in self._texts("to", "into"):
                 _check_template(self.name, pattern, template)
@@ -211,21 +213,11 @@ def check_pattern(subject: str, pattern: object) -> None:
         raise SettingsError(f"{subject}: expected one {INDEX} at most, found {pattern!r}")
 
 
-def _check_dtype(subject: str, name: object) -> None:
-    if name in DTYPES:
-        return
-    short = re.fullmatch("(bf|fp|f)([0-9]+)", str(name))
-    meant = f"{'bfloat' if short[1] == 'bf' else 'float'}{short[2]}" if short else ""
-    hint = f', did you mean "{meant}"?' if meant in DTYPES else nearest(name, DTYPES)
-    raise SettingsError(f'{subject}: expected the name of a dtype such as "bfloat16", found {name!r}{hint}')
-
-
 def whole_number(subject: str, value: object, least: int | None = None) -> int:
     """Return the value, or raise SettingsError unless it is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
-        raise SettingsError(
-            f"{subject}: expected a whole number{'' if least is None else f' from {least}'}, found {value!r}"
-        )
+        wanted = "a whole number" if least is None else f"a whole number from {least}"
+        raise SettingsError(f"{subject}: expected {wanted}, found {value!r}")
     return value
 
 

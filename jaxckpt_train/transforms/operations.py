@@ -1,6 +1,6 @@
 """The operations on a checkpoint's tree; docs/how-to/other-formats.md describes them and their arguments.
 
-`apply` has the operation that averages checkpoints.
+`apply` has one more, which averages checkpoints.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.pytree.leaves import ROOT, ArrayLeaf, join, key_text, parse_key, split
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.manifest import MAX_ARRAYS
-from jaxckpt_train.store.process_identity import memory_bytes
 from jaxckpt_train.store.segment import DTYPES, is_inexact
+from jaxckpt_train.transforms import views
 from jaxckpt_train.transforms.base import (
     INDEX,
     Change,
@@ -36,21 +36,9 @@ from jaxckpt_train.transforms.base import (
     whole_number,
     wildcards,
 )
-from jaxckpt_train.transforms.views import Cast as CastView
-from jaxckpt_train.transforms.views import (
-    Constant,
-    Filled,
-    Joined,
-    Padded,
-    Reshaped,
-    Sliced,
-    Transposed,
-    View,
-    number_as,
-)
+from jaxckpt_train.transforms.views import View
 
 _MAX_LISTED = 8
-_NORMAL_BYTES = 8  # the size of a random number before its conversion
 _CONSTANTS = {"zeros": 0.0, "ones": 1.0}
 Initializer = Callable[[tuple[int, ...]], np.ndarray]
 
@@ -171,7 +159,7 @@ class Transpose(_EachArray):
         axes = places[::-1] if self.axes is None else self.axes
         if sorted(axes) != places:
             raise MismatchError(f"{leaf}: axes: expected each of {places} once, found {list(axes)}")
-        return Transposed(view, axes)
+        return views.Transposed(view, axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +176,7 @@ class Reshape(_EachArray):
         shape = [left if size == -1 else size for size in self.shape]
         if math.prod(shape) != count:
             raise MismatchError(f"{leaf}: expected a shape that fits {list(self.shape)}, found {list(view.shape)}")
-        return Reshaped(view, shape)
+        return views.Reshaped(view, shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +194,7 @@ class Cast(_EachArray):
         new = DTYPES[self.dtype]
         if _dtype_class(view.dtype) > _dtype_class(new):
             raise MismatchError(f"{leaf} cannot be cast from {view.dtype.name} to {new.name}, because that loses data")
-        return CastView(view, new, f"{leaf} of {view.dtype.name}")
+        return views.Cast(view, new, f"{leaf} of {view.dtype.name}")
 
 
 def _dtype_class(dtype: np.dtype) -> int:
@@ -216,25 +204,21 @@ def _dtype_class(dtype: np.dtype) -> int:
     return 2 if "float" in dtype.name else 0 if dtype.name == "bool" else 1
 
 
-class _Resize(_EachArray):
-    """The base of operations that change sizes. None in the shape keeps a size."""
-
-    shape: Sequence[int | None]
-
-    def _new_shape(self, view: View, leaf: str, *, larger: bool) -> tuple[int, ...]:
-        if len(self.shape) != len(view.shape):
-            raise MismatchError(f"{leaf}: expected {len(self.shape)} axes, found {len(view.shape)}")
-        shape = tuple(old if size is None else size for old, size in zip(view.shape, self.shape, strict=True))
-        if any((new < old) if larger else (new > old) for old, new in zip(view.shape, shape, strict=True)):
-            raise MismatchError(
-                f"{leaf}: expected a shape that is not {'larger' if larger else 'smaller'} than {list(shape)}, found "
-                f"{list(view.shape)}"
-            )
-        return shape
+def _new_shape(view: View, wanted: Sequence[int | None], leaf: str, *, larger: bool) -> tuple[int, ...]:
+    """Return a shape in which None stands for the size of the array, or raise MismatchError if it does not fit."""
+    if len(wanted) != len(view.shape):
+        raise MismatchError(f"{leaf}: expected {len(wanted)} axes, found {len(view.shape)}")
+    shape = tuple(old if size is None else size for old, size in zip(view.shape, wanted, strict=True))
+    if any((new < old) if larger else (new > old) for old, new in zip(view.shape, shape, strict=True)):
+        raise MismatchError(
+            f"{leaf}: expected a shape that is not {'larger' if larger else 'smaller'} than {list(shape)}, found "
+            f"{list(view.shape)}"
+        )
+    return shape
 
 
 @dataclasses.dataclass(frozen=True)
-class Pad(_Resize):
+class Pad(_EachArray):
     """Enlarge arrays at their ends with a value, such as the vocabulary of an embedding. None keeps a size."""
 
     name = "pad"
@@ -244,22 +228,27 @@ class Pad(_Resize):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.value, bool) or not isinstance(self.value, int | float):
+        if not _is_number(self.value):
             raise SettingsError(f"pad: value: expected a number, found {self.value!r}")
 
     def _changed(self, view: View, leaf: str) -> View:
-        return Padded(view, self._new_shape(view, leaf, larger=True), _number_of(self.value, view.dtype, leaf))
+        shape = _new_shape(view, self.shape, leaf, larger=True)
+        return views.Padded(view, shape, _number_of(self.value, view.dtype, leaf))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _number_of(value: float, dtype: np.dtype, leaf: str) -> np.ndarray:
-    number = number_as(value, dtype)
+    number = views.number_as(value, dtype)
     if number is None:
         raise MismatchError(f"{leaf} of {dtype.name} cannot hold the value {value!r:.99}")
     return number
 
 
 @dataclasses.dataclass(frozen=True)
-class Truncate(_Resize):
+class Truncate(_EachArray):
     """Cut arrays off at their ends. None keeps a size."""
 
     name = "truncate"
@@ -267,7 +256,7 @@ class Truncate(_Resize):
     shape: Sequence[int | None]
 
     def _changed(self, view: View, leaf: str) -> View:
-        return Sliced(view, full_box(self._new_shape(view, leaf, larger=False)))
+        return views.Sliced(view, full_box(_new_shape(view, self.shape, leaf, larger=False)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +326,7 @@ class Unstack(Operation):
             new: dict[str, View] = {}
             for number in range(view.shape[axis]):
                 into[place] = str(number)
-                new[fill_template(self.to, into)] = Sliced(view, _band(view, axis, number, number + 1), (axis,))
+                new[fill_template(self.to, into)] = views.Sliced(view, _band(view, axis, number, number + 1), (axis,))
             into[place] = INDEX
             changes.append((f"{name} {old}", f"{len(new)} of {fill_template(self.to, into)}"))
             replace_leaves(leaves, new, [name], subject)
@@ -374,7 +363,7 @@ class Split(Operation):
             axis = check_axis(self.axis, len(view.shape), name, subject)
             new, at = dict[str, View](), 0
             for template, size in zip(self.into, self._sizes(view.shape[axis], name, subject), strict=True):
-                new[fill_template(template, texts)] = Sliced(view, _band(view, axis, at, at + size))
+                new[fill_template(template, texts)] = views.Sliced(view, _band(view, axis, at, at + size))
                 at += size
             replace_leaves(leaves, new, [name], subject)
             changes.append((f"{name} {old}", _describe(leaves, list(new))))
@@ -411,21 +400,21 @@ class Fuse(Operation):
 
 def _join(leaves: Leaves, names: Sequence[str], to: str, axis: int, subject: str, *, new: bool) -> Change:
     """Join arrays along an axis, which is a new one with `new`."""
-    views = [require_array(leaves, name, subject) for name in names]
-    place = check_axis(axis, len(views[0].shape) + new, names[0], subject)
+    arrays = [require_array(leaves, name, subject) for name in names]
+    place = check_axis(axis, len(arrays[0].shape) + new, names[0], subject)
 
-    def others(view: View) -> list[int]:
-        return [size for number, size in enumerate(view.shape) if new or number != place]
+    def fixed(array: View) -> tuple[Any, ...]:
+        return array.dtype, len(array.shape), array.shape[:place], array.shape[place + (not new) :]
 
-    for name, view in zip(names, views, strict=True):
-        if (view.dtype, len(view.shape), others(view)) != (views[0].dtype, len(views[0].shape), others(views[0])):
+    for name, array in zip(names, arrays, strict=True):
+        if fixed(array) != fixed(arrays[0]):
             alike = "the same shape and dtype" if new else f"the same dtype, and the same shape except on axis {place}"
             raise MismatchError(
                 f"{subject}: leaf {name!r} does not fit {names[0]!r}: expected {alike}, found "
                 f"{_describe(leaves, [names[0], name])}"
             )
     old = _describe(leaves, names)
-    replace_leaves(leaves, {to: Joined(views, place, new=new)}, names, subject)
+    replace_leaves(leaves, {to: views.Joined(arrays, place, new=new)}, names, subject)
     return old, f"{to} {leaves[to].describe()}"
 
 
@@ -438,13 +427,8 @@ def _describe(leaves: Leaves, names: Sequence[str]) -> str:
 class Add(Operation):
     """Add an array, such as an adapter that is not in the checkpoint.
 
-    Args:
-        leaf: the path of the array.
-        shape: its shape.
-        dtype: the name of its dtype.
-        init: "zeros", "ones", a number, "normal" (with `stddev`), or in Python a function of the shape.
-        stddev: the standard deviation of "normal".
-        seed: the seed of "normal". A leaf path and a seed give the same values on every machine.
+    `init` is "zeros", "ones", a number, "normal" (with `stddev`; a leaf path and a `seed` give the same values on every
+    machine), or in Python a function of the shape.
     """
 
     name = "add"
@@ -459,13 +443,10 @@ class Add(Operation):
         super().__post_init__()
         if wildcards(self.leaf):
             raise SettingsError(f"add: leaf: expected a path without wildcards, found {self.leaf!r}")
-        is_number = isinstance(self.init, int | float) and not isinstance(self.init, bool)
-        if not (is_number or callable(self.init) or self.init in (*_CONSTANTS, "normal")):
+        if not (_is_number(self.init) or callable(self.init) or self.init in (*_CONSTANTS, "normal")):
             raise SettingsError(f"add: init: expected zeros, ones, normal, a number or a function, found {self.init!r}")
         whole_number("add: seed", self.seed, least=0)
-        stddev: Any = self.stddev
-        is_number = isinstance(stddev, numbers.Real) and not isinstance(stddev, bool)
-        if not (is_number and 0 <= stddev < math.inf):
+        if not (_is_number(self.stddev) and 0 <= self.stddev < math.inf):
             raise SettingsError(f"add: stddev: expected a finite number of at least 0, found {self.stddev!r}")
         if self.init == "normal" and not is_inexact(DTYPES[self.dtype]):
             raise SettingsError(f"add: dtype: expected a float dtype for normal, found {self.dtype!r}")
@@ -480,20 +461,13 @@ class Add(Operation):
         dtype = DTYPES[self.dtype]
         if not callable(self.init) and self.init != "normal":
             value = _CONSTANTS[self.init] if isinstance(self.init, str) else self.init
-            return Constant(self.shape, _number_of(value, dtype, leaf))
-        size = math.prod(self.shape) * (dtype.itemsize if callable(self.init) else _NORMAL_BYTES)
-        if size > memory_bytes():
-            raise MismatchError(
-                f"{leaf}: creating {list(self.shape)} needs {size:,} bytes at once, but this machine has "
-                f"{memory_bytes():,} bytes of memory; add it with zeros, or in parts"
-            )
-        return Filled(self.shape, dtype, self._make, leaf)
+            return views.Constant(self.shape, _number_of(value, dtype, leaf))
+        return views.Filled(self.shape, dtype, self._make, leaf)
 
     def _make(self, shape: tuple[int, ...]) -> np.ndarray:
         if callable(self.init):
             made = np.asarray(self.init(shape))
-            is_too_wide = np.iscomplexobj(made) and "complex" not in self.dtype
-            if made.shape != shape or is_too_wide:
+            if made.shape != shape or (np.iscomplexobj(made) and "complex" not in self.dtype):
                 raise MismatchError(
                     f"add {self.leaf!r}: expected {self.dtype}{list(shape)} from init, found {made.dtype}"
                     f"{list(made.shape)}"
@@ -501,3 +475,8 @@ class Add(Operation):
             return made
         leaf_seed = int.from_bytes(hashlib.sha256(self.leaf.encode()).digest()[:8], "little")
         return np.random.Generator(np.random.Philox([self.seed, leaf_seed])).standard_normal(shape) * self.stddev
+
+
+KINDS: tuple[type[Any], ...] = (
+    Rename, Nest, Drop, Copy, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add,
+)  # fmt: skip
