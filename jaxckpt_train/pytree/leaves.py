@@ -30,7 +30,6 @@ _ESCAPES = (("~", "~0"), ("/", "~1"), ("@", "~2"), (",", "~3"))
 _ESCAPED = re.compile("~[012s]")
 HOW_ESCAPED = "in a key ~ is written ~0, / is ~1 and @ is ~2; ~s marks text that looks like an integer"
 Only = str | Sequence[str] | Callable[[str], bool] | None
-_MOST_NAMED = 3
 _MOST_KEYS = 8
 _MOST_COMPARED = 1000  # comparing more takes seconds
 _PIECES = re.compile(r"\*\*|\*|\?|[^*?]+")
@@ -78,35 +77,24 @@ def key_text(key: Key, parent: str) -> str:
         text = str.__str__(key)
         if text.isidentifier() and text != "__metadata__":
             return text
-        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-            raise UnsupportedLeafError(f"a key below {parent!r}: {text!r} is not valid Unicode; rename it")
-        mark = "~s" if _INTEGER.fullmatch(text) else ""
-        return _WORDS.get(text) or mark + text.replace("~", "~0").replace("/", "~1").replace("@", "~2")
+        if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text):
+            mark = "~s" if _INTEGER.fullmatch(text) else ""
+            return _WORDS.get(text) or mark + text.replace("~", "~0").replace("/", "~1").replace("@", "~2")
     if isinstance(key, bool):
         return f"~b{int(key)}"
     if key is None:
         return "~n"
     if isinstance(key, float):
         return f"~f{key.hex()}"
-    if isinstance(key, tuple):
-        if any(isinstance(part, tuple) for part in key):
-            raise UnsupportedLeafError(
-                f"a key below {parent!r}: a tuple within a tuple is not supported, found {key!r}; convert the key to "
-                "text"
-            )
+    if isinstance(key, tuple) and not any(isinstance(part, tuple) for part in key):
         return "~t" + ",".join(key_text(part, parent).replace(",", "~3") for part in key)
-    try:
+    # ValueError: Python neither writes nor reads integers of some thousands of digits.
+    with contextlib.suppress(TypeError, ValueError):
         return str(operator.index(key))
-    except ValueError as error:  # Python neither writes nor reads integers of some thousands of digits
-        raise UnsupportedLeafError(
-            f"a key below {parent!r}: an integer of {operator.index(key).bit_length()} bits is too large; "
-            "convert the key to text"
-        ) from error
-    except TypeError:
-        raise UnsupportedLeafError(
-            f"a key below {parent!r}: expected text, a number, None or a tuple of these, "
-            f"found {key!r} of type {type(key).__name__}; convert the key to text"
-        ) from None
+    raise UnsupportedLeafError(
+        f"a key below {parent!r}: expected text of valid Unicode, a number, None or a tuple of these, found "
+        f"{shown(key)} of type {type(key).__name__}; convert the key to text"
+    )
 
 
 def parse_key(text: str) -> Key:
@@ -145,10 +133,7 @@ def split(path: str) -> list[str]:
 
 
 def find_nested_leaves(leaves: Collection[str]) -> tuple[str, str] | None:
-    """Find a leaf path and another leaf path above it, a pair that no tree can have; None: there is no such pair.
-
-    The function visits each container once, however many leaves there are.
-    """
+    """Find a leaf path and another leaf path above it, a pair that no tree can have; None: there is no such pair."""
     containers: set[str] = set()
     for name in leaves:
         at = name.rfind("/")
@@ -218,56 +203,28 @@ def describe_keys(pattern: str, names: Collection[str]) -> str:
     return (listed or "none") + (f"; {HOW_ESCAPED}" if is_escaped else "")
 
 
-def similar_names(name: str, names: Collection[str]) -> list[str]:
-    """Return the few names that end like this one, the shortest first; otherwise names that resemble it."""
-    same_ending = [each for each in names if each.endswith(f"/{name}")]
-    if same_ending or len(names) > _MOST_COMPARED:
-        return sorted(same_ending, key=len)[:_MOST_NAMED]
-    return difflib.get_close_matches(name, names, _MOST_NAMED, 0.7)
-
-
 def suggestion(only: Only, names: Collection[str], fits: Callable[[str], Callable[[str], bool]] = leaf_filter) -> str:
     """Suggest, as a question, a similar pattern that selects something; empty if there is none.
 
     `fits` makes a predicate from a pattern.
     """
-    patterns = [only] if isinstance(only, str) else only
-    if callable(patterns) or patterns is None:
+    if callable(only) or only is None:
         return ""
-    for given in patterns:
+    known = {key for name in names for key in name.split("/")}
+    for given in [only] if isinstance(only, str) else only:
         pattern = given.strip()
         plain = pattern.strip("/").removesuffix("/*").removesuffix("/**")
-        known = {key for name in names for key in name.split("/")}
-        escaped = [key if key in known or set(key) & set("*?{") else _escaped(key) for key in pattern.split("/")]
-        corrected = _correct_keys(pattern, known)
-        top = _correct_keys(plain.partition("/")[0], {name.partition("/")[0] for name in names})
-        same_keys = [name for name in names if "~" in name and pattern == "/".join(str(_key(k)) for k in split(name))]
-        ways = [pattern, plain, f"{plain}/**", *same_keys[:1], "/".join(escaped), pattern.replace(".", "/")]
-        for tried in (*ways, corrected, f"{corrected}/**", top):
+        corrected = [key if set(key) & set("*?{") else _closest(key, known) for key in pattern.split("/")]
+        for tried in (pattern, plain, f"{plain}/**", pattern.replace(".", "/"), "/".join(corrected)):
             if any(map(fits(tried), names)):
                 return f', did you mean "{tried}"?'
     return ""
 
 
-def _escaped(key: str) -> str:
-    return key_text(key, ROOT) if key and key.isprintable() else key
-
-
-def _key(text: str) -> object:
-    try:
-        return parse_key(text)
-    except (ValueError, OverflowError):
-        return text
-
-
-def _correct_keys(pattern: str, known: Collection[str]) -> str:
-    """Replace each unknown key without wildcards by the most similar known key."""
-    if len(known) > _MOST_COMPARED:
-        return pattern
-    return "/".join(
-        key if key in known or set(key) & set("*?{") else next(iter(difflib.get_close_matches(key, known, 1)), key)
-        for key in pattern.split("/")
-    )
+def _closest(key: str, known: Collection[str]) -> str:
+    if key in known or len(known) > _MOST_COMPARED:
+        return key
+    return next(iter(difflib.get_close_matches(key, known, 1)), key)
 
 
 class Empty:
@@ -279,15 +236,11 @@ EMPTY = Empty()
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A flattened pytree.
+    """A flattened pytree: the paths of its leaves, and the leaves, including None and EMPTY.
 
-    Attributes:
-        names: leaf paths.
-        leaves: the leaves, including None and EMPTY.
-        containers: for every container that is not a plain dict, its path and its kind: "list", "tuple",
-            "namedtuple module.Type" or "object module.Type".
-        structure: JAX's tree definition, for comparisons; None for a tree whose structure cannot be compared.
-        static: path and static data (JSON) of each node that is registered without keys.
+    `containers`: paths of containers that are no plain dicts, with their kind: "list", "tuple", "namedtuple
+    module.Type" or "object module.Type". `structure`: JAX's tree definition; None if it cannot be compared. `static`:
+    static data (JSON) of nodes that are registered without keys, by path.
     """
 
     names: Sequence[str]

@@ -134,14 +134,11 @@ def test_enum_keys_are_stored_as_their_value() -> None:
 @pytest.mark.parametrize(
     ("key", "reason"),
     [
-        (
-            frozenset([1]),
-            r"expected text, a number, None or a tuple of these, found frozenset\(\{1\}\) of type frozenset",
-        ),
+        (frozenset([1]), r"a number, None or a tuple of these, found frozenset\(\{1\}\) of type frozenset"),
         (b"raw", "found b'raw' of type bytes; convert the key to text"),
         (1j, "found 1j of type complex"),
-        (((1, 2), 3), r"a tuple within a tuple.*\(1, 2\)"),
-        ("\ud800", "not valid Unicode"),
+        (((1, 2), 3), r"found \(\(1, 2\), 3\)"),
+        ("\ud800", "expected text of valid Unicode"),
     ],
 )
 def test_unsupported_key_is_refused_with_its_place(key: Any, reason: str, tmp_path: Path) -> None:
@@ -153,7 +150,7 @@ def test_unsupported_key_is_refused_with_its_place(key: Any, reason: str, tmp_pa
 
 
 def test_huge_integer_is_refused_as_key(tmp_path: Path) -> None:
-    with pytest.raises(jct.UnsupportedLeafError, match=r"'params': .* 16610 bits"):
+    with pytest.raises(jct.UnsupportedLeafError, match=r"'params': .* of type int"):
         jct.save(tmp_path / "c", {"params": {10**5000: 1}})
     jct.save(tmp_path / "c", {10**4000: 1})
     assert jct.load(tmp_path / "c") == {10**4000: 1}
