@@ -31,10 +31,7 @@ _iinfo: Any = jnp.iinfo
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where one array goes: the distinct boxes to read, and for every device the number of its box.
-
-    Without devices, the array stays on the host, or goes to the default device.
-    """
+    """Where one array goes: the distinct boxes to read, and for every device the number of its box (none: default)."""
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding | None
@@ -82,10 +79,7 @@ class ArrayLoad(NamedTuple):
 
 
 class Placer:
-    """Makes the values of one load from boxes as they arrive, by leaf path.
-
-    `budget` counts converted arrays on their way to accelerators.
-    """
+    """Makes the values of one load from boxes as they arrive; `budget` counts what it converts for accelerators."""
 
     def __init__(self, loads: Sequence[ArrayLoad], values: dict[str, Any], budget: ReadBudget) -> None:
         self._loads, self._values, self._budget = loads, values, budget
@@ -136,8 +130,7 @@ def _typed(each: ArrayLoad, array: jax.Array) -> jax.Array:
 def _find_fast_put() -> Callable[..., jax.Array] | None:
     """Find JAX's internal call that makes an array from one host buffer per device; None where it has changed.
 
-    Of the public functions, only `device_put` with `make_array_from_single_device_arrays` does the same, in ten times
-    the time for a small array, because each array passes through shape inference and checks again. See ADR 009.
+    The public functions that do the same take ten times as long for a small array. See ADR 009.
     """
     try:
         from jax._src.interpreters import pxla
@@ -255,15 +248,9 @@ def weakly_typed(name: str, array: jax.Array) -> jax.Array:
         devices = [shard.device for shard in array.addressable_shards]
         return _fast_put(array.aval.update(weak_type=True), array.sharding, shards, devices, array.committed)
     # A weakly typed array keeps its weak type when its elements are replaced.
-    zero = array.dtype.type(0).item()
-    weak = jnp.broadcast_to(jnp.asarray(zero), array.shape)
+    weak = jnp.broadcast_to(jnp.asarray(array.dtype.type(0).item()), array.shape)
     if weak.dtype != array.dtype or not array.is_fully_addressable:
-        _log.warning(
-            "leaf %r: saved weakly typed, loaded strongly typed, because this version of JAX cannot make a weakly "
-            "typed %s array with its sharding; computations with it may get another dtype than before",
-            name,
-            array.dtype,
-        )
+        _log.warning("leaf %r: saved weakly typed, but this JAX can only make it strongly typed", name)
         return array
     made: jax.Array = weak.at[...].set(array)
     return jax.device_put(made, array.sharding) if array.committed else made
@@ -324,8 +311,7 @@ def _on_devices(request: LeafRequest, array: np.ndarray) -> jax.Array:
 def converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Convert an array to another dtype or byte order, in new memory; floats are rounded.
 
-    Raises:
-        MismatchError: an integer would change, or a finite float would become infinite or nan.
+    Raises MismatchError if an integer would change, or a finite float would become infinite or nan.
     """
     result = empty_array(array.shape, dtype)
     with np.errstate(all="ignore"):
@@ -355,10 +341,9 @@ def _check_survival(name: str, array: np.ndarray, result: np.ndarray) -> None:
     parts = ((array[at : at + COMPARED_AT_ONCE], result[at : at + COMPARED_AT_ONCE]) for at in pieces)
     if all(have_survived(old, new) for old, new in parts):
         return
-    every = "every integer from " if not is_inexact and jnp.issubdtype(wanted, jnp.inexact) else ""
     raise MismatchError(
-        f"leaf {name!r}: cast=True, but {wanted} does not hold all values of the saved {saved}: found "
-        f"{_range_of_values(array)}, {wanted} holds {every}{least} to {most}; give the target a wider dtype"
+        f"leaf {name!r}: cast=True, but {wanted} does not hold all values of the saved {saved}; give the target a "
+        "wider dtype"
     )
 
 
@@ -397,13 +382,3 @@ def _plain_integers(array: np.ndarray) -> np.ndarray:
     """Convert ml_dtypes' integers and booleans to int8, which compares faster; return others unchanged."""
     is_plain = array.dtype.kind in "iu" or jnp.issubdtype(array.dtype, jnp.inexact)
     return array if is_plain else array.astype(np.int8)
-
-
-def _range_of_values(array: np.ndarray) -> str:
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        array = np.abs(array)
-    if jnp.issubdtype(array.dtype, jnp.inexact):
-        array = array[np.isfinite(array)].astype(np.float64)
-    else:
-        array = _plain_integers(array)
-    return f"{array.min()} to {array.max()}"

@@ -86,14 +86,11 @@ class LoadOptions:
     has_types: bool = True  # whether weak types and Python numbers are recorded; most other tools do not
 
     def __post_init__(self) -> None:
-        if self.rename is not None and not isinstance(self.rename, Mapping):
-            raise SettingsError(
-                f'rename: expected a mapping such as {{"old/**": "new/**"}}, found {shown(self.rename)}'
-            )
-        pairs: Any = (self.rename or {}).items()
-        for old, new in pairs:
-            if not (isinstance(old, str) and isinstance(new, str)):
-                raise SettingsError(f"rename: expected leaf paths as text, found {shown(old)}: {shown(new)}")
+        rename: Any = {} if self.rename is None else self.rename
+        if not isinstance(rename, Mapping) or not all(
+            isinstance(path, str) for pair in rename.items() for path in pair
+        ):
+            raise SettingsError(f'rename: expected a mapping such as {{"old/**": "new/**"}}, found {shown(rename)}')
         refuse_too_deep("shardings", self.shardings)
         if self.missing not in ("error", "keep"):
             raise SettingsError(f'missing: expected "error" or "keep", found {self.missing!r}')
@@ -122,10 +119,7 @@ class JobLoads:
 
     @contextlib.contextmanager
     def sharing_errors(self) -> Iterator[None]:
-        """Propagate an error within to the other processes, some of which may be waiting for this one.
-
-        They may know the error already: after a common failure, one process may retry where another gives up.
-        """
+        """Propagate an error within to the other processes, some of which may be waiting for this one."""
         try:
             yield
         except BaseException as error:
@@ -149,10 +143,7 @@ class TreeRestore:
     def load(self, like: Any, options: LoadOptions, progress: ReadProgress | None, loads: JobLoads) -> Any:
         """Load the stored leaves in the structure of `like`, or rebuild the tree for None.
 
-        Raises:
-            MismatchError: before anything is read; lists every difference between the checkpoint and `like`.
-            CorruptCheckpointError: bytes are not what was saved.
-            CheckpointTimeoutError, OtherProcessError: another process does not take part, or loads something else.
+        Raises MismatchError before anything is read, with every difference between the checkpoint and `like`.
         """
         with jax.transfer_guard_host_to_device("allow"):  # the caller's guard concerns implicit transfers of training
             if like is None:
@@ -183,7 +174,7 @@ class TreeRestore:
         asked = {name: leaf_request(name, leaf, given(name)) for name, leaf in leaves.items() if selected(name)}
         loads.expect(request.sharding for request in asked.values())
         saved_names = {new: old for old, new in names.items()}
-        kept = None
+        kept = set[str]()
         if options.missing == "keep":
             kept = {name for name, leaf in leaves.items() if not isinstance(leaf, jax.ShapeDtypeStruct)}
         comparison = Comparison(
@@ -380,10 +371,7 @@ def rebuild(record: TreeRecord, leaves: Mapping[str, Any], subject: str) -> Any:
     """Build nested containers with the given leaves; a NamedTuple or object becomes a dict of its fields.
 
     Leaves of the record that are not given are left out, and so are containers without any given leaf; in a list or
-    tuple, PLACEHOLDER keeps their position.
-
-    Raises:
-        CorruptCheckpointError: the paths contradict each other, or no save writes such paths.
+    tuple, PLACEHOLDER keeps their position. Raises CorruptCheckpointError if no save writes such paths.
     """
     root: dict[str, Any] = {}
     for name in record.leaves:

@@ -39,7 +39,6 @@ from jaxckpt_train.pytree.leaves import (
     leaf_filter,
     python_value,
     shape_text,
-    similar_names,
     suggestion,
 )
 from jaxckpt_train.store.manifest import ArrayRecord
@@ -52,6 +51,11 @@ _PYTHON = (bool, int, float, complex, str, bytes)
 _DEFAULT_DTYPES = {BoolLeaf: "bool", IntLeaf: "int64", FloatLeaf: "float64", ComplexLeaf: "complex128"}
 _ABSTRACT = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
 _CASTS = tuple(_ABSTRACT)  # `cast=True` converts within a kind of number, or to a later one
+_ADVICE = (
+    "If the model has changed, load the part that fits with options of `jaxckpt_train.load` (and save that) or with "
+    '`init_from`: only= selects the leaves to load; missing="keep" keeps arrays (not ShapeDtypeStructs) of the target '
+    "that are not in the checkpoint; rename= gives saved leaves other paths; transforms= changes shapes"
+)
 
 
 def is_format(value: object) -> bool:
@@ -65,10 +69,7 @@ def with_layout(sharding: Any, asked: object) -> Any:
 
 
 def in_format_of(target: Any, value: Any) -> Any:
-    """Put a restored array into the layout of its target: a function compiled for that layout accepts no other.
-
-    A load uses the default layout of the device, which is nearly always the layout of the target too.
-    """
+    """Put a restored array into the layout of its target: a function compiled for that layout accepts no other."""
     if value is target or not isinstance(value, jax.Array) or value.ndim < 2 or is_key_array(value):
         return value
     if not value.sharding.addressable_devices:  # the array lies on another process, where JAX knows no layout
@@ -88,16 +89,10 @@ def _order(found: Any) -> Any:
 
 
 class LeafRequest(NamedTuple):
-    """The required form of a leaf.
+    """The required form of a leaf. A weakly typed leaf of a target accepts any dtype.
 
-    Attributes:
-        form: "jax", "numpy", "scalar" (numpy scalar), "key", "python", "none", "empty" or "skip".
-        shape: of the array or key array.
-        dtype: of the array.
-        sharding: of a JAX array; None: uncommitted, on the default device.
-        impl: of a key array.
-        python: type of a Python value.
-        weak: JAX's weak type. A weakly typed leaf of a target accepts any dtype.
+    `form` "scalar": numpy scalar; `sharding` None: uncommitted, on the default device; `impl`: of a key array;
+    `python`: type of a Python value.
     """
 
     form: Literal["jax", "numpy", "scalar", "key", "python", "none", "empty", "skip"]
@@ -162,11 +157,10 @@ def request_without_target(
     """Return what a leaf becomes without a target: itself, on the host, or on devices if a sharding is given."""
     place = concrete_sharding(name, sharding)
     if isinstance(saved, ArrayLeaf) and array is not None:
+        dtype = _own_dtype(saved, array)
         if place is not None and saved.host == "jax":
-            return LeafRequest("jax", array.shape, _own_dtype(saved, array), place, weak=saved.weak)
-        return LeafRequest(
-            "scalar" if saved.host == "scalar" else "numpy", array.shape, _own_dtype(saved, array), place
-        )
+            return LeafRequest("jax", array.shape, dtype, place, weak=saved.weak)
+        return LeafRequest("scalar" if saved.host == "scalar" else "numpy", array.shape, dtype, place)
     if isinstance(saved, KeyLeaf) and array is not None:
         return LeafRequest("key", array.shape[:-1], sharding=place, impl=saved.impl)
     return LeafRequest("empty" if isinstance(saved, EmptyLeaf) else "python")
@@ -177,9 +171,8 @@ def resolve_request(
 ) -> LeafRequest:
     """Combine target and checkpoint: form, shape and placement of the target, dtype and weak type of the checkpoint.
 
-    A weakly typed array and a Python number in a target accept any dtype. An explicit dtype of the target is kept: the
-    comparison then refuses the leaf, or `cast=True` converts it. `has_types`: whether the checkpoint records weak types
-    and Python numbers; those of other tools do not.
+    A weakly typed array and a Python number in a target accept any dtype; an explicit dtype of the target is kept.
+    `has_types`: whether the checkpoint records weak types and Python numbers; those of other tools do not.
     """
     if isinstance(saved, ArrayLeaf):
         if request.form == "jax" and not request.weak and not saved.weak:
@@ -284,32 +277,21 @@ def shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding |
     return find
 
 
-def requested_shardings(like: Any, only: Only, shardings: Any) -> Iterator[jax.sharding.Sharding]:
+def requested_shardings(like: Any, only: Only, shardings: Any) -> Iterator[jax.sharding.Sharding | None]:
     """Find the shardings that a load with these arguments asks for, as far as known before the checkpoint is opened.
 
-    A leaf that is in error is skipped; the load itself reports it.
+    What is in error is skipped; the load itself reports it.
     """
-    try:
+    with contextlib.suppress(CheckpointError):
         given, selected = shardings_by_name(shardings), leaf_filter(only)
-        flat = flatten(shardings if like is None else like)
-    except CheckpointError:  # the load will raise it
-        with contextlib.suppress(TypeError, ValueError):
-            yield from _shardings_in(jax.tree_util.tree_leaves((like, shardings)))
-        return
-    if like is None:  # the leaves are not known
-        yield from _shardings_in(flat.leaves)
-        return
-    for name, leaf in zip(flat.names, flat.leaves, strict=True):
-        if selected(name):
-            with contextlib.suppress(CheckpointError):
-                yield from _shardings_in([leaf_request(name, leaf, given(name)).sharding])
-
-
-def _shardings_in(found: Iterable[Any]) -> Iterator[jax.sharding.Sharding]:
-    for each in found:
-        sharding = each if isinstance(each, jax.sharding.Sharding) else getattr(each, "sharding", None)
-        if isinstance(sharding, jax.sharding.Sharding):
-            yield sharding
+        if like is None:  # the leaves are not known
+            yield from (leaf for leaf in flatten(shardings).leaves if isinstance(leaf, jax.sharding.Sharding))
+            return
+        flat = flatten(like)
+        for name, leaf in zip(flat.names, flat.leaves, strict=True):
+            if selected(name):
+                with contextlib.suppress(CheckpointError):
+                    yield leaf_request(name, leaf, given(name)).sharding
 
 
 def leaf_difference(
@@ -416,8 +398,7 @@ def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]
 class Comparison:
     """Compares a stored tree with the leaves of a target, and collects the differences.
 
-    `arrays`: those of the tree, by leaf path; `cast`, `has_types`: as for `load` and `resolve_request`; `kept`: leaves
-    of the target that may be missing in the checkpoint; None: none may.
+    `kept`: leaves of the target that may be missing in the checkpoint; the other options as in `LoadOptions`.
     """
 
     def __init__(
@@ -428,94 +409,57 @@ class Comparison:
         *,
         cast: bool = False,
         has_types: bool = True,
-        kept: Collection[str] | None = None,
+        kept: Collection[str] = (),
     ) -> None:
         self._subject, self._record, self._arrays = subject, record, arrays
         self._cast, self._has_types, self._kept = cast, has_types, kept
         self.lines = list[str]()
-        self._hints = set[str]()
 
     def requests(self, asked: Mapping[str, LeafRequest], saved_names: Mapping[str, str]) -> dict[str, LeafRequest]:
-        """Compare the leaves that a target asks for; return what each of those in the checkpoint must become.
-
-        `saved_names`: stored leaf paths by their paths in the target.
-        """
+        """Compare the leaves that a target asks for; return what each of those in the checkpoint must become."""
         found = dict[str, LeafRequest]()
         for name, wanted in asked.items():
             if wanted.form == "skip":
                 continue
             if name not in saved_names:
-                if self._kept is None or name not in self._kept:
-                    self._add(f"leaf {name!r}: not in the checkpoint, wanted {wanted}", "missing")
+                if name not in self._kept:
+                    self.lines.append(f"leaf {name!r}: not in the checkpoint, wanted {wanted}")
                 continue
             saved = self._record.leaves[saved_names[name]]
             array = self._arrays.get(saved_names[name])
             found[name] = request = resolve_request(wanted, saved, array, has_types=self._has_types)
             line = leaf_difference(name, saved, array, request, cast=self._cast)
             if line is None and request.dtype is not None and not isinstance(saved, STORED):
-                line = self._inexact_number(name, saved, request, is_rounded=wanted.weak)
+                value = python_value(name, saved, self._subject)
+                is_rounded = wanted.weak and isinstance(value, (float, complex))  # as JAX does
+                if (rounded_array if is_rounded else exact_array)(value, request.dtype) is None:
+                    line = f"leaf {name!r}: saved {describe_saved(saved, None)}, wanted {request}, which cannot hold it"
             if line is not None:
-                other_shape = array is not None and request.form in ("jax", "numpy") and array.shape != request.shape
-                self._add(line, "shape" if other_shape else "other")
+                self.lines.append(line)
         return found
-
-    def _inexact_number(self, name: str, saved: LeafRecord, request: LeafRequest, *, is_rounded: bool) -> str | None:
-        """Describe a Python number that the wanted dtype does not hold; weakly typed ones are rounded, as JAX does."""
-        assert request.dtype is not None
-        value = python_value(name, saved, self._subject)
-        convert = rounded_array if is_rounded and isinstance(value, (float, complex)) else exact_array
-        if convert(value, request.dtype) is not None:
-            return None
-        found = f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 128 else repr(value)
-        return (
-            f"leaf {name!r}: saved Python {type(value).__name__} {found}, wanted {request}, which does not hold it "
-            "exactly"
-        )
 
     def unexpected(
         self, names: Iterable[str], saved_names: Mapping[str, str], target: Collection[str], skipped: Iterable[str]
     ) -> None:
         """Add those of the saved leaves `names` that neither are in the target nor below a leaf that it skips."""
         above = tuple("" if name == ROOT else f"{name}/" for name in skipped)
-        free = [name for name in target if name not in saved_names]
         for name in names:
-            if name in target or name.startswith(above):
-                continue
-            near = similar_names(name, free) if len(self.lines) < SHOWN_DIFFERENCES else []  # later lines are not shown
-            there = f", which has {', '.join(map(repr, near))}" if near else ""
-            saved = saved_names[name]
-            described = describe_saved(self._record.leaves[saved], self._arrays.get(saved))
-            self._add(f"leaf {name!r}: saved {described}, not in the target{there}", "unexpected")
+            if name not in target and not name.startswith(above):
+                saved = saved_names[name]
+                described = describe_saved(self._record.leaves[saved], self._arrays.get(saved))
+                self.lines.append(f"leaf {name!r}: saved {described}, not in the target")
 
     def moved(self, path: str, saved: str, found: str) -> None:
         """Add a node without keys whose static data names the children in another order."""
-        self._add(
+        self.lines.append(
             f"node {path!r}: saved with the static data {shortened(saved)}, the target has {shortened(found)}; "
-            "its values would be exchanged, because the type is registered without keys",
-            "moved",
+            "its values would be exchanged, because the type is registered without keys; "
+            'rename={"node/0/**": "node/1/**", ...} assigns each saved position its new one'
         )
-
-    def _add(self, line: str, hint: str) -> None:
-        self.lines.append(line)
-        self._hints.add(hint)
 
     def raise_all(self) -> None:
         """Raise one MismatchError for all differences, if there are any."""
-        hints = {
-            "missing": 'missing="keep" keeps leaves of the target that are not in the checkpoint'
-            if self._kept is None
-            else 'missing="keep" needs arrays in the target where the checkpoint has none, not ShapeDtypeStructs',
-            "missing unexpected": "rename= gives saved leaves other paths",
-            "moved": 'rename={"node/0/**": "node/1/**", ...} assigns each saved position its new one',
-            "shape": "transforms= changes shapes (pad, truncate, reshape, transpose, ...)",
-            "unexpected shape other": "only= selects the leaves to load",
-        }
-        raise_differences(
-            self._subject,
-            self.lines,
-            "If the model has changed, load the part that fits with options of `jaxckpt_train.load` (and save that) or "
-            f"with `init_from`: {'; '.join(hint for when, hint in hints.items() if self._hints & {*when.split()})}",
-        )
+        raise_differences(self._subject, self.lines, _ADVICE)
 
 
 def raise_differences(subject: str, lines: Sequence[str], advice: str = "") -> None:

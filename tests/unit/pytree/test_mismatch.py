@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +88,9 @@ def test_one_error_lists_every_difference_before_reading(tmp_path: Path) -> None
         "leaf 'key': saved key<threefry2x32>[], wanted uint32[2]",
         "leaf 'raw': saved uint32[2], wanted key<threefry2x32>[]",
         "leaf 'text': saved Python str, wanted Python int",
-        "leaf 'inexact': saved Python float 0.1, wanted float32[], which does not hold it exactly",
-        "leaf 'huge': saved Python int 1180591620717411303424, wanted int32[], which does not hold it exactly",
-        "leaf 'empty': saved an empty container, not in the target, which has 'empty/0'",
+        "leaf 'inexact': saved Python float, wanted float32[], which cannot hold it",
+        "leaf 'huge': saved Python int, wanted int32[], which cannot hold it",
+        "leaf 'empty': saved an empty container, not in the target",
         "leaf 'empty/0': not in the checkpoint, wanted Python int",
     }
     assert all(line in str(caught.value) for line in caught.value.differences)
@@ -138,12 +137,12 @@ def test_numbers_and_0_d_arrays_fit_without_loss(saved: Any, like: Any, expected
 
 
 REFUSED: list[tuple[Any, Any, str]] = [
-    (0.1, S((), F32), "float 0.1, wanted float32.., which does not hold it exactly"),
-    (1e300, S((), jnp.float16), "float 1e.300, wanted float16.., which does not hold it exactly"),
-    (300, np.zeros((), np.uint8), "int 300, wanted uint8.., which does not hold it exactly"),
-    (-1, np.uint32(0), "int -1, wanted uint32.., which does not hold it exactly"),
-    (8, S((), jnp.int4), "int 8, wanted int4.., which does not hold it exactly"),
-    (10**5000, S((), I32), "int of 16610 bits, wanted int32.., which does not hold it exactly"),
+    (0.1, S((), F32), "float, wanted float32.., which cannot hold it"),
+    (1e300, S((), jnp.float16), "float, wanted float16.., which cannot hold it"),
+    (300, np.zeros((), np.uint8), "int, wanted uint8.., which cannot hold it"),
+    (-1, np.uint32(0), "int, wanted uint32.., which cannot hold it"),
+    (8, S((), jnp.int4), "int, wanted int4.., which cannot hold it"),
+    (10**5000, S((), I32), "int, wanted int32.., which cannot hold it"),
     (2**70, S((), F32), "saved Python int, wanted float32"),
     (3, S((), F32), "saved Python int, wanted float32"),
     (3.0, S((), I32), "saved Python float, wanted int32"),
@@ -153,8 +152,8 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (1, 1.0, "saved Python int, wanted Python float"),
     ("1", b"1", "saved Python str, wanted Python bytes"),
     ("text", S((), F32), "saved Python str, wanted float32"),
-    (10**300, jnp.asarray(0.0), "which does not hold it exactly"),
-    (1e300, jnp.asarray(0.0), "float 1e.300, wanted float32.., which does not hold it exactly"),
+    (10**300, jnp.asarray(0.0), "which cannot hold it"),
+    (1e300, jnp.asarray(0.0), "float, wanted float32.., which cannot hold it"),
     (jnp.float32(3), "0", "saved float32.., wanted Python str"),
     (jnp.arange(1), 0, r"saved int32\[1\], wanted Python int"),
     (jnp.int32(1), True, "saved int32.., wanted Python bool"),
@@ -238,36 +237,31 @@ def test_cast_of_integers_keeps_every_value_or_fails(values: list[int], dtype: A
 
 
 F8, F4 = jnp.float8_e4m3fn, jnp.float4_e2m1fn
-LOST: list[tuple[Any, Any, str]] = [
-    (np.array([0, 2049]), np.float16, "found 0 to 2049, float16 holds every integer from -2048 to 2048"),
-    (np.array([257], np.int32), BF16, "found 257 to 257, bfloat16 holds every integer from -256 to 256"),
-    (np.array([2**24 + 1]), np.float32, "found 16777217 to 16777217, float32 holds every integer"),
-    (np.array([-(2**53) - 1]), np.float64, "found -9007199254740993 to -9007199254740993, float64"),
-    (np.array([2**63 - 1]), np.float64, "found 9223372036854775807 to 9223372036854775807, float64"),
-    (np.array([2**64 - 1], np.uint64), np.float32, "found 18446744073709551615 to"),
-    (np.array([2**24 + 1]), np.complex64, "complex64 holds every integer"),
-    (np.array([200], np.uint8), np.int8, "found 200 to 200, int8 holds -128 to 127"),
-    (np.array([1, 1e30], np.float32), np.float16, "found 1.0 to 1.*e.30, float16 holds -65504.0 to 65504.0"),
-    (np.array([-3.4e38, np.nan], np.float32), BF16, "found -3.*e.38 to -3.*e.38, bfloat16"),
-    (np.array([1e39]), np.float32, "found 1e.39 to 1e.39, float32"),
-    (np.array([1e39j]), np.complex64, "complex64"),
-    (np.array([500], np.float32), F8, "float8_e4m3fn holds -448.0 to 448.0"),
-    (np.array([100], np.float32), F4, "float4_e2m1fn holds -6.0 to 6.0"),
+LOST: list[tuple[Any, Any]] = [
+    (np.array([0, 2049]), np.float16),
+    (np.array([257], np.int32), BF16),
+    (np.array([2**24 + 1]), np.float32),
+    (np.array([-(2**53) - 1]), np.float64),
+    (np.array([2**63 - 1]), np.float64),
+    (np.array([2**64 - 1], np.uint64), np.float32),
+    (np.array([2**24 + 1]), np.complex64),
+    (np.array([200], np.uint8), np.int8),
+    (np.array([1, 1e30], np.float32), np.float16),
+    (np.array([-3.4e38, np.nan], np.float32), BF16),
+    (np.array([1e39]), np.float32),
+    (np.array([1e39j]), np.complex64),
+    (np.array([500], np.float32), F8),
+    (np.array([100], np.float32), F4),
 ]
 
 
-@pytest.mark.parametrize(("saved", "dtype", "reason"), LOST, ids=[f"{c[0]} {np.dtype(c[1])}" for c in LOST])
+@pytest.mark.parametrize(("saved", "dtype"), LOST, ids=[f"{c[0]} {np.dtype(c[1])}" for c in LOST])
 @pytest.mark.parametrize("before", [0, 1 << 18], ids=["first", "later"])
-def test_cast_refuses_values_that_do_not_survive(
-    saved: np.ndarray, dtype: Any, reason: str, before: int, tmp_path: Path
-) -> None:
+def test_cast_refuses_values_that_do_not_survive(saved: np.ndarray, dtype: Any, before: int, tmp_path: Path) -> None:
     array = np.concatenate([np.full(before, saved.dtype.type(0)), saved])
     jct.save(tmp_path / "c", {"x": array}, settings=jct.StoreSettings(durability="none"))
-    target = {"x": np.zeros(array.shape, dtype)}
-    with pytest.raises(jct.MismatchError, match="leaf 'x': cast=True") as caught:
-        jct.load(tmp_path / "c", target, cast=True)
-    if not before:
-        assert re.search(reason, str(caught.value))
+    with pytest.raises(jct.MismatchError, match="leaf 'x': cast=True"):
+        jct.load(tmp_path / "c", {"x": np.zeros(array.shape, dtype)}, cast=True)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, BF16, np.complex64, F8], ids=str)
@@ -315,39 +309,6 @@ def message_of(path: Path, like: Any, **options: Any) -> str:
     with pytest.raises(jct.MismatchError) as caught:
         jct.load(path, like, **options)
     return str(caught.value)
-
-
-def test_missing_leaf_error_suggests_similar_paths(tmp_path: Path) -> None:
-    path = saved_without_data(tmp_path / "c", {"hidden": {"kernel": np.ones(3)}, "embedding": np.ones(2), "x": 1})
-    state = {"hidden": {"kernel": np.ones(3)}, "embeddings": np.ones(2)}
-    like = ({"x": 1, **state}, {"opt_state": {"mu": state}})
-    lines = message_of(path, like, only="hidden/**").splitlines()
-    assert lines[1] == (
-        "  leaf 'hidden/kernel': saved float64[3], not in the target, which has '0/hidden/kernel', "
-        "'1/opt_state/mu/hidden/kernel'"
-    )
-    message = message_of(path, state, only="emb*")
-    assert "leaf 'embedding': saved float64[2], not in the target, which has 'embeddings'" in message
-    assert message_of(path, state, only="x").splitlines()[1].endswith("saved Python int, not in the target")
-
-
-def test_error_gives_only_helpful_hints(tmp_path: Path) -> None:
-    path = saved_without_data(tmp_path / "c", {"a": np.ones(3), "b": np.ones(2)})
-    keeps, shapes, leaves_out = (
-        'missing="keep" keeps leaves of',
-        "transforms= changes shapes (pad,",
-        "only= selects",
-    )
-    lacking = message_of(path, {"a": np.ones(3), "b": np.ones(2), "c": 1})
-    assert (keeps in lacking, shapes in lacking, leaves_out in lacking) == (True, False, False)
-    larger = message_of(path, {"a": np.ones(4), "b": np.ones(2), "c": 1}, missing="keep")
-    assert (keeps in larger, shapes in larger, leaves_out in larger) == (False, True, True)
-    assert "`init_from`" in larger
-    without_value = message_of(path, {"a": np.ones(3), "b": np.ones(2), "c": S((1,), F32)}, missing="keep")
-    assert keeps not in without_value
-    assert "not ShapeDtypeStructs" in without_value
-    cast = message_of(path, {"a": np.ones(3, np.int32), "b": np.ones(2)})
-    assert (keeps in cast, shapes in cast, leaves_out in cast) == (False, False, True)
 
 
 def test_escapes_in_paths_are_explained(tmp_path: Path) -> None:
