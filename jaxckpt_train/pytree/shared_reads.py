@@ -48,7 +48,6 @@ from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.read_plan import is_read_by_bands, parts_bytes
 from jaxckpt_train.store.reader import ReadBox, ReadProgress
 
-_DIFFERS = b"differs"
 LEAST_WINDOW_BYTES = 16 * LEAST_ROW_BYTES
 # An array goes to all processes if they need less than this each: taking it apart would take longer.
 LEAST_NEED_BYTES = 16 << 10
@@ -63,10 +62,9 @@ Redistribution = AllGather | AllToAll
 class ReadSelection(NamedTuple):
     """How the processes of a job read what several of them need.
 
-    Attributes:
-        shared: the arrays of which each process reads a part.
-        cached: numbers of the arrays that each process reads alone, but through the page cache of their machine.
-        memory: in which the processes see each other's parts; must be closed. None: the parts go over devices.
+    `shared`: arrays of which each process reads a part. `cached`: numbers of arrays that each reads alone, through the
+    page cache of their machine. `memory`: to be closed; the processes see each other's parts there; None: devices
+    move them.
     """
 
     shared: Sequence[SharedArray] = ()
@@ -118,17 +116,14 @@ def _requirements(shape: tuple[int, ...], sharding: jax.sharding.Sharding, proce
 
 
 class RepeatedReads:
-    """Computes how much a job reads if every process reads what it needs itself, in whole digest blocks."""
+    """Computes how much a job reads if every process reads each digest block of which it needs a part itself."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._known: dict[object, int] = {}  # arrays that are stored and needed in the same way are computed once
 
     def job_bytes(self, array: ArrayRecord, needs: Requirements) -> int:
-        """Return the bytes that all processes read together, if each reads every block of which it needs a part.
-
-        The result is never too small; where boxes of one process share blocks, it may be too large.
-        """
+        """Return an upper bound of the bytes, which is exact unless boxes of one process share blocks."""
         places = tuple((chunk.box, is_read_by_bands(chunk)) for chunk in array.chunks)
         key = needs, places, array.dtype
         found = self._known.get(key)
@@ -226,35 +221,18 @@ class _LoadSummary(msgspec.Struct, array_like=True):
 def _merge_summaries(values: Sequence[bytes]) -> bytes:
     found = [msgspec.msgpack.decode(value, type=_LoadSummary) for value in values]
     for process, each in enumerate(found):
-        if each.sha256 != found[0].sha256 and each.directory == found[0].directory:
-            raise OtherProcessError(
-                f"{each.directory}: process {process} has opened another checkpoint than process 0 at this path: "
-                "either the checkpoint was replaced meanwhile (load it again), or the path is not on storage that all "
-                "processes share"
-            )
         if each.sha256 != found[0].sha256:
             raise OtherProcessError(
                 f"process {process} loads {each.directory}, but process 0 loads {found[0].directory}, which is another "
-                "checkpoint; all processes of a job must load the same, in the same order"
+                "checkpoint there (replaced meanwhile, or not on shared storage); all processes of a job must load the "
+                "same, in the same order"
             )
-    if any(each.leaves != found[0].leaves for each in found):
-        return _DIFFERS
+        if each.leaves != found[0].leaves:
+            raise OtherProcessError(
+                f"{each.directory}: process {process} and process 0 load other leaves, or onto other devices, or in "
+                "another order; all processes of a job must load the same"
+            )
     return b"%d" % min(each.budget_bytes for each in found)
-
-
-def _raise_difference(values: Sequence[bytes]) -> bytes:
-    found = [dict(msgspec.msgpack.decode(value, type=list[tuple[str, str]])) for value in values]
-    for name in {name: None for each in found for name in each}:
-        for process, each in enumerate(found):
-            if each.get(name) != found[0].get(name):
-                raise OtherProcessError(
-                    f"leaf {name!r}: process {process} and process 0 do not both load it, or onto other devices; all "
-                    "processes of a job must load the same"
-                )
-    raise OtherProcessError(
-        "the processes load the same leaves in different orders; all processes of a job must load the same, in the "
-        "same order"
-    )
 
 
 def _digest(found: object) -> str:
@@ -286,14 +264,10 @@ class JointRead:
     def run(
         self, shared: Sequence[SharedArray], take: Callable[[ReadBox], None], rest: Callable[[ReadProgress], None]
     ) -> None:
-        """Read and move the shared arrays, then do the rest of the load.
+        """Read and move the shared arrays, then do the rest of the load; an error in one process is raised in all.
 
-        Args:
-            shared: the arrays, the same in all processes.
-            take: called with each box that this process needs, under the number of its array.
-            rest: reads what each process needs for itself; gets the function to call with its progress.
-
-        An error in one process is raised in all.
+        `take` is called with each box that this process needs; `rest` reads what each process needs for itself, and
+        gets the function to call with its progress.
         """
         with contextlib.nullcontext() if self._memory is None else contextlib.closing(self._memory):
             self._budget_bytes = self._check_same_load(shared)
@@ -310,11 +284,8 @@ class JointRead:
         digests = {id(each.needs): _digest(each.needs) for each in shared}  # most arrays share theirs
         leaves = [(each.array.name, digests[id(each.needs)]) for each in shared]
         summary = _LoadSummary(directory, self._committed.manifest_sha256, _digest(leaves), self._budget_bytes)
-        doing = f"starting to load {directory}"
-        result = self._run_in_all(doing, lambda: msgspec.msgpack.encode(summary), _merge_summaries)
-        if result == _DIFFERS:
-            self._run_in_all(doing, lambda: msgspec.msgpack.encode(leaves), _raise_difference)
-        return int(result)
+        encoded = functools.partial(msgspec.msgpack.encode, summary)
+        return int(self._run_in_all(f"starting to load {directory}", encoded, _merge_summaries))
 
     def _read_in_shared_memory(
         self,
@@ -407,18 +378,15 @@ class JointRead:
         """Read the next window of this process; wait until all have theirs and the last transfer is over."""
         start, stop = redistribution.window(number) if number < redistribution.windows else (0, 0)
         window = aligned_buffer(stop - start) if stop else None
-        self._run_in_all(
-            f"loading {self._subject}", functools.partial(self._fill_and_wait, reader, window, start, stop, in_transit)
-        )
-        return window
 
-    def _fill_and_wait(
-        self, reader: ShardReader, window: np.ndarray | None, start: int, stop: int, in_transit: Transfer | None
-    ) -> None:
-        if window is not None:
-            reader.fill(window, start, stop)
-        if in_transit is not None:
-            self._wait_for(in_transit)
+        def fill_and_wait() -> None:
+            if window is not None:
+                reader.fill(window, start, stop)
+            if in_transit is not None:
+                self._wait_for(in_transit)
+
+        self._run_in_all(f"loading {self._subject}", fill_and_wait)
+        return window
 
     def _wait_for(self, transfer: Transfer) -> None:
         """Wait until a transfer is over, with heartbeats, because another process may be the one that is stopped."""
@@ -450,10 +418,9 @@ class JointRead:
 
 
 class _OneShot:
-    """The contribution of this process to an exchange.
+    """The contribution of this process to an exchange, which drops its function when it is called.
 
     A plain closure would stay in the frames of an error, even when those are cleared, and with it all that is loaded.
-    This object drops its function when it is called.
     """
 
     def __init__(self, act: Callable[[], bytes | None]) -> None:

@@ -194,7 +194,7 @@ def refuse(done: int) -> None:
     ("kind", "error", "text"),
     [
         ("checkpoint", "OtherProcessError", "which is another checkpoint"),
-        ("sharding", "OtherProcessError", "leaf 'a': process"),
+        ("sharding", "OtherProcessError", "or onto other devices"),
         ("refusal", "SettingsError", "no more of it"),
         ("memory", "OtherProcessError", "MemoryError: there is none"),
     ],
@@ -296,5 +296,5 @@ def test_other_checkpoint_of_same_name_is_detected(tmp_path: Path, job_of: JobOf
     job = job_of(4, 1)
     for answer in job.call(load_here, str(tmp_path), 2):
         assert answer.get("error") == "OtherProcessError", answer
-        assert "/proc/self/cwd/c: process 2 " in answer["text"]
+        assert "process 2 loads /proc/self/cwd/c" in answer["text"]
     assert all("digest" in answer for answer in job.call(load_here, str(tmp_path), -1))

@@ -7,13 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxckpt_train.errors import OtherProcessError
 from jaxckpt_train.pytree.redistribution import (
     Assembly,
     ShardReader,
@@ -23,7 +21,7 @@ from jaxckpt_train.pytree.redistribution import (
     pack,
     row_bytes,
 )
-from jaxckpt_train.pytree.shared_reads import RepeatedReads, _raise_difference
+from jaxckpt_train.pytree.shared_reads import RepeatedReads
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import read_plan
 from jaxckpt_train.store.boxes import Box, box_shape, full_box
@@ -225,10 +223,3 @@ def test_blocks_shared_by_boxes_are_counted_once() -> None:
     assert RepeatedReads(BLOCK).job_bytes(array, (columns[:4], columns[4:])) == 2 * whole
     rows = tuple(((start, start + 16), (0, 64)) for start in range(0, 64, 16))
     assert RepeatedReads(BLOCK).job_bytes(array, tuple((row,) for row in rows)) == whole
-
-
-@pytest.mark.parametrize(("other", "named"), [([["a", "2"], ["b", "1"]], "'a'"), ([["b", "1"], ["a", "1"]], "orders")])
-def test_processes_that_load_differently_are_refused(other: list[list[str]], named: str) -> None:
-    found = [msgspec.msgpack.encode(each) for each in ([["a", "1"], ["b", "1"]], other)]
-    with pytest.raises(OtherProcessError, match=named):
-        _raise_difference(found)
