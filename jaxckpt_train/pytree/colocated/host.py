@@ -13,14 +13,14 @@ import itertools
 import os
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import msgspec
 import numpy as np
 
 from jaxckpt_train.distributed.rendezvous import encode_error
-from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
+from jaxckpt_train.errors import CheckpointError, NotACheckpointError, OtherProcessError, StorageError
 from jaxckpt_train.pytree._jax import enable_x64
 from jaxckpt_train.pytree.placing import converted
 from jaxckpt_train.settings import StoreSettings
@@ -58,10 +58,11 @@ _HEAD = struct.Struct("<QQQ")  # version, number of bytes that follow, room for 
 _LEAST_BYTES = 16 << 10  # room for the text of an error
 _BACKEND: Backend = LocalBackend()
 _SHOWN = 2000
+T = TypeVar("T")
 
 
 class WrittenArray(msgspec.Struct, array_like=True, frozen=True):
-    """An array of which a host writes a part: its number in the checkpointable, and its description."""
+    """An array of which a host writes a part."""
 
     number: int
     name: str
@@ -70,10 +71,7 @@ class WrittenArray(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WritePlan(msgspec.Struct, array_like=True, frozen=True):
-    """The data that one host writes: box `boxes[i]` of `arrays[which[i]]`, which it gets as its i-th array.
-
-    `writer` is a number in the names of its files; `directory` is that of the attempt.
-    """
+    """The data that one host writes: box `boxes[i]` of `arrays[which[i]]`, which it gets as its i-th array."""
 
     directory: bytes
     part: str
@@ -104,22 +102,14 @@ class ReadPlan(msgspec.Struct, array_like=True, frozen=True):
     arrays: tuple[ReadArray, ...]
 
 
-class UnseenError(CheckpointError):
-    """A host does not find what the controller has opened."""
-
-
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """The result of a host's work with its number of bytes (`done_bytes`), or the error that it met.
-
-    `is_unseen`: the host does not find what it should read.
-    """
+    """The result of a host's work with its number of bytes (`done_bytes`), or the error that it met."""
 
     host: str
     pid: int
     done_bytes: int = 0
     index: PartIndex | None = None
     error: bytes | None = None
-    is_unseen: bool = False
 
 
 def plan_array(plan: WritePlan | ReadPlan, answer_bytes: int) -> np.ndarray:
@@ -127,7 +117,7 @@ def plan_array(plan: WritePlan | ReadPlan, answer_bytes: int) -> np.ndarray:
     return _framed(msgspec.msgpack.encode(plan), answer_bytes, answer_room(0))
 
 
-def decode_plan(array: np.ndarray, kind: type[Any]) -> Any:
+def decode_plan(array: np.ndarray, kind: type[T]) -> T:
     """Decode a plan; raise CheckpointError if another version of this package made it."""
     version, _, _ = _HEAD.unpack_from(array.data)
     if version != VERSION:
@@ -148,11 +138,10 @@ def answer_array(answer: Answer, room: int) -> np.ndarray:
 
 def decode_answer(array: np.ndarray) -> Answer:
     """Decode an answer."""
-    answer: Answer = _unframed(array, Answer)
-    return answer
+    return _unframed(array, Answer)
 
 
-def _unframed(array: np.ndarray, kind: type[Any]) -> Any:
+def _unframed(array: np.ndarray, kind: type[T]) -> T:
     _, length, _ = _HEAD.unpack_from(array.data)
     return msgspec.msgpack.decode(array[_HEAD.size : _HEAD.size + length].data, type=kind)
 
@@ -209,7 +198,7 @@ def write_here(plan: jax.Array, *arrays: jax.Array) -> tuple[jax.Array]:
 def read_here(plan: jax.Array, shapes: Sequence[tuple[tuple[int, ...], str]]) -> tuple[jax.Array, ...]:
     """Read as a `ReadPlan` says; return an `Answer`, and the boxes in order, on the CPU device of the plan.
 
-    `shapes`: shapes and dtypes of all boxes, which JAX expects even after an error.
+    JAX expects boxes of these shapes and dtypes even after an error.
     """
     message, boxes = np.asarray(plan), list[jax.Array]()
     answer = _answer(message, lambda: _read(message, plan.sharding, boxes))
@@ -224,8 +213,6 @@ def _answer(message: np.ndarray, work: Callable[[], tuple[int, PartIndex | None]
     try:
         done, index = work()
         return answer_array(Answer(here.host, here.pid, done, index), room)
-    except UnseenError:
-        return answer_array(Answer(here.host, here.pid, is_unseen=True), room)
     except Exception as error:  # noqa: BLE001  # end of a process: the error goes to the controller
         try:
             return answer_array(Answer(here.host, here.pid, error=encode_error(error, 0)), room)
@@ -235,7 +222,7 @@ def _answer(message: np.ndarray, work: Callable[[], tuple[int, PartIndex | None]
 
 
 def _write(message: np.ndarray, arrays: Sequence[jax.Array]) -> tuple[int, PartIndex]:
-    plan: WritePlan = decode_plan(message, WritePlan)
+    plan = decode_plan(message, WritePlan)
     chunks: list[list[ChunkSource]] = [[] for _ in plan.arrays]
     for which, box, array in zip(plan.which, plan.boxes, arrays, strict=True):
         chunks[which].append(StableChunkSource(box, np.asarray(array)))  # a copy that only this save uses
@@ -261,12 +248,15 @@ def _write(message: np.ndarray, arrays: Sequence[jax.Array]) -> tuple[int, PartI
 
 
 def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.Array]) -> tuple[int, None]:
-    plan: ReadPlan = decode_plan(message, ReadPlan)
+    plan = decode_plan(message, ReadPlan)
     directory, settings = os.fsdecode(plan.directory), StoreSettings(**plan.settings)
     manifest = Manifest(FORMAT, FORMAT_VERSION, plan.digest, plan.block_bytes, plan.segments, (), {})
     committed = Committed(directory, manifest, plan.manifest_sha256)
     if not is_unchanged(_BACKEND, committed):
-        raise UnseenError(directory)
+        raise NotACheckpointError(
+            f"{directory}: the controller has opened this checkpoint, but this host finds none, or another one; load "
+            "it from storage that the controller and all hosts share"
+        )
     wanted = [Wanted(each.record, each.boxes, each.dtype != each.record.dtype) for each in plan.arrays]
     firsts = [0, *itertools.accumulate(len(each.boxes) for each in plan.arrays)]
     found: list[Any] = [None] * firsts[-1]

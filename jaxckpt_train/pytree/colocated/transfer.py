@@ -23,13 +23,18 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.distributed.rendezvous import decode_error
-from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError, SettingsError
+from jaxckpt_train.errors import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    NotACheckpointError,
+    OtherProcessError,
+    SettingsError,
+)
 from jaxckpt_train.pytree._jax import boxes_of, enable_x64
 from jaxckpt_train.pytree.colocated.host import (
     Answer,
     ReadArray,
     ReadPlan,
-    UnseenError,
     WritePlan,
     WrittenArray,
     answer_room,
@@ -92,10 +97,7 @@ class HostReads:
         self._shards: list[dict[jax.Device, jax.Array]] = [{} for _ in loads]
 
     def load(self, progress: ReadProgress | None) -> list[jax.Array]:
-        """Return the arrays in the order of the loads; none of their bytes passes through this process.
-
-        It raises the error of a host, with its name, or CheckpointError if a host does not find this checkpoint.
-        """
+        """Return the arrays in the order of the loads; none of their bytes passes through this process."""
         batches, report = self._batches(), progress or (lambda done: None)
         calls = [self._make_call(device, reads) for device, reads in batches]
         each = call_hosts(calls, f"loading {self._committed.directory}", lambda moved: report(0))
@@ -105,13 +107,15 @@ class HostReads:
                     self._place(batches[result.number][1], result.arrays)
                     report(result.answer.done_bytes)
                     del result  # the host can release what it has read
-        except UnseenError as error:
+        except NotACheckpointError as error:
             check_unchanged(self._files, self._committed, may_be_gone=False)
-            raise CheckpointError(
-                f"{error}: this process has opened the checkpoint, but that host finds none, or another one; load it "
-                "from storage that the controller and all hosts share"
-            ) from error
-        return [self._assembled(load, shards) for load, shards in zip(self._loads, self._shards, strict=True)]
+            raise CheckpointError(str(error)) from error
+        loaded = list[jax.Array]()
+        for (_, _, _, place, _), shards in zip(self._loads, self._shards, strict=True):
+            assert place.sharding is not None
+            in_order = [shards.pop(device) for device, _ in place.devices]
+            loaded.append(jax.make_array_from_single_device_arrays(place.shape, place.sharding, in_order))
+        return loaded
 
     def _batches(self) -> list[tuple[jax.Device, list[_Read]]]:
         """Return what each call reads, and its CPU device: first calls of all devices, then second calls, and so on."""
@@ -185,12 +189,6 @@ class HostReads:
             self._shards[read.number][device] = shard
         return put
 
-    def _assembled(self, load: ArrayLoad, shards: dict[jax.Device, jax.Array]) -> jax.Array:
-        shape, sharding = load.placement.shape, load.placement.sharding
-        assert sharding is not None
-        in_order = [shards.pop(device) for device, _ in load.placement.devices]
-        return jax.make_array_from_single_device_arrays(shape, sharding, in_order)
-
 
 class HostPart(NamedTuple):
     """A part of array number `array` of a tree, which a CPU device holds."""
@@ -201,10 +199,9 @@ class HostPart(NamedTuple):
 
 
 class HostParts:
-    """The parts of one tree that hosts write.
+    """The parts of one tree that hosts write: numbered whole arrays, and parts with the devices that hold them.
 
-    `whole`: copies of arrays, each of whose shards is a part, with their numbers in the tree. `apart`: other parts,
-    with the CPU devices that hold them. `is_waiting`: whether a thread waits for the copies.
+    `is_waiting`: whether a thread waits for the copies.
     """
 
     def __init__(self, whole: Sequence[tuple[int, jax.Array]], apart: Sequence[tuple[jax.Device, HostPart]]) -> None:
@@ -261,10 +258,7 @@ class HostSnapshot:
         return runs_on_hosts(sharding, self._setting)
 
     def add(self, number: int, leaf: jax.Array) -> None:
-        """Add a leaf: every part once, from the holder with the fewest bytes so far.
-
-        Parts are sliced on their device, so that only they are transferred.
-        """
+        """Add a leaf: every part once, from the holder with the fewest bytes so far, sliced on its device."""
         layout = self._layout(leaf.sharding, leaf.shape)
         if all(len(held.holders) == 1 for held in layout):
             host_sharding = self._host_sharding(leaf.sharding)
@@ -333,7 +327,7 @@ def write_on_hosts(
     """Write the arrays of one checkpointable on the hosts that hold them; the files are the same as of any save.
 
     `own` is what this process has written, with numbers of segments that follow `before`, which the manifest already
-    has. It raises the error of a host, with its name, or CheckpointError if a host does not find the directory.
+    has.
     """
     by_device = parts.by_device()
     progress(0)
@@ -343,12 +337,8 @@ def write_on_hosts(
     ]
     del by_device
     indexes: list[PartIndex] = [PartIndex((), (), ())] * len(calls)
-
-    def report_progress(moved: bool) -> None:
-        if moved:
-            progress(0)
-
-    with contextlib.closing(call_hosts(calls, f"saving {name} to {directory}", report_progress)) as results:
+    each = call_hosts(calls, f"saving {name} to {directory}", lambda moved: progress(0) if moved else None)
+    with contextlib.closing(each) as results:
         for number, answer, _ in results:
             assert answer.index is not None
             indexes[number] = answer.index
@@ -445,10 +435,7 @@ def cpu_device_of(device: jax.Device) -> jax.Device:
 
 
 class HostCall(NamedTuple):
-    """A call on the host of a CPU device.
-
-    `room`: size of the answer in bytes. `kinds`: of the arrays that come with it; None: the call only writes.
-    """
+    """A call on the host of a CPU device, with an answer of `room` bytes, and arrays of `kinds` (None: it writes)."""
 
     device: jax.Device
     plan: np.ndarray
@@ -471,14 +458,9 @@ def call_hosts(
     """Make all calls, one at a time on each host, and yield the results as they arrive.
 
     A host gets its next call after its last result was taken and the following one was asked for. Use
-    `contextlib.closing` around the iterator. After the first error, no further call is started. `report_progress` is
-    called about once a second, in the calling thread, with whether a host has made progress.
-
-    Raises:
-        The error of a host, of the same class if it is of this package; names the host.
-        OtherProcessError: JAX lost the host, or could not run anything there.
-        SettingsError: Colocated Python cannot be used here.
-        CheckpointTimeoutError: no host has made progress for ten minutes.
+    `contextlib.closing` around the iterator. After the first error, which names the host, no further call is started.
+    `report_progress` is called about once a second, in the calling thread, with whether a host has made progress.
+    If none has for ten minutes, CheckpointTimeoutError is raised.
     """
     refuse_without_pickler()
     under_way: dict[int, jax.Device] = {}
@@ -520,10 +502,7 @@ def call_hosts(
 
 
 class ProgressPoller:
-    """Asks hosts with running calls for their progress, once a second, on a thread of its own.
-
-    `moves` changes whenever a host has made progress. A host that has stopped does not answer.
-    """
+    """Asks hosts with running calls for their progress on a thread; `moves` changes whenever one has made progress."""
 
     def __init__(self, under_way: dict[int, jax.Device]) -> None:
         self._under_way, self._seen = under_way, dict[jax.Device, bytes]()
@@ -572,8 +551,6 @@ def _call_host(number: int, call: HostCall, doing: str) -> HostResult:
             "StoreSettings(colocated=False) needs none of this, and transfers all arrays through this process"
         ) from error
     who = f"host {answer.host} (of {call.device}, process {answer.pid})"
-    if answer.is_unseen:
-        raise UnseenError(f"{who}, {doing}")
     if answer.error is not None:
         raise decode_error(answer.error, doing, who)
     return HostResult(number, answer, arrays)
