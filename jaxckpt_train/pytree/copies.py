@@ -130,11 +130,7 @@ def some_arrays(values: Sequence[Any]) -> list[jax.Array]:
 
 
 def device_wait_s(arrays: Sequence[jax.Array]) -> float:
-    """Wait until these arrays are computed; return the seconds, 0.0 if nothing was left to compute.
-
-    A loop that does not wait for its device runs ahead of it, and JAX queues its updates. The time of this wait is
-    training time.
-    """
+    """Wait until these arrays are computed; return the seconds (training time), 0.0 if nothing was left to compute."""
     if not arrays:
         return 0.0
     started = time.perf_counter()
@@ -152,10 +148,9 @@ def is_traced(value: object) -> bool:
 
 
 def copy_all(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Copy all arrays in row-major order, with a few threads.
+    """Copy all arrays in row-major order, with a few threads, into memory that is then kept for the next save.
 
-    The memory is as large as the state; when the last copy is dropped, it is kept for the next save, which then runs at
-    the speed of memory. Large copies begin on a page, so that the disk can read them directly.
+    Large copies begin on a page, so that the disk can read them directly.
     """
     if not arrays:
         return []
@@ -250,9 +245,7 @@ def start_transfers(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Start transfers of single-device arrays to the host; return arrays to take the data from, in the same order.
 
     The arrays go to pinned host memory where their device supports it and has room: other transfers go through small
-    buffers and are copied once more (jax-ml/jax#22114). Later operations on the arrays, including donation, do not
-    affect the transfer: JAX keeps the order. Objects that are not the given ones are in pinned memory, which JAX
-    reuses.
+    buffers and are copied once more (jax-ml/jax#22114). Objects that are not the given ones are in pinned memory.
     """
     started = list(arrays)
     on_device = [number for number, array in enumerate(arrays) if not is_on_host(array)]
@@ -285,10 +278,9 @@ def _knows_pinned_memory(device: jax.Device) -> bool:
 
 
 def copy_on_devices(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copy arrays with their shardings. Returns once the copies are enqueued.
+    """Copy arrays with their shardings, in one computation for the same devices; returns once the copies are enqueued.
 
-    Devices run their work in order, so that a later step that donates the originals cannot overwrite them before they
-    are copied. One computation copies all arrays on the same devices; it is compiled at the first save.
+    Devices run their work in order, so that a later step that donates the originals cannot overwrite them before.
     """
     copies: list[jax.Array | None] = [None] * len(arrays)
     groups: dict[Any, list[int]] = defaultdict(list)
@@ -311,8 +303,7 @@ def _copy_on_device(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 def have_room(arrays: Sequence[jax.Array]) -> bool:
     """Return whether every device certainly has memory for a copy of its shards, on top of what training has used.
 
-    The peak shows what training uses only after the first step: so the first answer for a device is always no. A device
-    that does not report its memory counts as full.
+    The peak shows what training uses only after the first step: so the first answer for a device is always no.
     """
     needed: dict[jax.Device, int] = defaultdict(int)
     for array in arrays:
@@ -365,9 +356,9 @@ class TransferBudget:
 class Transfers:
     """Fetches single-device arrays to the host, in the order in which they were added, and releases each.
 
-    Each fetch also starts the transfers of the next arrays, as far as `ahead` permits, so that they run while others
-    are written. `done` opens once nothing more is read from the devices; `fetching` counts fetches that wait for their
-    devices; `waited_s`: how long devices were waited for while the arrays were added.
+    Each fetch also starts the transfers of the next arrays, as far as `ahead` permits. `done` opens once nothing more
+    is read from the devices; `fetching` counts fetches that wait for their devices; `waited_s`: how long devices were
+    waited for while the arrays were added.
     """
 
     def __init__(
@@ -385,8 +376,8 @@ class Transfers:
     def add(self, array: jax.Array, *, is_ours: bool = False) -> LazyArray | np.ndarray:
         """Add a single-device array; an array without elements is returned at once.
 
-        An array on the host is copied when it is fetched, unless it is `is_ours`, that is, never donated to a
-        computation: a view would make a step that donates it fail.
+        An array on the host is copied when it is fetched, unless it `is_ours`: a view would make a step that donates it
+        fail.
         """
         if not array.size:
             return np.empty(array.shape, array.dtype)
@@ -431,10 +422,7 @@ class Transfers:
         return data
 
     def wait_for_devices(self) -> float:
-        """Wait until the first array is computed, and transferred if that was started; return the seconds.
-
-        Devices run their work in order, so that everything queued before is finished then.
-        """
+        """Wait until the first array, and so everything that was queued before, is computed; return the seconds."""
         with self._lock:
             first = next((array for array in self._waiting if array is not None), None)
             self.fetching += 1

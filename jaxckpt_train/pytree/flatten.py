@@ -57,18 +57,15 @@ def _is_key_dtype(dtype: Any) -> bool:
 
 def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
     """Return the value, if it is a numpy array or scalar that can be stored; else raise UnsupportedLeafError."""
-    plain = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap))
-    if not plain:
-        iterable = hasattr(value, "__iter__") and not hasattr(value, "__next__")
-        hint = "; for a data set pass its iterator, iter(...)" if iterable else ""
-        if is_function(value):
-            raise UnsupportedLeafError(
-                f"leaf {name!r}: a function or other callable cannot be stored{escapes_in(name)}; {WITHOUT_FUNCTIONS}"
-            )
+    if is_function(value):
+        raise UnsupportedLeafError(
+            f"leaf {name!r}: a function or other callable cannot be stored{escapes_in(name)}; {WITHOUT_FUNCTIONS}"
+        )
+    if not isinstance(value, np.generic) and type(value) not in (np.ndarray, np.memmap):
         raise UnsupportedLeafError(
             f"leaf {name!r}: a {type(value).__module__}.{type(value).__qualname__} cannot be stored{escapes_in(name)}; "
             "expected arrays, numbers, text, bytes or None. Convert it, or register a handler "
-            f"(jaxckpt_train.register_handler){hint}"
+            "(jaxckpt_train.register_handler); for a data set pass its iterator, iter(...)"
         )
     if not is_storable(value.dtype):
         raise UnsupportedLeafError(
@@ -80,10 +77,7 @@ def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
 
 
 def register_transparent(kind: type) -> None:
-    """Declare a pytree node type with a single child that is stored under the node's own path (a box around a value).
-
-    The boxes of Flax NNX and Linen need no declaration.
-    """
+    """Declare a pytree node type with a single child that is stored under the node's own path, such as a box."""
     _transparent[kind] = True
 
 
@@ -97,12 +91,9 @@ class _Known(NamedTuple):
 
 
 def flatten(tree: Any) -> Flat:
-    """Flatten a pytree to named leaves.
+    """Flatten a pytree to named leaves; raise UnsupportedLeafError if a path has no text, or two leaves share one.
 
     The names of the last few large structures are cached, because a training loop saves the same structure repeatedly.
-
-    Raises:
-        UnsupportedLeafError: a key cannot be written as text, or two leaves have the same path.
     """
     try:
         leaves, structure = jax.tree_util.tree_flatten(tree)

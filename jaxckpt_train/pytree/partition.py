@@ -65,8 +65,8 @@ class AssignedPart(NamedTuple):
 class WriteAssignment:
     """Distributes the parts of arrays; all processes that hold the same boxes compute the same result.
 
-    A box with several holders is cut into parts of at least `least_bytes`. They go to the holders that have the fewest
-    bytes so far of what exactly these processes hold together.
+    A box with several holders is cut into parts of at least `least_bytes`, which go to the holders with the fewest
+    bytes.
     """
 
     def __init__(self, process: int, least_bytes: int = LEAST_PART_BYTES) -> None:
@@ -78,10 +78,7 @@ class WriteAssignment:
         return [part for holder, part in self.of_all(layout, item_bytes) if holder == self._process]
 
     def of_all(self, layout: Sequence[HeldBox], item_bytes: int) -> Iterator[tuple[int, AssignedPart]]:
-        """Yield what each process writes of an array.
-
-        `layout`: its distinct boxes, or those that this process holds, in the same order in all processes.
-        """
+        """Yield what each process writes of an array; `layout` is in the same order in all processes."""
         for number, (box, holders) in enumerate(layout):
             if len(holders) == 1:
                 yield holders[0], AssignedPart(number, box)
@@ -126,8 +123,7 @@ class _AssignedBytes:
 def cut(box: Box, parts: int) -> list[Box]:
     """Cut a box along one axis into at most `parts` parts of about the same size.
 
-    The axis is the first along which sizes differ by at most an eighth, so that each part is one run of bytes or a few
-    long runs; if there is none, the longest axis.
+    The axis is the first along which sizes differ by at most an eighth, for long runs of bytes, else the longest one.
     """
     if parts == 1 or not box:
         return [box]
@@ -142,10 +138,9 @@ def cut(box: Box, parts: int) -> list[Box]:
 
 
 class MeshLayout:
-    """One mesh, from the viewpoint of one process. It uses no device, so that absent meshes can be planned for.
+    """One mesh, from the viewpoint of one process, in time that does not depend on the number of devices.
 
-    The boxes of arrays follow from the geometry, in time that does not depend on the number of devices. `processes`:
-    number of the process of each device, in the shape of the mesh; the devices of this one are at `places`.
+    `processes`: the process of each device, in the shape of the mesh; the devices of this process are at `places`.
     """
 
     def __init__(self, processes: np.ndarray, axes: Sequence[str], process: int) -> None:
@@ -290,8 +285,8 @@ def take_local_shards(
 ) -> tuple[list[tuple[ChunkSource, ...]], Transfers]:
     """Take parts of arrays, as `take_from_devices` takes arrays.
 
-    Parts are sliced on their device before the transfer; in mode "stream", which allocates nothing on devices, after
-    it. Only single-device computations are used, because processes may choose different modes.
+    Parts are sliced on their device; in mode "stream", which allocates nothing there, after the transfer. Only
+    single-device computations are used, because processes may choose different modes.
     """
     parts = [part for several in leaves for part in several]
     handles = [own_handle(part.held) for part in parts]

@@ -51,10 +51,7 @@ Requirements = tuple[tuple[Box, ...], ...]  # for each process, the distinct box
 
 
 class SharedArray(NamedTuple):
-    """Array number `number` of a load, which the processes read once.
-
-    `needs`: what each process needs of it; `numbers`: of the boxes that this process needs, in the load.
-    """
+    """Array number `number` of a load, which the processes read once, and the boxes that this process needs of it."""
 
     number: int
     array: ArrayRecord
@@ -112,9 +109,9 @@ def assign_reads(
 ) -> list[Stream]:
     """Assign the blocks of arrays to processes: equal bytes for each, up to a block or two, in long runs.
 
-    Consecutive arrays in the files are assigned in groups that have at least one block per process. So all arrays of a
-    group are complete soon after their first byte is read, and small arrays are not spread over many processes.
-    `order_of` returns the order in which processes take blocks, for the number of the largest array of a group.
+    Consecutive arrays in the files are assigned in groups that have at least one block per process, so that all arrays
+    of a group are complete soon after their first byte is read. `order_of` returns the order in which processes take
+    blocks, for the number of the largest array of a group.
     """
     streams, group, size = [Stream() for _ in range(processes)], list[int](), 0
     places = [min(((chunk.segment, chunk.offset) for chunk in array.chunks), default=(0, 0)) for array in arrays]
@@ -209,10 +206,7 @@ def _bytes_in_row(part: _Part, item: int) -> int:
 
 
 class Assembly:
-    """Assembles the boxes that one process needs from parts in any order; the caller removes `completed` ones.
-
-    Boxes are numbered as in `needs`, which is the same in all processes.
-    """
+    """Assembles the boxes that one process needs from parts in any order; the caller removes `completed` ones."""
 
     def __init__(self, shared: Sequence[SharedArray], process: int) -> None:
         self.completed: list[ReadBox] = []  # with the numbers of the load
@@ -264,8 +258,8 @@ class Assembly:
 class Window:
     """Bytes [start, stop) of a stream that are being read into `target`, which is flat uint8.
 
-    Nothing is read after this window of the segments in `left`. `crossing`: pieces that end after the window, with
-    their places in the stream. `pending`: number of reads that are missing.
+    `left`: segments of which nothing is read after this window; `crossing`: pieces that end after it, with their places
+    in the stream; `pending`: number of reads that are missing.
     """
 
     def __init__(self, target: np.ndarray, start: int, stop: int, left: Sequence[int]) -> None:
@@ -289,10 +283,7 @@ class Window:
 
 
 class ShardReader:
-    """Reads a stream in order. The rest of the last block of a window is kept for the next window.
-
-    The numbers in the pieces of the stream refer to `arrays`. `reads` changes after each read.
-    """
+    """Reads a stream in order. The rest of the last block of a window is kept for the next window."""
 
     def __init__(
         self,
@@ -369,10 +360,7 @@ class ShardReader:
         return Wanted(array, [((piece.start, piece.stop),)], target=place)
 
     def _unread_before(self, stop: int) -> tuple[list[Piece], list[int]]:
-        """Return the whole blocks before `stop` in the stream that are not read yet, and the segments they finish.
-
-        The bytes between these blocks in the files belong to other processes, or to no array.
-        """
+        """Return the whole blocks before `stop` in the stream that are not read yet, and the segments they finish."""
         block, chosen, left = self._committed.manifest.block_bytes, list[Piece](), list[int]()
         number, read = self._next
         while number < len(self._pieces) and self._pieces[number].at + read < stop:
@@ -393,9 +381,8 @@ class ShardReader:
 class Prefetcher:
     """Reads windows ahead on other threads, while the thread that orders them does something else.
 
-    The ordering thread polls for completed windows, and waits only while files are opened. The reads continue from one
-    window to the next, because a disk that waits for the end of each window is idle while its data is digested. `then`
-    is called after each read, from any thread.
+    The reads continue from one window to the next, because a disk that waits for the end of each window is idle while
+    its data is digested. `then` is called after each read, from any thread.
     """
 
     def __init__(self, reader: ShardReader, threads: int, then: Callable[[], object]) -> None:
@@ -617,8 +604,8 @@ class SharedMemoryWindows:
     """Reads windows of all streams into memory that all processes can read; each process has a few places in turn.
 
     A process reads into a place only after all have taken what they need of the window in it, and takes from a window
-    only after all of it has been read and verified. `memory` is of `memory_bytes`, or less in some processes. `waiting`
-    is called repeatedly with whether this process waits for others, and not for its own disk; its error ends the read.
+    only after all of it has been read and verified. `waiting` is called repeatedly with whether this process waits for
+    others, and not for its own disk; its error ends the read.
     """
 
     def __init__(
@@ -639,10 +626,9 @@ class SharedMemoryWindows:
         self._left = set(range(len(streams)))  # processes of whose window `_taken` this process has taken nothing
 
     def read(self, reader: ShardReader, threads: int, hand_over: Callable[[], None]) -> None:
-        """Read the own stream with these threads, and take what this process needs of all streams.
+        """Read the own stream with these threads, take what this process needs of all streams, and close the reader.
 
-        Few threads: all processes read from one disk, and some digest. `hand_over` is called after each window, for
-        completed boxes of the assembly. The reader is closed.
+        `hand_over` is called after each window, for completed boxes of the assembly.
         """
         with contextlib.closing(Prefetcher(reader, threads, self._memory.wake)) as ahead:
             while self._taken < self._windows or self._memory.has_unnotified():

@@ -65,15 +65,12 @@ class Snapshot:
     """A pytree at one moment: its record, and the arrays to write. It holds the memory until it is dropped.
 
     Attributes:
-        record: the tree and the values that are stored inline.
-        arrays: what the store writes.
         transfers: fetches what is still on devices; None if all is on the host.
         is_taken: open once the caller may do anything with what it saved.
         donation: detects whether the loop donates what is held here; None if there are no views.
-        guard: finds leaves that hold nan or inf; None: not asked for.
         local: in a job, numbers of the arrays that each process has for itself, as far as this one knows. An array that
             is wholly on this process is among them until `own` is called.
-        compared: chunks, in this process, of those of them that another process writes.
+        compared: chunks, in this process, of those of them that another process writes, by number of the array.
         owners: numbers of the arrays that are wholly on another process, and that process.
         on_hosts: what other hosts write of the arrays; None: nothing.
         device_wait_s: how long the caller waited for the devices; 0.0 where copies were only started.
@@ -86,7 +83,7 @@ class Snapshot:
     donation: DonationDetector | None
     guard: ValueGuard | None
     local: list[int] = dataclasses.field(default_factory=list)
-    compared: dict[int, tuple[ChunkSource, ...]] = dataclasses.field(default_factory=dict)  # by number of the array
+    compared: dict[int, tuple[ChunkSource, ...]] = dataclasses.field(default_factory=dict)
     owners: Mapping[int, int] = dataclasses.field(default_factory=dict)
     on_hosts: HostParts | None = None
     device_wait_s: float = 0.0
@@ -125,17 +122,15 @@ def snapshot(
 
     Numpy arrays are copied. JAX arrays on the CPU are held as views, once they are computed: a donation then copies
     them instead of reusing their memory. After such a donation, later trees of the same structure are copied, as by
-    "host". Each distinct shard is taken once.
+    mode "host". Each distinct shard is taken once.
 
     Args:
         tree: any pytree.
-        mode: as `StoreSettings.snapshot`. "host" copies arrays on the CPU too, into memory that is kept, so that a step
-            that donates the state need not allocate new memory; "device" and "stream" apply on the CPU too.
-        ahead: how much may be in transit from the devices to the writer, together with all other trees of the same
-            save.
+        mode: as `StoreSettings.snapshot`; all modes apply on the CPU too.
+        ahead: how much may be in transit from the devices to the writer, in all trees of the same save.
         is_guarded: whether to find nan and inf.
         partition: in a multi-process job, what this process writes; None: all.
-        colocated: whether other hosts write what they hold: copies to their memory are started, in every mode.
+        colocated: whether other hosts write what they hold.
     """
     with paused_collection():
         flat = flatten(tree)
@@ -146,6 +141,7 @@ def snapshot(
         collector = _LeafCollector(keeps_views=keeps_views, partition=partition, hosts=hosts)
         records = collector.take_all(flat.names, flat.leaves)
         on_hosts = None if hosts is None else hosts.finish()
+    arrays = collector.arrays
     guard = ValueGuard(flat.names, flat.leaves) if is_guarded else None
     donation = None
     if mode == "host":
@@ -154,14 +150,14 @@ def snapshot(
         with contextlib.suppress(MemoryError, OSError):  # if memory is short, keep the views
             _copy_views(collector)
     elif mode == "auto" and flat.structure is not None and not (collector.elsewhere or on_hosts):
-        donation = DonationDetector(flat, collector.arrays)
+        donation = DonationDetector(flat, arrays)
     transfers = None
     if collector.elsewhere:
         numbers, elsewhere = zip(*collector.elsewhere, strict=True)
         take: Any = take_from_devices if partition is None else take_local_shards
         chunks, transfers = take(elsewhere, mode, ahead or TransferBudget(64 * MIB))
         for number, found in zip(numbers, chunks, strict=True):
-            collector.arrays[number] = collector.arrays[number]._replace(chunks=found)
+            arrays[number] = arrays[number]._replace(chunks=found)
         waited_s += transfers.waited_s
     is_taken = Latch()
     if mode == "stream" and transfers is not None:
@@ -169,15 +165,15 @@ def snapshot(
     else:
         is_taken.open()
     record = TreeRecord(flat.containers, records, flat.static)
-    compared = {number: tuple(collector.arrays[number].chunks) for number in collector.compared}
+    compared = {number: tuple(arrays[number].chunks) for number in collector.compared}
     for number in compared:
-        collector.arrays[number] = collector.arrays[number]._replace(chunks=())
-    local, owners, arrays = collector.local, collector.owners, collector.arrays
+        arrays[number] = arrays[number]._replace(chunks=())
+    local, owners = collector.local, collector.owners
     return Snapshot(record, arrays, transfers, is_taken, donation, guard, local, compared, owners, on_hosts, waited_s)
 
 
 def _host_snapshot(leaves: Sequence[Any], setting: Colocated) -> HostSnapshot | None:
-    """Create the snapshot for other hosts; None: none takes part. Some leaves may be on another runtime."""
+    """Create the snapshot for other hosts; None: none takes part."""
     if setting is False or (setting == "auto" and not has_single_controller()):
         return None
     shardings = {leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array) and not is_traced(leaf)}
@@ -224,8 +220,7 @@ class _ShardingFacts(NamedTuple):
 class _LeafCollector:
     """Takes the leaves of a tree. It caches facts about a sharding or dtype for later leaves.
 
-    `arrays`, `local` and `owners` are those of the snapshot; `compared` are numbers of arrays in `local`. `elsewhere`:
-    numbers of the arrays whose chunks are incomplete, each with the JAX array, or its parts, that holds the rest.
+    `elsewhere`: numbers of the arrays whose chunks are incomplete, each with the JAX array (or parts) with the rest.
     """
 
     def __init__(
@@ -314,7 +309,7 @@ class _LeafCollector:
         devices: Any = sharding.device_set
         single, local = len(devices) == 1, sharding.is_fully_addressable
         processes = set() if local else {device.process_index for device in devices}
-        form = self._facts[sharding] = _ShardingFacts(
+        self._facts[sharding] = _ShardingFacts(
             single,
             on_host=_is_on_cpus(sharding),
             described=None if single else describe_sharding(sharding),
@@ -322,7 +317,7 @@ class _LeafCollector:
             owner=processes.pop() if len(processes) == 1 else None,
             is_of_hosts=self._hosts is not None and self._hosts.accepts(sharding),
         )
-        return form
+        return self._facts[sharding]
 
     def _is_plain(self, name: str, leaf: jax.Array) -> bool:
         """Return whether the store knows the dtype; otherwise the leaf must be a PRNG key array."""
@@ -377,26 +372,16 @@ class _LeafCollector:
 def describe_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:
     """Describe a sharding as plain data, for display: the mesh's axis sizes and the partition of each dimension."""
     if isinstance(sharding, jax.sharding.NamedSharding):
-        mesh = {_text(axis): size for axis, size in sharding.mesh.shape.items()}
-        return {
-            "mesh": mesh,
-            "spec": [list(map(_text, p)) if isinstance(p, tuple) else _text(p) for p in sharding.spec],
-        }
+        mesh = {str(axis): size for axis, size in sharding.mesh.shape.items()}
+        spec = [list(map(str, p)) if isinstance(p, tuple) else None if p is None else str(p) for p in sharding.spec]
+        return {"mesh": mesh, "spec": spec}
     return {"type": type(sharding).__name__, "devices": len(sharding.device_set)}
 
 
-def _text(axis: object) -> str | None:
-    return (
-        None if axis is None else str(axis).encode(errors="backslashreplace").decode()
-    )  # JSON holds only valid Unicode
-
-
 class ValueGuard:
-    """Finds nan and inf in the present values of a tree.
+    """Finds nan and inf in the present values of a tree. The constructor starts the checks; `flaws` waits for results.
 
-    The constructor starts the checks of JAX arrays, some hundred arrays per computation, and checks numpy arrays
-    itself; `flaws` waits for the results. The computations are compiled when a tree is first checked. An inf in a
-    single number is no flaw, because the best loss of a run without a measurement is inf.
+    An inf in a single number is no flaw, because the best loss of a run without a measurement is inf.
     """
 
     def __init__(self, names: Sequence[str], leaves: Sequence[Any]) -> None:
@@ -460,7 +445,7 @@ class DonationDetector:
     """Detects, for one save, whether the loop donates the CPU arrays whose memory the save holds.
 
     JAX does not mark an array as donated while its memory is held. So this class copies a few small arrays instead of
-    holding them; whether those are donated tells about all arrays when the save is over.
+    holding them; whether those are donated shows when the save is over.
     """
 
     def __init__(self, flat: Flat, arrays: MutableSequence[ArraySource]) -> None:

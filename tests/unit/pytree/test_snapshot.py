@@ -182,9 +182,3 @@ def test_namedtuple_that_jax_flattens_otherwise_keeps_its_fields() -> None:
     taken = snapshot({"a": HalfStatic(np.ones(3), 5), "z": None})
     assert list(taken.record.leaves) == ["a/w", "a/n", "z"]
     assert [array.name for array in taken.arrays] == ["a/w"]
-
-
-def test_invalid_unicode_in_axis_names_is_escaped() -> None:
-    mesh = jax.make_mesh((4, 2), ("x\udcff", "y"), axis_types=(AxisType.Auto,) * 2)
-    described = describe_sharding(NamedSharding(mesh, PartitionSpec(("x\udcff", "y"), None)))
-    assert described == {"mesh": {"x\\udcff": 4, "y": 2}, "spec": [["x\\udcff", "y"], None]}
