@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +26,11 @@ from jaxckpt_train.checkpointables.iterator_state import (
     refuse_missing,
 )
 from jaxckpt_train.distributed.jax_service import current
-from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError, UnsupportedLeafError
+from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError
 
 # Nodes that yield one element for each element of their parent, in the same order.
 _ONE_TO_ONE = frozenset({"_MapDatasetIterator", "ThreadPrefetchDatasetIterator", "MapMapDataset"})
-DATA_LOADER = "DataLoaderIterator"
+_DATA_LOADER = "DataLoaderIterator"
 _log = logging.getLogger("jaxckpt_train")
 _FIELDS = frozenset({"grain_version", "iterator", "workers", "processes", "process", "fingerprint", "state"})
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -51,22 +51,22 @@ class GrainHandler:
 
     def handles(self, value: object) -> bool:
         """Return whether it is a Grain iterator, without importing Grain."""
-        return isinstance(value, iterator_classes())
+        return isinstance(value, _iterator_classes())
 
     def stage(self, value: Any) -> Staged:
         """Return the position after the last element of the iterator, with what a restore compares."""
         mark_absl_flags_parsed()
         state = _take_state(value)
-        if is_data_loader(value):
+        if _is_data_loader(value):
             self._warn_of_addresses(state)
         self._warn_of_another_order(state)
         job = current()
         same = {
-            "grain_version": grain_version(),
-            "iterator": name_of(value),
-            "workers": worker_count(value),
+            "grain_version": _grain_version(),
+            "iterator": _name_of(value),
+            "workers": _worker_count(value),
             "processes": job.processes,
-            "counts": list(what_it_counts(value)),
+            "counts": list(_what_it_counts(value)),
             "fingerprint": current_fingerprint(),
             "state": state,
         }
@@ -87,13 +87,13 @@ class GrainHandler:
             return _set_position(target, _own_state(saved), saved.name, None)
         data, state = _read(saved)
         version = data["grain_version"]
-        if version != grain_version():
+        if version != _grain_version():
             _log.warning(
                 "iterator %r was saved with Grain %s, this is Grain %s; Grain only guarantees that a state works with "
                 "the version that created it",
                 saved.name,
                 version,
-                grain_version(),
+                _grain_version(),
             )
         self._check_run(target, data, saved)
         self._warn_of_another_order(data["state"])
@@ -102,10 +102,10 @@ class GrainHandler:
     def _check_run(self, target: Any, data: Json, saved: Saved) -> None:
         """Compare everything except the state itself."""
         name = saved.name
-        if (data["iterator"] == DATA_LOADER) != is_data_loader(target):
+        if (data["iterator"] == _DATA_LOADER) != _is_data_loader(target):
             raise IteratorStateError(
-                f"iterator {name!r}: saved from a {describe(data['iterator'])}, found a {describe(name_of(target))}; "
-                f"pass an iterator of the same kind, {_START_OVER}"
+                f"iterator {name!r}: saved from a {data['iterator']}, found a {_name_of(target)}; pass an iterator of "
+                f"the same kind, {_START_OVER}"
             )
         check_fingerprint(name, data["fingerprint"])
         job = current()
@@ -116,7 +116,7 @@ class GrainHandler:
             raise CorruptCheckpointError(
                 f"iterator {name!r}: the file of process {job.process} says that it is of process {data['process']}"
             )
-        saved_workers, workers = data["workers"], worker_count(target)
+        saved_workers, workers = data["workers"], _worker_count(target)
         if saved_workers is not None and workers is not None and saved_workers != workers:
             raise IteratorStateError(
                 f"iterator {name!r}: saved with {saved_workers} worker processes, found {workers}; the order of the "
@@ -124,7 +124,7 @@ class GrainHandler:
             )
 
     def _warn_of_another_order(self, state: Json) -> None:
-        version = grain_version() or ""
+        version = _grain_version() or ""
         if "window shuffle" not in self._warned and loses_its_order(state, version):
             self._warned.add("window shuffle")
             _log.warning(
@@ -149,8 +149,8 @@ class GrainHandler:
 
 def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> None:
     """Refuse a position from another number of processes, unless it has the same meaning for this one."""
-    name, saved_counts, counts = saved.name, data.get("counts"), what_it_counts(target)
-    before = Counted(*saved_counts) if isinstance(saved_counts, list) and len(saved_counts) == 2 else SHARE
+    name, saved_counts, counts = saved.name, data.get("counts"), _what_it_counts(target)
+    before = _Counted(*saved_counts) if isinstance(saved_counts, list) and len(saved_counts) == 2 else _SHARE
     several = "" if data["processes"] == 1 else "es"
     problem = f"iterator {name!r}: saved by {data['processes']} process{several}, found {processes}"
     same_number = f"restart with {data['processes']}, {_START_OVER}"
@@ -176,14 +176,7 @@ def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> N
 def _take_state(iterator: Any) -> Json:
     """Return the state as JSON data that shares nothing with the iterator."""
     state = iterator.get_state()
-    if is_data_loader(iterator):
-        try:
-            state = json.loads(state)
-        except (TypeError, ValueError) as error:
-            raise UnsupportedLeafError(
-                f"iterator state: expected JSON from get_state of {type(iterator).__name__}, found {state!r:.200}"
-            ) from error
-    return encode_state(state)
+    return encode_state(json.loads(state) if _is_data_loader(iterator) else state)
 
 
 def _read(saved: Saved) -> tuple[Json, Any]:
@@ -200,11 +193,11 @@ def _read(saved: Saved) -> tuple[Json, Any]:
 
 def _set_position(target: Any, state: Any, name: str, version: str | None) -> Any:
     """Set the state if its structure fits the pipeline, and start prefetching. A refused state changes nothing."""
-    encoded, is_loader = _take_state(target), is_data_loader(target)
+    encoded, is_loader = _take_state(target), _is_data_loader(target)
     before = decode_state(encoded)
     differences = list(_differences(state, before, "state", True))
     if differences:
-        versions = "" if version in (None, grain_version()) else f", or by Grain {version}"
+        versions = "" if version in (None, _grain_version()) else f", or by Grain {version}"
         raise IteratorStateError(
             f"iterator {name!r}: the saved state belongs to another pipeline{versions}:\n  "
             + "\n  ".join(differences)
@@ -228,7 +221,7 @@ def _for_set_state(state: Any, is_loader: bool) -> Any:
 
 
 def _refused(target: Any, saved: Any, found: Any, name: str) -> str:
-    if is_data_loader(target) and isinstance(saved, dict) and isinstance(found, dict):
+    if _is_data_loader(target) and isinstance(saved, dict) and isinstance(found, dict):
         for key in ("worker_count", "sampler", "data_source"):  # what Grain compares
             if saved.get(key) != found.get(key):
                 return (
@@ -255,31 +248,25 @@ def mark_absl_flags_parsed() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-def iterator_classes() -> tuple[type, ...]:
-    """Return the classes of Grain's iterators, or none if Grain is not imported."""
+def _iterator_classes() -> tuple[type, ...]:
     grain: Any = sys.modules.get("grain")
     elastic = getattr(getattr(grain, "experimental", None), "ElasticIterator", None)
-    found = [getattr(grain, DATA_LOADER, None), getattr(grain, "DatasetIterator", None), elastic]
+    found = [getattr(grain, _DATA_LOADER, None), getattr(grain, "DatasetIterator", None), elastic]
     return tuple(each for each in found if isinstance(each, type))
 
 
-def is_data_loader(iterator: object) -> bool:
+def _is_data_loader(iterator: object) -> bool:
     """Return whether it is the iterator of a `DataLoader`, whose state is JSON bytes, and not of a `Dataset`."""
-    taken = getattr(sys.modules.get("grain"), DATA_LOADER, None)
+    taken = getattr(sys.modules.get("grain"), _DATA_LOADER, None)
     return isinstance(taken, type) and isinstance(iterator, taken)
 
 
-def name_of(iterator: object) -> str:
+def _name_of(iterator: object) -> str:
     """Return the name of the iterator's class, which is the same for all iterators of a DataLoader."""
-    return DATA_LOADER if is_data_loader(iterator) else type(iterator).__name__
+    return _DATA_LOADER if _is_data_loader(iterator) else type(iterator).__name__
 
 
-def describe(name: str) -> str:
-    """Return a description of a name from `name_of`."""
-    return "DataLoader's iterator" if name == DATA_LOADER else f"Dataset's iterator ({name})"
-
-
-def grain_version() -> str | None:
+def _grain_version() -> str | None:
     """Return the version of the imported Grain, or None if it is not imported."""
     grain = sys.modules.get("grain")
     version: str | None = getattr(grain, "__version__", None)
@@ -289,9 +276,9 @@ def grain_version() -> str | None:
     return version
 
 
-def worker_count(iterator: Any) -> int | None:
+def _worker_count(iterator: Any) -> int | None:
     """Return the number of worker processes of the pipeline, or None if this version of Grain does not show it."""
-    if is_data_loader(iterator):
+    if _is_data_loader(iterator):
         options = getattr(getattr(iterator, "_data_loader", None), "multiprocessing_options", None)
         return getattr(options, "num_workers", None)
     count, nodes = 0, [iterator]
@@ -306,7 +293,7 @@ def worker_count(iterator: Any) -> int | None:
     return count
 
 
-class Counted(NamedTuple):
+class _Counted(NamedTuple):
     """The unit in which a position counts: "records" of all data, "batches" of all processes, or elements of a "share".
 
     `records` is the number of records in a batch of all processes together; 0 if it does not count batches.
@@ -316,10 +303,10 @@ class Counted(NamedTuple):
     records: int = 0
 
 
-SHARE = Counted("share")
+_SHARE = _Counted("share")
 
 
-def what_it_counts(iterator: Any) -> Counted:
+def _what_it_counts(iterator: Any) -> _Counted:
     """Return what the position of an iterator counts.
 
     For `dataset.shuffle()[i::n].batch(b // n).to_iter_dataset()` it counts batches of `b` records, also without the
@@ -330,31 +317,31 @@ def what_it_counts(iterator: Any) -> Counted:
     for node in _chain(iterator):
         name = type(node).__name__
         if name == "_ElasticMapDatasetIterator":
-            return Counted("records")
+            return _Counted("records")
         if name == "PrefetchDatasetIterator":
             return _of_map(getattr(node, "_map_parent", None))
         if name not in _ONE_TO_ONE:
-            return SHARE
-    return SHARE
+            return _SHARE
+    return _SHARE
 
 
-def _of_map(dataset: Any) -> Counted:
+def _of_map(dataset: Any) -> _Counted:
     batch, is_global = 0, False
     for node in _chain(dataset):
         name = type(node).__name__
         if name == "SliceMapDataset":
             step = _whole(node, "_step")
             if is_global or not batch or not _is_strided_slice(node, step):
-                return SHARE
+                return _SHARE
             if step > 1:
-                return Counted("batches", batch * step)
+                return _Counted("batches", batch * step)
         if name == "BatchMapDataset" and not is_global:
             batch = (batch or 1) * _whole(node, "_batch_size")
         elif name not in _ONE_TO_ONE:
             is_global = True  # if this shuffles a share, the loop finds the slice before it
         if len(getattr(node, "_parents", ())) > 1:
-            return SHARE  # a mix or a zip may combine shares
-    return Counted("batches", batch) if batch else SHARE
+            return _SHARE  # a mix or a zip may combine shares
+    return _Counted("batches", batch) if batch else _SHARE
 
 
 def _is_strided_slice(node: Any, step: int) -> bool:
@@ -445,33 +432,31 @@ def _differences(saved: Any, found: Any, path: str, strict: bool) -> Iterator[st
     """
     if isinstance(saved, dict) and isinstance(found, dict):
         yield from _dict_differences(saved, found, path, strict)
-    elif strict and saved is not None and found is not None:
-        kinds = [_kind_of(value) for value in (saved, found)]
-        if kinds[0] != kinds[1]:
-            yield f"{path}: saved {kinds[0]}, found {kinds[1]}"
+    elif strict and saved is not None and found is not None and _form(saved) != _form(found):
+        yield f"{path}: saved {_form(saved)}; found {_form(found)}"
 
 
 def _dict_differences(saved: dict[Any, Any], found: dict[Any, Any], path: str, strict: bool) -> Iterator[str]:
     grains = any(side.keys() - _OPTIONAL in _GRAIN_NODES for side in (saved, found))
     same = saved.keys() - _OPTIONAL == found.keys() - _OPTIONAL
     if (grains and not same) or (strict and saved and found and saved.keys().isdisjoint(found)):
-        yield f"{path}: saved keys {_keys_text(saved)}; found keys {_keys_text(found)}"
+        yield f"{path}: saved {_form(saved)}; found {_form(found)}"
         return
     for key in (key for key in saved if key in found and key not in _OPTIONAL):
         inner = f"{path}[{key!r}]"
         if grains and key == "parents":
-            yield from _children_differences(saved[key], found[key], inner)
+            yield from _parents_differences(saved[key], found[key], inner)
         elif grains and key == "iterators_in_use_states":
             yield from _interleave_differences(saved, found, inner)
         else:
             yield from _differences(saved[key], found[key], inner, grains)
 
 
-def _children_differences(saved: Any, found: Any, path: str) -> Iterator[str]:
+def _parents_differences(saved: Any, found: Any, path: str) -> Iterator[str]:
     """Yield the differences between the parents of a mix or a zip, which are a list, or a dict by name."""
     one, other = (dict(enumerate(side)) if isinstance(side, (list, tuple)) else side for side in (saved, found))
     if not isinstance(one, dict) or not isinstance(other, dict) or one.keys() != other.keys():
-        yield f"{path}: saved {_children_text(saved)}; found {_children_text(found)}"
+        yield f"{path}: saved {_form(one)}; found {_form(other)}"
         return
     for key in one:
         yield from _differences(one[key], other[key], f"{path}[{key!r}]", True)
@@ -491,18 +476,8 @@ def _interleave_differences(saved: dict[Any, Any], found: dict[Any, Any], path: 
             yield from _differences(one, two, f"{path}[{i}]", True)
 
 
-def _kind_of(value: Any) -> str:
+def _form(value: Any) -> str:
     if isinstance(value, dict):
-        return f"a dict with keys {_keys_text(value)}"
+        names = [str(key) for key in value]
+        return f"keys {', '.join(names[:12])}{' and more' if len(names) > 12 else ''}"
     return "a list" if isinstance(value, (list, tuple, np.ndarray)) else "a plain value"
-
-
-def _keys_text(state: Mapping[Any, Any]) -> str:
-    names = [str(key) for key in state]
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "(none)"
-
-
-def _children_text(parents: Any) -> str:
-    if isinstance(parents, (list, tuple)):
-        return f"{len(parents)} parents"
-    return f"parents {_keys_text(parents)}" if isinstance(parents, dict) else _kind_of(parents)
