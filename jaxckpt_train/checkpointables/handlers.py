@@ -1,7 +1,4 @@
-"""The handlers of checkpointables, and the registry that finds the handler for a value.
-
-Here are the handlers of pytrees, of JSON values, and of objects with the methods of `StatefulCheckpointable`.
-"""
+"""The handlers of checkpointables, and the registry that finds the handler for a value."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from typing import Any, TypeVar
 
 from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, Handler, JsonValue, Saved, Staged
 from jaxckpt_train.checkpointables.grain import GrainHandler
-from jaxckpt_train.checkpointables.iterator_state import PerProcessHandler, own_value, stage_own
+from jaxckpt_train.checkpointables.iterator_state import PerProcess, own_value, stage_own
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CheckpointError, MismatchError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.pytree.leaves import refuse_too_deep
@@ -74,7 +71,26 @@ class JsonHandler:
         return JsonValue(saved.value())
 
 
-class GetSetStateHandler:
+class _PerProcessHandler:
+    """The handler of `PerProcess`."""
+
+    kind = "per_process"
+    early = True
+
+    def handles(self, value: object) -> bool:
+        return isinstance(value, PerProcess)
+
+    def is_current(self, value: PerProcess) -> bool:
+        return False
+
+    def stage(self, value: PerProcess) -> Staged:
+        return stage_own(value.value)
+
+    def restore(self, target: Any, saved: Saved) -> PerProcess:
+        return PerProcess(own_value(saved, is_wanted=target is not None))
+
+
+class _GetSetStateHandler:
     """The handler of objects with `get_state()` and `set_state(state)`.
 
     The state is any pytree, and is restored without a target. In a multi-process job each process has its own state,
@@ -85,11 +101,9 @@ class GetSetStateHandler:
     early = True
 
     def handles(self, value: object) -> bool:
-        """Return whether the value has both methods."""
         return not inspect.isclass(value) and all(callable(getattr(value, m, None)) for m in ("get_state", "set_state"))
 
     def stage(self, value: Any) -> Staged:
-        """Stage the current result of `get_state`."""
         state = value.get_state()
         if current().processes > 1:
             with contextlib.suppress(UnsupportedLeafError):
@@ -97,7 +111,6 @@ class GetSetStateHandler:
         return Staged(tree=state)
 
     def restore(self, target: Any, saved: Saved) -> Any:
-        """Call `set_state` on the target and return it; return the state itself without a target."""
         state = own_value(saved, is_wanted=target is not None) if saved.values else saved.tree(None)
         if target is None:
             return state
@@ -129,14 +142,13 @@ class DirectoryAwaitingCreation:
         return self.path
 
 
-class StatefulHandler:
+class _StatefulHandler:
     """The handler of objects with `async save(directory)` and `async load(directory)`, which return awaitables."""
 
     kind = "stateful"
     early = True
 
     def handles(self, value: object) -> bool:
-        """Return whether the value has both coroutine methods."""
         return not inspect.isclass(value) and all(
             inspect.iscoroutinefunction(getattr(value, method, None)) for method in ("save", "load")
         )
@@ -155,7 +167,6 @@ class StatefulHandler:
         return Staged(write_files=write)
 
     def restore(self, target: Any, saved: Saved) -> Any:
-        """Run `load` of the target and the awaitable that it returns, and return the target."""
         if target is None:
             raise MismatchError(
                 f"{saved.name!r}: saved by an object that reads its own files; pass such an object as the target"
@@ -192,7 +203,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     return result.result()
 
 
-_OWN = (GrainHandler(), JsonHandler(), PerProcessHandler(), StatefulHandler(), GetSetStateHandler())
+_OWN = (GrainHandler(), JsonHandler(), _PerProcessHandler(), _StatefulHandler(), _GetSetStateHandler())
 _PYTREE = PytreeHandler()
 
 
@@ -290,8 +301,6 @@ def handler_for_load(target: object, kind: str, name: str) -> Handler:
         )
     handler = handler_of(target)
     if kind not in _kinds_of(handler):
-        raise MismatchError(
-            f"checkpointable {name!r}: saved as {kind!r}, "
-            f"but the target is a {type(target).__name__} ({handler.kind!r})"
-        )
+        found = f"{type(target).__name__} ({handler.kind!r})"
+        raise MismatchError(f"checkpointable {name!r}: saved as {kind!r}, but the target is a {found}")
     return handler

@@ -188,20 +188,12 @@ def decode_state(data: Json) -> Any:
 def _encode(value: Any, path: str) -> Json:
     # Compare exact types: a subclass (an OrderedDict, an IntEnum, a named tuple) would be restored as its base class.
     kind = type(value)
-    if value is None or kind is bool:
+    if value is None or kind in (bool, str):
         return value
     if kind is int:
         return value if -(2**63) <= value < 2**64 else {"__int__": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"__float__": value.hex()}
-    if kind is str:
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise UnsupportedLeafError(
-                f"iterator state: {path} is text that is not valid Unicode: {value!r}"
-            ) from error
-        return value
     if kind is bytes:
         return {"__bytes__": base64.b64encode(value).decode()}
     if kind is list:
@@ -281,29 +273,6 @@ class PerProcess:
     """
 
     value: Any
-
-
-class PerProcessHandler:
-    """The handler of `PerProcess`."""
-
-    kind = "per_process"
-    early = True
-
-    def handles(self, value: object) -> bool:
-        """Return whether the value is a `PerProcess`."""
-        return isinstance(value, PerProcess)
-
-    def is_current(self, value: PerProcess) -> bool:
-        """Return False: the value does not change in place."""
-        return False
-
-    def stage(self, value: PerProcess) -> Staged:
-        """Stage the data as it is now."""
-        return stage_own(value.value)
-
-    def restore(self, target: Any, saved: Saved) -> PerProcess:
-        """Return the value that this process saved."""
-        return PerProcess(own_value(saved, is_wanted=target is not None))
 
 
 def stage_own(value: Any) -> Staged:

@@ -63,7 +63,6 @@ from jaxckpt_train.store.writer import WrittenArrays, write_arrays
 
 T = TypeVar("T")
 _DIFFERS = b"differs"
-_NO_INDEX = PartIndex((), (), ())
 
 
 class SaveTarget(Protocol):
@@ -167,7 +166,7 @@ class CheckpointSave:
         self._committed: Committed | None = None
 
     def stage(self, checkpointables: Mapping[str, Any]) -> None:
-        """Stage all checkpointables as they are now, like `stage_all`."""
+        """Stage all checkpointables as they are now."""
         partition = None if self._is_single_process else JobPartition(self._job.process, self._job.processes)
         self.parts = stage_all(checkpointables, self.times, self._settings, partition)
         self.tracker = make_tracker(self.parts)
@@ -205,14 +204,9 @@ class CheckpointSave:
             begun = self._begin(target)
             if begun.owners:
                 self._own(begun.owners)
+            commit = functools.partial(self._commit, target)
             # While this process waits, the progress of the others counts as progress of this save.
-            done = self._job.exchange(
-                f"saving {self.subject}",
-                self._write,
-                functools.partial(self._commit, target),
-                self.tracker.sign,
-                self.tracker,
-            )
+            done = self._job.exchange(f"saving {self.subject}", self._write, commit, self.tracker.sign, self.tracker)
             if done == _DIFFERS:
                 doing = f"comparing what the processes save as {self.subject}"
                 encoded = functools.partial(self._comparison.encoded, self.parts)
@@ -330,14 +324,14 @@ class CheckpointSave:
                 self._progress,
             )
         self.times.bytes += written.data_bytes
-        arrays, index = written.arrays, _NO_INDEX
+        arrays, index = written.arrays, PartIndex((), (), ())
         if self._is_single_process:
             self._segments += written.segments
         else:
             self._comparison.add_local(part, written)
-            numbers = tuple(number for number, array in enumerate(written.arrays) if array.chunks)
-            index = PartIndex(written.segments, numbers, tuple(written.arrays[number].chunks for number in numbers))
-            arrays = tuple(msgspec.structs.replace(array, chunks=()) for array in written.arrays)
+            numbers = tuple(number for number, array in enumerate(arrays) if array.chunks)
+            index = PartIndex(written.segments, numbers, tuple(arrays[number].chunks for number in numbers))
+            arrays = tuple(msgspec.structs.replace(array, chunks=()) for array in arrays)
         self._records.append(PartRecord(part.name, part.kind, arrays, (), encode_tree(taken.record)))
         return index
 
@@ -392,12 +386,8 @@ class CheckpointSave:
         """In the other processes: describe the checkpoint that the primary has committed."""
         message = msgspec.msgpack.decode(done, type=_Done)
         self.result = message.result
-        return Committed(
-            self._final,
-            self._manifest(msgspec.json.decode(begun.info), (), self._records),
-            message.sha256,
-            message.bytes,
-        )
+        manifest = self._manifest(msgspec.json.decode(begun.info), (), self._records)
+        return Committed(self._final, manifest, message.sha256, message.bytes)
 
     def _manifest(
         self, info: Mapping[str, Any], segments: Sequence[SegmentRecord], parts: Sequence[PartRecord]
@@ -446,10 +436,8 @@ class ContentComparison:
                 yield f"{label}: its value", self.digest(part.value)
             if part.snapshot is not None:
                 local, record = set(part.snapshot.local), part.snapshot.record
-                forms = {
-                    array.name: (array.shape, str(array.dtype), number in local)
-                    for number, array in enumerate(part.snapshot.arrays)
-                }
+                arrays = enumerate(part.snapshot.arrays)
+                forms = {array.name: (array.shape, str(array.dtype), number in local) for number, array in arrays}
                 yield f"{label}: its structure", record.containers
                 for name, leaf in record.leaves.items():
                     yield f"leaf {f'{part.name}/{name}'!r}", (leaf, forms.get(name))
@@ -463,19 +451,12 @@ def refuse_differences(values: Sequence[bytes]) -> bytes:
     lines = []
     for label in {label: None for each in found for label in each}:
         digests = [each.get(label) for each in found]
-        if len(set(digests)) > 1:
-            lines.append(f"{label}: {_describe_difference(digests)}")
+        most = Counter(digests).most_common(1)[0][0]
+        others = [str(number) for number, digest in enumerate(digests) if digest != most]
+        if others:
+            lines.append(f"{label}: differs in process {first_of(others)}")
     shown = first_of(lines, ";") or "a value that changes between two reads"
     raise MismatchError(
         f"the processes of this job do not save the same values: {shown}. A value that each process has for "
         "itself must be equal in all of them; otherwise make one array of it that spans the devices of all processes"
     )
-
-
-def _describe_difference(digests: Sequence[str | None]) -> str:
-    most = Counter(digests).most_common(1)[0][0]
-    others = [number for number, digest in enumerate(digests) if digest != most]
-    who, have = ("process", "has") if len(others) == 1 else ("processes", "have")
-    is_lacking = all(digests[number] is None for number in others)
-    what = "none, unlike most" if is_lacking else "another value than most"
-    return f"{who} {first_of([*map(str, others)])} {have} {what}"

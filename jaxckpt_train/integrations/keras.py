@@ -1,10 +1,4 @@
-"""`KerasCheckpoint`, a callback that saves and resumes `model.fit` of Keras 3 on its JAX backend.
-
-from jaxckpt_train.integrations.keras import KerasCheckpoint
-
-with KerasCheckpoint("runs/a", keep_latest=3) as ckpt:
-    model.fit(ckpt.data(loader, steps_per_epoch=100), epochs=10, callbacks=[..., ckpt])   # ckpt last
-"""
+"""`KerasCheckpoint`, a callback that saves and resumes `model.fit` of Keras 3 on its JAX backend."""
 
 from __future__ import annotations
 
@@ -71,8 +65,8 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
             )
         self._every = optional(whole(1))("KerasCheckpoint: save_every_epochs", save_every_epochs)
         self._saves_on_exit = settings.get("save_on_exit", True)
-        self._new_ckpt: Callable[[], CheckpointCallback]  # makes the one for the next call of fit
-        self._new_ckpt = lambda: CheckpointCallback(directory, **settings)
+        # Makes the one for the next call of fit.
+        self._new_ckpt: Callable[[], CheckpointCallback] = lambda: CheckpointCallback(directory, **settings)
         self._ckpt = self._new_ckpt()
         self._is_closed = self._is_fitting = False
         self._data: EpochData | None = None
@@ -306,17 +300,12 @@ class KerasState:
 
     Each group is a list in the model's own order, because the names that Keras generates depend on what else the
     process has created before.
-
-    Attributes:
-        metrics: the metric values to save instead of the current ones, which a running evaluation overwrites; None: the
-            current ones.
-        restored: the restored values, to assign once more after Keras and other callbacks have changed them; or {}.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.metrics: Sequence[Any] | None = None
-        self.restored: dict[str, list[Any]] = {}
+        self.metrics: Sequence[Any] | None = None  # saved instead of the current ones, which an evaluation overwrites
+        self.restored: dict[str, list[Any]] = {}  # assigned once more after Keras and callbacks have changed the values
 
     def variables(self) -> dict[str, list[Any]]:
         """Return the variables of each group, with the values that the trainer holds during `fit` written back."""
@@ -341,14 +330,13 @@ class KerasState:
                 variable.assign(value)
 
 
-class KerasHandler:
+class _KerasHandler:
     """Saves and restores a `KerasState` as a plain pytree, which loads without Keras."""
 
     kind = "pytree"
     early = False
 
     def stage(self, value: KerasState) -> Staged:
-        """Return the current values."""
         return Staged(tree=value.values())
 
     def compare(self, target: KerasState, saved: Saved) -> None:
@@ -360,7 +348,6 @@ class KerasHandler:
             raise MismatchError(f"{error}{names}", error.differences) from error
 
     def restore(self, target: KerasState, saved: Saved) -> KerasState:
-        """Set the variables of the target's model to the saved values."""
         target.restored = saved.tree(_abstract(target))
         target.assign(target.restored)
         return target
@@ -382,7 +369,7 @@ def _named(state: KerasState, differences: Sequence[str]) -> str:
     return f"\nIn the model: {'; '.join(found)}" if found else ""
 
 
-register_handler(KerasState, KerasHandler())
+register_handler(KerasState, _KerasHandler())
 
 
 class EpochData(keras.utils.PyDataset):  # type: ignore[misc]
@@ -417,7 +404,6 @@ class EpochData(keras.utils.PyDataset):  # type: ignore[misc]
         return self._left
 
     def __getitem__(self, index: int) -> Any:
-        """Return the next batch."""
         if self._taken > self._trained:
             self._before[self._taken] = self._now()
         try:
@@ -490,7 +476,6 @@ class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return int(self._source.num_batches)
 
     def __getitem__(self, index: int) -> Any:
-        """Return a batch of the source."""
         return self._source[index]
 
     def on_epoch_begin(self) -> None:

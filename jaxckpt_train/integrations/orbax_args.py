@@ -110,9 +110,9 @@ class ShouldSaveFunction:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BestByFunction:
-    """Keeps the `n` steps with the best value of a function of their metrics, as Orbax's `best_fn`; None: all steps.
+    """Keeps the `n` steps (None: all) with the best value of Orbax's `best_fn`, of which NaN is the worst.
 
-    NaN is the worst value, and on a tie the later step is better. `keeps_others` also keeps steps without metrics.
+    On a tie the later step is better. `keeps_others` also keeps steps without metrics.
     """
 
     function: Callable[[Mapping[str, Any]], float]

@@ -7,6 +7,7 @@ imported. An item with a custom Orbax handler is saved and restored by that hand
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
+import msgspec
 import numpy as np
 
 from jaxckpt_train.checkpoint_metadata import CheckpointableMetadata
@@ -32,10 +34,10 @@ from jaxckpt_train.integrations.orbax_trees import TreeTarget
 from jaxckpt_train.pytree.flatten import flatten, unflatten
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.files import read_or_none
-from jaxckpt_train.store.manifest import MAX_INFO_BYTES
+from jaxckpt_train.store.manifest import MAX_INFO_BYTES, NOT_JSON, decode_value
 from jaxckpt_train.store.timeouts import time_limited
 
-_FOLDER, _FILE, _OLD_FILE = "metadata", "_ROOT_METADATA", "metadata"
+_FOLDER, _FILE = "metadata", "_ROOT_METADATA"
 _TREES = ("Standard", "PyTree", "Array", "JaxRandomKey")
 _KNOWN = (*_TREES, "Json", "NumpyRandomKey", "Checkpoint")
 _KINDS = {f"{name}{what}": (name, what) for name in (*_KNOWN, "PyGrainCheckpoint") for what in ("Save", "Restore")}
@@ -119,23 +121,17 @@ def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
 @time_limited
 def read_root_metadata(directory: str) -> dict[str, Any] | None:
     """Read the metadata of a run; None: it has none. Raise CorruptCheckpointError if the file is not valid."""
-    for name in (_FILE, _OLD_FILE):
-        data = read_or_none(LocalBackend(), f"{directory}/{_FOLDER}", name, MAX_INFO_BYTES)
-        if data is None:
-            continue
-        try:
-            found = json.loads(data)
-            custom = found.get("custom_metadata") if name == _FILE and isinstance(found, dict) else found
-        except ValueError as error:
-            custom = str(error)
-        if not isinstance(custom, dict):
-            raise CorruptCheckpointError(f"{directory}/{_FOLDER}/{name}: expected a JSON object, found {custom!r}")
-        return custom
-    return None
+    data = read_or_none(LocalBackend(), f"{directory}/{_FOLDER}", _FILE, MAX_INFO_BYTES)
+    if data is None:
+        return None
+    try:
+        return msgspec.convert(decode_value(data), RootMetadata).custom_metadata
+    except NOT_JSON as error:
+        raise CorruptCheckpointError(f"{directory}/{_FOLDER}/{_FILE}: expected JSON with metadata: {error}") from error
 
 
 class HandledItem:
-    """An item that an Orbax handler saves and restores, with the protocol `StatefulCheckpointable`.
+    """An item that an Orbax handler saves and restores, as a `StatefulCheckpointable`.
 
     `taken` is set once the handler no longer needs the item to save; `restored` is what the handler has restored.
     """
@@ -184,12 +180,10 @@ def _args_class(handler: Any, what: str) -> Any:
 def _registered_handler_class(args: Any) -> type | None:
     """Return the handler class that is registered with Orbax for args, or None."""
     known = sys.modules.get("orbax.checkpoint.checkpoint_args")
-    if known is None or not isinstance(args, known.CheckpointArgs):
-        return None
-    try:
-        found: type = known.get_registered_handler_cls(args)
-    except ValueError:
-        return None
+    found: type | None = None
+    if known is not None and isinstance(args, known.CheckpointArgs):
+        with contextlib.suppress(ValueError):  # nothing is registered
+            found = known.get_registered_handler_cls(args)
     return found
 
 
@@ -281,14 +275,7 @@ class Items:
         handler = next((self._custom[key] for key in keys if key in self._custom), None)
         cls = _registered_handler_class(args) if handler is None and name not in self._kinds else None
         if cls is not None and _handler_kind(name, cls) is None:
-            try:
-                handler = cls()
-            except TypeError as error:
-                raise SettingsError(
-                    f"args of {name!r}: expected a handler that is created without arguments, found {cls.__qualname__}"
-                    f": {error}. Pass a handler as item_handlers."
-                ) from error
-            self._custom[name, None] = handler
+            handler = self._custom[name, None] = cls()
         if handler is not None and current().processes > 1:  # handlers would have to synchronise with each other
             raise SettingsError(
                 f"args of {name!r}: expected args of Orbax or Grain in a multi-process job, found a custom handler: "
@@ -305,11 +292,10 @@ class Items:
         if args is None:
             raise SettingsError("args: expected args such as args.StandardSave or an args.Composite, found None")
         is_single = not _is_composite(args)
-        if self.is_single is None:
-            self.is_single = is_single
-        if self.is_single != is_single:
+        if self.is_single not in (None, is_single):
             expected = "args of one checkpointable" if self.is_single else "an args.Composite"
             raise SettingsError(f"args: expected {expected} as in the previous calls, found {type(args).__qualname__}")
+        self.is_single = is_single
         return {DEFAULT_ITEM: args} if is_single else dict(args.items())
 
     def _args_of(self, what: str, args: Any, items: Any, kwargs: Any) -> dict[str, Any]:
@@ -323,19 +309,18 @@ class Items:
             items, kwargs = {DEFAULT_ITEM: items}, {DEFAULT_ITEM: kwargs}
         items, kwargs, found = items or {}, kwargs or {}, {}
         for name in {**items, **kwargs}:
-            kinds, custom, options = self._kinds.get(name), self._custom.get((name, None)), kwargs.get(name) or {}
-            if custom is not None:
-                found[name] = _args_class(custom, what)(items.get(name), **options)
-            elif kinds is not None:
-                cls = getattr(orbax_args, f"{next(iter(kinds))}{what}")
-                found[name] = cls(
-                    **({"item": items.get(name)} if "item" in cls.__dataclass_fields__ else {}), **options
-                )
-            else:
+            custom, options = self._custom.get((name, None)), kwargs.get(name) or {}
+            if custom is None and name not in self._kinds:
                 raise SettingsError(
                     f"items: expected an item with a handler ({', '.join(map(repr, self._kinds)) or 'none'}), found "
                     f"{name!r}: pass args instead, as in args=args.StandardSave(item)"
                 )
+            if custom is not None:
+                cls = _args_class(custom, what)
+            else:
+                cls = getattr(orbax_args, f"{next(iter(self._kinds[name]))}{what}")
+            given = [items.get(name)] if custom is not None or "item" in cls.__dataclass_fields__ else []
+            found[name] = cls(*given, **options)
         return found
 
     def _check(self, name: str, args: Any, custom: Any) -> None:
@@ -450,7 +435,7 @@ def _is_async(checkpointers: Any) -> bool:
 def _refuse_unsupported(name: str, args: object) -> None:
     for attribute, (accepted, instead) in _UNSUPPORTED.items():
         found = getattr(args, attribute, accepted[0])
-        if not any(found is value or found == value for value in accepted):
+        if found not in accepted:
             raise SettingsError(f"args of {name!r}: {attribute}: expected {accepted[0]}, found {found!r}: {instead}")
 
 
@@ -459,7 +444,8 @@ def _converted(item: Any, save_args: Any) -> Any:
     flat, wanted = flatten(item), flatten(save_args)
     dtypes = {path: getattr(each, "dtype", None) for path, each in zip(wanted.names, wanted.leaves, strict=True)}
     leaves = [_in_dtype(leaf, dtypes.get(path)) for path, leaf in zip(flat.names, flat.leaves, strict=True)]
-    return item if all(map(lambda one, other: one is other, leaves, flat.leaves)) else unflatten(item, leaves)
+    is_same = all(one is other for one, other in zip(leaves, flat.leaves, strict=True))
+    return item if is_same else unflatten(item, leaves)
 
 
 def _in_dtype(leaf: Any, dtype: Any) -> Any:

@@ -8,7 +8,6 @@ Orbax need not be installed. Objects of Orbax's own `args` and options classes a
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
@@ -116,13 +115,11 @@ class CheckpointManager:
 
     Args:
         directory: the directory of the run.
-        checkpointers: an Orbax checkpointer, or a mapping from item names to checkpointers, for programs that pass
-            `items` to `save`; None: `save` takes `args`.
+        checkpointers: an Orbax checkpointer, or one by item name, for programs that pass `items` to `save`.
         options: `CheckpointManagerOptions` of this package or of Orbax; None: the defaults.
         metadata: plain JSON data to keep with the run; metadata that the run already has is not replaced.
         item_names: the names of the checkpointables; no others are accepted. None: taken from `args`.
-        item_handlers: an Orbax handler, or a mapping from item names to handlers; only their args are accepted. None:
-            any args.
+        item_handlers: an Orbax handler, or one by item name; only their args are accepted. None: any args.
         logger: has a `log_entry` method, which gets a dict for each save and restore; None: `logging` gets them.
         handler_registry: an Orbax handler registry, which decides the args that each item accepts; None: any args.
         settings: how checkpoints are stored; None: the defaults.
@@ -180,9 +177,8 @@ class CheckpointManager:
         return manager, _ListedSteps(manager, self._kept, self._best, self._clock)
 
     def _write_metadata(self) -> None:
-        directory = self._manager.directory
         if current().process == 0:
-            write_root_metadata(directory, self._metadata or {})
+            write_root_metadata(self._manager.directory, self._metadata or {})
 
     @property
     def directory(self) -> Path:
@@ -285,21 +281,15 @@ class CheckpointManager:
             pending.committed.add_done_callback(lambda _: pending.error() is None and finalized())
         for value in values.values():
             if isinstance(value, HandledItem):
-                pending.committed.add_done_callback(
-                    value.give_up
-                )  # the save may have failed before the handler was called
+                pending.committed.add_done_callback(value.give_up)  # the save may fail before it calls the handler
                 value.taken.wait()
 
     def _take_over(self, step: int, force: bool) -> None:
         """Let another manager of this process release the directory, if this step is to be saved."""
         other = _SAVING.get(self._manager.directory)
         if other is not None and other is not self and (force or self._manager.should_save(step)):
-            other._release()  # it takes the directory back with its next save
-
-    def _release(self) -> None:
-        """Wait for the pending save and release the directory for another manager of this process."""
-        self._manager.close()
-        self._manager, self._steps = self._opened()
+            other._manager.close()
+            other._manager, other._steps = other._opened()  # it takes the directory back with its next save
 
     def _is_listed(self, step: int, metrics: Mapping[str, Any] | None, force: bool) -> bool:
         """Return whether the options keep a step that is saved now."""
@@ -322,10 +312,7 @@ class CheckpointManager:
         directory: PathLike | None = None,
         args: Any = None,
     ) -> Any:
-        """Restore a step.
-
-        Before the first save of this manager, the run continues from the step that was restored last, and the steps
-        after it are abandoned. After the first save, restoring an older step only reads it.
+        """Restore a step. Before the first save of this manager, the run continues from there, without later steps.
 
         Args:
             step: the step; None: the newest valid step.
@@ -386,10 +373,7 @@ class CheckpointManager:
         return restored
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """Return the steps in ascending order.
-
-        The step of a pending save is included. Steps that its commit will delete are not.
-        """
+        """Return the steps in ascending order, with that of the pending save, without those that it will delete."""
         return self._steps.all()
 
     def latest_step(self) -> int | None:
@@ -427,9 +411,8 @@ class CheckpointManager:
         Raises:
             MissingStepError: the step does not exist.
         """
-        directory = self._manager.directory
         if step is None:
-            found = read_root_metadata(directory)
+            found = read_root_metadata(self._manager.directory)
             if found is None and self._options.read_only:
                 found = self._metadata
             return RootMetadata(found or {})
@@ -461,11 +444,10 @@ class CheckpointManager:
             raise SettingsError(f"{self.directory}: step {step} is the newest step or pinned and cannot be deleted")
 
     def reached_preemption(self, step: int) -> bool:
-        """Return whether the job was preempted, that is, whether a process received SIGTERM.
+        """Return whether a process of the job received SIGTERM: end your loop then. That step is saved.
 
-        The first call installs the signal handler. From then on SIGTERM does not end the process: end your loop when
-        this method returns True. Call it in every update, in all processes of a job, before or after `save`. `save` and
-        this method agree on each step, and the step at which the job is preempted is saved.
+        Call it in every update, in all processes of a job, before or after `save`. From the first call on, SIGTERM
+        does not end the process.
         """
         if self._preemption_step != step or self._is_reported:
             self._look_for_preemption(step)
@@ -473,16 +455,14 @@ class CheckpointManager:
         return self._reached
 
     def _check_preemption(self, step: int) -> None:
-        """Check for a preemption once per step, if `reached_preemption` was called or JAX's service watches for it."""
-        is_watched = self._shutdown is not None or preemption_service() is not None
-        if is_watched and self._preemption_step != step:
+        """Check once per step, if `reached_preemption` was called or JAX's service watches for preemptions."""
+        if self._preemption_step != step and (self._shutdown is not None or preemption_service() is not None):
             self._look_for_preemption(step)
 
     def _look_for_preemption(self, step: int) -> None:
         if self._shutdown is None:
-            self._shutdown = GracefulShutdown(
-                self._manager, current(), service=preemption_service(), signals=("SIGTERM",)
-            )
+            service = preemption_service()
+            self._shutdown = GracefulShutdown(self._manager, current(), service=service, signals=("SIGTERM",))
             self._shutdown.start()
         self._preemption_step, self._reached, self._is_reported = step, self._shutdown.must_leave(), False
         if self._reached:
@@ -533,9 +513,9 @@ class CheckpointManager:
 class _ListedSteps:
     """The steps that a program written for Orbax sees: committed steps that the policy keeps, and the pending step.
 
-    If the policy does not keep the newest step, that step is saved as temporary: it stays on disk until the next
-    commit and is not listed. In a multi-process job, every value that decides control flow is the same in all
-    processes. `pending` is the last save started here; None: there was none, or its error was raised.
+    A newest step that the policy does not keep is saved as temporary and not listed. In a multi-process job, every
+    value that decides control flow is the same in all processes. `pending` is the last save started here, until its
+    error was raised.
     """
 
     def __init__(self, manager: StepManager, kept: ButDeleted, best: BestByFunction | None, clock: Clock) -> None:
@@ -549,7 +529,6 @@ class _ListedSteps:
     def mark_started(
         self, step: int, metrics: Mapping[str, Any] | None, pending: PendingSave[Any], *, is_listed: bool
     ) -> None:
-        """Record that a save of the step was started; `is_listed` is whether the policy keeps it."""
         self.pending, self._saver = pending, threading.current_thread()
         self._newest = self._info(step, metrics, temporary=not is_listed)
         self._restored, self.has_saved = None, True
@@ -558,7 +537,6 @@ class _ListedSteps:
         return CheckpointInfo(step, self._clock(), None if metrics is None else {**metrics}, temporary=temporary)
 
     def mark_restored(self) -> None:
-        """Record that the run continues from the restored step, not from a step saved here."""
         self._newest, self._restored = None, self._manager.restored_step
 
     @contextlib.contextmanager
@@ -583,14 +561,13 @@ class _ListedSteps:
             self._manager.wait()
 
     def latest(self) -> int | None:
-        """Return the newest listed step, or None if there is none."""
         if self._newest is not None and not self._newest.temporary:
             return self._newest.step
         latest, listed = self._manager.latest, [info.step for info in self.infos()]
         return latest if latest in listed else max(listed, default=None)
 
     def is_unlisted(self, step: int) -> bool:
-        """Return whether this step or a later one is on disk although the policy does not keep it."""
+        """Return whether this step or a later one is temporary."""
         return any(info.temporary and info.step >= step for info in self._every_info())
 
     def keeps(self, step: int, metrics: Mapping[str, Any] | None) -> bool:
@@ -604,20 +581,17 @@ class _ListedSteps:
         return newest is None or step > newest
 
     def all(self) -> list[int]:
-        """Return the steps in ascending order, without those that the commit of the pending save will delete."""
         infos, is_saving = self.infos(), self._newest is not None and self._manager.is_saving_in_progress()
         leaving = steps_to_delete(infos, self._kept, context=DecisionContext(self._clock())) if is_saving else set()
         return [info.step for info in infos if info.step not in leaving]
 
     def best(self) -> int | None:
-        """Return the best step, or the newest step if there is no ranking, or None if there are no steps."""
         if self._best is None:
             return self.latest()
         ranked = self._best.ranked(self.infos())
         return ranked[-1].step if ranked else None
 
     def infos(self) -> list[CheckpointInfo]:
-        """Return the entries of the listed steps in ascending order."""
         return [info for info in self._every_info() if not info.temporary]
 
     def _every_info(self) -> list[CheckpointInfo]:
@@ -642,7 +616,5 @@ class _MoveDeletedBackend(LocalBackend):
         folder = f"{directory}/{self._folder}"
         self.make_directory(folder, parents=True, sync=True)
         taken = {entry.name for entry in self.list(folder)}
-        names = (f"{name}.{number}" for number in itertools.count(1))
-        return self.rename(
-            path, f"{folder}/{next(each for each in itertools.chain([name], names) if each not in taken)}"
-        )
+        names = [name, *(f"{name}.{number}" for number in range(1, len(taken) + 1))]
+        return self.rename(path, f"{folder}/{next(each for each in names if each not in taken)}")

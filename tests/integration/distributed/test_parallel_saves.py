@@ -136,5 +136,5 @@ def test_different_local_values_are_refused_by_name(
         assert text in answer, (number, answer)
         if kind not in ("unsupported", "path"):
             assert answer.startswith("MismatchError")
-            assert f"process {who} has" in answer
+            assert f"differs in process {who}" in answer
     assert list(tmp_path.iterdir()) == []
