@@ -14,7 +14,7 @@ import logging
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
@@ -58,88 +58,10 @@ from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
 from jaxckpt_train.store.backends.local import mount_warnings
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.process_identity import ProcessIdentity
 from jaxckpt_train.store.threads import free_in_child
 from jaxckpt_train.store.timeouts import report_progress, time_limited
 
 _log = logging.getLogger("jaxckpt_train")
-
-
-class ReadRegistry:
-    """Counts the readers of each step directory. Retention does not delete a step that is being read.
-
-    Args:
-        guard: the run's lock; it keeps retention from choosing steps while a read starts.
-    """
-
-    def __init__(self, guard: threading.RLock) -> None:
-        self._guard, self._names = guard, list[str]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    @contextlib.contextmanager
-    def reading(self, entries: Sequence[Entry]) -> Iterator[None]:
-        """Protect these steps from deletion within the context."""
-        names = [entry.name for entry in entries]
-        with self._guard:
-            self._names += names
-        try:
-            yield
-        finally:
-            with self._guard:
-                for name in names:
-                    self._names.remove(name)
-
-
-class SavePlacement:
-    """Assigns each save its place in the run: run id, sequence number, and the steps that it leaves behind.
-
-    The sequence number is higher than that of every earlier save, including failed and deleted ones.
-    """
-
-    def __init__(self) -> None:
-        self._run = uuid.uuid4().hex
-        self._highest = -1
-        self._undone: set[str] = set()  # names of failed saves that still look committed on the disk
-
-    def found(self, entries: Sequence[Entry], recorded: RollBack) -> None:
-        """Take the entries of the run directory into account."""
-        self._highest = max(self._highest, last_sequence(entries, recorded))
-
-    def continue_run(self, entries: Sequence[Entry]) -> None:
-        """Continue the run that these entries belong to."""
-        self._run = owning_run(entries) or self._run
-
-    def gone(self, sequences: Iterable[int]) -> None:
-        """Take deleted saves into account: a power cut may bring them back."""
-        self._highest = max(self._highest, *sequences, -1)
-
-    def failed(self, sequence: int, stays: str | None) -> None:
-        """Take a failed save into account.
-
-        Args:
-            sequence: its sequence number.
-            stays: its directory name, if it could not be removed and still looks committed.
-        """
-        self._highest = max(self._highest, sequence)
-        self._undone.update([] if stays is None else [stays])
-
-    def saved(self, name: str) -> None:
-        """Record that `name` belongs to a successful save now."""
-        self._undone.discard(name)
-
-    def place(self, entries: Sequence[Entry], left_behind: Collection[str], record: int) -> dict[str, Any]:
-        """The lineage fields for the manifest of the next save.
-
-        Args:
-            entries: all steps of the run.
-            left_behind: the names of the steps that the run no longer descends from.
-            record: the number of changes of the run record.
-        """
-        sequence = max(self._highest, *(entry.sequence for entry in entries), -1) + 1
-        left = sorted({*left_behind, *self._undone})
-        return {"run": self._run, "sequence": sequence, "left_behind": left, "record": record}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,10 +83,9 @@ def release_later(held: Ownership) -> None:
 
 
 def finish_and_release(held: Ownership, timeout_s: float | None, until: Callable[[], bool] | None) -> None:
-    """Finish pending deletions, then release the lock.
+    """Finish pending deletions, then release the lock; after an interrupt or the timeout, a thread continues.
 
-    After an interrupt or the timeout, the background thread continues, and this function returns. In a forked child it
-    does nothing: the child has neither the thread nor the lock.
+    In a forked child it does nothing: the child has neither the thread nor the lock.
     """
     if held.lock.is_inherited:
         return
@@ -190,33 +111,6 @@ def release(held: Ownership) -> None:
             _log.warning("%s was not released: %s", held.lock.path, error)
 
 
-def take_ownership(
-    backend: Backend, directory: str, lock: OwnerLock, took_over: Callable[[ProcessIdentity], object]
-) -> None:
-    """Acquire the lock of a run directory, and create the directory if necessary.
-
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        lock: its lock.
-        took_over: called with the identity of a dead owner whose lock was taken over.
-
-    Raises:
-        SettingsError: the directory is a single checkpoint, not a run.
-        DirectoryLockedError, StorageError: a live process owns it, or the disk refuses.
-        CheckpointTimeoutError: the disk has not answered for ten minutes.
-    """
-    with contextlib.suppress(StorageError):  # raised again below; the first attempt has a time limit
-        _try_directory(backend, directory)
-    backend.make_directory(directory, parents=True, sync=True)
-    dead = lock.acquire()
-    if dead is not None:
-        took_over(dead)
-    lock.clean()
-    sync_directory(backend, directory)  # names that a dead owner created may not be on the disk yet
-    remove_attempts(backend, directory)
-
-
 @time_limited
 def _try_directory(backend: Backend, directory: str) -> None:
     refuse_checkpoint(backend, directory)
@@ -236,10 +130,6 @@ class RunDirectory:
         clock: the current time.
         scrub_bytes_per_s: the rate of the scrubber; 0: it verifies only neighbours of damaged steps.
         best_link: the link to the best step; None: no link.
-
-    Attributes:
-        backend: as given.
-        directory: as given.
     """
 
     def __init__(
@@ -265,23 +155,26 @@ class RunDirectory:
         self._entries, self._left = list[Entry](), frozenset[str]()
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._left_attempts = list[str]()
-        self._origin, self._next_save, self._being_read = ResumePoint(), SavePlacement(), ReadRegistry(self._guard)
-        self._damage_reports, self._warned_about, self._pending_deletions, self.past = (
-            DamageReports(),
-            set[str](),
-            PendingDeletions(),
-            RunStatistics(),
-        )
+        self._being_read = list[str]()
+        self._run_id = uuid.uuid4().hex
+        self._highest = -1  # the sequence number of the last save, which may have failed or been deleted since
+        self._undone = set[str]()  # names of failed saves that still look committed on the disk
+        self._origin, self._pending_deletions = ResumePoint(), PendingDeletions()
+        self._damage_reports, self._warned_about = DamageReports(), set[str]()
+        self.past = RunStatistics()
 
     def own(self) -> None:
         """Become the owner: take the lock, clean up after dead owners, and read the run; or check the ownership.
 
         Raises:
+            SettingsError: the directory is a single checkpoint, not a run.
             DirectoryLockedError: a live process owns the directory, or took it over from this one.
+            StorageError, CheckpointTimeoutError: the disk refuses, or has not answered for ten minutes.
         """
-        if not self.is_owner:
-            return self.hold()
-        return self._check_owner_in_time()
+        if self.is_owner:
+            self._check_owner_in_time()
+        else:
+            self.hold()
 
     def hold(self) -> None:
         """Like `own`, but an owner does not access the disk, which may not answer."""
@@ -300,11 +193,19 @@ class RunDirectory:
         self._lock.check()  # without the guard: other threads need it for calls that do not access the disk
 
     def _own(self) -> None:
-        take_ownership(self.backend, self.directory, self._lock, self.log.took_over)
+        with contextlib.suppress(StorageError):  # raised again below; the first attempt has a time limit
+            _try_directory(self.backend, self.directory)
+        self.backend.make_directory(self.directory, parents=True, sync=True)
+        dead = self._lock.acquire()
+        if dead is not None:
+            self.log.took_over(dead)
+        self._lock.clean()
+        sync_directory(self.backend, self.directory)  # names that a dead owner created may not be on the disk yet
+        remove_attempts(self.backend, self.directory)
         with self._guard:
             self._look()
             self._record.take(self._found, self._entries)
-            self._next_save.continue_run(self._entries)
+            self._run_id = owning_run(self._entries) or self._run_id
             self._left = self._origin.left_behind(self._entries, self._left)
         self._write_damage_reports()
         recent = self.history.recent()
@@ -320,7 +221,7 @@ class RunDirectory:
         self._entries, self._found = scan_with_record(self.backend, self.directory)
         roll_back = self._found.record.roll_back
         self._left = left_behind(self._entries, roll_back)
-        self._next_save.found(self._entries, roll_back)
+        self._highest = max(self._highest, last_sequence(self._entries, roll_back))
         self._infos = None
 
     def check_fresh(self, *, allows_flax: bool = False) -> None:
@@ -330,10 +231,7 @@ class RunDirectory:
             self._origin.nothing()
 
     def entries(self) -> list[Entry]:
-        """All committed generations of all steps, except damaged ones and pending deletions, in the order of the saves.
-
-        Steps that a roll-back has left behind come first.
-        """
+        """All committed generations except damaged ones and pending deletions; those left behind come first."""
         with self._guard:
             self._look_again()
             return branch_last(self._whole(), self._left)
@@ -360,11 +258,7 @@ class RunDirectory:
         return newest_generations(self.entries())
 
     def candidates(self, step: int | None, *, damaged: bool = False) -> list[Entry]:
-        """The generations of one step or of all steps, in the order in which a restore tries them.
-
-        Args:
-            step: the step; None: all steps.
-            damaged: whether to append the steps that were set aside.
+        """The generations of a step (None: of all) as a restore tries them; with `damaged`, also those set aside.
 
         Raises:
             StepNotFoundError: there is none.
@@ -388,10 +282,6 @@ class RunDirectory:
 
         A reader may raise StepVanishedError within the context, since the owner may have deleted the step after the
         scan. The step is forgotten then: try again.
-
-        Args:
-            step: the step; None: all steps.
-            damaged: whether to append the steps that were set aside.
 
         Yields:
             The candidates, and for a reader all entries of its scan: only the owner changes the run.
@@ -431,16 +321,13 @@ class RunDirectory:
     def lineage(self, step: int) -> dict[str, Any]:
         """The lineage fields for the manifest of the next save."""
         with self._guard:
-            left = self._left | names_after(step, self._line())
-            return self._next_save.place(self._entries, left, self._record.record.number)
+            sequence = max(self._highest, *(entry.sequence for entry in self._entries), -1) + 1
+            left = sorted(self._left | self._undone | names_after(step, self._line()))
+            number = self._record.record.number
+            return {"run": self._run_id, "sequence": sequence, "left_behind": left, "record": number}
 
     def refuse(self, step: int, *, overwrite: bool = False) -> None:
-        """Refuse to save a step that is committed. A step left behind or set aside as damaged may be saved again.
-
-        Raises:
-            CheckpointExistsError: the step is committed, or another process has saved since this one restored.
-            SettingsError: a later step is committed.
-        """
+        """Refuse to save a step that is committed. A step left behind or set aside as damaged may be saved again."""
         with self._guard:
             self._origin.refuse(self.directory, self._entries)
             if not overwrite:
@@ -448,8 +335,8 @@ class RunDirectory:
 
     def next_step_name(self, step: int) -> str:
         """The directory name of the next generation of a step, unused by existing and pending-deletion directories."""
-        names = {*self._pending_deletions, *(shown_name(item.name) for item in self.backend.list(self.directory))}
-        return free_step_name(step, names, [entry.name for entry in self._entries])
+        found = [shown_name(item.name) for item in self.backend.list(self.directory)]
+        return free_step_name(step, {*self._pending_deletions, *found})
 
     def committed(self, committed: Committed, info: Mapping[str, Any]) -> None:
         """Record a commit."""
@@ -460,20 +347,18 @@ class RunDirectory:
             self._record.reuse(name)
             self._entries.append(self._record.record.applied_to(entry))
             self._origin.saved()
-            self._next_save.saved(name)
+            self._undone.discard(name)
             self._left = frozenset(entry.left_behind) - {name}
             self._infos = None
 
     def failed(self, place: Mapping[str, Any], stays: str | None, attempt: str | None) -> None:
-        """Record a failed save.
+        """Record a failed save with these lineage fields.
 
-        Args:
-            place: its lineage fields.
-            stays: its directory name, if the disk refused to remove it after the commit.
-            attempt: the directory of its attempt, if the disk refused to remove that.
+        `stays` is its name if it still looks committed, and `attempt` its directory; None: the disk removed them.
         """
         with self._guard:
-            self._next_save.failed(place["sequence"], stays)
+            self._highest = max(self._highest, place["sequence"])
+            self._undone.update([] if stays is None else [stays])
             self._left_attempts += [] if attempt is None else [attempt]
 
     def remove_left_attempts(self) -> None:
@@ -539,7 +424,8 @@ class RunDirectory:
     def forget(self, name: str) -> None:
         """Record that a step directory no longer exists."""
         with self._guard:
-            self._next_save.gone(each.sequence for each in self._entries if each.name == name)
+            gone = [entry.sequence for entry in self._entries if entry.name == name]
+            self._highest = max(self._highest, *gone, -1)  # a power cut may bring them back
             self._entries = [entry for entry in self._entries if entry.name != name]
             self._pending_deletions.discard([name])
             self._record.forget(name)
@@ -550,17 +436,24 @@ class RunDirectory:
         self.forget(name)
         self.log.deleted(name)
 
-    def reading(self, entries: Sequence[Entry]) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def reading(self, entries: Sequence[Entry]) -> Iterator[None]:
         """Protect these steps from deletion within the context."""
-        return self._being_read.reading(entries)
+        names = [entry.name for entry in entries]
+        with self._guard:
+            self._being_read += names
+        try:
+            yield
+        finally:
+            with self._guard:
+                for name in names:
+                    self._being_read.remove(name)
 
     def note_restore(self, restored: Restored, there: Sequence[Entry] | None, *, warns: bool = True) -> None:
-        """Record a restore. The next save of this process leaves all later steps behind.
+        """Record a restore; the next save of this process leaves all later steps behind.
 
-        Args:
-            restored: the result.
-            there: the entries that it was chosen from; None: those of the owner.
-            warns: whether to warn an owner that has saved later steps.
+        `there` has the entries that it was chosen from (None: those of the owner). `warns`: warn an owner about later
+        steps.
         """
         entry = restored.entry
         if restored.skipped and entry.name in self._left:
@@ -629,11 +522,7 @@ class RunDirectory:
 
     @time_limited
     def annotate_step(self, step: int, change: Annotation) -> None:
-        """Like `annotate`, for a step by its number, protected from deletion meanwhile.
-
-        Raises:
-            StepNotFoundError: there is no such step.
-        """
+        """Like `annotate`, for a step by its number, protected from deletion meanwhile."""
         self.check_owner()
         with contextlib.ExitStack() as held:
             with self._guard:

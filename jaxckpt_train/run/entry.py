@@ -8,15 +8,14 @@ from, which ones a roll-back has left behind, and which step may be saved next.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from jaxckpt_train._validation import index_of
+from jaxckpt_train._validation import whole
 from jaxckpt_train.errors import CheckpointExistsError, SettingsError
 from jaxckpt_train.policies.context import CheckpointInfo
 from jaxckpt_train.store.manifest import metrics_from_json
@@ -30,49 +29,36 @@ _DELETING = ".deleting"
 MAX_GENERATION = 10**_DIGITS - 1
 _NAME = re.compile(rf"step-(?P<step>[0-9]{{10,16}})(\.g(?P<generation>[1-9][0-9]{{0,{_DIGITS - 1}}}))?")
 UNKNOWN_SAVES = 1 << 20  # more saves than any run has between two steps
+_check_step = whole(0, MAX_STEP - 1)
 
 
 def count_of(value: object) -> int | None:
     """A number of changes as read from a file; None: the value is not a valid count."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        return None
-    return value if 0 <= value < _MAX_CHANGES else None
+    return value if type(value) is int and 0 <= value < _MAX_CHANGES else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One committed generation of a step.
+    """One committed generation of a step."""
 
-    Attributes:
-        name: the name of its directory.
-        sequence: the number of the save within the run; orders steps by the time of the save, also after a roll-back.
-        run: the id of the run that saved it; None: unknown.
-        left_behind: the names of the directories that a roll-back before this save left behind.
-        record_number: the number of changes that the run record had when it was saved.
-        damaged: why it was set aside as damaged; None: no damage is known.
-        has_lineage: whether its manifest could be read and belongs to the run of this directory.
-        is_certain: whether its manifest matches its COMMIT; otherwise its content is unreliable.
-        is_held: whether its manifest or the run record could not be read: retention neither counts nor deletes it.
-        is_unsynced: whether the disk has refused to sync it. A later sync may succeed although bytes are lost, because
-            a system forgets what it could not write; therefore nothing that it replaces is deleted.
-    """
-
-    name: str
+    name: str  # of its directory
     step: int
     generation: int
-    sequence: int
+    sequence: int  # the number of the save within the run: orders steps by the time of the save, also after a roll-back
     time: datetime
     metrics: Mapping[str, float] | None
     temporary: bool
-    run: str | None = None
-    left_behind: tuple[str, ...] = ()
-    record_number: int = 0
-    has_lineage: bool = True
-    is_certain: bool = True
-    is_held: bool = False
+    run: str | None = None  # the id of the run that saved it
+    left_behind: tuple[str, ...] = ()  # the names of the directories that a roll-back before this save left behind
+    record_number: int = 0  # the number of changes that the run record had when it was saved
+    has_lineage: bool = True  # its manifest could be read, and belongs to the run of this directory
+    is_certain: bool = True  # its manifest matches its COMMIT; otherwise its content is unreliable
+    is_held: bool = False  # its manifest or the run record could not be read: retention neither counts nor deletes it
+    # The disk has refused to sync it. A later sync may succeed although bytes are lost, because a system forgets what
+    # it could not write; therefore nothing that it replaces is deleted.
     is_unsynced: bool = False
     pinned: bool = False
-    damaged: str | None = None
+    damaged: str | None = None  # why it was set aside as damaged
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -96,13 +82,12 @@ class Entry:
 
 def entry_from_manifest(name: str, step: int, generation: int, info: Mapping[str, Any]) -> Entry:
     """Make an entry from the `info` section of a manifest; `info` is empty if the manifest could not be read."""
-    sequence, left = info.get("sequence"), info.get("left_behind")
-    run = info.get("run")
+    sequence, left, run = info.get("sequence"), info.get("left_behind"), info.get("run")
     return Entry(
         name,
         step,
         generation,
-        sequence=sequence if isinstance(sequence, int) and not isinstance(sequence, bool) else -1,
+        sequence=sequence if type(sequence) is int else -1,
         time=_time(info.get("created")),
         metrics=metrics_from_json(info.get("metrics")) or None,
         temporary=info.get("temporary") is True,
@@ -133,42 +118,25 @@ class StepVanishedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A step that could not be restored.
-
-    Attributes:
-        entry: the step.
-        problem: why.
-        is_proven: whether its bytes are proven to be wrong; otherwise it could not be read this time.
-    """
+    """A step that could not be restored."""
 
     entry: Entry
     problem: str
-    is_proven: bool
+    is_proven: bool  # its bytes are proven to be wrong; otherwise it could not be read this time
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """The result of a restore.
-
-    Attributes:
-        entry: the step that was restored.
-        results: the checkpointables, by name.
-        skipped: the steps that could not be restored.
-        bytes: the bytes read.
-        restore_s: the duration in seconds.
-        is_mended: whether the step had been set aside as damaged, and all of it was verified now.
-        is_verified: whether all of it was verified; determined only if another step was skipped.
-        left_out: the names of the checkpointables that the step has and the caller did not request.
-    """
+    """The result of a restore."""
 
     entry: Entry
     results: dict[str, Any]
     skipped: list[Skipped]
     bytes: int
     restore_s: float
-    is_mended: bool = False
-    is_verified: bool = False
-    left_out: frozenset[str] = frozenset()
+    is_mended: bool = False  # it had been set aside as damaged, and all of it was verified now
+    is_verified: bool = False  # all of it was verified; determined only if another step was skipped
+    left_out: frozenset[str] = frozenset()  # the checkpointables that it has and the caller did not request
 
     def warn_about_left_out(self) -> None:
         """Log a warning if the run continues without a part of the step, such as the position in the data."""
@@ -215,45 +183,19 @@ def shown_name(name: str) -> str:
 
 
 def check_step(step: object) -> int:
-    """Return the step as an int.
-
-    Raises:
-        SettingsError: it is not an integer, negative, or too large.
-    """
-    number = index_of(step)
-    if number is None:
-        raise SettingsError(f"step: expected a whole number of completed updates, found {step!r}")
-    if not 0 <= number < MAX_STEP:
-        raise SettingsError(f"step: expected 0 to {MAX_STEP - 1}, found {number}")
-    return int(number)
+    """Return the step as an int; raise SettingsError if it is not an integer, negative, or too large."""
+    return int(_check_step("step", step))
 
 
-def free_step_name(step: int, names: Iterable[str], committed: Iterable[str] = ()) -> str:
-    """The directory name of the next generation of a step.
-
-    It is the generation after the highest one in `names`. If that exceeds the maximum, because of a foreign directory,
-    it is the first free generation after those in `committed`.
-
-    Raises:
-        CheckpointExistsError: no generation is free.
-    """
-    taken = _generations(step, names)
-    next_one = max(taken, default=-1) + 1
-    if next_one > MAX_GENERATION:
-        first = max(_generations(step, committed), default=-1) + 1
-        free = (number for number in range(first, MAX_GENERATION + 1) if number not in taken)
-        next_one = next(free, next_one)
-    if next_one > MAX_GENERATION:
+def free_step_name(step: int, names: Iterable[str]) -> str:
+    """The directory name of the generation of a step after the highest one in `names`."""
+    taken = {parsed[1] for parsed in map(parse_step_name, names) if parsed is not None and parsed[0] == step}
+    generation = max(taken, default=-1) + 1
+    if generation > MAX_GENERATION:
         raise CheckpointExistsError(
-            f"step {step} cannot be saved again: {step_name(step, MAX_GENERATION)} exists and has the highest possible "
-            "generation; move or rename it"
+            f"step {step} cannot be saved again: {step_name(step, MAX_GENERATION)} has the highest generation; move it"
         )
-    return step_name(step, next_one)
-
-
-def _generations(step: int, names: Iterable[str]) -> set[int]:
-    found = map(parse_step_name, names)
-    return {parsed[1] for parsed in found if parsed is not None and parsed[0] == step}
+    return step_name(step, generation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,27 +225,21 @@ def in_order(entries: Sequence[Entry]) -> list[Entry]:
     A step with a damaged manifest has no sequence number, and a step copied from another run has a number of that run.
     Both are placed by their step number, and the lineage of such a copy is ignored.
     """
-    home = owning_run(entries)
-    known: list[Entry] = []
-    others: list[Entry] = []
+    home, placed = owning_run(entries), list[Entry]()
+    known = [entry for entry in entries if entry.sequence >= 0 and entry.run in (None, home)]
+    names = {entry.name for entry in known}
     for entry in entries:
-        (known if entry.sequence >= 0 and entry.run in (None, home) else others).append(entry)
-    placed = list(known)
-    for entry in others:
-        last = max((other.sequence for other in known if other.step <= entry.step), default=-1)
-        placed.append(dataclasses.replace(entry, sequence=last, left_behind=(), has_lineage=False))
-    return sorted(placed, key=lambda entry: entry.order)
+        if entry.name not in names:
+            last = max((other.sequence for other in known if other.step <= entry.step), default=-1)
+            placed.append(dataclasses.replace(entry, sequence=last, left_behind=(), has_lineage=False))
+    return sorted([*known, *placed], key=lambda entry: entry.order)
 
 
 def left_behind(entries: Sequence[Entry], recorded: RollBack | None = None) -> frozenset[str]:
     """The names of the steps that are not on the branch of the last save, according to that save.
 
     The last save itself is never among them: its name may be the reused name of a step that was left behind and
-    deleted.
-
-    Args:
-        entries: in order.
-        recorded: the roll-back of the run record; it applies if no reliable manifest is from a later save.
+    deleted. The roll-back of the run record applies if no reliable manifest is from a later save.
     """
     telling = [entry for entry in entries if entry.has_lineage]
     last = next((entry for entry in reversed(telling) if entry.is_certain), None)
@@ -354,16 +290,8 @@ def names_after(step: int, line: Sequence[Entry]) -> set[str]:
 def check_new_step(directory: str, step: int, line: Sequence[Entry], restored: Entry | None) -> None:
     """Refuse a step that the run has already, or that is below a later one.
 
-    Args:
-        directory: the run directory.
-        step: the step to save.
-        line: the steps of the current branch.
-        restored: the step that this process restored, if it has saved none since. Earlier saves may have higher
-            numbers, for example after a renaming: they are left behind.
-
-    Raises:
-        CheckpointExistsError: the step is committed.
-        SettingsError: a later step is committed.
+    `line` is the current branch, and `restored` the step that this process restored, if it has saved none since.
+    Earlier saves may have higher numbers, for example after a renaming: they are left behind.
     """
     steps = {entry.step for entry in line}
     if step in steps:
@@ -377,37 +305,10 @@ def check_new_step(directory: str, step: int, line: Sequence[Entry], restored: E
         )
 
 
-@contextlib.contextmanager
-def loop_advice(directory: str, step: int, saved: int | None) -> Iterator[None]:
-    """Within the context, replace a refusal of a step by one with advice for a training loop.
-
-    A loop can neither overwrite nor restore while it runs.
-
-    Args:
-        directory: the run directory.
-        step: the step to save.
-        saved: the last step that the loop saved.
-    """
-    try:
-        yield
-    except (CheckpointExistsError, SettingsError) as error:
-        if saved is None or step > saved:
-            raise
-        raise type(error)(
-            f"{directory}: expected a step above {saved}, which is already saved, found {step}: number the updates "
-            "over the whole training (use ckpt.steps(...), or start at ckpt.completed_steps after a resume). To train "
-            "on from an earlier step, pass it as `init_from` to a run in a new directory, or use "
-            "jaxckpt_train.StepManager with restore(step=...)"
-        ) from error
-
-
 class ResumePoint:
-    """The step that this process resumed from, and the steps that existed at that time.
+    """The step that this process resumed from (None: no step, or it has saved since), and the steps at that time.
 
     It keeps a save from silently leaving behind steps that another process has saved in the meantime.
-
-    Attributes:
-        entry: the restored step. None: no step was restored, or this process has saved since.
     """
 
     def __init__(self) -> None:
@@ -448,9 +349,8 @@ class ResumePoint:
         seen = self._seen
         if seen is None:
             return []
-        known = {
-            entry.name
-            for entry in there
-            if entry.name in seen and (not entry.is_certain or seen[entry.name] in (None, entry.time))
-        }
-        return sorted({entry.step for entry in there if entry.name not in known})
+
+        def is_known(entry: Entry) -> bool:
+            return entry.name in seen and (not entry.is_certain or seen[entry.name] in (None, entry.time))
+
+        return sorted({entry.step for entry in there if not is_known(entry)})

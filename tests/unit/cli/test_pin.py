@@ -46,7 +46,7 @@ def test_invalid_step_exits_with_2(tmp_path: Path, step: str) -> None:
 def test_negative_step_exits_with_2(tmp_path: Path) -> None:
     done = run("pin", tmp_path, "--", -1)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "step: expected 0 to" in done.stderr
+    assert "step: expected a whole number from 0 to" in done.stderr
 
 
 def test_command_is_no_process_of_the_training(tmp_path: Path) -> None:

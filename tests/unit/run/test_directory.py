@@ -45,20 +45,13 @@ def test_step_is_saved_next_to_broken_copy(tmp_path: Path) -> None:
     assert names(tmp_path, "step-") == ["step-0000000005", "step-0000000005.g1"]
 
 
-@pytest.mark.parametrize("kind", ["file", "directory"])
-def test_foreign_highest_generation_hides_no_save(tmp_path: Path, kind: str) -> None:
-    foreign = tmp_path / "step-0000000005.g999999"
-    if kind == "file":
-        foreign.write_bytes(b"")
-    else:
-        foreign.mkdir()
+def test_foreign_highest_generation_refuses_save(tmp_path: Path) -> None:
+    (tmp_path / "step-0000000005.g999999").mkdir()
     with jct.StepManager(tmp_path) as owner:
-        save_steps(owner, 5)
-    with jct.StepManager(tmp_path) as owner:
-        assert owner.steps == [5]
-        save_steps(owner, 5, overwrite=True)
-    assert jct.StepManager(tmp_path).steps == [5]
-    assert names(tmp_path, "step-") == ["step-0000000005.g1", "step-0000000005.g999999"]
+        with pytest.raises(jct.CheckpointExistsError, match="g999999"):
+            save_steps(owner, 5)
+        save_steps(owner, 6)
+    assert jct.StepManager(tmp_path).steps == [6]
 
 
 def test_names_of_new_saves(tmp_path: Path) -> None:
