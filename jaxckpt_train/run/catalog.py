@@ -22,7 +22,7 @@ from jaxckpt_train.errors import (
     StorageError,
 )
 from jaxckpt_train.formats.orbax_metadata import orbax_steps
-from jaxckpt_train.formats.step_folders import LEVANTER, StepFolders, certain_checkpoints, step_folders
+from jaxckpt_train.formats.step_folders import LEVANTER, certain_checkpoints, step_folders
 from jaxckpt_train.run.entry import Entry, entry_from_manifest, in_order, parse_step_name, shown_name
 from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import GONE, Backend
@@ -51,48 +51,53 @@ def refuse_checkpoint(backend: Backend, directory: str) -> None:
 @time_limited
 def refuse_other_steps(backend: Backend, directory: str) -> None:
     """Raise SettingsError if the directory has steps of Orbax, Levanter or TorchTitan."""
-    entries = _listed(backend, directory)
-    steps = orbax_steps(backend, directory, entries)
-    if steps:
-        raise _foreign_steps_error(directory, _orbax_text(steps), list(steps.values())[-1])
-    folders = step_folders(backend, directory, entries)
-    if folders is not None and folders.tool == LEVANTER:
-        raise SettingsError(
-            f"{directory}: expected a run of this package or an empty directory, found {_folders_text(folders)}, which "
-            "this package does not read: choose another directory"
-        )
-    if folders is not None:
-        raise _foreign_steps_error(directory, _folders_text(folders), folders.names[-1])
+    _refuse_foreign(directory, _other_steps(backend, directory))
 
 
 @time_limited
 def refuse_flax_checkpoints(backend: Backend, directory: str) -> None:
     """Like `refuse_other_steps`, for the files of `flax.training.checkpoints`."""
-    names = certain_checkpoints(backend, directory, _listed(backend, directory))
-    if names:
-        raise _foreign_steps_error(directory, _flax_text(names), names[-1])
+    _refuse_foreign(directory, _flax_checkpoints(backend, directory))
 
 
-def _foreign_steps_error(directory: str, found: str, newest: str) -> SettingsError:
-    return SettingsError(
-        f"{directory}: expected a run of this package or an empty directory, found {found}, from which a run does not "
-        "continue by itself: choose another directory, and load a checkpoint by jaxckpt_train.load, or start the new "
-        f"run from it (init_from={directory}/{newest})"
+def _refuse_foreign(directory: str, found: tuple[str, str] | None) -> None:
+    if found is None:
+        return
+    what, newest = found
+    advice = (
+        ", which this package does not read: choose another directory"
+        if LEVANTER in what
+        else ", from which a run does not continue by itself: choose another directory, and load a checkpoint by "
+        f"jaxckpt_train.load, or start the new run from it (init_from={directory}/{newest})"
     )
+    raise SettingsError(f"{directory}: expected a run of this package or an empty directory, found {what}{advice}")
 
 
 @time_limited
 def foreign_checkpoints(backend: Backend, directory: str) -> str:
     """Describe the checkpoints of other tools in a directory; empty: none that is recognised."""
+    found = _other_steps(backend, directory) or _flax_checkpoints(backend, directory)
+    return found[0] if found else ""
+
+
+def _other_steps(backend: Backend, directory: str) -> tuple[str, str] | None:
+    """Describe the steps of other tools; also return the name of the newest."""
     entries = _listed(backend, directory)
-    steps = orbax_steps(backend, directory, entries)
-    if steps:
-        return _orbax_text(steps)
+    if steps := orbax_steps(backend, directory, entries):
+        return _last_ones("steps of Orbax", map(str, steps)), [*steps.values()][-1]
     folders = step_folders(backend, directory, entries)
-    if folders is not None:
-        return _folders_text(folders)
-    names = certain_checkpoints(backend, directory, entries)
-    return _flax_text(names) if names else ""
+    if folders is None:
+        return None
+    return _last_ones(f"steps of {folders.tool}", folders.names), folders.names[-1]
+
+
+def _flax_checkpoints(backend: Backend, directory: str) -> tuple[str, str] | None:
+    names = certain_checkpoints(backend, directory, _listed(backend, directory))
+    return (_last_ones("checkpoints of Flax", names), names[-1]) if names else None
+
+
+def _last_ones(what: str, names: Iterable[str]) -> str:
+    return f"{what}, the last ones {', '.join([*names][-_MOST_NAMED:])}"
 
 
 def newest_orbax_step(backend: Backend, directory: str) -> int | None:
@@ -107,32 +112,10 @@ def _listed(backend: Backend, directory: str) -> list[Listed]:
         return []  # the directory does not exist, or a save reports the problem
 
 
-def _orbax_text(steps: Mapping[int, str]) -> str:
-    return f"steps of Orbax, the last ones {', '.join(map(str, list(steps)[-_MOST_NAMED:]))}"
-
-
-def _folders_text(folders: StepFolders) -> str:
-    return f"steps of {folders.tool}, the last ones {', '.join(folders.names[-_MOST_NAMED:])}"
-
-
-def _flax_text(names: Sequence[str]) -> str:
-    return f"checkpoints of Flax, the last ones {', '.join(names[-_MOST_NAMED:])}"
-
-
 def step_not_found(
-    directory: str,
-    step: int | None,
-    there: Collection[Entry],
-    backend: Backend | None = None,
+    directory: str, step: int | None, there: Collection[Entry], backend: Backend | None = None
 ) -> StepNotFoundError:
-    """Make the error for a step that the run does not have.
-
-    Args:
-        directory: the run directory.
-        step: the requested step; None: any.
-        there: the entries that the run has.
-        backend: where to look for checkpoints of other tools if the run has no entries; None: do not look.
-    """
+    """Make the error for a step that the run does not have; without entries, name checkpoints of other tools there."""
     steps = ", ".join(str(each) for each in sorted({entry.step for entry in there})) or "none"
     which = "" if step is None else f" {step}; committed: {steps}"
     others = "" if backend is None or there else foreign_checkpoints(backend, directory)
@@ -160,15 +143,9 @@ def unfinished_deletions(
 ) -> list[str]:
     """The names of step directories whose deletion was started and not finished.
 
-    A directory that could not be renamed keeps its name, and its former COMMIT has the hidden name.
-
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        committed: the names of its committed steps.
-        events: the events of its history.
-        report: called with the name of each deleted step that the history does not report, because its owner died in
-            between. Not called for a name that exists: the step was saved again, or a power cut restored it.
+    A directory that could not be renamed keeps its name, and its former COMMIT has the hidden name. `report` is called
+    with the name of each deleted step that the history does not report, because its owner died in between. It is not
+    called for a name that exists: the step was saved again, or a power cut restored it.
     """
     there = [entry.name for entry in backend.list(directory)]
     hidden = _hidden_among(there)
@@ -197,7 +174,6 @@ class _Info(msgspec.Struct):
     info: msgspec.Raw
 
 
-@time_limited
 def scan(backend: Backend, directory: str) -> list[Entry]:
     """All committed generations of all steps, in the order of the saves.
 
@@ -226,14 +202,7 @@ def scan_with_record(backend: Backend, directory: str) -> tuple[list[Entry], Fou
 def refuse_uncommitted(backend: Backend, directory: str, damaged: bool, allows_flax: bool = False) -> None:
     """Raise CorruptCheckpointError if there are step directories, none of which can be restored.
 
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        damaged: whether steps were set aside.
-        allows_flax: whether the directory may have checkpoints of Flax.
-
-    Raises:
-        SettingsError: the directory has steps of Orbax, Levanter or TorchTitan, or checkpoints of Flax.
+    Raises SettingsError if the directory has steps of another tool.
     """
     refuse_other_steps(backend, directory)
     names = sorted(_step_names(backend, directory))

@@ -55,25 +55,15 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class Owner(NamedTuple):
-    """The owner of a lock, for display.
-
-    Attributes:
-        name: the process, as text.
-        is_alive: whether it is alive, as far as is known.
-        silent_s: seconds since its last heartbeat. They compare the clocks of two machines, and are approximate.
-    """
+    """The owner of a lock, for display."""
 
     name: str
-    is_alive: bool
-    silent_s: float
+    is_alive: bool  # as far as is known
+    silent_s: float  # since its last heartbeat; approximate: it compares the clocks of two machines
 
 
 def try_to_write(backend: Backend, directory: str) -> None:
-    """Check that the directory is writable: create it, then create and remove a file in it.
-
-    Raises:
-        StorageError: the file system refused.
-    """
+    """Check that the directory is writable: create it, then create and remove a file in it."""
     backend.make_directory(directory, parents=True, sync=True)
     probe = f"{directory}/{TEMPORARY_PREFIXES[1]}{secrets.token_hex(8)}"
     backend.create(probe, direct=False).abandon()
@@ -81,18 +71,10 @@ def try_to_write(backend: Backend, directory: str) -> None:
 
 
 class OwnerLock:
-    """Holds `<directory>/.owner` while a job saves there.
+    """Holds `<directory>/.owner` while a job saves there; `beaten` is called after each heartbeat, on its thread.
 
     The death of an owner on this machine is detected at once. An owner on another machine, in another PID namespace, or
     with a damaged lock counts as dead when its lock has not changed for `SILENCE_S`; `acquire` waits for that.
-
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        beaten: called after each heartbeat, on the heartbeat thread.
-
-    Attributes:
-        path: the path of the lock file.
     """
 
     def __init__(self, backend: Backend, directory: str, beaten: Callable[[], None] | None = None) -> None:
@@ -108,13 +90,9 @@ class OwnerLock:
         self._is_without_heartbeat = False
 
     def acquire(self) -> ProcessIdentity | None:
-        """Become the owner.
+        """Become the owner; return the dead owner whose lock was taken over, if there was one.
 
-        Returns:
-            The dead owner whose lock was taken over, if there was one.
-
-        Raises:
-            DirectoryLockedError: a live process owns the directory, or took it over from this one.
+        Raises DirectoryLockedError if a live process owns the directory, or took it over from this one.
         """
         with self._guard:
             if self._held:
@@ -171,16 +149,12 @@ class OwnerLock:
         if other is not None and other.token == self._record.token:
             self._keep_beating()
             return
-        if other is None and self._is_directory_gone():
-            raise DirectoryLockedError(
-                f"{self._directory}: no longer exists. Was it removed or moved while the job ran? This job saves "
-                "nothing more: move the directory back, or start the job again at its new place"
-            )
         found = "is gone" if other is None else f"is held by {other}"
         raise DirectoryLockedError(
-            f"{self._directory}: this job owned it, but its lock {found}: it was considered dead (was this machine "
-            "asleep, or the storage unreachable, for a minute?). This job saves nothing more, because another one may "
-            "have continued from its last step: start it again to continue from the current state"
+            f"{self._directory}: this job owned it, but its lock {found}: the directory was removed or moved, or the "
+            "job was considered dead (was this machine asleep, or the storage unreachable, for a minute?). This job "
+            "saves nothing more, because another one may have continued from its last step: start it again to continue "
+            "from the current state"
         )
 
     def is_own(self) -> bool:
@@ -194,20 +168,15 @@ class OwnerLock:
     def has_live_owner(self) -> bool:
         """Whether any live process holds the lock, as far as is known. Reads the disk and does not wait."""
         try:
-            found = self._read()
-            return found is not None and self._shown(found).is_alive
+            owner = self.owner()
         except StorageError:
             return False
+        return owner is not None and owner.is_alive
 
     def owner(self, *, watches: bool = False) -> Owner | None:
         """Return the current owner; None: nobody holds the lock.
 
-        Args:
-            watches: whether to wait up to `SILENCE_S` for a heartbeat if the owner's death cannot be detected
-                otherwise.
-
-        Raises:
-            StorageError: the disk cannot be read.
+        `watches`: wait up to `SILENCE_S` for a heartbeat if the owner's death cannot be detected otherwise.
         """
         while (found := self._read()) is not None:
             shown = self._shown(found)
@@ -225,13 +194,6 @@ class OwnerLock:
             return Owner(str(found), False, 0.0)
         silent_s = time.time() - sign[1] / 1e9
         return Owner(str(found), not dead and (dead is False or silent_s <= SILENCE_S), silent_s)
-
-    def _is_directory_gone(self) -> bool:
-        try:
-            self._backend.list(self._directory)
-        except StorageError as error:
-            return error.errno in GONE
-        return False
 
     def refuse_child(self) -> None:
         """Raise DirectoryLockedError in a forked child, which does not own the lock of its parent."""
@@ -318,11 +280,7 @@ class OwnerLock:
             return _Record(_UNKNOWN, f"damaged-{hashlib.sha256(content).hexdigest()[:32]}")
 
     def _is_alive(self, other: _Record) -> bool:
-        """Whether the lock has to be read again, because it has changed; False: its owner is dead.
-
-        Raises:
-            DirectoryLockedError: the owner is alive.
-        """
+        """Whether the lock has changed and must be read again; False: its owner is dead. Raises if it is alive."""
         dead, seen = is_dead(other.process), self._sign()
         if dead:
             return False
@@ -409,11 +367,7 @@ class OwnerLock:
     def _find_leftovers(self) -> None:
         """Collect the files that dead owners and crashes left, which may also include files that others create now."""
         left = (f"{LOCK_NAME}{_DEAD}", *TEMPORARY_PREFIXES)
-        try:
-            names = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "file"]
-        except StorageError as error:
-            self._warn_about_leftovers(error)
-            names = []
+        names = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "file"]
         self._left = [f"{self._directory}/{name}" for name in names if name.startswith(left)]
         self._left_seen_s = time.monotonic()
 
@@ -426,10 +380,7 @@ class OwnerLock:
             for path in left:
                 self._backend.remove(path)
         except StorageError as error:
-            self._warn_about_leftovers(error)
-
-    def _warn_about_leftovers(self, error: StorageError) -> None:
-        _log.warning("%s: the files of dead owners were not removed: %s", self._directory, error)
+            _log.warning("%s: the files of dead owners were not removed: %s", self._directory, error)
 
     def release(self) -> None:
         """Release the directory, if this lock holds it."""

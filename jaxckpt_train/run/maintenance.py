@@ -30,15 +30,9 @@ def _now() -> datetime.datetime:
 def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | None = None) -> Iterator[RunDirectory]:
     """Own a run within the context. On exit, its deletions are finished and the lock is released.
 
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        policy: what `retain` keeps; None: all but temporary steps.
-
     Raises:
         NotACheckpointError: there is no run in the directory.
-        DirectoryLockedError, StorageError: a live process owns it, or the disk refuses.
-        CheckpointTimeoutError: the disk has not answered for ten minutes.
+        DirectoryLockedError, StorageError, CheckpointTimeoutError: as `RunDirectory.own`.
     """
     if not scan(backend, directory):
         raise NotACheckpointError(f"{directory}: expected a run, found a directory without committed steps")
@@ -66,14 +60,7 @@ def _own(run: RunDirectory) -> None:
 
 
 class Pruning:
-    """A preservation policy that keeps what one of several policies keeps, and what is safe for another reason.
-
-    Args:
-        policies: the user's policies, by the names that reasons give.
-
-    Attributes:
-        safe: why a step is kept regardless of the policies, by step.
-    """
+    """A preservation policy that keeps what one of several policies, by name, keeps, and the steps in `safe`."""
 
     def __init__(self, policies: Mapping[str, PreservationPolicy]) -> None:
         self.policies, self.safe = dict(policies), dict[int, str]()
@@ -96,13 +83,7 @@ class Pruning:
 
 @dataclasses.dataclass(frozen=True)
 class Fate:
-    """The decision about one generation of a step.
-
-    Attributes:
-        entry: the generation.
-        goes: whether it is deleted.
-        why: the reasons, at least one.
-    """
+    """The decision about one generation of a step: whether it is deleted, and the reasons, at least one."""
 
     entry: Entry
     goes: bool
@@ -116,14 +97,7 @@ def current_line(entries: Sequence[Entry], roll_back: RollBack) -> list[Entry]:
 
 
 def fates(entries: Sequence[Entry], roll_back: RollBack, pruning: Pruning, now: datetime.datetime) -> list[Fate]:
-    """The decision about each step that the owner of the run would take, in the order of the saves.
-
-    Args:
-        entries: all steps of the run, in the order of the saves.
-        roll_back: the last noted roll-back.
-        pruning: the policies.
-        now: the current time, for the policies.
-    """
+    """The decision about each step that the owner of the run would take, in the order of the saves."""
     line, context = current_line(entries, roll_back), DecisionContext(now)
     left, whole = left_behind(entries, roll_back), [entry for entry in entries if entry.damaged is None]
     unkept = expired_names(entries, line, left, pruning, context)

@@ -51,13 +51,6 @@ def expired_names(
 
     A step that a roll-back left behind does not count for the policy; it expires when the run has saved the same step
     again, unless it is pinned. Damaged steps are never deleted, held steps not until their state is known.
-
-    Args:
-        entries: all generations of all steps.
-        line: the entries of the current branch.
-        left: the names of the steps that a roll-back left behind.
-        policy: which steps are kept; None: all but temporary ones.
-        context: the context for the policy.
     """
     newest = newest_generations([entry for entry in line if not entry.is_held])
     saved, steps = {entry.step for entry in newest}, _steps_to_delete(newest, policy, context)
@@ -79,13 +72,8 @@ def replaced(
 ) -> tuple[set[str], list[str]]:
     """The expired steps that may be deleted now, and the steps that must be on the disk before, newest last.
 
-    A step is not deleted if the disk has refused to sync the step that replaces it.
-
-    Args:
-        unkept: the names of the expired steps.
-        whole: all intact generations of all steps.
-        line: the entries of the current branch, newest last.
-        is_durable: whether the newest step is on the disk already.
+    A step is not deleted if the disk has refused to sync the step that replaces it. `whole` has all intact generations,
+    `line` those of the current branch, and `is_durable` says whether the newest step is on the disk already.
     """
     newest = [entry for entry in line if not entry.is_held][-1:]
     if not is_durable and any(entry.is_unsynced for entry in newest):
@@ -177,11 +165,7 @@ class DeletionListener(Protocol):
 class Deleter:
     """Deletes step directories on one thread. A failed deletion warns and is tried again with the next one.
 
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        listener: a weak reference to the object that receives the progress.
-        check: raises if another process owns the directory.
+    `listener` is a weak reference; `check` raises if another process owns the directory.
     """
 
     def __init__(
@@ -210,10 +194,8 @@ class Deleter:
     def delete(self, names: Sequence[str], *, instead: Sequence[str] = ()) -> None:
         """Delete step directories in the background; each stops being listed before its first file is removed.
 
-        Args:
-            names: the names of the directories.
-            instead: steps that may not be synced yet, and are synced before the deletion. Otherwise a power cut could
-                leave neither, since the system often writes names before data.
+        Steps in `instead` may not be synced yet, and are synced before. Otherwise a power cut could leave neither,
+        since the system often writes names before data.
         """
         if names:
             self._jobs.put(functools.partial(self._delete, names, instead))
@@ -258,10 +240,9 @@ class Deleter:
         timeout_s: float | None = None,
         until: Callable[[], bool] | None = None,
     ) -> bool:
-        """Finish all jobs, call `then`, and end the thread. Must not be called on that thread.
+        """Finish all jobs, call `then`, and end the thread; return whether this was done in time. If not, it continues.
 
-        Returns:
-            Whether this was done within `timeout_s` seconds and before `until` became true; if not, it continues.
+        Must not be called on that thread.
         """
         done, last = Latch(), list[threading.Thread]()
 
@@ -548,13 +529,7 @@ class BestLink:
 
 
 class LinkToBest:
-    """Updates the link to the best step, for the owner of the run. Warns once if the storage refuses or has no links.
-
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        link: the settings; None: no link.
-    """
+    """Updates the link to the best step, for the owner. Warns once if the storage refuses or has no links."""
 
     def __init__(self, backend: Backend | Linking, directory: str, link: BestLink | None) -> None:
         self._backend, self._directory, self._link = backend, directory, link

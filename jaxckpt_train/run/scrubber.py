@@ -53,14 +53,7 @@ class Scrubber:
 
     A damaged step is read twice, and set aside only when another step is found to be intact afterwards, so a run
     without intact steps stays as it is. Retention does not wait: a step that is deleted during its verification is not
-    damaged.
-
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        bytes_per_s: the maximum rate. 0: verify only the neighbours of damaged steps, once, at
-            `NEIGHBOURS_BYTES_PER_S`, on a thread that ends afterwards.
-        run: a weak reference to the run directory, which the scrubber must not keep alive.
+    damaged. With a rate of 0, only neighbours of damaged steps are verified, once, on a thread that ends afterwards.
     """
 
     def __init__(self, backend: Backend, directory: str, bytes_per_s: int, run: Callable[[], Run | None]) -> None:

@@ -109,7 +109,7 @@ def test_moved_run_directory_is_reported(tmp_path: Path) -> None:
     with jct.StepManager(run) as manager:
         save_steps(manager, 1)
         run.rename(tmp_path / "moved")
-        with pytest.raises(jct.DirectoryLockedError, match="no longer exists"):
+        with pytest.raises(jct.DirectoryLockedError, match="removed or moved"):
             save_steps(manager, 2)
         (tmp_path / "moved").rename(run)
         save_steps(manager, 3)
