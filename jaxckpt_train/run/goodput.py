@@ -29,13 +29,7 @@ LEAST_WIDTH = 120  # without a terminal
 
 @dataclasses.dataclass
 class Stretch:
-    """Consecutive updates of one process, starting from one step.
-
-    Attributes:
-        first: the step that they started from.
-        last: the last known number of completed updates.
-        saved: the steps committed meanwhile, in ascending order.
-    """
+    """Consecutive updates of one process, starting from the step `first`."""
 
     first: int
     last: int
@@ -49,33 +43,20 @@ class Stretch:
 
 @dataclasses.dataclass
 class Attempt:
-    """One process of a run, from the time when it took the directory.
+    """One process of a run, from the time when it took the directory."""
 
-    Attributes:
-        began: when the process started, if known, or took the directory.
-        ended: when it released the directory; if it was killed, the time of its last event.
-        how: "finished", "preempted", "late" (asked to shut down without enough time for a save), "closed", "killed",
-            "running", or the error that ended it.
-        stretches: its updates. Empty: it ended before it had its state. More than one: it went back in between.
-        saves: the number of committed saves.
-        failed_saves: the number of failed saves.
-        blocked_s: seconds that saves blocked the loop.
-        to_resume_s: seconds from `began` until the loop had its state.
-        follows: the last step committed before it began; 0: none.
-        tends: whether it took the directory for a command, such as `jaxckpt pin` or `prune`.
-    """
-
-    began: datetime.datetime
-    ended: datetime.datetime
-    how: str = RUNNING
+    began: datetime.datetime  # when the process started, if known, or took the directory
+    ended: datetime.datetime  # when it released the directory; if it was killed, the time of its last event
+    how: str = RUNNING  # as `AttemptGoodput.how`
+    # Its updates. None: it ended before it had its state. More than one stretch: it went back in between.
     stretches: list[Stretch] = dataclasses.field(default_factory=list)
     saves: int = 0
     failed_saves: int = 0
     blocked_s: float = 0.0
     to_resume_s: float = 0.0
-    follows: int = 0
+    follows: int = 0  # the last step committed before it began
     has_resumed: bool = False
-    tends: bool = False
+    tends: bool = False  # it took the directory for a command, such as `jaxckpt pin` or `prune`
 
     @property
     def wall_s(self) -> float:
@@ -164,11 +145,8 @@ def attempts_of(
 ) -> list[Attempt]:
     """The processes in the history of one run, in order.
 
-    Args:
-        events: the events, oldest first.
-        running: if the last process is this one: the number of completed updates (None: it has no state yet), and the
-            current time.
-        is_live: whether the last process is running, here or elsewhere.
+    If the last one is this process, `running` has its completed updates (None: it has no state yet) and the current
+    time. `is_live`: the last one is running, here or elsewhere.
     """
     found: list[Attempt] = []
     for event in events:
@@ -203,35 +181,21 @@ def settled(
 
 @dataclasses.dataclass(frozen=True)
 class AttemptGoodput:
-    """The goodput of one process of a run.
-
-    Attributes:
-        began: when it started.
-        ended: when it ended; if it was killed, the time of its last event.
-        how: how it ended: "finished", "preempted", "late" (asked to shut down without enough time for a save),
-            "closed", "killed", "running", or an error.
-        first_step: the step that it started from. None: it ended before it had its state.
-        last_step: the last known number of completed updates; None as before.
-        useful_steps: the updates that the current state of the run descends from.
-        redone_steps: the updates that were lost, and were or will be repeated.
-        saves: the number of committed saves.
-        blocked_s: seconds that saves blocked the loop.
-        to_resume_s: seconds until the loop had its state.
-        useful_s: seconds in useful updates: the unblocked time in the loop, times the share of useful updates.
-        wall_s: all its seconds.
-    """
+    """The goodput of one process of a run."""
 
     began: datetime.datetime
-    ended: datetime.datetime
+    ended: datetime.datetime  # if it was killed, the time of its last event
+    # "finished", "preempted", "late" (asked to shut down without enough time for a save), "closed", "killed",
+    # "running", or the error that ended it.
     how: str
-    first_step: int | None
-    last_step: int | None
-    useful_steps: int
-    redone_steps: int
+    first_step: int | None  # the step that it started from; None: it ended before it had its state
+    last_step: int | None  # the last known number of completed updates
+    useful_steps: int  # the updates that the current state of the run descends from
+    redone_steps: int  # the updates that were lost, and were or will be repeated
     saves: int
-    blocked_s: float
-    to_resume_s: float
-    useful_s: float
+    blocked_s: float  # in which saves blocked the loop
+    to_resume_s: float  # until the loop had its state
+    useful_s: float  # the unblocked time in the loop, times the share of useful updates
     wall_s: float
 
 
@@ -318,10 +282,7 @@ def _useful(stretches: Sequence[Stretch]) -> list[int]:
 
 
 def _origin(stretches: Sequence[Stretch], number: int, had_in: Sequence[int]) -> int:
-    """The number of the stretch that this one continues: the last earlier one that committed its first step.
-
-    If none is known to have committed it, the last one that reached it; -1: there is none.
-    """
+    """The stretch that this one continues: the last earlier one that committed or else reached its start; or -1."""
     step, before = stretches[number].first, bisect.bisect_left(had_in, number)
     if before:
         return had_in[before - 1]
@@ -350,19 +311,12 @@ def _rated(attempt: Attempt, useful: int) -> AttemptGoodput:
 
 @dataclasses.dataclass(frozen=True)
 class RunStatistics:
-    """The statistics that a new process takes from the history of earlier ones.
-
-    Attributes:
-        failures: how often the run has failed, and in which time.
-        cost_s: the measured cost of a save for the loop; None: unknown.
-        duration_s: the longest of the last saves, from start to commit; None: unknown.
-        was_resumed: whether a loop has ever had its state.
-    """
+    """The statistics that a new process takes from the history of earlier ones."""
 
     failures: Failures = dataclasses.field(default_factory=Failures)
-    cost_s: float | None = None
-    duration_s: float | None = None
-    was_resumed: bool = False
+    cost_s: float | None = None  # the measured cost of a save for the loop
+    duration_s: float | None = None  # the longest of the last saves, from start to commit
+    was_resumed: bool = False  # a loop has had its state
 
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]], last: int = 6) -> RunStatistics:
@@ -380,10 +334,7 @@ class RunStatistics:
 def print_goodput(found: Goodput, file: IO[str] | None = None, width: int | None = None) -> None:
     """Print one line for each process of a run, and the totals. Of many processes, print the first and the last ones.
 
-    Args:
-        found: the goodput.
-        file: the output; None: standard output.
-        width: the width in characters; None: that of the terminal, or as wide as needed.
+    `width` is in characters; None: that of the terminal, or as wide as needed.
     """
     console = Console(file=file, width=width, highlight=False, markup=False, emoji=False)
     if width is None and not console.is_terminal:
@@ -401,19 +352,14 @@ def _table(found: Goodput, names: Sequence[str]) -> Table:
     table = Table(title=f"{processes}, useful time {found.share:.1%}{between}", title_justify="left")
     for name in names:
         table.add_column(name, justify="left" if name in COLUMNS[:2] else "right", no_wrap=True)
-
-    def add(cells: dict[str, str]) -> None:
-        table.add_row(*(cells.get(name, "") for name in names))
-
-    rows, left_out = [*found.attempts], len(found.attempts) - MOST_ROWS
-    for row in rows if left_out <= 0 else rows[: MOST_ROWS // 2]:
-        add(_cells(row))
+    rows, left_out, half = [*map(_cells, found.attempts)], len(found.attempts) - MOST_ROWS, MOST_ROWS // 2
     if left_out > 0:
-        add({names[0]: f"... {left_out} more"})
-        for row in rows[-MOST_ROWS // 2 :]:
-            add(_cells(row))
+        rows = [*rows[:half], {names[0]: f"... {left_out} more"}, *rows[-half:]]
+    for row in rows:
+        table.add_row(*(row.get(name, "") for name in names))
     table.add_section()
-    add({names[0]: "total", **_amounts(found, found.share)})
+    total = {names[0]: "total", **_amounts(found, found.share)}
+    table.add_row(*(total.get(name, "") for name in names))
     return table
 
 

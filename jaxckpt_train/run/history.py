@@ -60,12 +60,7 @@ def utc_now() -> datetime.datetime:
 
 
 def run_facts() -> dict[str, str | int]:
-    """Facts about this process, as JSON types.
-
-    Returns:
-        `host` and `pid`; in a Slurm job also `slurm_job_id` as `scontrol` and `sacct` take it ("1234", "1200_7"), and
-        `slurm_restart_count`, which is 0 for the first start.
-    """
+    """The host and pid of this process, and in a Slurm job its id, as `sacct` takes it, and its restart count."""
     facts: dict[str, str | int] = {"host": this_process().host, "pid": os.getpid()}
     job = slurm_job()
     if job is not None:
@@ -125,9 +120,11 @@ class History:
         """Append one event. Durations have names ending in `_s`; fields that are None are omitted."""
         record: dict[str, Any] = {"event": event, "time": now.isoformat(timespec="milliseconds")}
         for name, value in fields.items():
-            if value is not None:
+            if isinstance(value, str):  # an error message may contain a path with arbitrary bytes
+                record[name] = value.encode(errors="backslashreplace").decode()
+            elif value is not None:
                 record[name] = round(value, 6) if isinstance(value, float) and name.endswith("_s") else value
-        line = _encoded(record)
+        line = msgspec.json.encode(record)
         with self._guard:
             self._feeds.put(line)  # before the disk, which may refuse or not answer
             self._append(line + b"\n")
@@ -160,10 +157,8 @@ class History:
     def each(self, kind: type[T], most_bytes: int = MOST_BYTES) -> Generator[T, None, int]:
         """Iterate over all events, oldest first: a history may be larger than memory.
 
-        Args:
-            kind: the type to yield: `dict[str, Any]`, or a msgspec struct with the fields of interest. Events that do
-                not fit it are left out; lines that are not events are left out with a warning.
-            most_bytes: of a larger history, only the beginning and the end are read, with a warning.
+        Events that do not fit `kind`, `dict[str, Any]` or a msgspec struct, are left out; lines that are not events,
+        and the middle of a history larger than `most_bytes`, are left out with a warning.
 
         Returns:
             The number of events that did not fit `kind`, without the lines that are not events.
@@ -234,36 +229,10 @@ def _why_no_event(line: bytes) -> Exception | None:
     return None
 
 
-def _encoded(record: Mapping[str, Any]) -> bytes:
-    """Encode a record as one line; text that is not valid Unicode is escaped, such as `\\udc80`."""
-    try:
-        return msgspec.json.encode(record)
-    except UnicodeEncodeError:  # an error message may contain a path with arbitrary bytes
-        return msgspec.json.encode(_as_unicode(record))
-
-
-def _as_unicode(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {_as_unicode(key): _as_unicode(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_unicode(item) for item in value]
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
-
-
 class RunLog:
     """Records one process in the history: its start, its progress and its end.
 
     A killed process has no end event; its last progress event shows how far it came.
-
-    Args:
-        history: the history of the run.
-        clock: the current time, with a time zone.
-        monotonic: the time in seconds.
-
-    Attributes:
-        completed: the number of completed updates; None: unknown.
-        tends: whether the process is a command without a loop.
-        ends_as: how the process ends: "closed", unless it was set to something else.
     """
 
     def __init__(
@@ -273,8 +242,8 @@ class RunLog:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._history, self._clock, self._monotonic = history, clock, monotonic
-        self.completed: int | None = None
-        self.ends_as, self.tends = CLOSED, False
+        self.completed: int | None = None  # updates of the loop
+        self.ends_as, self.tends = CLOSED, False  # tends: the process is a command without a loop
         self._began_at: float | None = None
         self._noted: tuple[float, int | None] = (0.0, None)
 
@@ -293,12 +262,7 @@ class RunLog:
         self._note("start", {"step": step, "tends": self.tends or None, **run_facts()})
 
     def resumed(self, step: int, resume_s: float) -> None:
-        """Record that the loop has its state.
-
-        Args:
-            step: the restored step; 0 if none was restored.
-            resume_s: seconds since the loop started to resume.
-        """
+        """Record that the loop has its state, of this step, after so many seconds."""
         if self._began_at is not None:
             self.completed = step
             self._noted = self._monotonic(), step

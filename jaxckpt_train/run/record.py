@@ -35,30 +35,18 @@ _MAX_NOTES_BYTES = 64 << 20
 
 
 class Annotation(msgspec.Struct, frozen=True, kw_only=True):
-    """A change to what the record says of one step. A pin applies to all saves of the step, the rest to one save.
-
-    Attributes:
-        pin: whether the step is pinned from now on; None: no change.
-        metrics: metrics to add, as `metrics_to_json` returns them.
-        damaged: why the save is set aside; None: it is intact again.
-        is_unsynced: the storage has refused to sync the save.
-    """
+    """A change to what the record says of one step. A pin applies to all saves of the step, the rest to one save."""
 
     pin: bool | None = None
-    metrics: Mapping[str, float | str] = {}
-    damaged: str | msgspec.UnsetType | None = msgspec.UNSET
-    is_unsynced: bool = False
+    metrics: Mapping[str, float | str] = {}  # metrics to add, as `metrics_to_json` returns them
+    damaged: str | msgspec.UnsetType | None = msgspec.UNSET  # why the save is set aside; None: it is intact again
+    is_unsynced: bool = False  # the storage has refused to sync the save
 
 
 class SaveFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the record says of one save, in addition to its manifest.
+    """What the record says of one save, in addition to its manifest; see `Annotation`."""
 
-    Attributes:
-        saved: the time of the save, because the directory name of a deleted save may be reused.
-        metrics, damaged, is_unsynced: see `Annotation`.
-    """
-
-    saved: str
+    saved: str  # the time of the save, because the directory name of a deleted save may be reused
     metrics: dict[str, float | str] = {}
     damaged: str | None = None
     is_unsynced: bool = False
@@ -74,24 +62,14 @@ class SaveFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The content of a run record.
-
-    Attributes:
-        format: the version of this structure.
-        number: the number of changes since the run started. Manifests state it, so that an older record is recognised.
-        writer: identifies the process that wrote this version.
-        pins: the pinned steps.
-        kept: names of saves that retention must not delete, because a lost record may have had pins for them.
-        saves: facts by directory name.
-        roll_back: the last roll-back.
-    """
+    """The content of a run record."""
 
     format: int = _FORMAT
-    number: int = 0
-    writer: str = ""
+    number: int = 0  # of changes since the run started; manifests state it, so that an older record is recognised
+    writer: str = ""  # the process that wrote this version
     pins: frozenset[int] = frozenset()
-    kept: frozenset[str] = frozenset()
-    saves: dict[str, SaveFacts] = {}
+    kept: frozenset[str] = frozenset()  # saves that are not deleted, because a lost record may have had pins for them
+    saves: dict[str, SaveFacts] = {}  # by directory name
     roll_back: RollBack = RollBack()
 
     def annotated(self, entry: Entry, change: Annotation) -> RunRecord:
@@ -117,12 +95,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, saves=saves, kept=self.kept - names)
 
     def applied_to(self, entry: Entry, is_complete: bool = True) -> Entry:
-        """The entry with what the record says of it.
-
-        Args:
-            entry: from its manifest, or from an earlier call.
-            is_complete: whether this is all that was ever recorded; otherwise the step may be pinned.
-        """
+        """The entry with what the record says of it. If the record is not complete, the step may be pinned."""
         facts = self._facts(entry) or SaveFacts("")
         return dataclasses.replace(
             entry,
@@ -159,12 +132,7 @@ def seal_record(content: bytes) -> bytes:
 
 
 def decode_record(data: bytes, path: str) -> RunRecord:
-    """Decode a record.
-
-    Raises:
-        CorruptCheckpointError: the bytes are not those of a record.
-        FormatVersionError: a newer version of the package wrote it.
-    """
+    """Decode a record; raise CorruptCheckpointError, or FormatVersionError if a newer version wrote it."""
     try:
         sealed = msgspec.json.decode(data, type=_Sealed)
         raw = bytes(sealed.record)
@@ -181,18 +149,11 @@ def decode_record(data: bytes, path: str) -> RunRecord:
 
 
 class FoundRecord:
-    """The record of a run as it was read, or as it was rebuilt.
-
-    Attributes:
-        record: the content; empty if it could not be read.
-        version: the version in the storage; None: there is none.
-        problem: why something that was recorded may be missing; None: nothing is.
-        has_notes: whether there are notes of an earlier version of this package instead of a record.
-    """
+    """The record of a run as it was read, or as it was rebuilt; `problem` says why some of it may be missing."""
 
     def __init__(self, backend: Backend, directory: str) -> None:
         self._path = f"{directory}/{RECORD_NAME}"
-        self.record, self.has_notes = RunRecord(), False
+        self.record, self.has_notes = RunRecord(), False  # has_notes: of an earlier version, instead of a record
         self.version: int | None = None
         self.problem: str | None = None
         try:
@@ -291,14 +252,6 @@ class RecordKeeper:
     """Changes the record of a run, for its owner and from any thread.
 
     A process that lost the run to another owner cannot change it: the version that it has seen is replaced by then.
-
-    Args:
-        backend: the storage.
-        directory: the run directory.
-        check_owner: raises DirectoryLockedError if another process owns the run.
-
-    Attributes:
-        record: the current content.
     """
 
     def __init__(self, backend: Backend, directory: str, check_owner: Callable[[], None]) -> None:
@@ -343,12 +296,7 @@ class RecordKeeper:
             self._backend.rename(notes, f"{notes}.converted-{self.record.number}")
 
     def annotate(self, entry: Entry, change: Annotation) -> None:
-        """Record a change of one step, durably.
-
-        Raises:
-            StorageError: the storage refused. The change may be recorded or not.
-            DirectoryLockedError: the run belongs to another process now.
-        """
+        """Record a change of one step, durably. If the storage refuses, the change may be recorded or not."""
         with self._guard:
             self._write(self.record.annotated(entry, change))
 
@@ -392,13 +340,10 @@ class RecordKeeper:
 
 
 class DamageReports:
-    """The latest finding about each save: damaged, or intact again. The owner records them.
-
-    Attributes:
-        compared: the saves that the last restore verified completely or found damaged.
-    """
+    """The latest finding about each save: damaged, or intact again. The owner records them."""
 
     def __init__(self) -> None:
+        # The saves that the last restore verified completely or found damaged.
         self.compared: frozenset[tuple[str, datetime.datetime]] = frozenset()
         self._found: dict[tuple[str, datetime.datetime], tuple[Entry, str | None]] = {}
         self._guard = threading.RLock()

@@ -111,9 +111,9 @@ def test_metric_names_must_be_valid_unicode(name: Any, shown: str) -> None:
 
 def test_invalid_unicode_is_escaped_in_history(tmp_path: Path) -> None:
     history = History(LocalBackend(), str(tmp_path))
-    history.add("save", START, error="no \udcff é", leaves=["a", "\udc80"], more={"\ud800": 1.5})
+    history.add("save", START, error="no \udcff é", leaves=["a"])
     event = history.events()[0]
-    assert (event["error"], event["leaves"], event["more"]) == (r"no \udcff é", ["a", r"\udc80"], {r"\ud800": 1.5})
+    assert (event["error"], event["leaves"]) == (r"no \udcff é", ["a"])
 
 
 def test_both_ends_of_oversized_history_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
