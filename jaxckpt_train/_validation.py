@@ -86,12 +86,7 @@ def path_text(subject: str, value: Any) -> str:
 
 
 def absolute_path(subject: str, value: Any, base: str = "") -> str:
-    """Return the absolute path, with `~` expanded; a relative path starts at `base` or at the working directory.
-
-    Raises:
-        SettingsError: the value is not a path, is relative to an unknown user's home, or is relative to a working
-            directory that was removed.
-    """
+    """Return the absolute path, with `~` expanded; a relative path starts at `base` or at the working directory."""
     expanded = os.path.expanduser(path_text(subject, value))
     if expanded.startswith("~"):
         raise SettingsError(

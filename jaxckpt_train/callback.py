@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, cast
 
-from jaxckpt_train._validation import index_of, refuse, whole
+from jaxckpt_train._validation import whole
 from jaxckpt_train.checkpoint import load
 from jaxckpt_train.checkpointables.base import NOTHING
 from jaxckpt_train.checkpointables.grain import mark_absl_flags_parsed
@@ -29,7 +29,14 @@ from jaxckpt_train.config import (
     takes_fields_of,
 )
 from jaxckpt_train.distributed.jax_service import current, preemption_service
-from jaxckpt_train.errors import Preempted, SettingsError, UnsupportedLeafError, is_success, suppress_secondary
+from jaxckpt_train.errors import (
+    CheckpointExistsError,
+    Preempted,
+    SettingsError,
+    UnsupportedLeafError,
+    is_success,
+    suppress_secondary,
+)
 from jaxckpt_train.inspection.units import progress_line, wants_progress
 from jaxckpt_train.loop import (
     LoopState,
@@ -45,12 +52,11 @@ from jaxckpt_train.policies.context import Decision, SavePolicy
 from jaxckpt_train.policies.save import has_temporary
 from jaxckpt_train.preemption.shutdown import NOTHING_NEW, GracefulShutdown
 from jaxckpt_train.preemption.sources import NoticeSource
-from jaxckpt_train.run.entry import loop_advice
 from jaxckpt_train.run.goodput import Goodput, print_goodput
 from jaxckpt_train.run.history import CLOSED, FINISHED, savable_metrics
-from jaxckpt_train.run.restoring import size_if_readable
 from jaxckpt_train.run.retention import BestLink
 from jaxckpt_train.run.saving import Drift, SaveResult
+from jaxckpt_train.store.committed import UNREADABLE
 
 _log = logging.getLogger("jaxckpt_train")
 _NOT_DUE, _DISABLED = SaveResult(False, "not due"), SaveResult(False, "disabled")
@@ -152,7 +158,10 @@ class CheckpointCallback:
     def _restore(self, values: dict[str, Any]) -> dict[str, Any]:
         """Restore the newest valid step of the run; `manager.restored_step` then names the step."""
         manager, check, shown = self.manager, self._shutdown.check_load, wants_progress(self._options.progress)
-        total = size_if_readable(manager.metadata) if shown else None
+        total: int | None = None
+        if shown:
+            with contextlib.suppress(*UNREADABLE):  # the restore will report it
+                total = manager.metadata().bytes
         with with_fingerprint(self._options.fingerprint), progress_line("restoring", total, shown) as advance:
 
             def progress(done: int) -> None:
@@ -341,7 +350,7 @@ class CheckpointCallback:
             if self.manager.drift is not None and DATA_NAME in loop.replaced:
                 # The loop passed a new iterator, so each epoch may end at the same position.
                 self.manager.drift.warns_of_position = False
-            with loop_advice(self.manager.directory, loop.step, self._saved):
+            try:
                 result = self.manager.save(
                     loop.step,
                     values or loop.last,
@@ -351,6 +360,15 @@ class CheckpointCallback:
                     temporary=temporary,
                     timeout_s=timeout_s,
                 )
+            except (CheckpointExistsError, SettingsError) as error:
+                if self._saved is None or loop.step > self._saved:
+                    raise
+                raise type(error)(  # a loop can neither overwrite nor restore while it runs
+                    f"{self.manager.directory}: expected a step above {self._saved}, which is already saved, found "
+                    f"{loop.step}: number the updates over the whole training (use ckpt.steps(...), or start at "
+                    "ckpt.completed_steps after a resume). To train on from an earlier step, pass it as `init_from` "
+                    "to a run in a new directory, or use jaxckpt_train.StepManager with restore(step=...)"
+                ) from error
             self._saved = loop.step if result.saved else self._saved
         return result
 
@@ -481,27 +499,18 @@ class CheckpointCallback:
         Returns:
             The hook. It returns whether the step is being saved, and raises SettingsError if `step` is not the number
             of an update.
-
-        Raises:
-            SettingsError: `first_step` is neither 0 nor 1, or a function is missing.
         """
-        for name, needed in (("get_state", get_state), ("get_metrics", get_metrics)):
-            if not callable(needed) and (name == "get_state" or needed is not None):
-                kind = type(needed).__name__  # name only its type: the value may be a whole state
+        functions: dict[str, Any] = {"get_state": get_state, "get_metrics": get_metrics or dict}
+        for name, given in functions.items():
+            if not callable(given):
+                kind = type(given).__name__  # name only its type: the value may be a whole state
                 raise SettingsError(
                     f"as_hook: {name}: expected a function without arguments, found an object of {kind}"
                 )
         first = whole(0, 1)("as_hook: first_step", first_step)
 
         def hook(step: int, t: float | None = None) -> bool:
-            number = index_of(step)
-            if number is None:
-                refuse("hook(step)", "a whole number, the number of the update", step)
-            if number < first:
-                raise SettingsError(
-                    f"hook({number}): expected at least {first}, the number of the first update; if the loop counts "
-                    "from 0, create the hook with as_hook(get_state, first_step=0)"
-                )
+            number = whole(first)("hook(step), with first_step=0 if the loop counts from 0", step)
             metrics = None if get_metrics is None else get_metrics()
             return self(get_state(), metrics=metrics, step=number + 1 - first).saved
 
@@ -514,14 +523,10 @@ class CheckpointCallback:
             info: an object with `state`, and with `step`, the number of the update, counted from 0. If the state has an
                 attribute `saveable_state`, that is saved instead.
             force: save regardless of the policy.
-
-        Raises:
-            SettingsError: `info` has no state, or no number of the update.
         """
-        for name in ("state", "step"):
-            if not hasattr(info, name):
-                found = f"an object of {type(info).__name__} without `{name}`"
-                raise SettingsError(f"on_step: info: expected an object with `state` and `step`, found {found}")
+        if not (hasattr(info, "state") and hasattr(info, "step")):
+            found = f"an object of {type(info).__name__}"
+            raise SettingsError(f"on_step: info: expected an object with `state` and `step`, found {found}")
         step = whole(-1)("on_step: info.step", info.step)
         self.save(step + 1, getattr(info.state, "saveable_state", info.state), force=force)
 

@@ -171,12 +171,7 @@ def _key_dtype(impl: str) -> Any:
 
 
 def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
-    """Return the part of a manifest that says who wrote it, and when.
-
-    Raises:
-        UnsupportedLeafError: the custom metadata would change on its way through JSON.
-        SettingsError: the result is too large for a manifest, which every inspection reads.
-    """
+    """Return the part of a manifest that says who wrote it, and when; refuse metadata that JSON changes."""
     try:
         encoded = encode_value(custom_metadata, is_strict=True)
         custom = msgspec.json.decode(encoded)  # a copy, since the manifest is encoded later

@@ -57,11 +57,7 @@ NAMES = {"gce": "GceNotice", "aws": "AwsNotice", "slurm": "SlurmNotice", "kubern
 
 
 def check_init_from(subject: str, value: Any) -> Any:
-    """Check `init_from`: a path, or a mapping with `path` and options of `jaxckpt_train.load`.
-
-    Raises:
-        SettingsError: the value is neither, or an option is wrong.
-    """
+    """Check `init_from`: a path, or a mapping with `path` and options of `jaxckpt_train.load`."""
     if not isinstance(value, Mapping):
         return path_text(subject, value)
     # These modules import JAX, which a configuration without a mapping does not need.
@@ -229,11 +225,7 @@ class CallbackOptions:
             )
 
     def built(self) -> Self:
-        """Return a copy in which nodes with `_target_`, and names of notice sources, are replaced by their objects.
-
-        Raises:
-            SettingsError: an object cannot be built, or it is not of the kind that its option needs.
-        """
+        """Return a copy in which nodes with `_target_`, and names of notice sources, are replaced by their objects."""
         return dataclasses.replace(
             self,
             save_policy=_build_policy("save_policy", self.save_policy, "should_save"),
@@ -272,16 +264,9 @@ def takes_fields_of(options: Callable[P, T]) -> Callable[[Callable[[S, T], None]
 
 
 def callback_arguments(config: object = None) -> dict[str, Any]:
-    """Convert a configuration to the keyword arguments of `CheckpointCallback`.
+    """Convert a CheckpointConfig, a mapping, an OmegaConf node, or None to the arguments of `CheckpointCallback`.
 
-    Args:
-        config: a CheckpointConfig, a mapping, an OmegaConf node, or None for the defaults.
-
-    Returns:
-        One checked entry for each argument. Policies, notices and sinks are objects.
-
-    Raises:
-        SettingsError: a key is unknown, or a value is missing, out of range or of the wrong type.
+    Policies, notices and sinks are objects.
     """
     if not isinstance(config, CallbackOptions):
         names = [field.name for field in dataclasses.fields(CheckpointConfig)]
@@ -453,12 +438,8 @@ def _instantiate_with_hydra(subject: str, target: str, arguments: Mapping[str, A
 def resolve_directory(directory: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a run directory.
 
-    Args:
-        directory: a path. `~` is the user's home. A relative path starts in the directory where the user gave the
-            command. Under Hydra that is its original working directory, regardless of `hydra.job.chdir`.
-
-    Raises:
-        SettingsError: `directory` is not a path, or it is a URL.
+    A relative path starts in the directory where the user gave the command. Under Hydra that is its original working
+    directory, regardless of `hydra.job.chdir`.
     """
     return Path(absolute_path(f"{_ROOT}.directory", directory, _hydra_value("runtime", "cwd") or ""))
 
@@ -469,11 +450,7 @@ def run_directory(directory: str | os.PathLike[str]) -> Path:
 
 
 def hydra_directory_problem(directory: str | os.PathLike[str]) -> str | None:
-    """Return what is wrong with this run directory in the running Hydra job, or None.
-
-    Args:
-        directory: as for `resolve_directory`.
-    """
+    """Return what is wrong with this run directory in the running Hydra job, or None."""
     output = _hydra_value("runtime", "output_dir")
     path = resolve_directory(directory)
     kind = "sweep" if is_multirun() else "run"

@@ -27,9 +27,7 @@ def code_of(stop: BaseException) -> int:
 def end_process(code: int, *, in_child: bool) -> None:
     """End the process now, after stopping daemon processes and flushing log handlers and standard streams.
 
-    Args:
-        code: the exit code.
-        in_child: whether this is a child of `multiprocessing`. If it has an error, it reports that and ends with 1.
+    If a child of `multiprocessing` has an error, it reports that and ends with 1.
     """
     if in_child and sys.version_info < (3, 13) and threading.current_thread() is threading.main_thread():
         if isinstance(sys.exception(), SystemExit | None):

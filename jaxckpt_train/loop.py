@@ -72,11 +72,7 @@ class LoopState:
         self._moves: bool | None = None  # whether a Grain iterator moved in each update; None: unknown so far
 
     def begin(self, values: Mapping[str, Any], completed: int = 0) -> None:
-        """Start with new values. Values that do not change in place are not kept.
-
-        Raises:
-            SettingsError: a name is reserved for an argument of `ckpt(...)`.
-        """
+        """Start with new values. Values that do not change in place are not kept."""
         for name in _RESERVED:
             if name in values:
                 raise SettingsError(f"resume: a checkpointable cannot have the name {name!r}; choose another name")
@@ -124,9 +120,6 @@ class LoopState:
         """Count a completed update.
 
         Inside `updates`, or after a `break` there, it is the running update; otherwise the next one, or `step`.
-
-        Raises:
-            SettingsError: inside `updates`, `step` is not the running update.
         """
         if not self.in_steps:
             if step is not None and check_step(step) < self.complete:
@@ -178,12 +171,7 @@ class LoopState:
         return self.num_steps is not None and self.completed >= self.num_steps and not self.in_body
 
     def record(self, given: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> None:
-        """Record the values of the completed update.
-
-        Raises:
-            SettingsError: a value that does not change in place was not passed again; the callback would save an old
-                state.
-        """
+        """Record the values of the completed update; refuse if a value that does not change in place was not passed."""
         missing = self._needed - given.keys()
         if missing:
             names = ", ".join(sorted(missing))
@@ -279,11 +267,7 @@ class LoopObserver(Protocol):
     """Methods that the callback calls on the loop's thread. An error that they raise is raised from that call."""
 
     def resumed(self, manager: StepManager, values: dict[str, Any]) -> dict[str, Any]:
-        """The loop continues with `values`, restored from `manager.restored_step`, or starts afresh if that is None.
-
-        Returns:
-            The values for the loop; the callback keeps `values`.
-        """
+        """The loop continues with `values`, restored from `manager.restored_step`; returns the values for the loop."""
 
     def update_completed(self, manager: StepManager, loop: LoopState) -> None:
         """The loop has reported the update `loop.step`, which is not saved yet."""

@@ -54,12 +54,7 @@ _managers: weakref.WeakSet[StepManager] = weakref.WeakSet()
 
 
 class SaveScheduler:
-    """Decides which steps of a run to save, and measures the loop. Without a policy, every step is saved.
-
-    Attributes:
-        clock: measures the loop.
-        reached_preemption: whether the job was asked to stop; the same in all processes.
-    """
+    """Decides which steps of a run to save, and measures the loop. Without a policy, every step is saved."""
 
     def __init__(
         self, policy: SavePolicy | None, run: RunDirectory, save_slot: SaveSlot, job_sync: JobSync, clock: Clock
@@ -68,7 +63,7 @@ class SaveScheduler:
         self._job = None if policy is None or job_sync.is_single_process else JobDecisions(job_sync, policy)
         self._started = clock()
         self.clock, self._recalled = LoopTimer(), RunStatistics()
-        job_sync.decides(decided_locally(policy))
+        job_sync.decides = decided_locally(policy)
         self.reached_preemption = False
         # In a multi-process job, a decision to save whose save has not started yet.
         self._asked: tuple[int, Decision] | None = None
@@ -170,12 +165,6 @@ class StepManager(RunNotes):
     Attributes:
         history: the history of the run, `history.jsonl` in its directory.
         restored_step: the step that the last `restore` restored. None: none so far.
-        is_in_loop: whether a loop continues from the restored step, so that `restore` only reads.
-        drift: compares each save with the values that the loop resumed with. None: no comparison.
-        holder: a reference to the object that closes this manager. None: there is no such object.
-        is_within: whether a `with` statement uses and closes it.
-        users: the identifiers of the threads that have used it.
-        is_replaced: whether a newer manager of this process has taken over its directory.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -203,21 +192,21 @@ class StepManager(RunNotes):
         self.directory = absolute(directory)
         self.settings = checked_settings("StepManager.settings", settings)
         self.restored_step: int | None = None
-        self.is_in_loop = False
-        self.drift: Drift | None = None
-        clock = clock or utc_now
-        self._backend = backend or LocalBackend()
+        self.is_in_loop = False  # whether a loop continues from the restored step, so that `restore` only reads
+        self.drift: Drift | None = None  # compares each save with the values that the loop resumed with
+        clock, backend = clock or utc_now, backend or LocalBackend()
         self._save_slot = SaveSlot(if_busy, stall_timeout_s, if_stalled)
-        limit_s, rate = self.settings.barrier_timeout_s, self.settings.scrub_bytes_per_s
-        run = RunDirectory(self._backend, self.directory, preservation_policy, clock, rate, best_link)
-        job_sync = JobSync(current(), limit_s, run, self._backend, self.directory)
+        rate = self.settings.scrub_bytes_per_s
+        run = RunDirectory(backend, self.directory, preservation_policy, clock, rate, best_link)
+        job_sync = JobSync(current(), self.settings.barrier_timeout_s, run)
         super().__init__(self.directory, run, job_sync, clock)
         self._save_scheduler = SaveScheduler(save_decision_policy, run, self._save_slot, job_sync, clock)
         self.history.send_to(checked_sinks("StepManager.sinks", sinks))
         self.deferring_errors, self.leave_to_parent = self._save_slot.deferring_errors, self._save_slot.leave_to_parent
-        self.holder: weakref.ref[Any] | None = None
-        self.is_within = self.is_replaced = False
-        self.users = set[int]()
+        self.holder: weakref.ref[Any] | None = None  # the object that closes this manager
+        self.is_within = False  # whether a `with` statement uses and closes it
+        self.is_replaced = False  # whether a newer manager of this process has taken over its directory
+        self.users = set[int]()  # the identifiers of the threads that have used it
         _managers.add(self)
         self._closed, self._guard = False, threading.RLock()  # one call of `save` at a time
         free_in_child(self)
@@ -225,8 +214,7 @@ class StepManager(RunNotes):
     def check_fresh(self, *, allow_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if the directory has steps, but no valid one.
 
-        Checkpoints of Flax are refused, too, unless `allow_flax` is set or a loop of this run has already had its
-        state.
+        Checkpoints of Flax are refused, too, unless allowed or a loop of this run has already had its state.
         """
         allowed = allow_flax or self._run.past.was_resumed
         self._job_sync.on_primary(
@@ -234,12 +222,7 @@ class StepManager(RunNotes):
         )
 
     def own(self) -> None:
-        """Take the directory for this process and clean up after dead owners. The first save calls this by itself.
-
-        Raises:
-            DirectoryLockedError, StorageError: a live process owns the directory, or it cannot be created.
-            CheckpointTimeoutError: the disk has not answered for ten minutes.
-        """
+        """Take the directory for this process and clean up after dead owners. The first save calls this by itself."""
         self._check_open()
         self._replace_idle()
         self._job_sync.own()
@@ -457,12 +440,7 @@ class StepManager(RunNotes):
             raise error
 
     def settle(self, timeout_s: float | None = None, until: Callable[[], bool] | None = None) -> BaseException | None:
-        """Wait like `wait`, but return the error of a failed save instead of raising it.
-
-        Raises:
-            CheckpointTimeoutError: the time limit was exceeded, the save made no progress for ten minutes, or `until`
-                returned true. The save continues.
-        """
+        """Wait like `wait`, or until `until` returns true, but return the error of a failed save."""
         return self._save_slot.settle(time_limit("timeout_s", timeout_s), until=until)
 
     def leave_when(self, is_asked: Callable[[], bool], is_time_up: Callable[[], bool]) -> None:
@@ -470,11 +448,9 @@ class StepManager(RunNotes):
         self._save_slot.is_asked_to_leave, self._save_slot.is_time_up = is_asked, is_time_up
 
     def plan_to_leave(self, left_s: float | None, unsaved: int | None) -> ShutdownPlan:
-        """Return what to do after a request to stop; the same in all processes.
+        """Return what to do in the seconds left (None: no limit) after a request to stop; the same in all processes.
 
-        Args:
-            left_s: the seconds that are left. None: no limit.
-            unsaved: the last completed update, if no save of it is committed or running.
+        `unsaved` is the last completed update, if no save of it is committed or running.
         """
         if unsaved is None:
             return choose(Situation(left_s, None, *(info.step for info in self._save_slot.running_info())))

@@ -163,10 +163,7 @@ class PendingSave(Generic[T]):
     ) -> BaseException | None:
         """Wait, and return the error if the save failed; the error then counts as seen.
 
-        Args:
-            timeout_s: the time limit in seconds. None: no limit.
-            patience_s: how many seconds to wait without progress, such as another few MiB. None: no limit.
-            until: ends the wait once it returns true. None: nothing ends it.
+        `patience_s` limits the seconds without progress, such as another few MiB; `until` ends the wait once true.
 
         Raises:
             CheckpointTimeoutError: the save continues; or it belongs to a parent of this process.
@@ -213,10 +210,7 @@ class PendingSave(Generic[T]):
         return f"no progress for {self.tracker.waited_s:.3g} s; does its disk still answer?"
 
     def give_up(self, exit_code: int) -> None:
-        """Do not wait for the save at the end of the process, which then has this exit code, unless it has committed.
-
-        The next owner of the directory removes what the save has written.
-        """
+        """Do not wait for the save at the end of the process; unless it has committed, that ends with this code."""
         self._exit_code = exit_code
 
 
@@ -242,14 +236,9 @@ def start_save(
 ) -> PendingSave[T]:
     """Run `work` on a thread of its own, or on the calling thread if no thread can be started.
 
-    At the very end of a process, when nothing else waits for the save, this function waits for it.
-
-    Args:
-        subject: the name of what is saved, for messages.
-        work: runs the save.
-        tracker: measures the progress of `work`.
-        on_start: called with the save before it starts, so that no interrupt loses it; with None if it did not start.
-        undo: called with the error if the save did not start.
+    At the very end of a process, when nothing else waits for the save, this function waits for it. `on_start` is called
+    with the save before it starts, so that no interrupt loses it. If it does not start, `on_start` is called with None,
+    and `undo` with the error.
     """
     pending: PendingSave[T] | None = None
     try:
@@ -417,15 +406,7 @@ class ProgressTracker:
 
 
 class SaveSlot:
-    """At most one save in progress, and what the next save does about it. `StepManager` documents the arguments.
-
-    Attributes:
-        pending: the save, until its outcome was reported.
-        info: the step of the save, as policies see it.
-        given_up: a save that is no longer waited for.
-        is_asked_to_leave: whether the job has to shut down soon, so that a save must not wait for the slot.
-        is_time_up: whether the time to shut down is over, so that unfinished work is given up.
-    """
+    """At most one save in progress, and what the next save does about it. `StepManager` documents the arguments."""
 
     def __init__(
         self, if_busy: Literal["wait", "skip"], stall_timeout_s: float, if_stalled: Literal["skip", "raise"]
@@ -533,10 +514,7 @@ class SaveSlot:
         return error
 
     def wait_until_free(self, step: int, force: bool, timeout_s: float | None) -> str | None:
-        """Wait until the slot is free for the save of `step`; if the step is skipped instead, return the reason.
-
-        Raises as `settle`, and the original error of the running save if it failed.
-        """
+        """Wait until the slot is free for the save of `step`; if the step is skipped instead, return the reason."""
         pending = self.pending
         if pending is None or pending.done():
             self.check()  # it may have failed since the last check

@@ -95,11 +95,7 @@ class StoreSettings:
 
 
 def checked_settings(subject: str, settings: Any) -> StoreSettings:
-    """Return the given settings, or the defaults for None.
-
-    Raises:
-        SettingsError: `settings` is neither.
-    """
+    """Return the given settings, or the defaults for None; raise SettingsError for anything else."""
     if settings is None:
         return StoreSettings()
     if not isinstance(settings, StoreSettings):

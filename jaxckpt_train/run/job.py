@@ -11,15 +11,15 @@ import contextlib
 import enum
 import errno
 import functools
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from jaxckpt_train._validation import shown
 from jaxckpt_train.distributed.coordinator import Coordinator, PollSchedule
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, OtherProcessError, StorageError
 from jaxckpt_train.pending import call_within
@@ -50,16 +50,14 @@ from jaxckpt_train.run.catalog import step_not_found
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry, branch_last, check_step, newest_generations
 from jaxckpt_train.run.lock import LOCK_NAME, MAX_LOCK_BYTES
-from jaxckpt_train.store.backends.base import GONE, Backend
+from jaxckpt_train.store.backends.base import GONE
 from jaxckpt_train.store.files import read_or_none
 from jaxckpt_train.store.threads import Latch
 
 T = TypeVar("T")
-MOST_SHOWN = 300  # characters of a policy, in a message
 LEAVING_S = 2.0  # seconds to notify the others; the primary, which has to receive it, may be stopped
 # A network file system may hide a name for up to a minute after another machine has created it.
-SEEN_WITHIN_S, POLL_S, QUIET_S = 90.0, 0.5, 5.0
-_log = logging.getLogger("jaxckpt_train")
+SEEN_WITHIN_S, POLL_S = 90.0, 0.5
 # They decide by the step and by facts that all processes have. A subclass may decide otherwise.
 _BY_STEPS: frozenset[type] = frozenset({FixedIntervalPolicy, SpecificStepsPolicy, PreemptionCheckpointingPolicy})
 # They become due as time passes, so a few steps later are as good.
@@ -68,67 +66,25 @@ _BY_TIME: frozenset[type] = frozenset(
 )
 
 
-class KnownRun(Protocol):
-    """The facts about a run that a process can find out without the other processes."""
-
-    def newest(self) -> list[Entry]:
-        """The last generation of each step, in the order of the saves; steps left behind by a roll-back come first."""
-
-    def damaged(self) -> list[Entry]:
-        """The entries that were set aside as damaged, in the order of the saves."""
-
-    def is_committed(self, step: int) -> bool:
-        """Whether the current branch of the run has this step."""
-
-    def candidates(self, step: int | None) -> list[Entry]:
-        """The generations of a step, or of all steps, newest first. Raises StepNotFoundError if there is none."""
-
-
 class RunDelta(msgspec.Struct, array_like=True):
-    """The changes of a run since the previous delta.
+    """The changes of a run since the previous delta."""
 
-    Attributes:
-        entries: the new or changed entries.
-        gone: the names of the entries that no longer exist.
-        left: the names of all entries that a roll-back has left behind.
-    """
-
-    entries: tuple[Entry, ...]
+    entries: tuple[Entry, ...]  # new or changed
     gone: tuple[str, ...]
-    left: tuple[str, ...]
-
-
-class DeltaTracker:
-    """In the primary: computes what has changed since the others were last updated."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._sent: dict[str, Entry] = {}
-
-    def next_delta(self) -> RunDelta:
-        """The changes since the last call. The caller must send them."""
-        now = {entry.name: entry for entry in [*self._run.entries(), *self._run.damaged()]}
-        changed = tuple(entry for name, entry in now.items() if self._sent.get(name) != entry)
-        gone = tuple(name for name in self._sent if name not in now)
-        self._sent = now
-        return RunDelta(changed, gone, tuple(sorted(self._run.left())))
+    left: tuple[str, ...]  # the names of all entries that a roll-back has left behind
 
 
 class RunReplica:
     """The run as a process other than the primary knows it: from deltas of the primary.
 
-    Until the first delta arrives, it reads the disk, as any reader does.
-
-    Args:
-        reader: reads the same directory.
-        directory: its path.
+    Until the first delta arrives, it asks `reader`, which reads the disk.
     """
 
-    def __init__(self, reader: RunDirectory, directory: str) -> None:
+    def __init__(self, reader: RunDirectory) -> None:
         self._reader = reader
         self._entries: dict[str, Entry] | None = None
         self._left: frozenset[str] = frozenset()
-        self._directory, self._guard = directory, threading.Lock()
+        self._guard = threading.Lock()
 
     def apply(self, delta: RunDelta) -> None:
         """Apply a delta of the primary."""
@@ -153,34 +109,33 @@ class RunReplica:
             return branch_last([each for each in self._entries.values() if each.damaged is None], self._left)
 
     def newest(self) -> list[Entry]:
-        """See `KnownRun.newest`."""
+        """As `RunDirectory.newest`."""
         known = self._known()
         return self._reader.newest() if known is None else newest_generations(known)
 
     def damaged(self) -> list[Entry]:
-        """See `KnownRun.damaged`."""
-        with self._guard:
-            entries = self._entries
+        """As `RunDirectory.damaged`."""
+        entries = self._entries
         if entries is None:
             return self._reader.damaged()
         return sorted((each for each in entries.values() if each.damaged is not None), key=lambda each: each.order)
 
     def is_committed(self, step: int) -> bool:
-        """See `KnownRun.is_committed`."""
+        """As `RunDirectory.is_committed`."""
         known = self._known()
         if known is None:
             return self._reader.is_committed(step)
         return any(entry.step == step and entry.name not in self._left for entry in known)
 
     def candidates(self, step: int | None) -> list[Entry]:
-        """See `KnownRun.candidates`."""
+        """As `RunDirectory.candidates`."""
         known = self._known()
         if known is None:
             return self._reader.candidates(step)
         wanted = None if step is None else check_step(step)
         found = [entry for entry in reversed(known) if wanted in (None, entry.step)]
         if not found:
-            raise step_not_found(self._directory, step, known)
+            raise step_not_found(self._reader.directory, step, known)
         return found
 
 
@@ -195,34 +150,20 @@ class _JobSettings(msgspec.Struct, array_like=True):
 
 
 class JobSync:
-    """The run directory of a job, shared by its processes.
+    """The run directory of a job, shared by its processes. The primary owns it; the others read it.
 
     All processes call the same methods in the same order, each on the thread of its loop. A single process is a job of
-    size one.
-
-    Args:
-        coordinator: the processes of the job.
-        timeout_s: seconds without a sign of life after which a process is considered lost.
-        run: the directory; the primary owns it, the others read it.
-        backend: its storage.
-        directory: its path.
-
-    Attributes:
-        is_single_process: whether the job has only this process.
-        is_primary: whether this process is the primary, which performs the directory operations.
-        replica: the replica of a process that is not the primary.
-        known: answers questions about the run without the other processes.
+    size one. A process without a sign of life for `timeout_s` seconds is considered lost.
     """
 
-    def __init__(
-        self, coordinator: Coordinator, timeout_s: float, run: RunDirectory, backend: Backend, directory: str
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, timeout_s: float, run: RunDirectory) -> None:
         self._coordinator, self._timeout_s, self._channel = coordinator, timeout_s, list[Coordinator]()
-        self._run, self._backend, self._directory = run, backend, directory
+        self._run, self._backend, self._directory = run, run.backend, run.directory
         self.is_primary, self.is_single_process = coordinator.process == 0, coordinator.processes == 1
-        self._delta_tracker, self.replica = DeltaTracker(run), RunReplica(run, directory)
-        self.known: KnownRun = run if self.is_primary else self.replica
-        self._is_taken, self._decides = False, ""
+        self.replica, self._sent = RunReplica(run), dict[str, Entry]()  # what the others know
+        self.known = run if self.is_primary else self.replica  # answers without the other processes
+        self._is_taken = False
+        self.decides = ""  # describes what each process decides on its own, which must be the same in all
 
     @property
     def job(self) -> Coordinator:
@@ -240,25 +181,15 @@ class JobSync:
         """The number of processes."""
         return self._coordinator.processes
 
-    def decides(self, what: str) -> None:
-        """Set a description of what each process decides on its own. All processes must have the same one."""
-        self._decides = what
-
     def leave(self) -> None:
         """Take no further part in collective calls; processes that wait for this one are notified."""
         for channel in self._channel:
             leave_channel(channel)
 
     def on_primary(self, doing: str, act: Callable[[], Any], moved: Callable[[], object] | None = None) -> Any:
-        """Run `act` in the primary and return its result in all processes.
+        """Run `act` in the primary and return its result, plain data, in all processes; its error is raised in all.
 
-        Args:
-            doing: what is done, for messages.
-            act: called in the primary; returns plain data.
-            moved: returns another value whenever `act` makes progress; None: `act` is quick.
-
-        Raises:
-            Exception: in the primary what `act` raised, in the others an error of the same class.
+        `moved` returns another value whenever `act` makes progress; None: `act` is quick.
         """
         if self.is_single_process:
             return act()
@@ -266,7 +197,7 @@ class JobSync:
 
         def say() -> bytes:
             done.append(act())
-            delta = self._delta_tracker.next_delta() if self._run.is_owner else None  # else each process reads the disk
+            delta = self._next_delta() if self._run.is_owner else None  # else each process reads the disk
             return msgspec.msgpack.encode(_PrimaryResult(done[0], delta))
 
         sent = self.job.broadcast(doing, say, moved)
@@ -277,12 +208,16 @@ class JobSync:
             self.replica.apply(received.delta)
         return received.result
 
-    def on_all(self, doing: str, act: Callable[[], T]) -> T:
-        """Run `act` in every process.
+    def _next_delta(self) -> RunDelta:
+        """In the primary: the changes since the last call. The caller must send them."""
+        now = {entry.name: entry for entry in [*self._run.entries(), *self._run.damaged()]}
+        changed = tuple(entry for name, entry in now.items() if self._sent.get(name) != entry)
+        gone = tuple(name for name in self._sent if name not in now)
+        self._sent = now
+        return RunDelta(changed, gone, tuple(sorted(self._run.left())))
 
-        Raises:
-            Exception: what `act` raised in one process is raised in all; of several errors that of the first process.
-        """
+    def on_all(self, doing: str, act: Callable[[], T]) -> T:
+        """Run `act` in every process; the error of one process, the first of several, is raised in all."""
         done: list[T] = []
 
         def give() -> bytes:
@@ -293,13 +228,10 @@ class JobSync:
         return done[0]
 
     def own(self) -> None:
-        """Make the primary the owner of the directory.
+        """Make the primary the owner of the directory, as `RunDirectory.own` does.
 
-        The processes first check that all have the same directory, take the same decisions, and see the same storage.
-
-        Raises:
-            OtherProcessError: they do not.
-            Exception: what `RunDirectory.own` raises.
+        The processes first check that all have the same directory, take the same decisions, and see the same storage,
+        and raise OtherProcessError otherwise.
         """
         if self.is_single_process:
             self._run.own()
@@ -307,7 +239,7 @@ class JobSync:
         if self._is_taken:
             self.on_primary(f"taking {self._directory}", self._run.own, time.monotonic)
             return
-        mine = msgspec.msgpack.encode(_JobSettings(os.fsencode(self._directory), self._decides))
+        mine = msgspec.msgpack.encode(_JobSettings(os.fsencode(self._directory), self.decides))
         self.job.exchange(f"taking {self._directory}", lambda: mine, _refuse_others)
         lock = self.on_primary(f"taking {self._directory}", self._take, time.monotonic)
         self.job.exchange(f"looking at {self._directory}", lambda: self._look_for(lock), moved=time.monotonic)
@@ -338,16 +270,9 @@ class JobSync:
 
     def _look_for(self, lock: bytes) -> bytes:
         """Raise OtherProcessError if this process does not see the primary's lock: it has different storage."""
-        waiting, began_s, is_quiet = Latch(), time.monotonic(), True
+        waiting, until_s = Latch(), time.monotonic() + SEEN_WITHIN_S
         while not self.is_primary and self._seen() != lock:
-            waited_s = time.monotonic() - began_s
-            if is_quiet and waited_s >= QUIET_S:
-                is_quiet = False
-                _log.warning(
-                    "%s: process %d does not see the lock of process 0 yet; waiting up to %.0f s for the file system",
-                    self._directory, self._coordinator.process, SEEN_WITHIN_S,
-                )  # fmt: skip
-            if waited_s >= SEEN_WITHIN_S:
+            if time.monotonic() >= until_s:
                 raise OtherProcessError(
                     f"{self._directory}: process 0 owns this directory, but process {self._coordinator.process} does "
                     f"not see its lock, {LOCK_NAME}: all processes of a job must save to one directory on shared "
@@ -399,14 +324,10 @@ def _refuse_others(sent: Sequence[bytes]) -> bytes:
             )
         if other.decides != first.decides:
             raise OtherProcessError(
-                f"process {process} decides what to save by {_short(other.decides)}, but process 0 by "
-                f"{_short(first.decides)}: all processes of a job must have the same save policy"
+                f"process {process} decides what to save by {shown(other.decides)}, but process 0 by "
+                f"{shown(first.decides)}: all processes of a job must have the same save policy"
             )
     return b""
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 class Outlook(enum.IntEnum):
@@ -433,10 +354,6 @@ class JobDecisions:
     A policy that depends only on the step is evaluated by each process on its own. One that depends on time is
     evaluated by the primary, about once a second, and every other policy, such as a user's, by the primary at every
     step.
-
-    Args:
-        job_sync: the processes.
-        policy: the policy.
     """
 
     def __init__(self, job_sync: JobSync, policy: SavePolicy) -> None:
@@ -454,12 +371,8 @@ class JobDecisions:
     ) -> Decision:
         """Decide whether to save a step.
 
-        Args:
-            step: the step.
-            context: the other arguments of the policy.
-            ask: in the primary: evaluates the policy, and returns whether the run has steps already.
-            is_over: in the primary: whether the previous save has ended.
-            settle: collects the outcome of the previous save; called in all processes at the same step.
+        In the primary, `ask` evaluates the policy and returns whether the run has steps, and `is_over` whether the
+        previous save has ended; then all processes call `settle` at the same step.
         """
         found = outlook(self._policy, step, context, has_steps=self._has_steps)
         if found is Outlook.YES:
@@ -487,11 +400,7 @@ class JobDecisions:
 def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, *, has_steps: bool) -> Outlook:
     """Return the expected decision for a step; the same in all processes.
 
-    Args:
-        policy: the policy.
-        step: the step.
-        context: its other arguments; only what is the same in all processes is used.
-        has_steps: whether the run is known to have steps.
+    `has_steps`: whether the run is known to have steps. Of `context`, only what is the same in all processes is used.
     """
     kind = type(policy)
     if kind in _BY_STEPS:

@@ -15,28 +15,27 @@ from jaxckpt_train.run.catalog import step_not_found
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import StepVanishedError, check_step
 from jaxckpt_train.run.goodput import Attempt, Goodput, add_event, goodput, settled
-from jaxckpt_train.run.history import Clock, History, RunEvent, metrics_to_json, plain_metrics
-from jaxckpt_train.run.job import JobSync, KnownRun
+from jaxckpt_train.run.history import Clock, RunEvent, metrics_to_json, plain_metrics
+from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.run.restoring import describe_listed
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.timeouts import report_progress, time_limited
 
 
-class StepListing:
-    """The committed steps of a run: the part of `StepManager` that neither saves nor restores.
+class RunNotes(abc.ABC):
+    """The part of `StepManager` that neither saves nor restores.
 
-    In a multi-process job, each process answers from what the primary has last reported; before the directory is owned,
-    from the disk.
+    In a multi-process job, each process lists the steps that the primary has last reported; before the directory is
+    owned, those on the disk. The primary writes notes and history for all processes.
     """
 
-    _backend: Backend
-    _run: RunDirectory
-    _job_sync: JobSync
+    settings: StoreSettings
 
-    def __init__(self, directory: str, known: KnownRun) -> None:
-        self.directory, self._known = directory, known
+    def __init__(self, directory: str, run: RunDirectory, job_sync: JobSync, clock: Clock) -> None:
+        self.directory, self._known = directory, job_sync.known
+        self._run, self._job_sync, self._clock = run, job_sync, clock
+        self.history = run.history
 
     @property
     def steps(self) -> list[int]:
@@ -103,27 +102,12 @@ class StepListing:
         """
         if not self._job_sync.is_primary:
             try:
-                return describe_listed(self._backend, self.directory, self._job_sync.known.candidates(step))
+                return describe_listed(self._run.backend, self.directory, self._known.candidates(step))
             except StepVanishedError as gone:
-                raise step_not_found(self.directory, step, self._job_sync.known.newest()) from gone
+                raise step_not_found(self.directory, step, self._known.newest()) from gone
         while True:
             with contextlib.suppress(StepVanishedError), self._run.holding_candidates(step) as (listed, _):
-                return describe_listed(self._backend, self.directory, listed)
-
-
-class RunNotes(StepListing, abc.ABC):
-    """The part of `StepManager` that writes notes and history. In a multi-process job, the primary writes for all.
-
-    Attributes:
-        history: the history of the run, `history.jsonl` in its directory.
-    """
-
-    settings: StoreSettings
-
-    def __init__(self, directory: str, run: RunDirectory, job_sync: JobSync, clock: Clock) -> None:
-        super().__init__(directory, job_sync.known)
-        self._run, self._job_sync, self._clock = run, job_sync, clock
-        self.history: History = run.history
+                return describe_listed(self._run.backend, self.directory, listed)
 
     @property
     def is_primary(self) -> bool:
@@ -181,12 +165,7 @@ class RunNotes(StepListing, abc.ABC):
         self._job_sync.retain(is_durable=self.settings.durability == "full")
 
     def note_resume(self, step: int, resume_s: float) -> None:
-        """Record in the history that the loop has its state; wait at most a minute for the disk.
-
-        Args:
-            step: the number of completed updates; 0 if no step was restored.
-            resume_s: seconds since the loop started to resume.
-        """
+        """Record in the history that the loop has its state of this step; wait at most a minute for the disk."""
         if self._job_sync.is_primary:
             self._run.log.resumed(step, resume_s)
 

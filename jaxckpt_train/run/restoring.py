@@ -29,7 +29,7 @@ from jaxckpt_train.run.entry import Entry, Restored, Skipped, StepVanishedError
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend
-from jaxckpt_train.store.committed import UNREADABLE, Committed, is_gone, open_committed
+from jaxckpt_train.store.committed import Committed, is_gone, open_committed
 from jaxckpt_train.store.manifest import MANIFEST_NAME, decode_manifest, encode_manifest
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.verify import verify
@@ -68,12 +68,7 @@ class ByteMeter:
 
 
 def describe_listed(backend: Backend, directory: str, listed: Sequence[Entry]) -> CheckpointMetadata:
-    """Describe the first of the listed steps.
-
-    Raises:
-        CorruptCheckpointError: its manifest is damaged.
-        StepVanishedError: it no longer exists; scan again.
-    """
+    """Describe the first of the listed steps; raise StepVanishedError if it no longer exists."""
     path = f"{directory}/{listed[0].name}"
     try:
         return describe(open_committed(backend, path))
@@ -81,14 +76,6 @@ def describe_listed(backend: Backend, directory: str, listed: Sequence[Entry]) -
         if not is_gone(backend, path):
             raise
         raise StepVanishedError(listed[0].name) from error
-
-
-def size_if_readable(describe: Callable[[], CheckpointMetadata]) -> int | None:
-    """The size of a step in bytes; None: it cannot be read, which its restore will report."""
-    try:
-        return describe().bytes
-    except UNREADABLE:
-        return None
 
 
 def _none_intact(directory: str, skipped: Sequence[Skipped], asked: int | None) -> CorruptCheckpointError:
@@ -119,14 +106,12 @@ class _Reading:
     meter: ByteMeter
     load: Callable[[Committed], dict[str, Any]]
     manifests: set[str] = dataclasses.field(default_factory=set)
-    saved_as: object = None
     parts: frozenset[str] = frozenset()
 
     def twice(self) -> dict[str, Any]:
         """Load the candidate. After a failure, read it once more: memory or the data path may have been at fault.
 
-        Raises:
-            StepVanishedError: another save has its name since; scan again.
+        Raises StepVanishedError if another save has its name since.
         """
         try:
             return self._once()
@@ -142,16 +127,10 @@ class _Reading:
     def _once(self) -> dict[str, Any]:
         committed = open_committed(self.backend, self.path)
         self.manifests.add(committed.manifest_sha256)
-        self.saved_as = committed.manifest.info.get("step")
         self.parts = frozenset(part.name for part in committed.manifest.parts)
         if len(self.manifests) > 1:
             raise StepVanishedError(self.entry.name)
         return self.load(committed)
-
-    def warn_if_renamed(self) -> None:
-        """Warn if the directory was renamed to another step, which may be intended."""
-        if self.saved_as not in (None, self.entry.step):
-            _log.warning("step %d was saved as step %s: %s was renamed", self.entry.step, self.saved_as, self.path)
 
     def left_out(self) -> frozenset[str]:
         """The names of the checkpointables that the step has and the caller did not request."""
@@ -182,16 +161,7 @@ class _Chosen(msgspec.Struct, array_like=True):
 
 
 class RunRestore:
-    """One restore of a run, as a process of its job performs it. A single process is a job of size one.
-
-    Args:
-        run: the run directory.
-        job_sync: the processes.
-        targets: the targets by name of the checkpointable, a target of None to restore it without one. None: restore
-            all checkpointables.
-        settings: how to read.
-        progress: called with the numbers of bytes that this process reads.
-    """
+    """One restore of a run, as a process of its job performs it. A single process is a job of size one."""
 
     def __init__(
         self,
@@ -205,19 +175,9 @@ class RunRestore:
         self._meter = ByteMeter(progress)
 
     def restore(self, step: int | None, *, warns: bool) -> tuple[dict[str, Any], int]:
-        """Restore a step, from which the run continues.
+        """Restore a step, from which the run continues; return its checkpointables and its number.
 
-        Args:
-            step: the step; None: the newest intact one.
-            warns: whether to warn an owner that has saved later steps.
-
-        Returns:
-            The restored checkpointables by name, and the step.
-
-        Raises:
-            CorruptCheckpointError: no candidate is intact.
-            MismatchError: the first readable candidate does not fit the targets.
-            Exception: in a job, the error of another process.
+        `warns`: warn an owner that has saved later steps. In a job, an error of one process is raised in all.
         """
         if not self._job_sync.is_primary:
             return self._follow()
@@ -259,11 +219,7 @@ class RunRestore:
     def _newest(
         self, candidates: Sequence[Entry], asked: int | None, load: Callable[[Committed], dict[str, Any]]
     ) -> Restored:
-        """Restore the first intact candidate.
-
-        Raises:
-            StepVanishedError: a candidate no longer exists; scan again.
-        """
+        """Restore the first intact candidate; raise StepVanishedError if one no longer exists."""
         started, meter = time.perf_counter(), self._meter
         backend, directory = self._run.backend, self._run.directory
         skipped: list[Skipped] = []
@@ -272,7 +228,6 @@ class RunRestore:
             reading = _Reading(backend, f"{directory}/{entry.name}", entry, self._targets, self._settings, meter, load)
             try:
                 results = reading.twice()
-                reading.warn_if_renamed()
                 taken_s = time.perf_counter() - started
                 is_mended, is_verified = reading.is_mended(), bool(skipped) and reading.is_verified()
                 left_out = reading.left_out()
@@ -314,14 +269,7 @@ class RunRestore:
         return self._load_together(committed.directory, lambda: committed)
 
     def _follow(self) -> tuple[dict[str, Any], int]:
-        """In the other processes: load what the primary chooses, until all processes succeed.
-
-        Returns:
-            The restored checkpointables by name, and the step.
-
-        Raises:
-            Exception: what the primary raises in the end.
-        """
+        """In the other processes: load what the primary chooses, until all processes succeed or the primary raises."""
         results: dict[str, Any] = {}
         own: BaseException | None = None
         while True:

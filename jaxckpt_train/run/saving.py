@@ -30,7 +30,7 @@ from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import entry_from_manifest, parse_step_name
 from jaxckpt_train.run.history import Clock, metrics_to_json, plain_metrics
 from jaxckpt_train.run.job import JobSync
-from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.settings import MIB, StoreSettings
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import ArrayRecord
 from jaxckpt_train.store.segment import dtype_name
@@ -81,21 +81,9 @@ class StepSave:
     In a multi-process job, every process makes the same save and writes its shards. The primary performs the directory
     operations: it is the `SaveTarget` of the checkpoint.
 
-    Args:
-        request: what to save, and why.
-        checkpointables: the values to save, by name.
-        run: the state of the run directory.
-        job_sync: the processes.
-        settings: how to write.
-        clock: the current time.
-        timer: measures what saves cost.
-        drift: compares the save with the targets of `resume`.
-
     Attributes:
         device_wait_s: seconds that the call waited for updates that JAX had queued. This is training time, not time
             that the save blocked the loop.
-        info: the information for the manifest.
-        replace: False: a step never replaces another.
     """
 
     replace = False
@@ -159,16 +147,8 @@ class StepSave:
     ) -> PendingSave[CheckpointMetadata]:
         """Write in the background; return when the caller may modify what it saved.
 
-        Args:
-            begun: called with the save before it starts, so that an interrupt does not lose it; with None if it did not
-                start.
-            timeout_s: the time limit for taking the state.
-            patience_s: the time limit for progress in taking it.
-            until: ends the wait when it returns true.
-
-        Raises:
-            CheckpointTimeoutError: the state was not taken within `timeout_s`, or before `until` became true, or made
-                no progress for `patience_s` seconds.
+        Raises CheckpointTimeoutError if the state was not taken within `timeout_s`, or before `until` became true, or
+        made no progress for `patience_s` seconds.
         """
         started, waited_s, parts = time.perf_counter(), self._times.device_wait_s, self._save.parts
         is_streamed = not all(part.snapshot is None or part.snapshot.is_taken.is_open() for part in parts)
@@ -235,7 +215,7 @@ class StepSave:
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
         took_s = self._record["save_s"] - times.device_wait_s
-        _log.info("saved step %d in %s s (%s)", self._step, _short(took_s), _size_text(times.bytes))
+        _log.info("saved step %d in %.3f s (%.2f MiB)", self._step, took_s, times.bytes / MIB)
         try:
             self._run.check_owner()  # another process may have taken the run over, and list what retention would delete
             before = self._listed()
@@ -257,25 +237,8 @@ class StepSave:
         self._run.history.add("save", self._clock(), **self._record, **dataclasses.asdict(self._times), **outcome)
 
 
-def _short(seconds: float) -> str:
-    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
-
-
-def _size_text(nbytes: int) -> str:
-    """Format a size, such as "3.4 GiB"."""
-    power = min(4, max(0, nbytes.bit_length() - 1) // 10)
-    return f"{nbytes} B" if power == 0 else f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
-
-
 class Drift:
-    """Compares each save with what the next start of the loop will ask for. Holds no array.
-
-    Args:
-        targets: the targets that `resume` was given, by name.
-
-    Attributes:
-        warns_of_position: whether to warn if the position in the data does not change.
-    """
+    """Compares each save with what the next start of the loop will ask for. Holds no array."""
 
     def __init__(self, targets: Mapping[str, Any]) -> None:
         self._requests = {

@@ -300,7 +300,7 @@ def test_call_that_is_not_due_touches_no_disk(tmp_path: Path, monkeypatch: pytes
         ckpt.wait_until_finished()
         with monkeypatch.context() as patch:
             for name in ("list", "open", "create", "append"):
-                patch.setattr(ckpt.manager._backend, name, None, raising=False)
+                patch.setattr(ckpt.manager._run.backend, name, None, raising=False)
             for _ in range(3):
                 ckpt(state_of(1), step=4)
         assert ckpt(state_of(6), step=6).saved
@@ -448,6 +448,6 @@ def test_each_committed_save_is_one_line_of_log(tmp_path: Path, caplog: pytest.L
     saved = [found for line in lines if (found := re.fullmatch(r"saved step (\d+) in ([\d.e-]+) s \((.+)\)", line))]
     assert [int(found[1]) for found in saved] == [1, 2, 3, 4, 5]
     assert all(0 < float(found[2]) < 600 for found in saved)
-    assert {found[3].split()[1] for found in saved} <= {"B", "KiB"}
+    assert {found[3].split()[1] for found in saved} == {"MiB"}
     rest = [line for line in lines if not line.startswith("saved") and " waits, " not in line]
     assert rest == [f"resumed from step 3 of {tmp_path}"]
