@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import datetime
-import email.utils
-import functools
 import http.client
 import logging
-import os
 import re
-import socket
 import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from email.message import Message
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -29,25 +26,20 @@ from jaxckpt_train.store.threads import Latch
 MOST_BYTES = 16 * 1024
 _SHOWN = 60
 WARN_AGAIN_S = 600.0
-JOIN_S = 1.0  # an interrupted request ends at once; only a name lookup cannot be interrupted
 _log = logging.getLogger("jaxckpt_train")
+_URL = re.compile(r"http://([\w.-]+|\[[\da-fA-F:]+\])(:\d{1,5})?(/[\w./-]*)?", re.ASCII)
 AWS_URL = "http://169.254.169.254"
 TOKEN_TTL_S = 21600  # the maximum
 _TOKEN_PATH = "/latest/api/token"
 _ACTION_PATH = "/latest/meta-data/spot/instance-action"
 _REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
 _TOKEN, _TOKEN_TTL = "X-aws-ec2-metadata-token", "X-aws-ec2-metadata-token-ttl-seconds"
-_ACTION, _PLAIN = re.compile("[a-z-]{1,32}"), re.compile(rb"[\x21-\x7e]{1,1024}")
-_AWS_HINT = (
-    "is this Amazon EC2? If not, remove this source from `notices`; in a container, the instance needs "
-    "HttpPutResponseHopLimit=2"
-)
+_PLAIN = re.compile(r"[\x21-\x7e]{1,1024}")
 GCE_URL = "http://metadata.google.internal"
 _FOLDER = "/computeMetadata/v1/instance/"
 _FLAVOR = {"Metadata-Flavor": "Google"}
 _NO_EVENT, _MIGRATION = "NONE", "MIGRATE_ON_HOST_MAINTENANCE"
-_EVENT = re.compile("[A-Z]{1,20}(_[A-Z]{1,20}){1,9}")  # does not match the beginning of NONE from a broken connection
-_GCE_HINT = "is this Google Compute Engine? If not, remove this source from `notices`"
+_EVENT = re.compile("[A-Z]{1,20}(_[A-Z]{1,20}){1,9}")
 OnMaintenance = Literal["terminate", "any", "ignore"]
 
 
@@ -75,15 +67,16 @@ class Answer:
 
 
 class MetadataServer:
-    """Sends requests to one server, from one thread, without proxies.
+    """Sends requests to one server, without proxies.
 
     An answer has at most `MOST_BYTES`. Redirections are not followed: a metadata server sends none, and a token must
-    not reach another server. `timeout_s` limits a request from the connection to the last byte.
+    not reach another server. `timeout_s` limits each wait for the server.
     """
 
-    def __init__(self, subject: str, url: str, timeout_s: float) -> None:
-        self.url, self._timeout_s = _checked(subject, url), timeout_s
-        self._line = _Line()
+    def __init__(self, subject: str, url: object, timeout_s: float) -> None:
+        if not isinstance(url, str) or not _URL.fullmatch(url):
+            refuse(subject, 'the address of a metadata server, such as "http://169.254.169.254"', url)
+        self.url, self._timeout_s = url.rstrip("/"), timeout_s
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
         """Request a path, which starts with a slash.
@@ -92,195 +85,79 @@ class MetadataServer:
             NoAnswerError: no answer came in time, or it is too long or not HTTP.
         """
         asked, parts = f"{method} {self.url}{path}", urllib.parse.urlsplit(self.url + path)
-        self._line.ends_at = time.monotonic() + self._timeout_s
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
         try:
-            with contextlib.closing(self._line.connect(connection.host, connection.port)) as connection.sock:
+            connection = http.client.HTTPConnection(parts.netloc, timeout=self._timeout_s)
+            with contextlib.closing(connection):
                 connection.request(method, parts.path, headers={**headers, "Connection": "close"})
                 with connection.getresponse() as response:
                     body, missing = response.read(MOST_BYTES + 1), response.length
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise NoAnswerError(f"{asked}: {_why(error)}") from error
+            raise NoAnswerError(f"{asked}: {type(error).__name__} {shown(str(error), _SHOWN)}") from error
         if len(body) > MOST_BYTES:
             raise NoAnswerError(f"{asked}: the answer is longer than {MOST_BYTES} bytes")
         if missing:
             raise NoAnswerError(f"{asked}: the answer is incomplete")
         return Answer(asked, response.status, response.headers, body)
 
-    def hang_up(self) -> None:
-        """End the current request from another thread; later requests fail."""
-        self._line.hang_up()
 
+class PolledSource(abc.ABC):
+    """A notice source that asks a server on a thread, until there is a notice or the source is stopped or dropped.
 
-def _why(error: Exception) -> str:
-    """Describe an error. Only messages of the operating system are shown in full: others may quote the server."""
-    kind, message = type(error).__name__, str(error)
-    if isinstance(error, OSError) and not isinstance(error, http.client.HTTPException):
-        return message or kind
-    return f"{kind} {shown(message, _SHOWN)}" if message else kind
-
-
-class _Line:
-    """The current connection and its deadline. Another thread can end it."""
-
-    def __init__(self) -> None:
-        self.ends_at, self._is_over = 0.0, False
-        self._socket: _TimedSocket | None = None
-
-    def left_s(self) -> float:
-        left_s = self.ends_at - time.monotonic()
-        if self._is_over or left_s <= 0:
-            raise TimeoutError("no answer within the time limit")
-        return left_s
-
-    def connect(self, host: str, port: int) -> socket.socket:
-        """Connect to the first address that accepts the connection."""
-        problem: OSError = OSError(f"{host} has no address")
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            self._socket = found = _TimedSocket(self, family, kind, protocol)
-            try:
-                found.connect(address)
-            except OSError as error:
-                problem = error
-                found.close()
-            else:
-                return found
-        raise problem
-
-    def hang_up(self) -> None:
-        self._is_over = True
-        if self._socket is not None:
-            with contextlib.suppress(OSError):  # not connected, or already closed
-                self._socket.shutdown(socket.SHUT_RDWR)
-
-
-class _TimedSocket(socket.socket):
-    """Limits each call to the time left. An ordinary socket timeout restarts with every received byte."""
-
-    def __init__(self, line: _Line, family: int, kind: int, protocol: int) -> None:
-        super().__init__(family, kind, protocol)
-        self._line = line
-
-    def connect(self, address: Any) -> None:
-        self.settimeout(self._line.left_s())
-        super().connect(address)
-
-    def sendall(self, *arguments: Any) -> None:
-        self.settimeout(self._line.left_s())
-        super().sendall(*arguments)
-
-    def recv_into(self, *arguments: Any) -> int:
-        self.settimeout(self._line.left_s())
-        return super().recv_into(*arguments)
-
-
-def _checked(subject: str, url: object) -> str:
-    """Return the address without a trailing slash."""
-    wanted = 'the address of a metadata server, such as "http://169.254.169.254"'
-    if not isinstance(url, str):
-        refuse(subject, wanted, url)
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_server = parts.scheme == "http" and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # an invalid port
-        refuse(subject, wanted, url)
-    if not is_server or not url.isascii() or not url.isprintable() or " " in url or parts.query or parts.fragment:
-        refuse(subject, wanted, url)
-    return url.rstrip("/")
-
-
-Look = Callable[[MetadataServer], Notice | None]
-
-
-class PolledSource:
-    """A notice source that asks a server repeatedly until it finds a notice or is stopped.
-
-    A server that cannot be used is logged as a warning, and so is its next answer; not again within ten minutes. The
-    thread ends when the source is dropped, so `new_look`, which makes the function that asks, must not refer to it.
+    A server that cannot be used is logged as a warning, and so is its next answer; not again within ten minutes.
     """
 
-    def __init__(
-        self, name: str, url: str, poll_s: float, timeout_s: float, new_look: Callable[[], Look], hint: str
-    ) -> None:
-        self._name, self._url, self._new_look, self._hint = name, url, new_look, hint
-        self._poll_s = seconds(f"{name}: poll_s", poll_s)
-        self._timeout_s = seconds(f"{name}: timeout_s", timeout_s)
-        self._run: _Run | None = None
-        self._server()
+    def __init__(self, url: str, poll_s: float, timeout_s: float, hint: str) -> None:
+        self._name, self._hint = type(self).__name__, hint
+        self._poll_s = seconds(f"{self._name}: poll_s", poll_s)
+        self._server = MetadataServer(f"{self._name}: url", url, seconds(f"{self._name}: timeout_s", timeout_s))
+        self._stop = Latch()
+        self._found: Notice | None = None
+        self._answered_at: float | None = None  # the start of the last answered request, or else of the first request
+        self._has_warned, self._silent_until = False, 0.0
 
-    def _server(self) -> MetadataServer:
-        return MetadataServer(f"{self._name}: url", self._url, self._timeout_s)
+    @abc.abstractmethod
+    def _look(self) -> Notice | None:
+        """Ask the server.
+
+        Raises:
+            NoAnswerError: it gave no usable answer.
+        """
 
     def start(self) -> None:
         """Start polling."""
         self.stop()
-        self._run = run = _Run(self._name, self._server(), self._poll_s, self._new_look(), self._hint)
-        weakref.finalize(self, run.end).atexit = False
-        run.begin()
+        self._stop, self._found, self._answered_at = Latch(), None, None
+        arguments = weakref.ref(self), self._stop, self._poll_s
+        try:
+            threading.Thread(target=_poll, args=arguments, name="jaxckpt-notice", daemon=True).start()
+        except RuntimeError as error:
+            _log.warning("%s: preemption notices are not seen: no thread could be started: %s", self._name, error)
 
     def stop(self) -> None:
-        """Stop polling."""
-        if self._run is not None:
-            self._run.end()
-            self._run.join()
+        """Stop polling. A request that waits for the server ends by its own time limit."""
+        self._stop.open()
 
     def notice(self) -> Notice | None:
         """The notice found since the last start, or None."""
-        return None if self._run is None else self._run.found
+        return self._found
 
-
-class _Run:
-    """The polling between one start and its stop."""
-
-    def __init__(self, name: str, server: MetadataServer, poll_s: float, look: Look, hint: str) -> None:
-        self._name, self._server, self._poll_s, self._look, self._hint = name, server, poll_s, look, hint
-        self.found: Notice | None = None
-        self._stop, self._process = Latch(), os.getpid()
-        self._thread: threading.Thread | None = None
-        self._has_warned, self._silent_until = False, 0.0
-
-    def begin(self) -> None:
-        thread = threading.Thread(target=self._work, name="jaxckpt-notice", daemon=True)
+    def look_once(self, stop: Latch) -> bool:
+        """Ask once; return whether there is a notice now. Failures are not logged after `stop` was opened."""
+        began = time.monotonic()
+        asked_at = self._answered_at = began if self._answered_at is None else self._answered_at
         try:
-            thread.start()
-        except RuntimeError as error:
-            _log.warning("%s: preemption notices are not seen: no thread could be started: %s", self._name, error)
-        else:
-            self._thread = thread
-
-    def end(self) -> None:
-        """Ask the thread to end, without waiting."""
-        self._stop.open()
-        if os.getpid() == self._process:  # a forked child shares the connection with its parent
-            self._server.hang_up()
-
-    def join(self) -> None:
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(JOIN_S)
-
-    def _work(self) -> None:
-        before: float | None = None  # the start of the last answered request, or else of the first request
-        while self.found is None and not self._stop.is_open():
-            began = time.monotonic()
-            if self._look_once(began if before is None else before) or before is None:
-                before = began
-            if self.found is None:
-                self._stop.wait(self._poll_s)
-
-    def _look_once(self, asked_at: float) -> bool:
-        """Ask once; return whether the server answered. `asked_at`: when a notice found now may have come."""
-        try:
-            found = self._look(self._server)
+            found = self._look()
         except Exception as error:  # noqa: BLE001  # nothing else would report an error of this thread
-            if not self._stop.is_open():
+            if not stop.is_open():
                 self._warn(error)
             return False
         if self._has_warned:
             self._has_warned = False
             _log.warning("%s: %s answers again", self._name, self._server.url)
-        if found is not None:
-            self.found = dataclasses.replace(found, asked_at=asked_at)
-        return True
+        self._answered_at = began
+        if found is not None and not stop.is_open():
+            self._found = dataclasses.replace(found, asked_at=asked_at)
+        return found is not None
 
     def _warn(self, error: Exception) -> None:
         now = time.monotonic()
@@ -292,16 +169,15 @@ class _Run:
         _log.warning(text, self._name, self._poll_s, error, self._hint, exc_info=trace)
 
 
+def _poll(dropped: weakref.ref[PolledSource], stop: Latch, poll_s: float) -> None:
+    while not stop.is_open() and (source := dropped()) is not None and not source.look_once(stop):
+        del source  # this thread must not keep it
+        stop.wait(poll_s)
+
+
 class _Action(msgspec.Struct):
-    action: str
+    action: Annotated[str, msgspec.Meta(pattern="^[a-z-]{1,32}$")]
     time: object = None
-
-
-class _Rebalance(msgspec.Struct):
-    noticeTime: str  # noqa: N815  # Amazon's name
-
-
-_Decoded = TypeVar("_Decoded", _Action, _Rebalance)
 
 
 class AwsNotice(PolledSource):
@@ -311,7 +187,7 @@ class AwsNotice(PolledSource):
 
     Args:
         poll_s: the seconds between two requests; Amazon recommends 5.
-        timeout_s: the seconds that one request may take.
+        timeout_s: the seconds to wait for an answer.
         rebalance: whether to shut down also on a rebalance recommendation, which means that an interruption has become
             likely; it may not come, and if it does, it comes minutes earlier.
         url: the address of the metadata service.
@@ -326,36 +202,31 @@ class AwsNotice(PolledSource):
     def __init__(
         self, poll_s: float = 5.0, timeout_s: float = 2.0, rebalance: bool = False, url: str = AWS_URL
     ) -> None:
-        flag("AwsNotice: rebalance", rebalance)
-        super().__init__("AwsNotice", url, poll_s, timeout_s, lambda: _Imds(rebalance).look, _AWS_HINT)
+        hint = (
+            "is this Amazon EC2? If not, remove this source from `notices`; in a container, the instance needs "
+            "HttpPutResponseHopLimit=2"
+        )
+        super().__init__(url, poll_s, timeout_s, hint)
+        self._rebalance = flag("AwsNotice: rebalance", rebalance)
+        self._token: str | None = None  # of IMDSv2
 
-
-class _Imds:
-    """A session with the metadata service, with its token (IMDSv2)."""
-
-    def __init__(self, rebalance: bool) -> None:
-        self._rebalance = rebalance
-        self._token: str | None = None
-
-    def look(self, server: MetadataServer) -> Notice | None:
-        answer = self._found(server, _ACTION_PATH)
+    def _look(self) -> Notice | None:
+        answer = self._found_at(_ACTION_PATH)
         if answer is not None:
-            example = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
-            found = _decoded(answer, _Action, example)
-            if not _ACTION.fullmatch(found.action):
-                raise answer.unusable(f"JSON such as {example}")
+            try:
+                found = msgspec.json.decode(answer.body, type=_Action)
+            except (msgspec.MsgspecError, RecursionError) as error:
+                raise answer.unusable('JSON such as {"action": "stop", "time": "2017-09-18T08:22:00Z"}') from error
             reason = f"Amazon EC2, which is to {found.action} this spot instance"
-            return Notice(reason, leave_by=_monotonic(found.time, answer.headers))
-        answer = self._found(server, _REBALANCE_PATH) if self._rebalance else None
-        if answer is not None:
-            _decoded(answer, _Rebalance, '{"noticeTime": "2020-10-27T08:22:00Z"}')
+            return Notice(reason, leave_by=_monotonic(found.time))
+        if self._rebalance and self._found_at(_REBALANCE_PATH) is not None:
             return Notice("Amazon EC2, which recommends to rebalance: this spot instance may be interrupted soon")
         return None
 
-    def _found(self, server: MetadataServer, path: str) -> Answer | None:
+    def _found_at(self, path: str) -> Answer | None:
         """The answer; None: the path does not exist."""
         for _ in range(2):
-            answer = self._with_token(server, path)
+            answer = self._ask_with_token(path)
             if answer.status != 401:
                 break
             self._token = None  # expired
@@ -363,41 +234,23 @@ class _Imds:
             raise answer.unusable("status 200 or 404")
         return None if answer.status == 404 else answer
 
-    def _with_token(self, server: MetadataServer, path: str) -> Answer:
+    def _ask_with_token(self, path: str) -> Answer:
         if self._token is None:
-            answer = server.ask(_TOKEN_PATH, {_TOKEN_TTL: str(TOKEN_TTL_S)}, method="PUT")
-            if answer.status != 200 or not _PLAIN.fullmatch(answer.body.strip()):
+            answer = self._server.ask(_TOKEN_PATH, {_TOKEN_TTL: str(TOKEN_TTL_S)}, method="PUT")
+            if answer.status != 200 or not answer.body.isascii() or not _PLAIN.fullmatch(answer.text()):
                 raise answer.unusable("status 200 and a token")
             self._token = answer.text()
-        return server.ask(path, {_TOKEN: self._token})
+        return self._server.ask(path, {_TOKEN: self._token})
 
 
-def _decoded(answer: Answer, kind: type[_Decoded], example: str) -> _Decoded:
-    try:
-        return msgspec.json.decode(answer.body, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise answer.unusable(f"JSON such as {example}") from error
-
-
-def _monotonic(stated: object, headers: Message) -> float | None:
-    """Convert a time to `time.monotonic()`, by the server's clock if the answer has its date; None: not a time."""
+def _monotonic(stated: object) -> float | None:
+    """Convert a time to `time.monotonic()`; None: not a time."""
     try:
         at = datetime.datetime.fromisoformat(str(stated))
-        left_s = _utc(at).timestamp() - _now(headers)
+        utc = at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)
+        return time.monotonic() + utc.timestamp() - time.time()
     except (ValueError, OverflowError):
         return None
-    return time.monotonic() + left_s
-
-
-def _now(headers: Message) -> float:
-    try:
-        return _utc(email.utils.parsedate_to_datetime(headers["Date"])).timestamp()
-    except (TypeError, ValueError, OverflowError):
-        return time.time()
-
-
-def _utc(at: datetime.datetime) -> datetime.datetime:
-    return at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)
 
 
 class GceNotice(PolledSource):
@@ -408,7 +261,7 @@ class GceNotice(PolledSource):
 
     Args:
         poll_s: the seconds between two requests; they reduce the 30 s of a notice.
-        timeout_s: the seconds that one request may take.
+        timeout_s: the seconds to wait for an answer.
         on_maintenance: which maintenance of the host shuts the job down: "terminate": any except a live migration,
             which only pauses the machine for a moment; "any": all; "ignore": none.
         url: the address of the metadata server.
@@ -426,46 +279,41 @@ class GceNotice(PolledSource):
         on_maintenance: OnMaintenance = "terminate",
         url: str = GCE_URL,
     ) -> None:
-        one_of("terminate", "any", "ignore")("GceNotice: on_maintenance", on_maintenance)
-        look = functools.partial(_look, on_maintenance)
-        super().__init__("GceNotice", url, poll_s, timeout_s, lambda: look, _GCE_HINT)
+        hint = "is this Google Compute Engine? If not, remove this source from `notices`"
+        super().__init__(url, poll_s, timeout_s, hint)
+        self._on_maintenance = one_of("terminate", "any", "ignore")("GceNotice: on_maintenance", on_maintenance)
 
+    def _look(self) -> Notice | None:
+        """Ask for both events, since the server may hide either, as that of GKE does."""
+        try:
+            found = self._preempted()
+        except NoAnswerError:
+            if (found := self._maintained()) is None:
+                raise
+        return found or self._maintained()
 
-def _look(on_maintenance: OnMaintenance, server: MetadataServer) -> Notice | None:
-    """Ask for both events, since the server may hide either, as that of GKE does."""
-    try:
-        found = _preempted(server)
-    except NoAnswerError:
-        if (found := _maintained(on_maintenance, server)) is None:
-            raise
-        return found
-    return found or _maintained(on_maintenance, server)
+    def _preempted(self) -> Notice | None:
+        answer = self._ask_for("preempted")
+        if answer.text() not in ("TRUE", "FALSE"):
+            raise answer.unusable("TRUE or FALSE")
+        return Notice("Google Compute Engine, which preempts this machine") if answer.text() == "TRUE" else None
 
+    def _maintained(self) -> Notice | None:
+        if self._on_maintenance == "ignore":
+            return None
+        answer = self._ask_for("maintenance-event")
+        event = answer.text()
+        if event == _NO_EVENT or (event == _MIGRATION and self._on_maintenance != "any"):
+            return None
+        if not _EVENT.fullmatch(event):
+            raise answer.unusable("NONE or the name of an event, such as TERMINATE_ON_HOST_MAINTENANCE")
+        return Notice(f"Google Compute Engine, which announces {event}")
 
-def _preempted(server: MetadataServer) -> Notice | None:
-    answer = _asked(server, "preempted")
-    if answer.text() not in ("TRUE", "FALSE"):
-        raise answer.unusable("TRUE or FALSE")
-    return Notice("Google Compute Engine, which preempts this machine") if answer.text() == "TRUE" else None
-
-
-def _maintained(on_maintenance: OnMaintenance, server: MetadataServer) -> Notice | None:
-    if on_maintenance == "ignore":
-        return None
-    answer = _asked(server, "maintenance-event")
-    event = answer.text()
-    if event == _NO_EVENT or (event == _MIGRATION and on_maintenance != "any"):
-        return None
-    if not _EVENT.fullmatch(event):
-        raise answer.unusable("NONE or the name of an event, such as TERMINATE_ON_HOST_MAINTENANCE")
-    return Notice(f"Google Compute Engine, which announces {event}")
-
-
-def _asked(server: MetadataServer, key: str) -> Answer:
-    """Ask for a key. Raises NoAnswerError also if another server answers: only the metadata server has the header."""
-    answer = server.ask(_FOLDER + key, _FLAVOR)
-    if answer.headers.get("Metadata-Flavor") != "Google":
-        raise answer.unusable("the header Metadata-Flavor: Google, which only the metadata server sends")
-    if answer.status != 200:
-        raise answer.unusable("status 200")
-    return answer
+    def _ask_for(self, key: str) -> Answer:
+        """Ask for a key. Raises NoAnswerError also if another server answers, which does not have the header."""
+        answer = self._server.ask(_FOLDER + key, _FLAVOR)
+        if answer.headers.get("Metadata-Flavor") != "Google":
+            raise answer.unusable("the header Metadata-Flavor: Google, which only the metadata server sends")
+        if answer.status != 200:
+            raise answer.unusable("status 200")
+        return answer

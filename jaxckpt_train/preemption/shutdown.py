@@ -193,8 +193,7 @@ class GracefulShutdown:
     def is_asked(self) -> bool:
         """Whether a request came. Accesses no file and no other process, so that any wait can check it.
 
-        In a multi-process job, only what all processes have agreed on counts: a process that acts alone would leave the
-        others waiting.
+        In a multi-process job, only what all processes have agreed on counts.
         """
         if self.noticed_at is not None or self._agreement is not None:
             return self.noticed_at is not None
@@ -211,8 +210,7 @@ class GracefulShutdown:
     def left_s(self) -> float | None:
         """The seconds left for everything except the end of the process itself; None: no limit.
 
-        A limit that had already passed when the loop noticed the request does not count: what would have ended the
-        process at that time has not.
+        A limit that had already passed when the loop noticed the request does not count.
         """
         if self.noticed_at is None:
             return None

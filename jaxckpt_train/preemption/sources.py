@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import dataclasses
 import functools
 import logging
 import math
-import numbers
 import os
 import signal
 import threading
@@ -18,10 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
-import numpy as np
-
 from jaxckpt_train._validation import refuse, seconds
-from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.store.backends.local import file_exists
 
@@ -30,7 +25,6 @@ DEFAULT_LEFT_TIMEOUT_S = 10.0  # the default limit of a source's `left` method
 LEAST_S = 1.0
 IGNORED_S = 30.0
 CHECK_S = 1.0  # how often a notice checks whether its handlers were replaced
-_ACTION_BYTES = 512  # larger than `struct sigaction` on any system
 _log = logging.getLogger("jaxckpt_train")
 _notices: weakref.WeakSet[SignalNotice] = weakref.WeakSet()
 _forking = threading.local()  # the signals that were blocked before
@@ -44,8 +38,8 @@ class Notice:
         reason: who requests it, and why; for the log and the history.
         asked_at: when the request may have come, in seconds of `time.monotonic()`; the grace period counts from there.
             None: when the loop notices it.
-        leave_by: when the machine ends, in seconds of `time.monotonic()`: nothing is waited for after that, whatever
-            the grace period is. None: unknown.
+        leave_by: when the machine ends, in seconds of `time.monotonic()`: nothing is waited for after that. None:
+            unknown.
 
     Raises:
         SettingsError: the reason is not text, or a time is not a number.
@@ -60,17 +54,8 @@ class Notice:
             refuse("Notice.reason", "text", self.reason)
         for name in ("asked_at", "leave_by"):
             found: object = getattr(self, name)
-            if found is not None and not _is_time(found):
+            if found is not None and (not isinstance(found, int | float) or math.isnan(found)):
                 refuse(f"Notice.{name}", "seconds of time.monotonic(), or None", found)
-
-
-def _is_time(found: object) -> bool:
-    if isinstance(found, bool) or not isinstance(found, numbers.Real):
-        return False
-    try:
-        return not math.isnan(float(found))
-    except OverflowError:
-        return False
 
 
 class NoticeSource(Protocol):
@@ -78,11 +63,10 @@ class NoticeSource(Protocol):
 
     A source belongs to one callback. Each process of a job has its own; a notice in one process affects all of them.
 
-    A source may have another method, `left(step)`. It is called in the primary after the job has shut down on request,
-    whatever the source of the request, with the committed step (None: there is no such step), when the run directory is
-    released. The sources are called in order. Each call may take `left_timeout_s` seconds, an attribute of the source
-    (ten seconds without it), limited by the rest of the grace period, but at least one second. After that, a warning
-    is logged, the call is not waited for, and `stop` is called.
+    A source may have another method, `left(step)`. It is called in the primary after the job has shut down on any
+    request and released the run directory, with the committed step (None: there is none). The sources are called in
+    order. Each call may take `left_timeout_s` seconds, an attribute of the source (ten seconds without it), limited by
+    the rest of the grace period, but at least one second. After that it is not waited for.
     """
 
     def start(self) -> None:
@@ -101,8 +85,7 @@ class NoticeSource(Protocol):
 class FileNotice:
     """A file that requests a shutdown by its existence; checked at most once a second.
 
-    The disk may not answer: a helper thread checks, and the loop waits for it for a second. No other check starts
-    before it has finished.
+    A disk that does not answer delays the loop by one second, once.
     """
 
     def __init__(self, path: str | os.PathLike[str], monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -130,11 +113,7 @@ class FileNotice:
 
 
 class TimeNotice:
-    """A limit of the run's wall-clock time, reached early enough for the last save to end within it.
-
-    `leave_early_s` returns how many seconds before the limit to shut down; it is called repeatedly, as it is measured.
-    `end` is the time at which the job has to shut down.
-    """
+    """A limit of the run's wall-clock time; the job has to shut down `leave_early_s()` seconds earlier, at `end`."""
 
     def __init__(
         self, max_run_time_s: float, monotonic: Callable[[], float], leave_early_s: Callable[[], float]
@@ -210,10 +189,9 @@ class WatchedSources:
                 yield found
 
     def notify(self, step: int | None, left_s: float) -> None:
-        """Call `left` of the sources in order; log a warning for each one that takes too long, and do not wait for it.
+        """Call `left` of the sources in order, as `NoticeSource` says.
 
-        The order matters: after Slurm was asked to requeue the job, it may end the rest of it. Each source gets at
-        least `LEAST_S` of the `left_s` seconds.
+        The order matters: after Slurm was asked to requeue the job, it may end the rest of it.
         """
         if os.getpid() != self._process:  # a forked child, or never started
             return
@@ -224,18 +202,13 @@ class WatchedSources:
             reserved_s = LEAST_S * (len(notified) - place - 1)
             timeout_s = max(LEAST_S, min(limit_s, ends_at - time.monotonic() - reserved_s))
             if not call_within(functools.partial(_call_left, source, step), timeout_s):
-                text = (
-                    "%s: its left() method has not finished after %.3g s, and is not waited for any longer: its "
-                    "effect, such as requeueing the job, may be missing"
-                )
+                text = "%s: its left() method has not finished after %.3g s, and is not waited for any longer"
                 _log.warning(text, type(source).__name__, timeout_s)
 
 
 def _checked_notice(source: NoticeSource, found: object) -> Notice | None:
     if found is None or isinstance(found, Notice):
         return found
-    if isinstance(found, (bool, np.bool_)):  # not in the protocol, but refusing True would lose a save
-        return Notice(type(source).__name__) if found else None
     if not isinstance(found, str):
         refuse(f"{type(source).__name__}.notice()", "a Notice, its reason as text, or None", found)
     return Notice(found)
@@ -258,32 +231,19 @@ class SignalHandler:
     """Reports a signal to a notice, and calls the handler that the user had installed before.
 
     A handler can outlive its notice: another handler may be installed above it and call or restore it, or the notice
-    was never stopped. It then behaves as if it were not installed, so that it does not swallow signals, such as a
-    SIGTERM that has to end the process. It keeps only a weak reference to the notice, whose method `received` it calls.
+    was never stopped. It then behaves as if it were not installed, so that it does not swallow a SIGTERM that has to
+    end the process. It keeps only a weak reference to the notice, whose method `received` it calls.
     """
 
     def __init__(self, number: int, received: Callable[[int], object]) -> None:
         self._number = number
         self._received = weakref.WeakMethod(received)
         self._is_stopped, self._ignores_until = False, -math.inf
-        self._before, self._action = signal.getsignal(number), _exchange_action(number)
-        self._address = b""
+        self._before = signal.getsignal(number)
 
     def install(self) -> None:
         """Install the handler. Only the main thread can do that."""
         signal.signal(self._number, self)
-        self._address = self._installed_address()
-
-    def replaced_by(self) -> str | None:
-        """A description of what has replaced this handler, so that it may not be called; None: nothing has."""
-        found: object = signal.getsignal(self._number)
-        if found is not self and not isinstance(found, SignalHandler):  # a SignalHandler calls the one below it
-            return repr(found)
-        return None if self._installed_address() == self._address else "a handler written in C"
-
-    def _installed_address(self) -> bytes:
-        """The address of the C function that the system calls, the first member of `struct sigaction`."""
-        return _exchange_action(self._number).raw[: ctypes.sizeof(ctypes.c_void_p)]
 
     def stop(self) -> None:
         """Report no more signals, and restore the previous handler unless another one is installed above."""
@@ -336,35 +296,17 @@ class SignalHandler:
 
     def _put_back(self) -> None:
         signal.signal(self._number, signal.SIG_DFL if self._before is None else self._before)
-        if not callable(self._before):
-            _exchange_action(self._number, self._action)
 
     def _act_as_before(self, frame: FrameType | None) -> None:
         if callable(self._before):
             self._before(self._number, frame)
             return
-        here = _exchange_action(self._number, self._action)
+        here = signal.getsignal(self._number)
+        self._put_back()
         try:
-            signal.raise_signal(self._number)  # the default action, which may end the process, or a C handler
+            signal.raise_signal(self._number)  # the default action, which may end the process
         finally:
-            _exchange_action(self._number, here)
-
-
-def _exchange_action(number: int, new: ctypes.Array[ctypes.c_char] | None = None) -> ctypes.Array[ctypes.c_char]:
-    """Return the action for a signal as the system knows it, and replace it by `new` if that is given.
-
-    Python only knows handlers that were installed through it. It takes a handler written in C, such as that of
-    `faulthandler.register`, for the default action, and would restore the default instead of it.
-    """
-    action = ctypes.create_string_buffer(_ACTION_BYTES)
-    _sigaction()(number, new, action)
-    return action
-
-
-@functools.cache
-def _sigaction() -> Any:
-    """The function of the C library. Cached, because each lookup creates classes that only garbage collection frees."""
-    return ctypes.CDLL(None).sigaction
+            signal.signal(self._number, here)
 
 
 def _hold_signals() -> None:
@@ -398,7 +340,9 @@ class SignalNotice:
         self.received: str | None = None
         self.received_at: float | None = None
         self._monotonic = monotonic
-        self._numbers = list(dict.fromkeys(map(_signal_number, names)))  # SIGIOT and SIGABRT have one number
+        self._numbers = list(
+            dict.fromkeys(signal.Signals[name] for name in names)
+        )  # SIGIOT and SIGABRT have one number
         self._handlers: dict[int, SignalHandler] = {}
         self._next_check, self._replaced = -math.inf, set[int]()
         _notices.add(self)
@@ -442,21 +386,12 @@ class SignalNotice:
     def _warn_if_replaced(self) -> None:
         """Warn once for each signal whose handler was replaced."""
         self._next_check = self._monotonic() + CHECK_S
-        for number, handler in self._handlers.items():
-            other = None if number in self._replaced else handler.replaced_by()
-            if other is not None:
+        for number in self._handlers:
+            other: object = signal.getsignal(number)
+            if not isinstance(other, SignalHandler) and number not in self._replaced:  # which calls the one below it
                 self._replaced.add(number)
-                _log.warning(
-                    "%s: its handler was replaced by %s, so this signal does not request a shutdown any more, unless "
-                    "the new handler calls the one that it replaced. Install your handler before the "
-                    "CheckpointCallback is entered, which then calls it, or use notice_file",
-                    signal.Signals(number).name,
-                    other,
+                text = (
+                    "%s: its handler was replaced by %r, so this signal may not request a shutdown any more. Install "
+                    "your handler before the CheckpointCallback is entered, which then calls it, or use notice_file"
                 )
-
-
-def _signal_number(name: object) -> int:
-    number = getattr(signal.Signals, name, None) if isinstance(name, str) else None
-    if number is None:
-        raise SettingsError(f'signals: expected names such as "SIGTERM", found {name!r}')
-    return int(number)
+                _log.warning(text, signal.Signals(number).name, other)

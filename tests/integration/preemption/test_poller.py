@@ -35,7 +35,7 @@ while source.notice() is None:
 sources.notify(4, 9.0)
 sources.stop()
 for each in threading.enumerate():
-    each.join() if each.name == "jaxckpt-note" else None
+    each.join() if each.name in ("jaxckpt-note", "jaxckpt-notice") else None
 print("threads", threading.active_count(), "jax" in sys.modules)
 """
 

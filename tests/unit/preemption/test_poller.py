@@ -142,10 +142,12 @@ def test_stop_does_not_wait_for_hanging_server(kind: Kind, caplog: pytest.LogCap
         source.stop()
         source.start()
         server.wait_for(1)
+        before = time.monotonic()
         source.stop()
-        assert notice_threads() == []
+        assert time.monotonic() - before < 10
         source.stop()
         assert source.notice() is None
+    until(lambda: not notice_threads())
     assert caplog.records == []
 
 
@@ -157,19 +159,18 @@ def test_a_source_can_be_started_again(kind: Kind) -> None:
         for _ in range(2):
             with started(source):
                 server.wait_for(2)
-            assert notice_threads() == []
+            until(lambda: not notice_threads())
         source.start()
         server.wait_for(2)
         kind.ask(cloud)
         with started(source):
-            assert len(notice_threads()) <= 1
             until(source.notice)
 
 
 @both
 def test_dropped_source_leaves_no_thread(kind: Kind) -> None:
     with Server(kind.speaks()) as server:
-        source = kind.source(url=server.url, poll_s=3600.0)
+        source = kind.source(url=server.url, **QUICK)
         source.start()
         server.wait_for(1)
         assert len(notice_threads()) == 1
@@ -187,7 +188,6 @@ def test_dropped_source_leaves_no_thread(kind: Kind) -> None:
         ({"url": "http://"}, "Notice: url"),
         ({"url": "http://a b"}, "Notice: url"),
         ({"url": "http://a:b"}, "Notice: url"),
-        ({"url": "http://a/?b"}, "Notice: url"),
         ({"url": "file:///etc"}, "Notice: url"),
         ({"url": None}, "Notice: url"),
         ({"poll_s": 0}, "Notice: poll_s: .* above 0"),
