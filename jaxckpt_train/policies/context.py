@@ -5,16 +5,16 @@ All functions are pure: the current time is part of the `DecisionContext`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
-from jaxckpt_train._validation import Check, Mode, refuse, seconds, whole
-from jaxckpt_train.errors import SettingsError
+from jaxckpt_train._validation import Mode, check_fields, list_of, refuse, seconds, whole
 
 PRIOR_FAILURES, PRIOR_OBSERVED_S = 0.5, 60.0
 POWERS_OF_TEN = frozenset(10**power for power in range(1, 10))  # steps or counts at which a missing metric is logged
@@ -162,9 +162,6 @@ def deciding_policies(
     """The policies that ask for a save of this step: the policy itself, or policies inside it; empty: no save.
 
     A composed policy may return them by a method `deciding_policies` with the arguments of `should_save`.
-
-    Raises:
-        SettingsError: `should_save` returned something other than True or False.
     """
     inside = getattr(policy, "deciding_policies", None)
     if inside is not None:
@@ -179,11 +176,7 @@ def deciding_policies(
 
 
 def decide(policy: SavePolicy, info: CheckpointInfo, previous: Checkpoints, context: DecisionContext) -> Decision:
-    """Decide whether to save a step, as `SavePolicy` describes. Cheap if nothing is due: no text is built.
-
-    Raises:
-        SettingsError: the policy returned something other than True or False.
-    """
+    """Decide whether to save a step, as `SavePolicy` describes. Cheap if nothing is due: no text is built."""
     found = deciding_policies(policy, info, previous, context=context)
     if not found:
         return NOT_DUE
@@ -218,11 +211,7 @@ def as_lasting(checkpoints: Checkpoints) -> Checkpoints:
 
 
 def ask_to_preserve(policy: PreservationPolicy, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
-    """Ask a policy and check its answer: one bool for each checkpoint.
-
-    Raises:
-        SettingsError: the answer has the wrong length, or a value is neither True nor False.
-    """
+    """Ask a policy and check its answer: one bool for each checkpoint."""
     answer: Any = policy.should_preserve(checkpoints, context=context)
     flags = list(answer) if isinstance(answer, Iterable) else [answer]
     if len(flags) != len(checkpoints) or not all(isinstance(flag, (bool, np.bool_)) for flag in flags):
@@ -238,9 +227,6 @@ def steps_to_delete(checkpoints: Checkpoints, policy: PreservationPolicy, *, con
     Pinned steps are kept. All temporary steps are deleted. Other steps are deleted if the policy does not keep them.
     The policy does not see temporary steps, so that they neither push a lasting step out of `LatestN` nor start an
     interval of `EveryNSeconds`. The checkpoints come in the order of their commits, not of clocks.
-
-    Raises:
-        SettingsError: as `ask_to_preserve`.
     """
     if not checkpoints:
         return set()
@@ -293,19 +279,13 @@ class Failures:
 
 
 def metric_value(metrics: Mapping[str, Any] | None, metric: str) -> float | None:
-    """The value of one metric as a float; None: the metrics do not have it, or it is None.
-
-    Raises:
-        SettingsError: the value is not a number.
-    """
+    """The value of one metric as a float; None: the metrics do not have it, or it is None."""
     value = None if metrics is None else metrics.get(metric)
     if value is None:
         return None
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         if not isinstance(value, (str, bytes)):  # not a number, even if it spells one
             return float(value)
-    except (TypeError, ValueError):
-        pass
     refuse(f'metric "{metric}"', "a number", value)
 
 
@@ -315,11 +295,7 @@ def is_better(value: float, than: float, mode: Mode) -> bool:
 
 
 def rank_checkpoints(checkpoints: Checkpoints, metric: str, mode: Mode) -> list[CheckpointInfo]:
-    """The checkpoints with a value of the metric other than NaN, best first; of equal values, the higher step first.
-
-    Raises:
-        SettingsError: a value of the metric is not a number.
-    """
+    """The checkpoints with a value of the metric other than NaN, best first; of equal values, the higher step first."""
     sign = 1 if mode == "min" else -1
     values = ((metric_value(info.metrics, metric), info) for info in checkpoints)
     ranked = [(sign * value, -info.step, info) for value, info in values if value is not None and not math.isnan(value)]
@@ -327,13 +303,10 @@ def rank_checkpoints(checkpoints: Checkpoints, metric: str, mode: Mode) -> list[
 
 
 class Checked:
-    """A frozen dataclass that checks its fields when it is created; a check may convert the value."""
-
-    _checks: ClassVar[Mapping[str, Check]] = {}
+    """A frozen dataclass that checks its fields when it is created, by `check_fields`."""
 
     def __post_init__(self) -> None:
-        for name, check in self._checks.items():
-            object.__setattr__(self, name, check(f"{type(self).__name__}.{name}", getattr(self, name)))
+        check_fields(type(self).__name__, self)
 
 
 def positive_seconds(subject: str, value: Any) -> float:
@@ -353,32 +326,23 @@ def step_collection(subject: str, value: object) -> Collection[int]:
     """Return `value` as steps with a fast `in`: a range unchanged, anything else as a frozenset."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         refuse(subject, "a collection of steps, such as [100, 1000]", value)
-    if isinstance(value, range):
-        return value if not value or min(value[0], value[-1]) >= 0 else refuse(subject, "steps of at least 0", value)
+    if isinstance(value, range) and (not value or min(value[0], value[-1]) >= 0):
+        return value
     return frozenset(whole(0)(f"{subject}: a step", step) for step in value)
 
 
 def require_policy(subject: str, policy: Any, method: str) -> Any:
     """Return `policy` if it is an object, not a class, with this method."""
-    if isinstance(policy, type):
-        raise SettingsError(
-            f"{subject}: expected an object with {method}(...), found the class {policy.__name__}; "
-            f"write {policy.__name__}(...)"
-        )
-    if callable(getattr(policy, method, None)):
-        return policy
-    other, kind = ("should_preserve", "preservation") if method == "should_save" else ("should_save", "save")
-    hint = f", which is a {kind} policy" if callable(getattr(policy, other, None)) else ""
-    raise SettingsError(f"{subject}: expected an object with {method}(...), found {policy!r}{hint}")
+    if isinstance(policy, type) or not callable(getattr(policy, method, None)):
+        refuse(subject, f"an object with {method}(...)", policy)
+    return policy
 
 
 def child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
     """Return `value` as a tuple of at least one policy, each with this method."""
-    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        refuse(subject, f"a sequence of policies with {method}(...)", value)
-    children = tuple(value)
+    children = list_of("policies")(subject, value)
     if not children:
-        raise SettingsError(f"{subject}: expected at least one policy, found none")
+        refuse(subject, "at least one policy", value)
     return tuple(require_policy(f"{subject}[{position}]", child, method) for position, child in enumerate(children))
 
 

@@ -174,7 +174,8 @@ class LoopTimer:
         now = _Save(self._entered_at, step, blocked_s, device_wait_s, queued_s=device_wait_s)
         before, self._save = self._save, now
         if before is not None:
-            self._end_save(before, before.computed_at, now.computed_at, step)
+            computed_at = before.entered_at + before.device_wait_s, now.entered_at + now.device_wait_s
+            self._end_save(before, *computed_at, step)
         elif self._free_from is not None and step - self._free_from[1] >= LEAST_WINDOW_STEPS:
             self._end_window(self._entered_at, step)
         self._unseen_saves = 0 if self._has_window() else self._unseen_saves + 1
@@ -291,11 +292,6 @@ class _Save:
     device_wait_s: float  # the seconds that the call waited for the devices
     queued_s: float  # the seconds of work that the devices had queued; if the call does not wait, known at the end
     took_s: float | None = None  # the duration without these waits; None: it was not committed
-
-    @property
-    def computed_at(self) -> float:
-        """When the devices had computed all updates before the save, if the call waited for them."""
-        return self.entered_at + self.device_wait_s
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:

@@ -1,9 +1,8 @@
 """Preservation policies: which committed steps are kept.
 
 Where Orbax has a policy, its name, arguments and meaning are the same here. A policy is a frozen value that checks its
-arguments when it is created, reads no clock and does no I/O. `PreservationPolicy` documents `should_preserve`.
-`steps_to_delete` adds the rules that hold under every policy: the highest step, the step committed last and pinned
-steps are kept, and temporary steps are deleted.
+arguments when it is created (`SettingsError`), reads no clock and does no I/O. `PreservationPolicy` documents
+`should_preserve`. `steps_to_delete` adds the rules that hold under every policy.
 
 Each policy is stable while steps arrive in order: when it is asked again, after the other steps were deleted and newer
 ones were committed, it drops a step only for a newer, better or closer one, or for its age.
@@ -16,9 +15,10 @@ import functools
 import logging
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import ClassVar, cast
+from fractions import Fraction
+from typing import Annotated, cast
 
-from jaxckpt_train._validation import Mode, flag, metric_mode, optional, whole
+from jaxckpt_train._validation import Mode, whole
 from jaxckpt_train.policies.context import (
     POWERS_OF_TEN,
     Checked,
@@ -70,20 +70,13 @@ class EveryNSteps(Checked):
         interval_steps: at least 1.
         exact_interval: whether to keep only multiples of the interval.
         max_to_keep: how many of those to keep, the latest ones, at least 1; None: all.
-
-    Raises:
-        SettingsError: an argument has the wrong type or is out of range.
-
-    Source: Orbax, `EveryNSteps`.
     """
 
-    interval_steps: int
+    interval_steps: Annotated[int, whole(1)]
     exact_interval: bool = True
-    max_to_keep: int | None = None
-    _checks: ClassVar = {"interval_steps": whole(1), "exact_interval": flag, "max_to_keep": optional(whole(1))}
+    max_to_keep: Annotated[int, whole(1)] | None = None
 
     def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
-        """True for the multiples, or for the chain that starts with the first checkpoint."""
         if self.exact_interval:
             return only_last([info.step % self.interval_steps == 0 for info in checkpoints], self.max_to_keep)
         flags: list[bool] = []
@@ -104,34 +97,20 @@ class EveryNStepsClosest(Checked):
     Args:
         interval_steps: at least 1.
         max_to_keep: how many of those to keep, the latest ones, including the newest checkpoint, at least 1; None: all.
-
-    Raises:
-        SettingsError: an argument is not an integer of at least 1.
-
-    Source: Orbax, `EveryNStepsClosest`.
     """
 
-    interval_steps: int
-    max_to_keep: int | None = None
-    _checks: ClassVar = {"interval_steps": whole(1), "max_to_keep": optional(whole(1))}
+    interval_steps: Annotated[int, whole(1)]
+    max_to_keep: Annotated[int, whole(1)] | None = None
 
     def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
-        """True for the closest checkpoint to each multiple, and for the last checkpoint."""
         closest: dict[int, tuple[int, int]] = {}  # multiple -> (distance, position)
         for position, info in enumerate(checkpoints):
-            multiple, distance = self._nearest(info.step)
+            multiple = round(Fraction(info.step, self.interval_steps))  # exact for every step
+            distance = abs(info.step - multiple * self.interval_steps)
             if multiple not in closest or distance <= closest[multiple][0]:
                 closest[multiple] = (distance, position)
         chosen = {position for _, position in closest.values()} | {len(checkpoints) - 1}
         return only_last([position in chosen for position in range(len(checkpoints))], self.max_to_keep)
-
-    def _nearest(self, step: int) -> tuple[int, int]:
-        """The nearest multiple, counted in intervals, and its distance; integers are exact for every step."""
-        below, beyond = divmod(step, self.interval_steps)
-        left = self.interval_steps - beyond
-        if beyond > left or (beyond == left and below % 2 == 1):
-            return below + 1, left
-        return below, beyond
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,18 +122,11 @@ class EveryNSeconds(Checked):
 
     Args:
         interval_secs: in seconds, above 0.
-
-    Raises:
-        SettingsError: the seconds are not a finite number above 0.
-
-    Source: Orbax, `EveryNSeconds`.
     """
 
-    interval_secs: float
-    _checks: ClassVar = {"interval_secs": positive_seconds}
+    interval_secs: Annotated[float, positive_seconds]
 
     def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
-        """True for the chain that starts with the first checkpoint."""
         flags: list[bool] = []
         kept: CheckpointInfo | None = None
         for info in checkpoints:
@@ -172,11 +144,6 @@ class LatestDuration:
 
     Args:
         duration: a `timedelta`, or seconds; above 0.
-
-    Raises:
-        SettingsError: the duration is neither, or not above 0.
-
-    Source: Orbax, `LatestDuration`.
     """
 
     duration: timedelta | float
@@ -188,7 +155,6 @@ class LatestDuration:
         object.__setattr__(self, "duration", timedelta(seconds=checked))
 
     def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
-        """True for the first checkpoint that is young enough, and for all after it."""
         duration = cast("timedelta", self.duration)
         ages, age = list[timedelta](), timedelta()
         for info in reversed(checkpoints):
@@ -202,13 +168,9 @@ class LatestDuration:
 
 @dataclasses.dataclass(frozen=True)
 class PreserveAll:
-    """Keeps every checkpoint.
-
-    Source: Orbax, `PreserveAll`.
-    """
+    """Keeps every checkpoint."""
 
     def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
-        """True for each checkpoint."""
         return [True] * len(checkpoints)
 
 
@@ -218,18 +180,11 @@ class LatestN(Checked):
 
     Args:
         n: how many, at least 1; None: all of them.
-
-    Raises:
-        SettingsError: `n` is neither None nor an integer of at least 1.
-
-    Source: Orbax, `LatestN`.
     """
 
-    n: int | None = None
-    _checks: ClassVar = {"n": optional(whole(1))}
+    n: Annotated[int, whole(1)] | None = None
 
     def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
-        """True for the last `n` checkpoints."""
         return only_last([True] * len(checkpoints), self.n)
 
 
@@ -248,26 +203,14 @@ class BestN(Checked):
             None: keep them until a later checkpoint has the metric, so that a later evaluation can attach it; if no
             checkpoint ever has it, nothing is deleted. True: always keep them, like Orbax, for evaluations that finish
             out of order. False: do not keep them.
-
-    Raises:
-        SettingsError: an argument has the wrong type or is out of range.
-
-    Source: Orbax, `BestN`.
     """
 
-    metric: str
-    n: int | None
+    metric: Annotated[str, metric_name]
+    n: Annotated[int, whole(1)] | None
     mode: Mode
     keep_checkpoints_without_metrics: bool | None = None
-    _checks: ClassVar = {
-        "metric": metric_name,
-        "n": optional(whole(1)),
-        "mode": metric_mode,
-        "keep_checkpoints_without_metrics": optional(flag),
-    }
 
     def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
-        """True for the best `n`, and for checkpoints that may still get the metric."""
         if self.n is None:
             return [True] * len(checkpoints)
         best = {info.step for info in rank_checkpoints(checkpoints, self.metric, self.mode)[: self.n]}
@@ -290,21 +233,14 @@ class CustomSteps(Checked):
 
     Args:
         steps: a collection of steps; a `range` is kept, anything else becomes a frozenset.
-
-    Raises:
-        SettingsError: `steps` is not a collection, or a value in it is not an integer of at least 0.
-
-    Source: Orbax, `CustomSteps`.
     """
 
-    steps: Collection[int]
-    _checks: ClassVar = {"steps": step_collection}
+    steps: Annotated[Collection[int], step_collection]
 
     def __repr__(self) -> str:
         return f"CustomSteps(steps={steps_text(self.steps)})"
 
     def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
-        """True for the given steps."""
         return [info.step in self.steps for info in checkpoints]
 
 
@@ -314,17 +250,10 @@ class AnyPreservationPolicy(Checked):
 
     Args:
         policies: at least one object with `should_preserve`, such as the policies of this module or of Orbax.
-
-    Raises:
-        SettingsError: there is no policy, or one of them has no `should_preserve`.
-
-    Source: Orbax, `AnyPreservationPolicy`.
     """
 
-    policies: Sequence[PreservationPolicy]
-    _checks: ClassVar = {"policies": functools.partial(child_policies, method="should_preserve")}
+    policies: Annotated[Sequence[PreservationPolicy], functools.partial(child_policies, method="should_preserve")]
 
     def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
-        """True for what one of the policies keeps."""
         answers = [ask_to_preserve(policy, checkpoints, context=context) for policy in self.policies]
         return [any(flags) for flags in zip(*answers, strict=True)]

@@ -1,7 +1,7 @@
 """Save policies: at which steps a checkpoint is saved.
 
 Where Orbax has a policy, its name, arguments and meaning are the same here. A policy is a frozen value that checks its
-arguments when it is created, reads no clock and does no I/O. `SavePolicy` documents `should_save`.
+arguments when it is created (`SettingsError`), reads no clock and does no I/O. `SavePolicy` documents `should_save`.
 
 `OverheadBudgetPolicy` and `YoungDalyPolicy` adapt their interval to the measured costs of saves and to failures.
 """
@@ -15,9 +15,9 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
-from typing import ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
-from jaxckpt_train._validation import Mode, metric_mode, optional, refuse, whole
+from jaxckpt_train._validation import Mode, refuse, whole
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.policies.context import (
     POWERS_OF_TEN,
@@ -76,18 +76,11 @@ class FixedIntervalPolicy(Checked):
 
     Args:
         interval: in steps, at least 1.
-
-    Raises:
-        SettingsError: the interval is not an integer of at least 1.
-
-    Source: Orbax, `FixedIntervalPolicy`.
     """
 
-    interval: int
-    _checks: ClassVar = {"interval": whole(1)}
+    interval: Annotated[int, whole(1)]
 
     def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
-        """Whether the step is a multiple of the interval."""
         return step.step % self.interval == 0
 
 
@@ -101,16 +94,11 @@ class EverySecondsPolicy(Checked):
 
     Args:
         seconds: between saves, above 0.
-
-    Raises:
-        SettingsError: the seconds are not a finite number above 0.
     """
 
-    seconds: float
-    _checks: ClassVar = {"seconds": positive_seconds}
+    seconds: Annotated[float, positive_seconds]
 
     def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
-        """Whether the time has passed since the last save and since the start."""
         if previous_steps and not apart(step.time, previous_steps[-1].time, self.seconds):
             return False
         return context.run_started is None or apart(step.time, context.run_started, self.seconds)
@@ -122,33 +110,22 @@ class SpecificStepsPolicy(Checked):
 
     Args:
         steps: a collection of steps; a `range` is kept, anything else becomes a frozenset.
-
-    Raises:
-        SettingsError: `steps` is not a collection, or a value in it is not an integer of at least 0.
-
-    Source: Orbax, `SpecificStepsPolicy`.
     """
 
-    steps: Collection[int]
-    _checks: ClassVar = {"steps": step_collection}
+    steps: Annotated[Collection[int], step_collection]
 
     def __repr__(self) -> str:
         return f"SpecificStepsPolicy(steps={steps_text(self.steps)})"
 
     def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
-        """Whether the step is one of the given steps."""
         return step.step in self.steps
 
 
 @dataclasses.dataclass(frozen=True)
 class InitialSavePolicy:
-    """Saves at once if there is no checkpoint yet.
-
-    Source: Orbax, `InitialSavePolicy`.
-    """
+    """Saves at once if there is no checkpoint yet."""
 
     def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
-        """Whether there is no previous checkpoint."""
         return not previous_steps
 
 
@@ -158,18 +135,11 @@ class ContinuousCheckpointingPolicy(Checked):
 
     Args:
         minimum_interval_secs: the minimum number of seconds since the last save, above 0; None: no minimum.
-
-    Raises:
-        SettingsError: the seconds are neither None nor a finite number above 0.
-
-    Source: Orbax, `ContinuousCheckpointingPolicy`.
     """
 
-    minimum_interval_secs: float | None = None
-    _checks: ClassVar = {"minimum_interval_secs": optional(positive_seconds)}
+    minimum_interval_secs: Annotated[float, positive_seconds] | None = None
 
     def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
-        """Whether no save is in progress and the minimum interval has passed."""
         if context.is_saving_in_progress:
             return False
         if not previous_steps or self.minimum_interval_secs is None:
@@ -179,13 +149,9 @@ class ContinuousCheckpointingPolicy(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class PreemptionCheckpointingPolicy:
-    """Saves when the process was asked to shut down.
-
-    Source: Orbax, `PreemptionCheckpointingPolicy`.
-    """
+    """Saves when the process was asked to shut down."""
 
     def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
-        """Whether `context.reached_preemption` is set."""
         return context.reached_preemption
 
 
@@ -200,17 +166,12 @@ class ImprovementPolicy(Checked):
     Args:
         metric: the name of the metric.
         mode: "min": lower is better; "max": higher is better.
-
-    Raises:
-        SettingsError: the name is not text or is empty, or the mode is invalid.
     """
 
-    metric: str
+    metric: Annotated[str, metric_name]
     mode: Mode
-    _checks: ClassVar = {"metric": metric_name, "mode": metric_mode}
 
     def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
-        """Whether the metric of this step is better than in every previous checkpoint."""
         metrics = step.metrics
         if metrics is None and context.read_metrics is not None:
             metrics = context.read_metrics()
@@ -229,7 +190,6 @@ class _ComposedPolicy(Checked, abc.ABC):
     """A policy that asks other policies, and returns those that decide."""
 
     def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
-        """Whether a policy inside asks for a save."""
         return bool(self.deciding_policies(step, previous_steps, context=context))
 
     @abc.abstractmethod
@@ -247,20 +207,13 @@ class AnySavePolicy(_ComposedPolicy):
 
     Args:
         policies: at least one object with `should_save`, such as the policies of this module or of Orbax.
-
-    Raises:
-        SettingsError: there is no policy, or one of them has no `should_save`.
-
-    Source: Orbax, `AnySavePolicy`.
     """
 
-    policies: Sequence[SavePolicy]
-    _checks: ClassVar = {"policies": functools.partial(child_policies, method="should_save")}
+    policies: Annotated[Sequence[SavePolicy], functools.partial(child_policies, method="should_save")]
 
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
-        """The first policy that asks for a save, or the deciding policies inside it; empty: none does."""
         temporary: tuple[SavePolicy, ...] = ()
         for policy in self.policies:
             found = deciding_policies(policy, step, previous_steps, context=context)
@@ -280,20 +233,15 @@ class TemporarySavePolicy(_ComposedPolicy):
     Args:
         policy: an object with `should_save`, such as `EverySecondsPolicy(600)`.
 
-    Raises:
-        SettingsError: it has no `should_save`, or contains temporary policies itself.
-
     Source: Levanter, whose saves by time are temporary, and whose saves by step are permanent.
     """
 
-    policy: SavePolicy
+    policy: Annotated[SavePolicy, functools.partial(require_policy, method="should_save")]
     saves_temporarily: ClassVar[bool] = True
-    _checks: ClassVar = {"policy": functools.partial(require_policy, method="should_save")}
 
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
-        """This policy, if the inner policy asks for a save."""
         return (self,) if deciding_policies(self.policy, step, as_lasting(previous_steps), context=context) else ()
 
     def reason(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> str:
@@ -315,18 +263,13 @@ class AllSavePolicy(_ComposedPolicy):
 
     Args:
         policies: at least one object with `should_save`, such as the policies of this module or of Orbax.
-
-    Raises:
-        SettingsError: there is no policy, or one of them has no `should_save`.
     """
 
-    policies: Sequence[SavePolicy]
-    _checks: ClassVar = {"policies": functools.partial(child_policies, method="should_save")}
+    policies: Annotated[Sequence[SavePolicy], functools.partial(child_policies, method="should_save")]
 
     def deciding_policies(
         self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext
     ) -> tuple[SavePolicy, ...]:
-        """The deciding policies inside all of the policies; empty: one of them asks for no save."""
         found: list[SavePolicy] = []
         for policy in self.policies:
             some = deciding_policies(policy, step, previous_steps, context=context)
@@ -352,12 +295,9 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
-@dataclasses.dataclass(frozen=True)
-class _Interval:
-    """The interval between saves, and the reason for it."""
-
-    seconds: float
-    why: Callable[[], str]
+class _Interval(NamedTuple):
+    seconds: float  # between saves
+    why: Callable[[], str]  # the reason
 
 
 class _TunedPolicy(Checked, abc.ABC):
@@ -365,7 +305,6 @@ class _TunedPolicy(Checked, abc.ABC):
 
     min_interval_secs: float
     max_interval_secs: float | None
-    _checks: ClassVar = {"min_interval_secs": positive_seconds, "max_interval_secs": optional(positive_seconds)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -383,7 +322,6 @@ class _TunedPolicy(Checked, abc.ABC):
         """The best interval, and why, if a save costs `cost_s` seconds."""
 
     def should_save(self, step: CheckpointInfo, previous_steps: Checkpoints, *, context: DecisionContext) -> bool:
-        """Whether the interval has passed since the last save and since this process started; False during a save."""
         costs = _costs(context)
         interval = None if context.is_saving_in_progress else self._interval(costs, context)
         if interval is None:
@@ -432,15 +370,12 @@ class OverheadBudgetPolicy(_TunedPolicy):
         max_interval_secs: the number of seconds after which a step is saved even if that exceeds the budget; None: no
             limit.
 
-    Raises:
-        SettingsError: an argument is out of range.
-
     Source: J. Mohan, A. Phanishayee, V. Chidambaram, CheckFreq: frequent, fine-grained DNN checkpointing, FAST 2021.
     """
 
     max_fraction: float = 0.035
-    min_interval_secs: float = LEAST_INTERVAL_S
-    max_interval_secs: float | None = MOST_INTERVAL_S
+    min_interval_secs: Annotated[float, positive_seconds] = LEAST_INTERVAL_S
+    max_interval_secs: Annotated[float, positive_seconds] | None = MOST_INTERVAL_S
 
     def __post_init__(self) -> None:
         fraction = self.max_fraction
@@ -470,16 +405,12 @@ class YoungDalyPolicy(_TunedPolicy):
         min_interval_secs: the minimum number of seconds between saves.
         max_interval_secs: the maximum number of seconds between saves; None: no limit.
 
-    Raises:
-        SettingsError: an argument is out of range.
-
     Source: `daly_interval_s`.
     """
 
-    mtbf_secs: float | None = None
-    min_interval_secs: float = LEAST_INTERVAL_S
-    max_interval_secs: float | None = MOST_INTERVAL_S
-    _checks: ClassVar = {"mtbf_secs": optional(positive_seconds), **_TunedPolicy._checks}
+    mtbf_secs: Annotated[float, positive_seconds] | None = None
+    min_interval_secs: Annotated[float, positive_seconds] = LEAST_INTERVAL_S
+    max_interval_secs: Annotated[float, positive_seconds] | None = MOST_INTERVAL_S
 
     def _wanted(self, costs: SaveCosts, cost_s: float, context: DecisionContext) -> _Interval:
         failures = None if self.mtbf_secs is not None or context.read_failures is None else context.read_failures()

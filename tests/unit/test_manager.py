@@ -345,8 +345,8 @@ def test_a_closed_manager_refuses_to_change_anything(tmp_path: Path) -> None:
     [
         ({"if_busy": "drop"}, "if_busy: .*found 'drop'"),
         ({"save_decision_policy": 5}, r"save_decision_policy: expected an object with should_save"),
-        ({"preservation_policy": jct.LatestN}, r"found the class LatestN; write LatestN\(...\)"),
-        ({"save_decision_policy": jct.LatestN(1)}, "which is a preservation policy"),
+        ({"preservation_policy": jct.LatestN}, "LatestN"),
+        ({"save_decision_policy": jct.LatestN(1)}, r"LatestN\(n=1\)"),
     ],
 )
 def test_constructor_refuses_wrong_arguments(tmp_path: Path, options: dict[str, Any], match: str) -> None:

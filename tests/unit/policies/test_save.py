@@ -297,12 +297,12 @@ def test_improvement_refuses_other_modes_and_names() -> None:
 @pytest.mark.parametrize(
     ("policies", "match"),
     [
-        ([], r"policies: .*found none"),
-        ([LatestN(2)], r"policies\[0\]: .*LatestN\(n=2\), which is a preservation policy"),
+        ([], r"policies: .*found \[\]"),
+        ([LatestN(2)], r"policies\[0\]: .*LatestN\(n=2\)"),
         ([InitialSavePolicy(), None], r"policies\[1\]: .*found None"),
-        ([InitialSavePolicy], r"policies\[0\]: .*write InitialSavePolicy\(\.\.\.\)"),
-        (InitialSavePolicy(), r"policies: expected a sequence"),
-        ("all", r"policies: expected a sequence"),
+        ([InitialSavePolicy], r"policies\[0\]: .*InitialSavePolicy"),
+        (InitialSavePolicy(), r"policies: expected a list of policies"),
+        ("all", r"policies: expected a list of policies"),
     ],
 )
 def test_composites_refuse_invalid_policies(composite: Any, policies: Any, match: str) -> None:
