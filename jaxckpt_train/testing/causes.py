@@ -122,10 +122,7 @@ class Evidence:
         return list(dict.fromkeys(name for names in found for name in names))
 
     def initial_counter(self) -> str | None:
-        """Return a counter that has the same value after the resume as at the start of the run, or None.
-
-        Then the loop continues with the state that it passed to `resume`, not with the state that `resume` returned.
-        """
+        """Return a counter that has the same value after the resume as at the start of the run, or None."""
         position, updates = self.first.position, self.straight.updates
         if not self.is_after_update or self.attempt.resumed_at is None or position > len(updates) or self.pair is None:
             return None
@@ -137,10 +134,7 @@ class Evidence:
         return None
 
     def saves_state_before_update(self) -> bool:
-        """Whether the first update after the resume saves the restored state, although this update changes the state.
-
-        Then the loop passes the state from before the update to `ckpt(...)`.
-        """
+        """Whether the first update after the resume saves the restored state, although it changes the state."""
         if self.attempt.resumed_at is None or not self.attempt.updates or not self.is_after_update:
             return False
         update, restored = self.attempt.updates[0], self.attempt.starts[0].leaves
@@ -151,18 +145,14 @@ class Evidence:
         return stays and any(name in before.leaves for name in differing_names(after.leaves, before.leaves))
 
     def factor(self) -> float | None:
-        """Return the ratio of the changes of the state in both runs, if all leaves changed in the same direction.
-
-        It compares one update from the same state and the same batch, where a constant ratio shows another learning
-        rate.
-        """
+        """Return the ratio of the changes from one state by one batch, if all leaves changed in the same direction."""
         before = self.straight.by_step.get(self.attempt.resumed_at or 0)
         if before is None or not self.is_after_update or self.first.position != 1 or self.pair is None:
             return None
         straight, resumed = self.pair[0].leaves, self.pair[1].leaves
         moves = []
-        for name in differing_names(straight, resumed):
-            if not (name in straight and name in resumed and name in before.leaves):
+        for name in before.leaves.keys() & straight.keys() & resumed.keys():
+            if straight[name].same(resumed[name]):
                 continue
             old, leaf = self.straight.array(before.leaves[name]), self.straight.array(straight[name])
             arrays = old, leaf, self.attempt.array(resumed[name])
@@ -190,65 +180,55 @@ _TAKE = "write state, data = ckpt.resume(state, data), and take batches from tha
 
 def likely_causes(evidence: Evidence) -> list[Cause]:
     """Return the likely causes of the first difference, the most likely first."""
-    found = list(_not_repeatable(evidence)) if evidence.twin else []
-    if not found:
-        kind = evidence.first.kind
-        if kind in ("label", "end"):
-            found = list(_in_labels(evidence))
-        elif kind == "batch":
-            found = list(_in_batches(evidence))
-        else:
-            found = list(_in_state(evidence))
-    known: dict[str, Cause] = {}
-    for cause in found:
-        known.setdefault(cause.what, cause)
-    return list(known.values())
+    found: dict[str, Cause] = {}
+    for cause in _causes(evidence):
+        found.setdefault(cause.what, cause)
+    return list(found.values())
+
+
+def _causes(evidence: Evidence) -> Iterator[Cause]:
+    if evidence.twin:
+        return _not_repeatable(evidence)
+    match evidence.first.kind:
+        case "label" | "end":
+            return _in_labels(evidence)
+        case "batch":
+            return _in_batches(evidence)
+        case _:
+            return _in_state(evidence)
 
 
 def _not_repeatable(evidence: Evidence) -> Iterator[Cause]:
     """Yield causes for a difference between two uninterrupted runs, where the resume is not the only cause."""
-    kind, first = next(iter(evidence.twin.items()))
+    kind = next(iter(evidence.twin))
     seen = "two runs differ although neither was interrupted, or they differ before the interruption"
     if kind == "start":
         yield Cause(
-            "the run is not repeatable: its initial state is created without a seed (a key made from the time, "
-            "np.random, os.urandom)",
+            "the run is not repeatable: its initial state is created without a seed",
             "create the initial state from a fixed seed",
             seen,
         )
         return
-    rounding = dataclasses.replace(_DEVICE, seen=f"{seen}, but only by rounding")
     names = evidence.metrics_that_differ_anyway
-    if kind != "batch" and evidence.is_rounding and not names:
-        yield rounding
-    yield from _drawn(evidence, " without a seed")
-    if kind == "batch":
-        fault, _ = fault_of(first, [evidence.again], evidence.straight)
-        if fault == "parts":
-            yield Cause(
-                "the run is not repeatable: random transforms of the data without a seed",
-                "seed them, and derive each random draw from the position in the data",
-                f"{seen}; some arrays of the batches are equal",
-            )
-            return
-        order = {"ahead": "batches", "order": "examples", "behind": "examples"}.get(fault)
-        yield Cause(
-            "the run is not repeatable: the data is shuffled without a seed",
-            "give the shuffle a fixed seed, and make the order part of the iterator's position",
-            seen + (f"; the same {order} come in another order" if order else ""),
-        )
-        return
     if names:
         yield Cause(
             "a metric that depends on the clock, such as updates per second: it differs in each run",
             f"ignore it with ignore_metrics={names}; the proof then reports other differences",
             f"{seen}, and only in metrics: {', '.join(names[:3])}",
         )
-        if evidence.is_rounding:
-            yield rounding
+    if kind != "batch" and evidence.is_rounding:
+        yield dataclasses.replace(_DEVICE, seen=f"{seen}, but only by rounding")
+    yield from _drawn(evidence, " without a seed")
+    if kind == "batch":
+        yield Cause(
+            "the run is not repeatable: the data is shuffled without a seed, or its transforms are",
+            "give them a fixed seed, and make the order part of the iterator's position",
+            seen,
+        )
+        return
     yield Cause(
         "the run is not repeatable: something random has no seed (a key made from the time, a generator, os.urandom), "
-        "or the loop depends on the order of a set, which differs between processes",
+        "or the loop depends on the order of a set",
         "seed all random values and sort the elements of sets, then run the proof again",
         seen,
     )
@@ -271,11 +251,10 @@ def _in_labels(evidence: Evidence) -> Iterator[Cause]:
         yield Cause(
             "the loop resets its count of updates at the resume, or skips updates",
             "iterate over ckpt.steps(num_steps), or start at ckpt.completed_steps",
-            f"update {evidence.first.straight} was next, but the loop reported update {evidence.first.resumed}",
         )
     yield Cause(
-        "the length of the training depends on something outside of the state, such as range(num_steps) after a "
-        "resume, the end of the data, or a stopping rule with its own counter",
+        "the length of the training depends on something outside of the state, such as range(num_steps), the end of "
+        "the data, or a stopping rule with its own counter",
         "iterate over ckpt.steps(num_steps), and keep the counter of a stopping rule in the state",
     )
 
@@ -294,14 +273,13 @@ def _in_batches(evidence: Evidence) -> Iterator[Cause]:
         did, way = ("skipped", "later") if fault == "ahead" else ("taken twice", "earlier")
         yield Cause(
             f"the saved position in the data is not the position of the loop: batches are {did} ({count})",
-            "pass ckpt.resume the iterator that counts the batches that the loop has consumed; a prefetcher around it "
-            "takes batches before their update",
+            "pass ckpt.resume the iterator that counts the batches that the loop has consumed, not the one below a "
+            "prefetcher",
             f"the batches after the resume are those of the uninterrupted run, {count} {way}",
         )
     elif fault == "order":
         yield Cause(
-            "the order of the data is not part of its position: a shuffle without a fixed seed, or with another seed "
-            "at each start",
+            "the order of the data is not part of its position: a shuffle without a fixed seed",
             "give the shuffle a fixed seed, or save the order with the position",
             "the batches after the resume hold examples of the uninterrupted run in another order",
         )
@@ -323,8 +301,7 @@ def _in_state(evidence: Evidence) -> Iterator[Cause]:
     if first.kind == "restored":
         yield Cause(
             "the restored state differs from the saved state",
-            "check get_state and set_state, save and load, or the handler of this checkpointable: it does not save or "
-            "does not restore a part of its state",
+            "check get_state and set_state, save and load, or the handler of this checkpointable",
             f"{first.name} differs before the first update after the resume",
         )
     yield from _directly_observed(evidence)
@@ -349,12 +326,6 @@ def _in_state(evidence: Evidence) -> Iterator[Cause]:
     if not is_metric and (has_metrics or first.position > 1):  # the losses are equal: a random draw is unlikely
         yield counter
     yield from _random(evidence)
-    if is_metric and "data" in evidence.names and not evidence.sees_batches and not evidence.takes_elsewhere:
-        yield Cause(
-            "the loop does not take its batches from the iterator that ckpt.resume returns",
-            _TAKE,
-            "no batch was taken from it, so batches could not be compared",
-        )
     yield counter
 
 
@@ -369,29 +340,21 @@ def _signs_of_counter(evidence: Evidence) -> Iterator[str]:
     elif evidence.integers:
         yield f"only integers differ: {', '.join(evidence.integers[:3])}"
     elif (factor := evidence.factor()) is not None:
-        yield (
-            f"all differing leaves changed in the same direction, {factor:.3g} times as far, from the same state: this "
-            "is another learning rate"
-        )
+        yield f"all differing leaves changed in the same direction, {factor:.3g} times as far: another learning rate"
 
 
 def _directly_observed(evidence: Evidence) -> Iterator[Cause]:
     """Yield causes that explain any difference."""
     yield from _evaluation(evidence)
     if evidence.saves_state_before_update():
-        step = evidence.attempt.updates[0].step
         yield Cause(
             "ckpt(...) gets the state from before the update, so it saves one update too few",
             "call ckpt(state) after the update, with the state that the update returns",
-            f"the state passed in update {step}, the first after the resume, is the state that ckpt.resume returned",
+            "the state passed in the first update after the resume is the state that ckpt.resume returned",
         )
     saved = {name.partition("/")[0] for update in evidence.attempt.updates[:1] for name in update.leaves}
     if names := ", ".join(sorted(saved.difference(evidence.names))):
-        yield Cause(
-            f"saved but never restored: {names}",
-            "pass it to ckpt.resume by the same name too",
-            f"{names} is passed to ckpt(...) but not to ckpt.resume",
-        )
+        yield Cause(f"saved but never restored: {names}", "pass it to ckpt.resume by the same name too")
     if (counter := evidence.initial_counter()) is not None and not evidence.integers:
         yield Cause(
             "the loop continues with the state that it passed to ckpt.resume, not with the state that this returned",
@@ -414,8 +377,7 @@ def _evaluation(evidence: Evidence) -> Iterator[Cause]:
         seen += f"; ckpt.poll() is called after ckpt(...) of update {step}"
     yield Cause(
         "the state changes between ckpt(...) and the next update (an evaluation?)",
-        "evaluate before ckpt(...), or at the top of the loop's body, where a resumed run evaluates too; or make sure "
-        "that the evaluation changes nothing that training uses",
+        "evaluate before ckpt(...), or at the top of the loop's body, where a resumed run evaluates too",
         seen,
     )
 
@@ -423,8 +385,7 @@ def _evaluation(evidence: Evidence) -> Iterator[Cause]:
 def _data_not_given(evidence: Evidence) -> Iterator[Cause]:
     if "data" not in evidence.names:
         yield Cause(
-            "the data is not passed to ckpt.resume(state, data): its position is not saved, so the data restarts at "
-            "the resume",
+            "the data is not passed to ckpt.resume(state, data): its position is not saved, and the resume restarts it",
             _TAKE,
             f"ckpt.resume got only {', '.join(evidence.names)}",
         )
@@ -432,7 +393,6 @@ def _data_not_given(evidence: Evidence) -> Iterator[Cause]:
         yield Cause(
             "batches are taken by another thread ahead of the loop, so the saved position in the data is too late",
             "pass ckpt.resume an iterator that counts the batches that the loop has consumed, as Grain's iterators do",
-            "batches were taken on another thread than the loop's and could not be compared",
         )
 
 
@@ -443,8 +403,7 @@ def _random(evidence: Evidence) -> Iterator[Cause]:
         for leaf in evidence.straight.updates[0].leaves.values()
     )
     generator = Cause(
-        "a random generator of the loop that is not saved (np.random.default_rng, random.Random, or a generator seeded "
-        "with the time)",
+        "a random generator of the loop that is not saved, such as np.random.default_rng",
         "draw from a PRNG key in the state, or save the state of the generator as a checkpointable",
     )
     key = Cause(

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import inspect
 import json
 import operator
 import os
@@ -23,17 +22,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from jaxckpt_train._validation import refuse
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.store.files import digest_function
 from jaxckpt_train.store.segment import DTYPES
 
 SMALL_BYTES = 64
 OBJECT = "object "  # prefix of the kind of a leaf of which only the type can be compared
+_SUBJECT = "resume proof: make_run"
 DIRECTORY = "{directory}"  # the placeholder for the directory of the run in the arguments of a script
 MakeRun = Callable[..., object] | Sequence[str]
 How = Literal["kill", "preempt", "raise"]
@@ -152,19 +153,13 @@ def target_of(make_run: MakeRun) -> Target:
     if callable(make_run):
         return _function_target(make_run)
     if isinstance(make_run, str) or not isinstance(make_run, Sequence) or not all(isinstance(w, str) for w in make_run):
-        _refuse("a function, or a script and its arguments as a list of strings", repr(make_run))
+        refuse(_SUBJECT, "a function, or a script and its arguments as a list of strings", make_run)
     command = list(make_run)
     if command[:1] and command[0] in (sys.executable, "python", "python3"):
         del command[0]
-    if not (command[1:] if command[:1] == ["-m"] else command and Path(command[0]).is_file()):
-        _refuse("a Python script, or -m and the name of a module", f"{command!r}, run in {Path.cwd()}")
-    if not any(DIRECTORY in word for word in command):
-        _refuse(f'"{DIRECTORY}", the directory to save in, in one of the arguments', repr(command))
+    if not any(DIRECTORY in word for word in command[1:]):
+        refuse(_SUBJECT, f'"{DIRECTORY}", the directory to save in, in one of the arguments', make_run)
     return ScriptTarget(tuple(command))
-
-
-def _refuse(expected: str, found: str) -> NoReturn:
-    raise SettingsError(f"resume proof: make_run: expected {expected}, found {found}")
 
 
 def _function_target(make_run: Callable[..., object]) -> FunctionTarget:
@@ -177,18 +172,12 @@ def _function_target(make_run: Callable[..., object]) -> FunctionTarget:
     with contextlib.suppress(AttributeError):
         is_found = operator.attrgetter(name)(module) is function
     if file is None or module is None or not is_found or positional:
-        how = "define it at the top level, not decorated, and pass arguments by functools.partial(function, name=value)"
-        _refuse("a function that a new process can import from a module file", f"{make_run!r}: {how}")
-    try:
-        inspect.signature(function).bind("directory", **arguments)
-    except TypeError as error:
-        _refuse("a function that accepts a directory, and the given arguments", str(error))
+        refuse(_SUBJECT, "a function at the top level of a module file, or functools.partial(it, name=value)", make_run)
     is_plain = False
     with contextlib.suppress(TypeError, ValueError):
         is_plain = msgspec.json.decode(msgspec.json.encode(arguments)) == arguments
     if not is_plain:
-        plain = "None, bool, int, float, str, and lists and dicts of these"
-        _refuse(f"arguments that can be passed to another process ({plain})", repr(arguments))
+        refuse(_SUBJECT, "arguments of None, bool, int, float, str, and lists and dicts of these", arguments)
     spec = getattr(module, "__spec__", None)  # of a script started by python -m: its name
     importable = spec.name if module.__name__ == "__main__" and spec is not None else module.__name__
     return FunctionTarget(os.path.abspath(file), importable, name, arguments)
@@ -385,11 +374,6 @@ def new_directory(directory: str | os.PathLike[str] | None) -> Path:
 def remove(directory: Path) -> None:
     """Remove the directory of a proof."""
     shutil.rmtree(directory)
-
-
-def is_below(path: str, directory: str) -> bool:
-    """Return whether a path is a directory or is inside it."""
-    return Path(path).resolve().is_relative_to(Path(directory).resolve())
 
 
 def run_child(folder: Path, timeout_s: float) -> int | None:

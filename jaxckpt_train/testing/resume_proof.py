@@ -1,12 +1,7 @@
 """The proof that a training loop resumes exactly: it gives the same bytes with and without an interruption.
 
 `assert_resume_exact` runs the loop and compares the runs. `report` writes the message of a failure: the first
-difference, likely causes, and what each process did. A failed proof raises one of these errors, which pytest shows as a
-failure of the test:
-
-AssertionError
-├── ResumeNotExactError      the interrupted run differs from the uninterrupted one
-└── ResumeNotProvenError     a run crashed, hung, never saved, or never reached its interruption
+difference, likely causes, and what each process did.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from jaxckpt_train._validation import one_of, refuse, seconds, whole
-from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.testing.causes import Cause, Evidence, likely_causes
 from jaxckpt_train.testing.differences import Difference, differing_names, first_differences, numbers_of
 from jaxckpt_train.testing.processes import (
@@ -32,7 +26,6 @@ from jaxckpt_train.testing.processes import (
     MakeRun,
     Plan,
     Target,
-    is_below,
     new_directory,
     remove,
     run_child,
@@ -55,7 +48,7 @@ class ResumeNotExactError(AssertionError):
 
 
 class ResumeNotProvenError(AssertionError):
-    """The runs could not be compared. The message says why."""
+    """The runs could not be compared: one crashed, hung, never saved, or never reached its interruption."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +100,6 @@ def assert_resume_exact(
         directory: a new or empty directory for the files of the runs; None: a temporary one. It is removed if the proof
             succeeds.
 
-    Returns:
-        What was compared.
-
     Raises:
         ResumeNotExactError: the runs differ; the message has the first difference and likely causes.
         ResumeNotProvenError: the runs could not be compared.
@@ -134,9 +124,7 @@ def _stops(kill_at: int | Sequence[int]) -> list[int]:
     given: Any = list(kill_at) if isinstance(kill_at, Sequence) else [kill_at]
     stops = [whole(1)("resume proof: kill_at", stop) for stop in given]
     if not stops or stops != sorted(set(stops)):
-        raise SettingsError(
-            f"resume proof: kill_at: expected an update, or several in ascending order, found {kill_at!r}"
-        )
+        refuse("resume proof: kill_at", "an update, or several in ascending order", kill_at)
     return stops
 
 
@@ -154,10 +142,10 @@ class Runner:
     def run(
         self, name: str, kill_at: Sequence[int] = (), values_from: int | None = None, saves_first: bool = False
     ) -> list[Attempt]:
-        """Run the target until it ends by itself.
+        """Run the target until it ends by itself; all processes save in one directory.
 
         Args:
-            name: the name of the run; all its processes save in one directory.
+            name: the name of the run.
             kill_at: the updates in which to interrupt the run.
             values_from, saves_first: see `Plan`.
 
@@ -185,25 +173,18 @@ class Runner:
         if code is None:
             return f"did not end in {self.timeout_s:g} s (timeout_s); it hung {after}, where its log shows its threads"
         if len(starts) != 1 and (starts or attempt.updates):
-            return (
-                f"called ckpt.resume {len(starts)} times, expected 1: let make_run run one loop with one "
-                "CheckpointCallback, and call ckpt.resume(state, data) before the loop"
-            )
-        if starts and not is_below(starts[0].directory, attempt.plan.directory):
-            return (
-                f"saves to {starts[0].directory}: expected a path inside the directory that was passed to make_run, "
-                f"{attempt.plan.directory}, so that each run has its own"
-            )
+            return f"called ckpt.resume {len(starts)} times, expected 1: run one loop with one CheckpointCallback"
+        if starts and not Path(starts[0].directory).resolve().is_relative_to(Path(attempt.plan.directory).resolve()):
+            return f"saves to {starts[0].directory}: expected a path inside {attempt.plan.directory}"
         if not attempt.updates and code == 0:
             return (
-                "ended without reporting an update, so nothing is proven: let it do more updates, interrupt it earlier "
-                "(kill_at), or check that it calls ckpt(...) of a CheckpointCallback that is enabled"
+                "ended without reporting an update: let it do more updates, interrupt it earlier (kill_at), or check "
+                "that it calls ckpt(...) of a CheckpointCallback that is enabled"
             )
         if before is not None and starts and attempt.resumed_at is None:
             return (
-                f"started from the beginning in {starts[0].directory}, so nothing is proven: no step was saved in "
-                f"{before.starts[0].directory} before the interruption in update {before.plan.stop_at}. Save earlier "
-                "(save_interval_steps), interrupt later (kill_at), or use a fixed path inside the given directory"
+                f"started from the beginning in {starts[0].directory}: no step was saved in "
+                f"{before.starts[0].directory} before the interruption in update {before.plan.stop_at}"
             )
         return _ending_problem(attempt, after)
 
@@ -215,21 +196,12 @@ def _ending_problem(attempt: Attempt, after: str) -> str | None:
             return f"ended by itself with exit code {code} {after}"
         if stop_at is None:
             return None
-        return (
-            f"ended {after} and never reached update {stop_at} (kill_at): let it do more updates, or choose an earlier "
-            "update"
-        )
+        return f"ended {after} and never reached update {stop_at} (kill_at)"
     if attempt.plan.how == "preempt" and code == -15:
-        return (
-            f"was ended by SIGTERM in update {stop_at} instead of saving and exiting, because its CheckpointCallback "
-            'does not handle this signal: add it to signals=, or use how="kill"'
-        )
+        return f"was ended by SIGTERM in update {stop_at}: add it to the signals= of its CheckpointCallback"
     if last != stop_at:
         what = "SIGTERM" if attempt.plan.how == "preempt" else "the error that ckpt(...) raised"
-        return (
-            f"continued after {what} in update {stop_at}, to update {last}: the loop ignores the request to exit or "
-            "catches the error"
-        )
+        return f"continued after {what} in update {stop_at}, to update {last}"
     return None
 
 
@@ -391,13 +363,7 @@ def _of_repetition(evidence: Evidence) -> str:
     if not evidence.twin:
         return "the uninterrupted run was repeated and gave the same result, so the interruption causes the difference"
     if evidence.again is evidence.attempts[0]:
-        return (
-            "the uninterrupted run was repeated and gave the same result, but the interrupted run differs before its "
-            "interruption: the loop is NOT repeatable; make it repeatable first"
-        )
+        return "the interrupted run differs before its interruption: the loop is NOT repeatable"
     first = next(iter(evidence.twin.values()))
     where = "its start" if first.kind == "start" else f"update {first.step}"
-    return (
-        f"the uninterrupted run was repeated and gave another result, first in {where} ({first.kind}): the loop is NOT "
-        "repeatable; make it repeatable first"
-    )
+    return f"the uninterrupted run was repeated and gave another result, first in {where}: the loop is NOT repeatable"

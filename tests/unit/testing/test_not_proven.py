@@ -22,7 +22,7 @@ from tests.support.in_one_process import prove_here
         ("error caught", 3, "continued after the error .* update 3, to update 6"),
         ("switched off", 3, "ended without reporting an update"),
         ("another place", 3, "saves to .*/elsewhere: expected"),
-        ("a new place each time", 3, "started from the beginning in .*/run-1,.* saved in .*/run-0 "),
+        ("a new place each time", 3, "started from the beginning in .*/run-1: .* saved in .*/run-0 "),
         ("no resume", 3, "called ckpt.resume 0 times"),
         ("two loops", 3, "called ckpt.resume 2 times"),
     ],
