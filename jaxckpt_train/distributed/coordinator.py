@@ -65,11 +65,7 @@ class Coordinator:
         """Declare that this process no longer uses the coordinator."""
 
     def leave(self) -> None:
-        """End, and make processes that wait for this one here, or in a coordinator below this one, raise an error.
-
-        Raises:
-            CheckpointError: the other processes cannot be notified.
-        """
+        """End, and make processes that wait for this one here, or in a coordinator below this one, raise an error."""
 
     def is_over(self) -> bool:
         """Return whether the current operation has failed in another process; known some seconds later."""
@@ -101,11 +97,7 @@ class Coordinator:
         return merge([give()])
 
     def broadcast(self, doing: str, say: Callable[[], bytes], moved: Moved | None = None) -> bytes:
-        """Return the value of `say` in process 0 in all processes. Process 0 rarely waits for the others.
-
-        Raises:
-            As `exchange`.
-        """
+        """Return the value of `say` in process 0 in all processes. Process 0 rarely waits for the others."""
         return say()
 
 
@@ -113,9 +105,6 @@ class ManyProcesses(Coordinator):
     """The coordinator of a multi-process job.
 
     Args:
-        values: the key-value store through which the processes communicate.
-        process: number of this process.
-        processes: number of processes in the job.
         timeout_s: seconds without a sign of life after which a process counts as lost.
         nested: shared by all coordinators of the job; None: this is the first one.
         name: prefix of all its keys.

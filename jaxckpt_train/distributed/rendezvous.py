@@ -78,10 +78,7 @@ class Rendezvous:
     """One rendezvous, from the viewpoint of one process.
 
     Args:
-        values: the key-value store.
         folder: of the keys of this rendezvous.
-        process: number of this process.
-        processes: number of processes in the job.
         doing: what the processes do here, for messages.
         timeout_s: seconds without a sign of life after which a process counts as lost.
         moved: returns another value whenever this process has made progress; None: its work is quick.
@@ -89,7 +86,6 @@ class Rendezvous:
         left: folders of the keys by which processes announce that they have left a coordinator above this rendezvous.
 
     Attributes:
-        folder: as given.
         is_over: whether the rendezvous has failed in another process, or a process is lost, while this one works;
             known some seconds later.
     """
@@ -155,11 +151,7 @@ class Rendezvous:
                 raise decode_error(self._remote_error, self._doing)
 
     def collect(self) -> Iterator[bytes]:
-        """In process 0, within `act`: wait for the values of the other processes, and yield them in order.
-
-        Raises:
-            CheckpointError: a process has failed, has left, or is lost.
-        """
+        """In process 0, within `act`: wait for the values of the other processes, and yield them in order."""
         silence = self._silence_timer()
         while self._values.get(f"{self.folder}/here", SLICE_S) is None:
             if not silence.is_check_due():
@@ -195,11 +187,7 @@ class Rendezvous:
         return self.receive()
 
     def receive(self) -> bytes:
-        """Wait for the result that process 0 publishes.
-
-        Raises:
-            CheckpointError: process 0 or another process has failed, or process 0 has left or is lost.
-        """
+        """Wait for the result that process 0 publishes."""
         silence = self._silence_timer()
         while (published := self._values.get(f"{self.folder}/said", self._slice_s)) is None:
             if silence.is_check_due():
@@ -224,8 +212,7 @@ class Rendezvous:
         if value[:size] != self._label:
             raise OtherProcessError(
                 f"process {process} is at {value[2:size].decode(errors='replace')!r}, but process {self._process} is "
-                f"at {self._doing!r}: expected all processes of the job to do the same, in the same order, each from "
-                "one thread"
+                f"at {self._doing!r}: expected all processes to do the same, in the same order, each from one thread"
             )
         return value[size:]
 
@@ -467,13 +454,7 @@ def encode_error(error: BaseException, process: int) -> bytes:
 
 
 def decode_error(data: bytes, doing: str, who: str | None = None) -> CheckpointError:
-    """Rebuild the error that another process met while `doing` this.
-
-    Args:
-        data: the encoded error.
-        doing: what the processes were doing, for the message.
-        who: names the process; None: by the number that the error carries.
-    """
+    """Rebuild the error that a process met while `doing` this; `who` names it, None: by its number."""
     message = msgspec.json.decode(data, type=_ErrorMessage)
     where = f"{who or f'process {message.process}'}, {doing}"
     if message.kind == StorageError.__name__ and message.errno is not None:

@@ -32,13 +32,9 @@ SLICE_S = 0.5
 
 
 class SharedMemory:
-    """Anonymous memory (a Linux memfd). It has no name in a file system, and ends with the last process that maps it.
+    """Anonymous memory (a Linux memfd). It ends with the last process that maps it.
 
-    A process that may open this process's descriptors under /proc (as processes of the same user may) can read the
-    memory, but can change neither its size nor, through the mapping that `open_memory` makes, its content.
-
-    Args:
-        size: bytes.
+    Other processes of the same user can read it through `open_memory`, but not change its size or content.
 
     Attributes:
         data: flat uint8, writable, at a page boundary.
@@ -86,11 +82,7 @@ def _sealed_memory(size: int) -> int:
 
 
 def open_memory(address: bytes) -> np.ndarray:
-    """Map the memory of another process: flat uint8, not writable.
-
-    Raises:
-        OSError: it cannot be reached from here, for example from another container.
-    """
+    """Map the memory of another process: flat uint8, not writable. OSError: it cannot be reached from here."""
     pid, number, size, token = msgspec.msgpack.decode(address, type=tuple[int, int, int, bytes])
     path = descriptor_path(pid, number, f"/memfd:{NAME}")
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -138,11 +130,7 @@ class Mailbox:
 
 
 class Channel:
-    """Sends messages to the mailbox of another process with this address.
-
-    Raises:
-        OSError: it cannot be reached from here, for example from another container.
-    """
+    """Sends messages to the mailbox with this address. OSError: it cannot be reached, such as in another container."""
 
     _descriptor: int | None = None
 
@@ -201,11 +189,7 @@ class ColocatedMemory:
         self.given, self.taken = list[int](), list[int]()
 
     def join(self, addresses: Sequence[bytes], process: int) -> None:
-        """Map the memory of all processes, given their addresses in order and the number of this process.
-
-        Raises:
-            OSError: one cannot be reached from here.
-        """
+        """Map the memory of all processes, given their addresses in order and the number of this process."""
         self.process, self.given, self.taken = process, [0] * len(addresses), [0] * len(addresses)
         for number, address in enumerate(addresses):
             memory, mailbox = msgspec.msgpack.decode(address, type=list[bytes])
@@ -258,17 +242,11 @@ class ColocatedProcesses(NamedTuple):
     """How the processes of a job are placed."""
 
     are_colocated: bool  # whether all of them run on one machine
-    # Which all of them can read. None: a process cannot read that of another, for example because they run in
-    # separate containers.
-    memory: ColocatedMemory | None
+    memory: ColocatedMemory | None  # None: a process cannot read that of another, such as in another container
 
 
 def find_colocated_processes(coordinator: Coordinator, size: int) -> ColocatedProcesses:
-    """Find out how the processes are placed. All of them call this, each for `size` bytes; the caller closes them.
-
-    Raises:
-        As `Coordinator.exchange`.
-    """
+    """Find out how the processes are placed. All of them call this, each for `size` bytes; the caller closes them."""
     own: ColocatedMemory | None = None
     has_joined = False
     try:

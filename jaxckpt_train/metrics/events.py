@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from jaxckpt_train._validation import refuse
+from jaxckpt_train._validation import list_of, refuse
 from jaxckpt_train.store.threads import Latch
 
 _log = logging.getLogger("jaxckpt_train")
@@ -27,17 +27,12 @@ _feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
 def checked_sinks(subject: str, sinks: Sequence[Sink]) -> tuple[Sink, ...]:
-    """Check that `sinks` is a sequence of sinks.
-
-    Raises:
-        SettingsError: it is not a sequence, or an item cannot be called with an event.
-    """
-    if isinstance(sinks, str | Mapping) or not isinstance(sinks, Sequence):
-        refuse(subject, "a list of sinks, which are called with every event", sinks)
-    for number, sink in enumerate(sinks):
+    """Check that `sinks` is a list of objects that can be called with an event."""
+    checked = list_of("sinks")(subject, sinks)
+    for number, sink in enumerate(checked):
         if isinstance(sink, type) or not callable(sink):
             refuse(f"{subject}[{number}]", "an object that can be called with an event", sink)
-    return tuple(sinks)
+    return checked
 
 
 class Owned:
@@ -172,11 +167,9 @@ class Feeds:
             feed.put(line)
 
     def finish(self, timeout_s: float = DRAIN_S, until: Callable[[], bool] | None = None) -> None:
-        """Wait until all queues are empty and the sinks of the run are closed.
+        """Wait until all queues are empty and the sinks of the run are closed, at most `DRAIN_S` seconds.
 
-        Args:
-            timeout_s: in seconds, at most `DRAIN_S`. A sink that needs more time continues while the process lives.
-            until: ends the wait when it returns true.
+        A sink that needs more time continues while the process lives. The wait ends when `until` returns true.
         """
         limit_s = max(0.0, min(timeout_s, DRAIN_S))
         end_s = time.monotonic() + limit_s

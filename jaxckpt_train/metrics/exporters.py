@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jaxckpt_train._validation import absolute_path, optional, refuse, text, unicode_text, whole
+from jaxckpt_train._validation import absolute_path, named, optional, refuse, text, whole
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.store.threads import free_in_child
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.metrics import Meter
     from opentelemetry.trace import Tracer
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    from prometheus_client import CollectorRegistry
 
 SECONDS, BYTES, BYTES_PER_S, PLAIN = "s", "By", "By/s", ""  # in the notation of UCUM
 BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -38,7 +38,6 @@ _NS = 1_000_000_000
 _OF_OPENTELEMETRY = {"counter": "add", "gauge": "set", "histogram": "record"}
 _OF_PROMETHEUS = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 _SUFFIXES = {SECONDS: "_seconds", BYTES: "_bytes", BYTES_PER_S: "_bytes_per_second", PLAIN: ""}
-_LABEL = re.compile("(?!__)[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +154,9 @@ class WriterSink:
     of the event, or the last known step. TensorBoard's writer is flushed after each event, because a preempted job may
     not get to that; clu's is not, because the loop cannot write while an `AsyncWriter` flushes.
 
-    Weights & Biases drops rows with a step lower than the last one, and events arrive late. Therefore each kind of
-    event has its own axis there, such as `checkpoint/save/step`, and its values are added to the row that the loop
-    logs next. The sink never changes the step of the run. If several events of one kind fall into one row, the last
-    one is kept.
+    In Weights & Biases, each kind of event has its own axis, such as `checkpoint/save/step`, and its values are added
+    to the row that the loop logs next, since rows with a lower step are dropped. Of several events of one kind in one
+    row, the last one is kept.
 
     Args:
         writer: an object with `write_scalars(step, scalars)`, such as clu's `MetricWriter`, or with
@@ -180,11 +178,7 @@ class WriterSink:
         elif callable(getattr(writer, "log", None)) and callable(getattr(writer, "define_metric", None)):
             self._write = self._log_row
         else:
-            known = (
-                "write_scalars(step, scalars), such as clu's, or add_scalar(tag, value, global_step), such as "
-                "TensorBoard's, or log(data, commit) and define_metric(name, step_metric), such as a wandb.Run"
-            )
-            refuse("WriterSink.writer", f"an object with {known}", writer)
+            refuse("WriterSink.writer", "a writer of clu or TensorBoard, or a wandb.Run", writer)
 
     def _add_each(self, step: int, scalars: Mapping[str, float]) -> None:
         for tag, value in scalars.items():
@@ -230,7 +224,7 @@ class OpenTelemetrySink:
         tracer: for the spans; None: that of the global provider.
 
     Raises:
-        SettingsError: an argument is wrong, or opentelemetry-api is not installed.
+        SettingsError: opentelemetry-api is not installed.
     """
 
     def __init__(self, meter: Meter | None = None, tracer: Tracer | None = None) -> None:
@@ -240,10 +234,6 @@ class OpenTelemetrySink:
             raise SettingsError(
                 "OpenTelemetrySink: needs the package opentelemetry-api: pip install jaxckpt-train[opentelemetry]"
             ) from error
-        if meter is not None and not isinstance(meter, metrics.Meter):
-            refuse("OpenTelemetrySink.meter", "an opentelemetry.metrics.Meter", meter)
-        if tracer is not None and not isinstance(tracer, trace.Tracer):
-            refuse("OpenTelemetrySink.tracer", "an opentelemetry.trace.Tracer", tracer)
         self._meter = metrics.get_meter(_NAME) if meter is None else meter
         self._tracer = trace.get_tracer(_NAME) if tracer is None else tracer
         self._instruments: dict[str, Any] = {}
@@ -344,8 +334,8 @@ class PrometheusSink:
         self._port = optional(whole(0, 65535))("PrometheusSink.port", port)
         self._address = text("PrometheusSink.address", address)
         self._page: tuple[WSGIServer, threading.Thread] | None = None
-        self._labels = _checked_labels(labels)
-        self._metrics: dict[str, Counter | Gauge | Histogram] = {}
+        self._labels = dict(named("PrometheusSink.labels", labels or {}))
+        self._metrics: dict[str, Any] = {}
         self._guard = threading.RLock()
         free_in_child(self)
         try:
@@ -353,9 +343,7 @@ class PrometheusSink:
                 for series in measure.series if measure.label else (None,):
                     self._series(measure, series)
         except ValueError as error:
-            raise SettingsError(
-                f"PrometheusSink: {error}; runs that share a registry need to share one sink"
-            ) from error
+            raise SettingsError(f"PrometheusSink: {error}") from error
 
     @property
     def port(self) -> int | None:
@@ -388,29 +376,12 @@ class PrometheusSink:
                 page[1].join()
 
     def _series(self, measure: Measure, series: str | None) -> Any:
+        """The series of a metric, which is created when it is first needed."""
         labels = self._labels if measure.label is None else {**self._labels, measure.label: series}
-        metric: Any = self._metric(measure)
-        return metric.labels(**labels) if labels else metric
-
-    def _metric(self, measure: Measure) -> Counter | Gauge | Histogram:
-        """The metric for a measure, created when it is first needed."""
-        found = self._metrics.get(measure.name)
-        if found is None:
-            labels = [*self._labels, *([measure.label] if measure.label else [])]
+        if measure.name not in self._metrics:
             options = {"buckets": BUCKETS_S} if measure.kind == "histogram" else {}
             name = f"jaxckpt_{measure.name.replace('.', '_')}{_SUFFIXES[measure.unit]}"
             make = getattr(self._library, measure.kind.capitalize())
-            found = make(name, measure.about, labels, registry=self.registry, **options)
-            self._metrics[measure.name] = found
-        return found
-
-
-def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
-    subject, taken = "PrometheusSink.labels", {"le", *(measure.label for measure in KNOWN)}
-    if not isinstance(labels, Mapping | None):
-        refuse(subject, "a mapping of names to text", labels)
-    for name, value in (labels or {}).items():
-        if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in taken:
-            refuse(subject, "names such as run: letters, digits and _, and not a label that the metrics have", name)
-        unicode_text(f"{subject}.{name}", value)
-    return dict(labels or {})
+            self._metrics[measure.name] = make(name, measure.about, list(labels), registry=self.registry, **options)
+        metric = self._metrics[measure.name]
+        return metric.labels(**labels) if labels else metric

@@ -192,5 +192,5 @@ def test_writer_needs_only_add_scalar() -> None:
 
 
 def test_invalid_writer_is_refused() -> None:
-    with pytest.raises(jct.SettingsError, match=r"WriterSink.writer: expected an object with write_scalars\(step"):
+    with pytest.raises(jct.SettingsError, match=r"WriterSink.writer: expected a writer"):
         jct.WriterSink(print)
