@@ -20,23 +20,11 @@ from jaxckpt_train.pytree.copies import TransferBudget, Transfers, copies_if_wan
 from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.boxes import Box, box_elements, slices_within
 from jaxckpt_train.store.segment import ChunkSource
-from jaxckpt_train.store.threads import unlocked_cached_property
 
 Holders = tuple[int, ...] | range
 LEAST_PART_BYTES = 1 << 20  # smaller parts are not cut: another write and another manifest entry cost more
 Cuts = tuple[tuple[str, ...], ...]  # for each dimension, the mesh axes over which it is sharded, the outermost first
 Place = tuple[int, ...]  # position of a device along each axis of a mesh
-
-
-class ProcessSet(tuple[int, ...]):
-    """Numbers of processes, in order, with a cached hash: every array would hash a hundred thousand numbers again."""
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @unlocked_cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
 
 
 def as_holders(numbers: Sequence[int] | np.ndarray) -> Holders:
@@ -45,7 +33,7 @@ def as_holders(numbers: Sequence[int] | np.ndarray) -> Holders:
     steps = np.diff(found)
     if len(steps) and (steps == steps[0]).all():
         return range(int(found[0]), int(found[-1]) + 1, int(steps[0]))
-    return ProcessSet(found.tolist())
+    return tuple(found.tolist())
 
 
 class HeldBox(NamedTuple):
@@ -63,11 +51,7 @@ class AssignedPart(NamedTuple):
 
 
 class WriteAssignment:
-    """Distributes the parts of arrays; all processes that hold the same boxes compute the same result.
-
-    A box with several holders is cut into parts of at least `least_bytes`, which go to the holders with the fewest
-    bytes.
-    """
+    """Assigns parts of arrays to the holders with the fewest bytes; all holders of a box compute the same result."""
 
     def __init__(self, process: int, least_bytes: int = LEAST_PART_BYTES) -> None:
         self._process, self._least_bytes = process, least_bytes
@@ -138,10 +122,7 @@ def cut(box: Box, parts: int) -> list[Box]:
 
 
 class MeshLayout:
-    """One mesh, from the viewpoint of one process, in time that does not depend on the number of devices.
-
-    `processes`: the process of each device, in the shape of the mesh; the devices of this process are at `places`.
-    """
+    """One mesh, from the viewpoint of one process; `processes`: that of each device, in the shape of the mesh."""
 
     def __init__(self, processes: np.ndarray, axes: Sequence[str], process: int) -> None:
         self._processes, self._axes = processes, {axis: number for number, axis in enumerate(axes)}

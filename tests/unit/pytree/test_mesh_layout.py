@@ -15,7 +15,6 @@ from jaxckpt_train.pytree.partition import (
     HeldBox,
     JobPartition,
     MeshLayout,
-    ProcessSet,
     WriteAssignment,
     as_holders,
     cuts_of,
@@ -106,13 +105,12 @@ def test_holders_are_the_same_in_both_forms(numbers: list[int]) -> None:
     assert as_holders(list(numbers)) == holders
     assert hash(as_holders(list(numbers))) == hash(holders)
     assert isinstance(holders, range) == (numbers not in ([3], [0, 1, 3], [0, 4, 5, 9]))
-    assert ProcessSet(numbers) == tuple(numbers)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=40), st.integers(1, 9))
 def test_least_loaded_process_is_assigned_first(sizes: list[tuple[int, int]], processes: int) -> None:
     plain = [(0, number) for number in range(processes)]
-    groups = [range(processes), ProcessSet(range(processes))]
+    groups = [range(processes), tuple(range(processes))]
     assignments = [[WriteAssignment(number) for number in range(processes)] for _ in groups]
     for size, _ in sizes:
         load, least = min(plain)
