@@ -196,10 +196,7 @@ def write_here(plan: jax.Array, *arrays: jax.Array) -> tuple[jax.Array]:
 
 
 def read_here(plan: jax.Array, shapes: Sequence[tuple[tuple[int, ...], str]]) -> tuple[jax.Array, ...]:
-    """Read as a `ReadPlan` says; return an `Answer`, and the boxes in order, on the CPU device of the plan.
-
-    JAX expects boxes of these shapes and dtypes even after an error.
-    """
+    """Read as a `ReadPlan` says; return an `Answer`, and boxes of these shapes, as JAX expects even after an error."""
     message, boxes = np.asarray(plan), list[jax.Array]()
     answer = _answer(message, lambda: _read(message, plan.sharding, boxes))
     if len(boxes) != len(shapes):

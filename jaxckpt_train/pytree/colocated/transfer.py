@@ -1,9 +1,8 @@
 """Lets the hosts of a single-controller runtime write and read what their devices hold.
 
-For a save, `HostSnapshot` copies arrays to the memory of the hosts, and `write_on_hosts` lets each host write its part
-and merges the results. For a load, `HostReads` lets the hosts read, and makes arrays from the boxes where they are.
-JAX's Colocated Python sends functions by their names, in a pickle that only JAX makes and reads; it contains no part of
-a checkpoint and no data of this package.
+For a save, `HostSnapshot` copies arrays to the memory of the hosts, and `write_on_hosts` lets each host write its part.
+For a load, `HostReads` lets the hosts read. JAX's Colocated Python sends functions by their names, in a pickle that
+only JAX makes and reads; it contains no part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ from jaxckpt_train.store.writer import Progress, WrittenArrays
 # Smaller parts are not cut: JAX compiles each cut for each shape and device, in the thread that starts a save.
 LEAST_CUT_BYTES = 64 * MIB
 MOST_AT_ONCE = 64
-ASKED_AT_ONCE = 8  # hosts that are asked for their progress per second
 _spec: Any = jax.ShapeDtypeStruct
 _NOTHING = np.zeros(1, np.uint8)
 Kind = tuple[tuple[int, ...], str]  # shape and dtype of an array
@@ -111,36 +109,32 @@ class HostReads:
             check_unchanged(self._files, self._committed, may_be_gone=False)
             raise CheckpointError(str(error)) from error
         loaded = list[jax.Array]()
-        for (_, _, _, place, _), shards in zip(self._loads, self._shards, strict=True):
+        for load, shards in zip(self._loads, self._shards, strict=True):
+            place = load.placement
             assert place.sharding is not None
             in_order = [shards.pop(device) for device, _ in place.devices]
             loaded.append(jax.make_array_from_single_device_arrays(place.shape, place.sharding, in_order))
         return loaded
 
     def _batches(self) -> list[tuple[jax.Device, list[_Read]]]:
-        """Return what each call reads, and its CPU device: first calls of all devices, then second calls, and so on."""
+        """Return what each call reads, and its CPU device; a box is read for a device with the fewest bytes so far."""
+        loads: Counter[jax.Device] = Counter()
         batches: dict[jax.Device, list[list[_Read]]] = {}
         sizes: dict[jax.Device, int] = {}
-        for read in self._assigned_reads():
-            cpu = cpu_device_of(read.device)
-            if cpu not in batches or sizes[cpu] + read.nbytes > self._settings.read_budget_bytes:
-                batches.setdefault(cpu, []).append([])
-                sizes[cpu] = 0
-            batches[cpu][-1].append(read)
-            sizes[cpu] += read.nbytes
-        turns = itertools.zip_longest(*([(cpu, reads) for reads in several] for cpu, several in batches.items()))
-        return [call for turn in turns for call in turn if call is not None]
-
-    def _assigned_reads(self) -> Iterator[_Read]:
-        """Assign each box to a device that needs it: the one with the fewest bytes so far."""
-        loads: Counter[jax.Device] = Counter()
-        for number, (_, _, _, place, _) in enumerate(self._loads):
+        for number, load in enumerate(self._loads):
+            place = load.placement
             assert place.sharding is not None
             for at, box in enumerate(place.boxes):
                 holder = min((device for device, held in place.devices if held == at), key=loads.__getitem__)
-                read = _Read(number, box, holder, place.sharding.memory_kind, self._loads[number].dtype)
+                read = _Read(number, box, holder, place.sharding.memory_kind, load.dtype)
                 loads[holder] += read.nbytes
-                yield read
+                cpu = cpu_device_of(holder)
+                if cpu not in batches or sizes[cpu] + read.nbytes > self._settings.read_budget_bytes:
+                    batches.setdefault(cpu, []).append([])
+                    sizes[cpu] = 0
+                batches[cpu][-1].append(read)
+                sizes[cpu] += read.nbytes
+        return [(cpu, reads) for cpu, several in batches.items() for reads in several]
 
     def _make_call(self, cpu: jax.Device, reads: Sequence[_Read]) -> HostCall:
         by_array: dict[int, list[Box]] = {}  # in the order of the reads, which is the order of the arrays
@@ -199,14 +193,11 @@ class HostPart(NamedTuple):
 
 
 class HostParts:
-    """The parts of one tree that hosts write: numbered whole arrays, and parts with the devices that hold them.
-
-    `is_waiting`: whether a thread waits for the copies.
-    """
+    """The parts of one tree that hosts write: numbered whole arrays, and parts with the devices that hold them."""
 
     def __init__(self, whole: Sequence[tuple[int, jax.Array]], apart: Sequence[tuple[jax.Device, HostPart]]) -> None:
         self._whole, self._apart = whole, apart
-        self.is_waiting = False
+        self.is_waiting = False  # whether a thread waits for the copies
 
     def by_device(self) -> dict[jax.Device, list[HostPart]]:
         """Return the parts that each CPU device holds, ordered by device number; waits until all are computed."""
@@ -272,13 +263,10 @@ class HostSnapshot:
             self._found.append((cpu_device_of(here[holder].device), HostPart(number, box, part)))
 
     def finish(self) -> HostParts | None:
-        """Start the copies of all added leaves; None: there are none.
-
-        Whole arrays are copied in one call: JAX takes as long for an array as for one part.
-        """
+        """Start the copies of all added leaves; None: there are none."""
         if not (self._whole or self._found):
             return None
-        copies = iter(
+        copies = iter(  # in one call: JAX takes as long for a whole array as for one part
             jax.device_put(
                 [leaf for _, leaf, _ in self._whole] + [part.data for _, part in self._found],
                 [sharding for *_, sharding in self._whole]
@@ -324,11 +312,7 @@ def write_on_hosts(
     settings: StoreSettings,
     progress: Progress,
 ) -> WrittenArrays:
-    """Write the arrays of one checkpointable on the hosts that hold them; the files are the same as of any save.
-
-    `own` is what this process has written, with numbers of segments that follow `before`, which the manifest already
-    has.
-    """
+    """Write the arrays of one checkpointable on the hosts; this process has written `own`, after segments `before`."""
     by_device = parts.by_device()
     progress(0)
     calls = [
@@ -343,7 +327,13 @@ def write_on_hosts(
             assert answer.index is not None
             indexes[number] = answer.index
             progress(answer.done_bytes)
-    return _merge(name, own, before, indexes)
+    bare = tuple(msgspec.structs.replace(array, chunks=()) for array in own.arrays)
+    written = tuple(number for number, array in enumerate(own.arrays) if array.chunks)
+    mine = PartIndex((*before, *own.segments), written, tuple(own.arrays[number].chunks for number in written))
+    everyone = [index_summary(ProcessIndex("", (index,))) for index in (mine, *indexes)]
+    # This checks that the arrays are complete.
+    segments, (part,) = merge_indexes([PartRecord(name, "", bare, (), msgspec.Raw(b"null"))], everyone)
+    return WrittenArrays(tuple(segments[len(before) :]), part.arrays)
 
 
 def _make_call(
@@ -372,18 +362,6 @@ def _make_call(
     held = [part.data for part in parts]
     room = room_for_index(plan, [array.nbytes for array in held])
     return HostCall(device, plan_array(plan, room), held, room)
-
-
-def _merge(
-    name: str, own: WrittenArrays, before: Sequence[SegmentRecord], indexes: Sequence[PartIndex]
-) -> WrittenArrays:
-    """Merge everything, and check that it is complete."""
-    bare = tuple(msgspec.structs.replace(array, chunks=()) for array in own.arrays)
-    written = tuple(number for number, array in enumerate(own.arrays) if array.chunks)
-    mine = PartIndex((*before, *own.segments), written, tuple(own.arrays[number].chunks for number in written))
-    everyone = [index_summary(ProcessIndex("", (index,))) for index in (mine, *indexes)]
-    segments, (part,) = merge_indexes([PartRecord(name, "", bare, (), msgspec.Raw(b"null"))], everyone)
-    return WrittenArrays(tuple(segments[len(before) :]), part.arrays)
 
 
 class HostQueue:
@@ -457,10 +435,9 @@ def call_hosts(
 ) -> Generator[HostResult]:
     """Make all calls, one at a time on each host, and yield the results as they arrive.
 
-    A host gets its next call after its last result was taken and the following one was asked for. Use
-    `contextlib.closing` around the iterator. After the first error, which names the host, no further call is started.
-    `report_progress` is called about once a second, in the calling thread, with whether a host has made progress.
-    If none has for ten minutes, CheckpointTimeoutError is raised.
+    A host gets its next call after its last result was taken and the following one was asked for. After the first
+    error, which names the host, no further call is started. `report_progress` is called about once a second with
+    whether a host has made progress; if none has for ten minutes, CheckpointTimeoutError is raised.
     """
     refuse_without_pickler()
     under_way: dict[int, jax.Device] = {}
@@ -506,7 +483,7 @@ class ProgressPoller:
 
     def __init__(self, under_way: dict[int, jax.Device]) -> None:
         self._under_way, self._seen = under_way, dict[jax.Device, bytes]()
-        self._turn, self.moves = 0, 0
+        self.moves = 0
         self._is_over = Latch()
 
     def __enter__(self) -> ProgressPoller:
@@ -523,10 +500,8 @@ class ProgressPoller:
             self.ask()
 
     def ask(self) -> int:
-        """Ask some of the hosts; return `moves`."""
-        devices = list(self._under_way.values())
-        for place in range(min(len(devices), ASKED_AT_ONCE)):
-            device = devices[(self._turn + place) % len(devices)]
+        """Ask the hosts; return `moves`."""
+        for device in list(self._under_way.values()):
             try:
                 found = np.asarray(_colocated(moved_here, 8)(jax.device_put(_NOTHING, device))[0]).tobytes()
             except jax.errors.JaxRuntimeError:
@@ -534,7 +509,6 @@ class ProgressPoller:
             if self._seen.get(device) != found:
                 self._seen[device] = found
                 self.moves += 1
-        self._turn += ASKED_AT_ONCE
         return self.moves
 
 
