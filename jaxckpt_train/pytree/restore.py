@@ -27,6 +27,7 @@ from jaxckpt_train.pytree.leaves import (
     Only,
     TreeRecord,
     decode_tree,
+    describe_saved,
     find_nested_leaves,
     join,
     leaf_filter,
@@ -52,7 +53,7 @@ from jaxckpt_train.pytree.target import (
     in_format_of,
     leaf_difference,
     leaf_request,
-    lost_type,
+    loses_type,
     raise_differences,
     rename_map,
     request_without_target,
@@ -141,10 +142,7 @@ class TreeRestore:
         self._arrays = {array.name: array for array in part.arrays}
 
     def load(self, like: Any, options: LoadOptions, progress: ReadProgress | None, loads: JobLoads) -> Any:
-        """Load the stored leaves in the structure of `like`, or rebuild the tree for None.
-
-        Raises MismatchError before anything is read, with every difference between the checkpoint and `like`.
-        """
+        """Load the stored leaves in the structure of `like` (None: rebuild the tree), if they have no difference."""
         with jax.transfer_guard_host_to_device("allow"):  # the caller's guard concerns implicit transfers of training
             if like is None:
                 return self._load_all(options, progress, loads)
@@ -204,15 +202,14 @@ class TreeRestore:
     def _warn(
         self, flat: Flat, saved_names: Mapping[str, str], requests: Mapping[str, LeafRequest], options: LoadOptions
     ) -> None:
-        lost = [
-            (name, text)
-            for name, request in (requests if options.has_types else {}).items()
-            if (text := lost_type(self.record.leaves[saved_names[name]], request)) is not None
-        ]
+        records = {name: self.record.leaves[saved_names[name]] for name in requests if options.has_types}
+        lost = [name for name, saved in records.items() if loses_type(saved, requests[name])]
         if lost:
-            (name, text), others = lost[0], f" ({len(lost) - 1} other leaves have such differences)" if lost[1:] else ""
+            saved = describe_saved(records[lost[0]], self._arrays.get(saved_names[lost[0]]))
             _log.warning(
-                "%s: leaf %r: %s; otherwise computations may get another dtype%s", self._subject, name, text, others
+                "%s: leaf %r (and %d others): saved as %s, loaded as %s, so that computations may get another dtype; "
+                "use a JAX array, a Python number, or jax_enable_x64, as it was when this was saved",
+                *(self._subject, lost[0], len(lost) - 1, saved, requests[lost[0]]),
             )
         for path, _ in self._static_differences(flat, saved_names, requests):
             _log.warning(

@@ -89,17 +89,13 @@ def _order(found: Any) -> Any:
 
 
 class LeafRequest(NamedTuple):
-    """The required form of a leaf. A weakly typed leaf of a target accepts any dtype.
-
-    `form` "scalar": numpy scalar; `sharding` None: uncommitted, on the default device; `impl`: of a key array;
-    `python`: type of a Python value.
-    """
+    """The required form of a leaf. A weakly typed leaf of a target accepts any dtype."""
 
     form: Literal["jax", "numpy", "scalar", "key", "python", "none", "empty", "skip"]
     shape: tuple[int, ...] = ()
     dtype: np.dtype | None = None
-    sharding: jax.sharding.Sharding | None = None
-    impl: str = ""
+    sharding: jax.sharding.Sharding | None = None  # None: uncommitted, on the default device
+    impl: str = ""  # of a key array
     python: type | None = None
     weak: bool = False
 
@@ -215,17 +211,12 @@ def _is_supported(dtype: np.dtype) -> bool:
     return dtype.itemsize < 8 or bool(jax.dtypes.canonicalize_dtype(dtype) == dtype)
 
 
-def lost_type(saved: LeafRecord, request: LeafRequest) -> str | None:
-    """Say which part of a leaf's type the load loses, and how to keep it; None: nothing is lost."""
+def loses_type(saved: LeafRecord, request: LeafRequest) -> bool:
+    """Return whether a load loses a weak type, a Python number, or a 64-bit JAX array (which needs x64)."""
     if request.form in ("numpy", "scalar"):
-        if isinstance(saved, ArrayLeaf) and saved.weak:
-            return "saved weakly typed, but loaded as a NumPy array, which has no weak type; use a JAX array as target"
-        if isinstance(saved, (IntLeaf, FloatLeaf, ComplexLeaf)):
-            number = f"Python {PYTHON_TYPES[type(saved)].__name__}"
-            return f"saved as a {number}, but loaded as NumPy {request.dtype}; use a {number} as the target"
-    if request.form == "python" and isinstance(saved, ArrayLeaf):
-        return f"saved as a 64-bit JAX array, but loaded as a {request}; enable jax_enable_x64"
-    return None
+        is_weak = isinstance(saved, ArrayLeaf) and saved.weak
+        return is_weak or isinstance(saved, (IntLeaf, FloatLeaf, ComplexLeaf))
+    return request.form == "python" and isinstance(saved, ArrayLeaf)
 
 
 def concrete_sharding(name: str, sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
@@ -278,10 +269,7 @@ def shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding |
 
 
 def requested_shardings(like: Any, only: Only, shardings: Any) -> Iterator[jax.sharding.Sharding | None]:
-    """Find the shardings that a load with these arguments asks for, as far as known before the checkpoint is opened.
-
-    What is in error is skipped; the load itself reports it.
-    """
+    """Find the shardings that a load asks for, before the checkpoint is opened, except for leaves in error."""
     with contextlib.suppress(CheckpointError):
         given, selected = shardings_by_name(shardings), leaf_filter(only)
         if like is None:  # the leaves are not known
@@ -396,10 +384,7 @@ def rename_map(names: Sequence[str], rules: Mapping[str, str]) -> dict[str, str]
 
 
 class Comparison:
-    """Compares a stored tree with the leaves of a target, and collects the differences.
-
-    `kept`: leaves of the target that may be missing in the checkpoint; the other options as in `LoadOptions`.
-    """
+    """Compares a stored tree with the leaves of a target, and collects the differences."""
 
     def __init__(
         self,
@@ -409,7 +394,7 @@ class Comparison:
         *,
         cast: bool = False,
         has_types: bool = True,
-        kept: Collection[str] = (),
+        kept: Collection[str] = (),  # leaves of the target that may be missing in the checkpoint
     ) -> None:
         self._subject, self._record, self._arrays = subject, record, arrays
         self._cast, self._has_types, self._kept = cast, has_types, kept
