@@ -148,14 +148,11 @@ def is_traced(value: object) -> bool:
 
 
 def copy_all(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Copy all arrays in row-major order, with a few threads, into memory that is then kept for the next save.
-
-    Large copies begin on a page, so that the disk can read them directly.
-    """
+    """Copy all arrays in row-major order, with a few threads, into memory that is then kept for the next save."""
     if not arrays:
         return []
     starts, end = [], 0
-    for array in arrays:
+    for array in arrays:  # large copies begin on a page, so that the disk can read them directly
         alignment = mmap.PAGESIZE if array.nbytes >= LEAST_PAGED_BYTES else ALIGNMENT
         starts.append(-(-end // alignment) * alignment)
         end = starts[-1] + array.nbytes

@@ -34,7 +34,7 @@ _SHOWN = 200  # characters
 _BYTES, _BYTES_OF_CHILD = 4096, 256
 PLACEHOLDER = ...  # marks a leaf or a whole subtree of a target that a load skips
 _transparent: dict[type, bool] = {}
-_known: OrderedDict[Any, _Known] = OrderedDict()
+_known: OrderedDict[Any, _Known] = OrderedDict()  # a training loop saves the same structure repeatedly
 _KNOWN_TREES, _KNOWN_LEAVES = 4, 64
 _MARKS_OF_OTHER_KEYS = ("~b", "~f", "~n", "~t")
 
@@ -91,10 +91,7 @@ class _Known(NamedTuple):
 
 
 def flatten(tree: Any) -> Flat:
-    """Flatten a pytree to named leaves; raise UnsupportedLeafError if a path has no text, or two leaves share one.
-
-    The names of the last few large structures are cached, because a training loop saves the same structure repeatedly.
-    """
+    """Flatten a pytree to named leaves; raise UnsupportedLeafError if a path has no text, or two leaves share one."""
     try:
         leaves, structure = jax.tree_util.tree_flatten(tree)
         known = _known.get(structure) if len(leaves) >= _KNOWN_LEAVES else None

@@ -147,11 +147,7 @@ def find_nested_leaves(leaves: Collection[str]) -> tuple[str, str] | None:
 
 
 def leaf_filter(only: Only) -> Callable[[str], bool]:
-    """Compile patterns to a predicate of the leaf path. `**` matches anything, `*` anything within one key.
-
-    Raises:
-        SettingsError: `only` is not a pattern, a list of patterns or a predicate.
-    """
+    """Compile patterns (`**`: anything, `*`: anything within a key) to a predicate of the leaf path."""
     if only is None:
         return lambda name: True
     if callable(only):
@@ -204,10 +200,7 @@ def describe_keys(pattern: str, names: Collection[str]) -> str:
 
 
 def suggestion(only: Only, names: Collection[str], fits: Callable[[str], Callable[[str], bool]] = leaf_filter) -> str:
-    """Suggest, as a question, a similar pattern that selects something; empty if there is none.
-
-    `fits` makes a predicate from a pattern.
-    """
+    """Ask for a similar pattern that selects something, or return nothing; `fits` makes a predicate from a pattern."""
     if callable(only) or only is None:
         return ""
     known = {key for name in names for key in name.split("/")}

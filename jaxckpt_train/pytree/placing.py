@@ -309,10 +309,7 @@ def _on_devices(request: LeafRequest, array: np.ndarray) -> jax.Array:
 
 
 def converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Convert an array to another dtype or byte order, in new memory; floats are rounded.
-
-    Raises MismatchError if an integer would change, or a finite float would become infinite or nan.
-    """
+    """Convert an array, in new memory; raise MismatchError if an integer or the finiteness of a float would change."""
     result = empty_array(array.shape, dtype)
     with np.errstate(all="ignore"):
         try:

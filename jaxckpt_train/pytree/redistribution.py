@@ -35,13 +35,7 @@ from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, Wanted, parts_bytes, p
 from jaxckpt_train.store.reader import ReadBox, Reading, ReadProgress, Sources, band_bytes, run_reads
 from jaxckpt_train.store.segment import ALIGNMENT, DTYPES
 from jaxckpt_train.store.threads import POLL_S
-from jaxckpt_train.store.timeouts import (
-    BackgroundCall,
-    StallDetector,
-    abandon_call,
-    close_files,
-    start_call,
-)
+from jaxckpt_train.store.timeouts import BackgroundCall, StallDetector, abandon_call, close_files, start_call
 
 ROOM = 16  # alignment of the parts in a row for another process: no element is longer
 LEAST_ROW_BYTES = 4096  # summing so long a row makes XLA's CPU client return before the program has run
@@ -256,15 +250,12 @@ class Assembly:
 
 
 class Window:
-    """Bytes [start, stop) of a stream that are being read into `target`, which is flat uint8.
-
-    `left`: segments of which nothing is read after this window; `crossing`: pieces that end after it, with their places
-    in the stream; `pending`: number of reads that are missing.
-    """
+    """Bytes [start, stop) of a stream that are being read into `target`, which is flat uint8."""
 
     def __init__(self, target: np.ndarray, start: int, stop: int, left: Sequence[int]) -> None:
-        self.target, self.start, self.stop, self.left, self.pending = target, start, stop, left, 0
-        self.crossing = list[tuple[int, np.ndarray]]()
+        self.target, self.start, self.stop = target, start, stop
+        self.left, self.pending = left, 0  # segments of which nothing is read later; number of missing reads
+        self.crossing = list[tuple[int, np.ndarray]]()  # pieces that end later, and their places in the stream
 
     def place_for(self, piece: Piece) -> np.ndarray:
         """Return the memory for a piece: in the window if all of the piece is inside, else its own."""
@@ -528,10 +519,7 @@ class AllGather:
 
 
 class AllToAll:
-    """Sends each process what it needs, which suits arrays that are sharded among the processes.
-
-    `rows`: for each window, the length of the longest row from any process to another.
-    """
+    """Sends each process what it needs, which suits arrays that are sharded among the processes."""
 
     def __init__(
         self,
@@ -539,7 +527,7 @@ class AllToAll:
         streams: Sequence[Stream],
         window_bytes: int,
         process: int,
-        rows: Sequence[int],
+        rows: Sequence[int],  # for each window, the longest from any process to another
     ) -> None:
         self.assembly = Assembly(shared, process)
         self._streams, self._window_bytes, self._transfer = streams, window_bytes, JobTransfer(process)
@@ -626,10 +614,7 @@ class SharedMemoryWindows:
         self._left = set(range(len(streams)))  # processes of whose window `_taken` this process has taken nothing
 
     def read(self, reader: ShardReader, threads: int, hand_over: Callable[[], None]) -> None:
-        """Read the own stream with these threads, take what this process needs of all streams, and close the reader.
-
-        `hand_over` is called after each window, for completed boxes of the assembly.
-        """
+        """Read the own stream, take what this process needs of all, `hand_over` after each window; close the reader."""
         with contextlib.closing(Prefetcher(reader, threads, self._memory.wake)) as ahead:
             while self._taken < self._windows or self._memory.has_unnotified():
                 while self._ordered < min(self._windows, min(self._memory.taken) + self._places):

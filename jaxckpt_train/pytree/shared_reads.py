@@ -60,26 +60,17 @@ Redistribution = AllGather | AllToAll
 
 
 class ReadSelection(NamedTuple):
-    """How the processes of a job read what several of them need.
-
-    `shared`: arrays of which each process reads a part. `cached`: numbers of arrays that each reads alone, through the
-    page cache of their machine. `memory`: to be closed; the processes see each other's parts there; None: devices
-    move them.
-    """
+    """How the processes of a job read what several of them need."""
 
     shared: Sequence[SharedArray] = ()
-    cached: Sequence[int] = ()
-    memory: ColocatedMemory | None = None
+    cached: Sequence[int] = ()  # numbers of arrays that each process reads through the page cache of their machine
+    memory: ColocatedMemory | None = None  # to be closed; None: what is shared goes over devices
 
 
 def select_shared(
     loads: Sequence[ArrayLoad], job: Coordinator, settings: StoreSettings, committed: Committed
 ) -> ReadSelection:
-    """Select the arrays of which several processes would otherwise read the same bytes; the same ones in all processes.
-
-    Only if there are such arrays do the processes find out whether they all run on one machine: there, what one of them
-    has read is in memory, and reaches the others faster than over any network.
-    """
+    """Select the arrays of which several processes would otherwise read the same bytes, equally in all processes."""
     read_once, block_bytes = settings.read_once, committed.manifest.block_bytes
     if job.processes == 1 or read_once is False:
         return ReadSelection()
@@ -240,11 +231,7 @@ def _digest(found: object) -> str:
 
 
 class JointRead:
-    """A read of shared arrays, from the viewpoint of one process. All processes do the same, in the same order.
-
-    Nothing else uses the coordinator `job` meanwhile; its owner propagates errors. `run` closes `memory`, in which the
-    processes see each other; None: they move what they read over devices.
-    """
+    """A read of shared arrays by all processes, in the same order; it closes `memory` (None: over devices)."""
 
     def __init__(
         self,
@@ -264,11 +251,7 @@ class JointRead:
     def run(
         self, shared: Sequence[SharedArray], take: Callable[[ReadBox], None], rest: Callable[[ReadProgress], None]
     ) -> None:
-        """Read and move the shared arrays, then do the rest of the load; an error in one process is raised in all.
-
-        `take` is called with each box that this process needs; `rest` reads what each process needs for itself, and
-        gets the function to call with its progress.
-        """
+        """Read and move the shared arrays, `take` each box, then do the `rest`; an error in one is raised in all."""
         with contextlib.nullcontext() if self._memory is None else contextlib.closing(self._memory):
             self._budget_bytes = self._check_same_load(shared)
             if self._memory is None:
