@@ -18,19 +18,14 @@ from jaxckpt_train import config
 PROVIDER = "jaxckpt_train"
 
 
-def presets_directory() -> Path:
-    """Return the directory of the presets: in the installed package, or next to the package in a checkout."""
-    package = Path(inspect.getfile(config)).parent
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
-
-
 class JaxckptTrainSearchPath(SearchPathPlugin):
     """Appends the presets to the search path. An app can override them with its own `checkpoint/default.yaml`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the directory of the presets."""
-        search_path.append(PROVIDER, f"file://{presets_directory()}")
+        """Append the directory of the presets: in the installed package, or next to it in a checkout."""
+        package = Path(inspect.getfile(config)).parent
+        folder = package if (package / "configs").is_dir() else package.parent
+        search_path.append(PROVIDER, f"file://{folder / 'configs'}")
 
 
 ConfigStore.instance().store(group="checkpoint", name="base_checkpoint", node=config.config_schema(), provider=PROVIDER)

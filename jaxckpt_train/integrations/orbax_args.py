@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -38,19 +38,10 @@ from jaxckpt_train.policies.save import (
 from jaxckpt_train.run.entry import parse_step_name
 
 _log = logging.getLogger("jaxckpt_train")
-_NAMED = "the directory of step 100 is named step-0000000100"
-_RENAMED = "a step is renamed into place after its files are synced"
-_WITHOUT_EFFECT = {
-    "step_prefix": _NAMED,
-    "step_format_fixed_length": _NAMED,
-    "step_name_format": _NAMED,
-    "create": "the first save creates the directory",
-    "num_deletion_threads": "one background thread deletes steps",
-    "atomicity_options": _RENAMED,
-    "temporary_path_class": _RENAMED,
-    "enable_should_save_is_saving_in_progress_check": "the context of a policy says whether a save is in progress",
-    "enable_per_process_directory_creation": "the primary process creates directories",
-}
+_WITHOUT_EFFECT = (
+    "step_prefix step_format_fixed_length step_name_format create num_deletion_threads atomicity_options "
+    "temporary_path_class enable_should_save_is_saving_in_progress_check enable_per_process_directory_creation"
+).split()
 # The attributes of nested option objects, with their defaults.
 _NESTED_DEFAULTS: dict[str, Mapping[str, Any]] = {
     "multiprocessing_options": {"primary_host": 0, "active_processes": None, "barrier_sync_key_prefix": None},
@@ -93,7 +84,7 @@ def _named(function: object) -> str:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ShouldSaveFunction:
+class _ShouldSaveFunction:
     """Saves if a function of the step and of the newest existing step (or None) returns True, as in Orbax."""
 
     function: Callable[[int, int | None], bool]
@@ -104,7 +95,6 @@ class ShouldSaveFunction:
     def should_save(
         self, step: CheckpointInfo, previous_steps: Sequence[CheckpointInfo], *, context: DecisionContext
     ) -> bool:
-        """Return the result of the function."""
         return bool(self.function(step.step, previous_steps[-1].step if previous_steps else None))
 
 
@@ -177,8 +167,7 @@ class StandardRestore:
     """Restore a pytree.
 
     Attributes:
-        item: the target, with arrays, `jax.ShapeDtypeStruct`s or plain values as leaves; None: as it was saved, in
-            dicts, lists and tuples.
+        item: the target, a tree of arrays, `jax.ShapeDtypeStruct`s and plain values; None: as it was saved.
         strict: must be True: shapes must be equal.
         support_layout: must be False.
         fallback_sharding: the sharding of leaves that have none; None: the default device.
@@ -316,14 +305,14 @@ class NumpyRandomKeyRestore:
 
 @dataclasses.dataclass
 class CheckpointSave:
-    """Save the position of a Grain iterator, or of any iterator with `get_state`, as Grain's `CheckpointSave` does."""
+    """Save the position of a Grain iterator, or of any iterator with `get_state`."""
 
     item: Any
 
 
 @dataclasses.dataclass
 class CheckpointRestore:
-    """Set a data iterator to the saved position, as Grain's `CheckpointRestore` does."""
+    """Set a data iterator to the saved position."""
 
     item: Any
 
@@ -374,8 +363,8 @@ class CheckpointManagerOptions:
         save_interval_steps: save the steps that are a multiple of this.
         max_to_keep: the number of steps to keep, the newest ones, or the best ones with `best_fn`; None: all. If the
             newest step is not kept, it is not listed and stays on disk until the next step is committed.
-        keep_time_interval: keep at least one step in each interval of this length; None: no rule of this kind.
-        keep_period: keep the steps that are a multiple of this; None: no rule of this kind.
+        keep_time_interval: keep at least one step in each interval of this length.
+        keep_period: keep the steps that are a multiple of this.
         best_fn: computes the value of a step from its metrics, which are numbers by name; None: steps are not ranked.
         best_mode: "max": higher is better; "min": lower is better.
         keep_checkpoints_without_metrics: whether to keep steps without metrics in addition to the best.
@@ -439,19 +428,16 @@ class CheckpointManagerOptions:
             "best_fn": optional(_function),
             "should_save_fn": optional(_function),
             "todelete_subdir": optional(_subdirectory),
-            "todelete_full_path": _no_full_path,
+            "todelete_full_path": optional(_no_full_path),
         }
         for name, check in checks.items():
             check(f"CheckpointManagerOptions.{name}", getattr(self, name))
         limits = ("max_to_keep", "keep_time_interval", "keep_period")
         if self.preservation_policy is not None and any(getattr(self, name) for name in limits):
-            raise SettingsError(
-                f"CheckpointManagerOptions: expected preservation_policy or {', '.join(limits)}, found both"
-            )
+            expected = f"None with {', '.join(limits)}"
+            refuse("CheckpointManagerOptions.preservation_policy", expected, self.preservation_policy)
         if self.prevent_write_metrics and self.best_fn is not None:
-            raise SettingsError(
-                "CheckpointManagerOptions.prevent_write_metrics: expected False with best_fn, found True"
-            )
+            refuse("CheckpointManagerOptions.prevent_write_metrics", "False with best_fn", True)
 
 
 def _function(subject: str, value: Any) -> Any:
@@ -463,9 +449,8 @@ def _subdirectory(subject: str, value: str) -> str:
     return refuse(subject, "a plain name", value) if is_wrong else value
 
 
-def _no_full_path(subject: str, value: object) -> None:
-    if value is not None:
-        refuse(subject, "None (use todelete_subdir, which moves deleted steps within the run)", value)
+def _no_full_path(subject: str, value: object) -> NoReturn:
+    refuse(subject, "None (use todelete_subdir, which moves deleted steps within the run)", value)
 
 
 def read_options(options: Any) -> CheckpointManagerOptions:
@@ -482,21 +467,15 @@ def read_options(options: Any) -> CheckpointManagerOptions:
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CheckpointManagerOptions)}
     for field in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
         if field.name not in defaults and getattr(options, field.name) != field.default:
-            raise SettingsError(
-                f"options: {field.name}: expected {field.default!r}, found {getattr(options, field.name)!r}: this "
-                "option is unknown to jaxckpt_train"
-            )
+            refuse(f"options: unknown {field.name}", repr(field.default), getattr(options, field.name))
     found = CheckpointManagerOptions(**{name: getattr(options, name, value) for name, value in defaults.items()})
     _refuse_processes(found)
-    unused = [
-        f"{name} ({instead})"
-        for name, instead in _WITHOUT_EFFECT.items()
-        # Orbax sets `create` itself in a read-only manager.
-        if getattr(found, name) != defaults[name] and not (name == "create" and found.read_only)
-    ]
+    unused = [name for name in _WITHOUT_EFFECT if getattr(found, name) != defaults[name]]
     unused += [f"{name}.{each}" for name in ("file_options", "async_options") for each in _changed_nested(found, name)]
+    if found.read_only:  # Orbax itself changes `create` then
+        unused = [name for name in unused if name != "create"]
     if unused:
-        _log.warning("these CheckpointManagerOptions have no effect: %s", "; ".join(unused))
+        _log.warning("these CheckpointManagerOptions have no effect: %s", ", ".join(unused))
     return found
 
 
@@ -505,10 +484,8 @@ def _refuse_processes(options: CheckpointManagerOptions) -> None:
     found = _changed_nested(options, "multiprocessing_options")
     is_single_process = current().processes == 1 and found.get("active_processes") in (None, {0})
     if found.keys() - {"barrier_sync_key_prefix"} and not is_single_process:
-        raise SettingsError(
-            "CheckpointManagerOptions.multiprocessing_options: expected all processes of the job with process 0 as the "
-            f"primary, found {found}"
-        )
+        expected = "all processes of the job with process 0 as the primary"
+        refuse("CheckpointManagerOptions.multiprocessing_options", expected, found)
 
 
 def _changed_nested(options: CheckpointManagerOptions, name: str) -> dict[str, Any]:
@@ -524,7 +501,7 @@ def save_policy(options: CheckpointManagerOptions) -> SavePolicy:
         return options.save_decision_policy
     at_preemption = PreemptionCheckpointingPolicy()
     if options.should_save_fn is not None:
-        return AnySavePolicy([ShouldSaveFunction(options.should_save_fn), at_preemption])
+        return AnySavePolicy([_ShouldSaveFunction(options.should_save_fn), at_preemption])
     reasons: list[SavePolicy] = [FixedIntervalPolicy(max(1, options.save_interval_steps))]
     if options.save_on_steps:
         reasons.append(SpecificStepsPolicy(frozenset(options.save_on_steps)))
