@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxckpt_train._validation import optional, whole
+from jaxckpt_train._validation import optional, refuse, whole
 from jaxckpt_train.callback import CheckpointCallback
 from jaxckpt_train.checkpoint import PathLike
 from jaxckpt_train.checkpointables.base import JsonValue, Saved, Staged
@@ -238,11 +238,7 @@ class KerasCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._saved = self._completed if result.saved else self._saved
 
     def close(self) -> None:
-        """Wait for the pending save and release the directory. The next `fit` resumes.
-
-        Raises:
-            Exception: the original error of a failed save.
-        """
+        """Wait for the pending save and release the directory. Raise the error of a failed save. `fit` then resumes."""
         self._is_fitting, self._is_closed = False, True
         self._ckpt.close()
 
@@ -344,7 +340,10 @@ class _KerasHandler:
         try:
             saved.compare(_abstract(target))
         except MismatchError as error:
-            names = _named(target, error.differences)
+            groups = target.variables().items()
+            paths = {f"{name}/{number}": each.path for name, group in groups for number, each in enumerate(group)}
+            wrong = [leaf for leaf in paths if any(f"'{leaf}'" in line for line in error.differences)]
+            names = f"\nIn the model: {'; '.join(f'{leaf} is {paths[leaf]}' for leaf in wrong)}" if wrong else ""
             raise MismatchError(f"{error}{names}", error.differences) from error
 
     def restore(self, target: KerasState, saved: Saved) -> KerasState:
@@ -362,31 +361,20 @@ def _abstract(state: KerasState) -> dict[str, list[Any]]:
     }
 
 
-def _named(state: KerasState, differences: Sequence[str]) -> str:
-    """Return a line with the names in the model of the leaves that differ."""
-    paths = {f"{name}/{i}": each.path for name, group in state.variables().items() for i, each in enumerate(group)}
-    found = [f"{leaf} is {path}" for leaf, path in paths.items() if any(f"'{leaf}'" in line for line in differences)]
-    return f"\nIn the model: {'; '.join(found)}" if found else ""
-
-
 register_handler(KerasState, _KerasHandler())
 
 
 class EpochData(keras.utils.PyDataset):  # type: ignore[misc]
     """Serves the batches of an iterator in epochs of a fixed length. The batches come in order, whatever the index.
 
-    Keras may read ahead (one batch on accelerators, and one or two batches before it trains), so the position to save
-    is the one after the batches that were trained on. An exhausted iterator is reset to its start.
+    Keras may read ahead, so the position to save is the one after the batches that were trained on.
     """
 
     def __init__(self, source: Any, steps_per_epoch: int | None) -> None:
         super().__init__(workers=1)  # several workers or processes would take the batches in an arbitrary order
         length = steps_per_epoch or (len(source) if hasattr(source, "__len__") else sys.maxsize)
         if length >= sys.maxsize:
-            raise SettingsError(
-                f"data: steps_per_epoch: expected a number of batches, found None with a {type(source).__name__} of "
-                "unknown or infinite length"
-            )
+            refuse("data: steps_per_epoch", "a number of batches, as the length of the data is unknown", None)
         self._steps: int = whole(1)("data: steps_per_epoch", length)
         self.iterator = source if hasattr(source, "get_state") else iter(source)
         if not (hasattr(self.iterator, "get_state") and hasattr(self.iterator, "set_state")):
@@ -465,8 +453,7 @@ class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
             raise SettingsError(
                 "data: expected a PyDataset that is one epoch and is read by one thread, found "
                 f"num_batches={source.num_batches}, steps_per_epoch={steps_per_epoch}, workers={source.workers}, "
-                f"use_multiprocessing={source.use_multiprocessing}: if its order does not matter, pass it to fit "
-                "directly"
+                f"use_multiprocessing={source.use_multiprocessing}"
             )
         self._source, self.ended, self._is_in_epoch = source, 0, False
 

@@ -80,9 +80,7 @@ class StepMetadata:
 class TreeMetadata(Mapping[str, Any]):
     """The metadata of one tree of a step. It maps the top-level keys of `tree`, and is a pytree with its leaves.
 
-    Attributes:
-        tree: nested dicts and lists, with a `jax.ShapeDtypeStruct` for each array and number, else the value itself.
-        custom_metadata: always None; custom metadata belongs to the step.
+    `tree` has a `jax.ShapeDtypeStruct` for each array and number; custom metadata belongs to the step, not to a tree.
     """
 
     tree: Any
@@ -196,8 +194,6 @@ class UnknownItemError(SettingsError, KeyError):
 class Items:
     """The items of a manager, a single unnamed one or several by name, and the args that each accepts.
 
-    The arguments are those of `CheckpointManager`.
-
     Attributes:
         is_async: whether one of the checkpointers saves in the background; None: there are no checkpointers.
         is_single: whether there is a single unnamed item; None: unknown until the first save or restore.
@@ -206,14 +202,15 @@ class Items:
     def __init__(self, item_names: Any, item_handlers: Any, handler_registry: Any, checkpointers: Any) -> None:
         given = {"handler_registry": handler_registry, "checkpointers": checkpointers, "item_handlers": item_handlers}
         named = [name for name, value in given.items() if value is not None]
-        if len(named) > 1 or (item_names is not None and named not in ([], ["item_handlers"])):
-            found = ", ".join([*named, *(["item_names"] if item_names is not None else [])])
-            raise SettingsError(f"CheckpointManager: expected one of {', '.join(given)} or item_names, found {found}")
+        takes_names = not named or isinstance(item_handlers, Mapping)
+        if len(named) > 1 or (item_names is not None and not takes_names):
+            raise SettingsError(
+                f"CheckpointManager: expected one of {', '.join(given)}, and item_names only alone or with handlers by "
+                f"name, found {', '.join(named)}"
+            )
         handlers = item_handlers if checkpointers is None else _handlers_of(checkpointers)
         self.is_async = None if checkpointers is None else _is_async(checkpointers)
         has_names = isinstance(handlers, Mapping)
-        if item_names is not None and handlers is not None and not has_names:
-            raise SettingsError("CheckpointManager: item_names: expected None with a single handler in item_handlers")
         by_name = handlers if has_names else {DEFAULT_ITEM: handlers}
         entries = {(name, None): each for name, each in by_name.items() if each is not None}
         if handler_registry is not None:
@@ -227,9 +224,7 @@ class Items:
             elif name is not None:
                 self._kinds.setdefault(name, set()).add(kind)
         self._names = None if item_names is None and not has_names else {*(item_names or ()), *(handlers or ())}
-        self.is_single: bool | None = None
-        if self._names is not None or handlers is not None:
-            self.is_single = self._names is None
+        self.is_single = None if self._names is None and handlers is None else self._names is None
 
     def to_save(self, args: Any, items: Any, save_kwargs: Any) -> dict[str, Any]:
         """Return the checkpointables to save, by name, which `args` or the deprecated `items` describe."""
@@ -238,7 +233,7 @@ class Items:
         for name, each in named.items():
             handler = self._custom_handler(name, each)
             self._check(name, each, handler)
-            found[name] = checkpointable_of(name, each) if handler is None else HandledItem(handler, each)
+            found[name] = _checkpointable_of(name, each) if handler is None else HandledItem(handler, each)
         return found
 
     def targets(
@@ -246,10 +241,7 @@ class Items:
     ) -> dict[str, Any]:
         """Return the targets of a load by name, each a `TreeTarget` or a plain one; empty: restore everything.
 
-        Args:
-            args: the restore args; None: restore everything as it was saved.
-            saved: the metadata of the saved items by name; None: unknown.
-            items, restore_kwargs: the deprecated form, instead of args.
+        `saved` is the metadata of the saved items, if known; `items` and `restore_kwargs` are the deprecated form.
         """
         if self.is_single is None and saved:
             self.is_single = DEFAULT_ITEM in saved
@@ -266,7 +258,7 @@ class Items:
     def _target(self, name: str, args: Any, saved: CheckpointableMetadata | None) -> Any:
         handler = self._custom_handler(name, args)
         if handler is None:
-            return target_of(name, args, saved)
+            return _target_of(name, args, saved)
         return HandledItem(handler, _args_class(handler, "Restore")() if args is None else args)
 
     def _custom_handler(self, name: str, args: Any) -> Any:
@@ -338,8 +330,7 @@ class Items:
             )
 
 
-def checkpointable_of(name: str, args: Any) -> Any:
-    """Return the checkpointable that save args describe."""
+def _checkpointable_of(name: str, args: Any) -> Any:
     kind = _kind_of(name, args, "Save")
     _refuse_unsupported(name, args)
     if kind == "Json":
@@ -350,8 +341,7 @@ def checkpointable_of(name: str, args: Any) -> Any:
     return args.item if save_args is None else _converted(args.item, save_args)
 
 
-def target_of(name: str, args: Any, saved: CheckpointableMetadata | None) -> Any:
-    """Return the target of a load that restore args describe; see `Items.targets`."""
+def _target_of(name: str, args: Any, saved: CheckpointableMetadata | None) -> Any:
     if args is None:
         return TreeTarget(name, None, saved)
     kind = _kind_of(name, args, "Restore")

@@ -292,7 +292,6 @@ class CheckpointManager:
             other._manager, other._steps = other._opened()  # it takes the directory back with its next save
 
     def _is_listed(self, step: int, metrics: Mapping[str, Any] | None, force: bool) -> bool:
-        """Return whether the options keep a step that is saved now."""
         options = self._options
         may_drop = options.max_to_keep is not None and (options.best_fn is not None or options.max_to_keep == 0)
         if not (may_drop or options.preservation_policy) or not (force or self._manager.should_save(step)):
@@ -390,11 +389,7 @@ class CheckpointManager:
         return None if found is None else {name: float(value) for name, value in found.items()}
 
     def item_metadata(self, step: int) -> Any:
-        """Return the metadata of the items of a step: a `TreeMetadata`, or None; a Composite of several items.
-
-        Raises:
-            MissingStepError: the step does not exist.
-        """
+        """Return the `item_metadata` of `metadata(step)`: a `TreeMetadata`, or None; a Composite of several items."""
         if step is None:
             raise SettingsError("item_metadata: expected a step, found None")
         return self.metadata(step).item_metadata
@@ -425,7 +420,7 @@ class CheckpointManager:
         return StepMetadata(self._items.found(trees), saved.metrics, custom)
 
     def delete(self, step: int) -> None:
-        """Delete a step. The newest step and pinned steps cannot be deleted.
+        """Delete a step.
 
         Raises:
             MissingStepError: the step does not exist.
@@ -469,11 +464,7 @@ class CheckpointManager:
             self._manager.leaves()
 
     def wait_until_finished(self) -> None:
-        """Wait until the pending save is committed.
-
-        Raises:
-            Exception: the original error of the save, if it failed.
-        """
+        """Wait until the pending save is committed. Raise its original error if it failed."""
         self._steps.wait()
 
     def is_saving_in_progress(self) -> bool:
@@ -489,11 +480,7 @@ class CheckpointManager:
         """Do nothing: a manager that only reads lists the directory each time, and one that saves owns it."""
 
     def close(self) -> None:
-        """Wait for the pending save and release the directory.
-
-        Raises:
-            Exception: the original error of a failed save.
-        """
+        """Wait for the pending save and release the directory. Raise the original error of a failed save."""
         try:
             self._manager.close()
         finally:
@@ -608,7 +595,6 @@ class _MoveDeletedBackend(LocalBackend):
         self._folder = folder
 
     def remove(self, path: str) -> None:
-        """Move a deleted step and keep its name, with a number appended if taken. Remove any other path."""
         directory, _, hidden = path.rpartition("/")
         name = shown_name(hidden)
         if name == hidden:

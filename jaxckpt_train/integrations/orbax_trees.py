@@ -23,20 +23,13 @@ _NUMBERS = (bool, int, float, complex)
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """The plan for one leaf of a restored tree.
+    """The plan for one leaf of a restored tree."""
 
-    Attributes:
-        target: the target of the load: an array, `jax.ShapeDtypeStruct`, plain value or PLACEHOLDER.
-        kind, dtype: the type and the dtype to convert the value to; None: keep its own.
-        sharding: the sharding to put a host value on devices with; None: leave it where it is.
-        instead: the value of a leaf that is not read.
-    """
-
-    target: Any
-    kind: type | None = None
+    target: Any  # of the load: an array, `jax.ShapeDtypeStruct`, plain value or PLACEHOLDER
+    kind: type | None = None  # to convert the value to; None: keep its own, as for the dtype
     dtype: Any = None
-    sharding: Any = None
-    instead: Any = PLACEHOLDER
+    sharding: Any = None  # to put a host value on devices with; None: leave it where it is
+    instead: Any = PLACEHOLDER  # the value of a leaf that is not read
 
     @property
     def needs_no_conversion(self) -> bool:
@@ -46,28 +39,22 @@ class _Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """What a program requests for one leaf, by its target or its restore arguments; None: as it was saved.
-
-    `is_uncommitted`: the array belongs on the default device, whatever sharding was saved.
-    """
+    """What a program requests for one leaf, by its target or its restore arguments; None: as it was saved."""
 
     kind: type | None = None
     dtype: Any = None
     shape: tuple[int, ...] | None = None
     sharding: Any = None
-    is_uncommitted: bool = False
+    is_uncommitted: bool = False  # the array belongs on the default device, whatever sharding was saved
 
 
 class TreeTarget:
     """The target of one tree: load `like`, then call `finished` to convert the loaded tree to the requested one.
 
     Args:
-        name: the name of the checkpointable.
         item: the tree whose structure, and whose leaves if `leaves_count`, are the target; None: as it was saved.
         saved: the metadata of the saved tree; None: unknown.
-        restore_args: a tree of Orbax's restore arguments, or None.
         fallback: the sharding of leaves that have none and were saved with none.
-        leaves_count: whether the leaves of `item` are targets. False: only its structure is used.
         is_partial: whether to skip leaves of the checkpoint that are not in `item`.
     """
 
@@ -109,11 +96,8 @@ class TreeTarget:
 
     def _filled(self, tree: Any) -> Any:
         """Return the tree with the target of each leaf; the same object if its leaves are the targets already."""
-        own, leaves = _by_path(tree), self._leaves
-        targets = [
-            leaf if leaf is EMPTY else leaves[path].target if path in leaves else PLACEHOLDER
-            for path, leaf in own.items()
-        ]
+        own, unread = _by_path(tree), _Leaf(PLACEHOLDER)
+        targets = [leaf if leaf is EMPTY else self._leaves.get(path, unread).target for path, leaf in own.items()]
         is_same = all(one is other for one, other in zip(targets, own.values(), strict=True))
         return tree if is_same else unflatten(tree, targets)
 
@@ -139,12 +123,11 @@ class TreeTarget:
 
 def as_saved(saved: CheckpointableMetadata) -> Any:
     """Return the saved tree with a `jax.ShapeDtypeStruct` for each array and number, and other values as they are."""
-    struct: Any = jax.ShapeDtypeStruct
     if saved.tree is None:
         return None
-    flat = flatten(saved.tree)
-    leaves = [struct((), np.asarray(leaf).dtype) if type(leaf) in _NUMBERS else leaf for leaf in flat.leaves]
-    return unflatten(saved.tree, leaves)
+    leaves = flatten(saved.tree).leaves
+    forms = [_struct((), np.asarray(leaf).dtype, None) if type(leaf) in _NUMBERS else leaf for leaf in leaves]
+    return unflatten(saved.tree, forms)
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
@@ -165,9 +148,8 @@ def _request_of_leaf(leaf: Any) -> _Request:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return _Request(np.ndarray, leaf.dtype, leaf.shape)
     if isinstance(leaf, jax.Array):
-        return _Request(
-            jax.Array, leaf.dtype, leaf.shape, leaf.sharding if leaf.committed else None, not leaf.committed
-        )
+        sharding = leaf.sharding if leaf.committed else None
+        return _Request(jax.Array, leaf.dtype, leaf.shape, sharding, is_uncommitted=not leaf.committed)
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return _Request(None, leaf.dtype, tuple(leaf.shape), getattr(leaf, "sharding", None))
     return _Request(type(leaf) if type(leaf) in _NUMBERS else None)
