@@ -15,8 +15,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, Json, JsonValue, Saved, Staged
 from jaxckpt_train.checkpointables.iterator_state import (
     check_fingerprint,
@@ -50,7 +48,7 @@ class GrainHandler:
         self._warned: set[str] = set()
 
     def handles(self, value: object) -> bool:
-        """Return whether it is a Grain iterator, without importing Grain."""
+        """Return whether it is a Grain iterator."""
         return isinstance(value, _iterator_classes())
 
     def stage(self, value: Any) -> Staged:
@@ -100,7 +98,6 @@ class GrainHandler:
         return _set_position(target, state, saved.name, version)
 
     def _check_run(self, target: Any, data: Json, saved: Saved) -> None:
-        """Compare everything except the state itself."""
         name = saved.name
         if (data["iterator"] == _DATA_LOADER) != _is_data_loader(target):
             raise IteratorStateError(
@@ -154,11 +151,7 @@ def _check_processes(target: Any, data: Json, processes: int, saved: Saved) -> N
     several = "" if data["processes"] == 1 else "es"
     problem = f"iterator {name!r}: saved by {data['processes']} process{several}, found {processes}"
     same_number = f"restart with {data['processes']}, {_START_OVER}"
-    if saved.values > 1:
-        raise IteratorStateError(
-            f"{problem}; each process had its own position, in its own part of the data: {same_number}"
-        )
-    if before.unit == "share" or before.unit != counts.unit:
+    if saved.values > 1 or before.unit == "share" or before.unit != counts.unit:
         raise IteratorStateError(
             f"{problem}; the position counts elements of the data of one process, and is not valid for others: use "
             f"grain.experimental.ElasticIterator, or dataset.shuffle()[i::n].batch(b // n).to_iter_dataset(), in this "
@@ -294,13 +287,10 @@ def _worker_count(iterator: Any) -> int | None:
 
 
 class _Counted(NamedTuple):
-    """The unit in which a position counts: "records" of all data, "batches" of all processes, or elements of a "share".
-
-    `records` is the number of records in a batch of all processes together; 0 if it does not count batches.
-    """
+    """What a position counts: "records" of all data, "batches" of all processes, or elements of a "share"."""
 
     unit: str
-    records: int = 0
+    records: int = 0  # in a batch of all processes together, if it counts batches
 
 
 _SHARE = _Counted("share")
@@ -430,13 +420,10 @@ def _differences(saved: Any, found: Any, path: str, strict: bool) -> Iterator[st
     The function compares neither values nor parts that change while a pipeline runs: optional values, the contents of
     lists, the data sets that an interleave has open, and the states of iterators that are not Grain's own.
     """
-    if isinstance(saved, dict) and isinstance(found, dict):
-        yield from _dict_differences(saved, found, path, strict)
-    elif strict and saved is not None and found is not None and _form(saved) != _form(found):
-        yield f"{path}: saved {_form(saved)}; found {_form(found)}"
-
-
-def _dict_differences(saved: dict[Any, Any], found: dict[Any, Any], path: str, strict: bool) -> Iterator[str]:
+    if not isinstance(saved, dict) or not isinstance(found, dict):
+        if strict and saved is not None and found is not None and isinstance(saved, dict) != isinstance(found, dict):
+            yield f"{path}: saved {_form(saved)}; found {_form(found)}"
+        return
     grains = any(side.keys() - _OPTIONAL in _GRAIN_NODES for side in (saved, found))
     same = saved.keys() - _OPTIONAL == found.keys() - _OPTIONAL
     if (grains and not same) or (strict and saved and found and saved.keys().isdisjoint(found)):
@@ -477,7 +464,7 @@ def _interleave_differences(saved: dict[Any, Any], found: dict[Any, Any], path: 
 
 
 def _form(value: Any) -> str:
-    if isinstance(value, dict):
-        names = [str(key) for key in value]
-        return f"keys {', '.join(names[:12])}{' and more' if len(names) > 12 else ''}"
-    return "a list" if isinstance(value, (list, tuple, np.ndarray)) else "a plain value"
+    if not isinstance(value, dict):
+        return f"a {type(value).__name__}"
+    names = [str(key) for key in value]
+    return f"keys {', '.join(names[:12])}{' and more' if len(names) > 12 else ''}"
