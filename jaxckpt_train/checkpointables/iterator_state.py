@@ -23,13 +23,13 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from jaxckpt_train._validation import refuse
 from jaxckpt_train.checkpointables.base import Json, Saved, Staged
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import (
     CorruptCheckpointError,
     IteratorStateError,
     MismatchError,
-    SettingsError,
     UnsupportedLeafError,
 )
 
@@ -75,10 +75,7 @@ class CountedIterator(Generic[T]):
 
     def __init__(self, items_from: Callable[[int], Iterable[T]]) -> None:
         if not callable(items_from):
-            raise SettingsError(
-                f"CountedIterator: expected a function that returns the items from a number on, found "
-                f"{items_from!r:.100}"
-            )
+            refuse("CountedIterator", "a function that returns the items from a number on", items_from)
         self._items_from = items_from
         self._items: Iterator[T] | None = None
         self._taken = 0
@@ -152,11 +149,8 @@ class _MalformedTagError(ValueError):
 def encode_state(state: Any) -> Json:
     """Copy the state as plain JSON data, from which `decode_state` restores the same values of the same types.
 
-    Args:
-        state: None, bool, int, float, str, bytes, numpy scalars and arrays, and lists, tuples and dicts of these.
-
     Raises:
-        UnsupportedLeafError: a value has another type; the message names its path inside the state.
+        UnsupportedLeafError: a value has an unsupported type; the message names its path inside the state.
     """
     try:
         return _encode(state, "state")
@@ -165,11 +159,7 @@ def encode_state(state: Any) -> Json:
 
 
 def decode_state(data: Json) -> Any:
-    """Return the state that `encode_state` wrote, in new containers.
-
-    Raises:
-        ValueError: a tag has other content than `encode_state` writes.
-    """
+    """Return the state that `encode_state` wrote, in new containers. Raise ValueError for other content of a tag."""
     if isinstance(data, list):
         return [decode_state(item) for item in data]
     if not isinstance(data, dict):

@@ -28,7 +28,7 @@ from jaxckpt_train.store.timeouts import close_files, report_progress, time_limi
 from jaxckpt_train.store.verify import file_problems
 
 
-class OpenPart:
+class _OpenPart:
     """One checkpointable of an opened checkpoint: the `Saved` that a handler receives."""
 
     def __init__(
@@ -51,11 +51,9 @@ class OpenPart:
         self._returned_directory = False
 
     def tree(self, like: Any) -> Any:
-        """Return the stored leaves in the structure of `like`, or nested dicts and lists of numpy arrays for None."""
         return self._restore.load(like, self._options, self._progress, self._loads)
 
     def compare(self, like: Any) -> None:
-        """Raise MismatchError if `tree` would raise it, without reading anything."""
         self._restore.compare(like, self._options, self._loads)
 
     @unlocked_cached_property
@@ -65,23 +63,20 @@ class OpenPart:
         return TreeRestore(self._files, self._committed, self._part, self._settings)
 
     def value(self) -> Json:
-        """Return the JSON data, with its digest verified if the settings ask for it."""
         name, manifest = value_file(self.name, self.process), self._committed.manifest
         record = self._files_by_name.get(name)
         if record is None:
             raise CorruptCheckpointError(
                 f"{self._committed.directory}: expected the file {name} in the manifest, found no entry for it"
             )
-        data = _read_value(
-            self._files, self._committed, record, manifest.digest if self._settings.verify_on_load else None
-        )
+        digest = manifest.digest if self._settings.verify_on_load else None
+        data = _read_value(self._files, self._committed, record, digest)
         try:
             return decode_value(data)
         except NOT_JSON as error:
             raise CorruptCheckpointError(f"{self._committed.directory}/{name}: not JSON: {error}") from error
 
     def directory(self) -> Path:
-        """Return the directory of the checkpointable's own files, with their digests verified as for `value`."""
         for problem in _own_problems(self._files, self._committed, self._part, self._settings.verify_on_load):
             raise CorruptCheckpointError(problem)
         self._returned_directory = True
@@ -130,7 +125,7 @@ def load_parts(
             jobs = []
             for name, target in named("targets", targets).items():
                 part = _part_of(committed, name)
-                opened = OpenPart(files, committed, part, settings, options, progress, loads)
+                opened = _OpenPart(files, committed, part, settings, options, progress, loads)
                 if name == DATA_NAME:
                     check_fingerprint(name, committed.manifest.info.get("fingerprint"))
                 jobs.append((handler_for_load(target, part.kind, name), target, opened))
@@ -150,7 +145,7 @@ def load_parts(
         close_files(files.end())
 
 
-def _compare(handler: Handler, target: Any, opened: OpenPart) -> None:
+def _compare(handler: Handler, target: Any, opened: _OpenPart) -> None:
     compare = getattr(handler, "compare", None)
     if compare is not None:
         compare(target, opened)
@@ -169,7 +164,7 @@ def compare_parts(backend: Opener, committed: Committed, targets: Mapping[str, A
     loads = JobLoads(None, settings)
     for name, target in targets.items():
         part = _part_of(committed, name)
-        opened = OpenPart(backend, committed, part, settings, LoadOptions(), None, loads)
+        opened = _OpenPart(backend, committed, part, settings, LoadOptions(), None, loads)
         _compare(handler_for_load(target, part.kind, name), target, opened)
 
 

@@ -20,8 +20,7 @@ def _is_object(value: object) -> bool:
 class NnxHandler:
     """The handler of NNX objects, alone or among the leaves of a pytree.
 
-    Each object is stored as the pure dict of its variables, and restored in place. Other leaves of the pytree are
-    returned as new values.
+    Each object is stored as the pure dict of its variables, and restored in place. Other leaves are new values.
     """
 
     kind = "pytree"

@@ -137,14 +137,10 @@ class _Done(msgspec.Struct):
 
 
 class CheckpointSave:
-    """One save of one checkpoint, as a process of the job performs it.
-
-    Args:
-        job: a coordinator for this save only; all processes create one for the same save.
-        subject: the name of what is saved, for messages; the same in all processes.
+    """One save of one checkpoint, as a process of the job performs it, with a coordinator for this save only.
 
     Attributes:
-        parts, times, tracker: the staged checkpointables, durations and progress of this process.
+        subject: the name of what is saved, for messages; the same in all processes.
         transaction: in the primary, the attempt, once it exists.
         result: what `SaveTarget.committed` returned in the primary.
     """
@@ -159,7 +155,7 @@ class CheckpointSave:
         self.transaction: Transaction | None = None
         self._directory = self._final = ""
         self._shared: frozenset[str] = frozenset()
-        self._comparison = ContentComparison(settings.digest)
+        self._comparison = _ContentComparison(settings.digest)
         # What this process has written; the chunks of arrays are only here if no index of another process is merged.
         self._records: list[PartRecord] = []
         self._segments: list[SegmentRecord] = []
@@ -210,7 +206,7 @@ class CheckpointSave:
             if done == _DIFFERS:
                 doing = f"comparing what the processes save as {self.subject}"
                 encoded = functools.partial(self._comparison.encoded, self.parts)
-                self._job.exchange(doing, encoded, refuse_differences, self.tracker.sign)
+                self._job.exchange(doing, encoded, _refuse_differences, self.tracker.sign)
             return self._committed or self._committed_elsewhere(begun, done)
         except BaseException as error:
             self._undo(error)
@@ -396,7 +392,7 @@ class CheckpointSave:
         return Manifest(FORMAT, FORMAT_VERSION, digest, BLOCK_BYTES, tuple(segments), tuple(parts), dict(info))
 
 
-class ContentComparison:
+class _ContentComparison:
     """Digests of the content that one process saves, for a comparison with the other processes."""
 
     def __init__(self, digest_name: str) -> None:
@@ -420,11 +416,9 @@ class ContentComparison:
         return block_digests(flat, BLOCK_BYTES, self.digest)
 
     def of_all(self, parts: Sequence[StagedPart]) -> str:
-        """Return one digest of all content."""
         return self.digest(msgspec.msgpack.encode([*self._content(parts)]))
 
     def encoded(self, parts: Sequence[StagedPart]) -> bytes:
-        """Return the digests of all items, for `refuse_differences`."""
         digests = [(label, self.digest(msgspec.msgpack.encode(content))) for label, content in self._content(parts)]
         return msgspec.msgpack.encode(digests)
 
@@ -445,7 +439,7 @@ class ContentComparison:
             yield f"leaf {name!r}: its values", digest
 
 
-def refuse_differences(values: Sequence[bytes]) -> bytes:
+def _refuse_differences(values: Sequence[bytes]) -> bytes:
     """In the primary process: raise MismatchError with the names of the differences."""
     found = [dict(msgspec.msgpack.decode(value, type=list[tuple[str, str]])) for value in values]
     lines = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,11 +20,7 @@ _NOTABLE_BYTES = 1 << 20
 
 
 def is_maker(value: object) -> bool:
-    """Return whether a value is a function that makes a state, and not a callable state.
-
-    Modules of NNX have their own handler, and modules of Equinox are pytrees. Any other callable contains nothing that
-    could be saved.
-    """
+    """Return whether a value is a function that makes a state, and not a module of NNX or Equinox, which is a state."""
     return callable(value) and isinstance(handler_of(value), PytreeHandler) and jax.tree_util.all_leaves([value])
 
 
@@ -35,10 +30,7 @@ def make_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trace_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values like `make_values`, but with a `jax.ShapeDtypeStruct` for each array instead of computing it.
-
-    The structs have shardings if these are known.
-    """
+    """Return what `make_values` returns, with a `jax.ShapeDtypeStruct` and its known sharding for each array."""
     return {name: _abstract(value) if is_maker(value) else value for name, value in values.items()}
 
 
@@ -93,8 +85,8 @@ def _traced(make: Callable[[], Any]) -> Any:
     if structure is None:
         of_objects: Callable[[Callable[[], Any]], Any] | None = getattr(handler, "trace", None)
         return make() if of_objects is None else of_objects(make)
-    shardings = _shardings(traced.jaxpr)
-    arrays = iter([_with_sharding(*each) for each in zip(shapes, shardings, strict=True)])
+    found = zip(shapes, _shardings(traced.jaxpr), strict=True)
+    arrays = iter([_struct(shape, shape.sharding if known is None else known) for shape, known in found])
     tree = jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in leaves])
     _warn_of_unknown_shardings(tree)
     return tree
@@ -120,8 +112,7 @@ def _warn_of_unknown_shardings(tree: Any) -> None:
 
 
 def _bytes(leaf: Any) -> int:
-    size: int = math.prod(leaf.shape) * leaf.dtype.itemsize
-    return size
+    return int(leaf.size * leaf.dtype.itemsize)
 
 
 def _form(leaf: Any) -> Any:
@@ -130,9 +121,12 @@ def _form(leaf: Any) -> Any:
         return np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
     if not isinstance(leaf, jax.Array):
         return leaf
+    return _struct(leaf, leaf.sharding if leaf.committed else None)
+
+
+def _struct(like: Any, sharding: Any) -> Any:
     struct: Any = jax.ShapeDtypeStruct
-    place, is_weak = leaf.sharding if leaf.committed else None, getattr(leaf, "weak_type", False)
-    return struct(leaf.shape, leaf.dtype, sharding=place, weak_type=is_weak)
+    return struct(like.shape, like.dtype, sharding=sharding, weak_type=getattr(like, "weak_type", False))
 
 
 def _shardings(jaxpr: Any) -> Sequence[Any]:
@@ -152,9 +146,3 @@ def _shardings(jaxpr: Any) -> Sequence[Any]:
         return with_layout(found, params["out_layouts"][number]) if found and "out_layouts" in params else found
 
     return [of(*made_by.get(id(var), ({}, 0))) for var in jaxpr.outvars]
-
-
-def _with_sharding(shape: Any, sharding: Any) -> Any:
-    place = shape.sharding if sharding is None else sharding
-    struct: Any = jax.ShapeDtypeStruct
-    return struct(shape.shape, shape.dtype, sharding=place, weak_type=shape.weak_type)
