@@ -39,9 +39,6 @@ class SharedMemory:
     Attributes:
         data: flat uint8, writable, at a page boundary.
         address: by which others find it, until it is hidden.
-
-    Raises:
-        OSError: the system has no such memory, or provides none.
     """
 
     _descriptor = -1
@@ -171,9 +168,6 @@ class ColocatedMemory:
         process: number of this process, once it has joined.
         data: of each process in order: flat uint8; this process may write into its own. Empty before it has joined.
         given, taken: how much each process has given, and taken of each, by its latest message.
-
-    Raises:
-        OSError: the system has no such memory, or provides none.
     """
 
     def __init__(self, size: int) -> None:

@@ -53,12 +53,7 @@ class Owned:
 
 
 class Feed:
-    """The queue of events for one sink. A thread exists only while the queue is not empty.
-
-    Args:
-        sink: called on that thread only.
-        name: the name of the sink, for messages.
-    """
+    """The queue of events for one sink, called on a thread that exists only while the queue is not empty."""
 
     def __init__(self, sink: Sink, name: str) -> None:
         self._sink, self._name, self._process, self._has_failed = sink, name, os.getpid(), False
@@ -148,11 +143,7 @@ class Feed:
 
 
 class Feeds:
-    """The queues of all sinks of one run.
-
-    Args:
-        sinks: the sinks; each one gets every event, whether others fail or not.
-    """
+    """The queues of all sinks of one run. Each sink gets every event, whether others fail or not."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._feeds = []

@@ -32,9 +32,6 @@ class CheckpointInfo:
         metrics: the metrics recorded with the step; None: none so far (an evaluation may attach them later).
         pinned: whether the user has asked to keep this step whatever the policy says.
         temporary: whether it is deleted after the next commit.
-
-    Raises:
-        SettingsError: the step is not an integer of at least 0, or the time has no time zone.
     """
 
     step: int
@@ -79,9 +76,6 @@ class DecisionContext:
         read_failures: returns how often the run has failed so far. None: unknown.
         multiprocessing_options: the processes that take part; any object with the attributes of
             `MultiprocessingOptions`.
-
-    Raises:
-        SettingsError: a time has no time zone.
     """
 
     now: datetime
@@ -244,16 +238,13 @@ class SaveCosts:
     """The measured costs of saves, in seconds. None: unknown so far."""
 
     step_s: float | None = None  # the duration of an update while no save is running
-    # What the loop loses by one save: the time that it is blocked, and the slowdown of the updates during the
-    # save. It changes only if a measurement differs by a tenth.
+    # What the loop loses by one save: the time that it is blocked, and the slowdown of the updates during the save.
     cost_s: float | None = None
     blocked_s: float | None = None  # the part of it in which the loop is blocked
     duration_s: float | None = None  # the time from the start of a save to its commit; the longest of the last few
     usual_s: float | None = None  # the same, the median of the last few
     is_measuring: bool = False  # whether a save is running, or the update after it, so that its cost is not known yet
-    # Whether updates have to be timed before the next save: none ran between the last saves, so the cost of these
-    # is uncertain.
-    is_unseen: bool = False
+    is_unseen: bool = False  # whether updates have to be timed before the next save: none ran between the last ones
     spent_s: float = 0.0  # the cost of all saves of this process so far
     trained_s: float = 0.0  # the time since this process started to train, without the cost of saves
     # The work that the devices had queued at the last save, if the loop does not wait for them; else 0.0.
@@ -269,11 +260,10 @@ class Failures:
 
     @property
     def mtbf_s(self) -> float:
-        """The estimated mean time between failures, in seconds.
+        """The estimated mean time between failures, in seconds: the mean of a Gamma prior, updated by the observations.
 
-        The estimate is the mean of a Gamma prior of the failure rate, updated by the observations. The prior is half a
-        failure in one minute. So a run without failures expects one after twice the time that it has lived, and a run
-        with failures expects about what it has observed.
+        The prior is half a failure in one minute. So a run without failures expects one after twice the time that it
+        has lived, and a run with failures expects about what it has observed.
         """
         return (PRIOR_OBSERVED_S + self.observed_s) / (PRIOR_FAILURES + self.count)
 

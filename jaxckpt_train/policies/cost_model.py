@@ -109,9 +109,6 @@ class LoopTimer:
     A loop that does not wait for its devices runs ahead of them: JAX queues its updates. Most saves wait until the
     queue is empty, and the next calls are fast until it is full again. Therefore a measurement starts and ends at the
     same length of the queue: when it is full again, or at the end of that wait.
-
-    Args:
-        monotonic: the time in seconds.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.perf_counter) -> None:
@@ -164,12 +161,7 @@ class LoopTimer:
                 self._began_at, self._began_step = now, step
 
     def save_began(self, step: int, device_wait_s: float = 0.0) -> None:
-        """The current call took the state and started a save; the loop continues after it.
-
-        Args:
-            step: the number of updates that the loop has called for.
-            device_wait_s: the seconds that the call waited until the devices had computed them.
-        """
+        """The current call took the state after `step` updates, for which it waited, and started a save."""
         blocked_s = self._monotonic() - self._entered_at - device_wait_s
         now = _Save(self._entered_at, step, blocked_s, device_wait_s, queued_s=device_wait_s)
         before, self._save = self._save, now
@@ -184,12 +176,7 @@ class LoopTimer:
         self._count_queue(now, device_wait_s)
 
     def committed(self, duration_s: float, device_wait_s: float = 0.0) -> None:
-        """A save was committed. May be called on any thread.
-
-        Args:
-            duration_s: the seconds since it started.
-            device_wait_s: the part of it in which the devices were computing the state.
-        """
+        """A save was committed, in part of whose duration the devices were computing the state. From any thread."""
         self._durations.append((duration_s, device_wait_s))
         save = self._save
         if save is not None:

@@ -117,11 +117,7 @@ class PolledSource(abc.ABC):
 
     @abc.abstractmethod
     def _look(self) -> Notice | None:
-        """Ask the server.
-
-        Raises:
-            NoAnswerError: it gave no usable answer.
-        """
+        """Ask the server; NoAnswerError: it gave no usable answer."""
 
     def start(self) -> None:
         """Start polling."""

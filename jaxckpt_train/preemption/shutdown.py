@@ -306,13 +306,7 @@ class GracefulShutdown:
         return self.preempted if self._raises else SystemExit(self.preempted.exit_code)
 
     def wait(self) -> None:
-        """Wait for the running save. If a requested shutdown leaves no time for it, give it up and end the run.
-
-        Raises:
-            SystemExit, Preempted: it was given up.
-            CheckpointTimeoutError: it makes no progress.
-            Exception: the original error of the save, if it failed.
-        """
+        """Wait for the running save, and raise its error. If a shutdown leaves no time for it, give it up and end."""
         try:
             failure = self._manager.settle(until=self.is_time_up)
         except CheckpointTimeoutError as error:
@@ -330,11 +324,7 @@ class GracefulShutdown:
 
     @contextlib.contextmanager
     def leaving_a_load(self) -> Iterator[None]:
-        """Within the context, a requested shutdown ends a load and the run at once: there is nothing to save yet.
-
-        Raises:
-            SystemExit, Preempted: the load was ended by a request.
-        """
+        """Within the context, a requested shutdown ends a load and the run at once: there is nothing to save yet."""
         try:
             with interruptible(self.check_load):
                 yield
@@ -353,11 +343,7 @@ class GracefulShutdown:
     def close(self) -> None:
         """Wait for the running save and the deletions, close the manager and stop watching.
 
-        A shutdown that is requested meanwhile limits the waits.
-
-        Raises:
-            CheckpointTimeoutError: the save makes no progress.
-            Exception: the original error of a save that failed.
+        A shutdown that is requested meanwhile limits the waits. The original error of a save that failed is raised.
         """
         manager = self._manager
         manager.leave_to_parent()

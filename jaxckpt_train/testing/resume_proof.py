@@ -148,9 +148,6 @@ class Runner:
             name: the name of the run.
             kill_at: the updates in which to interrupt the run.
             values_from, saves_first: see `Plan`.
-
-        Raises:
-            ResumeNotProvenError: the run did not reach an interruption, did not resume, hung, or failed by itself.
         """
         attempts: list[Attempt] = []
         for number, stop_at in enumerate([*kill_at, None], 1):
