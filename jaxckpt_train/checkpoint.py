@@ -20,7 +20,7 @@ from jaxckpt_train.checkpointables.staging import wait_until_taken
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, NotACheckpointError, StorageError
 from jaxckpt_train.formats.detect import find_file, find_in_directory
-from jaxckpt_train.formats.orbax_metadata import match_target
+from jaxckpt_train.formats.orbax_read import match_target
 from jaxckpt_train.formats.safetensors import KIND as SAFETENSORS
 from jaxckpt_train.formats.torch import KIND as PYTORCH
 from jaxckpt_train.opened import DEFAULT_NAME, ORBAX, OURS, Opened, open_found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxckpt_train.errors import NotACheckpointError, StepNotFoundError, StorageError
 from jaxckpt_train.formats.foreign import ForeignCheckpoint
-from jaxckpt_train.formats.orbax_metadata import has_orbax_names, holds_items, looks_like_orbax, orbax_steps
+from jaxckpt_train.formats.orbax_names import has_orbax_names, holds_items, looks_like_orbax, orbax_steps
 from jaxckpt_train.formats.orbax_read import open_orbax
 from jaxckpt_train.formats.safetensors import (
     SUFFIX,
@@ -40,12 +40,8 @@ def find_in_directory(backend: Backend, path: str, step: float | None = None) ->
 
     `step` is the one to choose when the directory holds several. None: the newest one of Flax.
 
-    Raises:
-        NotACheckpointError: the directory is an Orbax run and the step must be chosen, it holds Flax checkpoints with
-            several prefixes, or its save has not finished.
-        StepNotFoundError: the directory holds several steps, but not this one.
-        CorruptCheckpointError: the content is damaged.
-        StorageError: the content cannot be read.
+    Raises NotACheckpointError: several steps of Orbax or prefixes of Flax, or an unfinished save; StepNotFoundError: no
+    such step.
     """
     try:
         entries = backend.list(path)
@@ -82,15 +78,11 @@ def _find_flax_step(
         return None  # a run of this library continues in the directory, and its steps are newer
     name = choose_checkpoint(path, found, step)
     if name not in folders:
-        is_newest = step is None
-        before = f"{path}/{found.names[-2]}" if is_newest and found.names[1:] else None
-        return FlaxFile(f"{path}/{name}", path, is_newest, before)
+        before = f"{path}/{found.names[-2]}" if step is None and found.names[1:] else None
+        return FlaxFile(f"{path}/{name}", path, before)
     inner = backend.list(f"{path}/{name}")
     if not looks_like_orbax(backend, f"{path}/{name}", inner):
-        raise NotACheckpointError(
-            f"{path}/{name}: is the chosen Flax checkpoint of {path}; expected a file or an Orbax directory, found a "
-            "directory without Orbax metadata"
-        )
+        raise NotACheckpointError(f"{path}/{name}: expected a Flax file or an Orbax one, found a directory")
     return open_orbax(backend, f"{path}/{name}", inner)
 
 
@@ -104,8 +96,8 @@ def _find_orbax_step(
     shown, newest = ", ".join(map(str, list(steps)[-MOST_NAMED:])), f"{path}/{list(steps.values())[-1]}"
     if step is None:
         raise NotACheckpointError(
-            f"{path}: expected one checkpoint, found an Orbax run with {len(steps)} steps, the last steps are {shown}; "
-            f"pass the path of a step, such as {newest}, or --step on the command line"
+            f"{path}: expected one checkpoint, found an Orbax run with {len(steps)} steps, the last are {shown}; pass "
+            f"the path of a step, such as {newest}, or --step on the command line"
         )
     if step not in steps:
         raise StepNotFoundError(f"{path}: has no step {step}; the last steps are {shown}")

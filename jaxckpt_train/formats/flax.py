@@ -47,19 +47,14 @@ def open_flax(backend: Backend, path: str, *, is_checkpoint: bool) -> ForeignChe
     except NOT_JSON as error:
         other = other_content(bytes(data[:SNIFFED_BYTES])) or f"{type(error).__name__}: {error}"
         why = other if len(data) else "it is empty, perhaps after a full disk or a crash"
+        what = f"found another file ({why})"
         if is_checkpoint:
-            raise CorruptCheckpointError(
-                f"{path}: expected a Flax msgpack file, found another content ({why})"
-            ) from error
-        expected = f"{path}: expected a checkpoint directory or a Flax msgpack file"
+            raise CorruptCheckpointError(f"{path}: expected a Flax msgpack file, {what}") from error
         if name.endswith(".json"):
-            advice = f"found a JSON file; pass the directory of the checkpoint, {folder or '/'}"
-            raise NotACheckpointError(f"{expected}, {advice}") from error
-        raise NotACheckpointError(f"{expected}, found another file ({why})") from error
+            what = f"found a JSON file; pass the directory of the checkpoint, {folder or '/'}"
+        raise NotACheckpointError(f"{path}: expected a checkpoint directory or a Flax msgpack file, {what}") from error
     if not isinstance(found, dict):
-        raise CorruptCheckpointError(
-            f"{path}: expected a Flax msgpack file of a map, found one of a {type(found).__name__}"
-        )
+        raise CorruptCheckpointError(f"{path}: expected a Flax msgpack file of a map, found a {type(found).__name__}")
     tree, segments = _FlaxTree(path), Segments()
     tree.add(ROOT, found)
     _refuse_arrays_elsewhere(tree, path)
@@ -128,9 +123,7 @@ def _decode(data: Any, kind: Any, subject: str) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except NOT_JSON as error:
-        raise CorruptCheckpointError(
-            f"{subject}: expected an array or a number, found something else: {shown(error)}"
-        ) from error
+        raise CorruptCheckpointError(f"{subject}: expected an array or a number: {shown(error)}") from error
 
 
 def _decode_array(data: Any, subject: str) -> np.ndarray:
@@ -147,9 +140,7 @@ def _check_shape(shape: Sequence[Any], elements: float, subject: str) -> None:
     is_shape = all(isinstance(size, int) and size >= 0 for size in shape) and len(shape) <= _MOST_DIMENSIONS
     # numpy refuses such a shape even if one of its sizes is 0
     if not is_shape or math.prod(max(1, size) for size in shape) >= _MOST_ELEMENTS or math.prod(shape) != elements:
-        raise CorruptCheckpointError(
-            f"{subject}: expected the shape of an array with {elements:g} elements, found {shown(list(shape))}"
-        )
+        raise CorruptCheckpointError(f"{subject}: shape {shown(list(shape))} does not fit {elements:g} elements")
 
 
 def _joined_array(node: Mapping[Any, Any], subject: str) -> np.ndarray:

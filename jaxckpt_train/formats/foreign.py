@@ -165,22 +165,17 @@ def make_foreign_checkpoint(
 ) -> ForeignCheckpoint:
     """Describe the content of another tool's checkpoint as a checkpoint of this library.
 
-    Args:
-        kind: the name of the tool.
-        directory: the path for messages.
-        parts: the checkpointables by name.
-        segments: the content of their arrays.
-        block_bytes: the number of bytes in which a chunk is read.
-        info: the `info` of the manifest, as far as the tool stores it.
-        decoding: see `ForeignCheckpoint`.
-
-    Raises:
-        CorruptCheckpointError: an array has an impossible shape, or a leaf is below another leaf.
+    A chunk is read in `block_bytes` at a time. Raises CorruptCheckpointError if the result could be copied into a
+    checkpoint of this library but not be opened there: an impossible shape, or a leaf below another leaf.
     """
     opens, records = segments.opens, []
     for name, part in parts.items():
         if isinstance(part, ForeignTree):
-            _check_tree(part, directory)
+            for array in part.arrays:
+                check_shape(array.shape, DTYPES[array.dtype].itemsize, f"{directory}: leaf {shown(array.name)}")
+            pair = find_nested_leaves(part.record.leaves)
+            if pair is not None:
+                raise CorruptCheckpointError(f"{directory}: leaf {shown(pair[0])} is below leaf {shown(pair[1])}")
             records.append(PartRecord(name, PYTREE, tuple(part.arrays), (), encode_tree(part.record)))
         else:
             file = FileRecord(f"{name}/p00000.json", len(part.data) if isinstance(part.data, bytes) else 0, "")
@@ -199,15 +194,6 @@ def make_foreign_checkpoint(
     commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, 0, ""))
     opens[COMMIT_NAME] = _open_bytes(f"{directory}/{COMMIT_NAME}", commit)
     return ForeignCheckpoint(kind, ForeignFiles(opens), Committed(directory, manifest, ""), decoding)
-
-
-def _check_tree(tree: ForeignTree, directory: str) -> None:
-    """Refuse a tree that could be copied into a checkpoint of this library but not be opened there."""
-    for array in tree.arrays:
-        check_shape(array.shape, DTYPES[array.dtype].itemsize, f"{directory}: leaf {shown(array.name)}")
-    pair = find_nested_leaves(tree.record.leaves)
-    if pair is not None:
-        raise CorruptCheckpointError(f"{directory}: leaf {shown(pair[0])} is below leaf {shown(pair[1])}")
 
 
 def check_shape(shape: Sequence[int], itemsize: int, subject: str) -> None:
@@ -361,10 +347,8 @@ class PlainTree:
     def add(self, path: str, value: Any) -> None:
         """Add a value and everything in it. Raises UnsupportedLeafError if something in it cannot be a leaf."""
         if path.count("/") >= MAX_DEPTH or len(self.leaves) >= MAX_ARRAYS:
-            raise CorruptCheckpointError(
-                f"{self._subject}: {path!r:.100}: expected a tree of at most {MAX_DEPTH} levels and {MAX_ARRAYS:,} "
-                "values, found more"
-            )
+            most = f"expected at most {MAX_DEPTH} levels and {MAX_ARRAYS:,} values, found more"
+            raise CorruptCheckpointError(f"{self._subject}: {path!r:.100}: {most}")
         value = self._decoded(path, value)
         if isinstance(value, np.ndarray | np.generic):
             self.arrays[path] = np.asarray(value)
@@ -435,13 +419,10 @@ _calls = PerProcess(_Calls)
 
 
 def foreign_call() -> _Calls:
-    """Return a context manager for a call of another tool's native code, for which the exit of the process waits.
-
-    Entering it raises StorageError when the process is ending and the request is older than that.
-    """
+    """Return a context manager for a call of another tool's native code, for which the exit of the process waits."""
     return _calls.get(None)
 
 
 def shorten_exit_wait() -> None:
-    """Shorten the wait at exit for foreign calls, because the user has interrupted the process."""
+    """Shorten the wait at exit for foreign calls after the user has interrupted the process."""
     _calls.get(None).exit_wait_s = INTERRUPTED_EXIT_WAIT_S

@@ -7,12 +7,17 @@ which also holds small leaves. `tensorstore_reads` reads its arrays.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+import datetime
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
-from jaxckpt_train.checkpointables.base import STATE_FILE
+from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, STATE_FILE
 from jaxckpt_train.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -24,6 +29,7 @@ from jaxckpt_train.formats.flax import MsgpackTree, decode_msgpack
 from jaxckpt_train.formats.foreign import (
     JSON,
     NAME,
+    PYTREE,
     ForeignCheckpoint,
     ForeignPart,
     ForeignTree,
@@ -34,35 +40,46 @@ from jaxckpt_train.formats.foreign import (
     make_foreign_checkpoint,
     mapping_key,
 )
-from jaxckpt_train.formats.orbax_metadata import (
+from jaxckpt_train.formats.orbax_names import (
     AGGREGATE,
-    ARRAY_METADATAS,
-    JAX_ARRAY,
     OCDBT,
-    SCALAR,
     STEP_METADATA,
-    STRING,
-    STRINGS,
     TEMPORARY,
     TREE_METADATA,
-    OrbaxTree,
-    StoredLeaf,
     find_aggregate,
-    grain_states,
-    handler_kind,
     is_item_folder,
     is_tree,
-    read_bytes,
-    read_json,
-    read_key_implementations,
-    read_step,
-    read_tree_metadata,
+    step_number,
 )
 from jaxckpt_train.formats.tensorstore_reads import DECODING, OrbaxArray, open_arrays, read_error
-from jaxckpt_train.pytree.leaves import ROOT, STORED, ArrayLeaf, KeyLeaf, LeafRecord, StrLeaf, TreeRecord, record_value
+from jaxckpt_train.pytree.leaves import (
+    EMPTY,
+    MAX_DEPTH,
+    ROOT,
+    STORED,
+    ArrayLeaf,
+    EmptyLeaf,
+    Flat,
+    KeyLeaf,
+    LeafRecord,
+    NoneLeaf,
+    StrLeaf,
+    TreeRecord,
+    join,
+    record_value,
+)
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.buffers import aligned_buffer
-from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord, decode_value, encode_value, is_plain_name, shown
+from jaxckpt_train.store.files import read_whole
+from jaxckpt_train.store.manifest import (
+    NOT_JSON,
+    ArrayRecord,
+    decode_untrusted,
+    decode_value,
+    encode_value,
+    is_plain_name,
+    shown,
+)
 from jaxckpt_train.store.process_identity import has_huge_malloc
 from jaxckpt_train.store.segment import ALIGNMENT
 
@@ -71,6 +88,24 @@ DONE = "commit_success.txt"
 _KEY_WIDTHS = {2: "threefry2x32", 4: "rbg"}
 _NUMBERS = {"bool", "int64", "float64", "complex128"}  # dtypes of Python's numbers
 PLACEHOLDERS = ("PLACEHOLDER://", "AGGREGATED://")  # the second one only in the very first versions
+_MAX_TIME_NS = 10**9 * 3600 * 24 * 365 * 8000  # the datetime module ends at the year 9999
+_HANDLER_KINDS = {
+    "PyTreeCheckpointHandler": PYTREE,
+    "StandardCheckpointHandler": PYTREE,
+    "PyTreeHandler": PYTREE,
+    "ArrayCheckpointHandler": PYTREE,
+    "JaxRandomKeyCheckpointHandler": PYTREE,
+    "JsonCheckpointHandler": JSON,
+    "JsonHandler": JSON,
+    "MetricsHandler": JSON,
+    "StatefulCheckpointableHandler": ORBAX_GRAIN,  # also saves any other stateful object
+}
+STRINGS, ARRAY_METADATAS = "_strings.json", "array_metadatas"
+VALUE = "/value"  # the child of a Flax NNX variable, which Orbax saves as a container
+MAX_METADATA_BYTES = 512 << 20
+JAX_ARRAY, NUMPY_ARRAY, SCALAR, STRING = "jax.Array", "np.ndarray", "scalar", "string"  # Orbax's types of leaves
+_EMPTY = {"Dict": "dict", "List": "list", "Tuple": "tuple", "NamedTuple": "dict"}
+_TYPED_INTEGER = re.compile(r"~s-?[0-9]+")
 
 
 class _Found(NamedTuple):
@@ -82,15 +117,7 @@ class _Found(NamedTuple):
 
 
 def open_orbax(backend: Backend, directory: str, entries: Sequence[Entry]) -> ForeignCheckpoint:
-    """Open a step, or an item of a step.
-
-    Raises:
-        NotACheckpointError: its save has not finished, or it contains no supported item.
-        CorruptCheckpointError: it is damaged.
-        UnsupportedLeafError: a leaf has a type that only a handler of the user can read.
-        SettingsError: TensorStore is not installed.
-        StorageError: it cannot be read.
-    """
+    """Open a step, or an item of a step. Raises NotACheckpointError for an unfinished save, or without known items."""
     if TEMPORARY in directory.rpartition("/")[2]:
         raise NotACheckpointError(f"{directory}: expected a finished step of Orbax, found an unfinished save")
     info, handlers = read_step(backend, directory, entries)
@@ -168,20 +195,16 @@ def _add_missing(
         # Objects of any class are saved by the stateful handler, not only Grain's iterators.
         elif name not in folders or (kind is not None and not (files and last == "StatefulCheckpointableHandler")):
             there = "an empty folder" if name in folders else "no folder"
-            problem = CorruptCheckpointError(
-                f"{path}: expected the files of {shown(last)}, which {STEP_METADATA} lists, found "
-                f"{few(sorted(files)) or there}; restore the folder from a copy, or load the other "
-                "items by name"
-            )
-            found.parts[name] = ForeignValue(kind or JSON, problem)
+            problem = f"expected the files of {shown(last)}, found {few(sorted(files)) or there}"
+            error = CorruptCheckpointError(f"{path}: {problem}; load the other items by name")
+            found.parts[name] = ForeignValue(kind or JSON, error)
 
 
 def _read_json_item(backend: Backend, directory: str, name: str) -> ForeignValue:
     try:
         return ForeignValue(JSON, encode_value(decode_value(read_bytes(backend, directory, name))))
     except (*NOT_JSON, UnsupportedLeafError) as error:
-        problem = f"{directory}/{name}: expected JSON, found something else: {shown(error)}"
-        return ForeignValue(JSON, CorruptCheckpointError(problem))
+        return ForeignValue(JSON, CorruptCheckpointError(f"{directory}/{name}: expected JSON: {shown(error)}"))
     except CorruptCheckpointError as error:
         return ForeignValue(JSON, error)
 
@@ -222,10 +245,7 @@ def _take_from_aggregate(
     other = _read_aggregate(backend, directory) if AGGREGATE in names else OrbaxTree({}, {}, {}, {})
     for leaf in sorted(leaves):
         if leaf not in other.leaves and leaf not in other.stored:
-            raise CorruptCheckpointError(
-                f"{directory}/{AGGREGATE}: expected leaf {leaf!r}, which {TREE_METADATA} lists, found "
-                f"{'none' if AGGREGATE in names else 'no such file'}"
-            )
+            raise CorruptCheckpointError(f"{directory}/{AGGREGATE}: has no leaf {leaf!r}, which {TREE_METADATA} lists")
     tree.leaves |= {leaf: each for leaf, each in other.leaves.items() if leaf in leaves}
     tree.stored |= {leaf: each for leaf, each in other.stored.items() if leaf in leaves}
     tree.held |= {leaf: each for leaf, each in other.held.items() if leaf in leaves}
@@ -247,9 +267,7 @@ def _open_arrays(
         # Later the parameter is a key in the database, unless there is none. It is a path in the first versions, which
         # have a database of its own for a parameter with `/` in its name.
         if (is_old or not use_ocdbt) and (parameter.startswith("/") or ".." in parameter.split("/")):
-            raise CorruptCheckpointError(
-                f"{directory}: leaf {leaf!r}: the array {parameter!r} would be outside of the checkpoint"
-            )
+            raise CorruptCheckpointError(f"{directory}: leaf {leaf!r}: {parameter!r} is outside of the checkpoint")
         folder = parameter.rpartition("/")[0]
         if is_old and folder and folder not in databases and _has_database(backend, f"{directory}/{folder}"):
             databases.add(folder)
@@ -268,8 +286,7 @@ def _open_arrays(
     except CorruptCheckpointError as error:
         if tree.stored.keys() == {ROOT} and not names & {AGGREGATE, TREE_METADATA}:
             raise NotACheckpointError(
-                f"{directory}: expected {TREE_METADATA} or {AGGREGATE} with the structure of the tree, found only "
-                "arrays of Orbax"
+                f"{directory}: expected {TREE_METADATA} or {AGGREGATE} with the tree, found only arrays of Orbax"
             ) from error
         raise
 
@@ -319,10 +336,7 @@ def _stored_leaves(
 
 
 def _is_number(stored: StoredLeaf, array: ArrayRecord | None) -> bool:
-    """Return whether a leaf is a Python number.
-
-    Of an unknown type, a 64-bit scalar is one, as JAX has none by default.
-    """
+    """Return whether a leaf is a Python number. Of an unknown type, a 64-bit scalar is one: JAX has none by default."""
     if stored.value_type is None and array is not None:
         return array.shape == () and array.dtype in _NUMBERS
     return stored.value_type == SCALAR
@@ -362,9 +376,7 @@ def decode_aggregate(data: bytes, path: str) -> OrbaxTree:
     try:
         found = decode_msgpack(data)
     except NOT_JSON as error:
-        raise CorruptCheckpointError(
-            f"{path}: expected a msgpack tree of Orbax, found something else: {shown(error)}"
-        ) from error
+        raise CorruptCheckpointError(f"{path}: expected a msgpack tree of Orbax: {shown(error)}") from error
     if not isinstance(found, dict | list):
         raise CorruptCheckpointError(f"{path}: expected a tree of Orbax, found a {type(found).__name__}")
     tree = _Aggregate(path)
@@ -378,3 +390,221 @@ def decode_aggregate(data: bytes, path: str) -> OrbaxTree:
         else:
             leaves[name] = leaf
     return OrbaxTree(tree.containers, leaves, stored, tree.arrays)
+
+
+def read_json(backend: Backend, directory: str, name: str, kind: Any = Any) -> Any:
+    """Read a JSON file of Orbax. Raises CorruptCheckpointError if it is not JSON of this kind."""
+    try:
+        return decode_untrusted(read_bytes(backend, directory, name), kind)
+    except NOT_JSON as error:
+        raise CorruptCheckpointError(f"{directory}/{name}: expected JSON metadata: {shown(error)}") from error
+
+
+def read_bytes(backend: Backend, directory: str, name: str) -> bytes:
+    """Read a file of metadata."""
+    return bytes(memoryview(read_whole(backend, directory, name, MAX_METADATA_BYTES)))
+
+
+class StepInfo(NamedTuple):
+    """The metadata of a step: the `info` of a manifest, and the handlers of the items, since version 0.11."""
+
+    info: dict[str, Any]
+    handlers: dict[str, str]
+
+
+def read_step(backend: Backend, directory: str, entries: Sequence[Entry]) -> StepInfo:
+    """Read the metadata of a step. An item has none."""
+    info: dict[str, Any] = {}
+    step = step_number(directory.rpartition("/")[2])
+    if step is not None:
+        info["step"] = step
+    if all(entry.name != STEP_METADATA for entry in entries):
+        return StepInfo(info, {})
+    found = read_json(backend, directory, STEP_METADATA, dict[str, Any])
+    metrics, custom, ended = found.get("metrics"), found.get("custom_metadata"), found.get("commit_timestamp_nsecs")
+    if isinstance(metrics, Mapping):
+        info["metrics"] = dict(metrics)
+    if custom:
+        info["custom_metadata"] = custom
+    if isinstance(ended, int) and 0 <= ended < _MAX_TIME_NS:
+        time = datetime.datetime.fromtimestamp(ended / 1e9, datetime.UTC)
+        info["created"] = time.isoformat(timespec="milliseconds")
+    handlers = found.get("item_handlers")  # text where the step itself is an item; a value is None without a handler
+    items = handlers.items() if isinstance(handlers, Mapping) else ()
+    return StepInfo(info, {name: handler for name, handler in items if isinstance(handler, str)})
+
+
+def handler_kind(handler: str) -> str | None:
+    """Return the kind of checkpointable that a handler of Orbax or Grain writes, or None for other handlers."""
+    if handler.startswith("grain."):
+        return ORBAX_GRAIN
+    return _HANDLER_KINDS.get(handler.rpartition(".")[2]) if handler.startswith("orbax.") else None
+
+
+class _Key(msgspec.Struct, frozen=True):
+    key: str
+    key_type: int  # 1: sequence, 2: mapping
+
+
+class _Value(msgspec.Struct, frozen=True):
+    value_type: str
+    skip_deserialize: bool = False
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    key_metadata: tuple[_Key, ...]
+    value_metadata: _Value
+
+
+class _TreeMetadata(msgspec.Struct, frozen=True):
+    tree_metadata: dict[str, _Entry]
+    use_ocdbt: bool | None = None
+    use_zarr3: bool | None = False
+    custom_metadata: Any = None
+    store_array_data_equal_to_fill_value: bool | None = False
+
+
+class StoredLeaf(NamedTuple):
+    """A leaf with stored data: its name in Orbax's files, and its type. The first versions do not record the type."""
+
+    parameter: str
+    value_type: str | None = None
+
+
+@dataclasses.dataclass
+class OrbaxTree:
+    """The tree of an item, by path."""
+
+    containers: dict[str, str]
+    leaves: dict[str, LeafRecord]  # those without stored data
+    stored: dict[str, StoredLeaf]
+    held: dict[str, np.ndarray]  # the content of arrays that are among `leaves`
+    use_ocdbt: bool | None = None  # None: the metadata does not say
+    use_zarr3: bool = False
+    custom_metadata: Any = None
+    is_whole: bool = False  # versions that do not record this left out chunks of zeros
+
+
+def read_tree_metadata(backend: Backend, directory: str) -> tuple[OrbaxTree, list[str]]:
+    """Read `_METADATA`. Some versions have the content of some leaves in the file `checkpoint`: return their paths.
+
+    Raises UnsupportedLeafError if a leaf has a type that only a handler of the user can read.
+    """
+    found = read_json(backend, directory, TREE_METADATA, _TreeMetadata)
+    tree = OrbaxTree(
+        {}, {}, {}, {}, found.use_ocdbt, bool(found.use_zarr3), found.custom_metadata,
+        is_whole=bool(found.store_array_data_equal_to_fill_value),
+    )  # fmt: skip
+    entries = found.tree_metadata.values()
+    parents = {
+        tuple(key.key for key in entry.key_metadata[:depth])
+        for entry in entries
+        for depth in range(len(entry.key_metadata))
+    }
+    in_aggregate = []
+    for entry in entries:
+        keys = tuple(key.key for key in entry.key_metadata)
+        if keys in parents and entry.value_metadata.skip_deserialize:
+            continue  # the container was empty when it was recorded; a later entry has a leaf in it
+        name = _leaf_path(tree, entry, f"{directory}/{TREE_METADATA}")
+        value_type = entry.value_metadata.value_type
+        if value_type == "None":
+            tree.leaves[name] = NoneLeaf()
+        elif value_type in _EMPTY:
+            tree.leaves[name] = EmptyLeaf()
+            if _EMPTY[value_type] != "dict":
+                tree.containers[name] = _EMPTY[value_type]
+        elif entry.value_metadata.skip_deserialize:
+            in_aggregate.append(name)
+        elif value_type in (JAX_ARRAY, NUMPY_ARRAY, SCALAR, STRING):
+            tree.stored[name] = StoredLeaf(".".join(keys), value_type)
+        else:
+            raise UnsupportedLeafError(
+                f"{directory}/{TREE_METADATA}: leaf {name!r} has Orbax's type {shown(value_type)}, which needs a "
+                "handler of your own; load it with Orbax, and save it with jaxckpt_train"
+            )
+    return tree, in_aggregate
+
+
+def _leaf_path(tree: OrbaxTree, entry: _Entry, path: str) -> str:
+    """Return the leaf path of an entry, and note the lists on the way."""
+    if len(entry.key_metadata) > MAX_DEPTH:
+        raise CorruptCheckpointError(f"{path}: expected a tree of at most {MAX_DEPTH} levels, found more")
+    name = ROOT
+    for key in entry.key_metadata:
+        text = mapping_key(key.key, name)
+        if key.key_type == 1:
+            tree.containers[name] = "list"
+            if not text.isdigit():
+                raise CorruptCheckpointError(f"{path}: below {name!r}: expected a position, found {shown(key.key)}")
+        name = join(name, text)
+    return name
+
+
+def read_key_implementations(backend: Backend, directory: str) -> dict[str, str]:
+    """Read the implementation of each PRNG key by parameter name, which the first process has written."""
+    implementations: dict[str, str] = {}
+    folder = f"{directory}/{ARRAY_METADATAS}"
+    if any(entry.name == "process_0" for entry in backend.list(folder)):
+        found = read_json(backend, folder, "process_0", dict[str, list[dict[str, Any]]])
+        for each in found.get("array_metadatas", []):
+            metadata = each.get("array_metadata")
+            extra = metadata.get("ext_metadata") if isinstance(metadata, Mapping) else None
+            implementation = extra.get("random_key_impl") if isinstance(extra, Mapping) else None
+            if isinstance(metadata, Mapping) and isinstance(implementation, str):
+                implementations[str(metadata.get("param_name"))] = implementation
+    return implementations
+
+
+def match_target(target: Flat, record: TreeRecord, names: Mapping[str, str]) -> tuple[TreeRecord, dict[str, str]]:
+    """Rename leaves that are not in the target to equivalent leaves that are.
+
+    Orbax does not record whether a key of a mapping is text or an integer. It saves variables of NNX as mappings, and a
+    NamedTuple without fields, such as some states of Optax, as None. `names` are those of the leaves by their paths in
+    the checkpoint.
+    """
+    wanted = dict(zip(target.names, target.leaves, strict=True))
+    taken, leaves, found = set(names.values()) & wanted.keys(), dict[str, LeafRecord](record.leaves), dict[str, str]()
+    plain = dict[str, list[str]]()
+    for name in wanted:
+        plain.setdefault(_plain_name(name), []).append(name)
+    for saved, name in names.items():
+        others = (each for form in _equivalents(name) for each in plain.get(form, ()) if each not in taken)
+        found[saved] = name if name in wanted else next(others, name)
+        taken.add(found[saved])
+        if isinstance(leaves[saved], NoneLeaf) and wanted.get(found[saved]) is EMPTY:
+            leaves[saved] = EmptyLeaf()
+    return TreeRecord(record.containers, leaves), found
+
+
+def _equivalents(name: str) -> Iterator[str]:
+    yield _plain_name(name)
+    if name.endswith(VALUE):
+        yield _plain_name(name.removesuffix(VALUE))
+
+
+def _plain_name(name: str) -> str:
+    """Return a leaf path in which text keys that look like integers are plain integers."""
+    return "/".join(key[2:] if _TYPED_INTEGER.fullmatch(key) else key for key in name.split("/"))
+
+
+def grain_states(backend: Backend, directory: str, entries: Sequence[Entry]) -> ForeignValue | None:
+    """Return the states that Grain's handler has saved in an item, or None if there are none.
+
+    A state is stored as JSON data if JSON can represent it exactly, otherwise as the text of its file.
+    """
+    files = sorted(entry.name for entry in entries if STATE_FILE.fullmatch(entry.name))
+    # Bytes that are not text become text that is not JSON. The error then appears when an iterator is restored, and the
+    # rest of the step can still be loaded.
+    texts = {name: read_bytes(backend, directory, name).decode(errors="backslashreplace") for name in files}
+    states = {name: _as_data(text) for name, text in texts.items()}
+    return ForeignValue(ORBAX_GRAIN, msgspec.json.encode(states)) if states else None
+
+
+def _as_data(text: str) -> Any:
+    try:
+        state = json.loads(text)
+        is_same = not isinstance(state, str) and msgspec.json.decode(msgspec.json.encode(state)) == state
+    except (*NOT_JSON, ValueError, OverflowError):
+        return text
+    return state if is_same else text

@@ -18,15 +18,8 @@ import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError, SettingsError, StorageError
-from jaxckpt_train.formats.orbax_metadata import (
-    AGGREGATE,
-    ARRAY_METADATAS,
-    STEP_METADATA,
-    STRINGS,
-    TREE_METADATA,
-    VALUE,
-)
-from jaxckpt_train.formats.orbax_read import METRICS, PLACEHOLDERS
+from jaxckpt_train.formats.orbax_names import AGGREGATE, STEP_METADATA, TREE_METADATA
+from jaxckpt_train.formats.orbax_read import ARRAY_METADATAS, METRICS, PLACEHOLDERS, STRINGS, VALUE
 from jaxckpt_train.formats.tensorstore_reads import system_error, tensorstore
 from jaxckpt_train.pytree.leaves import (
     ROOT,
@@ -166,10 +159,8 @@ def _tree_leaves(committed: Committed, part: PartRecord) -> list[_Leaf]:
     seen: dict[str, str] = {}
     for each in found:
         if seen.setdefault(each.parameter, each.path) != each.path:
-            raise MismatchError(
-                f"{committed.directory}: leaves {seen[each.parameter]!r} and {each.path!r} would both be called "
-                f"{each.parameter!r} by Orbax; rename one of them"
-            )
+            both = f"leaves {seen[each.parameter]!r} and {each.path!r}"
+            raise MismatchError(f"{committed.directory}: {both} would both be called {each.parameter!r} by Orbax")
     return found
 
 
@@ -177,10 +168,8 @@ def _leaf(subject: str, tree: TreeRecord, path: str, leaf: LeafRecord, array: Ar
     keys = _keys(tree, path)
     if array is not None:
         if len(array.shape) > MAX_RANK:
-            raise MismatchError(
-                f"{subject}: leaf {path!r}: expected at most {MAX_RANK} axes, the limit of Orbax, found "
-                f"{len(array.shape)}; change the shape (the operation reshape)"
-            )
+            found = f"expected at most {MAX_RANK} axes, the limit of Orbax, found {len(array.shape)}; reshape it"
+            raise MismatchError(f"{subject}: leaf {path!r}: {found}")
         if isinstance(leaf, KeyLeaf):
             return _Leaf(path, keys, "jax.Array", array, leaf.impl)
         # Not as a JAX array: restoring one without a target requires the devices of the original array.

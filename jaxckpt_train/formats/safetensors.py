@@ -136,10 +136,7 @@ def open_safetensors(backend: Backend, path: str) -> ForeignCheckpoint:
     """Open one safetensors file as a checkpoint, unless its name says that it is one of several files of a model."""
     folder, _, name = path.rpartition("/")
     if _missing([name]):
-        raise NotACheckpointError(
-            f"{path}: expected the path of a complete model, found that of one of its files; pass the folder of the "
-            f"files, {folder}"
-        )
+        raise NotACheckpointError(f"{path}: is one of several files of a model; pass the folder of the files, {folder}")
     return _open_files(backend, path, folder, [name], None)
 
 
@@ -155,17 +152,13 @@ def open_safetensors_folder(
 ) -> ForeignCheckpoint:
     """Open the model in a folder: the files of an index, one file, or all files of one numbered series."""
     if len(indexes) > 1:
-        raise NotACheckpointError(
-            f"{folder}: expected one index, found {few(indexes)}; pass the path of the index to load"
-        )
+        raise NotACheckpointError(f"{folder}: expected one index, found {few(indexes)}; pass the path of one")
     if not indexes:
         series = _by_model(names)
         if len(series) > 1:
             firsts = [numbered[min(numbered)] for numbered in series.values()]
-            raise NotACheckpointError(
-                f"{folder}: expected the files of one model, found {len(series)} models: {few(firsts)}; pass "
-                "the path of one file, or move the other models to folders of their own"
-            )
+            models = f"{len(series)} models: {few(firsts)}"
+            raise NotACheckpointError(f"{folder}: expected one model, found {models}; pass the path of one file")
         _refuse_missing(folder, names)
         return _open_files(backend, folder, folder, names, None)
     weight_map = _read_index(backend, folder, indexes[0])
@@ -174,8 +167,8 @@ def open_safetensors_folder(
     others = sorted(set(names).difference(named))
     if others:
         raise NotACheckpointError(
-            f"{folder}: expected only the files that {indexes[0]} names, found also {few(others)}; pass the "
-            "path of the index to ignore the other files, or the path of one of them"
+            f"{folder}: expected only the files that {indexes[0]} names, found also {few(others)}; pass the path of "
+            "the index, or of one file"
         )
     _refuse_missing(folder, named)
     return found
@@ -205,8 +198,8 @@ def _open_files(
         metadata |= header.metadata
         if _PARTIAL_TENSORS in header.metadata:
             raise UnsupportedLeafError(
-                f"{path}: expected complete tensors, found the parts that one process of torch.distributed.checkpoint "
-                "wrote; merge them with its consolidate_safetensors_files, and load the result"
+                f"{path}: expected complete tensors, found the parts of one process of torch.distributed.checkpoint; "
+                "merge them with its consolidate_safetensors_files"
             )
         for tensor, entry in header.tensors.items():
             if weight_map is not None and weight_map.get(tensor) != name:
@@ -221,9 +214,7 @@ def _open_files(
             arrays[leaf] = array_record(leaf, entry.shape, NAMED[entry.dtype], (chunk,))
     for tensor, name in (weight_map or {}).items():
         if key_text(tensor, ROOT) not in arrays:
-            raise CorruptCheckpointError(
-                f"{folder}/{name}: expected tensor {tensor!r}, which the index assigns to this file, found none"
-            )
+            raise CorruptCheckpointError(f"{folder}/{name}: has no tensor {tensor!r}, which the index assigns to it")
     if refuse_unlisted and unlisted:
         raise CorruptCheckpointError(f"{unlisted}; pass the path of the index to ignore such tensors")
     record = TreeRecord({}, {leaf: ArrayLeaf("numpy") for leaf in arrays})
@@ -280,9 +271,8 @@ def read_header(backend: Backend, path: str) -> Header:
 
 def _read(source: Source, offset: int, length: int, path: str) -> bytes:
     if offset + length > source.size:
-        raise CorruptCheckpointError(
-            f"{path}: expected a safetensors file of at least {offset + length} bytes, found {source.size} bytes"
-        )
+        least = f"expected a safetensors file of at least {offset + length} bytes"
+        raise CorruptCheckpointError(f"{path}: {least}, found {source.size} bytes")
     data = np.empty(length, np.uint8)
     source.read_into(offset, data, length)
     return data.tobytes()
@@ -307,9 +297,8 @@ def _parse_header(text: bytes, data_start: int, size: int, path: str) -> Header:
     for name, entry in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         _check_tensor(entry, f"{path}: tensor {shown(name)}")
         if entry.data_offsets[0] != at:
-            raise CorruptCheckpointError(
-                f"{path}: tensor {shown(name)} starts at byte {entry.data_offsets[0]} of the data, expected {at}"
-            )
+            starts = f"starts at byte {entry.data_offsets[0]} of the data, expected {at}"
+            raise CorruptCheckpointError(f"{path}: tensor {shown(name)} {starts}")
         at = entry.data_offsets[1]
     if data_start + at != size:
         raise CorruptCheckpointError(f"{path}: expected the {data_start + at} bytes of its header, found {size}")
@@ -341,9 +330,7 @@ def _check_tensor(entry: _Entry, subject: str) -> None:
     check_shape(entry.shape, DTYPES[dtype].itemsize, subject)
     start, stop = entry.data_offsets
     if stop - start != math.prod(entry.shape) * DTYPES[dtype].itemsize:
-        raise CorruptCheckpointError(
-            f"{subject}: found {stop - start} bytes, which do not fit {dtype}{list(entry.shape)}"
-        )
+        raise CorruptCheckpointError(f"{subject}: found {stop - start} bytes for {dtype}{list(entry.shape)}")
 
 
 def _read_index(backend: Backend, folder: str, index: str) -> dict[str, str]:
@@ -357,9 +344,7 @@ def _read_index(backend: Backend, folder: str, index: str) -> dict[str, str]:
         raise CorruptCheckpointError(f"{folder}/{index}: expected an index of tensors, found an empty one")
     for name in set(found.values()):
         if not is_plain_name(name):
-            raise CorruptCheckpointError(
-                f"{folder}/{index}: expected names of files in this folder, found {shown(name)}"
-            )
+            raise CorruptCheckpointError(f"{folder}/{index}: expected a file of this folder, found {shown(name)}")
     return found
 
 
@@ -487,14 +472,10 @@ def _check_name(subject: str, leaf: str, name: str, dtype: np.dtype, leaf_of: di
     """Add a leaf by the name of its tensor, or raise MismatchError if a tensor cannot have this name or dtype."""
     if name == _METADATA:
         raise MismatchError(
-            f"{subject} would be called {name!r}, which safetensors reserves for the metadata of a file; rename the "
-            f"leaf (--op 'rename {leaf} metadata'), or drop it"
+            f"{subject} would be called {name!r}, which is reserved; rename it (--op 'rename {leaf} metadata')"
         )
     if dtype.name not in _DTYPES:
-        raise MismatchError(
-            f"{subject} has the dtype {dtype.name}, which safetensors cannot name; cast it (the operation cast), or "
-            "leave it out (drop)"
-        )
+        raise MismatchError(f"{subject} has the dtype {dtype.name}, which safetensors cannot name; cast it, or drop it")
     if leaf_of.setdefault(name, leaf) != leaf:
         raise MismatchError(
             f"{subject} and {leaf_of[name]!r} would both be called {name!r}; rename one, or choose another separator"

@@ -13,7 +13,7 @@ import msgspec
 
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StepNotFoundError, StorageError
 from jaxckpt_train.formats.flax import ARRAYS_OF_A_JOB
-from jaxckpt_train.formats.orbax_metadata import OCDBT, TEMPORARY, TREE_METADATA, begins_as
+from jaxckpt_train.formats.orbax_names import OCDBT, TEMPORARY, TREE_METADATA, begins_as
 from jaxckpt_train.store.backends.base import Backend, Entry
 from jaxckpt_train.store.files import read_or_none
 from jaxckpt_train.store.manifest import NOT_JSON
@@ -67,8 +67,7 @@ class FlaxFile:
 
     path: str
     directory: str | None = None  # in which it was recognized; None: the user named the file itself
-    is_newest: bool = False  # of the checkpoints there
-    before: str | None = None  # the path of the checkpoint before it
+    before: str | None = None  # the path of the checkpoint before it, if it is the newest there
 
 
 class FlaxNames(NamedTuple):
@@ -91,10 +90,7 @@ def flax_names(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fl
     """Return the checkpoints that Flax has left in a directory, or None.
 
     Like Flax, this takes every entry with the prefix for a checkpoint, except temporary ones and the arrays of
-    multi-process jobs.
-
-    Raises:
-        NotACheckpointError: the directory holds several prefixes, and none of them is Flax's default.
+    multi-process jobs. Raises NotACheckpointError: there are several prefixes, and none of them is Flax's default.
     """
     kinds = {each.name: each.kind for each in entries if _may_be_checkpoint(each.name)}
     files = _numbered_files(entries)

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, SettingsError, StorageError
 from jaxckpt_train.formats.foreign import PieceCache, Segments, array_record, check_shape, foreign_call, grid_boxes
-from jaxckpt_train.formats.orbax_metadata import OCDBT, ZARR
+from jaxckpt_train.formats.orbax_names import OCDBT, ZARR
 from jaxckpt_train.store.backends.base import MISSING, Backend, storage_error
 from jaxckpt_train.store.boxes import Box
 from jaxckpt_train.store.manifest import ArrayRecord, shown
@@ -60,9 +60,8 @@ def refuse_fork(subject: str) -> None:
     """Raise SettingsError in a process that was forked after TensorStore had started threads, where it would abort."""
     if _threads_of not in (None, os.getpid()):
         raise SettingsError(
-            f"{subject} through TensorStore, which cannot be used in process {os.getpid()}: the process was forked "
-            "after "
-            'its parent had used TensorStore. Start it with multiprocessing.get_context("spawn"), or load in the parent'
+            f"{subject} through TensorStore, which cannot be used in process {os.getpid()}: it was forked after its "
+            'parent had used TensorStore. Start it with multiprocessing.get_context("spawn"), or load in the parent'
         )
 
 
@@ -74,9 +73,7 @@ def tensorstore(subject: str) -> Any:
     except ModuleNotFoundError as error:
         raise SettingsError(f"{subject} through TensorStore: pip install 'jaxckpt-train[orbax]'") from error
     except ImportError as error:
-        raise SettingsError(
-            f"{subject} through TensorStore, which is installed but cannot be imported: {shown(error)}"
-        ) from error
+        raise SettingsError(f"{subject} through TensorStore, which cannot be imported: {shown(error)}") from error
     return tensorstore
 
 
@@ -119,15 +116,9 @@ def open_arrays(
 ) -> dict[str, OrbaxArray]:
     """Open arrays of an item without reading their content, and add them to `segments`.
 
-    Args:
-        backend: the storage.
-        directory: the directory of the item.
-        names: the parameter names by leaf path.
-        segments: the arrays are added to these.
-        use_ocdbt, use_zarr3: the form of the arrays.
-        databases: folders of the item with an OCDBT database of their own, in the first versions.
-        is_whole: whether every chunk was written. A missing chunk is then damage, and otherwise zeros.
-        takes_direct: whether large chunks can bypass the page cache.
+    `names` are the parameter names by leaf path, and `databases` the folders with an OCDBT database of their own, in
+    the first versions. `is_whole`: every chunk was written, so a missing one is damage, and not zeros. `takes_direct`:
+    large chunks can bypass the page cache.
     """
     if not names:
         return {}
@@ -137,9 +128,8 @@ def open_arrays(
     for name in sorted(f"{folder}/{metadata}".removeprefix("/") for folder in folders):
         size = _size(backend, directory, name)
         if size > MOST_METADATA_BYTES:  # TensorStore reads it whole when it opens an array
-            raise CorruptCheckpointError(
-                f"{directory}/{name}: expected at most {MOST_METADATA_BYTES:,} bytes of metadata, found {size:,}"
-            )
+            problem = f"expected at most {MOST_METADATA_BYTES:,} bytes of metadata, found {size:,}"
+            raise CorruptCheckpointError(f"{directory}/{name}: {problem}")
     context = ts.Context(
         {"cache_pool#nodes": {"total_bytes_limit": CACHED_BYTES}, "file_io_concurrency": {"limit": 16}}
     )
@@ -220,9 +210,7 @@ def _add_array(
     cell = _cell(shape, _chunk_shape(store), dtype.itemsize)
     count = math.prod(-(-size // width) for size, width in zip(shape, cell, strict=True))
     if count > MOST_PIECES:
-        raise CorruptCheckpointError(
-            f"{subject}: expected at most {MOST_PIECES:,} pieces, found {count:,} in shape {list(shape)}"
-        )
+        raise CorruptCheckpointError(f"{subject}: expected at most {MOST_PIECES:,} pieces, found {count:,}")
 
     def read(box: Box, target: np.ndarray) -> None:
         check_size()
@@ -284,15 +272,10 @@ def _check_chunks(subject: str, store: ts.TensorStore, files: Backend | None, di
     size = _chunk_bytes(store)
     array_bytes = math.prod(store.shape) * int(store.dtype.numpy_dtype.itemsize)
     if size > max(LARGE_CHUNK_BYTES, array_bytes):
-        raise CorruptCheckpointError(
-            f"{subject}: expected chunks of at most {array_bytes:,} bytes, its own size, found {size:,}"
-        )
+        raise CorruptCheckpointError(f"{subject}: expected chunks of at most {array_bytes:,} bytes, found {size:,}")
     if DECODING * size > memory_bytes():
-        raise StorageError(
-            errno.ENOMEM,
-            f"{subject}: reading a chunk of {size:,} bytes needs twice its size, but this machine has "
-            f"{memory_bytes():,} bytes of memory",
-        )
+        problem = f"{subject}: a chunk needs {DECODING * size:,} bytes of memory, this machine has {memory_bytes():,}"
+        raise StorageError(errno.ENOMEM, problem)
     if files is None:
         return
     stored = _chunk_bytes(store, is_stored=True)
@@ -300,10 +283,8 @@ def _check_chunks(subject: str, store: ts.TensorStore, files: Backend | None, di
     for name in _chunk_files(files, directory, folder):
         found = _size(files, directory, name)
         if found > most:
-            raise CorruptCheckpointError(
-                f"{subject}: {directory}/{name}: expected at most {most:,} bytes for a chunk of {stored:,}, found "
-                f"{found:,}"
-            )
+            problem = f"expected at most {most:,} bytes for a chunk of {stored:,}, found {found:,}"
+            raise CorruptCheckpointError(f"{subject}: {directory}/{name}: {problem}")
 
 
 def _chunk_files(files: Backend, directory: str, folder: str) -> Iterator[str]:

@@ -63,25 +63,14 @@ _log = logging.getLogger("jaxckpt_train")
 
 
 def looks_like_torch(entries: Sequence[Entry]) -> bool:
-    """Return whether a directory has the names of a distributed checkpoint of PyTorch, finished or not."""
+    """Return whether a directory has a distributed checkpoint of PyTorch, finished or not."""
     return any(entry.name.endswith(SUFFIX) for entry in entries)
 
 
 def open_torch(backend: Backend, directory: str, entries: Sequence[Entry]) -> ForeignCheckpoint:
-    """Open a distributed checkpoint.
-
-    Raises:
-        NotACheckpointError: its save has not finished.
-        CorruptCheckpointError: it is damaged, or its metadata would run code.
-        FormatVersionError: the dtype of a tensor is not supported.
-        SettingsError: PyTorch is not installed.
-        StorageError: it cannot be read.
-    """
+    """Open a distributed checkpoint. Raises CorruptCheckpointError if it is damaged, or its metadata would run code."""
     if all(entry.name != METADATA for entry in entries):
-        raise NotACheckpointError(
-            f"{directory}: expected a finished distributed checkpoint of PyTorch, found its files without {METADATA}, "
-            "which is written last"
-        )
+        raise NotACheckpointError(f"{directory}: expected a finished save of PyTorch, found one without {METADATA}")
     data = read_whole(backend, *linked(f"{directory}/{METADATA}"), MAX_METADATA_BYTES)
     metadata = decode_torch_metadata(data.tobytes(), f"{directory}/{METADATA}")
     _check_files(backend, directory, metadata)
@@ -114,14 +103,11 @@ def _check_files(backend: Backend, directory: str, metadata: TorchMetadata) -> N
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
-            raise CorruptCheckpointError(
-                f"{directory}/{file}: {METADATA} names this file, but it does not exist"
-            ) from error
+            raise CorruptCheckpointError(f"{directory}/{file}: does not exist, but {METADATA} names it") from error
         source.close()
         if source.size < end:
-            raise CorruptCheckpointError(
-                f"{directory}/{file}: expected at least the {end} bytes of {METADATA}, found {source.size}"
-            )
+            found = f"expected at least the {end} bytes of {METADATA}, found {source.size}"
+            raise CorruptCheckpointError(f"{directory}/{file}: {found}")
 
 
 def _leaf_path(name: str, paths: Mapping[str, tuple[str | int, ...]]) -> str:

@@ -88,9 +88,8 @@ def read_metadata_pickle(data: bytes, path: str) -> Record:
     except CorruptCheckpointError:
         raise
     except Exception as error:  # a damaged pickle raises many kinds of errors
-        raise CorruptCheckpointError(
-            f"{path}: expected PyTorch metadata, found something else: {type(error).__name__}: {shown(error)}"
-        ) from error
+        found = f"{type(error).__name__}: {shown(error)}"
+        raise CorruptCheckpointError(f"{path}: expected PyTorch metadata, found something else: {found}") from error
     if not is_record(found, "Metadata"):
         raise CorruptCheckpointError(f"{path}: expected PyTorch metadata, found a {type(found).__name__}")
     return found

@@ -21,7 +21,7 @@ from jaxckpt_train.errors import (
     StepNotFoundError,
     StorageError,
 )
-from jaxckpt_train.formats.orbax_metadata import orbax_steps
+from jaxckpt_train.formats.orbax_names import orbax_steps
 from jaxckpt_train.formats.step_folders import LEVANTER, certain_checkpoints, step_folders
 from jaxckpt_train.run.entry import Entry, entry_from_manifest, in_order, parse_step_name, shown_name
 from jaxckpt_train.run.record import FoundRecord

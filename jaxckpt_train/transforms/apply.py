@@ -37,7 +37,7 @@ from jaxckpt_train.store.reader import read_box
 from jaxckpt_train.store.segment import DTYPES, dtype_name, is_inexact
 from jaxckpt_train.transforms.base import Change, Leaf, Leaves, Operation, check_leaves, match_pattern, matches
 from jaxckpt_train.transforms.operations import KINDS
-from jaxckpt_train.transforms.views import Equal, Mean, Stored, View
+from jaxckpt_train.transforms.views import Averaged, Stored, View
 
 
 class Transformed(NamedTuple):
@@ -160,10 +160,7 @@ class Average(Operation):
             selected = {name for name in other if match_pattern(self.leaves, name) is not None}
             differing = selected.symmetric_difference(names)
             if differing:
-                raise MismatchError(
-                    f"{subject}: leaf {min(differing)!r}: expected it in this checkpoint and in {path}, found it in "
-                    "one of them"
-                )
+                raise MismatchError(f"{subject}: leaf {min(differing)!r}: is in only one of this checkpoint and {path}")
         new = {name: _mean(name, leaves[name], [(path, other[name]) for path, other in others]) for name in names}
         averaged = [name for name in names if new[name].record != leaves[name].record or _is_float(new[name])]
         if not averaged:
@@ -199,15 +196,11 @@ def _mean(name: str, leaf: Leaf, others: Sequence[tuple[str, Leaf]]) -> Leaf:
     for path, other in others:
         same_type = type(other.record) is type(leaf.record) and other.describe() == leaf.describe()
         if not same_type or (leaf.view is None and not _is_float(leaf) and other.record != leaf.record):
-            raise MismatchError(
-                f"average: leaf {name!r} is {leaf.describe()} in the first checkpoint, but {other.describe()} or "
-                f"another value in {path}; select leaves without it"
-            )
+            found = f"{leaf.describe()} in the first checkpoint, but {other.describe()} or another value in {path}"
+            raise MismatchError(f"average: leaf {name!r} is {found}; select leaves without it")
     if leaf.view is not None:
         views = [other.view for _, other in others if other.view is not None]
-        if _is_float(leaf):
-            return Leaf(leaf.record, Mean([*views, leaf.view], name))  # in the order of the steps
-        return Leaf(leaf.record, Equal([leaf.view, *views], name, [path for path, _ in others]))
+        return Leaf(leaf.record, Averaged([leaf.view, *views], name, [path for path, _ in others]))
     if not _is_float(leaf):
         return leaf
     values = [python_value(name, each.record, name) for each in (leaf, *(other for _, other in others))]
@@ -250,9 +243,8 @@ def _parse_item(subject: str, given: object) -> Operation:
     if isinstance(given, Operation):
         return given
     if not isinstance(given, Mapping) or "op" not in given:
-        raise SettingsError(
-            f'{subject}: expected an operation such as {{"op": "drop", "leaves": "head/**"}}, found {shown(given)}'
-        )
+        example = '{"op": "drop", "leaves": "head/**"}'
+        raise SettingsError(f"{subject}: expected an operation such as {example}, found {shown(given)}")
     kind = _kind(subject, given["op"])
     subject, fields = f"{subject} ({kind.name})", _fields(kind)
     arguments = known_keys(subject, {key: value for key, value in given.items() if key != "op"}, tuple(fields))

@@ -99,10 +99,8 @@ class Operation(abc.ABC):
                 whole_number(subject, value)
             elif field.name == "dtype":
                 if value not in DTYPES:
-                    raise SettingsError(
-                        f'{subject}: expected the name of a dtype such as "bfloat16", found {value!r}'
-                        f"{nearest(value, DTYPES)}"
-                    )
+                    found = f"found {value!r}{nearest(value, DTYPES)}"
+                    raise SettingsError(f'{subject}: expected the name of a dtype such as "bfloat16", {found}')
         for pattern in self._texts("leaves", "from_"):
             for template in self._texts("to", "into"):
                 _check_template(self.name, pattern, template)
@@ -137,10 +135,8 @@ def check_leaves(leaves: Leaves, before: Leaves, subject: str) -> None:
         if leaf.view is not None and id(leaf.view) not in known:
             size = array_bytes(leaf.view.shape, leaf.view.dtype.itemsize)
             if size is None or size > MOST_BYTES:
-                raise MismatchError(
-                    f"{subject}: leaf {name!r}: expected a valid shape of at most {MOST_BYTES >> 40} TiB, found "
-                    f"{leaf.describe():.200}"
-                )
+                wanted = f"expected a valid shape of at most {MOST_BYTES >> 40} TiB"
+                raise MismatchError(f"{subject}: leaf {name!r}: {wanted}, found {leaf.describe():.200}")
 
 
 def _check_paths(leaves: Leaves, before: Leaves, subject: str) -> None:
@@ -154,9 +150,7 @@ def _check_paths(leaves: Leaves, before: Leaves, subject: str) -> None:
             raise MismatchError(f"{subject}: leaf {name!r:.200}: expected at most {MAX_DEPTH} levels, found more")
     pair = find_nested_leaves(leaves)
     if pair is not None:
-        raise MismatchError(
-            f"{subject}: leaf {pair[0]!r} would be below leaf {pair[1]!r}; drop one of them, or change its path"
-        )
+        raise MismatchError(f"{subject}: leaf {pair[0]!r} would be below leaf {pair[1]!r}; drop or rename one")
 
 
 @functools.cache
@@ -198,17 +192,16 @@ def _check_template(subject: str, pattern: str, template: str) -> None:
     found = [each for each in wildcards(template) if each != INDEX]
     if wanted != found:
         raise SettingsError(
-            f"{subject}: expected the wildcards of {pattern!r} in {template!r}, in the same order, found "
-            f"{' '.join(found) or 'none'} instead of {' '.join(wanted) or 'none'}"
+            f"{subject}: expected the wildcards of {pattern!r} in the same order in {template!r}, found "
+            f"{' '.join(found) or 'none'}"
         )
 
 
 def check_pattern(subject: str, pattern: object) -> None:
     """Raise SettingsError unless a value is a pattern: text with at most one index."""
     if not isinstance(pattern, str) or not pattern:
-        raise SettingsError(
-            f'{subject}: expected a leaf path or a pattern such as "layers/*/kernel", found {pattern!r}'
-        )
+        example = '"layers/*/kernel"'
+        raise SettingsError(f"{subject}: expected a leaf path or a pattern such as {example}, found {pattern!r}")
     if wildcards(pattern).count(INDEX) > 1:
         raise SettingsError(f"{subject}: expected one {INDEX} at most, found {pattern!r}")
 

@@ -84,9 +84,7 @@ class Copy(Operation):
         found = {name: fill_template(self.to, texts) for name, texts in matches(self.from_, leaves, subject).items()}
         for name, new in found.items():
             if new in leaves:
-                raise MismatchError(
-                    f"{subject}: leaf {new!r} already exists, and cannot be a copy of {name!r}; drop it first"
-                )
+                raise MismatchError(f"{subject}: leaf {new!r} already exists; drop it first")
             leaves[new] = leaves[name]
         return [(f"{name} {leaves[name].describe()}", f"{name}, {new}") for name, new in found.items()]
 
@@ -210,10 +208,8 @@ def _new_shape(view: View, wanted: Sequence[int | None], leaf: str, *, larger: b
         raise MismatchError(f"{leaf}: expected {len(wanted)} axes, found {len(view.shape)}")
     shape = tuple(old if size is None else size for old, size in zip(view.shape, wanted, strict=True))
     if any((new < old) if larger else (new > old) for old, new in zip(view.shape, shape, strict=True)):
-        raise MismatchError(
-            f"{leaf}: expected a shape that is not {'larger' if larger else 'smaller'} than {list(shape)}, found "
-            f"{list(view.shape)}"
-        )
+        fits = f"not {'larger' if larger else 'smaller'} than {list(shape)}"
+        raise MismatchError(f"{leaf}: expected a shape that is {fits}, found {list(view.shape)}")
     return shape
 
 
@@ -274,10 +270,7 @@ class Stack(Operation):
     def __post_init__(self) -> None:
         check_pattern("stack: leaves", self.leaves)
         if INDEX not in wildcards(self.leaves):
-            raise SettingsError(
-                f"stack: expected {INDEX} in leaves at the position of the layer's number, such as in "
-                f"'layers/{INDEX}/**', found {self.leaves!r}"
-            )
+            raise SettingsError(f"stack: leaves: expected {INDEX} for the layer's number, found {self.leaves!r}")
         super().__post_init__()
         if INDEX in wildcards(self.to):
             raise SettingsError(f"stack: expected no {INDEX} in to, the path of a single array, found {self.to!r}")
@@ -309,9 +302,8 @@ class Unstack(Operation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if INDEX not in wildcards(self.to) or INDEX in wildcards(self.leaves):
-            raise SettingsError(
-                f"unstack: expected {INDEX} in to, and not in leaves, found {self.to!r} and {self.leaves!r}"
-            )
+            found = f"{self.to!r} and {self.leaves!r}"
+            raise SettingsError(f"unstack: expected {INDEX} in to, and not in leaves, found {found}")
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         place, changes = wildcards(self.to).index(INDEX), []
@@ -319,9 +311,8 @@ class Unstack(Operation):
             view, old = require_array(leaves, name, subject), leaves[name].describe()
             axis = check_axis(self.axis, len(view.shape), name, subject)
             if view.shape[axis] > MAX_ARRAYS:
-                raise MismatchError(
-                    f"{subject}: leaf {name!r}: expected at most {MAX_ARRAYS:,} layers, found {view.shape[axis]:,}"
-                )
+                found = f"expected at most {MAX_ARRAYS:,} layers, found {view.shape[axis]:,}"
+                raise MismatchError(f"{subject}: leaf {name!r}: {found}")
             into = [*texts[:place], INDEX, *texts[place:]]
             new: dict[str, View] = {}
             for number in range(view.shape[axis]):
@@ -372,9 +363,7 @@ class Split(Operation):
     def _sizes(self, width: int, name: str, subject: str) -> Sequence[int]:
         sizes = self.sizes or [width // len(self.into)] * len(self.into)
         if sum(sizes) != width:
-            raise MismatchError(
-                f"{subject}: leaf {name!r}: expected sizes that add up to {width}, found {list(sizes)}; pass sizes"
-            )
+            raise MismatchError(f"{subject}: leaf {name!r}: expected sizes that add up to {width}, found {list(sizes)}")
         return sizes
 
 
@@ -409,10 +398,8 @@ def _join(leaves: Leaves, names: Sequence[str], to: str, axis: int, subject: str
     for name, array in zip(names, arrays, strict=True):
         if fixed(array) != fixed(arrays[0]):
             alike = "the same shape and dtype" if new else f"the same dtype, and the same shape except on axis {place}"
-            raise MismatchError(
-                f"{subject}: leaf {name!r} does not fit {names[0]!r}: expected {alike}, found "
-                f"{_describe(leaves, [names[0], name])}"
-            )
+            found = f"expected {alike}, found {_describe(leaves, [names[0], name])}"
+            raise MismatchError(f"{subject}: leaf {name!r} does not fit {names[0]!r}: {found}")
     old = _describe(leaves, names)
     replace_leaves(leaves, {to: views.Joined(arrays, place, new=new)}, names, subject)
     return old, f"{to} {leaves[to].describe()}"
@@ -468,10 +455,8 @@ class Add(Operation):
         if callable(self.init):
             made = np.asarray(self.init(shape))
             if made.shape != shape or (np.iscomplexobj(made) and "complex" not in self.dtype):
-                raise MismatchError(
-                    f"add {self.leaf!r}: expected {self.dtype}{list(shape)} from init, found {made.dtype}"
-                    f"{list(made.shape)}"
-                )
+                found = f"expected {self.dtype}{list(shape)} from init, found {made.dtype}{list(made.shape)}"
+                raise MismatchError(f"add {self.leaf!r}: {found}")
             return made
         leaf_seed = int.from_bytes(hashlib.sha256(self.leaf.encode()).digest()[:8], "little")
         return np.random.Generator(np.random.Philox([self.seed, leaf_seed])).standard_normal(shape) * self.stddev

@@ -276,50 +276,40 @@ class Filled(View):
         target[...] = self._whole[slices_within(box, full_box(self.shape))]
 
 
-class _OfSeveral(View):
-    """The base of views of several arrays of one shape and dtype. Their pieces are bands of the first array's pieces.
+class Averaged(View):
+    """The mean of floating-point arrays of one shape and dtype. Arrays of other dtypes must be equal.
 
-    `name` is the leaf in messages.
+    `name` is the leaf in messages, and `paths` are those of all arrays but the first.
     """
 
-    def __init__(self, inner: Sequence[View], name: str) -> None:
+    def __init__(self, inner: Sequence[View], name: str, paths: Sequence[str]) -> None:
         super().__init__(inner[0].shape, inner[0].dtype)
-        self._arrays, self._name = list(inner), name
+        self._inner, self._name, self._paths = list(inner), name, list(paths)
         self._wide = np.dtype(np.complex128 if "complex" in self.dtype.name else np.float64)
 
     def pieces(self) -> Sequence[Piece]:
-        return [Piece(band) for piece in self._arrays[0].pieces() for band in _cut(piece.box, self._wide)]
-
-
-class Mean(_OfSeveral):
-    """The mean of floating-point arrays."""
+        return [Piece(band) for piece in self._inner[0].pieces() for band in _cut(piece.box, self._wide)]
 
     def read(self, box: Box, target: np.ndarray) -> None:
+        if not is_inexact(self.dtype):
+            target[...] = self._equal_content(box)
+            return
         total = np.zeros(box_shape(box), self._wide)
         with np.errstate(all="ignore"):  # nan and inf in the arrays make the mean nan or inf, without a warning
-            for view in self._arrays:
+            for view in (*self._inner[1:], self._inner[0]):  # in the order of the steps
                 total += _content(view, box).astype(self._wide)
-            total /= len(self._arrays)
+            total /= len(self._inner)
         target[...] = convert_array(total, self.dtype, f"average: leaf {self._name!r}", _start(box))
 
-
-class Equal(_OfSeveral):
-    """Arrays without a mean, which must be equal. `paths` are those of all but the first, for messages."""
-
-    def __init__(self, inner: Sequence[View], name: str, paths: Sequence[str]) -> None:
-        super().__init__(inner, name)
-        self._paths = list(paths)
-
-    def read(self, box: Box, target: np.ndarray) -> None:
-        first = _content(self._arrays[0], box)
-        for view, path in zip(self._arrays[1:], self._paths, strict=True):
+    def _equal_content(self, box: Box) -> np.ndarray:
+        first = _content(self._inner[0], box)
+        for view, path in zip(self._inner[1:], self._paths, strict=True):
             if _content(view, box).tobytes() != first.tobytes():
                 raise MismatchError(
-                    f"average: leaf {self._name!r} of {self.dtype.name} cannot be averaged, so it must be equal in "
-                    f"all checkpoints, but it differs in {path}; select leaves without it, to keep its values of the "
-                    "newest checkpoint"
+                    f"average: leaf {self._name!r} of {self.dtype.name} cannot be averaged, and differs in {path}; "
+                    "select leaves without it"
                 )
-        target[...] = first
+        return first
 
 
 def number_as(value: float, dtype: np.dtype) -> np.ndarray | None:
@@ -358,8 +348,7 @@ def convert_array(array: np.ndarray, dtype: np.dtype, subject: str, start: Seque
             place = [int(at) for at in np.unravel_index(int(np.argmax(wrong)), wrong.shape)]
             where = [at + first for at, first in zip(place, start, strict=True)]
             raise MismatchError(
-                f"{subject}: {int(array[tuple(place)])} at {where} does not fit {dtype.name}, which is limited to "
-                f"{low} to {high}; convert to a wider dtype, or keep the dtype of this leaf"
+                f"{subject}: {int(array[tuple(place)])} at {where} does not fit {dtype.name} ({low} to {high})"
             )
     with np.errstate(all="ignore"):
         try:

@@ -216,7 +216,7 @@ def test_later_metadata_reads_nothing_outside_of_checkpoint(tmp_path: Path) -> N
     key = '"key_metadata": [{"key": "count", "key_type": 2}]'
     assert key in text
     (path / "_METADATA").write_text(text.replace(key, '"key_metadata": [{"key": "../x", "key_type": 2}]'))
-    with pytest.raises(jct.CorruptCheckpointError, match=r"'\.\./x' would be outside"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"'\.\./x' is outside"):
         jct.load(path)
 
 
@@ -247,13 +247,13 @@ def test_metadata_of_unknown_leaves_is_reported(tmp_path: Path) -> None:
     ("node", "message"),
     [
         ({1: 2}, "below '~': expected text as map keys, found 1"),
-        (msgspec.msgpack.Ext(1, b"\x01"), "leaf 'a': expected an array or a number, found"),
+        (msgspec.msgpack.Ext(1, b"\x01"), "leaf 'a': expected an array or a number"),
         (
             msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[2], "float32", b"1234"])),
-            r"expected the shape of an array with 1 elements, found \[2\]",
+            r"shape \[2\] does not fit 1 elements",
         ),
-        (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[-1], "float32", b"1234"])), "expected the shape of an array"),
-        (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[0, 2**62], "int8", b""])), "expected the shape of an array"),
+        (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[-1], "float32", b"1234"])), "does not fit 1 elements"),
+        (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[0, 2**62], "int8", b""])), "does not fit 0 elements"),
         (msgspec.msgpack.Ext(3, msgspec.msgpack.encode([[], "object", b""])), "expected .* found 'object'"),
         (msgspec.msgpack.Ext(9, b""), "expected .* extension type 1, 2 or 3, found 9"),
         (msgspec.msgpack.Ext(2, b"\x91\x01"), "expected an array or a number, found"),

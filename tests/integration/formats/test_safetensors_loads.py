@@ -405,7 +405,7 @@ def test_foreign_or_damaged_file_is_reported(
         ),
         (
             {"weight_map": {"gone": "model-00001-of-00002.safetensors"}},
-            "00001-of-00002.safetensors: expected tensor 'gone'",
+            "00001-of-00002.safetensors: has no tensor 'gone'",
         ),
         ({"weights": {}}, "expected an index of tensors, found"),
     ],

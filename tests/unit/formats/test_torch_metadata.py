@@ -133,7 +133,7 @@ def test_short_or_missing_file_is_reported(golden: Path) -> None:
     with pytest.raises(jct.CorruptCheckpointError, match=f"the {len(data)} bytes .* found {len(data) - 1}"):
         jct.load(golden)
     (golden / "__0_0.distcp").rename(golden / "__1_0.distcp")
-    with pytest.raises(jct.CorruptCheckpointError, match=r"__0_0.distcp: .* does not exist"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"__0_0.distcp: does not exist"):
         jct.load(golden)
 
 
