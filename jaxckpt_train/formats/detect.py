@@ -38,10 +38,8 @@ def find_file(backend: Backend, path: str) -> ForeignCheckpoint | FlaxFile:
 def find_in_directory(backend: Backend, path: str, step: float | None = None) -> ForeignCheckpoint | FlaxFile | None:
     """Open the checkpoint of another tool in a directory, or return None if none is recognized.
 
-    `step` is the one to choose when the directory holds several. None: the newest one of Flax.
-
-    Raises NotACheckpointError: several steps of Orbax or prefixes of Flax, or an unfinished save; StepNotFoundError: no
-    such step.
+    `step` is the one to choose when the directory holds several. None: the newest one of Flax. Raises
+    NotACheckpointError: several steps of Orbax or prefixes of Flax, or an unfinished save; StepNotFoundError.
     """
     try:
         entries = backend.list(path)

@@ -36,10 +36,7 @@ _STEP = re.compile(r"(?:.*_)?([0-9]{1,18})", re.DOTALL)
 
 
 def open_flax(backend: Backend, path: str, *, is_checkpoint: bool) -> ForeignCheckpoint:
-    """Open a Flax msgpack file as a checkpoint with the pytree `state`, whose arrays stay in memory.
-
-    Other content is damage if the file was recognized as a checkpoint in a directory of Flax.
-    """
+    """Open a Flax msgpack file. Other content is damage if `is_checkpoint`: a directory of Flax contains the file."""
     folder, _, name = path.rpartition("/")
     data = read_whole(backend, folder, name, limit=None)
     try:

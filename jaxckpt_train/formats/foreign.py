@@ -240,8 +240,6 @@ def _open_bytes(name: str, data: bytes | np.ndarray | CorruptCheckpointError) ->
 
 
 class _MemorySource:
-    """A source of bytes in memory."""
-
     alignment = 1
 
     def __init__(self, name: str, data: bytes | np.ndarray) -> None:
@@ -305,10 +303,7 @@ class _DecodedSource:
 
 
 class PieceCache:
-    """Shares pieces that are read as a whole: while they are in use, and the most recent ones for a while longer.
-
-    It always keeps one piece, and more within `CACHED_PIECES_BYTES` in total.
-    """
+    """Shares pieces that are read as a whole: those in use, the last one, and more within `CACHED_PIECES_BYTES`."""
 
     def __init__(self) -> None:
         self._lock, self._bytes = threading.Lock(), 0
@@ -386,8 +381,7 @@ def mapping_key(key: str, parent: str) -> str:
 class _Calls:
     """Counts the foreign calls of this process, and makes its exit wait for them.
 
-    Python stops daemon threads at exit as soon as they return to the interpreter, and a stopped thread with C++ frames
-    on its stack aborts the whole process ("terminate called without an active exception").
+    At exit, Python stops daemon threads that return to the interpreter. One with C++ frames aborts the whole process.
     """
 
     def __init__(self, _: None) -> None:

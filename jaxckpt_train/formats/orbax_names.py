@@ -24,8 +24,7 @@ _STEP = re.compile(r"(?:.*_)?0*(\d+)")
 def begins_as(backend: Backend, directory: str, name: str) -> str:
     """Return "map" or "list" if a file starts like the tree of a state in msgpack, otherwise "".
 
-    The first byte alone is not enough: pickle, HDF5 and numpy files start with a byte that msgpack reads as a map or
-    a list. So the first key must be text, or the first element not a number.
+    The first byte alone is not enough: pickle, HDF5 and numpy files start with one that msgpack reads as a container.
     """
     head = b""
     with contextlib.suppress(StorageError):
@@ -72,10 +71,7 @@ def is_item_folder(entry: Entry) -> bool:
 
 
 def orbax_steps(backend: Backend, directory: str, entries: Sequence[Entry]) -> dict[int, str]:
-    """Return the step directories of a run by step number, if the newest one is a step of Orbax.
-
-    A step or an item contains no steps, even if its items have names like steps.
-    """
+    """Return the step directories of a run by step number, if the newest one is a step of Orbax."""
     if has_orbax_names(entries):
         return {}
     found = {step_number(entry.name): entry.name for entry in entries if is_item_folder(entry)}
@@ -96,10 +92,7 @@ def step_number(name: str) -> int | None:
 
 
 def find_aggregate(backend: Backend, directory: str, entries: Sequence[Entry]) -> Entry | None:
-    """Return the entry `checkpoint` if the first versions of Orbax may have written it, otherwise None.
-
-    It is a msgpack file with a tree, or the directory of one array. Other tools use the same name.
-    """
+    """Return the entry `checkpoint` if it is a msgpack tree or the directory of one array of early Orbax, or None."""
     for entry in entries:
         if entry.name == AGGREGATE and entry.kind == "file":
             return entry if begins_as(backend, directory, AGGREGATE) else None

@@ -109,8 +109,6 @@ _TYPED_INTEGER = re.compile(r"~s-?[0-9]+")
 
 
 class _Found(NamedTuple):
-    """The content of a checkpoint that has been opened so far."""
-
     parts: dict[str, ForeignPart]
     segments: Segments
     info: dict[str, Any]
@@ -178,10 +176,7 @@ def _open_key(backend: Backend, directory: str, segments: Segments) -> ForeignTr
 def _add_missing(
     backend: Backend, directory: str, entries: Sequence[Entry], handlers: Mapping[str, str], found: _Found
 ) -> None:
-    """Add each item that the metadata of the step lists but that is missing or empty, as a damaged checkpointable.
-
-    Loading such an item raises an error; the others load normally. Items of the user's own handlers are ignored.
-    """
+    """Add each item that the step lists but that is missing or empty, as damaged, except of the user's handlers."""
     folders = {entry.name for entry in entries if is_item_folder(entry)}
     for name, handler in handlers.items():
         if name in found.parts or not is_plain_name(name):
@@ -202,7 +197,7 @@ def _add_missing(
 
 def _read_json_item(backend: Backend, directory: str, name: str) -> ForeignValue:
     try:
-        return ForeignValue(JSON, encode_value(decode_value(read_bytes(backend, directory, name))))
+        return ForeignValue(JSON, encode_value(decode_value(_read_bytes(backend, directory, name))))
     except (*NOT_JSON, UnsupportedLeafError) as error:
         return ForeignValue(JSON, CorruptCheckpointError(f"{directory}/{name}: expected JSON: {shown(error)}"))
     except CorruptCheckpointError as error:
@@ -241,7 +236,6 @@ def _read_structure(backend: Backend, directory: str, entries: Sequence[Entry], 
 def _take_from_aggregate(
     backend: Backend, directory: str, names: set[str], tree: OrbaxTree, leaves: Collection[str]
 ) -> None:
-    """Take leaves from the file `checkpoint`."""
     other = _read_aggregate(backend, directory) if AGGREGATE in names else OrbaxTree({}, {}, {}, {})
     for leaf in sorted(leaves):
         if leaf not in other.leaves and leaf not in other.stored:
@@ -253,7 +247,7 @@ def _take_from_aggregate(
 
 
 def _read_aggregate(backend: Backend, directory: str) -> OrbaxTree:
-    return decode_aggregate(read_bytes(backend, directory, AGGREGATE), f"{directory}/{AGGREGATE}")
+    return decode_aggregate(_read_bytes(backend, directory, AGGREGATE), f"{directory}/{AGGREGATE}")
 
 
 def _open_arrays(
@@ -267,7 +261,7 @@ def _open_arrays(
         # Later the parameter is a key in the database, unless there is none. It is a path in the first versions, which
         # have a database of its own for a parameter with `/` in its name.
         if (is_old or not use_ocdbt) and (parameter.startswith("/") or ".." in parameter.split("/")):
-            raise CorruptCheckpointError(f"{directory}: leaf {leaf!r}: {parameter!r} is outside of the checkpoint")
+            raise CorruptCheckpointError(f"{directory}: leaf {leaf!r}: the array {parameter!r} is outside of it")
         folder = parameter.rpartition("/")[0]
         if is_old and folder and folder not in databases and _has_database(backend, f"{directory}/{folder}"):
             databases.add(folder)
@@ -313,7 +307,6 @@ def _has_database(backend: Backend, directory: str) -> bool:
 def _stored_leaves(
     backend: Backend, directory: str, names: set[str], tree: OrbaxTree, arrays: Mapping[str, OrbaxArray]
 ) -> dict[str, LeafRecord]:
-    """Return the records of the leaves with stored data."""
     texts = read_json(backend, directory, STRINGS, dict[str, str]) if STRINGS in names else {}
     keys = read_key_implementations(backend, directory) if ARRAY_METADATAS in names else {}
     records = {leaf: array.record for leaf, array in arrays.items()}
@@ -395,13 +388,12 @@ def decode_aggregate(data: bytes, path: str) -> OrbaxTree:
 def read_json(backend: Backend, directory: str, name: str, kind: Any = Any) -> Any:
     """Read a JSON file of Orbax. Raises CorruptCheckpointError if it is not JSON of this kind."""
     try:
-        return decode_untrusted(read_bytes(backend, directory, name), kind)
+        return decode_untrusted(_read_bytes(backend, directory, name), kind)
     except NOT_JSON as error:
         raise CorruptCheckpointError(f"{directory}/{name}: expected JSON metadata: {shown(error)}") from error
 
 
-def read_bytes(backend: Backend, directory: str, name: str) -> bytes:
-    """Read a file of metadata."""
+def _read_bytes(backend: Backend, directory: str, name: str) -> bytes:
     return bytes(memoryview(read_whole(backend, directory, name, MAX_METADATA_BYTES)))
 
 
@@ -486,10 +478,7 @@ class OrbaxTree:
 
 
 def read_tree_metadata(backend: Backend, directory: str) -> tuple[OrbaxTree, list[str]]:
-    """Read `_METADATA`. Some versions have the content of some leaves in the file `checkpoint`: return their paths.
-
-    Raises UnsupportedLeafError if a leaf has a type that only a handler of the user can read.
-    """
+    """Read `_METADATA`. Also return the paths of leaves whose content is in the file `checkpoint` in some versions."""
     found = read_json(backend, directory, TREE_METADATA, _TreeMetadata)
     tree = OrbaxTree(
         {}, {}, {}, {}, found.use_ocdbt, bool(found.use_zarr3), found.custom_metadata,
@@ -559,9 +548,8 @@ def read_key_implementations(backend: Backend, directory: str) -> dict[str, str]
 def match_target(target: Flat, record: TreeRecord, names: Mapping[str, str]) -> tuple[TreeRecord, dict[str, str]]:
     """Rename leaves that are not in the target to equivalent leaves that are.
 
-    Orbax does not record whether a key of a mapping is text or an integer. It saves variables of NNX as mappings, and a
-    NamedTuple without fields, such as some states of Optax, as None. `names` are those of the leaves by their paths in
-    the checkpoint.
+    Orbax does not record whether a key is text or an integer, saves variables of NNX as mappings, and a NamedTuple
+    without fields, such as some states of Optax, as None. `names` are those of the leaves by their paths.
     """
     wanted = dict(zip(target.names, target.leaves, strict=True))
     taken, leaves, found = set(names.values()) & wanted.keys(), dict[str, LeafRecord](record.leaves), dict[str, str]()
@@ -589,14 +577,11 @@ def _plain_name(name: str) -> str:
 
 
 def grain_states(backend: Backend, directory: str, entries: Sequence[Entry]) -> ForeignValue | None:
-    """Return the states that Grain's handler has saved in an item, or None if there are none.
-
-    A state is stored as JSON data if JSON can represent it exactly, otherwise as the text of its file.
-    """
+    """Return the states of Grain's handler in an item, or None: as JSON data if that is exact, otherwise as text."""
     files = sorted(entry.name for entry in entries if STATE_FILE.fullmatch(entry.name))
     # Bytes that are not text become text that is not JSON. The error then appears when an iterator is restored, and the
     # rest of the step can still be loaded.
-    texts = {name: read_bytes(backend, directory, name).decode(errors="backslashreplace") for name in files}
+    texts = {name: _read_bytes(backend, directory, name).decode(errors="backslashreplace") for name in files}
     states = {name: _as_data(text) for name, text in texts.items()}
     return ForeignValue(ORBAX_GRAIN, msgspec.json.encode(states)) if states else None
 

@@ -78,12 +78,8 @@ def export_orbax(
 ) -> str:
     """Write a tree as the only item of a step of Orbax at the absolute path `final`, and return the item's name.
 
-    `item` is a name that differs from that of the checkpointable.
-
-    Raises:
-        MismatchError: Orbax has no equivalent for a leaf.
-        SettingsError: the item name is invalid, or TensorStore is not installed.
-        CheckpointExistsError: something exists at `final`.
+    Raises MismatchError: Orbax has no equivalent for a leaf; SettingsError: the item name is invalid, or TensorStore is
+    not installed; CheckpointExistsError: something exists at `final`.
     """
     if item is not None and (not is_plain_name(item) or item in (METRICS, STEP_METADATA)):
         expected = f"the name of a folder ({plain_name_rule()}, {METRICS}, {STEP_METADATA})"
@@ -118,10 +114,9 @@ def export_orbax(
 
 
 def is_nnx_state(part: PartRecord, subject: str) -> bool:
-    """Return whether a tree has Flax NNX states that Orbax would only restore as nested dicts.
+    """Return whether a tree has Flax NNX states, which Orbax saves with a level `value` below each variable.
 
-    Orbax saves each variable of an `nnx.state` as a container with one leaf, `value`. A checkpoint of this library does
-    not record which leaves were variables, so an operation of the user must name them.
+    A checkpoint of this library does not record which leaves were variables, so an operation of the user names them.
     """
     tree = decode_tree(part, subject)
     has_states = any(container.startswith("object flax.nnx.") for container in tree.containers.values())
@@ -147,7 +142,6 @@ class _Leaf(NamedTuple):
         return DTYPES[self.content.dtype] if isinstance(self.content, ArrayRecord) else self.content.dtype
 
     def boxes(self) -> list[Box]:
-        """Return the chunks of an array."""
         assert isinstance(self.content, ArrayRecord | np.ndarray)
         return list(cut_box(full_box(self.content.shape), self.dtype.itemsize, CHUNK_BYTES))
 
@@ -243,8 +237,7 @@ def _write_structure(attempt: Attempt, item: str, leaves: Sequence[_Leaf]) -> No
 def encode_aggregate(leaves: Iterable[tuple[tuple[tuple[str, int], ...], Any]]) -> bytes:
     """Encode the structure of a tree as the file `checkpoint`, which versions before 0.5 need to restore anything.
 
-    For each leaf there are its keys, and its content: a placeholder for a stored leaf, or text, None or an empty
-    container.
+    Each leaf is its keys and its content: a placeholder for a stored leaf, or text, None or an empty container.
     """
     root: dict[str, Any] = {}
     sequences = set[int]()
@@ -270,7 +263,6 @@ def _restore_sequences(node: Any, sequences: set[int]) -> Any:
 
 
 def _write_leaf(files: Opener, committed: Committed, settings: StoreSettings, leaf: _Leaf, writes: _Writes) -> None:
-    """Write the content of an array."""
     if not isinstance(leaf.content, ArrayRecord | np.ndarray):
         return
     boxes, dtype = leaf.boxes(), leaf.dtype
@@ -324,7 +316,6 @@ class _Writes:
                 future.exception()
 
     def create(self, name: str, shape: Sequence[int], dtype: str, chunk: Sequence[int], batch: Any) -> Any:
-        """Create an array of the item's database."""
         database = {
             "driver": "ocdbt",
             "base": {"driver": "file", "path": f"{self.directory}/"},

@@ -105,16 +105,12 @@ _NUMBERS = {BoolLeaf: "bool", IntLeaf: "int64", FloatLeaf: "float64"}
 
 
 class _Entry(msgspec.Struct, frozen=True, gc=False):
-    """The entry of a tensor in a header."""
-
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """An index file: the name of the file of each tensor."""
-
     weight_map: dict[str, str]
 
 
@@ -396,20 +392,11 @@ def export_safetensors(
 ) -> Exported:
     """Write a tree as a folder `final` with `model.safetensors`, or with several files and their index.
 
-    Args:
-        files, committed, part: the opened checkpoint, and the checkpointable.
-        backend: the storage to write to.
-        final: the absolute path of the folder, or of the file with `single_file`. Nothing may exist there.
-        settings: how the checkpoint is verified, and how durable the files are made.
-        separator: separates the keys of a leaf path in the name of its tensor.
-        shard_bytes: the limit of the tensors in one file. A larger tensor gets a file of its own.
-        single_file: write all tensors to one file at `final`, without a folder.
-        metadata: free-form text for each file.
-        progress: called with the number of bytes of each write.
+    `separator` separates the keys of a leaf path in the name of its tensor. `shard_bytes` limits the tensors in a file,
+    but a larger tensor gets a file of its own. With `single_file`, all are in one file at `final`.
 
-    Raises:
-        MismatchError: two leaves would get the same name, or a leaf cannot be represented under its name or dtype.
-        CheckpointExistsError: something exists at `final`.
+    Raises MismatchError: two leaves would get the same name, or a leaf cannot have its name or dtype;
+    CheckpointExistsError: something exists at `final`.
     """
     leaves = decode_tree(part, committed.directory).leaves
     leaf_of, left_out, tensors = dict[str, str](), list[str](), list[_Tensor]()

@@ -121,8 +121,7 @@ def flax_names(backend: Backend, directory: str, entries: Sequence[Entry]) -> Fl
 def certain_checkpoints(backend: Backend, directory: str, entries: Sequence[Entry]) -> list[str]:
     """Return the names of checkpoints that only Flax can have written, the newest last.
 
-    This is `flax_names`, with a look at the first bytes of the last few. Other tools' files may match Flax's names, and
-    the caller refuses to save into a directory that holds checkpoints of Flax.
+    Other tools' files may match Flax's names, so this looks at the first bytes of the last few.
     """
     try:
         found = flax_names(backend, directory, entries)

@@ -156,7 +156,6 @@ def open_arrays(
 def _open_stores(
     directory: str, names: Mapping[str, str], specs: dict[str, dict[str, Any]], context: ts.Context
 ) -> dict[str, ts.TensorStore]:
-    """Open arrays, many at a time."""
     import tensorstore as ts
 
     found, leaves = {}, list(specs)
@@ -189,9 +188,7 @@ def _spec(
     if not use_ocdbt:  # with an empty name, the array is stored in the directory of the item
         return spec | {"kvstore": {"driver": "file", "path": f"{directory}/{name}/" if name else f"{directory}/"}}
     base = {"driver": "file", "path": f"{directory}/"}
-    return spec | {
-        "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#nodes"},
-    }
+    return spec | {"kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#nodes"}}
 
 
 def _add_array(
@@ -232,10 +229,7 @@ def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[in
 
 
 def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: np.ndarray) -> None:
-    """Read a box of an array into row-major memory.
-
-    `stores` are ways to open the array. The next one is tried when a read fails, since storage may refuse direct reads.
-    """
+    """Read a box of an array. If a read fails, the next store is tried: storage may refuse direct reads."""
     refuse_fork(f"{subject}: is read")
     *others, last = stores
     for store in others:

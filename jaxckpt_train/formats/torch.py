@@ -375,10 +375,7 @@ class _IntoTensor:
 
 
 class _Values:
-    """The part of PyTorch's `LoadPlanner` that decodes objects as plain data.
-
-    PyTorch's own planner would construct whatever class an object names, and run its code.
-    """
+    """Decodes objects as plain data. PyTorch's own planner would construct whatever class an object names."""
 
     def __init__(self, torch: Any, directory: str, found: dict[str, Any]) -> None:
         self._torch, self._directory, self._found = torch, directory, found

@@ -51,11 +51,7 @@ class Transformed(NamedTuple):
 def apply_operations(
     files: Opener, committed: Committed, name: str, operations: Sequence[Operation], settings: StoreSettings
 ) -> Transformed:
-    """Apply operations in order to the tree of the checkpointable `name`, without reading data.
-
-    Raises:
-        MismatchError: the checkpoint has no such tree, or an operation does not fit it.
-    """
+    """Apply operations in order to the tree of the checkpointable `name`, without reading data."""
     part = committed.manifest.part(name)
     if part is None or not has_tree(part):
         there = ", ".join(repr(part.name) for part in committed.manifest.parts)
@@ -83,7 +79,6 @@ def apply_operations(
 
 
 def _tree_leaves(files: Opener, committed: Committed, part: PartRecord, settings: StoreSettings) -> Leaves:
-    """Return the leaves of a tree, with views of their arrays."""
     views = {
         array.name: Stored(
             array.shape, DTYPES[array.dtype], array.chunks, functools.partial(_read, files, committed, array, settings)
@@ -133,13 +128,9 @@ def _array_record(name: str, view: View, segments: Segments, directory: str) -> 
 class Average(Operation):
     """Average floating-point leaves with those of other checkpoints of this library.
 
-    Sums are computed in float64 (complex128 for complex numbers), and the mean is rounded once to the dtype of the
-    leaf. Other leaves (integers, PRNG keys, text) must be equal in all checkpoints.
-
-    Args:
-        leaves: a path or pattern. Other leaves keep the values of the changed checkpoint.
-        with_: the paths of the other checkpoints. Its name is `with` in YAML, JSON and on the command line.
-        part: the name of the checkpointable in the others. None: `state`, or the only tree.
+    Sums are computed in float64 (complex128 for complex numbers), and the mean is rounded once to the leaf's dtype.
+    Other leaves (integers, PRNG keys, text) must be equal in all checkpoints. `part` is the name of the checkpointable
+    in the others. None: `state`, or the only tree.
     """
 
     name = "average"
@@ -188,11 +179,7 @@ def _is_float(leaf: Leaf) -> bool:
 
 
 def _mean(name: str, leaf: Leaf, others: Sequence[tuple[str, Leaf]]) -> Leaf:
-    """Return the mean of a leaf and others. If it is not a floating-point number, return it unchanged.
-
-    Raises:
-        MismatchError: the leaves differ in type, or in a value that has no mean.
-    """
+    """Return the mean of a leaf and others. A leaf without a mean is returned unchanged, and must be equal in all."""
     for path, other in others:
         same_type = type(other.record) is type(leaf.record) and other.describe() == leaf.describe()
         if not same_type or (leaf.view is None and not _is_float(leaf) and other.record != leaf.record):
@@ -214,10 +201,7 @@ OPERATIONS: dict[str, type[Any]] = {kind.name: kind for kind in KINDS} | {Averag
 
 
 def parse_operations(subject: str, given: object, total: int | None = None) -> tuple[Operation, ...]:
-    """Return operations that are given as such, or as mappings: `{"op": "rename", "leaves": "a/**", "to": "b/**"}`.
-
-    Messages begin with `subject`. `total` is the number of all operations, if more follow in another list.
-    """
+    """Return operations that are given as such, or as mappings. `total`: more follow in another list."""
     if given is None:
         return ()
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -99,11 +100,15 @@ class Operation(abc.ABC):
                 whole_number(subject, value)
             elif field.name == "dtype":
                 if value not in DTYPES:
-                    found = f"found {value!r}{nearest(value, DTYPES)}"
-                    raise SettingsError(f'{subject}: expected the name of a dtype such as "bfloat16", {found}')
-        for pattern in self._texts("leaves", "from_"):
-            for template in self._texts("to", "into"):
-                _check_template(self.name, pattern, template)
+                    hint = nearest(value, DTYPES)
+                    raise SettingsError(f'{subject}: expected a dtype such as "bfloat16", found {value!r}{hint}')
+        for pattern, template in itertools.product(self._texts("leaves", "from_"), self._texts("to", "into")):
+            wanted, found = ([each for each in wildcards(text) if each != INDEX] for text in (pattern, template))
+            if wanted != found:
+                raise SettingsError(
+                    f"{self.name}: expected the wildcards of {pattern!r} in {template!r}, in the same order, found "
+                    f"{' '.join(found) or 'none'}"
+                )
 
     def _texts(self, *fields: str) -> list[str]:
         found = [getattr(self, field) for field in fields if hasattr(self, field)]
@@ -122,24 +127,9 @@ class Operation(abc.ABC):
 
 
 def check_leaves(leaves: Leaves, before: Leaves, subject: str) -> None:
-    """Raise MismatchError if the leaves that an operation made could not be written to a checkpoint and opened again.
-
-    `before` has the leaves before the operation.
-    """
+    """Raise MismatchError if leaves could not be written to a checkpoint and opened. `before` are the old ones."""
     if len(leaves) > MAX_ARRAYS:
         raise MismatchError(f"{subject}: expected at most {MAX_ARRAYS:,} leaves, found {len(leaves):,} as its result")
-    if leaves.keys() != before.keys():
-        _check_paths(leaves, before, subject)
-    known = {id(leaf.view) for leaf in before.values()}
-    for name, leaf in leaves.items():
-        if leaf.view is not None and id(leaf.view) not in known:
-            size = array_bytes(leaf.view.shape, leaf.view.dtype.itemsize)
-            if size is None or size > MOST_BYTES:
-                wanted = f"expected a valid shape of at most {MOST_BYTES >> 40} TiB"
-                raise MismatchError(f"{subject}: leaf {name!r}: {wanted}, found {leaf.describe():.200}")
-
-
-def _check_paths(leaves: Leaves, before: Leaves, subject: str) -> None:
     for name in leaves.keys() - before.keys():
         try:
             for key in split(name):
@@ -148,9 +138,16 @@ def _check_paths(leaves: Leaves, before: Leaves, subject: str) -> None:
             raise MismatchError(f"{subject}: {name!r:.200} is not a leaf path: {error}") from error
         if name.count("/") >= MAX_DEPTH:
             raise MismatchError(f"{subject}: leaf {name!r:.200}: expected at most {MAX_DEPTH} levels, found more")
-    pair = find_nested_leaves(leaves)
+    pair = find_nested_leaves(leaves) if leaves.keys() != before.keys() else None
     if pair is not None:
         raise MismatchError(f"{subject}: leaf {pair[0]!r} would be below leaf {pair[1]!r}; drop or rename one")
+    known = {id(leaf.view) for leaf in before.values()}
+    for name, leaf in leaves.items():
+        if leaf.view is not None and id(leaf.view) not in known:
+            size = array_bytes(leaf.view.shape, leaf.view.dtype.itemsize)
+            if size is None or size > MOST_BYTES:
+                wanted = f"expected a valid shape of at most {MOST_BYTES >> 40} TiB"
+                raise MismatchError(f"{subject}: leaf {name!r}: {wanted}, found {leaf.describe():.200}")
 
 
 @functools.cache
@@ -184,17 +181,6 @@ def matches(pattern: str, names: Collection[str], subject: str) -> dict[str, tup
         hint = hint or f"; there are {describe_keys(pattern, names)}"
         raise MismatchError(f"{subject}: no leaf matches {pattern!r}{hint}")
     return found
-
-
-def _check_template(subject: str, pattern: str, template: str) -> None:
-    """Raise SettingsError unless a template has the wildcards of a pattern in the same order, apart from the index."""
-    wanted = [each for each in wildcards(pattern) if each != INDEX]
-    found = [each for each in wildcards(template) if each != INDEX]
-    if wanted != found:
-        raise SettingsError(
-            f"{subject}: expected the wildcards of {pattern!r} in the same order in {template!r}, found "
-            f"{' '.join(found) or 'none'}"
-        )
 
 
 def check_pattern(subject: str, pattern: object) -> None:

@@ -71,10 +71,7 @@ class Rename(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Copy(Operation):
-    """Copy leaves to a second path, such as an output layer that shares its weights with an embedding.
-
-    `from_` is called `from` in YAML, JSON and on the command line.
-    """
+    """Copy leaves to a second path, such as an output layer that shares its weights with an embedding."""
 
     name = "copy"
     from_: str
@@ -127,8 +124,6 @@ class Drop(Operation):
 
 
 class _EachArray(Operation):
-    """The base of operations that change each array separately."""
-
     leaves: str
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
@@ -179,10 +174,7 @@ class Reshape(_EachArray):
 
 @dataclasses.dataclass(frozen=True)
 class Cast(_EachArray):
-    """Convert arrays to another dtype. Floats are rounded, and may become infinite.
-
-    Reading an integer that does not fit raises an error.
-    """
+    """Convert arrays to another dtype. Floats are rounded, and may become infinite; integers must fit."""
 
     name = "cast"
     leaves: str
@@ -257,10 +249,7 @@ class Truncate(_EachArray):
 
 @dataclasses.dataclass(frozen=True)
 class Stack(Operation):
-    """Stack the arrays of all layers along a new axis: `Stack("layers/{}/**", "layers/**")`.
-
-    `{}` is the number of the layer. Numbers start at 0 and have no gaps.
-    """
+    """Stack the arrays of all layers along a new axis: `Stack("layers/{}/**", "layers/**")`; numbers start at 0."""
 
     name = "stack"
     leaves: str

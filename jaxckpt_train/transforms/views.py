@@ -85,14 +85,11 @@ class Stored(View):
 
 
 class _OfOne(View):
-    """The base of views of one array."""
-
     def __init__(self, inner: View, shape: Sequence[int], dtype: np.dtype | None = None) -> None:
         super().__init__(shape, inner.dtype if dtype is None else dtype)
         self._inner = inner
 
     def _bands(self) -> Iterator[Box]:
-        """Yield bands of the pieces of the input."""
         for piece in self._inner.pieces():
             yield from _cut(piece.box, self._inner.dtype, self.dtype)
 
@@ -334,11 +331,7 @@ def number_as(value: float, dtype: np.dtype) -> np.ndarray | None:
 
 
 def convert_array(array: np.ndarray, dtype: np.dtype, subject: str, start: Sequence[int]) -> np.ndarray:
-    """Convert a box at `start` of the array `subject` to another dtype. Floats are rounded, and may become infinite.
-
-    Raises:
-        MismatchError: an integer does not fit.
-    """
+    """Convert the box at `start` of an array. Floats are rounded; an integer that does not fit is a MismatchError."""
     if not is_inexact(array.dtype) and array.dtype.kind not in "biu":
         array = array.astype(np.int8)  # ml_dtypes cannot compare its integers, or convert them into each other
     if array.size and not is_inexact(array.dtype) and not is_inexact(dtype):

@@ -185,7 +185,7 @@ def test_missing_item_is_reported_when_read(name: str, whole: bool, tmp_path: Pa
             shutil.rmtree(file)
         elif file.name != "commit_success.txt":
             file.unlink()
-    message = rf"7/{name}: expected .*'\w+Handler', .* found {'no' if whole else 'an empty'} folder"
+    message = rf"7/{name}: expected .*'\w+Handler', found {'no' if whole else 'an empty'} folder"
     with pytest.raises(jct.CorruptCheckpointError, match=message):
         jct.load_checkpointables(path)
     assert f"7/{name}: expected" in refused("import", path, tmp_path / "all", code=1)
@@ -203,7 +203,7 @@ def test_tree_without_its_metadata_is_reported(tmp_path: Path) -> None:
     path = with_step_of(tmp_path / "run")
     (path / "state" / "_METADATA").unlink()
     (path / "state" / "manifest.ocdbt").unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match=r"'StandardCheckpointHandler', .* found d, ocdbt"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"'StandardCheckpointHandler', found d, ocdbt"):
         jct.load(path)
     shutil.rmtree(path / "config")
     shutil.rmtree(path / "metrics")
@@ -304,7 +304,7 @@ def test_chunks_far_larger_than_their_array_are_reported(tmp_path: Path) -> None
 def test_chunks_larger_than_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = plain(tmp_path / "a")
     monkeypatch.setattr(tensorstore_reads, "memory_bytes", lambda: 1199)
-    with pytest.raises(jct.StorageError, match=r"leaf 'w': .* 600 bytes .* 1,199 bytes") as caught:
+    with pytest.raises(jct.StorageError, match=r"leaf 'w': .* 1,200 bytes .* 1,199") as caught:
         jct.load(path)
     assert caught.value.errno == errno.ENOMEM
     monkeypatch.setattr(tensorstore_reads, "memory_bytes", lambda: 1200)

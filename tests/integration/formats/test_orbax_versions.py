@@ -236,10 +236,10 @@ def test_metadata_of_unknown_leaves_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "item"
     shutil.copytree(path_of(GOLDEN / "0.4.8/flax"), path)
     changed(path, lambda tree: tree.pop("step"))
-    with pytest.raises(jct.CorruptCheckpointError, match="checkpoint: expected leaf 'step'"):
+    with pytest.raises(jct.CorruptCheckpointError, match="checkpoint: has no leaf 'step'"):
         jct.load(path)
     (path / "checkpoint").unlink()
-    with pytest.raises(jct.CorruptCheckpointError, match=r"checkpoint: .* found no such file"):
+    with pytest.raises(jct.CorruptCheckpointError, match=r"checkpoint: has no leaf"):
         jct.load(path)
 
 
@@ -256,7 +256,7 @@ def test_metadata_of_unknown_leaves_is_reported(tmp_path: Path) -> None:
         (msgspec.msgpack.Ext(1, msgspec.msgpack.encode([[0, 2**62], "int8", b""])), "does not fit 0 elements"),
         (msgspec.msgpack.Ext(3, msgspec.msgpack.encode([[], "object", b""])), "expected .* found 'object'"),
         (msgspec.msgpack.Ext(9, b""), "expected .* extension type 1, 2 or 3, found 9"),
-        (msgspec.msgpack.Ext(2, b"\x91\x01"), "expected an array or a number, found"),
+        (msgspec.msgpack.Ext(2, b"\x91\x01"), "expected an array or a number"),
         ({"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": {}}, "expected the pieces of an array"),
         ({"__msgpack_chunked_array__": True, "shape": {"0": 3}, "chunks": 5}, "expected the pieces of an array"),
     ],

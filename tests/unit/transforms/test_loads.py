@@ -180,8 +180,8 @@ def test_damage_is_found_in_copied_and_computed_bytes(saved: Path) -> None:
         ([Rename("model/embde", "e")], r"operation 1 of 1 \(rename\): no leaf matches 'model/embde'"),
         ([Drop("step"), Rename("key", "model/embed")], r"operation 2 of 2 \(rename\): leaf 'key' would become"),
         ([Rename("model/layers/*/norm", "model/layers/*/attn/q")], "leaf .* would become .*, which already exists"),
-        ([Copy("step", "key")], "leaf 'key' already exists, .* copy of 'step'"),
-        ([Copy("model/layers/*/norm", "model/layers/*/attn/q")], "already exists, .* copy of 'model/layers/0/norm'"),
+        ([Copy("step", "key")], "leaf 'key' already exists; drop it first"),
+        ([Copy("model/layers/*/norm", "model/layers/*/attn/q")], "leaf 'model/layers/0/attn/q' already exists"),
         ([Copy("step", "step/x")], "leaf 'step/x' would be below leaf 'step'"),
         ([Copy("stpe", "x")], "no leaf matches 'stpe', did you mean"),
         ([Stack("model/layers/{}/norm", "step")], "leaf 'step' already exists"),
@@ -261,7 +261,7 @@ def test_unfit_values_are_refused_before_reading(saved: Path, operations: list[A
         ([{"op": "rename", "leaves": "a/*", "to": "b"}], "expected the wildcards of 'a/\\*' in 'b'"),
         (
             [{"op": "stack", "leaves": "a", "to": "b"}],
-            r"\(stack\): expected {} in leaves .* 'layers/{}/\*\*', found 'a'$",
+            r"\(stack\): leaves: expected {} .* found 'a'$",
         ),
         (
             [{"op": "cast", "leaves": "a", "dtype": "float33"}],
@@ -285,14 +285,14 @@ def test_invalid_operation_is_refused_by_name(saved: Path, given: Any, message: 
         (
             np.array([3, 300, -1, 2**40]),
             "int8",
-            r"'i' of int64: 300 at \[1\] does not fit int8, which is limited to -128 to 127",
+            r"'i' of int64: 300 at \[1\] does not fit int8 \(-128 to 127\)",
         ),
         (np.array([[0, 5], [-1, 300]]), "uint64", r"'i' of int64: -1 at \[1, 0\] does not fit uint64"),
         (np.array([2**63, 1], np.uint64), "int64", r"'i' of uint64: 9223372036854775808 at \[0\] does not fit int64"),
         (
             np.array([7, 8], np.int32),
             "int4",
-            r"'i' of int32: 8 at \[1\] does not fit int4, which is limited to -8 to 7",
+            r"'i' of int32: 8 at \[1\] does not fit int4 \(-8 to 7\)",
         ),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_line_is_an_operation(text: str, expected: Any) -> None:
         ("rename a", r"\(rename\): expected to"),
         ("drop 'a", "No closing quotation"),
         ("{", "expected JSON"),
-        ("cast a float31", r"^'cast a float31': operation 1 of 1 \(cast\): dtype: expected the name of a dtype"),
+        ("cast a float31", r"^'cast a float31': operation 1 of 1 \(cast\): dtype: expected a dtype"),
         ("cast a bf16", "found 'bf16', did you mean \"bfloat16\"\\?$"),
         ("cast a f32", 'did you mean "float32"\\?$'),
         ("add a 3 dtype=f64", 'did you mean "float64"\\?$'),
