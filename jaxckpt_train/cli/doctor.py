@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib.metadata
 import os
@@ -16,15 +17,8 @@ from jaxckpt_train.inspection.disk_speed import NEEDED, try_disk, try_operations
 from jaxckpt_train.inspection.health import RunHealth, health_of
 from jaxckpt_train.inspection.runs import is_run
 from jaxckpt_train.inspection.units import age_text, bytes_text, counted, rate_text
-from jaxckpt_train.store.backends.local import (
-    IN_MEMORY,
-    FileSystem,
-    file_exists,
-    file_system_of,
-    is_file,
-    mount_warnings,
-)
-from jaxckpt_train.store.backends.local_names import is_directory, link_target
+from jaxckpt_train.store.backends.local import IN_MEMORY, FileSystem, file_exists, file_system_of, mount_warnings
+from jaxckpt_train.store.backends.local_names import is_directory
 
 PACKAGES = ("jaxckpt-train", "jax", "jaxlib", "numpy", "flax", "orbax-checkpoint", "grain")
 MIB = 1 << 20
@@ -56,8 +50,7 @@ def doctor(
 def _examine(path: str, nbytes: int, as_json: bool) -> dict[str, Any]:
     folder = path if file_exists(path) else os.path.dirname(path)
     if not is_directory(folder):
-        there = _what_is_at(folder)
-        raise NotACheckpointError(f"{path}: expected a directory, or a path in a directory that exists, found {there}")
+        raise NotACheckpointError(f"{path}: expected a directory, or a path in a directory that exists, found neither")
     files, warnings = file_system_of(folder), list[str]()
     run = health_of(BACKEND, path, datetime.datetime.now(datetime.UTC)) if is_run(BACKEND, path) else None
     operations, disk = dict[str, str | None](), None
@@ -88,29 +81,11 @@ def _examine(path: str, nbytes: int, as_json: bool) -> dict[str, Any]:
     }
 
 
-def _what_is_at(path: str) -> str:
-    """Describe what exists in place of a directory."""
-    if is_file(path):
-        return "a file"
-    if link_target(path) is not None:
-        return "a broken link"
-    return "another kind of file" if file_exists(path) else "nothing"
-
-
 def _try_disk(folder: str, nbytes: int, as_json: bool) -> dict[str, Any] | None:
     if not nbytes:
         return None
     with progress("testing the disk", 2 * nbytes, as_json) as advance:
-        trial = try_disk(BACKEND, folder, nbytes, advance)
-    return {
-        "bytes": trial.nbytes,
-        "direct_write": trial.direct_write,
-        "direct_read": trial.direct_read,
-        "write_bytes_per_s": trial.write_bytes_per_s,
-        "sync_s": trial.sync_s,
-        "read_bytes_per_s": trial.read_bytes_per_s,
-        "small_file_s": trial.small_s,
-    }
+        return dataclasses.asdict(try_disk(BACKEND, folder, nbytes, advance))
 
 
 def _short_of_room(files: FileSystem, newest_bytes: int) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, NamedTuple
 
@@ -41,28 +42,26 @@ from jaxckpt_train.inspection.diff import (
 )
 from jaxckpt_train.inspection.runs import (
     StepStatus,
-    describe_other,
     inspect_run,
     metadata_of,
     nbytes_of,
     open_at,
     part_bytes,
 )
-from jaxckpt_train.inspection.stats import BINS, Histogram, LeafStats, has_complex
+from jaxckpt_train.inspection.stats import Histogram, LeafStats, has_complex
 from jaxckpt_train.inspection.units import age_text, bytes_text, counted, number_text
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.pytree.leaves import describe_keys, describe_saved, has_tree, leaf_filter, python_value, suggestion
-from jaxckpt_train.run.catalog import newest_orbax_step
+from jaxckpt_train.run.catalog import foreign_checkpoints
 from jaxckpt_train.store.backends.local import is_file
+from jaxckpt_train.store.committed import is_committed
 from jaxckpt_train.store.manifest import ArrayRecord, FileRecord
 from jaxckpt_train.store.segment import DTYPES
 
 MAX_CHARACTERS = 60
-MOST_EXACT = 1 << 53
 MOST_VALUE_BYTES = 1 << 20
 MAX_VALUE_CHARACTERS = 4000
 MOST_FILES = 8  # printed files of one checkpointable
-MOST_NAMED = 5
 BARS = " ▁▂▃▄▅▆▇█"
 _ONLY = {"only_a": "only in the first", "only_b": "only in the second"}
 Patterns = Annotated[
@@ -117,19 +116,14 @@ def _item(opened: Opened, part: str, file: FileRecord) -> _Item:
     if file.bytes > MOST_VALUE_BYTES:
         return _Item(part, file.file, why_not=f"{bytes_text(file.bytes)}, not shown")
     try:
-        return _Item(part, file.file, json.loads(read_file(opened, file).tobytes(), parse_int=_whole))
+        return _Item(part, file.file, json.loads(read_file(opened, file).tobytes()))
     except CheckpointError as error:
         return _Item(part, file.file, why_not=str(error), error=error)
     except (ValueError, RecursionError):
         return _Item(part, file.file, why_not="not JSON")
 
 
-def _whole(digits: str) -> int | str:
-    return digits if len(digits) > len(str(MOST_EXACT)) or abs(int(digits)) > MOST_EXACT else int(digits)
-
-
 def _chosen_leaves(opened: Opened, part: str | None, patterns: list[str] | None) -> dict[str, Leaf]:
-    """Return the leaves that the options select, by `checkpointable/leaf path`."""
     leaves = leaves_by_name(opened)
     if part is not None:
         opened.part(part)
@@ -163,15 +157,14 @@ def _refuse_idle_patterns(
 
 
 def _checkpoint_json(opened: Opened, leaves: dict[str, Leaf], items: list[_Item]) -> dict[str, Any]:
-    parts = []
+    parts: list[dict[str, Any]] = []
     for part in opened.committed.manifest.parts:
-        files = [
-            {"file": item.file, "value": item.value, "problem": item.why_not or None}
-            for item in items
-            if item.part == part.name
-        ]
-        about = {"name": part.name, "kind": part.kind, "bytes": part_bytes(opened, part.name)}
-        parts.append(about | ({"items": files} if files else {}))
+        parts.append({"name": part.name, "kind": part.kind, "bytes": part_bytes(opened, part.name)})
+        files = [item for item in items if item.part == part.name]
+        if files:
+            parts[-1]["items"] = [
+                {"file": item.file, "value": item.value, "problem": item.why_not or None} for item in files
+            ]
     return {
         "path": opened.path,
         "kind": opened.kind,
@@ -187,7 +180,7 @@ def _leaf_json(opened: Opened, name: str, leaf: Any, array: ArrayRecord | None) 
     part, _, path = name.partition("/")
     found: dict[str, Any] = {"part": part, "path": path, "form": describe_saved(leaf, array)}
     if array is None:
-        return {**found, "value": _json_value(python_value(name, leaf, opened.path))}
+        return {**found, "value": python_value(name, leaf, opened.path)}
     return {
         **found,
         "shape": list(array.shape),
@@ -196,13 +189,6 @@ def _leaf_json(opened: Opened, name: str, leaf: Any, array: ArrayRecord | None) 
         "chunks": len(array.chunks),
         "sharding": array.sharding,
     }
-
-
-def _json_value(value: Any) -> Any:
-    """Return a value for JSON. Large integers, which readers would round, complex numbers and bytes become text."""
-    if isinstance(value, int) and abs(value) > MOST_EXACT:
-        return str(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _cut(text: str, most: int = MAX_CHARACTERS) -> str:
@@ -294,8 +280,8 @@ def _diff_json(each: LeafDiff) -> dict[str, Any]:
         "kind": each.kind,
         "a": each.a or None,
         "b": each.b or None,
-        "value_a": _json_value(each.value_a),
-        "value_b": _json_value(each.value_b),
+        "value_a": each.value_a,
+        "value_b": each.value_b,
         "differing": each.differing,
         "count": each.count,
         "max_abs": each.max_abs,
@@ -305,10 +291,8 @@ def _diff_json(each: LeafDiff) -> dict[str, Any]:
 
 def _count_text(equal: list[LeafDiff]) -> str:
     leaves = sum("/" in each.name for each in equal)
-    text = counted(leaves, "leaf", "leaves")
-    if len(equal) > leaves:
-        text += f" and {counted(len(equal) - leaves, 'other checkpointable')}"
-    return f"{text} {'is' if len(equal) == leaves == 1 else 'are'}"
+    others = f" and {counted(len(equal) - leaves, 'other checkpointable')}" if len(equal) > leaves else ""
+    return f"{counted(leaves, 'leaf', 'leaves')}{others} {'is' if len(equal) == 1 else 'are'}"
 
 
 def _diff_row(each: LeafDiff) -> list[str]:
@@ -338,7 +322,7 @@ def stats(
     chosen = _chosen_leaves(opened, part, patterns)
     arrays = {name: array for name, (_, array) in chosen.items() if array is not None}
     if patterns and not arrays:
-        raise MismatchError(_no_arrays(opened, patterns, chosen))
+        raise MismatchError(f"{opened.path}: {', '.join(patterns)} selects no arrays: see `jaxckpt show` for values")
     found = {name: LeafStats() for name in arrays}
     bins: dict[str, Histogram] = {}
     total = sum(map(nbytes_of, arrays.values())) * (2 if histogram else 1)
@@ -358,13 +342,6 @@ def stats(
         _print_stats(leaves, histogram)
     if any(each.nan or each.inf for each in found.values()):
         raise typer.Exit(int(Code.WRONG))
-
-
-def _no_arrays(opened: Opened, patterns: list[str], chosen: dict[str, Leaf]) -> str:
-    given, first = ", ".join(map(repr, patterns)), next(iter(chosen))
-    what = f"{first!r}, {describe_saved(*chosen[first])}"
-    more = f", and {len(chosen) - 1} more" if len(chosen) > 1 else ""
-    return f"{opened.path}: {given} selects no arrays, only {what}{more}: `jaxckpt show` prints their values"
 
 
 def _add_values(
@@ -397,29 +374,17 @@ def _print_stats(leaves: list[dict[str, Any]], histogram: bool) -> None:
     for each in leaves:
         numbers = (number_text(each[key]) for key in ("min", "max", "mean", "std", "norm"))
         counts = each["histogram"]["counts"] if "histogram" in each else []
-        rows.append(
-            [_full_name(each), f"{each['count']:,}", *numbers, str(each["nan"]), str(each["inf"]), _bar(counts)]
-        )
+        name, count = f"{each['part']}/{each['path']}", f"{each['count']:,}"
+        rows.append([name, count, *numbers, str(each["nan"]), str(each["inf"]), _bar(counts)])
     headings = ["leaf", "count", "min", "max", "mean", "std", "norm", "nan", "inf", "histogram" if histogram else ""]
     print_columns(headings, rows, [False, *[True] * 8, False])
-    names = [_full_name(each) for each in leaves if each["of_magnitudes"]]
-    if names:
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        listed = f"{', '.join(names[:MOST_NAMED])}{more}"
-        print_text(f"the statistics of complex values are those of their magnitudes: {listed}")
-
-
-def _full_name(leaf: dict[str, Any]) -> str:
-    return f"{leaf['part']}/{leaf['path']}"
+    if any(each["of_magnitudes"] for each in leaves):
+        print("the statistics of complex values are those of their magnitudes")
 
 
 def _bar(counts: list[int]) -> str:
-    if not any(counts):
-        return ""
-    if len(counts) < BINS:
-        return BARS[-1]
-    most = max(counts)
-    return "".join(BARS[0 if not count else max(1, round(count / most * (len(BARS) - 1)))] for count in counts)
+    most = max(counts, default=0)
+    return "".join(BARS[math.ceil(count / most * (len(BARS) - 1))] for count in counts) if most else ""
 
 
 def ls(run: Run, as_json: Json = False) -> None:
@@ -440,10 +405,14 @@ def ls(run: Run, as_json: Json = False) -> None:
 
 
 def _other_content(directory: str) -> str:
-    """Describe what the path contains instead of a run, with the command that shows it."""
-    found, step = describe_other(BACKEND, directory), newest_orbax_step(BACKEND, directory)
-    which = "" if step is None else f" --step {step}"
-    return f"{found}: use `jaxckpt show {directory}{which}`" if found else "no steps in it"
+    """Describe what the path contains instead of a run."""
+    if is_file(directory):
+        found = "a file"
+    elif is_committed(BACKEND, directory):
+        found = "one checkpoint of this package"
+    else:
+        found = foreign_checkpoints(BACKEND, directory)
+    return f"{found}: use `jaxckpt show {directory}`" if found else "no steps in it"
 
 
 def _step_json(each: StepStatus) -> dict[str, Any]:

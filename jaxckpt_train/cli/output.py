@@ -33,6 +33,7 @@ from jaxckpt_train.inspection.units import progress_line, wants_progress
 from jaxckpt_train.store.backends.local import LocalBackend
 
 BACKEND = LocalBackend()
+MOST_EXACT = 1 << 53  # of integers in JSON
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -135,7 +136,7 @@ def print_text(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document. Numbers that are not finite become text, because JSON has none."""
+    """Print one JSON document. Numbers that JSON does not have, or that its readers would round, become text."""
     text = msgspec.json.format(msgspec.json.encode(_plain(value)), indent=2)
     sys.stdout.write(text.decode(errors="backslashreplace") + "\n")
 
@@ -145,12 +146,12 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
+    if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) > MOST_EXACT):
         return str(value)
     if isinstance(value, datetime.datetime):
         return value.isoformat(timespec="milliseconds")
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, str | bytes | complex):
+        return str(value).encode("utf-8", "backslashreplace").decode()
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -29,15 +29,8 @@ from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.settings import DigestName, StoreSettings
 from jaxckpt_train.store.backends.base import Backend, sync_directory
 from jaxckpt_train.store.backends.local import file_exists
-from jaxckpt_train.store.backends.local_names import is_directory, is_same_file, real_path, remove_if_empty
-from jaxckpt_train.store.committed import (
-    Committed,
-    attempt_paths,
-    committed_identity,
-    is_committed,
-    open_committed,
-    use_committed,
-)
+from jaxckpt_train.store.backends.local_names import is_directory, is_same_file, real_path
+from jaxckpt_train.store.committed import Committed, attempt_paths, is_committed, open_committed, use_committed
 from jaxckpt_train.store.copy import CHUNK_BYTES, copy_checkpoint, same_digests
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
 from jaxckpt_train.store.removal import first_untracked_files, remove_replaced, rename_to_free
@@ -64,7 +57,6 @@ def copy_checked(
     refuse_other_tools(source)
     refuse_temporary_name(final)
     refuse_existing(backend, final, replace, _OVERWRITE)
-    new_folders = list(_missing_folders(final))
 
     def copy(committed: Committed) -> Committed:
         read = dataclasses.replace(source, committed=committed)
@@ -90,20 +82,8 @@ def copy_checked(
             progress=progress,
         )
 
-    try:
-        if not new_folders:
-            remove_stale_temporaries(backend, final)
-        done = use_committed(backend, source.path, copy)
-    except BaseException:
-        for folder in new_folders:
-            remove_if_empty(folder)
-        raise
-    if committed_identity(backend, final) != (final, done.manifest_sha256):
-        raise CorruptCheckpointError(
-            f"{final}: expected the copy that was just committed, found another checkpoint; does another process write "
-            "to this path?"
-        )
-    return done
+    remove_stale_temporaries(backend, final)
+    return use_committed(backend, source.path, copy)
 
 
 def refuse_other_tools(source: Opened) -> None:
@@ -114,19 +94,8 @@ def refuse_other_tools(source: Opened) -> None:
         )
 
 
-def _missing_folders(final: str) -> Iterator[str]:
-    """Yield the missing parent directories of a path, the last one first."""
-    folder = os.path.dirname(final)
-    while not file_exists(folder):
-        yield folder
-        folder = os.path.dirname(folder)
-
-
 def _info_of_copy(backend: Backend, path: str, committed: Committed) -> dict[str, Any]:
-    """Return the `info` of the manifest of a copy: that of the source, with the metrics that were attached later.
-
-    The record of the run is not copied. A copy is never temporary, because the user asked for it.
-    """
+    """Return the `info` of a copy: that of the source with metrics that were attached later, but never temporary."""
     info = dict(committed.manifest.info)
     run, name = os.path.split(path)
     parsed = parse_step_name(name)
@@ -137,9 +106,7 @@ def _info_of_copy(backend: Backend, path: str, committed: Committed) -> dict[str
     if info.keys() & {"record", "notes"}:
         info.pop("notes", None)  # the name of this field in earlier versions
         info["record"] = 0
-    if info.get("temporary"):
-        info["temporary"] = False
-    return info
+    return info | ({"temporary": False} if info.get("temporary") else {})
 
 
 def destination(backend: Backend, given: str, source: Opened) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxckpt_train.inspection.runs import nbytes_of
-from jaxckpt_train.inspection.stats import HUGE, TINY, has_complex, sum_of_squares
+from jaxckpt_train.inspection.stats import has_complex, sum_of_squares
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.pytree.leaves import (
     ROOT,
@@ -371,13 +371,8 @@ def _absolute_difference(one: np.ndarray, other: np.ndarray, memory: np.ndarray)
 
 
 def _norm(values: np.ndarray) -> float:
-    """Return the root of the sum of squares of the finite values, which may be of any magnitude."""
+    """Return the root of the sum of squares of the finite values."""
     squares = sum_of_squares(values.view(np.float64))
-    if TINY * TINY < squares < HUGE * HUGE:
-        return math.sqrt(squares)
-    finite = values[np.isfinite(values)].view(np.float64)
-    largest = float(np.abs(finite).max()) if len(finite) else 0.0
-    if largest == 0.0:
-        return 0.0
-    exponent = math.frexp(largest)[1]
-    return float(np.ldexp(math.sqrt(sum_of_squares(np.ldexp(finite, -exponent))), exponent))
+    if not math.isfinite(squares):
+        squares = sum_of_squares(values[np.isfinite(values)].view(np.float64))
+    return math.sqrt(squares)

@@ -30,46 +30,30 @@ Trial = Callable[[Backend, str], str | None]  # returns why an operation does no
 
 @dataclasses.dataclass(frozen=True)
 class DiskTrial:
-    """The measurements of a disk.
+    """The measurements of a disk with a file of some bytes.
 
     Attributes:
-        nbytes: the size of the file.
         direct_write, direct_read: whether the disk supports direct I/O.
-        write_s: the time to write and sync the file.
-        sync_s: the part of it for the final sync.
-        read_s: the time to read the file again, from the page cache if direct reads are not supported.
-        small_s: the median time to create, write and sync a file of 4 KiB and its name.
+        write_bytes_per_s: the rate of a synced write.
+        sync_s: the part of its time for the final sync.
+        read_bytes_per_s: the rate of a read, from the page cache if direct reads are not supported.
+        small_file_s: the median time to create, write and sync a file of 4 KiB and its name.
     """
 
-    nbytes: int
+    bytes: int
     direct_write: bool
     direct_read: bool
-    write_s: float
+    write_bytes_per_s: float
     sync_s: float
-    read_s: float
-    small_s: float
-
-    @property
-    def write_bytes_per_s(self) -> float:
-        """The rate of a synced write."""
-        return self.nbytes / self.write_s
-
-    @property
-    def read_bytes_per_s(self) -> float:
-        """The rate of a read."""
-        return self.nbytes / self.read_s
+    read_bytes_per_s: float
+    small_file_s: float
 
 
 def try_disk(backend: Backend, directory: str, nbytes: int, progress: Callable[[int], object]) -> DiskTrial:
     """Write a file of random bytes, sync it, read it, and compare it.
 
-    The file has no name while it is used, so nothing remains when this process dies.
-
-    Args:
-        backend: the storage.
-        directory: the directory of the file.
-        nbytes: the size of the file, rounded down to a multiple of 4 KiB, at least 4 KiB.
-        progress: called with the number of bytes of each write and read. An exception from it ends the trial.
+    The file has no name while it is used, so nothing remains when this process dies. Its size is a multiple of 4 KiB.
+    An exception of `progress` ends the trial.
 
     Raises:
         StorageError: the file system reported an error.
@@ -83,12 +67,12 @@ def try_disk(backend: Backend, directory: str, nbytes: int, progress: Callable[[
     with _nameless(backend, directory, direct=direct_write, read_direct=direct_read) as (sink, source):
         write_s, sync_s = _write(sink, block, size, progress)
         read_s = _read(source, block, size, directory, progress)
-    small = [_small_s(backend, directory) for _ in range(SMALL_FILES)]
-    return DiskTrial(size, direct_write, direct_read, write_s, sync_s, read_s, statistics.median(small))
+    small_s = statistics.median(_small_s(backend, directory) for _ in range(SMALL_FILES))
+    return DiskTrial(size, direct_write, direct_read, size / write_s, sync_s, size / read_s, small_s)
 
 
 def try_operations(backend: Backend, directory: str) -> dict[str, str | None]:
-    """Try each file-system operation that a run uses, in a temporary directory. Return why each does not work, or None.
+    """Try each file-system operation that a run uses in a temporary directory. Return why each does not work, or None.
 
     Every run depends on those in `NEEDED`.
     """

@@ -9,7 +9,6 @@ import dataclasses
 import errno
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,21 +19,19 @@ from jaxckpt_train.errors import (
     CorruptCheckpointError,
     FormatVersionError,
     NotACheckpointError,
-    SettingsError,
     StepNotFoundError,
     StorageError,
 )
-from jaxckpt_train.formats.step_folders import FlaxFile
 from jaxckpt_train.opened import IMPORTED_KIND, OURS, Opened, open_found
-from jaxckpt_train.run.catalog import foreign_checkpoints, scan_with_record
+from jaxckpt_train.run.catalog import scan_with_record
 from jaxckpt_train.run.entry import Entry, left_behind, newest_generations, parse_step_name
 from jaxckpt_train.run.history import HISTORY_NAME
 from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend, is_storage_failure
 from jaxckpt_train.store.backends.local import is_file
-from jaxckpt_train.store.backends.local_names import link_target, real_path
-from jaxckpt_train.store.committed import diagnose_uncommitted, is_committed, is_gone, open_committed, read_committed
+from jaxckpt_train.store.backends.local_names import real_path
+from jaxckpt_train.store.committed import diagnose_uncommitted, is_gone, open_committed, read_committed
 from jaxckpt_train.store.files import open_recorded
 from jaxckpt_train.store.manifest import NOT_JSON, ArrayRecord
 from jaxckpt_train.store.segment import DTYPES
@@ -75,18 +72,13 @@ def inspect_run(backend: Backend, directory: str) -> list[StepStatus]:
     """Return the steps of a run, lowest first. They include damaged, superseded and uncommitted ones.
 
     Steps that the owner of the run deletes in the meantime are left out.
-
-    Raises:
-        NotACheckpointError: the directory does not exist.
-        StorageError: it cannot be read.
     """
     try:
         backend.list(directory)
     except StorageError as error:
         if error.errno not in {*GONE, errno.ENOTDIR}:
             raise
-        there = "a file" if is_file(directory) else "nothing"
-        raise NotACheckpointError(f"{directory}: expected a directory, found {there}") from error
+        raise NotACheckpointError(f"{directory}: expected a directory, found none") from error
     entries, record = scan_with_record(backend, directory)
     left = left_behind(entries, record.record.roll_back)
     current = {entry.name for entry in newest_generations([each for each in entries if each.name not in left])}
@@ -172,41 +164,32 @@ def _is_newer(status: StepStatus, than: StepStatus | None) -> bool:
 
 def is_run(backend: Backend, directory: str) -> bool:
     """Return whether a directory has the steps, the lock or the history of a run. It may be missing."""
+    names = _names(backend, directory)
+    return not names.isdisjoint({LOCK_NAME, HISTORY_NAME}) or _has_steps(names)
+
+
+def _has_steps(names: set[str]) -> bool:
+    return any(parse_step_name(name) is not None for name in names)
+
+
+def _names(backend: Backend, directory: str) -> set[str]:
+    """Return the names in a directory; none if it does not exist."""
     try:
-        names = {entry.name for entry in backend.list(directory)}
+        return {entry.name for entry in backend.list(directory)}
     except StorageError as error:
         if error.errno in {*GONE, errno.ENOTDIR}:
-            return False
+            return set()
         raise
-    return bool(names & {LOCK_NAME, HISTORY_NAME}) or any(parse_step_name(name) is not None for name in names)
-
-
-def _has_steps(backend: Backend, directory: str) -> bool:
-    """Return whether a directory has steps. A lock and a history alone may be next to the steps of another tool."""
-    try:
-        return any(parse_step_name(entry.name) is not None for entry in backend.list(directory))
-    except StorageError:
-        return False
 
 
 def open_at(backend: Backend, path: str, step: float | None = None) -> Opened:
-    """Open the checkpoint at a path.
+    """Open a checkpoint, a step of a run, or a checkpoint of Orbax, PyTorch, safetensors or Flax.
 
-    Args:
-        backend: the storage.
-        path: the absolute path of a checkpoint, a run, or a checkpoint of Orbax, PyTorch, safetensors or Flax.
-        step: the step of a run, or of a directory of Flax, where it may have a fraction. None: the newest valid step
-            of a run, or the newest checkpoint of Flax.
-
-    Raises:
-        NotACheckpointError: the path has no checkpoint, or is an Orbax run and needs a step.
-        StepNotFoundError: the step does not exist.
-        SettingsError: the step of a run is not a whole number.
-        CorruptCheckpointError: the checkpoint is damaged. Without a step: all steps of the run are damaged.
-        StorageError: the checkpoint cannot be read. Without a step: a newer step cannot be read, and may be valid.
+    Without `step`, the newest valid step of a run is opened, unless a newer one cannot be read and may be valid. The
+    step of a directory of Flax may have a fraction.
     """
     settings = StoreSettings()
-    if _has_steps(backend, path):
+    if _has_steps(_names(backend, path)):  # a lock and a history may be next to the steps of another tool
         statuses, skipped = inspect_run(backend, path), tuple[str, ...]()
         if step is None:
             name, skipped = _choose_newest(path, statuses)
@@ -259,27 +242,8 @@ def _choose_by_number(path: str, statuses: Sequence[StepStatus], step: float) ->
     same = [each for each in statuses if each.step == step]
     if not same:
         there = ", ".join(str(each.step) for each in statuses[-5:]) or "none"
-        if isinstance(step, float) and not step.is_integer():
-            raise SettingsError(
-                f"{path}: expected a whole number as the step, found {step}; the last steps are {there}"
-            )
         raise StepNotFoundError(f"{path}: has no step {step}; the last steps are {there}")
     return next((each.name for each in same if each.is_current), same[-1].name)
-
-
-def describe_other(backend: Backend, path: str) -> str:
-    """Describe for a message what a path holds instead of a run. Empty: it is not recognized."""
-    if is_file(path):
-        return "a file"
-    if found := foreign_checkpoints(backend, path):
-        return found
-    if is_committed(backend, path):
-        return "one checkpoint of this package"
-    from jaxckpt_train.formats.detect import find_in_directory  # imports the readers of all tools
-
-    other = find_in_directory(backend, path)
-    kind = "Flax" if isinstance(other, FlaxFile) else "" if other is None else other.kind
-    return f"a checkpoint of {kind}" if kind else ""
 
 
 class NewestWhole(NamedTuple):
@@ -337,22 +301,12 @@ def _check_sizes(backend: Backend, path: str) -> None:
 
 def links_to_steps(backend: Backend, directory: str) -> dict[str, str]:
     """Return the names of links in a run directory, by the name of the step that each of them leads to or into."""
-    found: dict[str, str] = {}
-    real = real_path(directory)
-    for entry in backend.list(directory):
-        path = f"{directory}/{entry.name}"
-        target = link_target(path) if entry.kind == "other" else None
-        if target is not None:
-            literal = _step_in(directory, os.path.normpath(os.path.join(directory, target)))
-            found |= {name: entry.name for name in (literal, _step_in(real, real_path(path))) if name is not None}
-    return found
-
-
-def _step_in(directory: str, path: str) -> str | None:
-    if not path.startswith(f"{directory}/"):
-        return None
-    name = path.removeprefix(f"{directory}/").partition("/")[0]
-    return name if parse_step_name(name) is not None else None
+    inside = f"{real_path(directory)}/"
+    links = [entry.name for entry in backend.list(directory) if entry.kind == "other"]
+    targets = [(link, real_path(f"{directory}/{link}")) for link in links]
+    return {
+        target.removeprefix(inside).partition("/")[0]: link for link, target in targets if target.startswith(inside)
+    }
 
 
 def nbytes_of(array: ArrayRecord | None) -> int:

@@ -100,11 +100,6 @@ def _last_ones(what: str, names: Iterable[str]) -> str:
     return f"{what}, the last ones {', '.join([*names][-_MOST_NAMED:])}"
 
 
-def newest_orbax_step(backend: Backend, directory: str) -> int | None:
-    """The newest step of Orbax in a directory; None: there is none."""
-    return next(reversed(orbax_steps(backend, directory, _listed(backend, directory))), None)
-
-
 def _listed(backend: Backend, directory: str) -> list[Listed]:
     try:
         return list(backend.list(directory))

@@ -296,12 +296,6 @@ def is_same_file(path: str, other: str) -> bool:
         return False
 
 
-def remove_if_empty(path: str) -> None:
-    """Remove a directory if it is empty; ignore all errors."""
-    with contextlib.suppress(OSError):
-        retry_interrupted(os.rmdir, path)
-
-
 def exchange_names(first: str, second: str) -> bool:
     """Swap two names atomically; False if the kernel or file system cannot."""
     was_first = retry_interrupted(os.lstat, first)

@@ -86,8 +86,7 @@ def test_flax_step_may_have_a_fraction(tmp_path: Path) -> None:
 def test_step_of_other_runs_is_whole(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1, 2)
     for command in (["show", run], ["verify", run], ["cp", run, tmp_path / "copy"], ["mv", run, tmp_path / "moved"]):
-        message = refused(*command, "--step", "1.5", code=2)
-        assert re.search(r"/run: .*found 1\.5; .* 1, 2$", message)
+        assert "has no step 1.5; the last steps are 1, 2" in refused(*command, "--step", "1.5", code=3)
     orbax = orbax_run(tmp_path / "orbax", 9, 10)
     assert re.search(r"/orbax: .*step 9\.5; .* 9, 10", refused("show", orbax, "--step", "9.5", code=3))
     assert json_of("show", orbax, "--step", "9.0")["path"] == f"{orbax}/9"
@@ -142,7 +141,6 @@ def test_parts_of_orbax_items_are_no_steps(tmp_path: Path) -> None:
             for command in (["show", path], ["import", path, tmp_path / "out"]):
                 message = refused(*command, "--step", step, code=3)
                 assert f"{path}: expected a run with a step {step}" in message
-        assert "found a checkpoint of Orbax" in refused("ls", path, code=3)
     (tmp_path / "item" / "manifest.ocdbt").unlink()
     (tmp_path / "item" / "_METADATA").unlink()
     assert "Orbax run" not in refused("show", tmp_path / "item", code=3)
@@ -151,10 +149,8 @@ def test_parts_of_orbax_items_are_no_steps(tmp_path: Path) -> None:
 def test_ls_names_checkpoints_of_other_tools(tmp_path: Path) -> None:
     found = {
         orbax_run(tmp_path / "orbax", 3, 12): "steps of Orbax, the last ones 3, 12",
-        tmp_path / "orbax" / "12": "a checkpoint of Orbax",
         tmp_path / "flax": "checkpoints of Flax, the last ones checkpoint_9, checkpoint_10",
         tmp_path / "ours": "one checkpoint of this package",
-        tmp_path / "folder": "a checkpoint of safetensors",
         tmp_path / "folder" / "model.safetensors": "a file",
     }
     save(tmp_path / "flax", 9, 10)
@@ -163,11 +159,6 @@ def test_ls_names_checkpoints_of_other_tools(tmp_path: Path) -> None:
     save_file({"w": np.ones(3)}, tmp_path / "folder" / "model.safetensors")
     for path, text in found.items():
         message = refused("ls", path, code=3)
-        hint = f"{path} --step 12" if path == tmp_path / "orbax" else path
-        assert f"found {text}:" in message
-        assert f"`jaxckpt show {hint}`" in message
-        opened = json_of("show", *str(hint).split())
-        assert opened["path"].startswith(f"{path}")
-        assert opened["leaves"]
+        assert f"found {text}: use `jaxckpt show {path}`" in message
     (tmp_path / "empty").mkdir()
     assert "found no steps" in refused("ls", tmp_path / "empty", code=3)

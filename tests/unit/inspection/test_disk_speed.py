@@ -22,12 +22,10 @@ MIB = 1 << 20
 def test_all_bytes_are_written_and_read(tmp_path: Path, nbytes: int) -> None:
     seen: list[int] = []
     found = try_disk(LocalBackend(), str(tmp_path), nbytes, seen.append)
-    assert found.nbytes == max(nbytes // 4096, 1) * 4096
-    assert sum(seen) == 2 * found.nbytes
-    assert 0 <= found.sync_s <= found.write_s
-    assert min(found.read_s, found.small_s) > 0
-    assert found.write_bytes_per_s == found.nbytes / found.write_s
-    assert found.read_bytes_per_s == found.nbytes / found.read_s
+    assert found.bytes == max(nbytes // 4096, 1) * 4096
+    assert sum(seen) == 2 * found.bytes
+    assert 0 <= found.sync_s <= found.bytes / found.write_bytes_per_s
+    assert min(found.read_bytes_per_s, found.small_file_s) > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,7 +64,7 @@ def test_a_disk_without_direct_io_is_tried_without(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(_LocalSink, "write_at", refuse_writes)
     found = try_disk(LocalBackend(), str(tmp_path), MIB, print)
-    assert (found.direct_write, found.nbytes) == (False, MIB)
+    assert (found.direct_write, found.bytes) == (False, MIB)
     monkeypatch.setattr(_LocalSource, "read_into", refuse_reads)
     assert try_disk(LocalBackend(), str(tmp_path), MIB, print).direct_read is False
     assert list(tmp_path.iterdir()) == []
