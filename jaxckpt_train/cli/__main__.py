@@ -12,12 +12,6 @@ import threading
 from typing import Any
 
 INTERRUPTED = 130
-IMPORT = "from jaxckpt_train.cli.__main__ import main"
-# The beginnings of the lines in the script that pip, uv and other installers write for the command.
-LAUNCHER = (
-    "#", '"""exec" ', '" """', "import re", "import sys", IMPORT, 'if __name__ == "__main__":',
-    "if sys.argv[0].endswith(", "elif sys.argv[0].endswith(", "sys.argv[0] = ", "sys.exit(main())",
-)  # fmt: skip
 
 
 def main() -> None:
@@ -59,12 +53,7 @@ def _owns_process() -> bool:
     words = sys.orig_argv[1:]
     if words[:2] == ["-m", "jaxckpt_train.cli"]:
         return words[2:] == sys.argv[1:]
-    source = getattr(getattr(sys.modules["__main__"], "__loader__", None), "get_source", None)
-    if words != sys.argv or source is None:
-        return False
-    # A restart would run any other script than that of an installer twice.
-    lines = [line.strip().replace("'", '"') for line in (source("__main__") or "").splitlines()]
-    return IMPORT in lines and all(not line or line.startswith(LAUNCHER) for line in lines)
+    return words == sys.argv and os.path.basename(sys.argv[0]) == "jaxckpt"
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -10,7 +10,8 @@ import datetime
 import logging
 import math
 import sys
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -45,7 +46,7 @@ from jaxckpt_train.inspection.runs import (
 )
 from jaxckpt_train.inspection.units import bytes_text, counted
 from jaxckpt_train.opened import Opened
-from jaxckpt_train.pytree.leaves import describe_keys, idle_pattern, leaf_filter, suggestion
+from jaxckpt_train.pytree.leaves import leaf_filter, refuse_idle_pattern
 from jaxckpt_train.store.copy import copy_checkpoint
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import PartRecord
@@ -56,14 +57,13 @@ from jaxckpt_train.store.transaction import (
     refuse_temporary_name,
     remove_stale_temporaries,
 )
-from jaxckpt_train.transforms.apply import Average, Transformed, apply_operations, parse_operation, parse_operations
+from jaxckpt_train.transforms.apply import Average, apply_operations, parse_operation, parse_operations
 from jaxckpt_train.transforms.base import Change, Leaves, Operation
 
 MOST_BYTES = 16 << 20
 MOST_SHOWN = 40
-MOST_NAMED = 5
 GB = 10**9
-SHARD_BYTES, SEPARATOR = 5 * GB, "."
+SHARD_GB, SEPARATOR = 5, "."
 READ_BUDGET_MIB = 384  # decodes two chunks of 64 MiB at a time: each is held as stored, decoded, and as an array
 LAST = 5
 _NNX = (
@@ -74,20 +74,16 @@ _log = logging.getLogger("jaxckpt_train")
 Operations = Annotated[
     list[str] | None,
     option(
+        "An operation on the tree, such as 'rename model/** params/**', 'drop head/**', 'cast ** bfloat16', "
+        "'stack layers/{}/** layers/**', 'transpose */kernel 1,0'. Several are applied in the given order.",
         "--op",
         "-o",
-        help_text="An operation on the tree, such as 'rename model/** params/**', 'drop head/**', 'cast ** bfloat16', "
-        "'stack layers/{}/** layers/**', 'transpose */kernel 1,0'. Several are applied in the given order.",
     ),
 ]
-File = Annotated[str | None, option("--transforms", help_text="A JSON or YAML file with a list of operations.")]
+File = Annotated[str | None, option("A JSON or YAML file with a list of operations.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", "-n", help="Print what would change, and write nothing.")]
-Only = Annotated[
-    list[str] | None, option("--only", help_text="Leaf paths or patterns to write, after all operations. Default: all.")
-]
-Part = Annotated[
-    str | None, option("--part", "-p", help_text="The checkpointable, a tree. Default: 'state', or the only tree.")
-]
+Only = Annotated[list[str] | None, option("Leaf paths or patterns to write, after all operations. Default: all.")]
+Part = Annotated[str | None, option("The checkpointable, a tree. Default: 'state', or the only tree.", "--part", "-p")]
 Out = Annotated[str, argument("OUT", "The checkpoint to write.")]
 Budget = Annotated[
     int,
@@ -102,7 +98,6 @@ Budget = Annotated[
 
 
 def _chosen_operations(file: str | None, texts: list[str] | None) -> tuple[Operation, ...]:
-    """Parse the operations of a file, followed by those of the command line."""
     found, texts = tuple[Operation, ...](), texts or []
     if file is not None:
         path = absolute(file)
@@ -116,16 +111,12 @@ def _chosen_operations(file: str | None, texts: list[str] | None) -> tuple[Opera
 def _decoded(path: str, data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
-    except msgspec.DecodeError as error:
-        not_json = error
+    except msgspec.DecodeError:
+        pass
     try:
-        import yaml  # type: ignore[import-untyped]
-    except ImportError:
-        raise SettingsError(f"{path}: expected JSON, found {not_json}. For YAML install PyYAML.") from not_json
-    try:
-        return yaml.safe_load(data)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"{path}: expected JSON or YAML, found {' '.join(str(error).split())}") from error
+        return msgspec.yaml.decode(data)
+    except (ImportError, msgspec.DecodeError) as error:
+        raise SettingsError(f"{path}: expected JSON or YAML, found neither: {' '.join(str(error).split())}") from error
 
 
 def _prepared(
@@ -142,21 +133,19 @@ def _prepared(
             f"{opened.path}: expected a checkpointable that is a tree, found {name!r}, which is of kind "
             f"{found.kind!r}; the trees are {', '.join(map(repr, trees)) or 'none'}"
         )
-    transformed = apply_operations(opened.files, opened.committed, name, operations, opened.settings)
+    selection = (_Select(only),) if only else ()
+    transformed = apply_operations(opened.files, opened.committed, name, (*operations, *selection), opened.settings)
+    made = transformed.plan[: len(operations)]
     if prints:
-        _print_plan(transformed)
+        _print_plan(made)
     plan = [
-        {"op": operation, "changes": [{"from": old, "to": new} for old, new in changes]}
-        for operation, changes in transformed.plan
+        {"op": operation, "changes": [{"from": old, "to": new} for old, new in changes]} for operation, changes in made
     ]
-    if only:
-        select = _Select(only, opened.path)
-        transformed = apply_operations(transformed.files, transformed.committed, name, (select,), opened.settings)
     return dataclasses.replace(opened, files=transformed.files, committed=transformed.committed), name, plan
 
 
-def _print_plan(transformed: Transformed) -> None:
-    for number, (name, changes) in enumerate(transformed.plan, 1):
+def _print_plan(plan: Sequence[tuple[str, Sequence[Change]]]) -> None:
+    for number, (name, changes) in enumerate(plan, 1):
         print_text(f"{number}. {name}: {counted(len(changes), 'change')}")
         rows = [["  " + old, "->", new] for old, new in changes[:MOST_SHOWN]]
         if rows:
@@ -170,16 +159,11 @@ class _Select(Operation):
 
     name = "only"
 
-    def __init__(self, only: list[str], path: str) -> None:
-        self._only, self._path = only, path
+    def __init__(self, only: list[str]) -> None:
+        self._only = only
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        idle = idle_pattern(self._only, leaves)
-        if idle is not None:
-            raise MismatchError(
-                f"{self._path}: --only {idle!r} selects none of the {len(leaves)} leaves after all "
-                f"operations{suggestion(idle, leaves)}: {describe_keys(str(idle), leaves)}"
-            )
+        refuse_idle_pattern(subject, self._only, leaves)
         selected = leaf_filter(self._only)
         for name in [name for name in leaves if not selected(name)]:
             del leaves[name]
@@ -189,28 +173,20 @@ class _Select(Operation):
 def export(
     path: Checkpoint,
     out: Annotated[str, argument("OUT", "The folder to write, or a single file if it ends in .safetensors.")],
-    to: Annotated[str, typer.Option("--to", help="safetensors (in the layout of Hugging Face) or orbax (a step).")],
+    to: Annotated[str, typer.Option(help="safetensors (in the layout of Hugging Face) or orbax (a step).")],
     step: Step = None,
     part: Part = None,
     only: Only = None,
     op: Operations = None,
     transforms: File = None,
-    shard_gb: Annotated[
-        float | None,
-        typer.Option("--shard-gb", help="safetensors: the most GB of tensors in one file.", show_default="5.0"),
-    ] = None,
-    separator: Annotated[
-        str | None,
-        typer.Option("--separator", help="safetensors: the text between the keys of a path.", show_default="."),
-    ] = None,
-    item: Annotated[
-        str | None, option("--item", help_text="orbax: the name of the item. Default: that of the checkpointable.")
-    ] = None,
+    shard_gb: Annotated[float | None, option("safetensors: the most GB of tensors in one file. Default: 5.")] = None,
+    separator: Annotated[str | None, option("safetensors: the text between the keys of a path. Default: .")] = None,
+    item: Annotated[str | None, option("orbax: the name of the item. Default: that of the checkpointable.")] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Write the tree of a checkpoint for another tool: as safetensors files, or as a step for Orbax."""
-    form = _form(to, out, shard_gb, separator, item)
+    _check_options(to, out, shard_gb, separator, item)
     opened, final = open_at(BACKEND, absolute(path), step), absolute(out)
     source, name, plan = _prepared(opened, part, only, _chosen_operations(transforms, op), not as_json)
     others = [] if part else [each.name for each in opened.committed.manifest.parts if each.name != name]
@@ -219,10 +195,13 @@ def export(
         document |= _to_be_written(source, [name])
     else:
         refuse_destination(BACKEND, final)
-        write = _write_safetensors if to == "safetensors" else _write_orbax
         tree = source.part(name)
         with progress("writing", sum(map(nbytes_of, tree.arrays)), as_json) as advance:
-            document |= write(source, tree, final, form, advance)
+            if to == "orbax":
+                document |= _write_orbax(source, tree, final, item, advance)
+            else:
+                is_single = out.endswith(".safetensors")
+                document |= _write_safetensors(source, tree, final, is_single, shard_gb, separator, advance)
     if as_json:
         print_json({**document, "left_out": [*document.get("left_out", ()), *others]})
         return
@@ -239,7 +218,6 @@ def export(
 
 
 def _to_be_written(source: Opened, parts: list[str]) -> dict[str, int]:
-    """Return the numbers of leaves and bytes of some parts of a checkpoint."""
     leaves = sum(name.partition("/")[0] in parts for name in leaves_by_name(source))
     return {"leaves": leaves, "bytes": sum(part_bytes(source, name) for name in parts)}
 
@@ -249,44 +227,38 @@ def _print_dry_run(document: dict[str, Any]) -> None:
     print_text(f"{document['to']}: would have {leaves}, {size}")
 
 
-class _Form(NamedTuple):
-    """The options of the format to write."""
-
-    shard_bytes: int
-    separator: str
-    item: str | None
-    single_file: bool
-
-
-def _form(to: str, out: str, shard_gb: float | None, separator: str | None, item: str | None) -> _Form:
+def _check_options(to: str, out: str, shard_gb: float | None, separator: str | None, item: str | None) -> None:
     if to not in ("safetensors", "orbax"):
         raise SettingsError(f'--to: expected "safetensors" or "orbax", found {to!r}')
-    if to != "orbax" and item is not None:
-        raise SettingsError(f"--item: expected --to orbax, found --to {to}: it has no effect with another format")
-    if to != "safetensors" and (shard_gb is not None or separator is not None):
-        raise SettingsError(
-            f"--shard-gb and --separator: expected --to safetensors, found --to {to}: they have no effect with another "
-            "format"
-        )
-    single_file = to == "safetensors" and out.endswith(".safetensors")
-    if single_file and shard_gb is not None:
+    given = (
+        ("--shard-gb", shard_gb, "safetensors"),
+        ("--separator", separator, "safetensors"),
+        ("--item", item, "orbax"),
+    )
+    for name, value, form in given:
+        if value is not None and to != form:
+            raise SettingsError(f"{name}: expected --to {form}, found --to {to}")
+    if shard_gb is not None and out.endswith(".safetensors"):
         raise SettingsError(f"--shard-gb: expected a folder for several files, found the single file {out!r}")
-    shard_bytes = SHARD_BYTES if shard_gb is None else shard_gb * GB
-    if not 1 <= shard_bytes < math.inf:  # also refuses nan
+    if shard_gb is not None and not 1 <= shard_gb * GB < math.inf:  # also refuses nan
         refuse("--shard-gb", "a number of GB above 0", shard_gb)
-    own_separator = SEPARATOR if separator is None else text("--separator", separator)
-    return _Form(int(shard_bytes), own_separator, item, single_file)
+    if separator is not None:
+        text("--separator", separator)
 
 
 def _write_safetensors(
-    source: Opened, part: PartRecord, out: str, form: _Form, advance: ReadProgress
+    source: Opened,
+    part: PartRecord,
+    out: str,
+    is_single: bool,
+    shard_gb: float | None,
+    separator: str | None,
+    advance: ReadProgress,
 ) -> dict[str, Any]:
     from jaxckpt_train.formats.safetensors import export_safetensors
 
     custom = metadata_of(source).get("custom_metadata")
-    metadata = (
-        {name: text for name, text in custom.items() if isinstance(text, str)} if isinstance(custom, dict) else {}
-    )
+    texts = {name: text for name, text in custom.items() if isinstance(text, str)} if isinstance(custom, dict) else {}
     found = export_safetensors(
         source.files,
         source.committed,
@@ -294,32 +266,30 @@ def _write_safetensors(
         BACKEND,
         out,
         source.settings,
-        separator=form.separator,
-        shard_bytes=form.shard_bytes,
-        single_file=form.single_file,
-        metadata=metadata | {"format": "pt"},
+        separator=separator or SEPARATOR,
+        shard_bytes=int((shard_gb or SHARD_GB) * GB),
+        single_file=is_single,
+        metadata=texts | {"format": "pt"},
         progress=advance,
     )
-    keys, notes = found.prng_keys, []
+    keys, notes = list(found.prng_keys), []
     if keys:
-        more = f" and {len(keys) - MOST_NAMED:,} more" if len(keys) > MOST_NAMED else ""
         notes = [
-            f"{counted(len(keys), 'PRNG key is', 'PRNG keys are')} written as plain integers, because safetensors has "
-            f"no keys: {', '.join(keys[:MOST_NAMED])}{more}. They cannot be loaded into a target with keys. Use --op "
-            "'drop PATTERN' to leave them out."
+            f"PRNG keys are written as plain integers, because safetensors has no keys: {', '.join(keys)}. They cannot "
+            "be loaded into a target with keys. Use --op 'drop PATTERN' to leave them out."
         ]
     document = {"bytes": found.nbytes, "files": list(found.files), "left_out": list(found.left_out)}
-    return {**document, "prng_keys": list(keys), "notes": notes}
+    return {**document, "prng_keys": keys, "notes": notes}
 
 
-def _write_orbax(source: Opened, part: PartRecord, out: str, form: _Form, advance: ReadProgress) -> dict[str, Any]:
+def _write_orbax(source: Opened, part: PartRecord, out: str, item: str | None, advance: ReadProgress) -> dict[str, Any]:
     from jaxckpt_train.formats.orbax_write import export_orbax, is_nnx_state
 
-    item = export_orbax(
-        source.files, source.committed, part, BACKEND, out, source.settings, item=form.item, progress=advance
+    name = export_orbax(
+        source.files, source.committed, part, BACKEND, out, source.settings, item=item, progress=advance
     )
     notes = [_NNX] if is_nnx_state(part, source.path) else []
-    return {"bytes": sum(map(nbytes_of, part.arrays)), "files": [item], "left_out": [], "notes": notes}
+    return {"bytes": sum(map(nbytes_of, part.arrays)), "files": [name], "left_out": [], "notes": notes}
 
 
 def import_(
@@ -328,9 +298,7 @@ def import_(
     step: Step = None,
     part: Annotated[
         str | None,
-        option(
-            "--part", "-p", help_text="The checkpointable. Default: all; operations change 'state' or the only tree."
-        ),
+        option("The checkpointable. Default: all; operations change 'state' or the only tree.", "--part", "-p"),
     ] = None,
     only: Only = None,
     op: Operations = None,
@@ -363,8 +331,7 @@ def _convert(
 ) -> None:
     """Write some parts of the result of `_prepared`, unless this is a dry run, and print what was written.
 
-    `document` has what is known so far for JSON, with the path of the result in "to". `info` is for the manifest, and
-    `remark` the end of the printed line.
+    `document` has what is known so far for JSON. `remark` is the end of the printed line.
     """
     final = document["to"]
     if dry_run:
@@ -404,15 +371,13 @@ def average(
     run: Run,
     out: Out,
     last: Annotated[
-        int | None,
-        typer.Option("--last", "-l", min=2, help="The number of newest valid steps.", show_default=str(LAST)),
+        int | None, option(f"The number of newest valid steps. Default: {LAST}.", "--last", "-l", least=2)
     ] = None,
     step: Annotated[
-        list[float] | None, step_option("--step", "-s", help_text="The steps to average, instead of the newest.")
+        list[float] | None, step_option("The steps to average, instead of the newest.", "--step", "-s")
     ] = None,
     leaves: Annotated[
-        str,
-        typer.Option("--leaves", help="Leaf path or pattern to average. Other leaves are taken from the newest step."),
+        str, typer.Option(help="Leaf path or pattern to average. Other leaves are taken from the newest step.")
     ] = "params/**",
     part: Part = None,
     only: Only = None,
@@ -446,8 +411,8 @@ def _steps(path: str, last: int | None, wanted: list[float] | None) -> tuple[lis
         if last is not None:
             raise SettingsError("--last and --step: expected one of them, found both")
         return _named(path, valid, wanted), []
-    if len(valid) < max(2, last or 0):
-        raise StepNotFoundError(f"{path}: expected {max(2, last or 0)} valid steps to average, found {len(valid)}")
+    if len(valid) < (last or 2):
+        raise StepNotFoundError(f"{path}: expected {last or 2} valid steps to average, found {len(valid)}")
     taken = valid[-(last or LAST) :]
     bad = [each for each in statuses if each.problem is not None and each.step > taken[0].step]
     for each in bad:
@@ -461,10 +426,7 @@ def _named(path: str, valid: list[StepStatus], wanted: list[float]) -> list[Step
     found = [each for each in valid if each.step in wanted]
     missing = set(wanted).difference(each.step for each in found)
     if missing:
-        there = ", ".join(str(each.step) for each in valid[-LAST:]) or "none"
-        raise StepNotFoundError(
-            f"{path}: has no valid step {', '.join(map(str, missing))}; the last valid steps are {there}"
-        )
+        raise StepNotFoundError(f"{path}: has no valid step {', '.join(map(str, missing))}; see `jaxckpt ls {path}`")
     if len(found) < 2:
         raise SettingsError(f"--step: expected at least two steps, found {', '.join(map(str, wanted))}")
     return found

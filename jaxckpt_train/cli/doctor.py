@@ -28,9 +28,7 @@ LEAST_FILES = 1000
 
 def doctor(
     path: Annotated[str, argument("PATH", "A run, or any directory to save to, which need not exist yet.")],
-    size_mib: Annotated[
-        int, typer.Option("--size-mib", min=0, help="The size of the file for the test of the disk. 0: no test.")
-    ] = 256,
+    size_mib: Annotated[int, typer.Option(min=0, help="The size of the file to test the disk. 0: no test.")] = 256,
     as_json: Json = False,
 ) -> None:
     """Examine a run and its disk: versions, free space, speed, owner, damaged steps, and the cost of a crash.
@@ -113,7 +111,7 @@ def _versions() -> dict[str, str | None]:
 
 def _about_run(run: RunHealth) -> dict[str, Any]:
     return {
-        "steps": run.committed,
+        "steps": sum(status.entry is not None for status in run.statuses),
         "newest_step": None if run.newest is None else run.newest.step,
         "newest_age_s": run.newest_age_s,
         "newest_bytes": None if run.newest is None else run.newest.nbytes,
@@ -171,5 +169,4 @@ def _print_run(run: dict[str, Any], owner: dict[str, Any] | None, risk: dict[str
     if risk["is_live"]:
         print_text(f"if the job died now: {updates} would be lost (last record {heard} ago)")
     else:
-        was = "were" if risk["updates"] > 1 else "was"
-        print_text(f"the last training ended {heard} ago ({risk['how']}), and {updates} {was} lost")
+        print_text(f"the last training ended {heard} ago ({risk['how']}); lost: {updates}")

@@ -40,14 +40,7 @@ from jaxckpt_train.inspection.diff import (
     pieces_of,
     read_file,
 )
-from jaxckpt_train.inspection.runs import (
-    StepStatus,
-    inspect_run,
-    metadata_of,
-    nbytes_of,
-    open_at,
-    part_bytes,
-)
+from jaxckpt_train.inspection.runs import StepStatus, inspect_run, metadata_of, nbytes_of, open_at, part_bytes
 from jaxckpt_train.inspection.stats import Histogram, LeafStats, has_complex
 from jaxckpt_train.inspection.units import age_text, bytes_text, counted, number_text
 from jaxckpt_train.opened import Opened
@@ -67,13 +60,8 @@ _ONLY = {"only_a": "only in the first", "only_b": "only in the second"}
 Patterns = Annotated[
     list[str] | None, argument("[PATTERN]...", "Leaf paths such as 'params/*/kernel' or 'opt_state/**'. Default: all.")
 ]
-Part = Annotated[str | None, option("--part", "-p", help_text="The name of one checkpointable. Default: all.")]
-WithHistogram = Annotated[
-    bool,
-    typer.Option(
-        "--histogram/--no-histogram", help="Show counts of values in bins of equal width; needs a second read."
-    ),
-]
+Part = Annotated[str | None, option("The name of one checkpointable. Default: all.", "--part", "-p")]
+WithHistogram = Annotated[bool, typer.Option(help="Show counts of values in bins of equal width; needs a second read.")]
 
 
 def show(
@@ -231,9 +219,9 @@ def _sharding_text(array: ArrayRecord) -> str:
 def diff(
     a: Annotated[str, argument("A", "A checkpoint, step or run.")],
     b: Annotated[str, argument("B", "The checkpoint, step or run to compare with A.")],
-    step_a: Annotated[float | None, step_option("--step-a", help_text="Of a run: which step of A.")] = None,
-    step_b: Annotated[float | None, step_option("--step-b", help_text="Of a run: which step of B.")] = None,
-    only: Annotated[list[str] | None, option("--only", "-o", help_text="Leaf paths or patterns to compare.")] = None,
+    step_a: Annotated[float | None, step_option("Of a run: which step of A.")] = None,
+    step_b: Annotated[float | None, step_option("Of a run: which step of B.")] = None,
+    only: Annotated[list[str] | None, option("Leaf paths or patterns to compare.", "--only", "-o")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints: structure and every value, bit by bit. Equal leaves are folded into one line.

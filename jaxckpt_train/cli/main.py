@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import keyword
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from jaxckpt_train.cli.output import Code, print_json, reported_errors, standard_streams
+from jaxckpt_train.cli.output import Code, code_of, print_error, print_json, standard_streams
+from jaxckpt_train.errors import CheckpointError
 
 _MODULES = {
     "inspect": ("ls", "show", "stats", "diff"),
@@ -67,7 +67,7 @@ class _OnDemand(TyperGroup):
         module = next(module for module, commands in _MODULES.items() if cmd_name in commands)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         imported = importlib.import_module(f"jaxckpt_train.cli.{module}")
-        function = getattr(imported, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)
+        function = getattr(imported, "import_" if cmd_name == "import" else cmd_name)
         single.command(cmd_name, context_settings=_HELP)(function)
         return typer.main.get_command(single)
 
@@ -82,25 +82,32 @@ class _OnDemand(TyperGroup):
 
     @contextlib.contextmanager
     def _reporting(self, ctx: Any) -> Iterator[None]:
-        """Report errors, and usage errors as JSON if the command was called with --json."""
+        """Print errors of this package, and usage errors if JSON is wanted, and exit with the code of the error."""
+        as_json = ctx.meta[_WANTS_JSON]
         try:
-            with reported_errors(ctx.meta[_WANTS_JSON]):
-                yield
+            yield
+            return
+        except CheckpointError as error:
+            name, code, message, notes = (
+                type(error).__name__,
+                code_of(error),
+                str(error),
+                getattr(error, "__notes__", []),
+            )
         except _UsageError as error:
-            if not ctx.meta[_WANTS_JSON]:
+            if not as_json:
                 raise
-            message = error.format_message()
-            print_json({"error": "UsageError", "message": message, "notes": [], "exit_code": int(Code.USAGE)})
-            raise typer.Exit(int(Code.USAGE)) from None
+            name, message, notes = "UsageError", error.format_message(), list[str]()
+            code = Code.USAGE
+        if as_json:
+            print_json({"error": name, "message": message, "notes": notes, "exit_code": int(code)})
+        else:
+            print_error(message, *notes)
+        raise typer.Exit(int(code))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self._lists_help = True
         super().format_help(ctx, formatter)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in COMMANDS:  # click suggests a similar name
-            self.commands.update({name: TyperCommand(name) for name in COMMANDS})
-        return super().resolve_command(ctx, args)
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -74,15 +74,17 @@ def cp(
     source = open_at(BACKEND, absolute(src), step)
     final = destination(BACKEND, dst, source)
     nbytes = _copy(source, final, overwrite, check, as_json)
+    _print_copy(source, final, nbytes, {"read_again": check}, "copied", as_json)
+
+
+def _print_copy(source: Opened, final: str, nbytes: int, how: dict[str, bool], done: str, as_json: bool) -> None:
     if as_json:
-        document = {"source": source.path, "path": final, "bytes": nbytes, "read_again": check}
-        print_json({**document, "skipped": source.skipped})
+        print_json({"source": source.path, "path": final, "bytes": nbytes, **how, "skipped": source.skipped})
     else:
-        print_text(f"{source.path} -> {final}: {bytes_text(nbytes)} copied")
+        print_text(f"{source.path} -> {final}: {bytes_text(nbytes)} {done}")
 
 
 def _copy(source: Opened, final: str, overwrite: bool, check: bool, as_json: bool) -> int:
-    """Copy a checkpoint with a progress line, and return its size in bytes; raises the errors of `copy_checked`."""
     with progress("copying", source.committed.data_bytes * (1 + check), as_json) as advance:
         done = copy_checked(BACKEND, source, final, replace=overwrite, every_byte=check, progress=advance)
     return done.data_bytes
@@ -108,11 +110,7 @@ def mv(src: Source, dst: Destination, step: Step = None, overwrite: Overwrite = 
             owned.held.deleter.delete([name])  # ends before the run is released
     if file_exists(source.path):
         raise StorageError(errno.EBUSY, f"was copied to {final}, but the source was not removed", source.path)
-    if as_json:
-        document = {"source": source.path, "path": final, "bytes": nbytes, "removed": True}
-        print_json({**document, "skipped": source.skipped})
-    else:
-        print_text(f"{source.path} -> {final}: {bytes_text(nbytes)} moved")
+    _print_copy(source, final, nbytes, {"removed": True}, "moved", as_json)
 
 
 def pin(
@@ -139,21 +137,13 @@ def pin(
 
 def prune(
     run: Run,
-    keep_latest: Annotated[
-        int | None, option("--keep-latest", least=1, metavar="N", help_text="Keep the N highest steps.")
-    ] = None,
-    keep_every: Annotated[
-        int | None, option("--keep-every", least=1, metavar="N", help_text="Keep steps that are multiples of N.")
-    ] = None,
-    keep_best: Annotated[
-        int | None, option("--keep-best", least=1, metavar="N", help_text="Keep the N best steps by --metric.")
-    ] = None,
-    metric: Annotated[
-        str | None, option("--metric", metavar="NAME", help_text="The metric that ranks the steps.")
-    ] = None,
+    keep_latest: Annotated[int | None, option("Keep the N highest steps.", metavar="N", least=1)] = None,
+    keep_every: Annotated[int | None, option("Keep steps that are multiples of N.", metavar="N", least=1)] = None,
+    keep_best: Annotated[int | None, option("Keep the N best steps by --metric.", metavar="N", least=1)] = None,
+    metric: Annotated[str | None, option("The metric that ranks the steps.", metavar="NAME")] = None,
     mode: Annotated[
         Literal["min", "max"] | None,
-        typer.Option("--mode", help="Whether the lowest or the highest value is the best.", show_default="min"),
+        typer.Option(help="Whether the lowest or the highest value is the best.", show_default="min"),
     ] = None,
     check: Annotated[
         bool,
@@ -199,14 +189,14 @@ def _policies(
     latest: int | None, every: int | None, best: int | None, metric: str | None, mode: Literal["min", "max"] | None
 ) -> dict[str, PreservationPolicy]:
     if best is None and (metric is not None or mode is not None):
-        raise SettingsError(
-            "--metric and --mode: expected --keep-best N too, found none: they have no effect without it"
-        )
+        raise SettingsError("--metric and --mode: expected --keep-best N too, found none")
     if best is not None and metric is None:
         raise SettingsError("--keep-best: expected --metric NAME too, which ranks the steps, found none")
     policies: dict[str, PreservationPolicy] = {}
-    policies |= {} if latest is None else {f"--keep-latest {latest}": LatestN(latest)}
-    policies |= {} if every is None else {f"--keep-every {every}": EveryNSteps(every)}
+    if latest is not None:
+        policies[f"--keep-latest {latest}"] = LatestN(latest)
+    if every is not None:
+        policies[f"--keep-every {every}"] = EveryNSteps(every)
     if best is not None and metric is not None:
         stated = stated_mode("--mode", mode, metric)
         policies[f"--keep-best {best} --metric {metric} --mode {stated}"] = BestN(metric, best, stated)
@@ -268,9 +258,7 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
 
 def scrub(
     run: Run,
-    rate: Annotated[
-        float | None, option("--mib-per-second", "-r", help_text="The highest read rate. Default: no limit.")
-    ] = None,
+    rate: Annotated[float | None, option("The highest read rate. Default: none.", "--mib-per-second", "-r")] = None,
     as_json: Json = False,
 ) -> None:
     """Read every byte of all steps of a run, the newest first, and compare it with its digests.

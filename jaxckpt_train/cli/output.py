@@ -9,7 +9,6 @@ import io
 import logging
 import math
 import os
-import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TextIO
@@ -37,7 +36,7 @@ MOST_EXACT = 1 << 53  # of integers in JSON
 _log = logging.getLogger("jaxckpt_train")
 
 
-def option(*names: str, help_text: str, metavar: str | None = None, least: int | None = None) -> Any:
+def option(help_text: str, *names: str, metavar: str | None = None, least: int | None = None) -> Any:
     """Return an option whose default is not shown in the help."""
     return typer.Option(*names, metavar=metavar, help=help_text, min=least, show_default=False)
 
@@ -47,7 +46,7 @@ def argument(metavar: str, help_text: str) -> Any:
     return typer.Argument(metavar=metavar, help=help_text, show_default=False)
 
 
-def step_option(*names: str, help_text: str) -> Any:
+def step_option(help_text: str, *names: str) -> Any:
     """Return an option that selects a step."""
     return typer.Option(*names, metavar="NUMBER", parser=_step_number, help=help_text, show_default=False)
 
@@ -72,13 +71,11 @@ Checkpoint = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Step = Annotated[
-    float | None, step_option("--step", "-s", help_text="The step of a run, also of a run of Orbax or Flax.")
-]
+Step = Annotated[float | None, step_option("The step of a run, also of a run of Orbax or Flax.", "--step", "-s")]
 
 
 def absolute(path: str) -> str:
-    """Return the absolute form of a path. Raises SettingsError if the text is no path."""
+    """Return the absolute form of a path."""
     return absolute_path("path", path)
 
 
@@ -107,21 +104,6 @@ _CODES: dict[type[CheckpointError], Code] = {  # all others: WRONG
 def code_of(error: CheckpointError) -> Code:
     """Return the exit code for an error."""
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), Code.WRONG)
-
-
-@contextlib.contextmanager
-def reported_errors(as_json: bool) -> Iterator[None]:
-    """Print an error of this package in one line, and exit with its code."""
-    try:
-        yield
-    except CheckpointError as error:
-        code = code_of(error)
-        notes = getattr(error, "__notes__", [])
-        if as_json:
-            print_json({"error": type(error).__name__, "message": str(error), "notes": notes, "exit_code": int(code)})
-        else:
-            print_error(str(error), *notes)
-        raise typer.Exit(int(code)) from error
 
 
 def print_error(text: str, *notes: str) -> None:
@@ -193,6 +175,7 @@ class _Stream(io.FileIO):
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
+        os.set_blocking(descriptor, True)  # a write to a full non-blocking pipe would fail
         self.refusal: OSError | None = None
         self._is_over = False
 
@@ -200,11 +183,7 @@ class _Stream(io.FileIO):
         """Write a part of the data, or drop all of it."""
         if not self._is_over:
             try:
-                written: int | None = super().write(data)
-                while written is None:  # the caller made the stream non-blocking
-                    select.select([], [self], [])
-                    written = super().write(data)
-                return written
+                return super().write(data)
             except OSError as error:
                 self._is_over = True
                 if not isinstance(error, BrokenPipeError):  # the reader has closed the pipe, like `head`

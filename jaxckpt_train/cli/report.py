@@ -34,17 +34,10 @@ PAGE = "report.html"
 def report(
     run: Run,
     output: Annotated[
-        str | None,
-        option("--output", "-o", metavar="FILE", help_text=f"The page to write. Default: {PAGE}, or none with --json."),
+        str | None, option(f"The page. Default: {PAGE}, or none with --json.", "--output", "-o", metavar="FILE")
     ] = None,
     changes: Annotated[
-        int | None,
-        option(
-            "--changes",
-            help_text="The number of last pairs of steps whose leaves are compared; 0: none. Default: a few that read "
-            "quickly.",
-            least=0,
-        ),
+        int | None, option("The number of last pairs of steps to compare. Default: a few that read quickly.", least=0)
     ] = None,
     disk: Annotated[
         bool, typer.Option("--measure-disk", help="Measure the disk: write 256 MiB next to the steps three times.")
@@ -64,7 +57,7 @@ def report(
     page = absolute(output) if output is not None else None if as_json else absolute(PAGE)
     if page is not None:
         _check_page(page)
-    read = read_run(BACKEND, directory, now)
+    read = read_run(BACKEND, directory)
     plan = plan_changes(read.looks, changes)
     rate = _disk_rate(directory, as_json) if disk else None
     with progress("comparing", plan.bytes, as_json) as advance:

@@ -124,7 +124,7 @@ def destination(backend: Backend, given: str, source: Opened) -> str:
         raise CheckpointExistsError(
             f"{path}: expected no such directory, or a checkpoint; to put the copy into it, add a / at the end"
         )
-    if final == source.path or (file_exists(final) and is_same_file(source.path, final)):
+    if file_exists(final) and is_same_file(source.path, final):
         raise SettingsError(f"{final}: expected a path different from the source, found the same")
     if f"{real_path(final)}/".startswith(f"{real_path(source.path)}/"):
         raise SettingsError(f"{final}: expected a path outside of the source, found one inside {source.path}")
@@ -170,7 +170,6 @@ def refuse_within_checkpoint(final: str) -> None:
 
 
 def _refuse_different_content(source: Opened, copy: Opened) -> None:
-    """Raise CorruptCheckpointError if the content of a copy differs from its source."""
     mine, theirs = source.committed.manifest, copy.committed.manifest
     if [part.name for part in mine.parts] != [part.name for part in theirs.parts]:
         raise _difference_error(copy, "its checkpointables")

@@ -46,25 +46,18 @@ Leaf = tuple[LeafRecord, ArrayRecord | None]
 class LeafDiff:
     """The comparison of a leaf.
 
-    Attributes:
-        name: its checkpointable and leaf path.
-        kind: "only_a", "only_b", "form" (shape, dtype or kind differ), "value", "equal".
-        a, b: its description in each checkpoint. "": it does not exist there.
-        value_a, value_b: the values of plain Python leaves. None: an array, or no leaf.
-        differing, count: the number of values that differ bit by bit, and the number of all values.
-        max_abs: the largest difference. None: the leaf is not an array, or its values do not differ.
-        difference, norm: the root of the sum of squares of the differences, and of the values in `a`.
+    `difference` and `norm` are the roots of the sums of squares of the differences, and of the values in `a`.
     """
 
-    name: str
-    kind: str
-    a: str
+    name: str  # its checkpointable and leaf path
+    kind: str  # "only_a", "only_b", "form" (shape, dtype or kind differ), "value", "equal"
+    a: str  # its description in each checkpoint; "": it does not exist there
     b: str
-    value_a: Any = None
+    value_a: Any = None  # the values of plain Python leaves
     value_b: Any = None
-    differing: int = 0
+    differing: int = 0  # the number of values that differ bit by bit
     count: int = 0
-    max_abs: float | None = None
+    max_abs: float | None = None  # the largest difference of arrays that differ
     difference: float = 0.0
     norm: float = 0.0
 
@@ -267,11 +260,10 @@ def pieces_of(name: str, arrays: Sequence[ArrayRecord]) -> Iterator[Wanted]:
 
 
 def over_pieces(opened: Sequence[Opened], wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, list[np.ndarray]]]:
-    """Yield each piece in order, with its content in each checkpoint.
+    """Yield each piece in order, with its content in each checkpoint. Other threads read ahead within the read budget.
 
-    Other threads read ahead. The caller should process a piece on its own thread, because several threads slow each
-    other down in short calls of numpy. The memory of an array is reused if the caller drops it before the next piece.
-    In total the pieces take the read budget, and a few megabytes for small ones.
+    The caller processes pieces on its own thread, because several threads slow each other down in short calls of numpy.
+    The memory of an array is reused if the caller drops it before the next piece.
     """
     with contextlib.ExitStack() as stack:
         aheads = [
@@ -294,17 +286,10 @@ def over_pieces(opened: Sequence[Opened], wanted: Iterable[Wanted]) -> Iterator[
 
 
 class Distance(NamedTuple):
-    """The distance of two arrays, which is summed up over pieces.
-
-    Attributes:
-        differing: the number of values that differ bit by bit.
-        max_abs: the largest difference. nan: a value is nan in only one of the arrays.
-        difference, norm: the root of the sum of squares of the finite differences, and of the finite values of the
-            first array.
-    """
+    """The distance of two arrays, as in `LeafDiff`, which is summed up over pieces."""
 
     differing: int = 0
-    max_abs: float = 0.0
+    max_abs: float = 0.0  # nan: a value is nan in only one of the arrays
     difference: float = 0.0
     norm: float = 0.0
 
@@ -320,7 +305,7 @@ def distance(first: np.ndarray, second: np.ndarray) -> Distance:
     """Return the distance of two arrays of the same shape and dtype.
 
     Values with the same bits are equal, and so are all nan. 0 and -0 differ, by 0. For complex numbers the absolute
-    value of the difference counts. 64-bit integers are rounded only for the norm.
+    value of the difference counts. Differences are computed in double precision, which rounds integers beyond 2^53.
     """
     one, other = (np.ascontiguousarray(each).reshape(-1) for each in (first, second))
     # Memory for a block of both in double precision. Allocating it each time would double the time.
@@ -341,7 +326,9 @@ def _block_distance(one: np.ndarray, other: np.ndarray, memory: np.ndarray) -> D
     differing = int(np.count_nonzero(differs))
     if not differing:
         return Distance(norm=norm)
-    apart = _absolute_difference(one, other, memory)
+    np.copyto(memory[1], other, casting="unsafe")
+    difference = np.subtract(values, memory[1], out=memory[1])
+    apart = np.abs(difference) if difference.dtype.kind == "c" else np.abs(difference, out=difference)
     largest = float(apart.max())
     if not math.isfinite(largest):
         apart[~differs] = 0.0  # the difference of two equal infinities is nan
@@ -355,19 +342,6 @@ def _bits_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     bits = f"u{min(size, 8)}"
     found = np.asarray(one.view(bits) != other.view(bits), np.bool_)
     return found if size <= 8 else np.asarray(found.reshape(len(one), -1).any(axis=1))
-
-
-def _absolute_difference(one: np.ndarray, other: np.ndarray, memory: np.ndarray) -> np.ndarray:
-    if one.dtype.kind in "iu" and one.dtype.itemsize == 8:
-        up, down = other.view("u8") - one.view("u8"), one.view("u8") - other.view("u8")
-        return np.asarray(np.where(one > other, down, up), np.float64)
-    found: np.ndarray = memory[1]
-    np.copyto(found, other, casting="unsafe")
-    np.subtract(memory[0], found, out=found)
-    if found.dtype.kind == "c":
-        return np.asarray(np.abs(found))
-    np.abs(found, out=found)
-    return found
 
 
 def _norm(values: np.ndarray) -> float:

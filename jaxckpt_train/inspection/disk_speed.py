@@ -110,7 +110,6 @@ def _put_folder(backend: Backend, folder: str, data: bytes) -> None:
 
 
 def _is_refused(call: Callable[[], object]) -> bool:
-    """Return whether the file system refuses an existing name."""
     try:
         call()
     except StorageError as error:
@@ -190,9 +189,8 @@ def _removal(backend: Backend, folder: str) -> None:
 
 
 def _swap(backend: Backend, folder: str) -> str | None:
-    for name in ("one", "two"):
-        _put(backend, f"{folder}/{name}", b"")
-    is_atomic = exchange_names(f"{folder}/one", f"{folder}/two")
+    _put(backend, f"{folder}/one", b"")
+    is_atomic = exchange_names(f"{folder}/one", f"{folder}/plain")
     return None if is_atomic else "not supported; `overwrite=True` replaces a checkpoint with three renames"
 
 
@@ -217,7 +215,7 @@ _USED: dict[str, Trial] = {
 
 @contextlib.contextmanager
 def _nameless(backend: Backend, directory: str, *, direct: bool, read_direct: bool) -> Iterator[tuple[Sink, Source]]:
-    """Yield a new file to write and read, whose name is removed before the first byte is written."""
+    """Yield a new file, whose name is removed before the first byte is written."""
     name = TEMPORARY_PREFIXES[0] + secrets.token_hex(8)
     path = os.path.join(directory, name)
     with contextlib.ExitStack() as opened:
@@ -248,7 +246,7 @@ def _supports(backend: Backend, directory: str, *, direct: bool, read_direct: bo
 def _in_blocks(
     size: int, block_bytes: int, work: Callable[[int, int, int], object], progress: Callable[[int], object]
 ) -> float:
-    """Call `work` with the offset and size of each block and the number of the thread. Return the elapsed seconds."""
+    """Call `work` with the offset, size and thread of each block. Return the elapsed seconds."""
     is_ended = False
 
     def run(thread: int) -> None:
@@ -293,7 +291,6 @@ def _read(source: Source, block: np.ndarray, size: int, directory: str, progress
 
 
 def _small_s(backend: Backend, directory: str) -> float:
-    """Return the seconds to make a small file and its name durable."""
     path = os.path.join(directory, TEMPORARY_PREFIXES[0] + secrets.token_hex(8))
     start_s = time.perf_counter()
     try:

@@ -26,8 +26,6 @@ from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.removal import find_dead_attempts
 
-MAX_LISTED = 5
-
 
 class PlannedStep(NamedTuple):
     """A step, whether it is deleted, and the reasons."""
@@ -65,10 +63,7 @@ def plan_pruning(
     every_byte: bool,
     reading: Callable[[int], None],
 ) -> PrunePlan:
-    """Plan the fate of each step, and add steps that stay regardless of the policies to `pruning.safe`.
-
-    With `every_byte`, all bytes of the newest step are compared with their digests.
-    """
+    """Plan the fate of each step, and add steps that stay regardless of the policies to `pruning.safe`."""
     statuses = inspect_run(backend, directory)
     entries = _entries(statuses)
     if not entries:
@@ -98,7 +93,6 @@ def plan_pruning(
 
 
 def _entries(statuses: Sequence[StepStatus]) -> list[Entry]:
-    """Return the committed steps in the order of their saves."""
     return sorted((status.entry for status in statuses if status.entry is not None), key=lambda entry: entry.order)
 
 
@@ -114,51 +108,30 @@ def _refuse_unknown_metrics(directory: str, pruning: Pruning, entries: list[Entr
 
 
 class AtRisk(NamedTuple):
-    """The work that is lost if the running process dies now, or that was lost when the last process ended.
-
-    Attributes:
-        how: how the process ended, according to the history.
-        completed: the number of updates completed at its last sign of life, `heard_s` seconds ago.
-        since: the step from which the next process continues. None: there is none.
-        updates: the number of updates to repeat.
-    """
+    """The work that is lost if the running process dies now, or that was lost when the last process ended."""
 
     is_live: bool
-    how: str
-    completed: int
-    since: int | None
-    updates: int
+    how: str  # how the process ended, according to the history
+    completed: int  # updates at its last sign of life, `heard_s` seconds ago
+    since: int | None  # the step from which the next process continues
+    updates: int  # to repeat
     heard_s: float
 
 
 @dataclasses.dataclass(frozen=True)
 class RunHealth:
-    """The health of a run.
-
-    Attributes:
-        newest: the newest step that is valid according to its manifest and the sizes of its files.
-        damaged, uncommitted, refused: by directory name, the problems of committed steps, of steps without a COMMIT,
-            and of steps that could not be read.
-        stale_files: temporary files of dead processes, which the next owner removes.
-        at_risk: the work at risk. None: no process of the run has recorded its progress.
-        unreadable: why the history cannot be read.
-    """
+    """The health of a run. Problems are by the name of the step: damage, no COMMIT, a refusal of the storage."""
 
     owner: Owner | None
     statuses: list[StepStatus]
-    newest: StepStatus | None
+    newest: StepStatus | None  # the newest one that is valid by its manifest and the sizes of its files
     newest_age_s: float | None
     damaged: dict[str, str]
     uncommitted: dict[str, str]
     refused: dict[str, str]
-    stale_files: list[str]
-    at_risk: AtRisk | None
-    unreadable: str | None
-
-    @property
-    def committed(self) -> int:
-        """The number of committed steps."""
-        return sum(status.entry is not None for status in self.statuses)
+    stale_files: list[str]  # temporary files of dead processes, which the next owner removes
+    at_risk: AtRisk | None  # None: no process of the run has recorded its progress
+    unreadable: str | None  # why the history cannot be read
 
     def warnings(self) -> list[str]:
         """Return the problems of the run as text."""
@@ -170,8 +143,7 @@ class RunHealth:
         if owner is not None and owner.is_alive and owner.silent_s > SILENCE_S:
             found.append(f"{owner.name} owns the run, but has given no sign of life for {owner.silent_s:.0f} s")
         if self.stale_files:
-            more = ", ..." if len(self.stale_files) > MAX_LISTED else ""
-            names = ", ".join(self.stale_files[:MAX_LISTED]) + more
+            names = ", ".join(self.stale_files)
             found.append(f"the next process that saves will remove files of dead processes: {names}")
         if self.unreadable is not None:
             found.append(f"the history cannot be read: {self.unreadable}")

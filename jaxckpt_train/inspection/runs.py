@@ -44,22 +44,15 @@ _log = logging.getLogger("jaxckpt_train")
 class StepStatus:
     """A step of a run, or a directory with the name of a step.
 
-    Attributes:
-        entry: its entry in the run. None: it is not committed.
-        nbytes: the size of its data files.
-        is_current: whether the run continues from this step or a later one. A step is not current after a roll-back
-            behind it, or after it was saved again.
-        problem: why it cannot be restored. None: its manifest shows no problem.
-        refusal: the error of the storage, or of a newer format version, if that is the problem. The step is then not
-            known to be damaged.
+    With a `refusal` (an error of the storage, or a newer format version) it is not known to be damaged.
     """
 
     name: str
     step: int
-    entry: Entry | None
+    entry: Entry | None  # None: it is not committed
     nbytes: int | None
-    is_current: bool
-    problem: str | None
+    is_current: bool  # False after a roll-back behind it, or after it was saved again
+    problem: str | None  # why it cannot be restored, as far as its manifest shows
     refusal: CheckpointError | None = None
 
     @property
@@ -150,7 +143,7 @@ def newest_whole(statuses: Sequence[StepStatus]) -> StepStatus | None:
 def _newer_broken(statuses: Sequence[StepStatus], whole: StepStatus | None) -> list[StepStatus]:
     """Return the steps of the current branch newer than the valid one that cannot be restored, the newest first."""
     bad = [status for status in statuses if status.problem is not None and (status.is_current or status.entry is None)]
-    return sorted((status for status in bad if _is_newer(status, whole)), key=lambda status: status.step, reverse=True)
+    return [status for status in reversed(bad) if _is_newer(status, whole)]
 
 
 def _is_newer(status: StepStatus, than: StepStatus | None) -> bool:
@@ -220,10 +213,7 @@ def _choose_newest(path: str, statuses: Sequence[StepStatus]) -> tuple[str, tupl
     bad = _newer_broken(statuses, found)
     refused = next((status.refusal for status in bad if status.refusal is not None), None)
     if refused is not None and found is not None:
-        hint = f"it may be the newest valid step; to take an older one, pass its number: --step {found.step}"
-        if isinstance(refused, StorageError):
-            raise StorageError(refused.errno, f"{refused.strerror}; {hint}", refused.filename) from refused
-        raise type(refused)(f"{refused}; {hint}") from refused
+        refused.add_note(f"it may be the newest valid step; to take an older one, pass its number: --step {found.step}")
     if refused is not None:
         raise refused
     if found is None:
@@ -262,10 +252,7 @@ def newest_whole_step(
     every_byte: bool,
     progress: Callable[[int], None] | None = None,
 ) -> NewestWhole:
-    """Find the newest valid step of the current line, of which the newest is last.
-
-    Without `every_byte`, only the existence and sizes of files are checked, and not their digests.
-    """
+    """Find the newest valid step of the current line, of which the newest is last, by all bytes or by sizes."""
     damaged, refused = dict[int, str](), dict[int, StorageError]()
     for entry in reversed(newest):
         path = f"{directory}/{entry.name}"

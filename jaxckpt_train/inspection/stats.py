@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -50,10 +51,9 @@ class LeafStats:
 
     def add(self, piece: np.ndarray) -> None:
         """Add the values of a piece."""
-        flat = np.ascontiguousarray(piece).reshape(-1)
         with np.errstate(all="ignore"):
-            for at in range(0, len(flat), BLOCK):
-                self._add_block(as_numbers(flat[at : at + BLOCK]))
+            for values in _blocks(piece):
+                self._add_block(values)
 
     def _add_block(self, values: np.ndarray) -> None:
         before = self.finite
@@ -76,7 +76,13 @@ class LeafStats:
         self._squares += sum_of_squares(np.subtract(values, mean, dtype=np.float64)) + apart * before * share * apart
 
 
-def as_numbers(piece: np.ndarray) -> np.ndarray:
+def _blocks(piece: np.ndarray) -> Iterator[np.ndarray]:
+    flat = np.ascontiguousarray(piece).reshape(-1)
+    for at in range(0, len(flat), BLOCK):
+        yield _as_numbers(flat[at : at + BLOCK])
+
+
+def _as_numbers(piece: np.ndarray) -> np.ndarray:
     """Return the values as float32 or float64, in which numpy can compute. 64-bit integers may be rounded."""
     if has_complex(piece.dtype):
         with np.errstate(over="ignore"):
@@ -109,9 +115,7 @@ class Histogram:
 
     def add(self, piece: np.ndarray) -> None:
         """Count the finite values of a piece."""
-        flat = np.ascontiguousarray(piece).reshape(-1)
-        for at in range(0, len(flat), BLOCK):
-            values = as_numbers(flat[at : at + BLOCK])
+        for values in _blocks(piece):
             values = values[np.isfinite(values)]
             if len(self.counts) == 1:
                 self.counts += len(values)

@@ -160,8 +160,7 @@ def _frame(height: int, y_label: str, **options: Any) -> Any:
     return made
 
 
-def _time_frame(height: int, y_label: str, span: Range1d, **options: Any) -> Any:
-    """Return an empty chart over time. Charts with the same span pan and zoom together."""
+def _time_frame(height: int, y_label: str, span: Range1d, **options: Any) -> Any:  # of one span, they pan together
     return _frame(height, y_label, x_axis_type="datetime", x_range=span, **options)
 
 
@@ -199,10 +198,7 @@ def _add_tooltip(chart: Any, names: Iterable[str], renderers: Sequence[Any], **o
 
 
 def _legend(chart: Any, items: Sequence[tuple[str, Sequence[Any]]]) -> None:
-    """Store the legend in the tags of a chart: names, which come from this module, with their renderers.
-
-    The page draws the legend instead of Bokeh, so that it wraps on narrow pages and works with the keyboard.
-    """
+    """Store names and renderers in the tags of a chart, for a legend of the page that wraps and works with keys."""
     chart.tags = []
     for name, renderers in items:
         first, last = renderers[0].glyph, renderers[-1].glyph
@@ -219,7 +215,6 @@ def _timeline(
     marks: Sequence[Mark],
     span: Range1d,
 ) -> Any:
-    """Return a chart with bars for processes, by how they ended, bars for saves and restores, and marks for others."""
     chart = _time_frame(230, "", span, y_range=FactorRange(factors=list(LANES)))
     chart.ygrid.visible = False
     items: list[tuple[str, list[Any]]] = []
@@ -281,7 +276,6 @@ def _save_bars(chart: Any, saves: Sequence[Save]) -> list[tuple[str, list[Any]]]
 
 
 def _save_times(saves: Sequence[Save], span: Range1d) -> Any:
-    """Return a chart of the blocked and background seconds of each save, on a logarithmic scale."""
     chart = _time_frame(240, "seconds", span, y_axis_type="log")
     rows = [tables.save_cells(save) for save in saves]
     columns = {
@@ -298,7 +292,6 @@ def _save_times(saves: Sequence[Save], span: Range1d) -> Any:
 
 
 def _throughput(saves: Sequence[Save], restores: Sequence[Restore], disk: DiskRate | None, span: Range1d) -> Any:
-    """Return a chart of the rates of saves and restores, and of the disk, on a logarithmic scale."""
     chart = _time_frame(240, "MiB/s", span, y_axis_type="log")
     items = []
     saved = [each for each in saves if each.bytes_per_s is not None]
@@ -327,7 +320,6 @@ def _rates(rated: Sequence[Save | Restore], rows: Sequence[tables.Cells]) -> Col
 
 
 def _retention(steps: Sequence[StepLife], now: datetime.datetime, span: Range1d) -> Any:
-    """Return a chart with a line for each step from its save to its deletion, or until now."""
     chart = _time_frame(300, "step", span)
     chart.yaxis.formatter = BasicTickFormatter(use_scientific=False)
     items = []
@@ -360,7 +352,6 @@ def _retention(steps: Sequence[StepLife], now: datetime.datetime, span: Range1d)
 
 
 def _disk_use(uses: Sequence[DiskUse], now: datetime.datetime, span: Range1d) -> Any:
-    """Return a chart of the disk use over time."""
     most = max(use.bytes for use in uses)
     size, unit = scaled_bytes(most)
     uses = [*uses, dataclasses.replace(uses[-1], time=max(now, uses[-1].time))]  # unchanged until now
@@ -375,10 +366,9 @@ def _disk_use(uses: Sequence[DiskUse], now: datetime.datetime, span: Range1d) ->
 
 
 def _metric(values: Sequence[MetricValue]) -> Any:
-    """Return a chart of a metric by step. Values that are not finite are gaps."""
     chart = _frame(200, "")
     rows = [tables.metric_cells(each) for each in values]
-    numbers = [each.value if math.isfinite(each.value) else math.nan for each in values]
+    numbers = [each.value if math.isfinite(each.value) else math.nan for each in values]  # nan is a gap
     data = _source({"x": [each.step for each in values], "y": numbers}, rows)
     chart.line(x="x", y="y", source=data, line_color=BLUE, line_width=1.5, line_alpha=0.7)
     dots = chart.scatter(x="x", y="y", source=data, size=6, color=BLUE)
@@ -388,18 +378,18 @@ def _metric(values: Sequence[MetricValue]) -> Any:
 
 
 def _changes(pairs: Sequence[PairChange], most: int) -> Any:
-    """Return a chart of the relative changes of leaves and of all values together, by pair of steps."""
     names = [pair_name(pair) for pair in pairs]
     chart = _frame(300, "relative change", x_range=FactorRange(factors=names), y_axis_type="log")
     chart.xgrid.visible = False
-    rows: list[tuple[tuple[str, float], str, float]] = []
+    places, leaves, changes = list[tuple[str, float]](), list[str](), list[float]()
     for name, pair in zip(names, pairs, strict=True):
         known = [(leaf.relative, leaf.name) for leaf in pair.leaves if leaf.relative is not None]
         largest = sorted((each for each in known if math.isfinite(each[0])), key=lambda each: -each[0])[:most]
-        rows += [((name, OFFSETS[number % len(OFFSETS)]), leaf, max(LEAST_CHANGE, relative))
-                 for number, (relative, leaf) in enumerate(largest)]  # fmt: skip
-    columns = {"place": [row[0] for row in rows], "leaf": [row[1] for row in rows], "y": [row[2] for row in rows]}
-    data = _source({**columns, "relative change": [number_text(row[2]) for row in rows]})
+        places += [(name, OFFSETS[number % len(OFFSETS)]) for number in range(len(largest))]
+        leaves += [leaf for _, leaf in largest]
+        changes += [max(LEAST_CHANGE, relative) for relative, _ in largest]
+    columns = {"place": places, "leaf": leaves, "y": changes, "relative change": list(map(number_text, changes))}
+    data = _source(columns)
     dots = chart.scatter(x="place", y="y", source=data, size=6, color=BLUE, alpha=0.7)
     _add_tooltip(chart, ["leaf", "relative change"], [dots])
     items = [("a leaf", [dots])]
@@ -416,7 +406,6 @@ def _changes(pairs: Sequence[PairChange], most: int) -> Any:
 
 
 def _time_spent(processes: Sequence[Process], totals: Totals) -> Any:
-    """Return a chart with a bar for the run and one for each process, divided by how its time was spent."""
     rows: list[tuple[str, Process | Totals]] = [("the run", totals)]
     rows += [(f"process {each.number}", each) for each in processes]
     names = [name for name, _ in rows]

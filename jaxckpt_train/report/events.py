@@ -23,30 +23,22 @@ STATES = ("kept", "pinned", "temporary", "left behind", "damaged", "not committe
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StepLife:
-    """One committed generation of a step, or a directory that should be one.
+    """One committed generation of a step, or a directory that should be one."""
 
-    Attributes:
-        name: the name of the directory, which may be used again after a deletion.
-        left: when the run saved after a restore of an earlier step, which abandoned this step.
-        bytes: the size of the data files; for a deleted step the size in the history.
-        is_current: whether the step belongs to the current branch of the run.
-        metrics: the metrics of the save and of later evaluations, until they are added to the series of the run.
-    """
-
-    name: str
+    name: str  # of the directory, which may be used again after a deletion
     step: int
     saved: datetime.datetime | None = None
     deleted: datetime.datetime | None = None
-    left: datetime.datetime | None = None
+    left: datetime.datetime | None = None  # when a save after a restore of an earlier step abandoned this step
     set_aside: datetime.datetime | None = None
-    bytes: int | None = None
+    bytes: int | None = None  # of the data files; for a deleted step the size in the history
     is_there: bool = False
     is_committed: bool = True
-    is_current: bool = True
+    is_current: bool = True  # whether the step belongs to the current branch of the run
     pinned: bool = False
     temporary: bool = False
     problem: str = ""
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # until they are added to the series
 
     @property
     def state(self) -> str:

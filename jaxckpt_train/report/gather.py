@@ -34,11 +34,9 @@ from jaxckpt_train.report.series import (
 from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.run.goodput import Attempt, AttemptGoodput, Goodput, add_event, goodput, settled
 from jaxckpt_train.run.history import HISTORY_NAME, History
-from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
+from jaxckpt_train.run.lock import OwnerLock
 from jaxckpt_train.store.backends.base import GONE, Backend
 
-MOST_WARNINGS = 20
-HEARD_S = 150.0  # a live process records its progress every minute
 _log = logging.getLogger("jaxckpt_train")
 
 
@@ -159,9 +157,9 @@ class RunRead:
     warnings: tuple[str, ...]
 
 
-def read_run(backend: Backend, directory: str, now: datetime.datetime) -> RunRead:
+def read_run(backend: Backend, directory: str) -> RunRead:
     """Read the history and inspect the steps of a run. Warnings of the package are collected instead of printed."""
-    names = _names(backend, directory)
+    _refuse_other_directory(backend, directory)
     history = RunHistory()
     collector = _WarningCollector(logging.WARNING)
     _log.addHandler(collector)
@@ -173,16 +171,14 @@ def read_run(backend: Backend, directory: str, now: datetime.datetime) -> RunRea
                 history.add(event)
         except CheckpointError as error:
             _log.warning("the history cannot be read: %s", error)
-        # A process may start meanwhile, and one that ends records it first.
-        is_live = was_live or lock.has_live_owner() or (LOCK_NAME in names and _is_recent(history.last, now))
+        is_live = was_live or lock.has_live_owner()  # a process may start meanwhile, and one that ends records it first
         looks = inspect_run(backend, directory)
     finally:
         _log.removeHandler(collector)
     return RunRead(directory, history, tuple(looks), is_live, tuple(collector.warnings))
 
 
-def _names(backend: Backend, directory: str) -> set[str]:
-    """Return the names in the directory, if it is the directory of a run."""
+def _refuse_other_directory(backend: Backend, directory: str) -> None:
     try:
         names = {entry.name for entry in backend.list(directory)}
     except StorageError as error:
@@ -191,12 +187,6 @@ def _names(backend: Backend, directory: str) -> set[str]:
         raise
     if HISTORY_NAME not in names and all(parse_step_name(name) is None for name in names):
         raise NotACheckpointError(f"{directory}: expected a run, found neither a step nor {HISTORY_NAME}")
-    return names
-
-
-def _is_recent(last: ReportEvent | None, now: datetime.datetime) -> bool:
-    """Return whether the owner wrote an event recently. Without write access, the age of the lock is unknown."""
-    return last is not None and last.event != "end" and abs((now - last.time).total_seconds()) < HEARD_S
 
 
 def _events(backend: Backend, directory: str) -> Iterator[ReportEvent]:
@@ -206,17 +196,14 @@ def _events(backend: Backend, directory: str) -> Iterator[ReportEvent]:
 
 
 class _WarningCollector(logging.Handler):
-    keeps = True  # tells the handler of the command not to print the warnings
+    keeps = True  # the handler of the command does not print the warnings
 
     def __init__(self, level: int) -> None:
         super().__init__(level)
         self.warnings: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if len(self.warnings) < MOST_WARNINGS:
-            self.warnings.append(record.getMessage())
-        elif len(self.warnings) == MOST_WARNINGS:
-            self.warnings.append("more warnings of the same kind are left out")
+        self.warnings.append(record.getMessage())
 
 
 class RunHistory:
@@ -224,7 +211,6 @@ class RunHistory:
 
     def __init__(self) -> None:
         self.events: dict[str, int] = {}  # how many of each kind
-        self.last: ReportEvent | None = None
         self.attempts: list[Attempt] = []
         self.places: list[str] = []
         self.lives = Lives()
@@ -237,7 +223,6 @@ class RunHistory:
         """Add the next event."""
         kind = event.event
         self.events[kind] = self.events.get(kind, 0) + 1
-        self.last = event
         add_event(self.attempts, event)
         self.lives.add(event)
         if kind == "save":
@@ -254,18 +239,13 @@ class RunHistory:
 
 @dataclasses.dataclass(frozen=True)
 class Process(AttemptGoodput):
-    """One process of a run. The parts of its time add up to `wall_s`.
-
-    Attributes:
-        lost_s: the time of updates that were lost.
-        other_s: the time of a process that did no update.
-    """
+    """One process of a run. The parts of its time add up to `wall_s`."""
 
     number: int
     where: str
     failed_saves: int
-    lost_s: float
-    other_s: float
+    lost_s: float  # the time of updates that were lost
+    other_s: float  # the time of a process that did no update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +286,7 @@ def _process(number: int, attempt: Attempt, place: str, rated: AttemptGoodput) -
 
 
 def _place_of(start: ReportEvent) -> str:
-    """Return the host, process ID and job from the start event of a process, as far as they are known."""
+    """Return the host, process ID and job of a process, as far as they are known."""
     words = [start.host, "" if start.pid is None else f"process {start.pid}"]
     if start.slurm_job_id:
         restarts = f", restart {start.slurm_restart_count}" if start.slurm_restart_count else ""

@@ -6,7 +6,6 @@ All text is escaped, except text of type `Html`, which only this module creates:
 from __future__ import annotations
 
 import base64
-import errno
 import hashlib
 import html
 import json
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxckpt_train.errors import CheckpointExistsError, StorageError
+from jaxckpt_train.errors import CheckpointExistsError
 from jaxckpt_train.inspection.units import (
     bytes_text,
     clipped,
@@ -128,7 +127,6 @@ def _json(value: Any) -> Html:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Return a content security policy that forbids loading and allows only these scripts."""
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return (
@@ -140,14 +138,7 @@ def _policy(scripts: list[str]) -> str:
 def check_place(backend: Backend, path: str) -> bool:
     """Return whether a path is an earlier report, which may be replaced; False: the path does not exist."""
     folder, name = os.path.split(path)
-    try:
-        names = {entry.name for entry in backend.list(folder)}
-    except StorageError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise
-        problem = "expected the directory of the page, found none: create it, or choose another file"
-        raise StorageError(error.errno, problem, folder) from error
-    if name not in names:
+    if name not in {entry.name for entry in backend.list(folder)}:
         return False
     if read_head(backend, folder, name, len(MARK)) != MARK.encode():
         raise CheckpointExistsError(
@@ -158,13 +149,13 @@ def check_place(backend: Backend, path: str) -> bool:
 
 def write_page(backend: Backend, path: str, page: str) -> None:
     """Write a page atomically, and replace an earlier report."""
-    data = page.encode()
-    if not check_place(backend, path) and backend.write_new(path, data):
+    if not check_place(backend, path):
+        if not backend.write_new(path, page.encode()):
+            raise CheckpointExistsError(f"{path}: another process has just created this file")
         return
-    check_place(backend, path)  # another process may have created it meanwhile
     temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIXES[0]}{secrets.token_hex(8)}"
     try:
-        backend.write_new(temporary, data)
+        backend.write_new(temporary, page.encode())
         backend.exchange(temporary, path, sync=False)
     finally:
         backend.remove(temporary)
@@ -214,7 +205,6 @@ def _own_file(name: str) -> str:
 
 
 def _table(table: Table, caption: str) -> Html:
-    """Return a table that scrolls if it is wider than the page."""
     kinds = ["right" if name.endswith("#") else "time" if name.endswith("(UTC)") else None for name in table.headings]
     head = [
         element("th", name.removesuffix("#"), scope="col", class_=kind)
@@ -237,7 +227,7 @@ def _table(table: Table, caption: str) -> Html:
 
 
 def _chart(drawing: Drawing, place: str, data: dict[str, Table], words: tuple[str, str] | None = None) -> Html:
-    """Return the chart of a place, with its data as collapsed tables. If there is no chart, return only these."""
+    """Return the chart of a place, if there is one, and its data as collapsed tables."""
     title, about = words or CHARTS[place]
     opened = [
         element("details", element("summary", f"Data: {name}"), _table(table, name))
@@ -262,7 +252,6 @@ def _section(name: str, *children: object) -> Html:
 
 
 def _note(text: str) -> Html:
-    """Return a remark, in which text in backquotes becomes code."""
     pieces = text.split("`")
     return element("p", [element("code", piece) if number % 2 else piece for number, piece in enumerate(pieces)],
                    class_="quiet")  # fmt: skip
@@ -276,7 +265,7 @@ def _problems(title: str, texts: Sequence[str]) -> Html:
 
 
 def _explorer_data(gathered: Gathered, limits: Limits) -> dict[str, Any]:
-    """Return the leaves with their forms, sizes and last relative changes, as data for the script of the tree."""
+    """Return the leaves with their forms, sizes and last relative changes for the script of the tree."""
     if gathered.tree is None:
         return {"leaves": [], "forms": []}
     pairs = [pair for pair in gathered.changes.pairs if not pair.problem]
@@ -296,13 +285,8 @@ def _explorer_data(gathered: Gathered, limits: Limits) -> dict[str, Any]:
 
 def _chosen(leaves: Sequence[LeafSize], limits: Limits) -> list[LeafSize]:
     """Return the largest leaves that a page has room for, in the order of the tree."""
-    room, chosen = limits.leaf_characters, set[int]()
-    for number in sorted(range(len(leaves)), key=lambda number: -leaves[number].bytes)[: limits.leaves]:
-        room -= len(json.dumps(leaves[number].name))
-        if room < 0:
-            break
-        chosen.add(number)
-    return [leaf for number, leaf in enumerate(leaves) if number in chosen]
+    largest = sorted(range(len(leaves)), key=lambda number: -leaves[number].bytes)[: limits.leaves]
+    return [leaves[number] for number in sorted(largest)]
 
 
 def _explorer(gathered: Gathered, limits: Limits) -> Html:
@@ -461,8 +445,7 @@ def _changes(gathered: Gathered, drawing: Drawing) -> Html:
     pairs = gathered.changes.pairs
     left_out = _note(gathered.changes.left_out) if gathered.changes.left_out else None
     if not pairs:
-        none = None if left_out else _note("There are no two steps to compare.")
-        return _section("step-to-step", none, left_out)
+        return _section("step-to-step", left_out or _note("There are no two steps to compare."))
     more, failed = "", [f"{pair_name(pair)}: {pair.problem}" for pair in pairs if pair.problem]
     good = shown_pairs(gathered)
     if len(good) + len(failed) < len(pairs):

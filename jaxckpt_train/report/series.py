@@ -56,10 +56,6 @@ class ReportEvent(RunEvent, gc=False):
         """The time of the event in UTC."""
         return self.time.astimezone(datetime.UTC)
 
-    def before(self, seconds: float) -> datetime.datetime:
-        """Return the time a number of seconds before the event, in UTC."""
-        return self.utc - datetime.timedelta(seconds=seconds)
-
 
 @dataclasses.dataclass(frozen=True)
 class Save:
@@ -109,7 +105,7 @@ class Mark:
 
 
 def save_s_of(event: ReportEvent) -> float:
-    """Return the seconds from the call to the commit, without the time in which devices computed queued updates."""
+    """Return the seconds from the call to the commit, without waits for devices that compute queued updates."""
     return max(event.save_s - min(event.save_s, event.device_wait_s or 0.0), event.blocked_s)
 
 
@@ -117,7 +113,7 @@ def save_of(event: ReportEvent) -> Save:
     """Return the save that an event records."""
     save_s = save_s_of(event)
     return Save(
-        began=event.before(save_s),
+        began=event.utc - datetime.timedelta(seconds=save_s),
         ended=event.utc,
         step=event.step,
         name=event.name,
@@ -137,7 +133,7 @@ def save_of(event: ReportEvent) -> Save:
 def restore_of(event: ReportEvent) -> Restore:
     """Return the restore that an event records."""
     return Restore(
-        began=event.before(event.restore_s or 0.0),
+        began=event.utc - datetime.timedelta(seconds=event.restore_s or 0.0),
         ended=event.utc,
         step=event.step,
         name=event.name,
@@ -179,10 +175,9 @@ class MetricSeries:
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step. They replace those of the same step that were added before."""
         for name, value in metrics.items():
-            sample = self._samples.get(name)
-            if sample is None:
-                sample = self._samples[name] = Sample(_size, MOST_VALUES)
-            sample.add((step, value))
+            if name not in self._samples:
+                self._samples[name] = Sample(_size, MOST_VALUES)
+            self._samples[name].add((step, value))
         self._held += len(metrics)
         if self._held > MOST_VALUES:
             for sample in self._samples.values():
@@ -270,7 +265,6 @@ class Limits:
     points: int = 1000  # of a metric, and of the disk use
     changed_leaves: int = 4000  # of all pairs of steps together
     leaves: int = 20_000  # in the tree
-    leaf_characters: int = 1_000_000
 
     def halved(self) -> Limits:
         """Return limits that are half as large."""

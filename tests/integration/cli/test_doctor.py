@@ -45,7 +45,7 @@ def test_live_owner_and_unsaved_updates_are_shown(tmp_path: Path) -> None:
     assert (found["at_risk"]["is_live"], found["at_risk"]["how"], found["at_risk"]["updates"]) == (False, "killed", 5)
     text = printed("doctor", tmp_path / "run", *SMALL)
     assert ", dead, last heard of" in text
-    assert "5 updates since step 2 were lost" in text
+    assert "lost: 5 updates since step 2" in text
 
 
 KILLED_IN_A_SAVE = """

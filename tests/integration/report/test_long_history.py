@@ -29,7 +29,7 @@ def most_bytes():
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
 before, now = most_bytes(), datetime.datetime(2026, 6, 1, tzinfo=datetime.UTC)
-read = read_run(LocalBackend(), sys.argv[1], now)
+read = read_run(LocalBackend(), sys.argv[1])
 found = gather(LocalBackend(), read, plan_changes(read.looks, 0), now, None, print)
 print(json.dumps({
     "taken": most_bytes() - before,

@@ -89,7 +89,7 @@ def test_pins_do_not_hide_last_training(tmp_path: Path) -> None:
     printed("pin", directory, 1)
     risk = json_of("doctor", directory, *SMALL)["at_risk"]
     assert (risk["how"], risk["completed"], risk["updates"]) == ("closed", 2, 0)
-    assert "(closed), and nothing was lost" in printed("doctor", directory, *SMALL)
+    assert "(closed); lost: nothing" in printed("doctor", directory, *SMALL)
 
 
 def test_damaged_newest_steps_cause_warnings(tmp_path: Path) -> None:

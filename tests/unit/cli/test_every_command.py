@@ -56,12 +56,6 @@ def test_unknown_command_exits_with_2() -> None:
     assert run("no-such-command").exit_code == 2
 
 
-def test_misspelled_command_is_corrected() -> None:
-    done = run("verfy", "run")
-    assert done.exit_code == 2
-    assert "Did you mean 'verify'?" in " ".join(done.output.split())
-
-
 def test_every_error_has_a_code() -> None:
     assert code_of(StepNotFoundError("no such step")) is Code.NOTHING
     assert code_of(IncompleteCheckpointError("half of it")) is Code.WRONG

@@ -49,7 +49,7 @@ def test_a_directory_or_a_link_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_missing_directory_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="expected the directory of the page"):
+    with pytest.raises(StorageError, match="No such file"):
         write_page(BACKEND, str(tmp_path / "none" / "report.html"), MARK)
 
 
