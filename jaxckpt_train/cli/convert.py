@@ -133,7 +133,7 @@ def _prepared(
             f"{opened.path}: expected a checkpointable that is a tree, found {name!r}, which is of kind "
             f"{found.kind!r}; the trees are {', '.join(map(repr, trees)) or 'none'}"
         )
-    selection = (_Select(only),) if only else ()
+    selection = (_Select(only, opened.path),) if only else ()
     transformed = apply_operations(opened.files, opened.committed, name, (*operations, *selection), opened.settings)
     made = transformed.plan[: len(operations)]
     if prints:
@@ -159,11 +159,11 @@ class _Select(Operation):
 
     name = "only"
 
-    def __init__(self, only: list[str]) -> None:
-        self._only = only
+    def __init__(self, only: list[str], path: str) -> None:
+        self._only, self._path = only, path
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        refuse_idle_pattern(subject, self._only, leaves)
+        refuse_idle_pattern(self._path, self._only, leaves)
         selected = leaf_filter(self._only)
         for name in [name for name in leaves if not selected(name)]:
             del leaves[name]

@@ -7,12 +7,13 @@ import collections
 import dataclasses
 import datetime
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxckpt_train.inspection.runs import StepStatus
-from jaxckpt_train.report.series import MOST_KEPT, RECENT, MetricSeries, MetricValue, ReportEvent, Sample, thinned
+from jaxckpt_train.report.series import MOST_KEPT, RECENT, MetricValue, ReportEvent, Sample, thinned
 from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.store.manifest import metrics_from_json
 
@@ -78,6 +79,10 @@ class StepsFound:
     values: dict[str, int]
 
 
+def _size(each: tuple[int, float]) -> float:
+    return -1.0 if math.isnan(each[1]) else abs(each[1])
+
+
 class Lives:
     """Follows the steps of a run through the events of its history."""
 
@@ -87,7 +92,7 @@ class Lives:
         self._last = -1  # the last saved step
         self._skipped: list[StepLife] = []  # later than the restored step: abandoned once the run saves
         self._states = collections.Counter[str]()
-        self._series = MetricSeries()
+        self._series: dict[str, Sample[tuple[int, float]]] = {}  # the step and value of each metric
         # The changes of the disk use: the time, whether a step was saved (1) or deleted (-1), and its bytes.
         self._times, self._signs, self._sizes = array.array("q"), array.array("b"), array.array("q")
 
@@ -152,7 +157,8 @@ class Lives:
         state = life.state
         self._states[state] += 1
         if life.left is None and life.is_current:
-            self._series.add(life.step, life.metrics)
+            for name, value in life.metrics.items():
+                self._series.setdefault(name, Sample(_size)).add((life.step, value))
         life.metrics = {}
         if life.saved is not None and state != "gone":
             self._change(life.saved, 1, life)
@@ -176,7 +182,16 @@ class Lives:
         lives = [*self._ended.items, *there]
         lives.sort(key=lambda life: (life.saved or life.deleted or early, life.step, life.name))
         states = {state: self._states[state] for state in STATES if self._states[state]}
-        return StepsFound(lives, states, self._uses(), len(self._times), *self._series.found())
+        return StepsFound(lives, states, self._uses(), len(self._times), *self._metrics())
+
+    def _metrics(self) -> tuple[dict[str, list[MetricValue]], dict[str, int]]:
+        """Return the values of each metric by step, and their numbers. Of values of one step, the last one counts."""
+        found, counts = dict[str, list[MetricValue]](), dict[str, int]()
+        for name, sample in sorted(self._series.items(), key=lambda each: min(each[1].items)[0]):
+            by_step = dict(sample.items)
+            found[name] = [MetricValue(step, by_step[step]) for step in sorted(by_step)]
+            counts[name] = len(by_step) if sample.count == len(sample) else sample.count
+        return found, counts
 
     def _add_existing(self, look: StepStatus) -> None:
         entry = look.entry

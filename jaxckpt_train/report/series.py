@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -22,7 +21,6 @@ MOST_BYTES = 5_000_000  # of a page; the drawing library takes 1.25 MB
 MOST_KEPT = 10_000  # the groups of a thinned stream, of which there are at most twice as many
 RECENT = 1000  # the last items of a stream are all kept, because tables show them
 BATCH = 4096
-MOST_VALUES = 500_000  # of all metrics together
 Item = TypeVar("Item")
 _Whole = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -163,39 +161,6 @@ class MetricValue:
 
     step: int
     value: float
-
-
-class MetricSeries:
-    """Collects the metrics of steps. Of very many values, it keeps the largest of each group of neighbours."""
-
-    def __init__(self) -> None:
-        self._samples: dict[str, Sample[tuple[int, float]]] = {}
-        self._held = 0
-
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of a step. They replace those of the same step that were added before."""
-        for name, value in metrics.items():
-            if name not in self._samples:
-                self._samples[name] = Sample(_size, MOST_VALUES)
-            self._samples[name].add((step, value))
-        self._held += len(metrics)
-        if self._held > MOST_VALUES:
-            for sample in self._samples.values():
-                sample.halve()
-            self._held = sum(map(len, self._samples.values()))
-
-    def found(self) -> tuple[dict[str, list[MetricValue]], dict[str, int]]:
-        """Return the values of each metric by step, and their numbers."""
-        found, counts = dict[str, list[MetricValue]](), dict[str, int]()
-        for name, sample in sorted(self._samples.items(), key=lambda each: min(each[1].items)[0]):
-            by_step = dict(sample.items)
-            found[name] = [MetricValue(step, by_step[step]) for step in sorted(by_step)]
-            counts[name] = len(by_step) if sample.count == len(sample) else sample.count
-        return found, counts
-
-
-def _size(each: tuple[int, float]) -> float:
-    return -1.0 if math.isnan(each[1]) else abs(each[1])
 
 
 def thinned(items: Sequence[Item], most: int, weight: Callable[[Item], float], recent: int = 0) -> list[Item]:
