@@ -309,7 +309,7 @@ def part_bytes(opened: Opened, name: str) -> int:
 
 
 def metadata_of(opened: Opened) -> Mapping[str, object]:
-    """Return the information about a checkpoint in its manifest, apart from its trees."""
+    """Return the information about a checkpoint in its manifest."""
     info = opened.committed.manifest.info
     known = ("step", "created", "metrics", "custom_metadata", "versions", "temporary")
     return {name: info[name] for name in known if name in info}

@@ -76,11 +76,8 @@ def plan_changes(looks: Sequence[StepStatus], wanted: int | None) -> Plan:
         total += needed
     left_out = ""
     if len(chosen) < len(pairs):
-        left_out = f"{len(pairs) - len(chosen):,} of {len(pairs):,} pairs of consecutive steps were not compared"
-        if wanted is None:
-            left_out += f", to save time. `--changes {len(pairs)}` compares all of them."
-        else:
-            left_out += f", because of `--changes {wanted}`."
+        count = f"{len(pairs) - len(chosen):,} of {len(pairs):,} pairs of consecutive steps"
+        left_out = f"{count} were not compared. `--changes {len(pairs)}` compares all of them."
     return Plan(tuple(reversed(chosen)), total, left_out)
 
 
