@@ -270,16 +270,26 @@ def shardings_by_name(shardings: Any) -> Callable[[str], jax.sharding.Sharding |
 
 def requested_shardings(like: Any, only: Only, shardings: Any) -> Iterator[jax.sharding.Sharding | None]:
     """Find the shardings that a load asks for, before the checkpoint is opened, except for leaves in error."""
-    with contextlib.suppress(CheckpointError):
+    try:
         given, selected = shardings_by_name(shardings), leaf_filter(only)
-        if like is None:  # the leaves are not known
-            yield from (leaf for leaf in flatten(shardings).leaves if isinstance(leaf, jax.sharding.Sharding))
-            return
-        flat = flatten(like)
-        for name, leaf in zip(flat.names, flat.leaves, strict=True):
-            if selected(name):
-                with contextlib.suppress(CheckpointError):
-                    yield leaf_request(name, leaf, given(name)).sharding
+        flat = flatten(shardings if like is None else like)
+    except CheckpointError:  # the load will raise it, and report it to the processes that these shardings span
+        with contextlib.suppress(TypeError, ValueError):
+            leaves = jax.tree_util.tree_leaves((like, shardings))
+            yield from (leaf if isinstance(leaf, jax.sharding.Sharding) else _own_sharding(leaf) for leaf in leaves)
+        return
+    if like is None:  # the leaves are not known
+        yield from (leaf for leaf in flat.leaves if isinstance(leaf, jax.sharding.Sharding))
+        return
+    for name, leaf in zip(flat.names, flat.leaves, strict=True):
+        if selected(name):
+            with contextlib.suppress(CheckpointError):
+                yield leaf_request(name, leaf, given(name)).sharding
+
+
+def _own_sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    found = getattr(leaf, "sharding", None)
+    return found if isinstance(found, jax.sharding.Sharding) else None
 
 
 def leaf_difference(
