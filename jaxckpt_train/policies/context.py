@@ -218,9 +218,8 @@ def steps_to_delete(checkpoints: Checkpoints, policy: PreservationPolicy, *, con
     """The committed steps that may be deleted now.
 
     The rules, in this order: The highest step and the step committed last are kept (they differ after a roll-back).
-    Pinned steps are kept. All temporary steps are deleted. Other steps are deleted if the policy does not keep them.
-    The policy does not see temporary steps, so that they neither push a lasting step out of `LatestN` nor start an
-    interval of `EveryNSeconds`. The checkpoints come in the order of their commits, not of clocks.
+    Pinned steps are kept. All temporary steps are deleted; the policy does not see them. Other steps are deleted if the
+    policy does not keep them. The checkpoints come in the order of their commits, not of clocks.
     """
     if not checkpoints:
         return set()

@@ -89,10 +89,7 @@ def choose(now: Situation) -> ShutdownPlan:
 def leave_early_s(save_s: float | None, step_s: float | None, limit_s: float) -> float:
     """The number of seconds before a time limit at which to ask a job to shut down, so that its last save ends in time.
 
-    Args:
-        save_s: the seconds from the start of a save to its commit; None: unknown.
-        step_s: the seconds of an update; None: unknown.
-        limit_s: the time limit. At least half of it remains for training, so that every job makes progress.
+    `save_s` and `step_s` are as in `Situation`. At least half of the limit remains, so that every job makes progress.
     """
     # A save may be running, and another one starts after an update.
     early_s = UNKNOWN_S if save_s is None else ENDING_S + MARGIN * 2 * save_s + 2 * (step_s or 0.0)

@@ -282,10 +282,6 @@ class AllSavePolicy(_ComposedPolicy):
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
     """The interval between saves that loses the least time, in seconds from the end of a save to the start of the next.
 
-    Args:
-        cost_s: the cost of a save.
-        mtbf_s: the mean time between failures.
-
     Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006, equation 37;
     its first term is J. W. Young, A first order approximation to the optimum checkpoint interval, 1974.
     """
