@@ -37,44 +37,27 @@ from jaxckpt_train.store.threads import unlocked_cached_property
 
 @dataclasses.dataclass(frozen=True)
 class LeafMetadata:
-    """The description of one leaf.
+    """The description of one leaf."""
 
-    Attributes:
-        description: a short text such as `float32[512,128]`, `key<threefry2x32>[]`, `Python int`.
-        shape: the shape of an array or a key array; None for other leaves.
-        dtype: the dtype of an array; None for other leaves.
-        bytes: the size of its array data.
-        sharding: the sharding of the saved array, `{"mesh": {"x": 4}, "spec": ["x", None]}`, or None.
-        value: the value of a leaf that is stored inline (numbers, text).
-        host: the kind of array that was saved: "jax", "numpy", or "scalar" (a NumPy scalar); None for other leaves.
-    """
-
-    description: str
-    shape: tuple[int, ...] | None = None
+    description: str  # such as `float32[512,128]`, `key<threefry2x32>[]`, `Python int`
+    shape: tuple[int, ...] | None = None  # of an array or a key array
     dtype: np.dtype | None = None
-    bytes: int = 0
-    sharding: Any = None
-    value: Any = None
-    host: Literal["jax", "numpy", "scalar"] | None = None
+    bytes: int = 0  # of its array data
+    sharding: Any = None  # of the saved array, as `{"mesh": {"x": 4}, "spec": ["x", None]}`
+    value: Any = None  # of a leaf that is stored inline (numbers, text)
+    host: Literal["jax", "numpy", "scalar"] | None = None  # the kind of array that was saved
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointableMetadata:
-    """The description of one checkpointable.
-
-    Attributes:
-        name: its name.
-        kind: the kind of its handler.
-        leaves: its leaves by path; empty if it is not a tree.
-        bytes: its size on disk.
-        tree: nested dicts and lists of `jax.ShapeDtypeStruct` and plain values, as a target for a load; None if it is
-            not a tree. A PRNG key of an implementation that this process does not know is described as its key data.
-    """
+    """The description of one checkpointable."""
 
     name: str
-    kind: str
-    leaves: Mapping[str, LeafMetadata]
-    bytes: int
+    kind: str  # of its handler
+    leaves: Mapping[str, LeafMetadata]  # by path; empty if it is not a tree
+    bytes: int  # on disk
+    # Nested dicts and lists of `jax.ShapeDtypeStruct` and plain values, as a target for a load; None: not a tree. A
+    # PRNG key of an implementation that this process does not know is described as its key data.
     tree: Any
 
 
@@ -178,8 +161,7 @@ def run_info(custom_metadata: Any = None, **more: Any) -> dict[str, Any]:
     except UnsupportedLeafError as error:
         raise UnsupportedLeafError(f"custom_metadata: {error}") from error
     versions = {"jaxckpt_train": package_version(), "jax": jax.__version__}
-    now = datetime.datetime.now(datetime.UTC)
-    created = now.isoformat(timespec="milliseconds")
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     info = {"created": created, "versions": versions, "custom_metadata": custom, **more}
     size = len(msgspec.json.encode(info))
     if size > MAX_INFO_BYTES:

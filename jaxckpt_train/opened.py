@@ -23,32 +23,19 @@ IMPORTED_KIND = "imported_kind"  # a key of the manifest's information
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """An opened checkpoint of this package or of another tool.
+    """An opened checkpoint of this package or of another tool."""
 
-    Attributes:
-        kind: the tool that wrote it.
-        files: opens its files.
-        committed: its contents.
-        settings: how it is read. A checkpoint without digests cannot be verified.
-        run: the directory of its run, if it was found there.
-        skipped: the names of newer steps of its run that cannot be restored.
-        decoding: the additional memory that other libraries need to read an array, as a multiple of its size.
-    """
-
-    kind: str
+    kind: str  # the tool that wrote it
     files: Opener
     committed: Committed
-    settings: StoreSettings
-    run: str | None = None
-    skipped: tuple[str, ...] = ()
-    decoding: int = 0
+    settings: StoreSettings  # how it is read; a checkpoint without digests cannot be verified
+    run: str | None = None  # the directory of its run, if it was found there
+    skipped: tuple[str, ...] = ()  # the names of newer steps of its run that cannot be restored
+    decoding: int = 0  # the additional memory to read an array, as a multiple of its size
 
     @property
     def wrote_tree(self) -> object:
-        """The tool whose form the trees have.
-
-        For an imported checkpoint, this is the tool that it was imported from.
-        """
+        """The tool whose form the trees have: for an imported checkpoint, the one that it was imported from."""
         return self.committed.manifest.info.get(IMPORTED_KIND, self.kind) if self.kind == OURS else self.kind
 
     @property
@@ -67,31 +54,22 @@ class Opened:
         return {f"{part.name}/{array.name}": array for part in self.committed.manifest.parts for array in part.arrays}
 
     def part(self, name: str | None) -> PartRecord:
-        """Return a checkpointable by name; None stands for `state`, or for the only tree.
-
-        Raises MismatchError: there is no such checkpointable; CorruptCheckpointError: it is a damaged tree of another
-        tool.
-        """
+        """Return a checkpointable by name; None: `state`, or the only tree. Raises MismatchError if there is none."""
         trees = self.trees
         state = self.committed.manifest.part(DEFAULT_NAME)
         is_state = state is not None and (has_tree(state) or state.kind == PYTREE)
         wanted = name or (DEFAULT_NAME if is_state else next(iter(trees), "") if len(trees) == 1 else "")
         found = self.committed.manifest.part(wanted) if wanted else None
         if found is None:
-            raise MismatchError(f"{self.path}: {self._why_no_part(name)}")
+            there = ", ".join(repr(part.name) for part in self.committed.manifest.parts) or "none"
+            expected = f"a checkpointable {DEFAULT_NAME!r}, or a single tree; choose one of them with --part"
+            if name is not None:
+                expected = f"one of its checkpointables, found {name!r}"
+            raise MismatchError(f"{self.path}: expected {expected}; it has {there}")
         if found.kind == PYTREE and not has_tree(found) and found.files:
             # The tree could not be read; opening its file raises the error that says why.
             self.files.open(self.path, found.files[0].file, direct=False).close()
         return found
-
-    def _why_no_part(self, name: str | None) -> str:
-        there = ", ".join(repr(part.name) for part in self.committed.manifest.parts) or "none"
-        if name is not None:
-            return f"expected one of its checkpointables, found {name!r}; it has {there}"
-        if not self.trees:
-            return f"expected a checkpointable that is a tree, found none; it has {there}"
-        several = ", ".join(map(repr, self.trees))
-        return f"it has no checkpointable {DEFAULT_NAME!r} but several trees, {several}; choose one with --part"
 
 
 def open_found(backend: Backend, found: ForeignCheckpoint | FlaxFile, settings: StoreSettings) -> Opened:
