@@ -329,19 +329,12 @@ def path_and_options(init_from: Any) -> tuple[Any, dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """The kind of object that an option, or a node with `_target_`, must be.
+    """The kind of object that an option, or a node with `_target_`, must be."""
 
-    Attributes:
-        name: the kind in one or a few words, for messages.
-        expected: what an option of this kind may be, for messages.
-        accepts: returns whether an object is of this kind.
-        is_public: returns whether a public name of this package makes such an object, also inside another node.
-    """
-
-    name: str
-    expected: str
-    accepts: Callable[[Any], bool]
-    is_public: Callable[[Any], bool]
+    name: str  # in one or a few words, for messages
+    expected: str  # what an option of this kind may be, for messages
+    accepts: Callable[[Any], bool]  # whether an object is of this kind
+    is_public: Callable[[Any], bool]  # whether a public name makes such an object, also inside another node
 
 
 _SINK = _Kind(
@@ -401,10 +394,7 @@ def _instantiate(subject: str, node: Any, kind: _Kind) -> Any:
 def _instantiate_own(subject: str, name: str, arguments: Mapping[str, Any], kind: _Kind) -> Any:
     package = importlib.import_module(__package__)  # imported late: the package imports this module
     if name not in package.__all__:
-        like = [
-            other for other in package.__all__ if nearest(name, [other]) and kind.is_public(getattr(package, other))
-        ]
-        raise SettingsError(f'{subject}: {__package__} has no {kind.name} "{name}"{nearest(name, like)}')
+        raise SettingsError(f'{subject}: {__package__} has no {kind.name} "{name}"{nearest(name, package.__all__)}')
     make = getattr(package, name)
     if not kind.is_public(make):
         refuse(subject, f"a {kind.name}", f"{__package__}.{name}")
@@ -451,10 +441,12 @@ def run_directory(directory: str | os.PathLike[str]) -> Path:
 
 def hydra_directory_problem(directory: str | os.PathLike[str]) -> str | None:
     """Return what is wrong with this run directory in the running Hydra job, or None."""
-    output = _hydra_value("runtime", "output_dir")
-    path = resolve_directory(directory)
+    output, path = _hydra_value("runtime", "output_dir"), resolve_directory(directory)
+    if output is None or not path.is_relative_to(output):
+        return None
     kind = "sweep" if is_multirun() else "run"
-    if output is None or not path.is_relative_to(output) or not _has_time_in_it(kind):
+    template = str(sys.modules["omegaconf"].OmegaConf.to_container(_hydra_value(kind), resolve=False))
+    if "${now" not in template:  # each run has the same folder
         return None
     return (
         f"{_ROOT}.directory: {path} is in the output folder of this Hydra run. Hydra creates a new output folder for "
@@ -478,12 +470,6 @@ def job_name() -> str:
     if plain == whole and len(plain) <= _LONGEST_JOB_NAME:
         return plain
     return f"{plain[:_LONGEST_JOB_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
-
-
-def _has_time_in_it(kind: str) -> bool:
-    """Return whether the template of the output folder contains the time, so that each run gets a new folder."""
-    omegaconf: Any = sys.modules["omegaconf"]
-    return "${now" in str(omegaconf.OmegaConf.to_container(_hydra_value(kind), resolve=False))
 
 
 def _hydra_value(*path: str) -> Any:

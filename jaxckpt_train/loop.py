@@ -39,17 +39,6 @@ class LoopState:
 
     With `takes_positions`, the positions of all iterators are recorded at each update, so that the update can be saved
     while the next one runs. Otherwise only those of Grain iterators are, as long as this takes at most 1 % of the time.
-
-    Attributes:
-        completed: the number of completed updates; inside `updates`, this includes the running one.
-        called: whether the loop has reported the running update.
-        in_steps: whether the loop iterates over `updates`.
-        in_body: whether the body of that loop is running, or was left by a `break`.
-        num_steps: the number of updates of the whole training; None if the loop does not state it.
-        last: the checkpointables of the last completed update by name; None before the first report.
-        step: the label of that update.
-        metrics: the metrics of that update.
-        replaced: the names for which the loop has passed another object than before.
     """
 
     def __init__(self, warns: bool = True, takes_positions: bool = False, fingerprint: str | None = None) -> None:
@@ -58,14 +47,16 @@ class LoopState:
         # Half a second is free, since the first positions import modules.
         self._taking_s, self._began_at = -0.5, time.monotonic()
         self._warns = self._warns_of_steps_back = warns
-        self.completed = 0
-        self.called = self.in_steps = self.in_body = False
-        self.num_steps: int | None = None
-        self.last: Mapping[str, Any] | None = None
-        self.step = 0
+        self.completed = 0  # updates; inside `updates`, this includes the running one
+        self.called = False  # whether the loop has reported the running update
+        self.in_steps = False  # whether the loop iterates over `updates`
+        self.in_body = False  # whether the body of that loop is running, or was left by a `break`
+        self.num_steps: int | None = None  # of the whole training, if the loop states it
+        self.last: Mapping[str, Any] | None = None  # the checkpointables of the last completed update
+        self.step = 0  # its label
         self.metrics: Mapping[str, Any] | None = None
         self._current: dict[str, Any] = {}
-        self.replaced: set[str] = set()
+        self.replaced: set[str] = set()  # the names for which the loop has passed another object than before
         self._needed: frozenset[str] = frozenset()
         # The iterators whose positions are recorded. The value says whether the next element may change their state.
         self._iterators: dict[str, bool] = {}
@@ -122,8 +113,14 @@ class LoopState:
         Inside `updates`, or after a `break` there, it is the running update; otherwise the next one, or `step`.
         """
         if not self.in_steps:
-            if step is not None and check_step(step) < self.complete:
-                self._warn_of_a_step_back(step)
+            if step is not None and check_step(step) < self.complete and self._warns_of_steps_back:
+                self._warns_of_steps_back = False  # warn at once: the next save, which is refused, may be much later
+                _log.warning(
+                    "ckpt(...) was called for update %d after update %d; number the updates over the whole training, "
+                    "starting at ckpt.completed_steps after a resume; a step below the last saved one cannot be saved",
+                    step,
+                    self.completed,
+                )
             following = self.completed + (0 if self._is_running() else 1)
             self.completed = following if step is None else check_step(step)
         elif step is not None and check_step(step) != self.completed:
@@ -132,17 +129,6 @@ class LoopState:
                 "inside ckpt.steps()"
             )
         self.called = True
-
-    def _warn_of_a_step_back(self, step: int) -> None:
-        """Warn once, and at once: the next save, which will be refused, may be due much later."""
-        if self._warns_of_steps_back:
-            self._warns_of_steps_back = False
-            _log.warning(
-                "ckpt(...) was called for update %d after update %d; number the updates over the whole training, "
-                "starting at ckpt.completed_steps after a resume; a step below the last saved one cannot be saved",
-                step,
-                self.completed,
-            )
 
     def has_unreported_update(self) -> bool:
         """Return whether an unreported update has started; the data may then be at a later position."""
@@ -184,11 +170,10 @@ class LoopState:
             if given[name] is not self._current[name]:
                 self._replace(name, given[name])
         self.last = {**self._current, **given}
-        if self._iterators:
-            before, self._taken = self._taken, self._take_all()
-            self._record_movement(before)
-        else:
-            self._taken = {}
+        before, self._taken = self._taken, self._take_all() if self._iterators else {}
+        both = [name for name in self._grain_iterators() if name in before and name in self._taken]
+        if both:
+            self._moves = self._moves is not False and any(before[name] != self._taken[name] for name in both)
         self.step, self.metrics = self.completed, metrics
 
     def _replace(self, name: str, value: Any) -> None:
@@ -221,11 +206,6 @@ class LoopState:
                 found[name] = dataclasses.replace(taken, staged=staged)
         self._taking_s += time.thread_time() - began
         return found
-
-    def _record_movement(self, before: Mapping[str, StagedValue]) -> None:
-        both = [name for name in self._grain_iterators() if name in before and name in self._taken]
-        if both:
-            self._moves = self._moves is not False and any(before[name] != self._taken[name] for name in both)
 
     def _grain_iterators(self) -> list[str]:
         return [name for name, may_change in self._iterators.items() if not may_change]
@@ -357,7 +337,7 @@ def restore_values(
 
 
 def _set_back(data: Any, before: Any) -> None:
-    """Set the data back to its old position, unless it is still there."""
+    """Set the data back to its old position, unless it is still there: it may refuse any other state."""
     try:
         is_there = bool(data.get_state() == before)
     except ValueError:  # the state contains arrays

@@ -112,7 +112,7 @@ def test_a_policy_is_no_place_for_a_sink() -> None:
             {"_target_": "jaxckpt_train.AnySavePolicy", "policies": {"a": 1}},
             r"save_policy: AnySavePolicy.policies: .*found {'a': 1}",
         ),
-        ({"_target_": "jaxckpt_train.Nope"}, 'save_policy: jaxckpt_train has no policy "Nope"$'),
+        ({"_target_": "jaxckpt_train.Unknown"}, 'save_policy: jaxckpt_train has no policy "Unknown"$'),
         (
             {"_target_": "jaxckpt_train.FixedIntervalPolcy"},
             'no policy "FixedIntervalPolcy", did you mean "FixedIntervalPolicy"',
