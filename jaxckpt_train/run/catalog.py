@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any
 
 import msgspec
@@ -188,7 +188,8 @@ def scan_with_record(backend: Backend, directory: str) -> tuple[list[Entry], Fou
         missing = names - {entry.name for entry in entries if entry.has_lineage}
         now = _step_names(backend, directory) if missing else names
         if missing <= now:
-            record.expect(_known_changes(entries))
+            known = [each.record_number for each in in_order(entries) if each.has_lineage and each.is_certain]
+            record.expect(max(known, default=0))  # the changes that the record had at the last save
             return in_order([record.applied_to(entry) for entry in entries]), record
         names = now  # the owner deleted a step during the scan, and may have saved another
 
@@ -233,12 +234,6 @@ def _entries(backend: Backend, directory: str, names: Set[str]) -> list[Entry]:
             info, is_certain = found
             entries.append(dataclasses.replace(entry_from_manifest(name, *parsed, info), is_certain=is_certain))
     return entries
-
-
-def _known_changes(entries: Sequence[Entry]) -> int:
-    """How many changes the run record had at the last save, according to the reliable manifests."""
-    known = [entry.record_number for entry in in_order(entries) if entry.has_lineage and entry.is_certain]
-    return max(known, default=0)
 
 
 def _step_names(backend: Backend, directory: str) -> set[str]:

@@ -46,7 +46,6 @@ from jaxckpt_train.run.entry import (
     newest_generations,
     owning_run,
     parse_step_name,
-    restore_order,
     shown_name,
 )
 from jaxckpt_train.run.goodput import RunStatistics
@@ -266,7 +265,11 @@ class RunDirectory:
         wanted = None if step is None else check_step(step)
         with self._guard:
             self._look_again()
-            entries = restore_order(self._entries, self._left, self._pending_deletions.is_going, damaged=damaged)
+            is_going = self._pending_deletions.is_going
+            there = [each for each in self._entries if each.damaged is None and not is_going(each.name)]
+            entries = branch_last(there, self._left)[::-1]
+            if damaged:
+                entries += [each for each in reversed(self._entries) if each.damaged is not None]
         found = [entry for entry in entries if wanted in (None, entry.step)]
         if not found:
             if wanted is None and damaged:  # a restore
@@ -465,14 +468,11 @@ class RunDirectory:
                 later = [each.step for each in self._whole() if each.name in self._left - before]
                 if warns and later and not restored.skipped:
                     _log.warning(
-                        "step %d was restored while the run has later steps (%s): the next save continues from step "
-                        "%d and leaves them behind, so retention may delete them. To look at a step only, use load(); "
-                        "to continue where the run was, call restore(step=%d) before the next save; restore(step=..., "
+                        "step %d was restored while the run has later steps (%s): the next save leaves them behind, so "
+                        "retention may delete them. To look at a step only, use load(); restore(step=..., "
                         "roll_back=True) does not warn",
                         entry.step,
                         ", ".join(map(str, later)),
-                        entry.step,
-                        later[-1],
                     )
             self._pending_deletions.discard([entry.name])
             self._infos = None
@@ -496,12 +496,16 @@ class RunDirectory:
     def _write_damage_reports(self) -> None:
         set_aside = []
         for entry, problem in self._damage_reports.take():
-            try:
-                is_recorded = self._record_damage(entry, problem)
-            except StorageError as error:  # a later restore finds the damage again
-                _log.warning("step %d could not be set aside: %s", entry.step, error)
-                continue
-            if is_recorded and problem is not None:
+            with self.reading([entry]):  # unless it is gone, about to be deleted, or saved again
+                is_there = any(each.identity == entry.identity for each in self._entries)
+                if not is_there or self._pending_deletions.is_going(entry.name):
+                    continue
+                try:
+                    self.annotate(entry, Annotation(damaged=problem))
+                except StorageError as error:  # a later restore finds the damage again
+                    _log.warning("step %d could not be set aside: %s", entry.step, error)
+                    continue
+            if problem is not None:
                 _log.warning(
                     "step %d is set aside as damaged: %s is kept on disk but no longer listed", entry.step, entry.name
                 )
@@ -509,16 +513,6 @@ class RunDirectory:
         self._scrubber.verify_neighbours([entry for entry, _ in set_aside], self._damage_reports.compared)
         for entry, problem in set_aside:
             self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=problem)
-
-    def _record_damage(self, entry: Entry, problem: str | None) -> bool:
-        """Record one finding, unless the step is gone, about to be deleted, or saved again."""
-        with self.reading([entry]):
-            if self._pending_deletions.is_going(entry.name) or all(
-                each.identity != entry.identity for each in self._entries
-            ):
-                return False
-            self.annotate(entry, Annotation(damaged=problem))
-        return True
 
     @time_limited
     def annotate_step(self, step: int, change: Annotation) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,7 +21,6 @@ from jaxckpt_train.store.manifest import metrics_from_json
 
 _MAX_CHANGES = 1 << 53
 _LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
-_log = logging.getLogger("jaxckpt_train")
 MAX_STEP = 10**15
 _DIGITS = 6
 _DELETING = ".deleting"
@@ -137,14 +135,6 @@ class Restored:
     is_mended: bool = False  # it had been set aside as damaged, and all of it was verified now
     is_verified: bool = False  # all of it was verified; determined only if another step was skipped
     left_out: frozenset[str] = frozenset()  # the checkpointables that it has and the caller did not request
-
-    def warn_about_left_out(self) -> None:
-        """Log a warning if the run continues without a part of the step, such as the position in the data."""
-        if self.left_out:
-            names = ", ".join(map(repr, sorted(self.left_out)))
-            _log.warning(
-                "step %d also has %s, which were not requested: they start from scratch", self.entry.step, names
-            )
 
     def record(self) -> dict[str, Any]:
         """The fields of the history event."""
@@ -261,15 +251,6 @@ def left_behind_by(restored: Entry, entries: Sequence[Entry]) -> frozenset[str]:
 def branch_last(entries: Sequence[Entry], left: Collection[str]) -> list[Entry]:
     """Sort the entries: first those left behind, then the current branch; each in order."""
     return sorted(entries, key=lambda entry: (entry.name not in left, entry.order))
-
-
-def restore_order(
-    entries: Sequence[Entry], left: Collection[str], is_going: Callable[[str], bool], *, damaged: bool
-) -> list[Entry]:
-    """The entries in the order in which a restore tries them; with `damaged`, those set aside come last."""
-    there = [each for each in entries if each.damaged is None and not is_going(each.name)]
-    aside = [each for each in reversed(entries) if each.damaged is not None and damaged]
-    return branch_last(there, left)[::-1] + aside
 
 
 def newest_generations(entries: Sequence[Entry]) -> list[Entry]:

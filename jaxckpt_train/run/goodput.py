@@ -138,10 +138,7 @@ class Attempt:
 
 
 def attempts_of(
-    events: Iterable[RunEvent],
-    running: tuple[int | None, datetime.datetime] | None = None,
-    *,
-    is_live: bool = False,
+    events: Iterable[RunEvent], running: tuple[int | None, datetime.datetime] | None = None, *, is_live: bool = False
 ) -> list[Attempt]:
     """The processes in the history of one run, in order.
 
@@ -201,15 +198,7 @@ class AttemptGoodput:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """The goodput of all processes of a run, and the totals.
-
-    Attributes:
-        attempts: the processes, in order.
-        useful_steps, redone_steps, saves, blocked_s, to_resume_s, useful_s: totals.
-        between_s: seconds without any process.
-        wall_s: seconds from the start of the first process to the end of the last.
-        share: the share of useful seconds in `wall_s`, from 0 to 1.
-    """
+    """The goodput of all processes of a run, in order, and the totals."""
 
     attempts: tuple[AttemptGoodput, ...] = ()
     useful_steps: int = 0
@@ -218,12 +207,12 @@ class Goodput:
     blocked_s: float = 0.0
     to_resume_s: float = 0.0
     useful_s: float = 0.0
-    between_s: float = 0.0
-    wall_s: float = 0.0
+    between_s: float = 0.0  # without any process
+    wall_s: float = 0.0  # from the start of the first process to the end of the last
 
     @property
     def share(self) -> float:
-        """The share of the run's time that was useful."""
+        """The share of the run's time that was useful, from 0 to 1."""
         return min(1.0, self.useful_s / self.wall_s) if self.wall_s > 0 else 0.0  # a clock may be set back
 
 

@@ -174,11 +174,13 @@ class History:
             try:
                 yield decoder.decode(line)
             except NOT_JSON:
-                error = _why_no_event(line)
-                unfit += error is None
-                left_out += error is not None
-                if error is not None and left_out <= MAX_LISTED:
-                    _log.warning("%s: line %d is left out: %s", path, number, error)
+                try:
+                    msgspec.json.decode(line, type=dict[str, Any])
+                    unfit += 1
+                except NOT_JSON as error:
+                    left_out += 1
+                    if left_out <= MAX_LISTED:
+                        _log.warning("%s: line %d is left out: %s", path, number, error)
         if left_out > MAX_LISTED:
             _log.warning("%s: and %d more lines are left out", path, left_out - MAX_LISTED)
         return unfit
@@ -220,15 +222,6 @@ class History:
         yield rest
 
 
-def _why_no_event(line: bytes) -> Exception | None:
-    """Return the error of decoding a line; None: it is an event."""
-    try:
-        msgspec.json.decode(line, type=dict[str, Any])
-    except NOT_JSON as error:
-        return error
-    return None
-
-
 class RunLog:
     """Records one process in the history: its start, its progress and its end.
 
@@ -236,10 +229,7 @@ class RunLog:
     """
 
     def __init__(
-        self,
-        history: History,
-        clock: Callable[[], datetime.datetime],
-        monotonic: Callable[[], float] = time.monotonic,
+        self, history: History, clock: Callable[[], datetime.datetime], monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._history, self._clock, self._monotonic = history, clock, monotonic
         self.completed: int | None = None  # updates of the loop

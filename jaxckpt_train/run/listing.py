@@ -75,11 +75,8 @@ class RunNotes(abc.ABC):
 
         Args:
             metric: the name of the metric.
-            mode: "min": lower is better; "max": higher is better; None: "min", but an error for a metric such as
-                "accuracy".
-
-        Raises:
-            SettingsError: `metric` is not a name, or `mode` is invalid or has to be stated.
+            mode: "min": lower is better; "max": higher is better; None: "min", but refused with a SettingsError for a
+                metric such as "accuracy".
         """
         name = metric_name("best: metric", metric)
         infos = [entry.info() for entry in self._known.newest()]
@@ -89,17 +86,12 @@ class RunNotes(abc.ABC):
     def path(self, step: int | None = None) -> str:
         """The directory of a step, for `jaxckpt_train.load` and `verify`, or to copy it; None: of the latest step.
 
-        Raises:
-            StepNotFoundError: there is no such step, or none at all.
+        Raises StepNotFoundError if there is no such step.
         """
         return f"{self.directory}/{self._known.candidates(step)[0].name}"
 
     def metadata(self, step: int | None = None) -> CheckpointMetadata:
-        """Describe what a step contains; None: the latest step.
-
-        Raises:
-            StepNotFoundError: there is no such step, or none at all.
-        """
+        """Describe what a step contains; None: the latest step. Raises StepNotFoundError if there is no such step."""
         if not self._job_sync.is_primary:
             try:
                 return describe_listed(self._run.backend, self.directory, self._known.candidates(step))
@@ -125,16 +117,14 @@ class RunNotes(abc.ABC):
     def pin(self, step: int, pinned: bool = True) -> None:
         """Keep a step whatever the preservation policy says; `pinned=False` removes the pin.
 
-        Raises:
-            StepNotFoundError: there is no such step.
+        Raises StepNotFoundError if there is no such step.
         """
         self._annotate(step, lambda: Annotation(pin=flag("pin: pinned", pinned)))
 
     def attach_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a committed step, such as those of an evaluation that finished later.
 
-        Raises:
-            StepNotFoundError: there is no such step.
+        Raises StepNotFoundError if there is no such step.
         """
         self._annotate(step, lambda: Annotation(metrics=metrics_to_json(plain_metrics(metrics))))
 
@@ -157,8 +147,7 @@ class RunNotes(abc.ABC):
     def retain(self) -> None:
         """Delete the steps that the preservation policy no longer keeps now, instead of after the next commit.
 
-        Raises:
-            DirectoryLockedError, StorageError: a live process owns the directory, or its lock cannot be acquired.
+        Raises DirectoryLockedError or StorageError if the directory cannot be owned.
         """
         self._check_open()
         self._replace_idle()
@@ -176,9 +165,7 @@ class RunNotes(abc.ABC):
     def goodput(self) -> Goodput:
         """The share of the run's time that went into updates that count, over all its processes so far.
 
-        Raises:
-            CorruptCheckpointError, StorageError: the history cannot be read.
-            CheckpointTimeoutError: the disk has not answered for ten minutes.
+        Raises CorruptCheckpointError, StorageError or CheckpointTimeoutError if the history cannot be read.
         """
         running = (self._run.log.completed, self._clock()) if self._run.is_owner else None
         found, is_live = self._attempts()

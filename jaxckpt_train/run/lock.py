@@ -392,16 +392,13 @@ class OwnerLock:
         self._held = False
         self._stop.open()
         try:
-            self._remove_own()
+            self.clean()
+            other = self._read()  # last: if the disk did not answer for a while, another process may have taken over
+            if other is not None and other.token == self._record.token:
+                self._backend.remove(self.path)
             self._tried = False  # last: after an interrupt, the next call releases the lock
         except StorageError:
             _unreleased.add(self._record.token)
             raise
         finally:
             _ending.discard(self._record.token)
-
-    def _remove_own(self) -> None:
-        self.clean()
-        other = self._read()  # last: if the disk did not answer for a while, another process may have taken over
-        if other is not None and other.token == self._record.token:
-            self._backend.remove(self.path)

@@ -16,14 +16,11 @@ from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, Pres
 from jaxckpt_train.run.catalog import scan
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry, RollBack, left_behind, newest_generations
+from jaxckpt_train.run.history import utc_now
 from jaxckpt_train.run.retention import expired_names, replaced
 from jaxckpt_train.store.backends.base import Backend
 
 PATIENCE_S = 7 * 86400.0  # for deletions; a user can interrupt the wait
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)
 
 
 @contextlib.contextmanager
@@ -36,27 +33,22 @@ def owned_run(backend: Backend, directory: str, policy: PreservationPolicy | Non
     """
     if not scan(backend, directory):
         raise NotACheckpointError(f"{directory}: expected a run, found a directory without committed steps")
-    run = RunDirectory(backend, directory, policy, _now)
+    run = RunDirectory(backend, directory, policy, utc_now)
     run.log.tends = True
     try:
-        _own(run)
+        try:
+            run.own()
+        except StorageError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            advice = (
+                f"{error.strerror}. Only the owner of a run deletes or moves steps, and there is no space for its "
+                "lock: remove the directory of the oldest step by hand while no job runs, then try again"
+            )
+            raise StorageError(error.errno, advice, error.filename) from error
         yield run
     finally:
         run.close(PATIENCE_S)
-
-
-def _own(run: RunDirectory) -> None:
-    """Take the ownership; if the disk is full, explain how to free space without it."""
-    try:
-        run.own()
-    except StorageError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        advice = (
-            f"{error.strerror}. Only the owner of a run deletes or moves steps, and there is no space for its lock: "
-            "remove the directory of the oldest step by hand while no job runs, then try again"
-        )
-        raise StorageError(error.errno, advice, error.filename) from error
 
 
 class Pruning:
@@ -105,7 +97,10 @@ def fates(entries: Sequence[Entry], roll_back: RollBack, pruning: Pruning, now: 
     newest = newest_generations([entry for entry in line if not entry.is_held])
     lasting = sorted((entry.info() for entry in newest if not entry.temporary), key=lambda info: info.step)
     kept_by, listed = pruning.reasons(lasting, context=context), {entry.step: entry.name for entry in newest}
-    always, fated = _always(newest), []
+    always = (
+        {} if not newest else {max(newest, key=lambda entry: entry.step).name: "highest", newest[-1].name: "newest"}
+    )
+    fated = []
     for entry in entries:
         if entry.name in pending_deletions:
             fated.append(Fate(entry, True, (_why_it_goes(entry, listed),)))
@@ -119,14 +114,6 @@ def fates(entries: Sequence[Entry], roll_back: RollBack, pruning: Pruning, now: 
     return fated
 
 
-def _always(newest: Sequence[Entry]) -> Mapping[str, str]:
-    """The steps that every policy keeps, by name, with the reason."""
-    if not newest:
-        return {}
-    highest = max(newest, key=lambda entry: entry.step)
-    return {highest.name: "highest", newest[-1].name: "newest"}
-
-
 def _why_it_goes(entry: Entry, listed: Mapping[int, str]) -> str:
     instead = listed.get(entry.step, entry.name)
     if instead != entry.name:
@@ -136,13 +123,10 @@ def _why_it_goes(entry: Entry, listed: Mapping[int, str]) -> str:
 
 def _why_it_stays(entry: Entry, left: frozenset[str]) -> list[str]:
     """The reasons other than policies."""
-    reasons = []
-    if entry.damaged is not None:
-        reasons.append("set aside as damaged")
-    if entry.is_held:
-        reasons.append("its manifest or its notes cannot be read")
-    if entry.pinned:
-        reasons.append("pinned")
-    if entry.name in left:
-        reasons.append("left behind by a roll-back, until its step is saved again")
-    return reasons
+    found = {
+        "set aside as damaged": entry.damaged is not None,
+        "its manifest or its notes cannot be read": entry.is_held,
+        "pinned": entry.pinned,
+        "left behind by a roll-back, until its step is saved again": entry.name in left,
+    }
+    return [reason for reason, applies in found.items() if applies]

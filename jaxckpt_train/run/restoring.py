@@ -7,7 +7,6 @@ multi-process job the primary chooses the step, all processes load it, and a fai
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import logging
@@ -94,63 +93,6 @@ def _is_proof(error: Exception) -> bool:
     return isinstance(error, CorruptCheckpointError) or (isinstance(error, StorageError) and error.errno in _PROVEN)
 
 
-@dataclasses.dataclass
-class _Reading:
-    """Reads one candidate."""
-
-    backend: Backend
-    path: str
-    entry: Entry
-    targets: Mapping[str, Any] | None
-    settings: StoreSettings
-    meter: ByteMeter
-    load: Callable[[Committed], dict[str, Any]]
-    manifests: set[str] = dataclasses.field(default_factory=set)
-    parts: frozenset[str] = frozenset()
-
-    def twice(self) -> dict[str, Any]:
-        """Load the candidate. After a failure, read it once more: memory or the data path may have been at fault.
-
-        Raises StepVanishedError if another save has its name since.
-        """
-        try:
-            return self._once()
-        except (CorruptCheckpointError, StorageError) as error:
-            if isinstance(error, StorageError) and error.errno not in _DAMAGE:
-                raise
-            first = f"{'check the memory' if _is_proof(error) else 'check the disk'}; the first attempt failed: {error}"
-            free_frames(error)
-        results = self._once()
-        _log.warning("step %d was intact when it was read again; %s", self.entry.step, first)
-        return results
-
-    def _once(self) -> dict[str, Any]:
-        committed = open_committed(self.backend, self.path)
-        self.manifests.add(committed.manifest_sha256)
-        self.parts = frozenset(part.name for part in committed.manifest.parts)
-        if len(self.manifests) > 1:
-            raise StepVanishedError(self.entry.name)
-        return self.load(committed)
-
-    def left_out(self) -> frozenset[str]:
-        """The names of the checkpointables that the step has and the caller did not request."""
-        return frozenset() if self.targets is None else self.parts - set(self.targets)
-
-    def is_mended(self) -> bool:
-        """Whether the step had been set aside and is intact again. Verifies all of it, not only what was requested."""
-        return self.entry.damaged is not None and verify(self.backend, self.path, self.settings, self.meter).ok
-
-    def is_verified(self) -> bool:
-        """Whether all bytes of the step were read and compared."""
-        if not self.settings.verify_on_load or self.targets is None:
-            return self.settings.verify_on_load
-        try:
-            leaves = jax.tree.leaves(dict(self.targets))
-        except (TypeError, ValueError):  # a target is not a pytree
-            return False
-        return self.parts <= set(self.targets) and not any(leaf is PLACEHOLDER for leaf in leaves)
-
-
 class _Chosen(msgspec.Struct, array_like=True):
     """A message of the primary: the checkpoint to load, or the step that all processes have restored."""
 
@@ -185,7 +127,9 @@ class RunRestore:
         try:
             restored = self._read(step, load, damaged=True, warns=warns)
             self._run.record_damage(restored)
-            restored.warn_about_left_out()
+            if restored.left_out:
+                names = ", ".join(map(repr, sorted(restored.left_out)))
+                _log.warning("step %d also has %s, not requested: they start from scratch", restored.entry.step, names)
         except BaseException as error:
             self._report_failure(error)
             raise
@@ -198,12 +142,7 @@ class RunRestore:
         return self._read(step, self._load_parts, damaged=step is not None).results
 
     def _read(
-        self,
-        step: int | None,
-        load: Callable[[Committed], dict[str, Any]],
-        *,
-        damaged: bool,
-        warns: bool | None = None,
+        self, step: int | None, load: Callable[[Committed], dict[str, Any]], *, damaged: bool, warns: bool | None = None
     ) -> Restored:
         """Read a step; if `warns` is not None, the run continues from there."""
         while True:
@@ -225,23 +164,63 @@ class RunRestore:
         skipped: list[Skipped] = []
         last: Exception | None = None
         for entry in candidates:
-            reading = _Reading(backend, f"{directory}/{entry.name}", entry, self._targets, self._settings, meter, load)
+            path = f"{directory}/{entry.name}"
             try:
-                results = reading.twice()
+                results, parts = self._read_twice(entry, path, load)
                 taken_s = time.perf_counter() - started
-                is_mended, is_verified = reading.is_mended(), bool(skipped) and reading.is_verified()
-                left_out = reading.left_out()
+                # To call a step intact again, verify all of it, not only what was requested.
+                is_mended = entry.damaged is not None and verify(backend, path, self._settings, meter).ok
+                is_verified = bool(skipped) and self._has_verified(parts)
+                left_out = frozenset[str]() if self._targets is None else parts - set(self._targets)
                 return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, is_verified, left_out)
             except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
                 if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                     raise
-                if is_gone(backend, reading.path):
+                if is_gone(backend, path):
                     raise StepVanishedError(entry.name) from error
                 skipped.append(Skipped(entry, str(error), _is_proof(error)))
                 last = error
                 free_frames(error)  # the frames hold the values loaded so far, and the next step needs the memory
                 _log.warning("step %d cannot be restored and is skipped: %s", entry.step, error)
         raise _none_intact(directory, skipped, asked) from last
+
+    def _read_twice(
+        self, entry: Entry, path: str, load: Callable[[Committed], dict[str, Any]]
+    ) -> tuple[dict[str, Any], frozenset[str]]:
+        """Load a candidate; also return the names of its checkpointables.
+
+        After a failure, read it once more: memory or the data path may have been at fault. Raises StepVanishedError if
+        another save has its name since.
+        """
+        manifests = set[str]()
+
+        def read() -> tuple[dict[str, Any], frozenset[str]]:
+            committed = open_committed(self._run.backend, path)
+            manifests.add(committed.manifest_sha256)
+            if len(manifests) > 1:
+                raise StepVanishedError(entry.name)
+            return load(committed), frozenset(part.name for part in committed.manifest.parts)
+
+        try:
+            return read()
+        except (CorruptCheckpointError, StorageError) as error:
+            if isinstance(error, StorageError) and error.errno not in _DAMAGE:
+                raise
+            first = f"{'check the memory' if _is_proof(error) else 'check the disk'}; the first attempt failed: {error}"
+            free_frames(error)
+        found = read()
+        _log.warning("step %d was intact when it was read again; %s", entry.step, first)
+        return found
+
+    def _has_verified(self, parts: frozenset[str]) -> bool:
+        """Whether all bytes of a step with these checkpointables were read and compared."""
+        if not self._settings.verify_on_load or self._targets is None:
+            return self._settings.verify_on_load
+        try:
+            leaves = jax.tree.leaves(dict(self._targets))
+        except (TypeError, ValueError):  # a target is not a pytree
+            return False
+        return parts <= set(self._targets) and not any(leaf is PLACEHOLDER for leaf in leaves)
 
     def _load_parts(self, committed: Committed, loads: JobLoads | None = None) -> dict[str, Any]:
         options, wanted = LoadOptions(donatable=True), self._wanted(committed)
@@ -274,7 +253,7 @@ class RunRestore:
         own: BaseException | None = None
         while True:
             try:
-                chosen = msgspec.convert(self._job_sync.on_primary("restoring", _never), _Chosen)
+                chosen = msgspec.convert(self._job_sync.on_primary("restoring", lambda: None), _Chosen)
             except CheckpointError as error:
                 if own is None:
                     raise
@@ -320,7 +299,3 @@ class RunRestore:
                 return self._load_parts(committed, loads)
 
         return self._job_sync.on_all(f"restoring {directory}", load)
-
-
-def _never() -> Any:
-    raise AssertionError("only the primary calls this")

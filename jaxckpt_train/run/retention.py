@@ -94,36 +94,33 @@ class PendingDeletions:
     """
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
-        self._waiting: set[str] = set()
+        self._waits: dict[str, bool] = {}  # by name
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._names))
+        return iter(list(self._waits))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return name in self._waits
 
-    def add(self, names: Collection[str], *, wait: bool) -> None:
+    def add(self, names: Iterable[str], *, wait: bool) -> None:
         """Add names; `wait`: other steps have to be on the disk before the deletion."""
-        self._names.update(names)
-        self._waiting.update(names if wait else ())
+        for name in names:
+            self._waits[name] = wait or self._waits.get(name, False)
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove names that are deleted, or kept again."""
-        found = [*names]
-        self._names.difference_update(found)
-        self._waiting.difference_update(found)
+        for name in names:
+            self._waits.pop(name, None)
 
     def is_going(self, name: str) -> bool:
         """Whether the directory may disappear at any moment."""
-        return name in self._names and name not in self._waiting
+        return self._waits.get(name) is False
 
     def confirm(self, names: Sequence[str], kept: Collection[str]) -> list[str]:
         """End the wait of these names: discard those in `kept`, and return the others, which are deleted now."""
         self.discard(name for name in names if name in kept)
         going = [name for name in names if name not in kept]
-        self._names.update(going)  # a name may have been discarded in between
-        self._waiting.difference_update(going)
+        self._waits |= dict.fromkeys(going, False)  # a name may have been discarded in between
         return going
 
 
@@ -314,11 +311,21 @@ class Deleter:
             return
         self._take_replaced()
         hidden = self._hide_all()
-        if hidden and not self._is_hiding_durable():
+        if not hidden:
+            return
+        try:
+            # Otherwise a power cut could bring back a step under its old name with files missing.
+            sync_directory(self._backend, self._directory)
+        except StorageError as error:
+            _log.warning("deleting old steps waits, since %s could not be synced: %s", self._directory, error)
             self._retry.update(dict.fromkeys(hidden))
             return
         for name in hidden:
-            self._remove(name)
+            try:
+                self._backend.remove(f"{self._directory}/{name}")
+            except StorageError as error:
+                self._warn_of(name, error)
+                self._wait_again([name])
 
     def _may_go(self, batch: _Batch) -> bool:
         """Whether the batch may be deleted now, after removing steps that were pinned or restored meanwhile.
@@ -344,23 +351,16 @@ class Deleter:
         return hidden
 
     def _add(self, batch: _Batch) -> None:
-        """Add a batch, and update the others: steps that they wait for may be deleted, gone, or refused by the disk.
+        """Add a batch, and update the others: steps that they wait for may be deleted, or refused by the disk.
 
         They then wait for the steps of the new batch instead, except if a refused step replaces another generation of
         the same step. Each batch follows a commit, and waits for the committed step unless that is on the disk
         already.
         """
-        lost = {*batch.names, *self._lost()}
         for other in self._waiting:
             refused = {name for name in tuple(self._unsynced) if not other.has_step_of(name)}
-            other.replace(lost | refused, batch.instead)
+            other.replace(refused.union(batch.names), batch.instead)
         self._waiting.append(batch)
-
-    def _lost(self) -> set[str]:
-        """The steps that batches wait for and that no longer exist: they were removed by hand."""
-        wanted = {name for batch in self._waiting for name in batch.instead}
-        there = names_in(self._backend, self._directory) if wanted else None
-        return set() if there is None else wanted - there
 
     def _take_replaced(self) -> None:
         """Release the batches whose replacements are on the disk now."""
@@ -457,22 +457,6 @@ class Deleter:
         except StorageError:
             return False
 
-    def _is_hiding_durable(self) -> bool:
-        """Sync the new names. Otherwise a power cut could bring back a step under its old name with files missing."""
-        try:
-            sync_directory(self._backend, self._directory)
-        except StorageError as error:
-            _log.warning("deleting old steps waits, since %s could not be synced: %s", self._directory, error)
-            return False
-        return True
-
-    def _remove(self, hidden: str) -> None:
-        try:
-            self._backend.remove(f"{self._directory}/{hidden}")
-        except StorageError as error:
-            self._warn_of(hidden, error)
-            self._wait_again([hidden])
-
     def _warn_of(self, name: str, error: StorageError) -> None:
         """Warn once about a failure that is tried again at each deletion."""
         level = logging.DEBUG if (name, error.errno) in self._warned else logging.WARNING
@@ -553,21 +537,12 @@ class LinkToBest:
             if self._is_known and target == self._target:
                 return
             try:
-                self._point(target)
+                if not isinstance(self._backend, Linking):
+                    raise StorageError(f"{self._directory}: this storage has no links")
+                self._backend.point(f"{self._directory}/{self._link.name}", target)
             except StorageError as error:
-                self._is_known = False
-                self._warn(str(error))
+                level = logging.INFO if self._has_warned else logging.WARNING
+                self._is_known, self._has_warned = False, True
+                _log.log(level, "no link to the best step: %s", error)
             else:
                 self._target, self._is_known = target, True
-
-    def _point(self, target: str | None) -> None:
-        assert self._link is not None
-        if isinstance(self._backend, Linking):
-            self._backend.point(f"{self._directory}/{self._link.name}", target)
-        else:
-            self._warn(f"{self._directory}: this storage has no links")
-
-    def _warn(self, problem: str) -> None:
-        level = logging.INFO if self._has_warned else logging.WARNING
-        self._has_warned = True
-        _log.log(level, "no link to the best step: %s", problem)

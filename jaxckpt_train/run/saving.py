@@ -272,9 +272,8 @@ class Drift:
             del self._requests[name]  # warn once
             _log.warning(
                 "step %d: %r does not have the structure that resume(...) was given: the next start of this program "
-                "would fail with the error below. Keep leaves, shapes and dtypes the same in each update (cast changed "
-                "values back, remove what only one step needs), or pass a state with the new structure to "
-                "resume(...).\n%s",
+                "would fail with the error below. Keep leaves, shapes and dtypes the same in each update, or pass a "
+                "state with the new structure to resume(...).\n%s",
                 step,
                 name,
                 error,
@@ -286,12 +285,10 @@ class Drift:
         if found is not None and before is not None and before[1] == found and before[0] < step:
             self.warns_of_position = False
             _log.warning(
-                "step %d: the position of %r is the same as at step %d. If the loop takes its batches from another "
-                "iterator, a resume would repeat data: take them from the iterator that resume(...) returned. For "
-                "several epochs, repeat the dataset (dataset.repeat()), or pass each new iterator by ckpt(state, "
-                "data=iterator). If several updates use one batch, call ckpt(...) only after the last of them, or keep "
-                "the batch in the state: a resume between them would continue with the next batch. "
-                "Ignore this warning if the position restarts in each epoch and each save is at the same place of one",
+                "step %d: the position of %r is the same as at step %d, so a resume may repeat or skip data. Take the "
+                "batches from the iterator that resume(...) returned; for several epochs, repeat the dataset "
+                "(dataset.repeat()), or pass each new iterator by ckpt(state, data=iterator). If several updates use "
+                "one batch, call ckpt(...) only after the last of them, or keep the batch in the state",
                 step,
                 part.name,
                 before[0],

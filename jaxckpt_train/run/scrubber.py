@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.run.entry import Entry
@@ -37,13 +37,6 @@ class Run(Protocol):
         """Set aside a step that is proven to be damaged, while another one is intact."""
 
 
-class _SetAside(NamedTuple):
-    """A step that was set aside, and the saves that were verified when its damage was found."""
-
-    entry: Entry
-    compared: Collection[_Identity]
-
-
 class _EndedError(Exception):
     """The scrubber has to end."""
 
@@ -62,7 +55,8 @@ class Scrubber:
         self._stop = Latch()
         self._guard = threading.Lock()  # of the next three
         self._is_on = self._works = False
-        self._set_aside: list[_SetAside] = []
+        # Steps that were set aside, each with the saves that were verified when its damage was found.
+        self._set_aside: list[tuple[Entry, Collection[_Identity]]] = []
         self._thread: threading.Thread | None = None
         self._verified: dict[str, None] = {}  # names, the last verified one last
         self._suspects: list[str] = []
@@ -79,7 +73,7 @@ class Scrubber:
 
     def verify_neighbours(self, damaged: Sequence[Entry], compared: Collection[_Identity]) -> None:
         """Verify the neighbours of steps that were set aside next, except those that were already `compared`."""
-        new = [_SetAside(entry, compared) for entry in damaged if entry.identity not in self._found]
+        new = [(entry, compared) for entry in damaged if entry.identity not in self._found]
         with self._guard:
             self._set_aside += new
             self._ensure_thread()
@@ -130,13 +124,10 @@ class Scrubber:
         elif self._reads_all:
             self._wait(IDLE_S)
         else:
-            return not self._is_done()
+            with self._guard:
+                self._works = bool(self._set_aside)
+                return self._works
         return True
-
-    def _is_done(self) -> bool:
-        with self._guard:
-            self._works = bool(self._set_aside)
-            return not self._works
 
     def _look_at(self, entry: Entry, entries: Sequence[Entry]) -> None:
         self._verified.pop(entry.name, None)
@@ -149,16 +140,12 @@ class Scrubber:
         except NotACheckpointError:
             pass  # the step was deleted; if only its COMMIT is missing, the next restore warns
         except Exception as error:  # noqa: BLE001  # an unexpected error must not end the scrubber
-            self._warn(entry, error)
+            kind = (entry.name, type(error).__name__)
+            if kind not in self._warned:
+                self._warned.add(kind)
+                trace = None if isinstance(error, CheckpointError) else error
+                _log.warning("step %d was not verified: %s", entry.step, error, exc_info=trace)
         self._verified[entry.name] = None
-
-    def _warn(self, entry: Entry, error: Exception) -> None:
-        """Warn once for each step and kind of error."""
-        kind = (entry.name, type(error).__name__)
-        if kind not in self._warned:
-            self._warned.add(kind)
-            trace = None if isinstance(error, CheckpointError) else error
-            _log.warning("step %d was not verified: %s", entry.step, error, exc_info=trace)
 
     def _damage(self, entry: Entry) -> str | None:
         self._pace(LEAST_READ)

@@ -214,7 +214,6 @@ CLOSING = (
     OwnerLock.end,
     OwnerLock.release,
     OwnerLock._release,
-    OwnerLock._remove_own,
     OwnerLock._find_leftovers,
     OwnerLock.clean,
     LocalBackend.remove,
