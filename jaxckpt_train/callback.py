@@ -91,8 +91,7 @@ class CheckpointCallback:
     def from_config(cls, config: Any = None) -> CheckpointCallback:
         """Create a callback from a Hydra or OmegaConf node, a mapping, or a CheckpointConfig.
 
-        Raises:
-            SettingsError: a key or value is wrong.
+        Raises SettingsError if a key or value is wrong.
         """
         return cls(**callback_arguments(config))
 
@@ -190,12 +189,9 @@ class CheckpointCallback:
         return values
 
     def steps(self, num_steps: int) -> Iterator[int]:
-        """Yield the numbers of the remaining updates, starting at the restored count.
+        """Yield the numbers of the remaining of `num_steps` updates, starting at the restored count.
 
         The iterator ends early once the save for a preemption is complete.
-
-        Args:
-            num_steps: the number of updates of the whole training.
         """
         self._start()
         self._refuse_unless_resumed()
@@ -281,10 +277,9 @@ class CheckpointCallback:
     def poll(self) -> bool:
         """Check for a preemption inside an evaluation or a warm-up, and save the last completed update if that is safe.
 
-        Returns:
-            Whether the job was asked to stop. If so, end the evaluation. The update is not saved here if a batch may
-            already have been taken for the next one, which is always possible in a loop without `steps`. The next
-            `ckpt(...)` then saves.
+        Return whether the job was asked to stop. If so, end the evaluation. The update is not saved here if a batch may
+        already have been taken for the next one, which is always possible in a loop without `steps`. The next
+        `ckpt(...)` then saves.
         """
         if not self.enabled or self.preempted:
             return self.preempted
@@ -405,11 +400,8 @@ class CheckpointCallback:
     def summary(self, *, show: bool = True) -> Goodput:
         """Return the fraction of the run's time that went into updates that count, over all its processes so far.
 
-        Args:
-            show: print the result as a table. In a multi-process job only the primary process prints it.
-
-        Raises:
-            CorruptCheckpointError, StorageError: the history cannot be read.
+        With `show`, the primary process also prints the result as a table. Raises CorruptCheckpointError or
+        StorageError if the history cannot be read.
         """
         found = self.manager.goodput() if self.enabled else Goodput()
         if show and self.enabled and self.manager.is_primary:
@@ -543,8 +535,7 @@ class CheckpointCallback:
     def close(self) -> None:
         """Wait for the running save, restore the signal handlers, and release the directory. Does not save.
 
-        Raises:
-            Exception: the original error of a failed save.
+        Raises the original error of a failed save.
         """
         if self._closed:
             return

@@ -73,12 +73,7 @@ def transformed(source: Opened, operations: Sequence[Operation]) -> Opened:
     return dataclasses.replace(source, files=found.files, committed=found.committed)
 
 
-def use_source(
-    backend: Backend,
-    path: str,
-    use: Callable[[Opened], T],
-    settings: StoreSettings,
-) -> T:
+def use_source(backend: Backend, path: str, use: Callable[[Opened], T], settings: StoreSettings) -> T:
     """Open the checkpoint at a path and call `use` with it; repeat this if another checkpoint replaces it meanwhile.
 
     It may be of this package, or of Orbax, PyTorch, safetensors or Flax. Raises NotACheckpointError if there is no
@@ -315,8 +310,7 @@ def load_checkpointables(
 def metadata(path: PathLike) -> CheckpointMetadata:
     """Describe the contents of a checkpoint. Reads no array data and touches no device.
 
-    Raises:
-        NotACheckpointError, CorruptCheckpointError, FormatVersionError: see `errors`.
+    Raises NotACheckpointError, CorruptCheckpointError or FormatVersionError; see `errors`.
     """
     return use_source(_BACKEND, _to_read(path), lambda source: describe(source.committed), StoreSettings())
 
@@ -324,8 +318,7 @@ def metadata(path: PathLike) -> CheckpointMetadata:
 def verify(path: PathLike, *, settings: StoreSettings | None = None) -> VerifyReport:
     """Read and check every byte of a checkpoint. Damage is reported, not raised.
 
-    Raises:
-        NotACheckpointError: there is no committed checkpoint at `path`, or retention removed it meanwhile.
+    Raises NotACheckpointError if nothing is committed at `path`, or retention removed it meanwhile.
     """
     chosen, there = checked_settings("settings", settings), _to_read(path)
 

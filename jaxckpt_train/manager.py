@@ -405,11 +405,7 @@ class StepManager(RunNotes):
         return results
 
     def load(
-        self,
-        targets: Mapping[str, Any] | None = None,
-        step: int | None = None,
-        *,
-        progress: ReadProgress | None = None,
+        self, targets: Mapping[str, Any] | None = None, step: int | None = None, *, progress: ReadProgress | None = None
     ) -> dict[str, Any]:
         """Load checkpointables like `restore`, but only read: the next save continues the run as before.
 
@@ -421,19 +417,14 @@ class StepManager(RunNotes):
             return RunRestore(self._run, self._job_sync, targets, self.settings, progress).load(step)
 
     def check(self) -> None:
-        """Raise the error of a failed background save, once.
-
-        In a multi-process job this does nothing: the next save raises the error in all processes.
-        """
+        """Raise the error of a failed background save, once. In a job, the next save raises it in all processes."""
         if self._job_sync.is_single_process:
             self._save_slot.check()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the running save is committed.
+        """Wait until the running save is committed; raise its original error if it failed.
 
-        Raises:
-            CheckpointTimeoutError: the time limit was exceeded; the save continues.
-            Exception: the original error of the save, if it failed.
+        Raises CheckpointTimeoutError if the time limit was exceeded; the save continues.
         """
         error = self.settle(timeout_s)
         if error is not None:
@@ -490,9 +481,7 @@ class StepManager(RunNotes):
             until: ends the wait for deletions once it returns true. None: nothing ends it.
             waits: False: do not wait for the save. The directory is released once the save has ended.
 
-        Raises:
-            CheckpointTimeoutError: the save makes no progress.
-            Exception: the original error of a failed save.
+        Raises the original error of a failed save, or CheckpointTimeoutError if it makes no progress.
         """
         limit_s = time_limit("close: timeout_s", timeout_s)
         longest_s = LAST_PATIENCE_S if limit_s is None else limit_s

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, Literal, TypeVar, cast
 
-from jaxckpt_train._validation import time_limit
-from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, SettingsError, free_frames, is_success
+from jaxckpt_train._validation import one_of, shown, time_limit
+from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames, is_success
 from jaxckpt_train.exit_code import INTERRUPTED, code_of, end_process
 from jaxckpt_train.policies.context import CheckpointInfo, positive_seconds
 from jaxckpt_train.store.threads import POLL_S, Latch
@@ -123,11 +123,7 @@ class PendingSave(Generic[T]):
         """Return the error to raise in `wait`: never one that would end a process, a task or a loop normally."""
         free_frames(error)  # its frames hold the whole state for as long as the error lives
         if is_success(error) or isinstance(error, StopIteration | StopAsyncIteration):
-            try:
-                shown = repr(error)
-            except Exception:  # noqa: BLE001  # as with a deleted array inside
-                shown = type(error).__name__
-            failed = CheckpointError(f"saving {self.subject}: a call in the background raised {shown}")
+            failed = CheckpointError(f"saving {self.subject}: a call in the background raised {shown(error)}")
             failed.__cause__ = error
             return failed
         with contextlib.suppress(Exception):  # an error may refuse notes, for example as a frozen dataclass
@@ -314,10 +310,10 @@ class _SaveFuture(Future[T]):
     def running(self) -> bool:
         return not self.done()
 
-    def cancelled(self) -> bool:
+    def cancel(self) -> bool:
         return False  # a save cannot be cancelled
 
-    cancel = cancelled
+    cancelled = cancel
 
     def result(self, timeout: float | None = None) -> T:
         error = self.exception(timeout)
@@ -411,16 +407,14 @@ class SaveSlot:
     def __init__(
         self, if_busy: Literal["wait", "skip"], stall_timeout_s: float, if_stalled: Literal["skip", "raise"]
     ) -> None:
-        if if_busy not in ("wait", "skip"):
-            raise SettingsError(f'StepManager.if_busy: expected "wait" or "skip", found {if_busy!r}')
-        if if_stalled not in ("skip", "raise"):
-            raise SettingsError(f'StepManager.if_stalled: expected "skip" or "raise", found {if_stalled!r}')
+        one_of("wait", "skip")("StepManager.if_busy", if_busy)
+        one_of("skip", "raise")("StepManager.if_stalled", if_stalled)
         self._if_busy, self._if_stalled = if_busy, if_stalled
         self._stall_timeout_s = positive_seconds("StepManager.stall_timeout_s", stall_timeout_s)
-        self.is_asked_to_leave: Callable[[], bool] = lambda: False
-        self.is_time_up: Callable[[], bool] = lambda: False
-        self.pending: PendingSave[Any] | None = None
-        self.info: CheckpointInfo | None = None
+        self.is_asked_to_leave: Callable[[], bool] = lambda: False  # then a save must not wait for the slot
+        self.is_time_up: Callable[[], bool] = lambda: False  # then unfinished work is given up
+        self.pending: PendingSave[Any] | None = None  # until its outcome was reported
+        self.info: CheckpointInfo | None = None  # its step, as policies see it
         self.given_up: PendingSave[Any] | None = None
         self._kept: list[BaseException] | None = None
         self._begun_at, self._skipped_at = 0.0, math.inf  # the last time that this save caused a step to be skipped
@@ -508,10 +502,10 @@ class SaveSlot:
         if pending is None:
             return None
         error = pending.outcome(timeout_s, patience_s, until)
-        if self.pending is pending:  # else another thread has started the next save
-            self.pending = None
-            return None if self._is_without_state else error
-        return error
+        if self.pending is not pending:  # another thread has started the next save
+            return error
+        self.pending = None
+        return None if self._is_without_state else error
 
     def wait_until_free(self, step: int, force: bool, timeout_s: float | None) -> str | None:
         """Wait until the slot is free for the save of `step`; if the step is skipped instead, return the reason."""
