@@ -161,10 +161,8 @@ def one_of(*choices: str | bool) -> Check:
     wanted = "one of " + ", ".join(map(repr, choices))
 
     def check(subject: str, value: Any) -> str | bool:
-        for choice in choices:
-            if type(value) is type(choice) and value == choice:
-                return choice
-        refuse(subject, wanted, value)
+        found = [choice for choice in choices if type(value) is type(choice) and value == choice]
+        return found[0] if found else refuse(subject, wanted, value)
 
     return check
 
@@ -212,8 +210,7 @@ def _checks_of(settings: type) -> dict[str, Check]:
 
 
 def _check_of(hint: Any) -> Check:
-    choices: list[Any] = []
-    others: list[Check] = []
+    choices, others = list[Any](), list[Check]()
     for each in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,):
         if each is types.NoneType:
             choices.append(None)
@@ -222,7 +219,7 @@ def _check_of(hint: Any) -> Check:
         elif typing.get_origin(each) is Literal:
             choices += typing.get_args(each)
         else:
-            others.append(each.__metadata__[0] if typing.get_origin(each) is typing.Annotated else anything)
+            others.append(each.__metadata__[0] if typing.get_origin(each) is typing.Annotated else _anything)
     if others:
         return optional(others[0]) if None in choices else others[0]
     named = sorted((each for each in choices if each is not None), key=lambda choice: isinstance(choice, bool))
@@ -256,8 +253,7 @@ def signal_names(subject: str, value: Any) -> tuple[str, ...]:
     return names
 
 
-def anything(subject: str, value: Any) -> Any:
-    """Accept any value."""
+def _anything(subject: str, value: Any) -> Any:
     return value
 
 

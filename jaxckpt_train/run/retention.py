@@ -132,11 +132,6 @@ class _Batch:
     instead: list[str]
     has_waited: bool = False
 
-    def replace(self, lost: Collection[str], by: Sequence[str]) -> None:
-        """Wait for the steps in `by` instead of those that are `lost`."""
-        if not set(lost).isdisjoint(self.instead):
-            self.instead = list(dict.fromkeys([*(name for name in self.instead if name not in lost), *by]))
-
     def has_step_of(self, name: str) -> bool:
         """Whether another generation of the same step is in this batch."""
         parsed = parse_step_name(name)
@@ -358,8 +353,10 @@ class Deleter:
         already.
         """
         for other in self._waiting:
-            refused = {name for name in tuple(self._unsynced) if not other.has_step_of(name)}
-            other.replace(refused.union(batch.names), batch.instead)
+            lost = {*batch.names, *(name for name in tuple(self._unsynced) if not other.has_step_of(name))}
+            if not lost.isdisjoint(other.instead):
+                rest = [name for name in other.instead if name not in lost]
+                other.instead = list(dict.fromkeys([*rest, *batch.instead]))
         self._waiting.append(batch)
 
     def _take_replaced(self) -> None:
@@ -411,11 +408,14 @@ class Deleter:
             if error.errno == errno.EXDEV or (error.errno == errno.EEXIST and self._is_cut(hidden)):
                 self._remove_in_place(name, hidden)
                 return None
-            there = names_in(self._backend, self._directory)
-            if there is None or name in there:
+            try:
+                there = {entry.name for entry in self._backend.list(self._directory)}
+            except StorageError:
+                there = {name}  # as far as is known
+            if name in there:
                 self._warn_of(name, error)
                 self._wait_again([name])
-                if there is not None and hidden in there:  # a half-deleted step blocks the name: remove it first
+                if hidden in there:  # a half-deleted step blocks the name: remove it first
                     self._retry[hidden] = None
                 return None
             if hidden not in there:
@@ -475,14 +475,6 @@ class Deleter:
         listener = self._listener()
         if listener is not None:
             listener.deletions_delayed([name for name in names if name != hidden_name(name)])
-
-
-def names_in(backend: Backend, directory: str) -> set[str] | None:
-    """The names in a run directory; None: it cannot be read."""
-    try:
-        return {entry.name for entry in backend.list(directory)}
-    except StorageError:
-        return None
 
 
 @dataclasses.dataclass(frozen=True)
