@@ -93,8 +93,7 @@ class _PerProcessHandler:
 class _GetSetStateHandler:
     """The handler of objects with `get_state()` and `set_state(state)`.
 
-    The state is any pytree, and is restored without a target. In a multi-process job each process has its own state,
-    like that of an iterator. Plain data may differ between processes; arrays on devices may not.
+    In a multi-process job, states of plain data may differ between processes; arrays on devices may not.
     """
 
     kind = "get_set_state"
@@ -126,11 +125,7 @@ class DirectoryAwaitingCreation:
 
     @property
     def path(self) -> Path:
-        """The directory.
-
-        Raises:
-            CheckpointError: it does not exist yet.
-        """
+        """The directory. Raises CheckpointError if it does not exist yet."""
         if self.created is None:
             raise CheckpointError(
                 "save(directory) used its directory before it returned; use it in the awaitable that it returns"

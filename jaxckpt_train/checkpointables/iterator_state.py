@@ -149,8 +149,7 @@ class _MalformedTagError(ValueError):
 def encode_state(state: Any) -> Json:
     """Copy the state as plain JSON data, from which `decode_state` restores the same values of the same types.
 
-    Raises:
-        UnsupportedLeafError: a value has an unsupported type; the message names its path inside the state.
+    Raises UnsupportedLeafError with the path of a value of another type.
     """
     try:
         return _encode(state, "state")

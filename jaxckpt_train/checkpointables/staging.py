@@ -158,9 +158,8 @@ def wait_until_taken(
 ) -> None:
     """Wait until the caller may change the values that `pending` saves.
 
-    Raises:
-        CheckpointTimeoutError: the time limit was exceeded, the save made no progress for `patience_s` seconds, or
-            `until` returned true. The save then fails.
+    Raises CheckpointTimeoutError, and lets the save fail, after the time limit, after `patience_s` seconds without
+    progress, or if `until` returned true.
     """
     end_s = None if timeout_s is None else time.monotonic() + timeout_s
     for part in parts:
@@ -183,13 +182,11 @@ def _give_up(parts: Sequence[StagedPart]) -> bool:
 
 
 def make_tracker(parts: Sequence[StagedPart]) -> ProgressTracker:
-    """Return a progress tracker that excuses waits for computations and for objects that write their own files.
-
-    It holds no reference to the staged values.
-    """
+    """Return a progress tracker that excuses waits for computations and for objects that write their own files."""
     excuses: list[tuple[Any, str]] = [(part.own_files, "is_writing") for part in parts]
     for taken in (part.snapshot for part in parts if part.snapshot is not None):
         excuses += [(taken.transfers, "fetching"), (taken.guard, "is_looking"), (taken.on_hosts, "is_waiting")]
+    # Weak references, since the tracker must not keep the staged values.
     refs = [(weakref.ref(each), attribute) for each, attribute in excuses if each is not None]
     return ProgressTracker(lambda: any(getattr(ref(), attribute, False) for ref, attribute in refs))
 

@@ -130,11 +130,7 @@ def _struct(like: Any, sharding: Any) -> Any:
 
 
 def _shardings(jaxpr: Any) -> Sequence[Any]:
-    """Return the shardings of the outputs of a traced function.
-
-    They come from the `out_shardings` of a jitted function, a sharding constraint inside it, or a `jax.device_put`. A
-    sharding with a layout is a `jax.experimental.layout.Format`.
-    """
+    """Return the shardings of the outputs, from `out_shardings`, a sharding constraint or a `jax.device_put`."""
     made_by = {id(var): (eqn.params, number) for eqn in jaxpr.eqns for number, var in enumerate(eqn.outvars)}
 
     def of(params: Mapping[str, Any], number: int) -> Any:

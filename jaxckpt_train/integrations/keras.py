@@ -442,8 +442,8 @@ class EpochData(keras.utils.PyDataset):  # type: ignore[misc]
 class ReplayedDataset(keras.utils.PyDataset):  # type: ignore[misc]
     """Makes a PyDataset resumable that changes in each epoch, for example by a shuffle in `on_epoch_end`.
 
-    The source must be in its initial state. Workers are refused: they take batches of the next epoch before its order
-    is known. `ended` is how many times `on_epoch_end` was called; Keras also calls it once before the first epoch.
+    Workers are refused: they take batches of the next epoch before its order is known. `ended` is how many times
+    `on_epoch_end` was called; Keras also calls it once before the first epoch.
     """
 
     def __init__(self, source: Any, steps_per_epoch: int | None) -> None:

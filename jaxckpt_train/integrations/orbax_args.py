@@ -454,13 +454,9 @@ def _no_full_path(subject: str, value: object) -> NoReturn:
 
 
 def read_options(options: Any) -> CheckpointManagerOptions:
-    """Convert options to `CheckpointManagerOptions`, and log a warning that names options without effect.
+    """Convert options, also Orbax's, to `CheckpointManagerOptions`. Log a warning that names those without effect.
 
-    Args:
-        options: `CheckpointManagerOptions`, or any object with these attributes, such as Orbax's; None: the defaults.
-
-    Raises:
-        SettingsError: an option is not supported or unknown.
+    Raises SettingsError for an option that is not supported or unknown.
     """
     if options is None:
         return CheckpointManagerOptions()
