@@ -195,7 +195,7 @@ def _dtype_class(dtype: np.dtype) -> int:
 
 
 def _new_shape(view: View, wanted: Sequence[int | None], leaf: str, *, larger: bool) -> tuple[int, ...]:
-    """Return a shape in which None stands for the size of the array, or raise MismatchError if it does not fit."""
+    """Return a shape with the size of the array for None, or raise MismatchError if it does not fit."""
     if len(wanted) != len(view.shape):
         raise MismatchError(f"{leaf}: expected {len(wanted)} axes, found {len(view.shape)}")
     shape = tuple(old if size is None else size for old, size in zip(view.shape, wanted, strict=True))
