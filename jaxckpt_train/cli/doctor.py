@@ -53,8 +53,10 @@ def _examine(path: str, nbytes: int, as_json: bool) -> dict[str, Any]:
     run = health_of(BACKEND, path, datetime.datetime.now(datetime.UTC)) if is_run(BACKEND, path) else None
     operations, disk = dict[str, str | None](), None
     try:
-        operations = try_operations(BACKEND, folder) if nbytes else {}
-        disk = _try_disk(folder, min(nbytes, files.free_bytes // 4), as_json)
+        if nbytes:
+            operations, size = try_operations(BACKEND, folder), min(nbytes, files.free_bytes // 4)
+            with progress("testing the disk", 2 * size, as_json) as advance:
+                disk = dataclasses.asdict(try_disk(BACKEND, folder, size, advance))
     except CheckpointError as error:
         warnings.append(f"the disk failed its test: {error}")
     warnings += [
@@ -77,13 +79,6 @@ def _examine(path: str, nbytes: int, as_json: bool) -> dict[str, Any]:
         "at_risk": None if run is None or run.at_risk is None else run.at_risk._asdict(),
         "warnings": warnings,
     }
-
-
-def _try_disk(folder: str, nbytes: int, as_json: bool) -> dict[str, Any] | None:
-    if not nbytes:
-        return None
-    with progress("testing the disk", 2 * nbytes, as_json) as advance:
-        return dataclasses.asdict(try_disk(BACKEND, folder, nbytes, advance))
 
 
 def _short_of_room(files: FileSystem, newest_bytes: int) -> list[str]:

@@ -240,12 +240,11 @@ def _occupy_closed_descriptors() -> None:
 
 def _text(now: TextIO | None, stream: _Stream) -> TextIO:
     """Return a text stream that replaces `now`, which is None if Python found the stream closed."""
-    if now is None:
-        return io.TextIOWrapper(io.BufferedWriter(stream), encoding="utf-8", errors="backslashreplace")
-    now.flush()
+    if now is not None:
+        now.flush()
     return io.TextIOWrapper(
         io.BufferedWriter(stream),
-        encoding=now.encoding,
+        encoding="utf-8" if now is None else now.encoding,
         errors="backslashreplace",
-        line_buffering=now is sys.stderr or now.isatty(),
+        line_buffering=now is not None and (now is sys.stderr or now.isatty()),
     )

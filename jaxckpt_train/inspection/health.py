@@ -97,7 +97,7 @@ def _entries(statuses: Sequence[StepStatus]) -> list[Entry]:
 
 
 def _refuse_unknown_metrics(directory: str, pruning: Pruning, entries: list[Entry]) -> None:
-    """Refuse a metric that no step has. A misspelt name would keep all steps, or the wrong ones."""
+    # A misspelt name would keep all steps, or the wrong ones.
     there = sorted({name for entry in entries for name in entry.metrics or ()})
     for policy in pruning.policies.values():
         if isinstance(policy, BestN) and policy.metric not in there:

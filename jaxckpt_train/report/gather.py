@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import errno
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
-from jaxckpt_train.inspection.runs import StepStatus, inspect_run, newest_whole, open_at
+from jaxckpt_train.errors import CheckpointError, NotACheckpointError
+from jaxckpt_train.inspection.runs import StepStatus, inspect_run, is_run, newest_whole, open_at
 from jaxckpt_train.report.changes import Changes, Plan, TreeSizes, compare, tree_sizes
 from jaxckpt_train.report.events import DiskUse, Lives, StepLife
 from jaxckpt_train.report.series import (
@@ -31,11 +30,10 @@ from jaxckpt_train.report.series import (
     save_of,
     save_s_of,
 )
-from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.run.goodput import Attempt, AttemptGoodput, Goodput, add_event, goodput, settled
 from jaxckpt_train.run.history import HISTORY_NAME, History
 from jaxckpt_train.run.lock import OwnerLock
-from jaxckpt_train.store.backends.base import GONE, Backend
+from jaxckpt_train.store.backends.base import Backend
 
 _log = logging.getLogger("jaxckpt_train")
 
@@ -159,7 +157,8 @@ class RunRead:
 
 def read_run(backend: Backend, directory: str) -> RunRead:
     """Read the history and inspect the steps of a run. Warnings of the package are collected instead of printed."""
-    _refuse_other_directory(backend, directory)
+    if not is_run(backend, directory):
+        raise NotACheckpointError(f"{directory}: expected the directory of a run, found no step, lock or history in it")
     history = RunHistory()
     collector = _WarningCollector(logging.WARNING)
     _log.addHandler(collector)
@@ -176,17 +175,6 @@ def read_run(backend: Backend, directory: str) -> RunRead:
     finally:
         _log.removeHandler(collector)
     return RunRead(directory, history, tuple(looks), is_live, tuple(collector.warnings))
-
-
-def _refuse_other_directory(backend: Backend, directory: str) -> None:
-    try:
-        names = {entry.name for entry in backend.list(directory)}
-    except StorageError as error:
-        if error.errno in {*GONE, errno.ENOTDIR}:
-            raise NotACheckpointError(f"{directory}: expected the directory of a run, found no directory") from error
-        raise
-    if HISTORY_NAME not in names and all(parse_step_name(name) is None for name in names):
-        raise NotACheckpointError(f"{directory}: expected a run, found neither a step nor {HISTORY_NAME}")
 
 
 def _events(backend: Backend, directory: str) -> Iterator[ReportEvent]:

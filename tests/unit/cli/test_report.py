@@ -127,7 +127,7 @@ def test_path_without_a_run_exits_with_3(tmp_path: Path, as_json: bool) -> None:
     code, out, error = report(tmp_path / "nothing", "-o", tmp_path / "page.html", *(["--json"] if as_json else []))
     assert code == 3
     message = json.loads(out)["message"] if as_json else error.removeprefix("jaxckpt: ").rstrip("\n")
-    assert message.startswith(f"{tmp_path / 'nothing'}: expected a run")
+    assert message.startswith(f"{tmp_path / 'nothing'}: expected the directory of a run")
     assert "\n" not in message
     assert not (tmp_path / "page.html").exists()
 
