@@ -18,11 +18,11 @@ from jaxckpt_train.pytree.leaves import ArrayLeaf, TreeRecord
 from jaxckpt_train.pytree.snapshot import Snapshot
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Entry, Sink
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.committed import Committed, open_committed
 from jaxckpt_train.store.segment import ArraySource, ChunkSource
 from jaxckpt_train.store.threads import Latch
 from jaxckpt_train.store.transaction import Transaction
+from tests.support.memory_backend import MemoryBackend
 
 FINAL = "/runs/state"
 SETTINGS = StoreSettings(io_threads=1, staging_bytes=1 << 20)

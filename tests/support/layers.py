@@ -109,6 +109,7 @@ MAY_HAVE_ONE_IMPORTER = {
     "report.charts": "all that imports bokeh",
     "run.listing": "the part of StepManager that lists steps, and would make its file too long",
     "run.scrubber": "the thread that reads old steps again",
+    "store.backends.records": "records on any file system; the memory backend of the tests needs them, too",
     "testing.causes": "the catalogue of causes of an inexact resume",
     "testing.resume_proof": "the public functions of the package testing",
     "transforms.operations": "the operations themselves",

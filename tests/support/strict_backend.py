@@ -13,8 +13,8 @@ import pytest
 
 from jaxckpt_train.store import read_plan
 from jaxckpt_train.store import writer as segment_writer
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from tests.support import checkpoints
+from tests.support.memory_backend import MemoryBackend
 
 PAGE = 4096
 BLOCK = 4096

@@ -16,7 +16,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train import errors
 from jaxckpt_train.errors import free_frames
-from jaxckpt_train.store.backends.memory import MemoryBackend
+from tests.support.memory_backend import MemoryBackend
 
 
 class Held:

@@ -24,7 +24,6 @@ from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.settings import DigestName, StoreSettings
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.verify import verify
 from tests.nightly.crash.explorer import small_sizes
 from tests.nightly.faults import damaged_background, damaged_owners
@@ -33,6 +32,7 @@ from tests.nightly.faults.damage_report import CLEAN, UNCHANGED, UNNOTICED, Foun
 from tests.nightly.faults.damages import KINDS, Files, Victim, chosen
 from tests.nightly.faults.layers import layer_of
 from tests.nightly.faults.sample_runs import DIGESTS, NEW, OLD, RUN, expected, files_below, made, planted, raw, state_of
+from tests.support.memory_backend import MemoryBackend
 
 GOES_ON = 10  # in one of this many trials another owner saves and deletes
 OTHERS = 20  # one trial of all files of a run, and one in the background, for this many trials

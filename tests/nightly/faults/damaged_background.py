@@ -10,10 +10,10 @@ from typing import Any
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.settings import DigestName
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.manifest import MANIFEST_NAME
 from tests.nightly.faults.damages import KINDS, Files, Victim, chosen
 from tests.nightly.faults.sample_runs import DIGESTS, RUN, files_below, made, planted
+from tests.support.memory_backend import MemoryBackend
 
 STEPS = 4
 FAST = 1 << 60  # bytes per second

@@ -24,7 +24,6 @@ from jaxckpt_train.run.history import HISTORY_NAME
 from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.run.record import RECORD_NAME
 from jaxckpt_train.settings import DigestName
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from tests.nightly.crash.programs import process
 from tests.nightly.faults.damage_report import CLEAN, markdown
 from tests.nightly.faults.damages import KINDS, Files, Victim, chosen
@@ -39,6 +38,7 @@ from tests.nightly.faults.sample_runs import (
     saving,
     state_of,
 )
+from tests.support.memory_backend import MemoryBackend
 
 HISTORY, LOCK = (f"{RUN}/{name}" for name in (HISTORY_NAME, LOCK_NAME))
 PINNED, BEST, LEFT, OLD, ASIDE, AGAIN, NEWEST = (

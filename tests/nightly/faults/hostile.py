@@ -43,7 +43,6 @@ from jaxckpt_train.run.history import HISTORY_NAME, History
 from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.run.record import NOTES_NAME, RECORD_NAME, RunRecord, SaveFacts, seal_record
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.committed import CommitRecord, open_committed
 from jaxckpt_train.store.files import block_digests, digest_function, read_whole
 from jaxckpt_train.store.manifest import (
@@ -63,6 +62,7 @@ from tests.nightly.faults.corruption import NEW, RUN, Files, made, planted
 from tests.nightly.faults.mutations import changed, inflated
 from tests.nightly.faults.needs import leave_if
 from tests.support.checkpoints import commit
+from tests.support.memory_backend import MemoryBackend
 
 STEP = f"{RUN}/{NEW}"
 A_STATE = {"params": {"w": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": 3}, "step": np.int32(7), "none": None}

@@ -16,8 +16,8 @@ import pytest
 from jaxckpt_train.checkpointables.base import JsonValue
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.settings import DigestName, StoreSettings
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from tests.nightly.faults.damages import Files
+from tests.support.memory_backend import MemoryBackend
 from tests.support.runs import Clock
 
 RUN = "/run"

@@ -12,13 +12,13 @@ import pytest
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.files import digest_function
 from jaxckpt_train.store.verify import verify
 from tests.nightly.crash.explorer import small_sizes
 from tests.nightly.faults.damages import Files
 from tests.nightly.faults.layers import LAYERS, layer_of
 from tests.nightly.faults.sample_runs import NEW, RUN, made, planted
+from tests.support.memory_backend import MemoryBackend
 
 STEP = f"{RUN}/{NEW}"
 COMMIT, MANIFEST = f"{STEP}/COMMIT", f"{STEP}/manifest.json"

@@ -17,7 +17,7 @@ from jaxckpt_train.run.catalog import scan
 from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.run.retention import BestLink, LinkToBest
 from jaxckpt_train.store.backends.local import LocalBackend
-from jaxckpt_train.store.backends.memory import MemoryBackend
+from tests.support.memory_backend import MemoryBackend
 from tests.support.runs import state_of
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import manifest
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.buffers import empty_array
 from jaxckpt_train.store.manifest import (
     MAX_BLOCK_BYTES,
@@ -28,6 +27,7 @@ from jaxckpt_train.store.manifest import (
 )
 from tests.support.checkpoints import commit
 from tests.support.in_time import in_time
+from tests.support.memory_backend import MemoryBackend
 from tests.support.strategies import shapes, tilings
 
 FILE_DIGEST = "0" * 32

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jaxckpt_train.errors import CorruptCheckpointError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import manifest
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.manifest import (
     MANY,
     ArrayRecord,
@@ -24,6 +23,7 @@ from jaxckpt_train.store.manifest import (
     encode_manifest,
 )
 from tests.support.checkpoints import commit
+from tests.support.memory_backend import MemoryBackend
 
 ROWS = 3 * MANY
 

@@ -12,7 +12,6 @@ import pytest
 from jaxckpt_train.errors import CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import writer
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.manifest import (
     MAX_ARRAYS,
     MAX_PARTS,
@@ -25,6 +24,7 @@ from jaxckpt_train.store.manifest import (
 from tests.support import checkpoints
 from tests.support.checkpoints import commit
 from tests.support.in_time import in_time
+from tests.support.memory_backend import MemoryBackend
 from tests.unit.store.test_manifest import GOOD, edited, put
 
 

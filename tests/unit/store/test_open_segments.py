@@ -15,13 +15,13 @@ import pytest
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import reader
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import open_committed, use_committed
 from jaxckpt_train.store.reader import Sources
 from jaxckpt_train.store.timeouts import call_with_timeout
 from tests.support.checkpoints import commit, load_committed
 from tests.support.interrupts import interrupt_at
+from tests.support.memory_backend import MemoryBackend
 from tests.support.strict_backend import StrictBackend
 
 pytestmark = pytest.mark.timeout(60)

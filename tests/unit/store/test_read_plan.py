@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.boxes import Box, box_elements, element_span, full_box, intersect
 from jaxckpt_train.store.manifest import Manifest
 from jaxckpt_train.store.read_plan import Run, Wanted, plan_reads
 from tests.support.checkpoints import commit
+from tests.support.memory_backend import MemoryBackend
 from tests.support.strategies import boxes_in, shapes, tilings
 from tests.support.strict_backend import BLOCK, PAGE, small_sizes
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.boxes import full_box
 from jaxckpt_train.store.committed import open_committed
 from jaxckpt_train.store.manifest import BLOCK_BYTES, FORMAT, FORMAT_VERSION, Manifest, PartRecord
 from jaxckpt_train.store.segment import MAX_SHARDINGS_BYTES, ArraySource, ChunkSource, Shardings, decode_sharding
 from jaxckpt_train.store.transaction import Transaction
 from jaxckpt_train.store.writer import write_arrays
+from tests.support.memory_backend import MemoryBackend
 
 LARGE = "x" * (MAX_SHARDINGS_BYTES - 2)
 

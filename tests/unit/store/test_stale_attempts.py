@@ -10,8 +10,8 @@ import pytest
 
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.store import process_identity
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.removal import remove_dead_attempts, remove_dead_exports
+from tests.support.memory_backend import MemoryBackend
 
 BEFORE_A_POWER_CUT = re.sub(r"^([0-9a-f]+)-[0-9a-f]+-", r"\1-00000000-", process_identity.process_tag())
 

@@ -11,11 +11,11 @@ import pytest
 from jaxckpt_train.errors import CheckpointExistsError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend, side_name
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from jaxckpt_train.store.committed import open_committed
 from jaxckpt_train.store.removal import attempts
 from jaxckpt_train.store.transaction import Transaction
 from tests.support.checkpoints import commit, load, written
+from tests.support.memory_backend import MemoryBackend
 from tests.support.recording import Died, RecordingBackend
 
 OLD = {"x": np.zeros(5000, np.uint8), "y": np.arange(3)}

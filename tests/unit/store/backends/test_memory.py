@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.store.backends.memory import MemoryBackend
 from tests.support.backend_contract import BackendContract
+from tests.support.memory_backend import MemoryBackend
 
 
 class TestMemory(BackendContract):

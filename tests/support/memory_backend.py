@@ -1,4 +1,4 @@
-"""The memory backend: the reference model of the contract, for tests and experiments."""
+"""A backend in memory: the reference model of the contract."""
 
 from __future__ import annotations
 
