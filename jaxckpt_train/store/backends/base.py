@@ -31,7 +31,6 @@ UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 # Sandboxes return EPERM for a call that their profile does not list. Where a call has a substitute, we try that.
 UNAVAILABLE = UNSUPPORTED | {errno.EPERM}
 
-
 _ADVICE = {
     errno.ENOSPC: "free some space or choose another directory",
     errno.EDQUOT: "your quota is used up: free some space or choose another directory",
@@ -68,13 +67,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class StoredRecord:
-    """One version of a record.
-
-    Attributes:
-        version: identifies the version, for `swap_record`.
-        data: its content.
-        problem: why the content could not be read; `data` is empty then.
-    """
+    """One version of a record; `problem` says why its content could not be read."""
 
     version: int
     data: bytes
@@ -116,11 +109,7 @@ class Source(Protocol):
     alignment: int
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
-        """Fill a flat uint8 array from this offset; only the first `needed` bytes must exist.
-
-        Raises:
-            CorruptCheckpointError: the file ends before `needed` bytes.
-        """
+        """Fill a flat uint8 array. Raises CorruptCheckpointError: the file ends before `needed` of its bytes."""
 
     def close(self) -> None:
         """Release the file."""
@@ -178,11 +167,7 @@ class SmallFiles(Protocol):
         """Set a file's modification time to now."""
 
     def modified_ns(self, path: str) -> int:
-        """The modification time of a file in nanoseconds, as the storage knows it now.
-
-        It may come from the storage's clock, or from the clock of the machine that changed the file. Only compare two
-        times of the same file for equality.
-        """
+        """The modification time in nanoseconds by any machine's clock: only compare two of one file for equality."""
 
 
 class Records(Protocol):
@@ -191,8 +176,7 @@ class Records(Protocol):
     def read_record(self, path: str) -> StoredRecord | None:
         """The newest version of a record; None: there is none.
 
-        Raises:
-            StorageError: the storage failed before it was known which version is the newest.
+        Raises StorageError: the storage failed before it was known which version is the newest.
         """
 
     def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
@@ -222,9 +206,7 @@ def make_durable(backend: Backend, directory: str) -> None:
     """Sync all files and directories of a checkpoint that was committed without syncs, and its parent directory.
 
     A file system that cannot sync directories is accepted, because users choose `durability="none"` for such systems.
-
-    Raises:
-        StorageError: the file system refused; the data may or may not be on the disk.
+    Raises StorageError: the file system refused; the data may or may not be on the disk.
     """
     _sync_tree(backend, directory)
     sync_directory(backend, os.path.dirname(directory))
@@ -241,11 +223,7 @@ def _sync_tree(backend: Backend, directory: str) -> None:
 
 
 def sync_directory(backend: Publishing, directory: str, tolerated: Collection[int] = ()) -> None:
-    """Sync the entries of a directory, if the file system can; `tolerated` are further errno values to ignore.
-
-    Raises:
-        StorageError: the file system refused.
-    """
+    """Sync the entries of a directory, if the file system can; `tolerated` are further errno values to ignore."""
     try:
         backend.sync(directory)
     except StorageError as error:

@@ -44,7 +44,6 @@ from jaxckpt_train.store.backends.local_names import (
     scan_entries,
 )
 from jaxckpt_train.store.backends.records import add_next_version, read_newest_version
-from jaxckpt_train.store.process_identity import open_files_below
 from jaxckpt_train.store.timeouts import time_limited
 
 if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs no numpy
@@ -71,7 +70,6 @@ class LocalBackend:
     """Files on this machine or on a mounted network file system. Instances have no state."""
 
     def create(self, path: str, *, direct: bool | Literal["auto"]) -> _LocalSink:
-        """Create a file that must not exist."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with _storage_errors("create the file", path):
             _refuse_without_direct(direct)
@@ -88,17 +86,14 @@ class LocalBackend:
             return _LocalSink(path, os.open(path, flags, 0o666), direct=False)
 
     def open(self, directory: str, name: str, *, direct: bool | Literal["auto"]) -> _LocalSource:
-        """Open a regular file below a directory, following no link."""
         with _storage_errors("open the file", os.path.join(directory, name)):
             return retry_interrupted(_open_below, directory, name, direct)
 
     def list(self, path: str) -> list[Entry]:
-        """The entries of a directory, sorted by name."""
         with _storage_errors("list the directory", path):
             return sorted(retry_interrupted(scan_entries, path), key=lambda entry: entry.name)
 
     def make_directory(self, path: str, *, parents: bool, sync: bool) -> None:
-        """Create a directory; with `parents`, also missing parents; with `sync` too, make all their names durable."""
         with _storage_errors("create the directory", path):
             if not parents:
                 retry_interrupted(os.mkdir, path)
@@ -130,7 +125,6 @@ class LocalBackend:
             _durable_paths[directory] = marks
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a directory with everything in it; a missing path is not an error."""
         with _storage_errors("remove", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if stat.S_ISDIR(retry_interrupted(os.lstat, path).st_mode):
                 remove_tree(path)
@@ -138,34 +132,28 @@ class LocalBackend:
                 retry_interrupted(os.unlink, path)
 
     def sync(self, path: str) -> None:
-        """Sync one file's data, or one directory's entries."""
         with _storage_errors("sync", path):
-            _sync_path(path)
+            descriptor = open_to_sync(path)
+            try:
+                _sync(descriptor)
+            finally:
+                close_read(descriptor)
 
     def rename(self, source: str, target: str) -> None:
-        """Move a file or directory to a free name.
-
-        If a signal or a network file system repeats the call, a rename that was already done is not an error.
-        """
         with _storage_errors(f"rename to {target}", source):
             rename_to_new(source, target)
 
     def exchange(self, first: str, second: str, *, sync: bool) -> None:
         """Swap two names; without kernel support, through a side name that later saves recover from."""
         with _storage_errors(f"exchange with {second}", first):
-            with _name_open_files(second):
-                if exchange_names(first, second):
-                    return
+            if exchange_names(first, second):
+                return
             aside = side_name(second)
-            if name_exists(second) and name_exists(
-                aside
-            ):  # left by a crash and not cleaned up, so it may hold anything
+            if name_exists(second) and name_exists(aside):  # left by a crash, so it may hold anything
                 raise OSError(errno.EBUSY, f"{aside} exists and is not part of this save: move it away")
-            with _name_open_files(second):
-                rename_all([(second, aside), (first, second), (aside, first)], self.sync if sync else None)
+            rename_all([(second, aside), (first, second), (aside, first)], self.sync if sync else None)
 
     def point(self, path: str, target: str | None) -> None:
-        """Make a symbolic link to another name in the same directory; None removes the link."""
         with _storage_errors("make the link", path):
             replace_symlink(path, target)
 
@@ -186,7 +174,6 @@ class LocalBackend:
             return _create_whole(path, data) if is_new is None else is_new
 
     def append(self, path: str, data: bytes) -> None:
-        """Append bytes to a file, and create it if it is missing."""
         with _storage_errors("append to the file", path):
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _PLAIN, 0o666)
             try:
@@ -196,7 +183,6 @@ class LocalBackend:
                 _close_written(descriptor)
 
     def touch(self, path: str) -> None:
-        """Set a file's modification time to now."""
         with _storage_errors("touch the file", path):
             retry_interrupted(os.utime, path)
 
@@ -210,11 +196,9 @@ class LocalBackend:
                 close_read(descriptor)
 
     def read_record(self, path: str) -> StoredRecord | None:
-        """The newest version of a record; None: there is none."""
         return read_newest_version(self, path)
 
     def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
-        """Replace this version of a record; None: another writer was faster."""
         return add_next_version(self, path, data, version)
 
 
@@ -249,23 +233,6 @@ def _storage_errors(action: str, path: str) -> Iterator[None]:
         raise storage_error(error.errno or errno.EIO, action, path, error.strerror) from error
 
 
-@contextlib.contextmanager
-def _name_open_files(directory: str) -> Iterator[None]:
-    """Name the open files in a directory that cannot be renamed because of them, as on SMB."""
-    try:
-        yield
-    except OSError as error:
-        may_write = os.access(os.path.dirname(directory), os.W_OK | os.X_OK)
-        if error.errno not in (errno.EACCES, errno.EBUSY, errno.ETXTBSY) or not may_write:
-            raise
-        found = ", ".join(open_files_below(directory)) or "no file of a process that this user can see on this machine"
-        message = (
-            f"{error.strerror}: some file systems (SMB) cannot rename a directory while a file in it is open. Open: "
-            f"{found}. Close these files, here and on other machines, and save again, or save under another name"
-        )
-        raise OSError(errno.EBUSY, message) from error
-
-
 class _LocalFile:
     """An open file; `_descriptor` uses direct I/O until `_leave_direct`."""
 
@@ -277,11 +244,11 @@ class _LocalFile:
         self.alignment = DIRECT_ALIGNMENT if direct else 1
         self._fallback = threading.Lock()
 
-    def _left_direct(self, error: OSError, offset: int, view: memoryview, *, was_direct: bool) -> bool:
+    def _left_direct(self, error: OSError, *, was_direct: bool) -> bool:
         """Leave direct I/O if it was the reason of the error and the settings allow it; whether it was left."""
         if error.errno not in UNSUPPORTED or not was_direct:
             return False
-        if self._requires_direct and _is_aligned(offset, view):
+        if self._requires_direct:
             raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from error
         self._leave_direct()
         return True
@@ -314,7 +281,7 @@ class _LocalSink(_LocalFile):
                 try:
                     done = os.pwrite(self._descriptor, view, offset)
                 except OSError as error:
-                    if not self._left_direct(error, offset, view, was_direct=was_direct):
+                    if not self._left_direct(error, was_direct=was_direct):
                         raise
                     continue
                 if done == 0:
@@ -353,11 +320,11 @@ class _LocalSource(_LocalFile):
         view, filled = memoryview(data), 0
         with _storage_errors(f"read {needed} bytes at {offset}", self._path):
             while filled < needed:
-                was_direct, rest = self.alignment > 1, view[filled:]
+                was_direct = self.alignment > 1
                 try:
-                    done = _read_at(self._descriptor, rest, offset + filled, is_direct=was_direct)
+                    done = _read_at(self._descriptor, view[filled:], offset + filled)
                 except OSError as error:
-                    if not self._left_direct(error, offset + filled, rest, was_direct=was_direct):
+                    if not self._left_direct(error, was_direct=was_direct):
                         raise
                     continue
                 if done == 0:
@@ -417,14 +384,6 @@ def _refuse_without_direct(direct: bool | Literal["auto"]) -> None:
         raise OSError(errno.EOPNOTSUPP, _NO_DIRECT)
 
 
-def _is_aligned(offset: int, view: memoryview) -> bool:
-    """Whether direct I/O must accept this request; otherwise a refusal is the caller's fault."""
-    import numpy as np
-
-    address = np.frombuffer(view, np.uint8).ctypes.data
-    return not any(number % DIRECT_ALIGNMENT for number in (offset, len(view), address))
-
-
 def _check_regular(descriptor: int) -> os.stat_result:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
@@ -433,14 +392,9 @@ def _check_regular(descriptor: int) -> os.stat_result:
     return found
 
 
-def _read_at(descriptor: int, view: memoryview, offset: int, *, is_direct: bool) -> int:
-    """Read into memory at an offset. Python calls preadv2 on Linux, which some sandboxes refuse."""
+def _read_at(descriptor: int, view: memoryview, offset: int) -> int:
     if hasattr(os, "preadv"):
-        try:
-            return os.preadv(descriptor, [view], offset)
-        except OSError as error:
-            if error.errno not in UNAVAILABLE or (is_direct and error.errno == errno.EINVAL):
-                raise
+        return os.preadv(descriptor, [view], offset)
     data = os.pread(descriptor, len(view), offset)
     view[: len(data)] = data
     return len(data)
@@ -478,13 +432,13 @@ def _create_whole(path: str, data: bytes) -> bool:
 
 
 def _create_sibling(path: str, prefix: str) -> tuple[int, str]:
-    """Create a file in the same directory, with default permissions; returns its descriptor and its path."""
+    """Create a file in the same directory; returns its descriptor and its path."""
     sibling = os.path.join(os.path.dirname(path), prefix + secrets.token_hex(8))
     return os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), sibling
 
 
 def _sync(descriptor: int, *, data_only: bool = False) -> None:
-    """Sync a file, or the entries of a directory, to the medium; with `data_only`, at least a file's data."""
+    """Sync a file or directory to the medium; with `data_only`, at least a file's data."""
     if _FULL_SYNC is not None:
         try:
             fcntl.fcntl(descriptor, _FULL_SYNC)
@@ -493,21 +447,9 @@ def _sync(descriptor: int, *, data_only: bool = False) -> None:
             if error.errno not in {*UNSUPPORTED, errno.ENOTTY, errno.ENODEV}:  # network file systems have no such call
                 raise
     if data_only and hasattr(os, "fdatasync"):
-        try:
-            os.fdatasync(descriptor)
-            return
-        except OSError as error:
-            if error.errno not in UNAVAILABLE:
-                raise
-    os.fsync(descriptor)
-
-
-def _sync_path(path: str) -> None:
-    descriptor = open_to_sync(path)
-    try:
-        _sync(descriptor)
-    finally:
-        close_read(descriptor)
+        os.fdatasync(descriptor)
+    else:
+        os.fsync(descriptor)
 
 
 def _forget_durable_below(missing: str) -> None:
@@ -558,8 +500,7 @@ class FileSystem(NamedTuple):
 
     Attributes:
         kind: the type, such as "ext4"; "unknown" if the system does not report it.
-        mount: the mount point.
-        total_bytes, free_bytes: its size; what this user may still write.
+        free_bytes: what this user may still write.
         free_files: how many more files can be created; None: there is no such limit.
     """
 
@@ -571,11 +512,7 @@ class FileSystem(NamedTuple):
 
 
 def file_system_of(directory: str) -> FileSystem:
-    """The file system that a directory is on.
-
-    Raises:
-        StorageError: the directory does not exist, or the file system does not respond.
-    """
+    """The file system that a directory is on. Raises StorageError: it cannot be inspected."""
     try:
         found = os.statvfs(directory)
         there = os.path.realpath(directory, strict=True)

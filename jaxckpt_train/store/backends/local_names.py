@@ -19,19 +19,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
 _FLAGS_OF_MACOS = {_RENAME_NOREPLACE: 4, _RENAME_EXCHANGE: 2}
-_MAX_HANDLE_BYTES = 128
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_MAX_OPEN_LEVELS = 50  # of directories that are open at once while a tree is removed
 
 
 def retry_interrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a function and repeat the call if a signal interrupts it (EINTR).
 
     Python repeats interrupted reads, writes and syncs itself, but not calls on names, which network and user-space file
-    systems may interrupt. A stale name (ESTALE) of a network file system is looked up again, a few times.
-
-    Raises:
-        FileNotFoundError: the name stays stale: another machine has removed the file.
+    systems may interrupt. A stale name (ESTALE) of a network file system is looked up again, a few times; if it stays
+    stale, another machine has removed the file, and this raises FileNotFoundError.
     """
     looks = 1
     while True:
@@ -80,68 +76,35 @@ def scan_entries(path: str | int) -> list[Entry]:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a directory with everything in it, at any depth, even while another process removes parts of it.
+    """Remove a directory with everything in it, even while another process removes parts of it.
 
-    Only some levels of directories are open at once; a directory that is deeper than these is moved up to the top
-    first. Files that another client of a network file system has open stay under names that the system gives.
-    Everything else is removed, and then an OSError with ENOTEMPTY or EBUSY is raised.
+    Files that another client of a network file system has open stay under names that the system gives. Everything else
+    is removed, and then an OSError with ENOTEMPTY or EBUSY is raised.
     """
-    top = retry_interrupted(os.open, path, _FOLDER)
-    try:
-        while _remove_contents(top, top, _MAX_OPEN_LEVELS):
-            pass
-    finally:
-        close_read(top)
+    _remove_contents(retry_interrupted(os.open, path, _FOLDER))
     retry_interrupted(os.rmdir, path)
 
 
-def _remove_contents(folder: int, top: int, levels: int) -> bool:
-    """Remove the contents of a directory; returns whether some of them were moved to the top directory."""
-    has_moved, in_use = False, None
-    for entry in retry_interrupted(scan_entries, folder):
-        try:
-            has_moved |= _remove_entry(entry, folder, top, levels)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
-                raise
-            in_use = error
+def _remove_contents(folder: int) -> None:
+    in_use = None
+    try:
+        for entry in retry_interrupted(scan_entries, folder):
+            try:
+                if entry.kind == "directory":
+                    _remove_contents(retry_interrupted(os.open, entry.name, _FOLDER, dir_fd=folder))
+                    retry_interrupted(os.rmdir, entry.name, dir_fd=folder)
+                else:
+                    retry_interrupted(os.unlink, entry.name, dir_fd=folder)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+                    raise
+                in_use = error
+    finally:
+        close_read(folder)
     if in_use is not None:
         raise in_use
-    return has_moved
-
-
-def _remove_entry(entry: Entry, folder: int, top: int, levels: int) -> bool:
-    """Remove a file or directory; returns whether some of it was moved to the top directory."""
-    if entry.kind != "directory":
-        retry_interrupted(os.unlink, entry.name, dir_fd=folder)
-        return False
-    if not levels:
-        return _move_to_top(entry.name, folder, top)
-    inner = retry_interrupted(os.open, entry.name, _FOLDER, dir_fd=folder)
-    try:
-        has_moved = _remove_contents(inner, top, levels - 1)
-    finally:
-        close_read(inner)
-    retry_interrupted(os.rmdir, entry.name, dir_fd=folder)
-    return has_moved
-
-
-def _move_to_top(name: str, folder: int, top: int) -> bool:
-    """Move a directory to the top directory; if it is empty and write-protected, remove it and return False."""
-    try:
-        # A plain name: if a crash leaves it there, it is a name that a checkpointable may have given.
-        retry_interrupted(os.rename, name, f"deep-{secrets.token_hex(8)}", src_dir_fd=folder, dst_dir_fd=top)
-    except FileNotFoundError:  # an interrupted call has moved it, or another process has removed it
-        return True
-    except PermissionError as refused:
-        try:
-            retry_interrupted(os.rmdir, name, dir_fd=folder)
-        except OSError:
-            raise refused from None
-        return False
-    return True
 
 
 def close_read(descriptor: int) -> None:
@@ -161,35 +124,12 @@ def parents_on_volume(directory: str) -> Iterator[str]:
 def path_marks(directory: str) -> tuple[object, ...]:
     """A value that changes if a directory, or one of its parents on the file system, is recreated or restored.
 
-    A new directory often gets the inode number of a removed one and, within a few milliseconds, the same times. The
-    kernel's handle of a directory is unique; without it, the modification time of the parent directory has to do.
+    A new directory often gets the inode number of a removed one, so the modification time of its parent counts, too.
     """
     parents = list(parents_on_volume(directory))
-    changed = [
-        retry_interrupted(os.stat, parent).st_mtime_ns for parent in parents[:1]
-    ]  # others change often for other reasons
-    return (*changed, *map(_identity, (directory, *parents)))
-
-
-def _identity(path: str) -> tuple[int, int, bytes]:
-    found = retry_interrupted(os.stat, path)
-    return found.st_dev, found.st_ino, _handle_of(path)
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (
-        ("length", ctypes.c_uint),
-        ("kind", ctypes.c_int),
-        ("content", ctypes.c_ubyte * _MAX_HANDLE_BYTES),
-    )
-
-
-def _handle_of(path: str) -> bytes:
-    """The kernel's handle, which identifies an inode over time; empty if the kernel offers none."""
-    call, handle, mount = _c_function("name_to_handle_at"), _Handle(length=_MAX_HANDLE_BYTES), ctypes.c_int()
-    if call is None or call(_AT_FDCWD, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount), 0) != 0:
-        return b""
-    return bytes(handle.content[: handle.length])
+    found = [retry_interrupted(os.stat, each) for each in (directory, *parents)]
+    changed = [each.st_mtime_ns for each in found[1:2]]  # others change often for other reasons
+    return (*changed, *((each.st_dev, each.st_ino) for each in found))
 
 
 def open_to_sync(path: str) -> int:
@@ -206,7 +146,7 @@ def open_to_sync(path: str) -> int:
 def rename_to_new(source: str, target: str) -> None:
     """Move a file or directory to a free name.
 
-    If a signal or a network file system repeats the call, the second call finds the rename done; that is not an error.
+    If a signal or a network file system repeats the call, a rename that was already done is not an error.
     """
     moved = retry_interrupted(os.lstat, source)
     try:

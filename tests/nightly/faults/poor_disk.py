@@ -19,7 +19,6 @@ FLAWS = {
     "no cuts": "files are never truncated, as on s3fs",
     "no direct I/O": "a file opened for direct I/O refuses all bytes, also after its flags change, as on mergerfs",
     "hides files in use": "a removed file that is open has another name until it is closed, as on NFS, SMB, libfuse",
-    "keeps directories in use": "a directory with an open file below is not renamed, as on SMB",
     "no times": "modification times are not set",
     "copies": "a renamed directory also stays under its old name",
 }
@@ -102,9 +101,6 @@ class PoorServer(Server):
         name = names.split(b"\0")[0]
         path = os.path.realpath(f"{self._path(node)}/{name.decode()}")
         is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
-        in_use = (os.readlink(f"/proc/self/fd/{handle}") for handle in self._open_inodes)
-        if "keeps directories in use" in self.flaws and is_folder and any(f"{path}/" in each for each in in_use):
-            raise OSError(errno.EACCES, "in use")
         answer = super()._move(node, target, names, flags)
         if "copies" in self.flaws and is_folder:
             os.mkdir(name, dir_fd=self._nodes[node])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxckpt_train.store.backends import local_names
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.runs import made_run
 
@@ -36,14 +35,6 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> Synced:
     return Synced(monkeypatch)
 
 
-@pytest.fixture(params=["handles", "no handles"])
-def marks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run with file handles of the kernel, and without, as on file systems that have none."""
-    if request.param == "no handles":
-        monkeypatch.setattr(local_names, "_handle_of", lambda path: b"")
-    return str(request.param)
-
-
 def make(path: Path, *, sync: bool = True) -> None:
     LocalBackend().make_directory(str(path), parents=True, sync=sync)
 
@@ -66,7 +57,7 @@ def with_the_same_number(path: Path, again: Callable[[], None]) -> None:
         pytest.skip("this file system does not reuse inode numbers")
 
 
-def test_directory_recreated_by_this_process_is_synced(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_directory_recreated_by_this_process_is_synced(tmp_path: Path, synced: Synced) -> None:
     run = tmp_path / "a" / "run"
     make(run)
     synced.since()
@@ -79,7 +70,7 @@ def test_directory_recreated_by_this_process_is_synced(tmp_path: Path, synced: S
     with_the_same_number(run, again)
 
 
-def test_recreated_parent_directory_is_synced(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_recreated_parent_directory_is_synced(tmp_path: Path, synced: Synced) -> None:
     run = tmp_path / "a" / "b" / "run"
     make(run)
     synced.since()
@@ -94,7 +85,7 @@ def test_recreated_parent_directory_is_synced(tmp_path: Path, synced: Synced, ma
     with_the_same_number(run, again)
 
 
-def test_directory_recreated_unsynced_is_synced_later(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_directory_recreated_unsynced_is_synced_later(tmp_path: Path, synced: Synced) -> None:
     run = tmp_path / "a" / "run"
     make(run)
 
@@ -109,7 +100,7 @@ def test_directory_recreated_unsynced_is_synced_later(tmp_path: Path, synced: Sy
 
 
 @pytest.mark.parametrize("above", [False, True])
-def test_directory_recreated_by_others_is_synced(tmp_path: Path, synced: Synced, marks: str, above: bool) -> None:
+def test_directory_recreated_by_others_is_synced(tmp_path: Path, synced: Synced, above: bool) -> None:
     run = tmp_path / "a" / "run"
     make_long_ago(run)
     synced.since()
@@ -126,25 +117,7 @@ def test_directory_recreated_by_others_is_synced(tmp_path: Path, synced: Synced,
     with_the_same_number(run, again)
 
 
-def test_handle_detects_recreation_at_equal_times(tmp_path: Path, synced: Synced) -> None:
-    """File systems may store times in whole ticks or seconds."""
-    run = tmp_path / "a" / "run"
-    make_long_ago(run)
-    if not local_names._handle_of(str(run)):
-        pytest.skip("this file system has no handles")
-    synced.since()
-
-    def again() -> None:
-        shutil.rmtree(run)
-        run.mkdir()
-        os.utime(run.parent, ns=(10**18, 10**18))
-        make(run)
-        assert synced.since()[:2] == [tmp_path / "a", tmp_path]
-
-    with_the_same_number(run, again)
-
-
-def test_directory_renamed_and_back_is_synced(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_directory_renamed_and_back_is_synced(tmp_path: Path, synced: Synced) -> None:
     run = tmp_path / "a" / "run"
     make_long_ago(run)
     synced.since()
@@ -154,7 +127,7 @@ def test_directory_renamed_and_back_is_synced(tmp_path: Path, synced: Synced, ma
     assert synced.since()[:2] == [tmp_path / "a", tmp_path]
 
 
-def test_unchanged_directories_are_not_synced_again(tmp_path: Path, synced: Synced, marks: str) -> None:
+def test_unchanged_directories_are_not_synced_again(tmp_path: Path, synced: Synced) -> None:
     """Also after files are saved into it, and directories are made further up."""
     run = tmp_path / "a" / "b" / "run"
     make(run)
