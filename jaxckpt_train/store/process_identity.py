@@ -36,19 +36,12 @@ def has_huge_malloc() -> bool:
 
 
 def huge_malloc_environment(variables: Mapping[str, str]) -> dict[str, str] | None:
-    """The environment for a process whose malloc uses huge pages, made from another environment.
-
-    None: that environment sets the option already, or this system does not support it.
-    """
+    """An environment with the option for huge pages; None: it sets the option, or this system does not support it."""
     decided = _tunables(variables)
     if TUNABLE in decided or not _can():
         return None
-    settings = [
-        variables.get(VARIABLE, ""),
-        f"{TUNABLE}=1",
-        "" if THRESHOLD in decided else f"{THRESHOLD}={KEPT_BYTES}",
-    ]
-    return {**variables, VARIABLE: ":".join(filter(None, settings))}
+    threshold = "" if THRESHOLD in decided else f"{THRESHOLD}={KEPT_BYTES}"
+    return {**variables, VARIABLE: ":".join(filter(None, [variables.get(VARIABLE), f"{TUNABLE}=1", threshold]))}
 
 
 def restart_with_huge_malloc(words: list[str]) -> None:
@@ -120,15 +113,10 @@ def this_process() -> ProcessIdentity:
 
 
 def descriptor_path(pid: int, descriptor: int, begins: str) -> str:
-    """The /proc path of another process's descriptor, if its target starts with `begins`.
-
-    Raises OSError: it is not visible from here, as in another container; or the number belongs to another process.
-    """
+    """The /proc path of another process's descriptor, if its target starts with `begins`; else raises OSError."""
     path = f"/proc/{pid}/fd/{descriptor}"
     if not os.readlink(path).startswith(begins):  # checked first, because opening a pipe might block for ever
-        raise OSError(
-            errno.ENOENT, "another process has this number here; the expected one may run in another container", path
-        )
+        raise OSError(errno.ENOENT, "another process has this number here", path)
     return path
 
 
@@ -167,17 +155,6 @@ def command_name(pid: int) -> str:
     return _read(f"/proc/{pid}/comm").strip()
 
 
-def open_files_below(directory: str) -> list[str]:
-    """The open files below a directory and their processes on this machine, as far as this user may see them."""
-    found, top = list[str](), f"{os.path.realpath(directory)}/"
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(link)
-            if target.startswith(top):
-                found.append(f"{target} in process {link.parts[2]}")
-    return found
-
-
 def memory_bytes() -> int:
     """The total memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -198,11 +175,6 @@ def is_dead_tag(tag: str) -> bool:
     if boot != _short(me.boot):
         return True
     return is_dead(ProcessIdentity(me.host, int(pid), start, me.boot, me.namespace)) is True
-
-
-def is_tag_of_another_boot(tag: str) -> bool:
-    """Whether the process with this tag ran before the last start of this machine, so before a possible power cut."""
-    return tag.split("-")[1] != _short(this_process().boot)
 
 
 def _short(text: str) -> str:
@@ -238,29 +210,26 @@ def _read(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SlurmJob:
-    """A batch job of Slurm.
+    """A batch job of Slurm, which was requeued `restarts` times.
 
-    Attributes:
-        id: the job for `scontrol`: "1234", or "1200_7" for a task of an array. (The SLURM_JOB_ID of an array's last
-            task is the number of the whole array.)
-        restarts: how often it was requeued.
+    Its id is for `scontrol`: "1234", or "1200_7" for a task of an array. (The SLURM_JOB_ID of an array's last task is
+    the number of the whole array.)
     """
 
     id: str
     restarts: int
 
 
-def slurm_job(environment: Mapping[str, str] | None = None) -> SlurmJob | None:
+def slurm_job() -> SlurmJob | None:
     """The Slurm job of this process; None: it has none."""
-    variables = os.environ if environment is None else environment
-    number, array = variables.get("SLURM_JOB_ID"), variables.get("SLURM_ARRAY_JOB_ID")
+    number, array = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_ARRAY_JOB_ID")
     if not number:
         return None
-    task = variables.get("SLURM_ARRAY_TASK_ID")
-    restarts = variables.get("SLURM_RESTART_COUNT", "")  # not set in the first run
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "")  # not set in the first run
     return SlurmJob(f"{array}_{task}" if array and task else number, int(restarts) if restarts.isdecimal() else 0)
 
 
-def is_in_pod(environment: Mapping[str, str] | None = None) -> bool:
+def is_in_pod() -> bool:
     """Whether this process runs in a Kubernetes pod, where every container has the address of the API server."""
-    return bool((os.environ if environment is None else environment).get("KUBERNETES_SERVICE_HOST"))
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST"))

@@ -21,7 +21,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import GONE, MISSING, Backend, Entry, is_removed_in_use, sync_directory
 from jaxckpt_train.store.backends.local import side_name
 from jaxckpt_train.store.committed import attempt_paths, is_committed
-from jaxckpt_train.store.files import read_head, read_or_none
+from jaxckpt_train.store.files import read_or_none
 from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
     FORMAT,
@@ -32,13 +32,11 @@ from jaxckpt_train.store.manifest import (
     RESERVED_NAMES,
     is_plain_name,
 )
-from jaxckpt_train.store.process_identity import is_dead_tag, is_tag_of_another_boot
+from jaxckpt_train.store.process_identity import is_dead_tag
 
 MAX_LISTED = 5
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY)  # of a rename to a name that something has
 _DATA_FILE = re.compile(r"p[0-9]{5}(-s[0-9]+\.safetensors|\.json)")
-_FORMAT_PREFIX = f'{{"format":"{FORMAT}"'.encode()  # the first bytes of COMMIT and of the manifest
-_HEAD_BYTES = 4096
 _MAX_UNSIZED_MANIFEST_BYTES = 64 << 20  # the limit for a manifest whose size COMMIT does not state
 _log = logging.getLogger("jaxckpt_train")
 _ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+", re.DOTALL)
@@ -69,16 +67,10 @@ class _NamedFiles(msgspec.Struct):
 def untracked_files(backend: Backend, directory: str, *, certain: bool) -> Iterator[str]:
     """Yield the files and directories in a checkpoint's directory that are not part of the checkpoint.
 
-    Args:
-        backend: the storage.
-        directory: the checkpoint's directory.
-        certain: whether to read the manifest in any case. Reading it takes long; if false, it is read only if a file
-            has a name that no save gives, or a directory is empty. Without a usable manifest and with `certain`, every
-            file with a name that no save gives is untracked, and so are a COMMIT and a `manifest.json` of another
-            program. Without `certain`, only folders that no checkpointable can have written are untracked: folders that
-            hold a hidden file or another checkpoint.
-
-    Raises StorageError: the storage cannot be read.
+    Without `certain`, the manifest is read only if a file has a name that no save gives, or a directory is empty,
+    because reading it takes long. If it is unusable, every file with a name that no save gives is untracked; without
+    `certain`, only folders that no checkpointable can have written: folders that hold a hidden file or another
+    checkpoint. Raises StorageError: the storage cannot be read.
     """
     top = list_entries(backend, directory)
     names = [entry.name for entry in top if entry.kind == "directory"]
@@ -97,8 +89,6 @@ def untracked_files(backend: Backend, directory: str, *, certain: bool) -> Itera
         for name in others:
             if certain or not _may_be_of_checkpointable(backend, f"{directory}/{name}"):
                 yield name
-        if certain and not any(folders.values()) and is_of_other_program(backend, directory):
-            yield from (entry.name for entry in top if entry.kind == "file" and entry.name in RESERVED_NAMES)
         return
     parts = {part.name for part in manifest.parts}
     yield from (name for name in folders if name not in parts)
@@ -118,37 +108,23 @@ def list_entries(backend: Backend, directory: str) -> list[Entry]:
         return []
 
 
-def walk_directories(backend: Backend, directory: str) -> Iterator[tuple[str, list[Entry] | None]]:
-    """Yield a directory and all directories below it, each with its entries.
-
-    The entries are None where the path is too long for the system, which no save creates. The walk uses no recursion,
-    because trees may be deeper than the call stack.
-    """
+def walk_directories(backend: Backend, directory: str) -> Iterator[tuple[str, list[Entry]]]:
+    """Yield a directory and all directories below it, each with its entries."""
     waiting = [directory]
     while waiting:
-        path, entries = waiting.pop(), None
-        try:
-            entries = list_entries(backend, path)
-        except StorageError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
+        path = waiting.pop()
+        entries = list_entries(backend, path)
         yield path, entries
-        waiting += [f"{path}/{entry.name}" for entry in entries or () if entry.kind == "directory"]
+        waiting += [f"{path}/{entry.name}" for entry in entries if entry.kind == "directory"]
 
 
 def _may_be_of_checkpointable(backend: Backend, folder: str) -> bool:
     """Whether a checkpointable may have written the whole folder: it holds no hidden file and no other checkpoint."""
-    return all(
-        entries is not None and all(is_plain_name(entry.name) for entry in entries)
-        for _, entries in walk_directories(backend, folder)
-    )
+    return all(is_plain_name(entry.name) for _, entries in walk_directories(backend, folder) for entry in entries)
 
 
 def _read_names(backend: Backend, directory: str) -> _NamedFiles | None:
-    """The names in the manifest; None if there is no usable manifest of this format.
-
-    COMMIT may be missing or empty: the manifest is written before COMMIT and may be removed after it.
-    """
+    """The names in the manifest, whose COMMIT may be missing or empty; None if there is no usable manifest."""
     size, limit = None, _MAX_UNSIZED_MANIFEST_BYTES
     try:
         commit = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
@@ -162,23 +138,10 @@ def _read_names(backend: Backend, directory: str) -> _NamedFiles | None:
     return names if names is not None and names.format == FORMAT else None
 
 
-def is_of_other_program(backend: Backend, directory: str) -> bool:
-    """Whether COMMIT and `manifest.json`, as far as they exist, have content of another format.
-
-    A power cut may replace all of their content, or all but the first bytes, by zeros. Zeros say nothing.
-    """
-    heads = [read_head(backend, directory, name, _HEAD_BYTES).strip(b"\0") for name in RESERVED_NAMES]
-    found = [head.partition(b"\0")[0] for head in heads if head]
-    return bool(found) and not any(_FORMAT_PREFIX in text or _FORMAT_PREFIX.startswith(text) for text in found)
-
-
 def _untracked_below(backend: Backend, directory: str, part: str, files: set[str]) -> Iterator[str]:
     """Yield the files in the folder of a checkpointable, at any depth, that are not among `files`."""
     for path, entries in walk_directories(backend, f"{directory}/{part}"):
         folder = path.removeprefix(f"{directory}/")
-        if entries is None:
-            yield folder
-            continue
         paths = (f"{folder}/{entry.name}" for entry in entries if entry.kind != "directory")
         yield from (path for path in paths if path not in files)
 
@@ -186,8 +149,8 @@ def _untracked_below(backend: Backend, directory: str, part: str, files: set[str
 def remove_replaced(backend: Backend, directory: str, final: str) -> None:
     """Remove the checkpoint that the one at `final` has replaced; keep all of it if it holds untracked files.
 
-    A kept directory gets a name that no cleanup removes, and a warning names it. If `directory` is a link to a
-    checkpoint, only the link is removed. Raises StorageError: the file system refused; the directory is still there.
+    If `directory` is a link to a checkpoint, only the link is removed.
+    Raises StorageError: the file system refused; the directory is still there.
     """
     try:
         backend.open(*os.path.split(directory), direct=False).close()
@@ -210,7 +173,7 @@ def _remove_or_keep(backend: Backend, directory: str, final: str, *, was_committ
     if not found:
         backend.remove(f"{directory}/{COMMIT_NAME}")  # first: a directory without COMMIT is removed without a check
         backend.remove(directory)
-    elif was_committed and _size(backend, directory, COMMIT_NAME) is None:
+    elif was_committed and not is_committed(backend, directory):
         return  # another process is removing it, so this one saw only part of it
     else:
         set_aside(backend, directory, final, found)
@@ -226,15 +189,12 @@ def remove_without_commit(backend: Backend, directory: str) -> None:
 
 
 def first_untracked_files(backend: Backend, directory: str) -> list[str]:
-    """The first few untracked files, for a message. Raises StorageError: the storage cannot be read."""
+    """The first few untracked files, for a message."""
     return list(itertools.islice(untracked_files(backend, directory, certain=True), MAX_LISTED))
 
 
 def set_aside(backend: Backend, directory: str, final: str, found: Sequence[str]) -> None:
-    """Give a replaced directory a name that no cleanup removes, and log a warning.
-
-    Raises StorageError: the file system refused; the directory is still there.
-    """
+    """Give a replaced directory a name that no cleanup removes, and log a warning."""
     names = (f"{final}.replaced-{number}" for number in itertools.count(1))
     kept, caveat = rename_to_free(backend, directory, names), ""
     if kept is None:
@@ -250,54 +210,30 @@ def set_aside(backend: Backend, directory: str, final: str, found: Sequence[str]
     )
 
 
-def remove_stale_temporary(backend: Backend, directory: str, final: str, *, may_be_torn: bool) -> None:
+def remove_stale_temporary(backend: Backend, directory: str, final: str) -> None:
     """Remove what a dead process left next to a checkpoint: an attempt, or the checkpoint that it had replaced.
 
-    An attempt has no COMMIT, or was synced only in part before a power cut: with `may_be_torn`, the machine has
-    restarted since, and files may be empty. Raises StorageError: the directory is still there.
+    Raises StorageError: the directory is still there.
     """
     top = {entry.name: entry.kind for entry in list_entries(backend, directory)}
-    is_torn = may_be_torn and any(_size(backend, directory, name) == 0 for name in RESERVED_NAMES if name in top)
-    is_attempt = (COMMIT_NAME not in top or is_torn) and all(
+    if COMMIT_NAME not in top and all(
         kind != "directory" if name in RESERVED_NAMES else _may_be_of_attempt(backend, f"{directory}/{name}", kind)
         for name, kind in top.items()
-    )
-    try:
-        is_foreign = is_attempt and is_of_other_program(backend, directory)
-    except StorageError:
-        if COMMIT_NAME in top:  # a replaced checkpoint has the name of an attempt too
-            raise
-        is_foreign = False
-    if is_attempt and not is_foreign:
+    ):
         backend.remove(directory)
     elif top:
         _remove_or_keep(backend, directory, final, was_committed=COMMIT_NAME in top)
 
 
 def _may_be_of_attempt(backend: Backend, path: str, kind: str) -> bool:
-    """Whether this is a folder of a checkpointable without another checkpoint inside.
-
-    A checkpointable may be writing files of any kind there.
-    """
+    """Whether this is a folder in which a checkpointable may be writing, without another checkpoint inside."""
     if kind != "directory" or not is_plain_name(os.path.basename(path)):
         return False
     return all(
-        entries is not None
-        and all(entry.name not in RESERVED_NAMES for entry in entries)
-        and all(is_plain_name(entry.name) for entry in entries if entry.kind == "directory")
+        entry.name not in RESERVED_NAMES and (entry.kind != "directory" or is_plain_name(entry.name))
         for _, entries in walk_directories(backend, path)
+        for entry in entries
     )
-
-
-def _size(backend: Backend, directory: str, name: str) -> int | None:
-    try:
-        source = backend.open(directory, name, direct=False)
-    except StorageError as error:
-        if error.errno not in MISSING:
-            raise
-        return None
-    source.close()
-    return source.size
 
 
 def rename_to_free(backend: Backend, path: str, names: Iterable[str]) -> str | None:
@@ -305,14 +241,13 @@ def rename_to_free(backend: Backend, path: str, names: Iterable[str]) -> str | N
     for name in names:
         try:
             backend.rename(path, name)
+            return name
         except StorageError as error:
             if error.errno in GONE:
-                return None
+                break
             if error.errno not in TAKEN:
                 raise
-        else:
-            return name
-    raise AssertionError("unreachable: the names are infinite")
+    return None
 
 
 def is_temporary_name(name: str) -> bool:
@@ -337,8 +272,7 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
 
     An exchange that a crash interrupted between its renames is undone; or, if the newer checkpoint is in place, the
     older one is removed. The parent directory is synced before anything is removed, because the rename may not be on
-    the disk yet. Checkpoints with untracked files are kept, as by `remove_replaced`. Other directories are not touched
-    if they hold anything else.
+    the disk yet. Checkpoints with untracked files are kept, as by `remove_replaced`.
 
     Raises StorageError: something could not be removed; the rest was.
     """
@@ -346,10 +280,10 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
     removals = list[Callable[[], None]]()
     entries = backend.list(parent)
     for entry in entries:
-        path, tag = os.path.join(parent, entry.name), _dead_tag(entry, name)
-        if tag is not None:
-            may_be_torn = is_tag_of_another_boot(tag)
-            removals.append(functools.partial(_remove_leftover, backend, entry, final, may_be_torn))
+        path = os.path.join(parent, entry.name)
+        if _is_dead_attempt(entry, name):
+            remove = remove_stale_temporary if entry.kind == "directory" else remove_replaced
+            removals.append(functools.partial(remove, backend, path, final))
         elif path == side_name(final) and entry.kind != "file":  # an exchange moves directories and links to them
             if is_committed(backend, final):
                 removals.append(functools.partial(_remove_aside, backend, entry, final))
@@ -366,21 +300,19 @@ def remove_dead_exports(backend: Backend, final: str) -> None:
     """Remove what dead processes of this machine left of exports to this name, in any format.
 
     A leftover with a COMMIT is an older checkpoint that a save has replaced; the next save handles it.
-
     Raises StorageError: something could not be removed; the rest was.
     """
     parent, name = os.path.split(final)
-    dead = [each for each in backend.list(parent) if each.kind == "directory" and _dead_tag(each, name) is not None]
+    dead = [each for each in backend.list(parent) if each.kind == "directory" and _is_dead_attempt(each, name)]
     paths = [os.path.join(parent, each.name) for each in dead]
     no_steps = [path for path in paths if all(each.name != COMMIT_NAME for each in list_entries(backend, path))]
     _run_all([functools.partial(backend.remove, path) for path in no_steps])
 
 
-def _dead_tag(entry: Entry, name: str) -> str | None:
-    """The process tag of an attempt at `name`, if that process has certainly ended."""
+def _is_dead_attempt(entry: Entry, name: str) -> bool:
+    """Whether this is an attempt at `name` by a process that has certainly ended."""
     match = _ATTEMPT.fullmatch(entry.name)
-    is_dead = match is not None and match["final"] == name and is_dead_tag(match["tag"])
-    return match["tag"] if match is not None and is_dead else None
+    return match is not None and match["final"] == name and is_dead_tag(match["tag"])
 
 
 def _run_all(removals: Sequence[Callable[[], None]]) -> None:
@@ -393,14 +325,6 @@ def _run_all(removals: Sequence[Callable[[], None]]) -> None:
             refused.append(error)
     if refused:
         raise refused[0]
-
-
-def _remove_leftover(backend: Backend, entry: Entry, final: str, may_be_torn: bool) -> None:
-    path = os.path.join(os.path.dirname(final), entry.name)
-    if entry.kind == "directory":
-        remove_stale_temporary(backend, path, final, may_be_torn=may_be_torn)
-    else:
-        remove_replaced(backend, path, final)
 
 
 def _remove_aside(backend: Backend, entry: Entry, final: str) -> None:

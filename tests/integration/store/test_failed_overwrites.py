@@ -26,7 +26,6 @@ from tests.support.killed_saves import (
     killed,
     killed_after_the_exchange,
     names,
-    of_another_boot,
     save_under,
 )
 from tests.support.overwritten import RUN, OwnFiles, begin_run
@@ -96,35 +95,6 @@ def test_oversized_manifest_needs_no_memory(tmp_path: Path, where: Callable[[Pat
     assert forked(save) == ([], 0)
     assert_holds(checkpoint, NEW)
     assert names(tmp_path) == ["c"]
-
-
-@pytest.mark.parametrize("empty", [["manifest.json"], ["COMMIT"], ["COMMIT", "manifest.json"]], ids="-".join)
-def test_attempt_with_empty_files_is_removed(
-    tmp_path: Path, empty: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    parts = {"state": NEW, "own": OwnFiles()}
-    sync = LocalBackend.sync
-
-    def sync_or_die(self: LocalBackend, path: str) -> None:
-        if list(tmp_path.glob(".c.tmp-*/COMMIT")):  # everything is written, but not yet synced
-            die()
-        sync(self, path)
-
-    def work(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(LocalBackend, "sync", sync_or_die)
-        jct.save_checkpointables(tmp_path / "c", parts, overwrite=True)
-
-    jct.save(tmp_path / "c", OLD)
-    killed(work)
-    assert_holds(tmp_path / "c", OLD)
-    (left,) = tmp_path.glob(".c.tmp-*")
-    assert names(left) == ["COMMIT", "manifest.json", "own", "state"]
-    for name in empty:
-        os.truncate(left / name, 0)
-    of_another_boot(left)
-    jct.save_checkpointables(tmp_path / "c", parts, overwrite=True)
-    assert names(tmp_path) == ["c"]
-    assert caplog.messages == []
 
 
 def test_two_processes_remove_one_leftover_without_warning(

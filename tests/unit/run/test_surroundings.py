@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxckpt_train.store.process_identity import SlurmJob, is_in_pod, slurm_job
+from tests.support.cluster_programs import in_slurm_job
 
 
 @pytest.mark.parametrize(
@@ -19,10 +20,18 @@ from jaxckpt_train.store.process_identity import SlurmJob, is_in_pod, slurm_job
         ({"SLURM_RESTART_COUNT": "1"}, None),
     ],
 )
-def test_slurm_job_has_its_scontrol_name(variables: dict[str, str], job: SlurmJob | None) -> None:
-    assert slurm_job(variables) == job
+def test_slurm_job_has_its_scontrol_name(
+    variables: dict[str, str], job: SlurmJob | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_slurm_job(monkeypatch)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert slurm_job() == job
 
 
-def test_pod_is_detected_by_its_api_address() -> None:
-    assert is_in_pod({"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
-    assert not is_in_pod({"KUBERNETES_PORT": "443"})
+def test_pod_is_detected_by_its_api_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert not is_in_pod()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert is_in_pod()
