@@ -32,7 +32,7 @@ from jaxckpt_train.store.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
+from jaxckpt_train.store.process_index import ProcessIndex, decode_index, encode_index, merge_indexes, part_index
 from jaxckpt_train.store.read_plan import Wanted, plan_reads
 
 BAND_BYTES = 64 << 20
@@ -71,7 +71,7 @@ def plan(state: PlannedState, process: int) -> Planned:
 
 def index_of(planned: Planned, process: int) -> ProcessIndex:
     """What a process says of what it has written; its digests are made up."""
-    numbers, chunks, offset = [], [], HEAD_BYTES
+    chunks, offset = dict[int, list[ChunkRecord]](), HEAD_BYTES
     for number, boxes in enumerate(planned.boxes):
         own = []
         for box in boxes:
@@ -80,10 +80,9 @@ def index_of(planned: Planned, process: int) -> ProcessIndex:
             own.append(ChunkRecord(box, 0, offset, length, digest * block_count(length, BLOCK_BYTES)))
             offset += length
         if own:
-            numbers.append(number)
-            chunks.append(tuple(own))
+            chunks[number] = own
     file = SegmentRecord(f"state/p{process:05d}-s000.safetensors", offset, HEAD_BYTES, "0" * 32)
-    return ProcessIndex("0" * 32, (PartIndex((file,) if numbers else (), tuple(numbers), tuple(chunks)),))
+    return ProcessIndex("0" * 32, (part_index((file,) if chunks else (), chunks),))
 
 
 def run_case(layout: str, processes: int, arrays: int, samples: int = 5) -> dict[str, float | int]:

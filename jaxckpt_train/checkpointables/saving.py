@@ -50,7 +50,14 @@ from jaxckpt_train.store.manifest import (
     PartRecord,
     SegmentRecord,
 )
-from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
+from jaxckpt_train.store.process_index import (
+    PartIndex,
+    ProcessIndex,
+    decode_index,
+    encode_index,
+    merge_indexes,
+    part_index,
+)
 from jaxckpt_train.store.segment import ChunkSource
 from jaxckpt_train.store.transaction import (
     Attempt,
@@ -305,7 +312,7 @@ class CheckpointSave:
         self._records.append(PartRecord(part.name, part.kind, (), (), msgspec.Raw(b"null")))
         if part.own_files is not None:
             part.own_files.write(Path(self._directory, part.name))
-        return PartIndex((), (), (), self._own_value(part))
+        return part_index(files=self._own_value(part))
 
     def _record_arrays(self, part: StagedPart, taken: Snapshot, written: WrittenArrays) -> PartIndex:
         if taken.on_hosts is not None:  # only in a single process, which controls the devices of several hosts
@@ -320,13 +327,13 @@ class CheckpointSave:
                 self._progress,
             )
         self.times.bytes += written.data_bytes
-        arrays, index = written.arrays, PartIndex((), (), ())
+        arrays, index = written.arrays, part_index()
         if self._is_single_process:
             self._segments += written.segments
         else:
             self._comparison.add_local(part, written)
-            numbers = tuple(number for number, array in enumerate(arrays) if array.chunks)
-            index = PartIndex(written.segments, numbers, tuple(arrays[number].chunks for number in numbers))
+            chunks = {number: array.chunks for number, array in enumerate(arrays) if array.chunks}
+            index = part_index(written.segments, chunks)
             arrays = tuple(msgspec.structs.replace(array, chunks=()) for array in arrays)
         self._records.append(PartRecord(part.name, part.kind, arrays, (), encode_tree(taken.record)))
         return index

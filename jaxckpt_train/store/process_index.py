@@ -6,9 +6,9 @@ Chunks are sent as columns of numbers, which are small, and which numpy merges q
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -50,13 +50,12 @@ class ChunkColumns(msgspec.Struct, frozen=True, gc=False, array_like=True):
     digests: bytes
 
 
-def to_columns(arrays: Sequence[int], chunks: Sequence[Sequence[ChunkRecord]]) -> ChunkColumns:
-    """The chunks of some arrays as columns."""
-    numbers = np.repeat(np.array(arrays, np.int64), np.array([len(found) for found in chunks], np.int64))
-    flat = list(chain.from_iterable(chunks))
+def _columns_of(chunks: Mapping[int, Sequence[ChunkRecord]]) -> ChunkColumns:
+    lengths = np.array([len(found) for found in chunks.values()], np.int64)
+    flat = list(chain.from_iterable(chunks.values()))
     digests = [chunk.digests for chunk in flat]
     return ChunkColumns(
-        _packed(numbers),
+        _packed(np.repeat(np.array(list(chunks), np.int64), lengths)),
         _packed(list(chain.from_iterable(chain.from_iterable([chunk.box for chunk in flat])))),
         _packed([chunk.segment for chunk in flat]),
         _packed([chunk.offset for chunk in flat]),
@@ -64,21 +63,6 @@ def to_columns(arrays: Sequence[int], chunks: Sequence[Sequence[ChunkRecord]]) -
         _packed(np.cumsum(np.array([len(each) // 2 for each in digests], np.int64))),
         bytes.fromhex("".join(digests)),
     )
-
-
-class ArrayChunks(NamedTuple):
-    """The chunks of one array: boxes with shape (chunks, dimensions, 2), and the other fields of their records."""
-
-    corners: np.ndarray
-    segments: np.ndarray
-    offsets: np.ndarray
-    lengths: np.ndarray
-    digests: Sequence[str]
-
-    def records(self, boxes: Sequence[Box]) -> tuple[ChunkRecord, ...]:
-        """The records for a manifest."""
-        columns = (self.segments.tolist(), self.offsets.tolist(), self.lengths.tolist())
-        return tuple(map(ChunkRecord, boxes, *columns, self.digests))
 
 
 class MergedChunks:
@@ -105,14 +89,17 @@ class MergedChunks:
         self._ends, self._starts = ends[order], np.append(0, ends[:-1])[order]
         self._digests = b"".join([each.digests for each in columns])
 
-    def of(self, array: int, dimensions: int) -> ArrayChunks:
-        """The chunks of one array, in the order of the processes."""
+    def of(self, array: int, dimensions: int) -> tuple[np.ndarray, tuple[list[Any], ...]]:
+        """The chunks of one array, in the order of the processes.
+
+        Returns their boxes, with shape (chunks, dimensions, 2), and columns of the other fields of their records.
+        """
         first, last = np.searchsorted(self._numbers, (array, array + 1)).tolist()
         corners = self._flat[self._at[first:last, None] + np.arange(2 * dimensions)]
         spans = zip(self._starts[first:last].tolist(), self._ends[first:last].tolist(), strict=True)
         digests = [self._digests[start:end].hex() for start, end in spans]
-        rest = (self._segments[first:last], self._offsets[first:last], self._lengths[first:last])
-        return ArrayChunks(corners.reshape(last - first, dimensions, 2), *rest, digests)
+        numbers = [each[first:last].tolist() for each in (self._segments, self._offsets, self._lengths)]
+        return corners.reshape(last - first, dimensions, 2), (*numbers, digests)
 
 
 def to_boxes(corners: np.ndarray) -> list[Box]:
@@ -144,66 +131,41 @@ def _joined(columns: Iterable[bytes], first: Sequence[int] | None = None) -> np.
 
 
 class PartIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """The index of the data of one checkpointable that a process has written.
-
-    Attributes:
-        segments: its segment files.
-        arrays: the numbers of the arrays that it has written chunks of.
-        chunks: the chunks of each of these; their segment numbers index `segments`.
-        files: its other files.
-    """
-
-    segments: tuple[SegmentRecord, ...]
-    arrays: tuple[int, ...]
-    chunks: tuple[tuple[ChunkRecord, ...], ...]
-    files: tuple[FileRecord, ...] = ()
-
-
-class ProcessIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """The index of the data of a checkpoint that a process has written.
-
-    Attributes:
-        alike: a digest of what must be equal in all processes.
-        parts: one for each checkpointable.
-    """
-
-    alike: str
-    parts: tuple[PartIndex, ...]
-
-
-class PartSummary(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A PartIndex in the form that is sent: its files, and its chunks as columns."""
+    """What a process has written of one checkpointable; the segment numbers of its chunks index its `segments`."""
 
     segments: tuple[SegmentRecord, ...]
     chunks: ChunkColumns
     files: tuple[FileRecord, ...] = ()
 
 
-class IndexSummary(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A ProcessIndex in the form that is sent."""
+def part_index(
+    segments: Sequence[SegmentRecord] = (),
+    chunks: Mapping[int, Sequence[ChunkRecord]] | None = None,
+    files: Sequence[FileRecord] = (),
+) -> PartIndex:
+    """The index of what a process has written of one checkpointable, with its chunks by the number of their array."""
+    return PartIndex(tuple(segments), _columns_of(chunks or {}), tuple(files))
+
+
+class ProcessIndex(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What a process has written of each checkpointable; `alike` is a digest of what must be equal in all processes."""
 
     alike: str
-    parts: tuple[PartSummary, ...]
-
-
-def index_summary(index: ProcessIndex) -> IndexSummary:
-    """Convert an index to the form that is sent and merged."""
-    parts = tuple(PartSummary(part.segments, to_columns(part.arrays, part.chunks), part.files) for part in index.parts)
-    return IndexSummary(index.alike, parts)
+    parts: tuple[PartIndex, ...]
 
 
 def encode_index(index: ProcessIndex) -> bytes:
     """The bytes that a process sends to the primary."""
-    return msgspec.msgpack.encode(index_summary(index))
+    return msgspec.msgpack.encode(index)
 
 
-def decode_index(data: bytes) -> IndexSummary:
+def decode_index(data: bytes) -> ProcessIndex:
     """Decode what a process has sent."""
-    return msgspec.msgpack.decode(data, type=IndexSummary)
+    return msgspec.msgpack.decode(data, type=ProcessIndex)
 
 
 def merge_indexes(
-    parts: Sequence[PartRecord], indexes: Sequence[IndexSummary]
+    parts: Sequence[PartRecord], indexes: Sequence[ProcessIndex]
 ) -> tuple[list[SegmentRecord], list[PartRecord]]:
     """The segments and checkpointables of the whole checkpoint.
 
@@ -222,7 +184,7 @@ def merge_indexes(
     return segments, merged
 
 
-def _refuse_too_many(indexes: Sequence[IndexSummary]) -> None:
+def _refuse_too_many(indexes: Sequence[ProcessIndex]) -> None:
     """Check the limit before merging takes memory, because a training may run in the same process."""
     summaries = [part.chunks for index in indexes for part in index.parts]
     chunks = sum((len(each.arrays) - 1) // each.arrays[0] for each in summaries)
@@ -234,7 +196,7 @@ def _refuse_too_many(indexes: Sequence[IndexSummary]) -> None:
         )
 
 
-def _merge_part(part: PartRecord, summaries: Sequence[PartSummary], firsts: Sequence[int]) -> PartRecord:
+def _merge_part(part: PartRecord, summaries: Sequence[PartIndex], firsts: Sequence[int]) -> PartRecord:
     try:
         chunks = MergedChunks([each.chunks for each in summaries], firsts, [len(array.shape) for array in part.arrays])
     except ValueError as error:
@@ -242,11 +204,11 @@ def _merge_part(part: PartRecord, summaries: Sequence[PartSummary], firsts: Sequ
     known: dict[object, list[Box]] = {}  # most arrays are cut as another one, and need not be checked again
     arrays = []
     for number, array in enumerate(part.arrays):
-        found = chunks.of(number, len(array.shape))
-        cuts = array.shape, len(found.corners), found.corners.tobytes()
+        corners, columns = chunks.of(number, len(array.shape))
+        cuts = array.shape, len(corners), corners.tobytes()
         if cuts not in known:
-            check_corners(found.corners, array.shape, f"{part.name}: array {array.name!r}")
-            known[cuts] = to_boxes(found.corners)
-        arrays.append(msgspec.structs.replace(array, chunks=found.records(known[cuts])))
+            check_corners(corners, array.shape, f"{part.name}: array {array.name!r}")
+            known[cuts] = to_boxes(corners)
+        arrays.append(msgspec.structs.replace(array, chunks=tuple(map(ChunkRecord, known[cuts], *columns))))
     files = part.files + tuple(file for each in summaries for file in each.files)
     return msgspec.structs.replace(part, arrays=tuple(arrays), files=files)

@@ -39,7 +39,7 @@ from jaxckpt_train.store.manifest import (
     block_count,
 )
 from jaxckpt_train.store.process_identity import this_process
-from jaxckpt_train.store.process_index import PartIndex
+from jaxckpt_train.store.process_index import PartIndex, part_index
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import iter_boxes
 from jaxckpt_train.store.segment import (
@@ -240,8 +240,8 @@ def _write(message: np.ndarray, arrays: Sequence[jax.Array]) -> tuple[int, PartI
             f"{directory}: the controller has created this directory, but it does not exist on this host; save to "
             "storage that the controller and all hosts share"
         ) from error
-    numbers = tuple(array.number for array in plan.arrays)
-    return written.data_bytes, PartIndex(written.segments, numbers, tuple(each.chunks for each in written.arrays))
+    found = {array.number: each.chunks for array, each in zip(plan.arrays, written.arrays, strict=True)}
+    return written.data_bytes, part_index(written.segments, found)
 
 
 def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.Array]) -> tuple[int, None]:

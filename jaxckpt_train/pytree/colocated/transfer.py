@@ -53,7 +53,7 @@ from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements, box_from_index, box_shape, intersect, slices_within
 from jaxckpt_train.store.committed import Committed, check_unchanged
 from jaxckpt_train.store.manifest import PartRecord, SegmentRecord
-from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, index_summary, merge_indexes
+from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, merge_indexes, part_index
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.segment import ArraySource, dtype_name
 from jaxckpt_train.store.threads import POLL_S, Latch, shared_workers
@@ -320,7 +320,7 @@ def write_on_hosts(
         for writer, (device, held) in enumerate(by_device.items(), 1)
     ]
     del by_device
-    indexes: list[PartIndex] = [PartIndex((), (), ())] * len(calls)
+    indexes: list[PartIndex] = [part_index()] * len(calls)
     each = call_hosts(calls, f"saving {name} to {directory}", lambda moved: progress(0) if moved else None)
     with contextlib.closing(each) as results:
         for number, answer, _ in results:
@@ -328,9 +328,9 @@ def write_on_hosts(
             indexes[number] = answer.index
             progress(answer.done_bytes)
     bare = tuple(msgspec.structs.replace(array, chunks=()) for array in own.arrays)
-    written = tuple(number for number, array in enumerate(own.arrays) if array.chunks)
-    mine = PartIndex((*before, *own.segments), written, tuple(own.arrays[number].chunks for number in written))
-    everyone = [index_summary(ProcessIndex("", (index,))) for index in (mine, *indexes)]
+    written = {number: array.chunks for number, array in enumerate(own.arrays) if array.chunks}
+    mine = part_index((*before, *own.segments), written)
+    everyone = [ProcessIndex("", (index,)) for index in (mine, *indexes)]
     # This checks that the arrays are complete.
     segments, (part,) = merge_indexes([PartRecord(name, "", bare, (), msgspec.Raw(b"null"))], everyone)
     return WrittenArrays(tuple(segments[len(before) :]), part.arrays)

@@ -13,7 +13,7 @@ from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.pytree.partition import LEAST_PART_BYTES, HeldBox, WriteAssignment, cut
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord
-from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
+from jaxckpt_train.store.process_index import ProcessIndex, decode_index, encode_index, merge_indexes, part_index
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
@@ -78,9 +78,7 @@ def test_indexes_that_do_not_make_whole_are_refused() -> None:
 
     def index(*boxes: Box) -> ProcessIndex:
         chunks = tuple(ChunkRecord(box, 0, 4096, 4 * box_elements(box), "") for box in boxes)
-        return decode_index(
-            encode_index(ProcessIndex("", (PartIndex((), (0,) if chunks else (), (chunks,) if chunks else ()),)))
-        )
+        return decode_index(encode_index(ProcessIndex("", (part_index((), {0: chunks}),))))
 
     (merged,) = merge_indexes([part], [index(((0, 2),)), index(((2, 4),))])[1]
     assert [chunk.box for chunk in merged.arrays[0].chunks] == [((0, 2),), ((2, 4),)]

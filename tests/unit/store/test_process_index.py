@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -13,7 +15,7 @@ from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, Unsupp
 from jaxckpt_train.store import process_index
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord, SegmentRecord
-from jaxckpt_train.store.process_index import PartIndex, ProcessIndex, decode_index, encode_index, merge_indexes
+from jaxckpt_train.store.process_index import ProcessIndex, decode_index, encode_index, merge_indexes, part_index
 from tests.support.strategies import shapes, tilings
 
 LARGE = 1 << 40
@@ -29,11 +31,22 @@ def chunk(box: Box, segment: int, offset: int = 4096) -> ChunkRecord:
     return ChunkRecord(box, segment, offset, length, hashlib.sha256(repr(box).encode()).hexdigest() * (1 + length % 3))
 
 
+class Written(NamedTuple):
+    """What one process has written of one checkpointable; the chunks of each array by its number."""
+
+    segments: tuple[SegmentRecord, ...]
+    chunks: dict[int, list[ChunkRecord]]
+
+
+def received(parts: Sequence[Written]) -> ProcessIndex:
+    return decode_index(encode_index(ProcessIndex("alike", tuple([part_index(*part) for part in parts]))))
+
+
 @st.composite
-def written(draw: st.DrawFn) -> tuple[list[PartRecord], list[ProcessIndex]]:
-    """Draw checkpointables with arrays of all kinds, and the indexes of the processes that wrote them."""
+def written(draw: st.DrawFn) -> tuple[list[PartRecord], list[list[Written]]]:
+    """Draw checkpointables with arrays of all kinds, and what each process has written of them."""
     processes = draw(st.integers(1, 5))
-    parts, indexes = [], [list[PartIndex]() for _ in range(processes)]
+    parts, processes_parts = [], [list[Written]() for _ in range(processes)]
     for number in range(draw(st.integers(1, 3))):
         whole = draw(st.lists(shapes(3, 5) | st.just((0, 3)), max_size=5))
         parts.append(part_of(*whole, name=f"part{number}"))
@@ -48,28 +61,28 @@ def written(draw: st.DrawFn) -> tuple[list[PartRecord], list[ProcessIndex]]:
                 of_process[process].setdefault(array, []).append(chunk(box, segment, offset))
         for process, own in enumerate(of_process):
             files = tuple(SegmentRecord(f"x/p{process}-{n}", 9, 8, "d") for n in range(segments[process]))
-            indexes[process].append(PartIndex(files, tuple(own), tuple(map(tuple, own.values()))))
-    return parts, [ProcessIndex("alike", tuple(each)) for each in indexes]
+            processes_parts[process].append(Written(files, own))
+    return parts, processes_parts
 
 
-def merged_chunk_by_chunk(parts: list[PartRecord], indexes: list[ProcessIndex]) -> object:
+def merged_chunk_by_chunk(parts: list[PartRecord], indexes: list[list[Written]]) -> object:
     """A simple reference implementation of `merge_indexes`."""
     segments: list[SegmentRecord] = []
     arrays: list[list[list[ChunkRecord]]] = []
     for number, part in enumerate(parts):
         arrays.append([[] for _ in part.arrays])
         for index in indexes:
-            own, first = index.parts[number], len(segments)
+            own, first = index[number], len(segments)
             segments.extend(own.segments)
-            for array, chunks in zip(own.arrays, own.chunks, strict=True):
+            for array, chunks in own.chunks.items():
                 arrays[-1][array] += [msgspec.structs.replace(each, segment=first + each.segment) for each in chunks]
     return segments, arrays
 
 
 @given(written())
-def test_merge_equals_a_chunk_by_chunk_merge(case: tuple[list[PartRecord], list[ProcessIndex]]) -> None:
+def test_merge_equals_a_chunk_by_chunk_merge(case: tuple[list[PartRecord], list[list[Written]]]) -> None:
     parts, indexes = case
-    summaries = [decode_index(encode_index(index)) for index in indexes]
+    summaries = list(map(received, indexes))
     assert [index.alike for index in summaries] == ["alike"] * len(indexes)
     segments, merged = merge_indexes(parts, summaries)
     found = [[list(array.chunks) for array in part.arrays] for part in merged]
@@ -80,21 +93,20 @@ def test_merge_equals_a_chunk_by_chunk_merge(case: tuple[list[PartRecord], list[
     ]
 
 
-@given(written().filter(lambda case: any(part.chunks for index in case[1] for part in index.parts)), st.data())
+@given(written().filter(lambda case: any(part.chunks for index in case[1] for part in index)), st.data())
 def test_lost_duplicate_or_moved_chunk_is_found(
-    case: tuple[list[PartRecord], list[ProcessIndex]], data: st.DataObject
+    case: tuple[list[PartRecord], list[list[Written]]], data: st.DataObject
 ) -> None:
     parts, indexes = case
     places = [
         (process, number, array, at)
         for process, index in enumerate(indexes)
-        for number, part in enumerate(index.parts)
-        for array, chunks in enumerate(part.chunks)
+        for number, part in enumerate(index)
+        for array, chunks in part.chunks.items()
         for at in range(len(chunks))
     ]
     process, number, array, at = data.draw(st.sampled_from(places))
-    part = indexes[process].parts[number]
-    chunks = list(part.chunks[array])
+    chunks = indexes[process][number].chunks[array]
     how = data.draw(st.sampled_from(["lost", "twice", "elsewhere"]))
     if how == "lost":
         del chunks[at]
@@ -105,12 +117,8 @@ def test_lost_duplicate_or_moved_chunk_is_found(
         if not box:
             return
         chunks[at] = msgspec.structs.replace(chunks[at], box=((box[0][0] + 1, box[0][1] + 1), *box[1:]))
-    changed = msgspec.structs.replace(part, chunks=(*part.chunks[:array], tuple(chunks), *part.chunks[array + 1 :]))
-    all_parts = list(indexes[process].parts)
-    all_parts[number] = changed
-    indexes[process] = msgspec.structs.replace(indexes[process], parts=tuple(all_parts))
     with pytest.raises(CheckpointError, match=f"{parts[number].name}: array"):
-        merge_indexes(parts, [decode_index(encode_index(index)) for index in indexes])
+        merge_indexes(parts, list(map(received, indexes)))
 
 
 def test_identically_cut_arrays_are_each_checked() -> None:
@@ -121,8 +129,8 @@ def test_identically_cut_arrays_are_each_checked() -> None:
     files = (SegmentRecord("state/x", 9, 8, "d"),)
 
     def merged(*chunks: list[ChunkRecord]) -> list[ArrayRecord]:
-        index = ProcessIndex("", (PartIndex(files, (0, 1, 2, 3), tuple(map(tuple, chunks))),))
-        return list(merge_indexes([part], [decode_index(encode_index(index))])[1][0].arrays)
+        index = received([Written(files, dict(enumerate(chunks)))])
+        return list(merge_indexes([part], [index])[1][0].arrays)
 
     assert [list(array.chunks) for array in merged(*good, columns)] == [*good, columns]
     with pytest.raises(CorruptCheckpointError, match="'a1': boxes cover 126 of 128"):
@@ -136,24 +144,24 @@ def test_lost_or_duplicate_scalar_chunk_is_found(chunks_of_second: int) -> None:
     """The corners of any number of 0-d boxes are the same empty bytes."""
     one = chunk((), 0)
     files = (SegmentRecord("state/x", 9, 8, "d"),)
-    index = ProcessIndex("", (PartIndex(files, (0, 1), ((one,), (one,) * chunks_of_second)),))
+    index = received([Written(files, {0: [one], 1: [one] * chunks_of_second})])
     with pytest.raises(CorruptCheckpointError, match="array 'a1'"):
-        merge_indexes([part_of((), ())], [decode_index(encode_index(index))])
+        merge_indexes([part_of((), ())], [index])
 
 
 @pytest.mark.parametrize(("array", "box"), [(1, ((0, 4),)), (0, ((0, 2), (0, 2))), (0, ()), (7, ())])
 def test_chunks_of_missing_arrays_are_refused(array: int, box: Box) -> None:
-    index = ProcessIndex("", (PartIndex((), (array,), ((chunk(box, 0),),)),))
+    index = received([Written((), {array: [chunk(box, 0)]})])
     with pytest.raises(CheckpointError, match="state"):
-        merge_indexes([part_of((4,))], [decode_index(encode_index(index))])
+        merge_indexes([part_of((4,))], [index])
 
 
 def test_too_many_chunks_are_refused_before_merging(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     part, files = part_of((64, 2)), (SegmentRecord("state/x", 9, 8, "d"),)
-    rows = tuple(chunk(((n, n + 1), (0, 2)), 0) for n in range(64))
-    index = decode_index(encode_index(ProcessIndex("", (PartIndex(files, (0,), (rows,)),))))
+    rows = [chunk(((n, n + 1), (0, 2)), 0) for n in range(64)]
+    index = received([Written(files, {0: rows})])
     size = len(msgspec.json.encode(merge_indexes([part], [index])[1][0].arrays[0].chunks))
     monkeypatch.setattr(process_index, "MAX_MANIFEST_BYTES", size)
     merge_indexes([part], [index])
