@@ -87,19 +87,25 @@ def row_major_range(box: Box, first: int, last: int) -> Iterator[Box]:
             yield ((low + end, low + end + 1), *part)
 
 
-def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
-    """Cut a box into boxes of at most `most_bytes` along its first axes; a box without elements is not cut."""
+def cut_box(box: Box, itemsize: int, most_bytes: int, unit_bytes: int = 1) -> Iterator[Box]:
+    """Cut a box into boxes of at most `most_bytes` along its first axes; a box without elements is not cut.
+
+    Where possible, all boxes but the last have a multiple of `unit_bytes`.
+    """
     if not box or box_elements(box) * itemsize <= most_bytes:
         yield box
         return
     (start, stop), inner = box[0], box[1:]
-    rows = most_bytes // (box_elements(inner) * itemsize)
+    row = box_elements(inner) * itemsize
+    rows = most_bytes // row
     if rows:
+        whole = unit_bytes // math.gcd(unit_bytes, row)  # the fewest rows that are whole units
+        rows = rows // whole * whole or rows
         for at in range(start, stop, rows):
             yield ((at, min(at + rows, stop)), *inner)
         return
     for at in range(start, stop):
-        for rest in cut_box(inner, itemsize, most_bytes):
+        for rest in cut_box(inner, itemsize, most_bytes, unit_bytes):
             yield ((at, at + 1), *rest)
 
 
@@ -113,16 +119,13 @@ def check_tiling(boxes: Sequence[Box], shape: Sequence[int], subject: str) -> No
         return
     corners = corners_of(boxes, len(full))
     if corners is None:
-        for box in boxes:
-            if not _is_inside(box, shape):
-                raise _outside(box, shape, subject)
-        corners = np.array(boxes, np.int64).reshape(len(boxes), len(full), 2)
+        raise _outside(next(box for box in boxes if not _is_inside(box, shape)), shape, subject)
     check_corners(corners, shape, subject)
 
 
 def corners_of(boxes: Sequence[Box], dimensions: int) -> np.ndarray | None:
-    """The boxes as an array of shape (boxes, dimensions, 2); None if not all have this number of dimensions."""
-    if not dimensions or {len(box) for box in boxes} != {dimensions}:
+    """The boxes as an array of shape (boxes, dimensions, 2); None if one has other dimensions or huge numbers."""
+    if {len(box) for box in boxes} - {dimensions}:
         return None
     numbers = chain.from_iterable(chain.from_iterable(boxes))
     try:

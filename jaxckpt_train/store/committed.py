@@ -62,9 +62,7 @@ class Committed:
     """A committed checkpoint.
 
     Attributes:
-        directory: the directory of the checkpoint.
         manifest: validated. In a process that did not commit it itself, it has no segments and chunks.
-        manifest_sha256: the SHA-256 of the stored manifest.
         recorded_bytes: the size of all data, if `manifest` has no segments; else None.
     """
 
@@ -112,10 +110,9 @@ def is_gone(backend: Backend, directory: str) -> bool:
 def open_committed(backend: Backend, directory: str) -> Committed:
     """Read and validate COMMIT and the manifest of a checkpoint.
 
-    Raises NotACheckpointError: there is nothing, a file, or a directory with other content; IncompleteCheckpointError:
-    there is a manifest or data, but no COMMIT; CorruptCheckpointError: COMMIT or the manifest is damaged;
-    FormatVersionError: a newer version of this library wrote it; CheckpointTimeoutError: the storage has not responded
-    for ten minutes.
+    Raises NotACheckpointError, IncompleteCheckpointError: as `diagnose_uncommitted` returns them;
+    CorruptCheckpointError: COMMIT or the manifest is damaged; FormatVersionError: a newer version of this library wrote
+    it; CheckpointTimeoutError: the storage has not responded for ten minutes.
     """
     directory = _recover(backend, directory)
     found = read_committed(backend, directory)
@@ -126,22 +123,14 @@ def open_committed(backend: Backend, directory: str) -> Committed:
 
 
 def committed_identity(backend: Backend, directory: str) -> tuple[str, str] | None:
-    """The current directory of the checkpoint and the SHA-256 of its manifest; None if there is none.
-
-    This is cheaper than opening it, because the manifest is not decoded.
-
-    Raises CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
-    """
+    """The current directory of the checkpoint and the SHA-256 of its manifest, without decoding it; or None."""
     directory = _recover(backend, directory)
     found = read_committed(backend, directory)
     return None if found is None else (directory, found[1])
 
 
 def read_committed(backend: Backend, directory: str) -> tuple[bytes | bytearray, str] | None:
-    """The encoded manifest that COMMIT identifies, and its SHA-256; None: there is no COMMIT.
-
-    Raises CorruptCheckpointError, FormatVersionError, StorageError: as `open_committed`.
-    """
+    """The encoded manifest that COMMIT identifies, and its SHA-256; None: there is no COMMIT."""
     commit_file = f"{directory}/{COMMIT_NAME}"
     raw = read_or_none(backend, directory, COMMIT_NAME, MAX_COMMIT_BYTES)
     if raw is None:
@@ -243,10 +232,7 @@ def _committed_sha256(files: Opener, directory: str) -> str | None:
 
 
 def use_committed(backend: Backend, directory: str, use: Callable[[Committed], T]) -> T:
-    """Open a checkpoint and call `use` with it; do so again whenever another checkpoint replaces it meanwhile.
-
-    Raises as `open_committed`, and what `use` raises.
-    """
+    """Open a checkpoint and call `use` with it; do so again whenever another checkpoint replaces it meanwhile."""
     seen = None
     while True:
         try:

@@ -6,7 +6,6 @@ source's chunks; the largest ones are cut between two digest blocks.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import mmap
@@ -71,25 +70,14 @@ def copy_checkpoint(
 ) -> Committed:
     """Write and commit a copy of an opened checkpoint in this library's format.
 
-    Args:
-        files: where to read the source.
-        source: the opened checkpoint.
-        backend: where to write the copy.
-        final: the absolute path of the copy.
-        settings: how to verify the source and to write the copy.
-        info: the information that the copy's manifest records.
-        if_taken: the advice in the error if something takes that path meanwhile.
-        parts: the names of the checkpointables to copy; None: all.
-        replace: whether to replace a checkpoint at that path.
-        keep_chunks: whether to keep the source's chunks, except for very large ones.
-        decoding: the additional memory to read an array of the source, as a multiple of its size; see `Opened`.
-        check: called with the directory of the complete copy before it is published; its error aborts the copy.
-        progress: called with numbers of bytes as they are written.
+    `info` is recorded in the copy's manifest, and `if_taken` is the advice in the error about a taken path. The
+    checkpointables `parts` are copied (None: all). `keep_chunks` keeps the source's chunks, except for very large ones.
+    `decoding` is the additional memory to read an array of the source, as a multiple of its size; see `Opened`. `check`
+    is called with the directory of the complete copy before it is published; its error aborts the copy.
 
-    Raises CorruptCheckpointError: data of the source differs from what was saved; the copy is removed;
-    CheckpointExistsError: something has taken that path meanwhile, and `replace` is false; UnsupportedLeafError: an
-    array exceeds the largest size that can be copied; MismatchError: a value of the source does not fit an operation;
-    the copy is removed; StorageError: a file system refused.
+    Raises CorruptCheckpointError: data of the source differs from what was saved; CheckpointExistsError: something has
+    taken that path meanwhile, and `replace` is false; UnsupportedLeafError: an array is too large to be copied;
+    MismatchError: a value of the source does not fit an operation; StorageError: a file system refused.
     """
     checked: list[str] = []
 
@@ -99,7 +87,7 @@ def copy_checkpoint(
             checked.append(transaction.directory)
 
     transaction = Transaction(backend, final, settings, check_once)
-    with _aborted_on_error(transaction):
+    try:
         segments: list[SegmentRecord] = []
         copier = _Copier(files, source, backend, transaction, settings, keep_chunks, decoding, progress)
         wanted = [part for part in source.manifest.parts if parts is None or part.name in parts]
@@ -108,12 +96,6 @@ def copy_checkpoint(
             FORMAT, FORMAT_VERSION, settings.digest, BLOCK_BYTES, tuple(segments), tuple(records), dict(info)
         )
         return transaction.commit(manifest, replace=replace, if_taken=if_taken)
-
-
-@contextlib.contextmanager
-def _aborted_on_error(transaction: Transaction) -> Iterator[None]:
-    try:
-        yield
     except BaseException as error:
         transaction.abort_after(error)
         raise
@@ -121,8 +103,6 @@ def _aborted_on_error(transaction: Transaction) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Copier:
-    """Copies checkpointables, one per call."""
-
     files: Opener
     source: Committed
     backend: Backend
@@ -133,7 +113,6 @@ class _Copier:
     progress: ReadProgress | None
 
     def copy_part(self, part: PartRecord, segments: list[SegmentRecord]) -> PartRecord:
-        """Copy a checkpointable, and append its segments to `segments`."""
         self.transaction.add_folder(part.name)
         budget = self.settings.read_budget_bytes
         with ReadAhead(budget, self.source.directory, decoding=self.decoding) as ahead:
@@ -151,7 +130,6 @@ class _Copier:
         return PartRecord(part.name, part.kind, written.arrays, tuple(self._copy_files(part)), part.detail)
 
     def _sources_of(self, part: PartRecord, ahead: ReadAhead) -> list[ArraySource]:
-        """The arrays of a checkpointable, whose boxes are read in the order in which they are written."""
         found = []
         for array in part.arrays:
             boxes = self._boxes_of(array)
@@ -187,10 +165,7 @@ class _Copier:
 
 
 def chunk_boxes(shape: Sequence[int], itemsize: int, subject: str, most: int = CHUNK_BYTES) -> list[Box]:
-    """Cut an array into boxes of at most `most` bytes along its first axes; empty for an array without elements.
-
-    Raises UnsupportedLeafError: there would be more than `MAX_CHUNKS` boxes; the message starts with `subject`.
-    """
+    """Cut an array into boxes of at most `most` bytes along its first axes; empty for an array without elements."""
     total = math.prod(shape) * itemsize
     if not total:
         return []
@@ -201,24 +176,7 @@ def chunk_boxes(shape: Sequence[int], itemsize: int, subject: str, most: int = C
 
 def kept_boxes(array: ArrayRecord, itemsize: int, most_bytes: int) -> list[Box]:
     """The boxes of a copy that keeps the source's chunks, none larger than `most_bytes`."""
-    return [box for chunk in array.chunks for box in _cut(chunk.box, itemsize, most_bytes)]
-
-
-def _cut(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
-    """Cut a box into pieces, of whole digest blocks where possible, so that the source's digests stay valid."""
-    if not box or box_elements(box) * itemsize <= most_bytes:
-        yield box
-        return
-    (start, stop), inner = box[0], box[1:]
-    row = box_elements(inner) * itemsize
-    rows = most_bytes // row
-    if not rows:
-        for at in range(start, stop):
-            yield from (((at, at + 1), *rest) for rest in _cut(inner, itemsize, most_bytes))
-        return
-    whole = CUT_UNIT_BYTES // math.gcd(CUT_UNIT_BYTES, row)  # the fewest rows that are whole blocks
-    rows = rows // whole * whole or rows
-    yield from (((at, min(at + rows, stop)), *inner) for at in range(start, stop, rows))
+    return [box for chunk in array.chunks for box in cut_box(chunk.box, itemsize, most_bytes, CUT_UNIT_BYTES)]
 
 
 def same_digests(
@@ -229,7 +187,7 @@ def same_digests(
         return None
     by_box = {chunk.box: chunk for chunk in copied.chunks}
     for chunk in array.chunks:
-        pieces = [by_box.get(box) for box in _cut(chunk.box, itemsize, most_bytes)]
+        pieces = [by_box.get(box) for box in cut_box(chunk.box, itemsize, most_bytes, CUT_UNIT_BYTES)]
         found = [piece for piece in pieces if piece is not None]
         if len(found) < len(pieces) or any(piece.length % copy.block_bytes for piece in found[:-1]):
             return None
@@ -250,21 +208,18 @@ class LazyBox:
         self.nbytes = self.size * self.dtype.itemsize
 
     def fetch(self) -> np.ndarray:
-        """Read it into new memory; raises as `read_box`."""
+        """Read it into new memory."""
         data = np.empty(self.shape, self.dtype)
         self.read_into(data.reshape(-1).view(np.uint8))
         return data
 
     def read_with(self, others: Sequence[LazyBox]) -> list[np.ndarray]:
-        """Read it together with others of the same checkpoint, which is much faster than one at a time.
-
-        Raises as `read_boxes`.
-        """
+        """Read it together with others of the same checkpoint, which is much faster than one at a time."""
         wanted = [Wanted(each._array, [each._box]) for each in (self, *others)]
         return [arrays[0] for arrays in read_boxes(self._files, self._committed, wanted, self._settings)]
 
     def read_into(self, target: np.ndarray) -> None:
-        """Read it into a flat uint8 array of its size; raises as `read_box`."""
+        """Read it into a flat uint8 array of its size."""
         read_box(self._files, self._committed, self._array, self._box, target, self._settings)
 
 
@@ -275,11 +230,8 @@ class ReadAhead:
     Small boxes need up to `TOGETHER_BYTES` more, plus the memory of those that are still referenced. Use it as a
     context manager: it starts no read after the end of the block.
 
-    Args:
-        budget_bytes: the memory for running reads and their results.
-        subject: what is read, for messages about storage that does not respond.
-        at_once: how many boxes are being read, or wait to be fetched.
-        decoding: the additional memory while a box is read, as a multiple of its size; it counts towards the budget.
+    `at_once` limits the boxes that are being read, or wait to be fetched. `decoding` is the additional memory while a
+    box is read, as a multiple of its size; it counts towards the budget.
     """
 
     def __init__(self, budget_bytes: int, subject: str, at_once: int = AT_ONCE, decoding: int = 0) -> None:
@@ -390,7 +342,7 @@ class BoxAhead:
         self.group: tuple[_ReadGroup, int] | None = None
 
     def fetch(self) -> np.ndarray:
-        """Wait until it is read; raises as `read_box` and `ReadAhead.fetch`."""
+        """Wait until it is read."""
         return self._ahead.fetch(self)
 
 

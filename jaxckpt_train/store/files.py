@@ -32,10 +32,7 @@ _SIGNATURES = (
 
 
 def digest_function(name: str) -> HexDigest:
-    """The function that computes this digest as hexadecimal text.
-
-    Raises SettingsError: the name is unknown, or the required package is not installed.
-    """
+    """The function that computes this digest. Raises SettingsError: it is unknown, or requires a missing package."""
     if name == "xxh3-128":
         return xxhash.xxh3_128_hexdigest
     if name == "sha256":
@@ -61,12 +58,6 @@ def other_content(data: bytes | bytearray) -> str:
     """Guess the kind of a file with unexpected content from its first bytes; empty if it is unknown."""
     begins = bytes(data).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
     return next((text for signature, text in _SIGNATURES if begins.startswith(signature)), "")
-
-
-def _instead(files: Opener, directory: str, name: str, size: int) -> str:
-    """The end of a message about a file of unexpected size: what it is instead, if that is known."""
-    other = other_content(read_head(files, directory, name, SNIFFED_BYTES)) if size <= SNIFFED_BYTES else ""
-    return f"; it is {other}" if other else ""
 
 
 def file_record(
@@ -157,8 +148,7 @@ def read_or_none(
         if source.size > limit:
             raise CorruptCheckpointError(f"{path}: {source.size} bytes, expected at most {limit}")
         if size is not None and source.size != size:
-            instead = _instead(files, directory, name, source.size)
-            raise CorruptCheckpointError(f"{path}: {source.size} bytes, but COMMIT says {size}{instead}")
+            raise CorruptCheckpointError(f"{path}: {source.size} bytes, but COMMIT says {size}")
         data = bytearray(source.size)
         source.read_into(0, np.frombuffer(data, np.uint8), len(data))
     return data
@@ -192,8 +182,7 @@ def open_recorded(
 ) -> Source:
     """Open a file that the manifest names.
 
-    Raises CorruptCheckpointError: it is missing, not a regular file, or its size differs from the manifest;
-    StorageError: the storage refused for a reason that is not the checkpoint's fault.
+    Raises CorruptCheckpointError: it is missing, no regular file, or has another size; StorageError: as `read_or_none`.
     """
     path = f"{directory}/{name}"
     try:
@@ -204,18 +193,14 @@ def open_recorded(
         raise CorruptCheckpointError(f"{path}: the manifest names this {subject}, but: {error}") from error
     if source.size != size:
         source.close()
-        instead = _instead(files, directory, name, source.size)
-        raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {size}{instead}")
+        raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {size}")
     return source
 
 
 def read_recorded(
     files: Opener, directory: str, record: FileRecord, digest_name: str | None, block_bytes: int
 ) -> np.ndarray:
-    """All bytes of a file that the manifest names, verified with its digests; with `digest_name` None, only its size.
-
-    Raises CorruptCheckpointError: its content is not what was saved; StorageError: it cannot be read.
-    """
+    """All bytes of a file that the manifest names, verified with its digests unless `digest_name` is None."""
     path = f"{directory}/{record.file}"
     with contextlib.closing(open_recorded(files, directory, record.file, record.bytes)) as source:
         data = _read_span(source, 0, source.size, path)

@@ -151,10 +151,7 @@ def shown(found: object, letters: int = 200) -> str:
 
 
 def check_version(data: bytes | bytearray, subject: str) -> None:
-    """Refuse data of another format or of a newer version, before anything else is decoded.
-
-    Raises CorruptCheckpointError: it is not JSON of this format; FormatVersionError: it is of a newer version.
-    """
+    """Refuse data of another format (CorruptCheckpointError) or of a newer version (FormatVersionError)."""
     try:
         head = msgspec.json.decode(data, type=_Version)
     except NOT_JSON as error:
@@ -171,10 +168,7 @@ def check_version(data: bytes | bytearray, subject: str) -> None:
 
 
 def decode_info(raw: msgspec.Raw, subject: str) -> dict[str, Any]:
-    """Decode the `info` of a manifest.
-
-    Raises CorruptCheckpointError: it is not a JSON object, or larger than any save makes it.
-    """
+    """Decode the `info` of a manifest. Raises CorruptCheckpointError: it is too large, or not a JSON object."""
     size = memoryview(raw).nbytes
     if size > MAX_INFO_BYTES:
         raise CorruptCheckpointError(f"{subject}: info of {size:,} bytes, expected at most {MAX_INFO_BYTES:,}")
@@ -226,7 +220,7 @@ def decode_untrusted(data: bytes, kind: Any = Any) -> Any:
 
 
 def _by_python(data: bytes, **options: Any) -> tuple[Any] | None:
-    """Return the result of Python's decoder, in a tuple; None if it fails too, or if the text is not valid Unicode."""
+    """The result of Python's decoder, in a tuple; None if it fails too, or if the text is not valid Unicode."""
     try:
         found = json.loads(data.decode(), **options)
         msgspec.json.encode(found)
@@ -257,11 +251,7 @@ def block_count(length: int, block_bytes: int) -> int:
 
 
 class SegmentRoom:
-    """Checks the positions of many chunks in their segments at once.
-
-    The methods return True only for valid chunks. If they return False, a caller checks one chunk at a time to find the
-    problem.
-    """
+    """Checks the positions of many chunks in their segments at once; the methods return True only for valid chunks."""
 
     def __init__(self, segments: Sequence[SegmentRecord], width: int, block_bytes: int) -> None:
         self._heads = np.array([segment.header_bytes for segment in segments], np.int64)
@@ -324,16 +314,10 @@ def elements(
 ) -> Iterator[T]:
     """Yield the elements of a JSON list, decoding only a few at a time.
 
-    Args:
-        raw: the list, without white space.
-        between: the bytes that separate two elements and never occur within one: the end of an element, a comma, and
-            the start of the next. A list with these bytes elsewhere is not in canonical form, and is refused where it
-            is cut.
-        decode_some: decodes a list of at most 64 KiB.
-        decode_one: decodes a single larger element. It should check the element first, because decoding may take many
-            times as much memory.
-
-    Raises msgspec.MsgspecError: it is not a list of these elements.
+    `between` separates two elements and never occurs within one: the end of an element, a comma, and the start of the
+    next. A list with these bytes elsewhere is not in canonical form, and is refused where it is cut. `decode_some`
+    decodes a list of at most 64 KiB; `decode_one` a single larger element, which it should check first, because
+    decoding may take many times as much memory.
     """
     view = memoryview(raw)
     if bytes(view[:1]) != b"[":
@@ -431,8 +415,7 @@ _chunks, _large_chunk = msgspec.json.Decoder(list[ChunkRecord]).decode, msgspec.
 def decode_manifest(data: bytes | bytearray, subject: str) -> Manifest:
     """Decode and fully validate manifest.json.
 
-    Raises CorruptCheckpointError: it is malformed, contradicts itself, or is not in canonical form (which also refuses
-    duplicate keys); FormatVersionError: it is of a newer version.
+    Raises CorruptCheckpointError: it is malformed, contradicts itself, or is not in canonical form; FormatVersionError.
     """
     check_version(data, subject)
     try:
@@ -499,18 +482,14 @@ class _Decoding:
             if not 0 < segment.header_bytes <= segment.bytes < LIMIT or segment.header_bytes > MAX_HEADER_BYTES + 8:
                 raise CorruptCheckpointError(f"{self._subject}: segment {shown(segment.file)}: impossible sizes")
             if len(segment.header_digest) != self._width:
-                raise CorruptCheckpointError(
-                    f"{self._subject}: segment {shown(segment.file)} has an invalid header digest"
-                )
+                raise CorruptCheckpointError(f"{self._subject}: segment {shown(segment.file)}: invalid header digest")
             self._check_file_name(segment.file)
             yield segment
 
     def _all_files(self, raw: msgspec.Raw) -> Iterator[FileRecord]:
         for file in elements(raw, _BETWEEN_FILES, _files, _file):
             if not 0 <= file.bytes < LIMIT or len(file.digests) != self._digits(file.bytes):
-                raise CorruptCheckpointError(
-                    f"{self._subject}: file {shown(file.file)} has an impossible size or digest"
-                )
+                raise CorruptCheckpointError(f"{self._subject}: file {shown(file.file)}: impossible size or digest")
             self._check_file_name(file.file)
             yield file
 
@@ -570,41 +549,35 @@ class _Decoding:
         return ArrayRecord(found.name, shape, found.dtype, tuple(chunks), decode_sharding(found.sharding))
 
     def _check_array(self, array: ArrayRecord, part: str) -> None:
-        shape = array.shape
-        known = DTYPES.get(array.dtype)
+        def subject() -> str:  # computed only for an error, because there may be many arrays
+            return f"{part}: array {shown(array.name)}"
+
+        shape, known = array.shape, DTYPES.get(array.dtype)
         if known is None:
             if len(array.dtype) > _MAX_DTYPE_LETTERS:
-                raise CorruptCheckpointError(
-                    f"{part}: array {shown(array.name)}: expected the name of a dtype, found {shown(array.dtype)}"
-                )
-            known = dtype_named(array.dtype, f"{part}: array {shown(array.name)}")
+                raise CorruptCheckpointError(f"{subject()}: expected the name of a dtype, found {shown(array.dtype)}")
+            known = dtype_named(array.dtype, subject())
         total = array_bytes(shape, known.itemsize)
         if total is None:
             dimensions = tuple(shape[: MAX_DIMENSIONS + 1])
-            raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: impossible shape {shown(dimensions)}")
+            raise CorruptCheckpointError(f"{subject()}: impossible shape {shown(dimensions)}")
         if total == 0:
             if array.chunks:
-                raise CorruptCheckpointError(
-                    f"{part}: array {shown(array.name)}: expected no chunks for an array without elements, "
-                    f"found {len(array.chunks)}"
-                )
+                raise CorruptCheckpointError(f"{subject()}: {len(array.chunks)} chunks of an array without elements")
             return
-        if len(array.chunks) > MANY and self._surely_fine(array, known.itemsize, part):
-            return
+        if len(array.chunks) > MANY:
+            corners = corners_of([chunk.box for chunk in array.chunks], len(shape))
+            if corners is not None:
+                check_corners(corners, shape, subject())
+                if self._room_in_segments.surely_holds(array.chunks, corners, known.itemsize):
+                    return
         if len(array.chunks) != 1 or array.chunks[0].box != full_box(shape):
-            check_tiling([chunk.box for chunk in array.chunks], shape, f"{part}: array {shown(array.name)}")
+            check_tiling([chunk.box for chunk in array.chunks], shape, subject())
         for chunk in array.chunks:
             expected = total if len(array.chunks) == 1 else box_elements(chunk.box) * known.itemsize
             problem = self._chunk_problem(chunk, expected)
             if problem:
-                raise CorruptCheckpointError(f"{part}: array {shown(array.name)}: {problem}")
-
-    def _surely_fine(self, array: ArrayRecord, item_bytes: int, part: str) -> bool:
-        corners = corners_of([chunk.box for chunk in array.chunks], len(array.shape))
-        if corners is None:
-            return False
-        check_corners(corners, array.shape, f"{part}: array {shown(array.name)}")
-        return self._room_in_segments.surely_holds(array.chunks, corners, item_bytes)
+                raise CorruptCheckpointError(f"{subject()}: {problem}")
 
     def _chunk_problem(self, chunk: ChunkRecord, expected_bytes: int) -> str | None:
         if chunk.length != expected_bytes:

@@ -78,14 +78,14 @@ class Run:
     @unlocked_cached_property
     def is_destination(self) -> bool:
         """Whether nearly all of its memory becomes results, so that little other memory is kept alive."""
-        size, views = self.stop - self.start, self._whole.views
+        size, views = self.stop - self.start, self._whole[0]
         return 2 * views >= size and size - views <= max(2 * ALIGNMENT, size // 16)
 
     @property
     def moved_bytes(self) -> int:
         """The space for copies of whole boxes that cannot stay where they were read."""
-        stays = self.passing or self.is_destination
-        return self._whole.out_of_line + (0 if stays else self._whole.in_line)
+        _, in_line, out_of_line = self._whole
+        return out_of_line + (0 if self.passing or self.is_destination else in_line)
 
     @unlocked_cached_property
     def is_parts(self) -> bool:
@@ -93,7 +93,8 @@ class Run:
         return all(map(_is_parts, self.reads))
 
     @unlocked_cached_property
-    def _whole(self) -> _Whole:
+    def _whole(self) -> tuple[int, int, int]:
+        """Sizes of whole boxes: of those that can be views; the space for copies of these, and of the others."""
         views = in_line = out_of_line = 0
         for read in self.reads:
             for use in read.uses:
@@ -104,15 +105,7 @@ class Run:
                         views, in_line = views + size, in_line + room
                     else:
                         out_of_line += room
-        return _Whole(views, in_line, out_of_line)
-
-
-class _Whole(NamedTuple):
-    """Sizes of a run's whole boxes: of those that can be views; the space for copies of these, and of the others."""
-
-    views: int
-    in_line: int
-    out_of_line: int
+        return views, in_line, out_of_line
 
 
 def _is_parts(read: ChunkRead) -> bool:
@@ -278,8 +271,7 @@ def _run(reads: Sequence[ChunkRead], passing: bool) -> Run:
 def straight_target(run: Run, wanted: Sequence[Wanted]) -> np.ndarray | None:
     """The part of a target that a run can be read into directly; None if it has to be copied.
 
-    The run must be one contiguous piece of the chunk and of the target, in whole pages of both, so that nothing else is
-    read or overwritten.
+    The run must be one contiguous piece of the chunk and of the target, in whole pages of both.
     """
     if len(run.reads) != 1 or len(run.reads[0].uses) != 1:
         return None

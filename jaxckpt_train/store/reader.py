@@ -64,17 +64,9 @@ def iter_boxes(
 
     Use `contextlib.closing` around the iterator: it holds open files and running threads until it ends.
 
-    Args:
-        files: where to read.
-        committed: the opened checkpoint.
-        wanted: which boxes of which arrays.
-        settings: threads, memory budget, verification.
-        progress: called with numbers of bytes read, from several threads, and with 0 by the waiting thread, at least
-            once a second; its error ends the load.
-        budget: counts the memory of the load; None: a new one, with the size in the settings.
-
-    Yields:
-        Every wanted box, in any order, as a writable, row-major numpy array, 64-byte aligned unless it has a target.
+    Boxes come in any order, as writable, row-major numpy arrays, 64-byte aligned unless they have a target. `progress`
+    is called with numbers of bytes read, from several threads, and with 0 by the waiting thread, at least once a
+    second; its error ends the load. `budget` counts the memory of the load; None: a new one, as the settings say.
 
     Raises CorruptCheckpointError: a segment is missing, has another size, or its data does not match its digest;
     StorageError: the file system refused; CheckpointTimeoutError: the storage has not responded for ten minutes.
@@ -98,15 +90,11 @@ def iter_boxes(
 
 
 def read_boxes(
-    files: Opener,
-    committed: Committed,
-    wanted: Sequence[Wanted],
-    settings: StoreSettings,
-    progress: ReadProgress | None = None,
+    files: Opener, committed: Committed, wanted: Sequence[Wanted], settings: StoreSettings
 ) -> list[list[np.ndarray]]:
     """Read boxes as `iter_boxes`, and return all of them: for each wanted array, one numpy array per box."""
     found: list[dict[int, np.ndarray]] = [{} for _ in wanted]
-    with contextlib.closing(iter_boxes(files, committed, wanted, settings, progress)) as boxes:
+    with contextlib.closing(iter_boxes(files, committed, wanted, settings)) as boxes:
         for read in boxes:
             found[read.wanted][read.box] = read.data
     return [[arrays[number] for number in range(len(arrays))] for arrays in found]
@@ -115,10 +103,7 @@ def read_boxes(
 def read_box(
     files: Opener, committed: Committed, array: ArrayRecord, box: Box, target: np.ndarray, settings: StoreSettings
 ) -> None:
-    """Read one box of one array on the calling thread, which may be a reading thread of another load.
-
-    Raises as `iter_boxes`, without a time limit.
-    """
+    """Read one box of one array on the calling thread, without a time limit; raises as `iter_boxes`."""
     if not len(target):
         return
     wanted = [Wanted(array, [box], target=target)]
@@ -180,11 +165,7 @@ class ReadBox(NamedTuple):
 
 
 class Reading:
-    """The state of one load: its destinations, and what its threads share.
-
-    Attributes:
-        reads: the number of reads so far.
-    """
+    """The state of one load: its destinations, and what its threads share; `reads` counts the reads."""
 
     def __init__(
         self,
@@ -207,11 +188,7 @@ class Reading:
         self.reads = 0
 
     def read_run(self, run: Run) -> list[ReadBox]:
-        """Read and verify one run on the calling thread; returns the boxes that it completed.
-
-        Raises CorruptCheckpointError: a segment is missing, has another size, or its data does not match its digest;
-        StorageError: the file system refused.
-        """
+        """Read and verify one run on the calling thread; returns the boxes that it completed."""
         size = run.stop - run.start
         if run.is_destination and not run.passing:
             return self._read_into(run, self._arena.take(size))
@@ -235,7 +212,7 @@ class Reading:
             raise
 
     def read_and_release(self, run: Run) -> list[ReadBox]:
-        """As `read_run`, and report the end of the read to the sources."""
+        """As `read_run`, and report the end of the read."""
         completed = self.read_run(run)
         self._sources.done(run.segment)
         return completed
@@ -297,15 +274,11 @@ class Reading:
             end = min(at + block_bytes, read.stop)
             found = digest(memoryview(memory[at - run.start : end - run.start]))
             if found != read.chunk.digests[block * width : (block + 1) * width]:
-                raise self._damaged(read, at, end)
-
-    def _damaged(self, read: ChunkRead, start: int, stop: int) -> CorruptCheckpointError:
-        name = self._wanted[read.uses[0].wanted].array.name
-        file = self._manifest.segments[read.chunk.segment].file
-        return CorruptCheckpointError(
-            f"{self._directory}/{file}: bytes {start} to {stop} of leaf {name!r} are not what was saved "
-            f"({self._manifest.digest} differs)"
-        )
+                name = self._wanted[read.uses[0].wanted].array.name
+                raise CorruptCheckpointError(
+                    f"{self._directory}/{self._manifest.segments[run.segment].file}: bytes {at} to {end} of leaf "
+                    f"{name!r} are not what was saved ({self._manifest.digest} differs)"
+                )
 
     def _hand_out(self, read: ChunkRead, data: np.ndarray, space: _CopySpace, completed: list[ReadBox]) -> None:
         skipped = read.first_block * step_bytes(self._manifest)
@@ -322,7 +295,9 @@ class Reading:
                     piece = space.copy(piece)
                 completed.append(ReadBox(use.wanted, use.box, piece.view(dtype).reshape(box_shape(box))))
             else:
-                self._copy_part(use, _part(piece, dtype, use, read.chunk), completed)
+                part, target = _part(piece, dtype, use, read.chunk), self._begin_part(use, want, dtype)
+                target[slices_within(use.common, box)] = part
+                self._end_part(use, want, part.size, completed)
 
     def moved(self) -> int:
         """The number of reads, for a waiting thread. The load's `progress` may raise here, to end the load."""
@@ -357,12 +332,6 @@ class Reading:
             return empty_array(shape, dtype)
         return self._arena.take(size).view(dtype).reshape(shape)
 
-    def _copy_part(self, use: Use, part: np.ndarray, completed: list[ReadBox]) -> None:
-        want = self._wanted[use.wanted]
-        target = self._begin_part(use, want, part.dtype)
-        target[slices_within(use.common, want.boxes[use.box])] = part
-        self._end_part(use, want, part.size, completed)
-
     def _begin_part(self, use: Use, want: Wanted, dtype: np.dtype) -> np.ndarray:
         """The array of the box that a part belongs to; created at its first part."""
         key, box = (use.wanted, use.box), want.boxes[use.box]
@@ -388,10 +357,7 @@ class Reading:
 class _CopySpace:
     """Aligned memory for pieces of a run that cannot stay where they were read: one allocation for thousands of pieces.
 
-    Attributes:
-        stays: whether aligned pieces can stay, because a view of them keeps no memory alive that should be free by
-            then.
-        memory: the memory for the others; None until the first one.
+    If `stays`, aligned pieces can stay, because a view of them keeps no memory alive that should be free by then.
     """
 
     def __init__(self, run: Run) -> None:
@@ -419,11 +385,9 @@ def _pieces(run: Run, block_bytes: int) -> Generator[tuple[int, int]]:
 
 def _part(piece: np.ndarray, dtype: np.dtype, use: Use, chunk: ChunkRecord) -> np.ndarray:
     """The part of a chunk that a box needs, as an array with the chunk's strides over the bytes that contain it."""
-    strides, step = [], dtype.itemsize
-    for size in reversed(box_shape(chunk.box)):
-        strides.append(step)
-        step *= size
-    return np.ndarray(box_shape(use.common), dtype, buffer=piece.data, strides=tuple(reversed(strides)))
+    shape = box_shape(chunk.box)
+    strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return np.ndarray(box_shape(use.common), dtype, buffer=piece.data, strides=strides)
 
 
 class Sources:
@@ -444,11 +408,7 @@ class Sources:
 
     @time_limited
     def open(self) -> None:
-        """Open the segments, or the first of them.
-
-        Raises CorruptCheckpointError: a segment is missing, or its size differs from the manifest; StorageError: the
-        file system refused.
-        """
+        """Open the segments, or the first of them."""
         for number in sorted(self._left)[:OPEN_AT_ONCE]:
             self._share(number, self._open_segment(number))
             report_progress()
@@ -456,7 +416,7 @@ class Sources:
             self._check_unchanged()
 
     def read_into(self, segment: int, offset: int, data: np.ndarray, needed: int) -> None:
-        """As `Source.read_into`."""
+        """As `Source.read_into`, from a segment."""
         source = self._acquire(segment)
         try:
             source.read_into(offset, data, needed)
@@ -472,7 +432,7 @@ class Sources:
         self._close_unused(segment)
 
     def end(self) -> list[Source]:
-        """Forbid new reads and return the segments to close; segments in use are closed when their reads end."""
+        """Forbid new reads and return the segments to close; those in use are closed when their reads end."""
         with self._lock:
             self._is_closed = True
             return [self._open.pop(number) for number in list(self._open) if not self._in_use[number]]

@@ -175,7 +175,7 @@ def _padded(size: int) -> int:
 
 
 def array_bytes(shape: Sequence[int], itemsize: int) -> int | None:
-    """The size of an array of this shape in bytes; None if no array can have this shape."""
+    """The size of an array in bytes; None if no array can have this shape."""
     if len(shape) > MAX_DIMENSIONS or (shape and not (min(shape) >= 0 and max(shape) < LIMIT)):
         return None
     total = math.prod(shape) * itemsize

@@ -177,7 +177,7 @@ class Workers:
         self._start_missing()
 
     def _start_missing(self) -> bool:
-        """Start the missing threads; returns whether any thread is not lost."""
+        """Start the missing threads; returns whether there is one that is not lost."""
         if self._started < self._count + self._lost:
             with self._starting, contextlib.suppress(RuntimeError):
                 while self._started < self._count + self._lost:

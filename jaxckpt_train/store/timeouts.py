@@ -27,10 +27,8 @@ MAX_ABANDONED = 128
 
 
 class _Local(threading.local):
-    """What each thread knows: the call that it runs as a helper, and the function that may end its waits."""
-
-    call: BackgroundCall[Any] | None = None
-    check: Callable[[int], object] | None = None
+    call: BackgroundCall[Any] | None = None  # that this thread runs as a helper
+    check: Callable[[int], object] | None = None  # may end the waits of this thread
 
 
 _local = _Local()
@@ -39,14 +37,8 @@ _local = _Local()
 class BackgroundCall(Generic[T]):
     """A call that runs on a helper thread.
 
-    Args:
-        call: what to run.
-        undo: reverts a result that arrives after the call was abandoned.
-        then: called when the call is done, on any thread.
-
-    Attributes:
-        progress: changes whenever the call reports progress.
-        started_s: when the call started, by `time.monotonic()`.
+    `undo` reverts a result that arrives after the call was abandoned. `then` is called when the call is done, on any
+    thread. `progress` changes whenever the call reports progress. `started_s` is by `time.monotonic()`.
     """
 
     def __init__(
@@ -63,7 +55,7 @@ class BackgroundCall(Generic[T]):
         self.is_done = Latch()
 
     def run(self) -> None:
-        """Run the call; keep its result or error until it is taken."""
+        """Run the call, and keep its result or error."""
         outer, _local.call, self.started_s = _local.call, self, time.monotonic()
         try:
             self._result.append(self._call())
@@ -146,15 +138,12 @@ class _HelperThread:
 
     def __init__(self, idle: deque[_HelperThread]) -> None:
         self._idle = idle
-        self._calls: queue.SimpleQueue[BackgroundCall[Any]] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[BackgroundCall[Any]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="jaxckpt-ask", daemon=True).start()
-
-    def submit(self, pending: BackgroundCall[Any]) -> None:
-        self._calls.put(pending)
 
     def _work(self) -> None:
         while True:
-            pending = self._calls.get()
+            pending = self.calls.get()
             try:
                 pending.run()
             except BaseException:  # noqa: BLE001  # of an `undo`, which no thread waits for
@@ -165,21 +154,18 @@ class _HelperThread:
 
 
 class _HelperThreads:
-    """The helper threads of this process: the idle ones, and the abandoned calls."""
+    """The idle helper threads of this process, and the abandoned calls."""
 
     def __init__(self, _: None) -> None:
         self.idle: deque[_HelperThread] = deque()
-        self._abandoned: set[BackgroundCall[Any]] = set()
-
-    def abandon(self, pending: BackgroundCall[Any]) -> None:
-        self._abandoned.add(pending)
+        self.abandoned: set[BackgroundCall[Any]] = set()
 
     def abandoned_count(self) -> int:
         """How many abandoned calls have not returned yet."""
-        for pending in list(self._abandoned):
+        for pending in list(self.abandoned):
             if pending.is_done.is_open():
-                self._abandoned.discard(pending)
-        return len(self._abandoned)
+                self.abandoned.discard(pending)
+        return len(self.abandoned)
 
 
 _threads = PerProcess(_HelperThreads)
@@ -191,16 +177,12 @@ def call_with_timeout(subject: str, call: Callable[[], T], *, undo: Callable[[T]
     If the system has no thread for it, or this is a helper thread already, it runs on the calling thread. A helper
     thread whose disk does not respond is abandoned. Once `MAX_ABANDONED` calls have not returned, no more are started.
 
-    Args:
-        subject: the file or directory concerned, for messages.
-        call: what to run. It goes on after an interrupt of the wait, or an error of `interruptible`, so it must not
-            change anything that its caller uses.
-        undo: called on another thread with a result that arrives after the wait has ended. Without it, `call` must not
-            create anything that lasts.
+    The call goes on after an interrupt of the wait, or an error of `interruptible`, so it must not change anything that
+    its caller uses. `undo` is called on another thread with a result that arrives after the wait has ended; without it,
+    the call must not create anything that lasts.
 
-    Raises:
-        CheckpointTimeoutError: the storage made no progress for ten minutes in which this process was awake; or too
-            many earlier calls have not returned.
+    Raises CheckpointTimeoutError: the storage made no progress for ten minutes in which this process was awake; or too
+    many earlier calls have not returned.
     """
     if _local.call is not None:  # the thread that waits for this one has a time limit
         return call()
@@ -208,7 +190,10 @@ def call_with_timeout(subject: str, call: Callable[[], T], *, undo: Callable[[T]
         raise CheckpointTimeoutError(f"{subject}: not accessed, because {left} earlier storage calls did not return")
     pending = start_call(BackgroundCall(call, undo))
     try:
-        _wait_for(pending, subject)
+        stall = StallDetector(subject)
+        while not pending.is_done.wait(POLL_S):
+            check_interrupt()
+            stall.waited(POLL_S, pending.progress)
     except BaseException:
         abandon_call(pending)
         raise
@@ -232,39 +217,21 @@ def time_limited(operation: Callable[P, T]) -> Callable[P, T]:
 
 
 def start_call(pending: BackgroundCall[T]) -> BackgroundCall[T]:
-    """Start a call on a helper thread; if the system has none, run it now.
-
-    The caller must take the result, or abandon the call.
-    """
+    """Start a call, whose result must be taken or abandoned, on a helper thread; if the system has none, run it now."""
     if not _is_started(pending):
         pending.run()
         pending.finish()
     return pending
 
 
-def _wait_for(pending: BackgroundCall[Any], subject: str) -> None:
-    stall = StallDetector(subject)
-    while not pending.is_done.wait(POLL_S):
-        check_interrupt()
-        stall.waited(POLL_S, pending.progress)
-
-
 class StallDetector:
-    """Counts how long a storage call has made no progress; warns, and raises after ten minutes.
-
-    Args:
-        subject: the file or directory concerned, for messages.
-    """
+    """Counts how long a storage call has made no progress; warns, and raises after ten minutes."""
 
     def __init__(self, subject: str) -> None:
         self._subject, self._progress, self._still_s, self._warn_s = subject, 0, 0.0, WARN_S
 
     def waited(self, seconds: float, progress: int) -> None:
-        """Record a wait of `seconds`, in which this process was awake, and the progress by then.
-
-        Raises:
-            CheckpointTimeoutError: there was no progress for ten minutes.
-        """
+        """Record a wait in which this process was awake, and the progress by then."""
         self._still_s += seconds
         if progress != self._progress:
             self._progress, self._still_s, self._warn_s = progress, 0.0, WARN_S
@@ -277,7 +244,7 @@ class StallDetector:
 
 def abandon_call(pending: BackgroundCall[T]) -> None:
     """Stop waiting for a call; if its result has arrived already, undo it on a helper thread."""
-    _threads.get(None).abandon(pending)
+    _threads.get(None).abandoned.add(pending)
     if pending.abandon():
         _run_briefly(pending.undo)
 
@@ -300,7 +267,7 @@ def _run_briefly(call: Callable[[], None]) -> None:
     if not _is_started(pending):
         pending.run()
     elif not pending.is_done.wait(POLL_S):
-        _threads.get(None).abandon(pending)
+        _threads.get(None).abandoned.add(pending)
 
 
 def _is_started(pending: BackgroundCall[Any]) -> bool:
@@ -312,5 +279,5 @@ def _is_started(pending: BackgroundCall[Any]) -> bool:
             thread = _HelperThread(idle)
         except RuntimeError:  # the system refuses a thread
             return False
-    thread.submit(pending)
+    thread.calls.put(pending)
     return True

@@ -108,8 +108,8 @@ class Attempt:
     def adopt_folder(self, name: str, progress: Callable[[int], None]) -> tuple[FileRecord, ...]:
         """Digest the files that other code wrote into a folder of the attempt, and have the commit sync them.
 
-        `progress` is called with the size of each block. Raises UnsupportedLeafError: a file or directory has a name
-        that a load would refuse; CorruptCheckpointError: an entry is neither a regular file nor a directory.
+        Raises UnsupportedLeafError: a file or directory has a name that a load would refuse; CorruptCheckpointError: an
+        entry is neither a regular file nor a directory.
         """
         records: list[FileRecord] = []
         for path, entry in self._track(name):
@@ -150,16 +150,12 @@ class Attempt:
 class Transaction(Attempt):
     """One attempt to write one checkpoint: begin, write files, then commit or abort.
 
-    Args:
-        backend, settings: as for `Attempt`.
-        final: the absolute path under which the checkpoint will appear.
-        before_publishing: called when everything is written, right before the rename; its error aborts the commit.
+    `final` is the absolute path of the checkpoint. `before_publishing` is called when everything is written, right
+    before the rename; its error aborts the commit.
 
     Attributes:
         may_be_published: whether the final name may hold this attempt even though the save failed.
         was_not_removed: whether the file system refused to remove the attempt after the save failed.
-
-    Raises StorageError: the attempt's directory cannot be created.
     """
 
     def __init__(
@@ -177,10 +173,8 @@ class Transaction(Attempt):
     def commit(self, manifest: Manifest, *, replace: bool = False, if_taken: str | None = None) -> Committed:
         """Publish the checkpoint under its final name.
 
-        Args:
-            manifest: the record of everything that was written.
-            replace: whether an existing checkpoint of that name is exchanged for this one and then removed.
-            if_taken: the advice in the error about a taken name; None: to pass overwrite=True.
+        With `replace`, an existing checkpoint of that name is exchanged for this one and then removed. `if_taken` is
+        the advice in the error about a taken name; None: to pass overwrite=True.
 
         Raises CheckpointExistsError, UnsupportedLeafError (more arrays than a load accepts), and StorageError. Then
         nothing is visible, unless the file system also refused to undo the rename; a note on the error says so.
@@ -251,10 +245,8 @@ class Transaction(Attempt):
         """
         found, aside = first_untracked_files(self._backend, self.final), side_name(self.final)
         if found:
-            message = (
-                "cannot replace the checkpoint: its directory cannot be renamed, and contains files of other programs"
-            )
-            raise StorageError(errno.EXDEV, f"{message}: {', '.join(found)}; move them away", self.final)
+            message = f"its directory cannot be renamed, and holds files of other programs: {', '.join(found)}"
+            raise StorageError(errno.EXDEV, f"cannot replace the checkpoint: {message}; move them away", self.final)
         self._backend.rename(self.directory, aside)
         try:
             if self._sync_directories:
@@ -312,15 +304,15 @@ class Transaction(Attempt):
 
 def begin_attempt(backend: Backend, final: str) -> str:
     """Create an attempt's directory next to the final name, and return its path."""
-    for directory in attempt_paths(final):
+    paths = attempt_paths(final)
+    while True:
+        directory = next(paths)
         try:
             backend.make_directory(directory, parents=False, sync=False)
+            return directory
         except StorageError as error:
             if error.errno != errno.EEXIST:
                 raise
-        else:
-            return directory
-    raise AssertionError("unreachable: attempt_paths is infinite")
 
 
 @contextlib.contextmanager

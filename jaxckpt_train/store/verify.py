@@ -18,8 +18,6 @@ from jaxckpt_train.store.committed import Committed, open_committed
 from jaxckpt_train.store.files import digest_function, open_recorded
 from jaxckpt_train.store.manifest import (
     HEX_DIGITS,
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
     ArrayRecord,
     ChunkRecord,
     FileRecord,
@@ -119,12 +117,9 @@ def verify_opened(
 def first_damage(backend: Backend, directory: str, pace: Pace | None = None) -> str | None:
     """The first problem of a checkpoint, or None; works on the calling thread and avoids the page cache if possible.
 
-    `pace` is called with the size of each block before it is read, and may wait. Raises NotACheckpointError: there is
-    no checkpoint; FormatVersionError: a newer version of this library wrote it; StorageError: the storage refused,
-    which is not damage.
+    `pace` is called with the size of each block of data before it is read, and may wait. Raises NotACheckpointError,
+    FormatVersionError: as `verify`; StorageError: the storage refused, which is not damage.
     """
-    if pace is not None:
-        pace(_manifest_bytes(backend, directory))
     try:
         committed = open_committed(backend, directory)
     except CorruptCheckpointError as error:
@@ -139,23 +134,10 @@ def first_damage(backend: Backend, directory: str, pace: Pace | None = None) -> 
     return None
 
 
-def _manifest_bytes(backend: Backend, directory: str) -> int:
-    """The size of the manifest; 0 if it is missing or too large, which `open_committed` reports."""
-    try:
-        source = backend.open(directory, MANIFEST_NAME, direct=False)
-    except StorageError:
-        return 0
-    source.close()
-    return source.size if source.size <= MAX_MANIFEST_BYTES else 0
-
-
 def file_problems(
     files: Opener, committed: Committed, file: FileRecord, *, digests: bool = True, pace: Pace | None = None
 ) -> Iterator[str]:
-    """Yield the problems of one plain file; without `digests`, check only its size. `pace` is as in `first_damage`.
-
-    Raises StorageError: the storage refused for a reason that is not the checkpoint's fault.
-    """
+    """Yield the problems of one plain file; without `digests`, check only its size. Raises as `first_damage`."""
     return _FileCheck(files, committed, pace).problems(file, digests=digests)
 
 

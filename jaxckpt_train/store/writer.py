@@ -71,18 +71,10 @@ def write_arrays(
     process: int = 0,
     give_up: Callable[[], None] | None = None,
 ) -> WrittenArrays:
-    """Write all arrays of one checkpointable below `directory/part/`.
+    """Write all arrays of one checkpointable below `directory/part/`; they must not change until this returns.
 
-    Args:
-        backend: the storage.
-        directory: the attempt's directory, in which the folder `part` exists.
-        part: the name of the checkpointable.
-        arrays: the arrays; they must not change until this returns.
-        settings: how to write.
-        first_segment: the number of segments that the manifest has already.
-        progress: called with numbers of bytes as windows are written, from several threads.
-        process: the number of the writing process, for the file names.
-        give_up: called at an interrupt; it may unblock threads that wait for data to write.
+    `first_segment` is the number of segments that the manifest has already. `progress` is called with numbers of bytes,
+    from several threads. `give_up` is called at an interrupt; it may unblock threads that wait for data to write.
 
     Raises StorageError: the first error of the file system; nothing more is written after it.
     """
@@ -130,10 +122,7 @@ def write_segments(
     progress: Progress | None,
     give_up: Callable[[], None] | None,
 ) -> None:
-    """Write files whose layout is known. After an error, close them as they are.
-
-    Raises StorageError: the first error of the file system; nothing more is written after it.
-    """
+    """Write files whose layout is known. After an error, close them as they are."""
     depth, pool = settings.io_threads, shared_pool(settings.staging_bytes)
     threads, disk = depth + FILLING_THREADS, threading.Semaphore(depth)
     buffer_bytes = max(settings.staging_bytes // threads // ALIGNMENT, 1) * ALIGNMENT
@@ -182,7 +171,7 @@ class SegmentWriter:
         self._lock = threading.Lock()
 
     def next_window(self, width: int) -> tuple[int, int] | None:
-        """Cut the next window, of at most `width` bytes (a multiple of the alignment); None: the file is cut."""
+        """Cut the next window of at most `width` bytes; None: the file is cut."""
         if self._cut == self.layout.size:
             return None
         start, self._cut = self._cut, self._end_of_window(self._cut, min(self._cut + width, self.layout.size))
@@ -278,33 +267,35 @@ class SegmentWriter:
 
     def _fill(self, start: int, stop: int, buffer: np.ndarray) -> None:
         """Copy the bytes [start, stop) of the file into the buffer."""
-        chunks = self.layout.chunks
-        small: list[int] = []
-        most = min(SMALL_BYTES, BLOCK_BYTES)  # each of these has a single digest
+        small: list[int] = []  # consecutive chunks, each with a single digest
         for index in self._chunks_between(start, stop):
-            chunk = chunks[index]
-            if chunk.length <= most and start <= chunk.offset and chunk.offset + chunk.length <= stop:
+            chunk = self.layout.chunks[index]
+            end = chunk.offset + chunk.length
+            if chunk.length <= min(SMALL_BYTES, BLOCK_BYTES) and start <= chunk.offset and end <= stop:
                 small.append(index)
-            elif chunk.offset + chunk.length > start:
-                self._take(index, chunk, start, stop, buffer)
-        if small:
+                continue
             self._take_small(small, start, buffer)
+            small = []
+            if end > start:
+                self._take(index, chunk, start, stop, buffer)
+        self._take_small(small, start, buffer)
 
-    def _take_small(self, indices: Sequence[int], start: int, buffer: np.ndarray) -> None:
-        """Copy chunks that are entirely in the window, consecutive ones in one call."""
+    def _take_small(self, run: Sequence[int], start: int, buffer: np.ndarray) -> None:
+        """Copy consecutive chunks that are entirely in the window in one call."""
+        if not run:
+            return
         chunks, digest = self.layout.chunks, self._digest
         view = memoryview(buffer)
-        for run in _consecutive_runs(indices):
-            low = chunks[run[0]].offset - start
-            high = chunks[run[-1]].offset + chunks[run[-1]].length - start
-            np.concatenate([self._bytes(index, chunks[index]) for index in run], out=buffer[low:high])
-            for index in run:
-                at = chunks[index].offset - start
-                self.blocks[index][0] = digest(view[at : at + chunks[index].length])
-                self._release(index, chunks[index].length)
+        low = chunks[run[0]].offset - start
+        high = chunks[run[-1]].offset + chunks[run[-1]].length - start
+        np.concatenate([self._bytes(index, chunks[index]) for index in run], out=buffer[low:high])
+        for index in run:
+            at = chunks[index].offset - start
+            self.blocks[index][0] = digest(view[at : at + chunks[index].length])
+            self._release(index, chunks[index].length)
 
     def abandon(self) -> None:
-        """Close the file after a failure; does nothing if it is finished."""
+        """Close the file unless it is finished."""
         self._failure = None  # its traceback refers to this writer
         if self._sink is not None:
             self._sink.abandon()
@@ -392,12 +383,7 @@ class StagingPool:
 
     @contextlib.contextmanager
     def buffer(self, size: int) -> Iterator[np.ndarray]:
-        """Borrow `size` bytes at a page boundary, with arbitrary content; waits until they are free.
-
-        Raises ValueError: `size` exceeds the whole budget.
-        """
-        if size > self.budget_bytes:
-            raise ValueError(f"expected a buffer of at most {self.budget_bytes} bytes, found {size}")
+        """Borrow `size` bytes of the budget at a page boundary, with arbitrary content; waits until they are free."""
         piece = self._borrow(-(-size // ALIGNMENT) * ALIGNMENT)
         try:
             assert self._area is not None
@@ -415,17 +401,21 @@ class StagingPool:
                 while self._waiting[0] is not turn or (start := self._gap(size)) is None:
                     if not self._changed.wait(WARN_S):
                         _log.warning(
-                            "%s waits for %d of %d bytes of staging memory, and none was returned for %.0f s; check "
-                            "whether the disk responds",
-                            *(threading.current_thread().name, size, self.budget_bytes, WARN_S),
+                            "no staging memory was returned for %.0f s; check whether the disk responds", WARN_S
                         )
                 if self._area is None:
-                    self._area = _area_of(self.budget_bytes)
+                    self._area = self._allocated()
                 self._lent.append((start, start + size))
             finally:
                 self._waiting.remove(turn)
                 self._changed.notify_all()
         return start, start + size
+
+    def _allocated(self) -> np.ndarray:
+        try:
+            return aligned_buffer(self.budget_bytes)
+        except MemoryError as error:
+            raise SettingsError(f"StoreSettings.staging_bytes: {error}; choose a smaller value") from error
 
     def _gap(self, size: int) -> int | None:
         """The start of the first gap of this size: the first pages are the most likely to have been touched before."""
@@ -435,15 +425,6 @@ class StagingPool:
                 return start
             start = high
         return start if self.budget_bytes - start >= size else None
-
-
-def _area_of(size: int) -> np.ndarray:
-    try:
-        return aligned_buffer(size)
-    except MemoryError as error:
-        raise SettingsError(
-            f"StoreSettings.staging_bytes: the system refused {size} bytes of memory; choose a smaller value"
-        ) from error
 
 
 _pools = PerProcess(StagingPool)
@@ -456,7 +437,7 @@ def shared_pool(budget_bytes: int) -> StagingPool:
 
 @dataclasses.dataclass
 class _Fetched:
-    """A chunk that had to be fetched or converted, and how many of its bytes are still to be written."""
+    """A chunk that had to be fetched or converted; `left` bytes of it are still to be written."""
 
     flat: np.ndarray
     left: int
@@ -488,20 +469,8 @@ def _fetch(data: np.ndarray | LazyArray, length: int) -> _Fetched:
     return _Fetched(flat, length)
 
 
-def _consecutive_runs(indices: Sequence[int]) -> Iterator[list[int]]:
-    """Split rising numbers into runs of consecutive numbers."""
-    run: list[int] = []
-    for index in indices:
-        if run and index != run[-1] + 1:
-            yield run
-            run = []
-        run.append(index)
-    if run:
-        yield run
-
-
 def _copy_overlap(source: np.ndarray, source_start: int, window_start: int, window: np.ndarray) -> None:
-    """Copy the overlap of some bytes, which start at `source_start` in the file, and a window of the file."""
+    """Copy the bytes that start at `source_start` in the file, as far as they are in a window of the file."""
     low = max(source_start, window_start)
     high = min(source_start + len(source), window_start + len(window))
     if low < high:

@@ -95,7 +95,7 @@ def test_number_of_abandoned_calls_is_limited(disk: Disk, monkeypatch: pytest.Mo
         with pytest.raises(CheckpointTimeoutError, match=r"^b: .* \d+ earlier storage calls"):
             call_with_timeout("b", disk.call)
     assert disk.calls == 3
-    abandoned = list(timeouts._threads.get(None)._abandoned)
+    abandoned = list(timeouts._threads.get(None).abandoned)
     disk.responds.set()
     for each in abandoned:
         assert each.is_done.wait(30)
@@ -114,7 +114,7 @@ def test_failed_undo_is_logged_and_frees_its_slot(
 
     with pytest.raises(CheckpointTimeoutError, match="has not responded"):
         call_with_timeout("a", disk.call, undo=fail)
-    (abandoned,) = timeouts._threads.get(None)._abandoned
+    (abandoned,) = timeouts._threads.get(None).abandoned
     disk.responds.set()
     assert disk.was_undone.wait(60)
     assert abandoned.is_done.wait(60)
@@ -136,7 +136,7 @@ def inner(disk: Disk) -> int:
 def test_nested_operations_share_one_thread(disk: Disk) -> None:
     disk.responds.set()
     assert nested("run", disk) == ("run", "jaxckpt-ask", 1)
-    assert not timeouts._threads.get(None)._abandoned
+    assert not timeouts._threads.get(None).abandoned
 
 
 def test_subject_is_path_of_operation(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

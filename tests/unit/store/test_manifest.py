@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "nothing that wraps around 64 bits": (put(*EMPTY, "shape", [0, 1 << 61, 1 << 61]), "impossible shape"),
     "bool in the shape": (put(*ARRAY_A, "shape", [True, 3]), "not valid: Expected `int`"),
     "float in the shape": (put(*ARRAY_A, "shape", [4.0, 3]), "not valid: Expected `int`"),
-    "chunks of nothing": (put(*ARRAY_B, "shape", [0]), "expected no chunks"),
+    "chunks of nothing": (put(*ARRAY_B, "shape", [0]), "chunks of an array without elements"),
     "no chunks": (put(*ARRAY_B, "chunks", []), "boxes cover 0 of 5"),
     "chunk twice": (lambda c: c["parts"][0]["arrays"][1]["chunks"].extend(c["parts"][0]["arrays"][1]["chunks"]),
                     "overlap"),
