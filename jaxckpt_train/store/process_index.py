@@ -29,24 +29,14 @@ _MIN_CHUNK_BYTES = len('[[],0,0,1,""],')  # in a manifest, without its digests
 
 
 class ChunkColumns(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Chunks of some arrays as columns; a column is the width of its numbers in bytes, followed by the numbers.
+    """Chunks of some arrays as columns; a column is the width of its numbers in bytes, followed by the numbers."""
 
-    Attributes:
-        arrays: the index of each chunk's array.
-        boxes: the starts and stops of all boxes.
-        segments: the number of each chunk's segment.
-        offsets: in the segment.
-        lengths: in bytes.
-        digest_ends: where the digests of each chunk end in `digests`.
-        digests: the digests of all chunks, as bytes.
-    """
-
-    arrays: bytes
-    boxes: bytes
+    arrays: bytes  # the index of each chunk's array
+    boxes: bytes  # the starts and stops of all boxes
     segments: bytes
     offsets: bytes
     lengths: bytes
-    digest_ends: bytes
+    digest_ends: bytes  # where the digests of each chunk end in `digests`
     digests: bytes
 
 
@@ -169,8 +159,7 @@ def merge_indexes(
 ) -> tuple[list[SegmentRecord], list[PartRecord]]:
     """The segments and checkpointables of the whole checkpoint.
 
-    Raises UnsupportedLeafError: there are more chunks than a manifest can hold; CheckpointError: together they are
-    incomplete, which only a bug of this library can cause.
+    Raises UnsupportedLeafError: there are more chunks than a manifest can hold; CheckpointError: they are incomplete.
     """
     _refuse_too_many(indexes)
     segments: list[SegmentRecord] = []

@@ -44,8 +44,7 @@ class Wanted(NamedTuple):
 class Use(NamedTuple):
     """The purpose of a chunk's bytes: all or part of box number `box` of wanted array number `wanted`.
 
-    `whole` means that the box is one contiguous piece of the chunk, so that it can be a view of what was read, and that
-    it has no target.
+    `whole`: the box has no target and is one contiguous piece of the chunk, so that it can be a view of what was read.
     """
 
     wanted: int
@@ -186,7 +185,7 @@ def _chunk_reads(
 
 
 def step_bytes(manifest: Manifest) -> int:
-    """Parts of a chunk are read from one multiple of this size to another: the blocks that have digests."""
+    """The size whose multiples limit the parts of a chunk that are read: the block that has a digest."""
     return manifest.block_bytes if manifest.block_bytes < WHOLE_CHUNKS else BLOCK_BYTES
 
 

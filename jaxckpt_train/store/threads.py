@@ -164,9 +164,9 @@ class Workers:
     start the missing ones again.
 
     A thread is lost if `run_each` has abandoned its item because its disk does not respond. Another thread replaces it,
-    so that work on other disks continues, and the lost thread ends when its item does. While threads are lost,
-    `run_each` starts with a single item and adds the others when that has ended, so that a disk that stays unresponsive
-    costs one thread per attempt. At most `MAX_LOST_THREADS` are replaced, which limits the number of threads.
+    at most `MAX_LOST_THREADS` times, and the lost thread ends when its item does. While threads are lost, `run_each`
+    starts with a single item and adds the others when that has ended, so that a disk that stays unresponsive costs one
+    thread per attempt.
     """
 
     def __init__(self, count: int, name: str, polite: bool = False) -> None:
@@ -456,12 +456,11 @@ _current = _nobody
 def paused_collection() -> Iterator[None]:
     """Pause the garbage collector for a moment in which many objects are created that all stay alive.
 
-    A full collection looks at every object of the process, of which JAX alone has hundreds of thousands. The records of
-    a few thousand leaves trigger one, and it takes longer than everything else that is done with them.
+    The records of a few thousand leaves trigger a full collection, which looks at every object of the process, of which
+    JAX alone has hundreds of thousands. It takes longer than everything else that is done with the records.
 
     The pause sets the collector's threshold to 0, so that a loop may call `gc.disable()` meanwhile without losing that
-    setting. (A threshold of 0 that a loop sets meanwhile is lost, and so is one that it reads meanwhile and sets
-    later.) If another thread has paused the collector, this call does nothing.
+    setting. If another thread has paused the collector, this call does nothing.
     """
     pause = _Pause()
     try:

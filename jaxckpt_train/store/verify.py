@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -36,7 +37,6 @@ class VerifyReport:
     """The result of a verification.
 
     Attributes:
-        directory: the checkpoint.
         checked_bytes: how many bytes were read and compared, without those that are missing or cannot be read.
         problems: one line for each damaged place and each unreadable file; empty if the checkpoint is valid.
         refused: those problems where the storage refused a read for a reason that is not the checkpoint's fault.
@@ -125,13 +125,10 @@ def first_damage(backend: Backend, directory: str, pace: Pace | None = None) -> 
     except CorruptCheckpointError as error:
         return str(error)
     check = _FileCheck(backend, committed, pace)
-    for segment in zip(committed.manifest.segments, _chunks_by_segment(committed.manifest), strict=True):
-        for problem in check.segment_problems(*segment, direct="auto"):
-            return problem
-    for file in [file for part in committed.manifest.parts for file in part.files]:
-        for problem in check.problems(file):
-            return problem
-    return None
+    segments = zip(committed.manifest.segments, _chunks_by_segment(committed.manifest), strict=True)
+    of_segments = (check.segment_problems(*segment, direct="auto") for segment in segments)
+    of_files = (check.problems(file) for part in committed.manifest.parts for file in part.files)
+    return next(itertools.chain.from_iterable(itertools.chain(of_segments, of_files)), None)
 
 
 def file_problems(
@@ -142,11 +139,7 @@ def file_problems(
 
 
 class _FileCheck:
-    """Compares files of a checkpoint with its manifest; the problems are yielded as they are found.
-
-    Attributes:
-        compared_bytes: how much has been read and compared.
-    """
+    """Compares files of a checkpoint with its manifest; the problems are yielded as they are found."""
 
     def __init__(self, files: Opener, committed: Committed, pace: Pace | None) -> None:
         self._files, self._directory, self._manifest, self._pace = files, committed.directory, committed.manifest, pace

@@ -149,9 +149,7 @@ def _cut(writers: Sequence[SegmentWriter], buffer_bytes: int) -> Iterator[tuple[
 class SegmentWriter:
     """Writes one segment file: `next_window` cuts it from start to end, and `write` writes the windows in any order.
 
-    Attributes:
-        layout: the positions of the chunks in the file.
-        blocks: per chunk, the digests of its blocks; complete when all windows are written.
+    `blocks` are the digests of the blocks of each chunk, complete when all windows are written.
     """
 
     def __init__(self, backend: Backend, path: str, layout: SegmentLayout, settings: StoreSettings) -> None:
