@@ -206,10 +206,7 @@ def _list_or_empty(backend: Backend, folder: str) -> Sequence[Entry]:
 
 @time_limited
 def check_unchanged(files: Opener, committed: Committed, *, may_be_gone: bool) -> None:
-    """Check that the checkpoint has not been replaced since it was opened.
-
-    Raises CorruptCheckpointError: another checkpoint has replaced it; NotACheckpointError: it has been removed.
-    """
+    """Raise CorruptCheckpointError if another checkpoint has replaced this one, NotACheckpointError if it is gone."""
     found = _committed_sha256(files, committed.directory)
     if found is None and not may_be_gone:
         raise removed_error(committed.directory)

@@ -78,8 +78,7 @@ def file_record(
 def read_whole(files: Opener, directory: str, name: str, limit: int | None) -> np.ndarray:
     """All bytes of a file below a directory, as a flat uint8 array.
 
-    Raises CorruptCheckpointError: it is larger than `limit` bytes (None: no limit); StorageError: it does not exist,
-    cannot be read, or does not fit into memory.
+    Raises CorruptCheckpointError: it is larger than `limit` bytes (None: no limit); StorageError.
     """
     path = f"{directory}/{name}"
     with contextlib.closing(files.open(directory, name, direct=False)) as source:
@@ -104,8 +103,7 @@ def _read_span(source: Source, start: int, stop: int, path: str) -> np.ndarray:
 def read_blocks(files: Opener, directory: str, name: str, limit: int, block_bytes: int) -> Iterator[tuple[int, bytes]]:
     """The content of a file of lines that only grows, block by block, each with the offset where it starts.
 
-    Of a file of more than `limit` bytes, which no writer produces line by line, the middle is left out. Raises
-    CorruptCheckpointError: it became shorter meanwhile; StorageError: it does not exist or cannot be read.
+    Of a file of more than `limit` bytes, which no writer produces line by line, the middle is left out.
     """
     with contextlib.closing(files.open(directory, name, direct=False)) as source:
         whole, half = source.size, limit // 2
@@ -121,7 +119,7 @@ def read_ends(files: Opener, directory: str, name: str, limit: int) -> list[tupl
 
 
 def read_end(files: Opener, directory: str, name: str, limit: int) -> bytes:
-    """The last bytes of a file that only grows, at most `limit`. Raises as `read_blocks`."""
+    """The last bytes of a file that only grows, at most `limit`."""
     with contextlib.closing(files.open(directory, name, direct=False)) as source:
         whole = source.size
         return _read_span(source, max(0, whole - limit), whole, f"{directory}/{name}").tobytes()

@@ -47,8 +47,7 @@ def huge_malloc_environment(variables: Mapping[str, str]) -> dict[str, str] | No
 def restart_with_huge_malloc(words: list[str]) -> None:
     """Restart this process with the same Python and a malloc that uses huge pages; returns if it has one already.
 
-    SIGINT stays blocked until `finish_restart` is called in the restarted process, because Python would print a
-    traceback for an interrupt during its start.
+    SIGINT stays blocked until `finish_restart`, because Python would print a traceback for an interrupt at its start.
     """
     variables = huge_malloc_environment(os.environ)
     if variables is not None and sys.executable:

@@ -150,7 +150,6 @@ def remove_replaced(backend: Backend, directory: str, final: str) -> None:
     """Remove the checkpoint that the one at `final` has replaced; keep all of it if it holds untracked files.
 
     If `directory` is a link to a checkpoint, only the link is removed.
-    Raises StorageError: the file system refused; the directory is still there.
     """
     try:
         backend.open(*os.path.split(directory), direct=False).close()
@@ -211,10 +210,7 @@ def set_aside(backend: Backend, directory: str, final: str, found: Sequence[str]
 
 
 def remove_stale_temporary(backend: Backend, directory: str, final: str) -> None:
-    """Remove what a dead process left next to a checkpoint: an attempt, or the checkpoint that it had replaced.
-
-    Raises StorageError: the directory is still there.
-    """
+    """Remove what a dead process left next to a checkpoint: an attempt, or the checkpoint that it had replaced."""
     top = {entry.name: entry.kind for entry in list_entries(backend, directory)}
     if COMMIT_NAME not in top and all(
         kind != "directory" if name in RESERVED_NAMES else _may_be_of_attempt(backend, f"{directory}/{name}", kind)
@@ -272,9 +268,7 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
 
     An exchange that a crash interrupted between its renames is undone; or, if the newer checkpoint is in place, the
     older one is removed. The parent directory is synced before anything is removed, because the rename may not be on
-    the disk yet. Checkpoints with untracked files are kept, as by `remove_replaced`.
-
-    Raises StorageError: something could not be removed; the rest was.
+    the disk yet. Checkpoints with untracked files are kept. Raises StorageError after all that can be removed was.
     """
     parent, name = os.path.split(final)
     removals = list[Callable[[], None]]()
@@ -300,7 +294,6 @@ def remove_dead_exports(backend: Backend, final: str) -> None:
     """Remove what dead processes of this machine left of exports to this name, in any format.
 
     A leftover with a COMMIT is an older checkpoint that a save has replaced; the next save handles it.
-    Raises StorageError: something could not be removed; the rest was.
     """
     parent, name = os.path.split(final)
     dead = [each for each in backend.list(parent) if each.kind == "directory" and _is_dead_attempt(each, name)]

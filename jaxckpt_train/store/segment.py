@@ -78,7 +78,7 @@ def dtype_named(name: str, subject: str) -> np.dtype:
 
 
 def safetensors_form(dtype: np.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """The dtype name and shape of such an array in safetensors; U8 if the dtype has no name there."""
+    """The dtype name and shape of such an array in safetensors; U8 if it has no name there."""
     stored = _SAFETENSORS.get(dtype_name(dtype))
     if stored is not None:
         return stored, shape
@@ -100,10 +100,7 @@ class Shardings:
             return None
 
     def shared(self, sharding: object) -> object:
-        """The first sharding that equals this one.
-
-        Raises msgspec.ValidationError: the limit on distinct shardings is reached.
-        """
+        """The first sharding that equals this one. Raises msgspec.ValidationError: there are too many others."""
         text = msgspec.json.encode(sharding)
         if text not in self._known:
             if len(text) > self._room:
@@ -149,10 +146,7 @@ def header_share_bytes(name: str, dimensions: int) -> int:
 
 
 def is_head_of(head: memoryview, tensors: Iterable[Tensor]) -> bool:
-    """Whether these bytes are what `encode_header` returns for these tensors, whose names must be distinct.
-
-    The header is compared and not parsed, so that hostile content costs nothing.
-    """
+    """Whether hostile bytes encode these tensors with distinct names; they are compared, not parsed."""
     names, at = set[str](), LENGTH_BYTES
     for tensor in tensors:
         piece = (b"," if names else b"{") + msgspec.json.encode({tensor.name: _entry(tensor)})[1:-1]

@@ -217,8 +217,7 @@ class Transaction(Attempt):
     def _claim_name(self, replace: bool) -> Literal["free", "exchanged", "in place"]:
         """Claim the final name.
 
-        Returns "free" if nothing had it. After "exchanged", the older checkpoint has the attempt's name; after "in
-        place", the older checkpoint is gone.
+        After "exchanged", the older checkpoint has the attempt's name; after "in place", it is gone.
         """
         try:
             self._backend.rename(self.directory, self.final)

@@ -19,6 +19,8 @@ from jaxckpt_train.store.committed import Committed, open_committed
 from jaxckpt_train.store.files import digest_function, open_recorded
 from jaxckpt_train.store.manifest import (
     HEX_DIGITS,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
     ArrayRecord,
     ChunkRecord,
     FileRecord,
@@ -37,6 +39,7 @@ class VerifyReport:
     """The result of a verification.
 
     Attributes:
+        directory: the checkpoint.
         checked_bytes: how many bytes were read and compared, without those that are missing or cannot be read.
         problems: one line for each damaged place and each unreadable file; empty if the checkpoint is valid.
         refused: those problems where the storage refused a read for a reason that is not the checkpoint's fault.
@@ -117,9 +120,11 @@ def verify_opened(
 def first_damage(backend: Backend, directory: str, pace: Pace | None = None) -> str | None:
     """The first problem of a checkpoint, or None; works on the calling thread and avoids the page cache if possible.
 
-    `pace` is called with the size of each block of data before it is read, and may wait. Raises NotACheckpointError,
+    `pace` is called with the size of each block before it is read, and may wait. Raises NotACheckpointError,
     FormatVersionError: as `verify`; StorageError: the storage refused, which is not damage.
     """
+    if pace is not None:
+        pace(_manifest_bytes(backend, directory))
     try:
         committed = open_committed(backend, directory)
     except CorruptCheckpointError as error:
@@ -129,6 +134,16 @@ def first_damage(backend: Backend, directory: str, pace: Pace | None = None) -> 
     of_segments = (check.segment_problems(*segment, direct="auto") for segment in segments)
     of_files = (check.problems(file) for part in committed.manifest.parts for file in part.files)
     return next(itertools.chain.from_iterable(itertools.chain(of_segments, of_files)), None)
+
+
+def _manifest_bytes(backend: Backend, directory: str) -> int:
+    """The size of the manifest; 0 if it is missing or too large, which `open_committed` reports."""
+    try:
+        source = backend.open(directory, MANIFEST_NAME, direct=False)
+    except StorageError:
+        return 0
+    source.close()
+    return source.size if source.size <= MAX_MANIFEST_BYTES else 0
 
 
 def file_problems(

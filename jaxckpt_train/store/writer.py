@@ -176,10 +176,7 @@ class SegmentWriter:
         return start, self._cut
 
     def _end_of_window(self, start: int, stop: int) -> int:
-        """Where a window ends: between two digest blocks if possible, so that no block spans two windows.
-
-        A window smaller than a block ends early only if it keeps half of its length; a larger one always does.
-        """
+        """Where a window ends: between two digest blocks if it keeps half of its length, or is larger than a block."""
         at = bisect.bisect_right(self._starts, stop) - 1
         if stop == self.layout.size or at < 0:
             return stop
@@ -198,8 +195,7 @@ class SegmentWriter:
     ) -> None:
         """Fill a staging buffer with one window, digest its blocks, and write it when the semaphore `disk` permits.
 
-        Every window of a save borrows the same `buffer_bytes`, so that the pool has no gaps. No buffer is needed if all
-        data of the window is aligned in stable memory.
+        Every window of a save borrows the same `buffer_bytes`, so that the pool has no gaps.
         """
         start, stop = window
         with self._lock:
@@ -366,11 +362,7 @@ class SegmentWriter:
 
 
 class StagingPool:
-    """One area of `budget_bytes`, lent in pieces. It is allocated at the first use and then kept.
-
-    Pieces may have any size, so that saves with different windows share one budget. Waiting threads are served in
-    order.
-    """
+    """One area of `budget_bytes`, allocated at the first use and lent in pieces of any size, in order of requests."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes

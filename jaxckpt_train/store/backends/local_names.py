@@ -248,10 +248,7 @@ def exchange_names(first: str, second: str) -> bool:
 
 
 def rename_all(steps: list[tuple[str, str]], sync: Callable[[str], None] | None) -> None:
-    """Rename several files in order, within one directory; undo all of it on an error.
-
-    With `sync`, the directory is synced between two renames. Otherwise they may reach the disk in any order.
-    """
+    """Rename several files in order, within one directory that `sync` syncs in between; undo all of it on an error."""
     done: list[tuple[str, str]] = []
     try:
         for source, target in steps:

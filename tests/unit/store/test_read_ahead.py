@@ -126,16 +126,18 @@ def test_read_ahead_respects_budget_of_held_boxes() -> None:
 )
 def test_decoding_memory_counts_against_budget(budget: int, expected: list[int]) -> None:
     boxes = immediate_boxes(10)
-    for box in boxes[1:]:
+    for box in boxes:
         box.may_end.clear()  # a finished read would make room for the next one
     ahead, coming = ahead_of(boxes, budget, decoding=2)
     with ahead:
-        coming[0].fetch()
+        first = threading.Thread(target=coming[0].fetch)
+        first.start()
         for number in expected:
             assert boxes[number].began.wait(60)
         assert begun(boxes) == expected
         for box in boxes:
             box.may_end.set()
+        first.join(60)
         assert [each.fetch()[0] for each in coming[1:]] == list(range(1, 10))
 
 

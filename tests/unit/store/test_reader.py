@@ -20,7 +20,7 @@ from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import Box, box_shape, full_box
 from jaxckpt_train.store.committed import open_committed
 from jaxckpt_train.store.read_plan import Wanted
-from jaxckpt_train.store.reader import read_boxes
+from jaxckpt_train.store.reader import iter_boxes, read_boxes
 from jaxckpt_train.store.verify import verify
 from tests.support.checkpoints import commit, load
 from tests.support.strategies import arrays, boxes_in, tilings
@@ -228,7 +228,7 @@ def test_progress_counts_every_data_byte() -> None:
     committed = commit(backend, "/runs/a", saved, StoreSettings())
     wanted = [Wanted(array, [full_box(array.shape)]) for array in committed.manifest.parts[0].arrays]
     counts: list[int] = []
-    read_boxes(backend, committed, wanted, StoreSettings(), counts.append)
+    list(iter_boxes(backend, committed, wanted, StoreSettings(), counts.append))
     assert sum(counts) == sum(array.nbytes for array in saved.values())
 
 
