@@ -313,9 +313,8 @@ def number_as(value: float, dtype: np.dtype) -> np.ndarray | None:
     """Return a number in a dtype, rounded if the dtype is a float, or None if it does not fit."""
     if not is_inexact(dtype):
         low, high = _range_of(dtype)
-        if not math.isfinite(value) or value != int(value) or not low <= value <= high:
-            return None
-        return np.asarray(int(value)).astype(dtype)
+        fits = low <= value <= high and value == int(value)
+        return np.asarray(int(value)).astype(dtype) if fits else None
     try:
         wanted = float(value)
     except OverflowError:

@@ -50,7 +50,7 @@ def test_floats_are_rounded() -> None:
 @pytest.mark.parametrize(
     ("dtype", "fit", "unfit"),
     [
-        ("int64", [0.0, -1, 2**63 - 1], [1.5, math.nan, math.inf, 1e30, 2**63]),
+        ("int64", [0.0, -1, 2**63 - 1], [1.5, math.nan, math.inf, 1e30, 2**63, 10**400]),
         ("uint64", [2**64 - 1], [-1, 2**64]),
         ("bool", [0, 1.0], [2, 0.5]),
         ("float32", [0.1, 1e-60, math.nan, -math.inf], [1e39, 10**400]),
