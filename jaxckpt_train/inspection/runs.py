@@ -213,7 +213,10 @@ def _choose_newest(path: str, statuses: Sequence[StepStatus]) -> tuple[str, tupl
     bad = _newer_broken(statuses, found)
     refused = next((status.refusal for status in bad if status.refusal is not None), None)
     if refused is not None and found is not None:
-        refused.add_note(f"it may be the newest valid step; to take an older one, pass its number: --step {found.step}")
+        hint = f"it may be the newest valid step; to take an older one, pass its number: --step {found.step}"
+        if isinstance(refused, StorageError):
+            raise StorageError(refused.errno, f"{refused.strerror}; {hint}", refused.filename) from refused
+        raise type(refused)(f"{refused}; {hint}") from refused
     if refused is not None:
         raise refused
     if found is None:
