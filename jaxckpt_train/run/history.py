@@ -252,7 +252,7 @@ class RunLog:
         self._note("start", {"step": step, "tends": self.tends or None, **run_facts()})
 
     def resumed(self, step: int, resume_s: float) -> None:
-        """Record that the loop has its state, of this step, after so many seconds."""
+        """Record that the loop has its state, `resume_s` seconds after its start."""
         if self._began_at is not None:
             self.completed = step
             self._noted = self._monotonic(), step
