@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import dataclasses
 import functools
 import logging
 import math
+import numbers
 import os
 import signal
 import threading
@@ -15,6 +17,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
+
+import numpy as np
 
 from jaxckpt_train._validation import refuse, seconds
 from jaxckpt_train.pending import call_within
@@ -25,6 +29,7 @@ DEFAULT_LEFT_TIMEOUT_S = 10.0  # the default limit of a source's `left` method
 LEAST_S = 1.0
 IGNORED_S = 30.0
 CHECK_S = 1.0  # how often a notice checks whether its handlers were replaced
+_ACTION_BYTES = 512  # larger than `struct sigaction` on any system
 _log = logging.getLogger("jaxckpt_train")
 _notices: weakref.WeakSet[SignalNotice] = weakref.WeakSet()
 _forking = threading.local()  # the signals that were blocked before
@@ -54,7 +59,7 @@ class Notice:
             refuse("Notice.reason", "text", self.reason)
         for name in ("asked_at", "leave_by"):
             found: object = getattr(self, name)
-            if found is not None and (not isinstance(found, int | float) or math.isnan(found)):
+            if found is not None and (not isinstance(found, numbers.Real) or found != found):
                 refuse(f"Notice.{name}", "seconds of time.monotonic(), or None", found)
 
 
@@ -209,6 +214,8 @@ class WatchedSources:
 def _checked_notice(source: NoticeSource, found: object) -> Notice | None:
     if found is None or isinstance(found, Notice):
         return found
+    if isinstance(found, (bool, np.bool_)):  # not in the protocol, but refusing True would lose a save
+        return Notice(type(source).__name__) if found else None
     if not isinstance(found, str):
         refuse(f"{type(source).__name__}.notice()", "a Notice, its reason as text, or None", found)
     return Notice(found)
@@ -239,11 +246,24 @@ class SignalHandler:
         self._number = number
         self._received = weakref.WeakMethod(received)
         self._is_stopped, self._ignores_until = False, -math.inf
-        self._before = signal.getsignal(number)
+        self._before, self._action = signal.getsignal(number), _exchange_action(number)
+        self._address = b""
 
     def install(self) -> None:
         """Install the handler. Only the main thread can do that."""
         signal.signal(self._number, self)
+        self._address = self._installed_address()
+
+    def replaced_by(self) -> str | None:
+        """A description of what has replaced this handler, so that it may not be called; None: nothing has."""
+        found: object = signal.getsignal(self._number)
+        if found is not self and not isinstance(found, SignalHandler):  # a SignalHandler calls the one below it
+            return repr(found)
+        return None if self._installed_address() == self._address else "a handler written in C"
+
+    def _installed_address(self) -> bytes:
+        """The address of the C function that the system calls, the first member of `struct sigaction`."""
+        return _exchange_action(self._number).raw[: ctypes.sizeof(ctypes.c_void_p)]
 
     def stop(self) -> None:
         """Report no more signals, and restore the previous handler unless another one is installed above."""
@@ -296,17 +316,35 @@ class SignalHandler:
 
     def _put_back(self) -> None:
         signal.signal(self._number, signal.SIG_DFL if self._before is None else self._before)
+        if not callable(self._before):
+            _exchange_action(self._number, self._action)
 
     def _act_as_before(self, frame: FrameType | None) -> None:
         if callable(self._before):
             self._before(self._number, frame)
             return
-        here = signal.getsignal(self._number)
-        self._put_back()
+        here = _exchange_action(self._number, self._action)
         try:
-            signal.raise_signal(self._number)  # the default action, which may end the process
+            signal.raise_signal(self._number)  # the default action, which may end the process, or a C handler
         finally:
-            signal.signal(self._number, here)
+            _exchange_action(self._number, here)
+
+
+def _exchange_action(number: int, new: ctypes.Array[ctypes.c_char] | None = None) -> ctypes.Array[ctypes.c_char]:
+    """Return the action for a signal as the system knows it, and replace it by `new` if that is given.
+
+    Python only knows handlers that were installed through it. It takes a handler written in C, such as that of
+    `faulthandler.register`, for the default action, and would restore the default instead of it.
+    """
+    action = ctypes.create_string_buffer(_ACTION_BYTES)
+    _sigaction()(number, new, action)
+    return action
+
+
+@functools.cache
+def _sigaction() -> Any:
+    """The function of the C library. Cached, because each lookup creates classes that only garbage collection frees."""
+    return ctypes.CDLL(None).sigaction
 
 
 def _hold_signals() -> None:
@@ -340,9 +378,8 @@ class SignalNotice:
         self.received: str | None = None
         self.received_at: float | None = None
         self._monotonic = monotonic
-        self._numbers = list(
-            dict.fromkeys(signal.Signals[name] for name in names)
-        )  # SIGIOT and SIGABRT have one number
+        # SIGIOT and SIGABRT have one number.
+        self._numbers = list(dict.fromkeys(int(signal.Signals[name]) for name in names))
         self._handlers: dict[int, SignalHandler] = {}
         self._next_check, self._replaced = -math.inf, set[int]()
         _notices.add(self)
@@ -386,12 +423,12 @@ class SignalNotice:
     def _warn_if_replaced(self) -> None:
         """Warn once for each signal whose handler was replaced."""
         self._next_check = self._monotonic() + CHECK_S
-        for number in self._handlers:
-            other: object = signal.getsignal(number)
-            if not isinstance(other, SignalHandler) and number not in self._replaced:  # which calls the one below it
+        for number, handler in self._handlers.items():
+            other = None if number in self._replaced else handler.replaced_by()
+            if other is not None:
                 self._replaced.add(number)
                 text = (
-                    "%s: its handler was replaced by %r, so this signal may not request a shutdown any more. Install "
+                    "%s: its handler was replaced by %s, so this signal may not request a shutdown any more. Install "
                     "your handler before the CheckpointCallback is entered, which then calls it, or use notice_file"
                 )
                 _log.warning(text, signal.Signals(number).name, other)

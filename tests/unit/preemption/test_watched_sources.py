@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jaxckpt_train as jct
@@ -70,3 +71,21 @@ def test_wrong_notice_is_logged_once(tmp_path: Path, makes: Any, said: str, capl
     assert wrong.asked > 6
     assert caplog.text.count("Wrong: asking it for a notice failed") == 1
     assert said in caplog.text
+
+
+@pytest.mark.parametrize("kind", [bool, np.bool_])
+def test_source_may_return_a_truth_value(tmp_path: Path, kind: Any) -> None:
+    steps = iter([kind(False)] * 5)
+    source = Wrong(lambda: next(steps, kind(True)))
+    ckpt = jct.CheckpointCallback(tmp_path, notices=[source], on_preemption="raise", progress=False)
+    with pytest.raises(jct.Preempted) as left, ckpt:
+        ckpt.resume(state_of(0))
+        for step in ckpt.steps(100):
+            ckpt(state_of(step + 1))
+    assert left.value.step < 10
+    assert "Wrong" in str(left.value)
+
+
+@pytest.mark.parametrize("number", [np.float32(5), np.int64(5), 5])
+def test_notice_takes_times_of_numpy(number: Any) -> None:
+    assert jct.Notice("the cluster", asked_at=number, leave_by=number).leave_by == 5
