@@ -6,16 +6,18 @@ import abc
 import contextlib
 import dataclasses
 import datetime
+import email.utils
 import http.client
 import logging
 import re
+import socket
 import threading
 import time
 import urllib.parse
 import weakref
 from collections.abc import Mapping
 from email.message import Message
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -70,7 +72,7 @@ class MetadataServer:
     """Sends requests to one server, without proxies.
 
     An answer has at most `MOST_BYTES`. Redirections are not followed: a metadata server sends none, and a token must
-    not reach another server. `timeout_s` limits each wait for the server.
+    not reach another server. `timeout_s` limits a request from the connection to the last byte.
     """
 
     def __init__(self, subject: str, url: object, timeout_s: float) -> None:
@@ -88,6 +90,9 @@ class MetadataServer:
         try:
             connection = http.client.HTTPConnection(parts.netloc, timeout=self._timeout_s)
             with contextlib.closing(connection):
+                ends_at = time.monotonic() + self._timeout_s
+                connection.connect()
+                connection.sock = _TimedSocket(connection.sock, ends_at)
                 connection.request(method, parts.path, headers={**headers, "Connection": "close"})
                 with connection.getresponse() as response:
                     body, missing = response.read(MOST_BYTES + 1), response.length
@@ -98,6 +103,25 @@ class MetadataServer:
         if missing:
             raise NoAnswerError(f"{asked}: the answer is incomplete")
         return Answer(asked, response.status, response.headers, body)
+
+
+class _TimedSocket(socket.socket):
+    """Takes over a connection. Its time limit is that of the whole answer; usually it restarts with every byte."""
+
+    def __init__(self, connected: socket.socket, ends_at: float) -> None:
+        super().__init__(fileno=connected.detach())
+        self._ends_at = ends_at
+        self._limit()
+
+    def recv_into(self, *arguments: Any) -> int:
+        self._limit()
+        return super().recv_into(*arguments)
+
+    def _limit(self) -> None:
+        left_s = self._ends_at - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self.settimeout(left_s)
 
 
 class PolledSource(abc.ABC):
@@ -124,6 +148,7 @@ class PolledSource(abc.ABC):
         self.stop()
         self._stop, self._found, self._answered_at = Latch(), None, None
         arguments = weakref.ref(self), self._stop, self._poll_s
+        weakref.finalize(self, self._stop.open).atexit = False
         try:
             threading.Thread(target=_poll, args=arguments, name="jaxckpt-notice", daemon=True).start()
         except RuntimeError as error:
@@ -183,7 +208,7 @@ class AwsNotice(PolledSource):
 
     Args:
         poll_s: the seconds between two requests; Amazon recommends 5.
-        timeout_s: the seconds to wait for an answer.
+        timeout_s: the seconds that one request may take.
         rebalance: whether to shut down also on a rebalance recommendation, which means that an interruption has become
             likely; it may not come, and if it does, it comes minutes earlier.
         url: the address of the metadata service.
@@ -214,7 +239,7 @@ class AwsNotice(PolledSource):
             except (msgspec.MsgspecError, RecursionError) as error:
                 raise answer.unusable('JSON such as {"action": "stop", "time": "2017-09-18T08:22:00Z"}') from error
             reason = f"Amazon EC2, which is to {found.action} this spot instance"
-            return Notice(reason, leave_by=_monotonic(found.time))
+            return Notice(reason, leave_by=_monotonic(found.time, answer.headers))
         if self._rebalance and self._found_at(_REBALANCE_PATH) is not None:
             return Notice("Amazon EC2, which recommends to rebalance: this spot instance may be interrupted soon")
         return None
@@ -239,14 +264,19 @@ class AwsNotice(PolledSource):
         return self._server.ask(path, {_TOKEN: self._token})
 
 
-def _monotonic(stated: object) -> float | None:
-    """Convert a time to `time.monotonic()`; None: not a time."""
+def _monotonic(stated: object, headers: Message) -> float | None:
+    """Convert a time to `time.monotonic()`, by the server's clock if the answer has its date; None: not a time."""
+    now_s = time.time()
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        now_s = _timestamp(email.utils.parsedate_to_datetime(headers["Date"]))
     try:
-        at = datetime.datetime.fromisoformat(str(stated))
-        utc = at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)
-        return time.monotonic() + utc.timestamp() - time.time()
+        return time.monotonic() + _timestamp(datetime.datetime.fromisoformat(str(stated))) - now_s
     except (ValueError, OverflowError):
         return None
+
+
+def _timestamp(at: datetime.datetime) -> float:
+    return (at if at.tzinfo is not None else at.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 class GceNotice(PolledSource):
@@ -257,7 +287,7 @@ class GceNotice(PolledSource):
 
     Args:
         poll_s: the seconds between two requests; they reduce the 30 s of a notice.
-        timeout_s: the seconds to wait for an answer.
+        timeout_s: the seconds that one request may take.
         on_maintenance: which maintenance of the host shuts the job down: "terminate": any except a live migration,
             which only pauses the machine for a moment; "any": all; "ignore": none.
         url: the address of the metadata server.

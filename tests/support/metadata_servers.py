@@ -98,6 +98,7 @@ class Imds:
         answers: bodies by their path; all other paths are not found.
         tokens: the valid tokens.
         given: the number of tokens given so far.
+        date: the date of the answers; None: the current one.
     """
 
     ACTION = "/latest/meta-data/spot/instance-action"
@@ -107,11 +108,14 @@ class Imds:
         self.answers: dict[str, bytes] = {}
         self.tokens: set[str] = set()
         self.given = 0
+        self.date: str | None = None
 
     def interrupt(self, action: str, at: str) -> None:
         self.answers[self.ACTION] = json.dumps({"action": action, "time": at}).encode()
 
     def __call__(self, handler: Handler, server: Server) -> None:
+        if self.date is not None:
+            handler.date_time_string = lambda *_: self.date  # type: ignore[method-assign,assignment,return-value]
         if handler.command == "PUT" and handler.path == "/latest/api/token":
             seconds = handler.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
             if not seconds.isdecimal() or not 1 <= int(seconds) <= 21600:
@@ -134,6 +138,19 @@ class Imds:
 
 def hang(handler: Handler, server: Server) -> None:
     server.over.wait()
+
+
+def drip(handler: Handler, server: Server) -> None:
+    """Send a byte now and then, which restarts a socket timeout; the header never ends."""
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\nX-Long: ")
+    while not server.over.wait(0.02):
+        handler.wfile.write(b"x")
+
+
+def drip_the_body(handler: Handler, server: Server) -> None:
+    handler.wfile.write(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\n\r\n")
+    while not server.over.wait(0.02):
+        handler.wfile.write(b"T")
 
 
 def close(handler: Handler, server: Server) -> None:
@@ -163,7 +180,7 @@ def endless(handler: Handler, server: Server) -> None:
         handler.wfile.write(b"TRUE" * 20_000)
 
 
-MISBEHAVIOURS = (hang, close, break_off, fail, garbage, no_http, endless)
+MISBEHAVIOURS = (hang, drip, drip_the_body, close, break_off, fail, garbage, no_http, endless)
 
 
 def until(condition: Callable[[], object]) -> None:

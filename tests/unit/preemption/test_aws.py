@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import email.utils
 import json
 import time
 from typing import Any
@@ -20,8 +21,8 @@ def source(server: Server, **options: Any) -> jct.AwsNotice:
     return jct.AwsNotice(**{"url": server.url, "poll_s": 0.01, **options})
 
 
-def in_s(seconds: float) -> str:
-    at = datetime.datetime.now(UTC) + datetime.timedelta(seconds=seconds)
+def in_s(seconds: float, now: datetime.datetime | None = None) -> str:
+    at = (now or datetime.datetime.now(UTC)) + datetime.timedelta(seconds=seconds)
     return at.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -36,6 +37,27 @@ def test_an_interruption_is_noticed_with_its_time(action: str, caplog: pytest.Lo
         assert notice.notice().reason == f"Amazon EC2, which is to {action} this spot instance"
         assert 110 < notice.notice().leave_by - time.monotonic() < 121
     assert caplog.records == []
+
+
+def test_deadline_uses_the_clock_of_server() -> None:
+    imds = Imds()
+    there = datetime.datetime(2017, 9, 18, 8, 20, 0, tzinfo=UTC)
+    imds.date = email.utils.format_datetime(there, usegmt=True)
+    imds.interrupt("terminate", in_s(120, there))
+    before = time.monotonic()
+    with Server(imds) as server, started(source(server)) as notice:
+        until(notice.notice)
+        assert before + 120 <= notice.notice().leave_by <= time.monotonic() + 120
+
+
+@pytest.mark.parametrize("date", ["yesterday", "", "Mon, 99 Sep 2017 08:20:00 GMT"])
+def test_deadline_without_date_uses_local_clock(date: str) -> None:
+    imds = Imds()
+    imds.date = date
+    imds.interrupt("terminate", in_s(120))
+    with Server(imds) as server, started(source(server)) as notice:
+        until(notice.notice)
+        assert 110 < notice.notice().leave_by - time.monotonic() < 121
 
 
 @pytest.mark.parametrize("time_", ["soon", "", "2017-09-18T08:22:99Z", None, 5, ["2017"]])

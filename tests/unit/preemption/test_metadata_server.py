@@ -13,6 +13,8 @@ from tests.support.metadata_servers import (
     Server,
     break_off,
     close,
+    drip,
+    drip_the_body,
     endless,
     hang,
     no_http,
@@ -24,6 +26,8 @@ from tests.support.metadata_servers import (
     ("misbehave", "said"),
     [
         (hang, "timed out"),
+        (drip, "timed out"),
+        (drip_the_body, "timed out"),
         (endless, "longer than 16384 bytes"),
         (break_off, "the answer is incomplete"),
         (close, "closed|reset"),

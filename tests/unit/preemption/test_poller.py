@@ -170,7 +170,7 @@ def test_a_source_can_be_started_again(kind: Kind) -> None:
 @both
 def test_dropped_source_leaves_no_thread(kind: Kind) -> None:
     with Server(kind.speaks()) as server:
-        source = kind.source(url=server.url, **QUICK)
+        source = kind.source(url=server.url, poll_s=3600.0)
         source.start()
         server.wait_for(1)
         assert len(notice_threads()) == 1
