@@ -266,6 +266,8 @@ def _parse_words(subject: str, fields: Mapping[str, dataclasses.Field[Any]], wor
     names, given = list(fields), dict[str, Any]()
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
+        if equals and name not in names and (hint := nearest(name, names)):  # it would become a path
+            raise SettingsError(f'{subject}: unknown argument "{name}"{hint} The arguments are {", ".join(names)}')
         if not equals or name not in names:
             if place >= len(names):
                 raise SettingsError(f"{subject}: expected at most {len(names)} arguments ({', '.join(names)})")

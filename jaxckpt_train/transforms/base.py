@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from jaxckpt_train._validation import list_of, nearest
+from jaxckpt_train._validation import nearest, refuse
 from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.pytree.leaves import (
     MAX_DEPTH,
@@ -88,7 +88,10 @@ class Operation(abc.ABC):
             if field.name in ("leaves", "to", "from_", "leaf") and field.type == "str":
                 check_pattern(subject, value)
             elif field.type == "Sequence[str]":
-                self._set(field.name, list_of("paths")(subject, value or None))
+                # Not `list_of`: it accepts sets, whose order is random.
+                if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+                    refuse(subject, "a list of paths", value)
+                self._set(field.name, tuple(value))
                 for pattern in value if field.name != "with_" else ():
                     check_pattern(subject, pattern)
             elif str(field.type).startswith("Sequence[int") and value is not None:

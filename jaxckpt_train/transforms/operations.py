@@ -19,6 +19,7 @@ from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.pytree.leaves import ROOT, ArrayLeaf, join, key_text, parse_key, split
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.manifest import MAX_ARRAYS
+from jaxckpt_train.store.process_identity import memory_bytes
 from jaxckpt_train.store.segment import DTYPES, is_inexact
 from jaxckpt_train.transforms import views
 from jaxckpt_train.transforms.base import (
@@ -39,6 +40,7 @@ from jaxckpt_train.transforms.base import (
 from jaxckpt_train.transforms.views import View
 
 _MAX_LISTED = 8
+_NORMAL_BYTES = 8  # the size of a random number before its conversion
 _CONSTANTS = {"zeros": 0.0, "ones": 1.0}
 Initializer = Callable[[tuple[int, ...]], np.ndarray]
 
@@ -438,6 +440,12 @@ class Add(Operation):
         if not callable(self.init) and self.init != "normal":
             value = _CONSTANTS[self.init] if isinstance(self.init, str) else self.init
             return views.Constant(self.shape, _number_of(value, dtype, leaf))
+        size = math.prod(self.shape) * (dtype.itemsize if callable(self.init) else _NORMAL_BYTES)
+        if size > memory_bytes():  # the system may grant so much, and end the process when it is used
+            raise MismatchError(
+                f"{leaf}: creating {list(self.shape)} needs {size:,} bytes at once, but this machine has "
+                f"{memory_bytes():,} bytes of memory; add it with zeros, or in parts"
+            )
         return views.Filled(self.shape, dtype, self._make, leaf)
 
     def _make(self, shape: tuple[int, ...]) -> np.ndarray:

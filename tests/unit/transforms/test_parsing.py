@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxckpt_train.errors import SettingsError
@@ -78,7 +79,8 @@ def test_a_line_is_an_operation(text: str, expected: Any) -> None:
         ("cast a bf16", "found 'bf16', did you mean \"bfloat16\"\\?$"),
         ("cast a f32", 'did you mean "float32"\\?$'),
         ("add a 3 dtype=f64", 'did you mean "float64"\\?$'),
-        ("transpose x axis=0,1", r"\(transpose\): axes: expected a whole number from 0, found 'axis=0'"),
+        ("transpose x axis=0,1", r'\(transpose\): unknown argument "axis", did you mean "axes"\?'),
+        ("rename a too=b", r'\(rename\): unknown argument "too", did you mean "to"\?'),
         ("split a p,p,q axis=1", r"\(split\): into: expected .* found 'p' twice"),
         ("add a 3 init=normal seed=-1", r"\(add\): seed: expected a whole number from 0, found -1"),
         ("add a 3 init=normal stddev=nan", r"\(add\): stddev: expected .* found nan"),
@@ -94,6 +96,13 @@ def test_a_line_is_an_operation(text: str, expected: Any) -> None:
 def test_invalid_line_is_refused(text: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         parse_operation(text)
+
+
+@pytest.mark.parametrize("leaves", [{"a", "b"}, {"a": 1}.keys(), np.array(["a", "b"]), [], "a"])
+def test_paths_without_an_order_are_refused(leaves: Any) -> None:
+    """The order of a set, in which arrays would be joined, differs from process to process."""
+    with pytest.raises(SettingsError, match="fuse: leaves: expected a list of paths"):
+        Fuse(leaves, "c")
 
 
 def test_operations_are_registered_by_their_name() -> None:
