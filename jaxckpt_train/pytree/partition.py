@@ -20,11 +20,23 @@ from jaxckpt_train.pytree.copies import TransferBudget, Transfers, copies_if_wan
 from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.boxes import Box, box_elements, slices_within
 from jaxckpt_train.store.segment import ChunkSource
+from jaxckpt_train.store.threads import unlocked_cached_property
 
 Holders = tuple[int, ...] | range
 LEAST_PART_BYTES = 1 << 20  # smaller parts are not cut: another write and another manifest entry cost more
 Cuts = tuple[tuple[str, ...], ...]  # for each dimension, the mesh axes over which it is sharded, the outermost first
 Place = tuple[int, ...]  # position of a device along each axis of a mesh
+
+
+class ProcessSet(tuple[int, ...]):
+    """Numbers of processes, in order, with a cached hash: every array would hash a hundred thousand numbers again."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @unlocked_cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
 
 
 def as_holders(numbers: Sequence[int] | np.ndarray) -> Holders:
@@ -33,7 +45,7 @@ def as_holders(numbers: Sequence[int] | np.ndarray) -> Holders:
     steps = np.diff(found)
     if len(steps) and (steps == steps[0]).all():
         return range(int(found[0]), int(found[-1]) + 1, int(steps[0]))
-    return tuple(found.tolist())
+    return ProcessSet(found.tolist())
 
 
 class HeldBox(NamedTuple):
