@@ -21,7 +21,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import GONE, MISSING, Backend, Entry, is_removed_in_use, sync_directory
 from jaxckpt_train.store.backends.local import side_name
 from jaxckpt_train.store.committed import attempt_paths, is_committed
-from jaxckpt_train.store.files import read_or_none
+from jaxckpt_train.store.files import read_head, read_or_none
 from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
     FORMAT,
@@ -37,6 +37,8 @@ from jaxckpt_train.store.process_identity import is_dead_tag
 MAX_LISTED = 5
 TAKEN = (errno.EEXIST, errno.ENOTEMPTY)  # of a rename to a name that something has
 _DATA_FILE = re.compile(r"p[0-9]{5}(-s[0-9]+\.safetensors|\.json)")
+_FORMAT_PREFIX = f'{{"format":"{FORMAT}"'.encode()  # the first bytes of COMMIT and of the manifest
+_HEAD_BYTES = 4096
 _MAX_UNSIZED_MANIFEST_BYTES = 64 << 20  # the limit for a manifest whose size COMMIT does not state
 _log = logging.getLogger("jaxckpt_train")
 _ATTEMPT = re.compile(r"\.(?P<final>.+)\.tmp-(?P<tag>[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+)-[0-9]+", re.DOTALL)
@@ -89,6 +91,8 @@ def untracked_files(backend: Backend, directory: str, *, certain: bool) -> Itera
         for name in others:
             if certain or not _may_be_of_checkpointable(backend, f"{directory}/{name}"):
                 yield name
+        if certain and not any(folders.values()) and _is_of_other_program(backend, directory):
+            yield from (entry.name for entry in top if entry.kind == "file" and entry.name in RESERVED_NAMES)
         return
     parts = {part.name for part in manifest.parts}
     yield from (name for name in folders if name not in parts)
@@ -136,6 +140,16 @@ def _read_names(backend: Backend, directory: str) -> _NamedFiles | None:
     except (CorruptCheckpointError, *NOT_JSON):
         return None
     return names if names is not None and names.format == FORMAT else None
+
+
+def _is_of_other_program(backend: Backend, directory: str) -> bool:
+    """Whether COMMIT and `manifest.json`, as far as they exist, have content of another format.
+
+    A power cut may replace all of their content, or all but the first bytes, by zeros. Zeros say nothing.
+    """
+    heads = [read_head(backend, directory, name, _HEAD_BYTES).strip(b"\0") for name in RESERVED_NAMES]
+    found = [head.partition(b"\0")[0] for head in heads if head]
+    return bool(found) and not any(_FORMAT_PREFIX in text or _FORMAT_PREFIX.startswith(text) for text in found)
 
 
 def _untracked_below(backend: Backend, directory: str, part: str, files: set[str]) -> Iterator[str]:
@@ -212,10 +226,11 @@ def set_aside(backend: Backend, directory: str, final: str, found: Sequence[str]
 def remove_stale_temporary(backend: Backend, directory: str, final: str) -> None:
     """Remove what a dead process left next to a checkpoint: an attempt, or the checkpoint that it had replaced."""
     top = {entry.name: entry.kind for entry in list_entries(backend, directory)}
-    if COMMIT_NAME not in top and all(
+    is_attempt = COMMIT_NAME not in top and all(
         kind != "directory" if name in RESERVED_NAMES else _may_be_of_attempt(backend, f"{directory}/{name}", kind)
         for name, kind in top.items()
-    ):
+    )
+    if is_attempt and not _is_of_other_program(backend, directory):
         backend.remove(directory)
     elif top:
         _remove_or_keep(backend, directory, final, was_committed=COMMIT_NAME in top)

@@ -61,3 +61,26 @@ def test_file_created_during_overwrite_is_kept(
     jct.save(tmp_path / "c", NEW, overwrite=True)
     assert (tmp_path / "c.replaced-1").read_text() == "mine"
     assert names(tmp_path) == ["c", "c.replaced-1", "elsewhere"]
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"COMMIT": "4f2a91c", "manifest.json": '{"name": "web app"}'},
+        {"COMMIT": "", "manifest.json": "{}"},
+        {"COMMIT": "x"},
+    ],
+    ids=lambda files: "-".join(map(str, files.values())),
+)
+def test_foreign_commit_and_manifest_files_are_kept(tmp_path: Path, files: dict[str, str], is_killed: bool) -> None:
+    (tmp_path / "c" / "assets").mkdir(parents=True)
+    for name, text in files.items():
+        (tmp_path / "c" / name).write_text(text)
+    before = content(tmp_path / "c")
+    if is_killed:
+        killed_after_the_exchange(tmp_path / "c", OLD)
+    jct.save(tmp_path / "c", NEW, overwrite=True)
+    assert content(tmp_path / "c.replaced-1") == before
+    assert names(tmp_path) == ["c", "c.replaced-1"]
+    assert np.array_equal(jct.load(tmp_path / "c")["w"], NEW["w"])
