@@ -230,7 +230,10 @@ def remove_stale_temporary(backend: Backend, directory: str, final: str) -> None
         kind != "directory" if name in RESERVED_NAMES else _may_be_of_attempt(backend, f"{directory}/{name}", kind)
         for name, kind in top.items()
     )
-    if is_attempt and not _is_of_other_program(backend, directory):
+    is_foreign = False
+    with contextlib.suppress(StorageError):  # a bad disk says nothing about an attempt, which has no COMMIT
+        is_foreign = is_attempt and _is_of_other_program(backend, directory)
+    if is_attempt and not is_foreign:
         backend.remove(directory)
     elif top:
         _remove_or_keep(backend, directory, final, was_committed=COMMIT_NAME in top)
