@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, Json, JsonValue, Saved, Staged
 from jaxckpt_train.checkpointables.iterator_state import (
     check_fingerprint,
@@ -29,6 +31,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, IteratorStateError
 # Nodes that yield one element for each element of their parent, in the same order.
 _ONE_TO_ONE = frozenset({"_MapDatasetIterator", "ThreadPrefetchDatasetIterator", "MapMapDataset"})
 _DATA_LOADER = "DataLoaderIterator"
+_LISTS = (list, tuple, np.ndarray)
 _log = logging.getLogger("jaxckpt_train")
 _FIELDS = frozenset({"grain_version", "iterator", "workers", "processes", "process", "fingerprint", "state"})
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -421,7 +424,8 @@ def _differences(saved: Any, found: Any, path: str, strict: bool) -> Iterator[st
     lists, the data sets that an interleave has open, and the states of iterators that are not Grain's own.
     """
     if not isinstance(saved, dict) or not isinstance(found, dict):
-        if strict and saved is not None and found is not None and isinstance(saved, dict) != isinstance(found, dict):
+        is_other = any(isinstance(saved, kind) != isinstance(found, kind) for kind in (dict, _LISTS))
+        if strict and saved is not None and found is not None and is_other:
             yield f"{path}: saved {_form(saved)}; found {_form(found)}"
         return
     grains = any(side.keys() - _OPTIONAL in _GRAIN_NODES for side in (saved, found))

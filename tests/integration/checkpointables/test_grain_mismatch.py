@@ -95,6 +95,28 @@ def test_a_pipeline_with_other_parts_is_refused(saved: Any, target: Any, match: 
     assert_refused(target, saved_from(saved), match)
 
 
+class Anywhere(grain.DatasetIterator):  # type: ignore[misc]
+    """An iterator of a user whose `set_state` accepts whatever it gets."""
+
+    def __init__(self, position: Any) -> None:
+        super().__init__()
+        self._position = position
+
+    def __next__(self) -> Any:
+        return self._position
+
+    def get_state(self) -> Any:
+        return self._position
+
+    def set_state(self, state: Any) -> None:
+        self._position = state
+
+
+@pytest.mark.parametrize(("saved", "found"), [([3, 4], 7), (7, [3, 4]), ((1,), "a"), (np.ones(2), 1), ({"a": 1}, 1)])
+def test_list_or_dict_for_another_value_is_refused(saved: Any, found: Any) -> None:
+    assert_refused(Anywhere(found), saved_from(Anywhere(saved)), "state: saved .*; found ")
+
+
 def test_state_that_newer_grain_extends_is_not_refused() -> None:
     saved = saved_from(PIPELINES["interleave"]())
     saved.content["state"].pop("future_states", None)
