@@ -37,7 +37,7 @@ from jaxckpt_train.store.files import read_or_none
 from jaxckpt_train.store.manifest import MAX_INFO_BYTES, NOT_JSON, decode_value
 from jaxckpt_train.store.timeouts import time_limited
 
-_FOLDER, _FILE = "metadata", "_ROOT_METADATA"
+_FOLDER, _FILE, _OLD_FILE = "metadata", "_ROOT_METADATA", "metadata"
 _TREES = ("Standard", "PyTree", "Array", "JaxRandomKey")
 _KNOWN = (*_TREES, "Json", "NumpyRandomKey", "Checkpoint")
 _KINDS = {f"{name}{what}": (name, what) for name in (*_KNOWN, "PyGrainCheckpoint") for what in ("Save", "Restore")}
@@ -119,13 +119,19 @@ def write_root_metadata(directory: str, metadata: Mapping[str, Any]) -> None:
 @time_limited
 def read_root_metadata(directory: str) -> dict[str, Any] | None:
     """Read the metadata of a run; None: it has none. Raise CorruptCheckpointError if the file is not valid."""
-    data = read_or_none(LocalBackend(), f"{directory}/{_FOLDER}", _FILE, MAX_INFO_BYTES)
-    if data is None:
-        return None
-    try:
-        return msgspec.convert(decode_value(data), RootMetadata).custom_metadata
-    except NOT_JSON as error:
-        raise CorruptCheckpointError(f"{directory}/{_FOLDER}/{_FILE}: expected JSON with metadata: {error}") from error
+    kinds: dict[str, Any] = {_FILE: RootMetadata, _OLD_FILE: dict[str, Any]}
+    for name, kind in kinds.items():
+        data = read_or_none(LocalBackend(), f"{directory}/{_FOLDER}", name, MAX_INFO_BYTES)
+        if data is None:
+            continue
+        try:
+            found = msgspec.convert(decode_value(data), kind)
+        except NOT_JSON as error:
+            path = f"{directory}/{_FOLDER}/{name}"
+            raise CorruptCheckpointError(f"{path}: expected JSON with metadata: {error}") from error
+        custom: dict[str, Any] = found.custom_metadata if name == _FILE else found
+        return custom
+    return None
 
 
 class HandledItem:

@@ -158,10 +158,27 @@ def test_metadata_of_a_run_is_kept_once(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, metadata={"a": object()})
 
 
-@pytest.mark.parametrize("text", [b"{", b"[1]", b'{"custom_metadata": 3}'])
-def test_broken_metadata_of_a_run_is_refused(text: bytes, tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, metadata={"a": 1}) as manager:
-        (tmp_path / "metadata" / "_ROOT_METADATA").write_bytes(text)
+@pytest.mark.parametrize("library", [ocp, orbax_manager])
+def test_metadata_of_a_run_of_an_old_orbax_is_read(library: Any, tmp_path: Path) -> None:
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metadata" / "metadata").write_bytes(b'{"a": {"b": [1.5]}}')
+    with library.CheckpointManager(tmp_path) as manager:
+        assert manager.metadata().custom_metadata == {"a": {"b": [1.5]}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("_ROOT_METADATA", b"{"),
+        ("_ROOT_METADATA", b"[1]"),
+        ("_ROOT_METADATA", b'{"custom_metadata": 3}'),
+        ("metadata", b"[1]"),
+    ],
+)
+def test_broken_metadata_of_a_run_is_refused(name: str, text: bytes, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        (tmp_path / "metadata").mkdir(exist_ok=True)
+        (tmp_path / "metadata" / name).write_bytes(text)
         with pytest.raises(jct.CorruptCheckpointError):
             manager.metadata()
 
