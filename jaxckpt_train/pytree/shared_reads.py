@@ -361,15 +361,17 @@ class JointRead:
         """Read the next window of this process; wait until all have theirs and the last transfer is over."""
         start, stop = redistribution.window(number) if number < redistribution.windows else (0, 0)
         window = aligned_buffer(stop - start) if stop else None
-
-        def fill_and_wait() -> None:
-            if window is not None:
-                reader.fill(window, start, stop)
-            if in_transit is not None:
-                self._wait_for(in_transit)
-
+        fill_and_wait = functools.partial(self._fill_and_wait, reader, window, start, stop, in_transit)
         self._run_in_all(f"loading {self._subject}", fill_and_wait)
         return window
+
+    def _fill_and_wait(
+        self, reader: ShardReader, window: np.ndarray | None, start: int, stop: int, in_transit: Transfer | None
+    ) -> None:
+        if window is not None:
+            reader.fill(window, start, stop)
+        if in_transit is not None:
+            self._wait_for(in_transit)
 
     def _wait_for(self, transfer: Transfer) -> None:
         """Wait until a transfer is over, with heartbeats, because another process may be the one that is stopped."""
@@ -403,7 +405,8 @@ class JointRead:
 class _OneShot:
     """The contribution of this process to an exchange, which drops its function when it is called.
 
-    A plain closure would stay in the frames of an error, even when those are cleared, and with it all that is loaded.
+    A nested function keeps what it refers to in its frame, even when the frames of an error are cleared, and with it
+    all that is loaded. So pass it a method, or a partial of one.
     """
 
     def __init__(self, act: Callable[[], bytes | None]) -> None:

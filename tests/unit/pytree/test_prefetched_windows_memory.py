@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxckpt_train.errors import StorageError
+from jaxckpt_train.errors import StorageError, free_frames
 from jaxckpt_train.pytree.redistribution import Prefetcher, ShardReader, assign_reads
+from jaxckpt_train.pytree.shared_reads import JointRead
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import timeouts
 from tests.support.checkpoints import commit
@@ -85,3 +90,21 @@ def test_abandoned_read_is_counted_after_another_failed() -> None:
         assert timeouts._threads.get(None).abandoned_count() == before + 1
     finally:
         answers_again.set()
+
+
+def test_error_of_a_window_does_not_keep_its_reader() -> None:
+    class Reader:
+        def fill(self, *window: Any) -> None:
+            raise StorageError(5, "broken")
+
+    committed: Any = SimpleNamespace(manifest=SimpleNamespace(block_bytes=BLOCK))
+    job: Any = SimpleNamespace(exchange=lambda doing, act, merge, sign: act(), is_over=lambda: False)
+    windows: Any = SimpleNamespace(windows=1, window=lambda number: (0, BLOCK))
+    reader: Any = Reader()
+    kept = weakref.ref(reader)
+    with pytest.raises(StorageError) as caught:
+        JointRead(job, StrictBackend(), committed, "x", StoreSettings(), None, None)._move(windows, reader, print)
+    free_frames(caught.value)
+    del reader
+    gc.collect()
+    assert kept() is None
