@@ -143,7 +143,7 @@ def test_temporary_policy_checks_its_arguments() -> None:
     node = {"_target_": "jaxckpt_train.TemporarySavePolicy", "policy": {"_target_": "jaxckpt_train.InitialSavePolicy"}}
     assert callback_arguments({"save_policy": node})["save_policy"] == jct.TemporarySavePolicy(jct.InitialSavePolicy())
     wrong: Any = jct.LatestN(2)
-    with pytest.raises(SettingsError, match="TemporarySavePolicy.policy: expected"):
+    with pytest.raises(SettingsError, match=r"TemporarySavePolicy\.policy: expected"):
         jct.TemporarySavePolicy(wrong)
     with pytest.raises(SettingsError, match="temporary_interval_secs: expected"):
         jct.CheckpointCallback("x", temporary_interval_secs=0)
