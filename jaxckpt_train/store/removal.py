@@ -70,9 +70,9 @@ def untracked_files(backend: Backend, directory: str, *, certain: bool) -> Itera
     """Yield the files and directories in a checkpoint's directory that are not part of the checkpoint.
 
     Without `certain`, the manifest is read only if a file has a name that no save gives, or a directory is empty,
-    because reading it takes long. If it is unusable, every file with a name that no save gives is untracked; without
-    `certain`, only folders that no checkpointable can have written: folders that hold a hidden file or another
-    checkpoint. Raises StorageError: the storage cannot be read.
+    because reading it takes long. If it is unusable, every file with a name that no save gives is untracked, and so are
+    a COMMIT and a `manifest.json` of another program; without `certain`, only folders that no checkpointable can have
+    written: folders that hold a hidden file or another checkpoint. Raises StorageError: the storage cannot be read.
     """
     top = list_entries(backend, directory)
     names = [entry.name for entry in top if entry.kind == "directory"]
