@@ -20,6 +20,7 @@ T = TypeVar("T")
 _RENAME_NOREPLACE, _RENAME_EXCHANGE, _AT_FDCWD = 1, 2, -100
 _FLAGS_OF_MACOS = {_RENAME_NOREPLACE: 4, _RENAME_EXCHANGE: 2}
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_LEVELS = 500  # of directories that are removed: half of Python's call stack
 
 
 def retry_interrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -78,20 +79,22 @@ def scan_entries(path: str | int) -> list[Entry]:
 def remove_tree(path: str) -> None:
     """Remove a directory with everything in it, even while another process removes parts of it.
 
-    Files that another client of a network file system has open stay under names that the system gives. Everything else
-    is removed, and then an OSError with ENOTEMPTY or EBUSY is raised.
+    Files that another client of a network file system has open stay under names that the system gives, and so does what
+    is more than `_MAX_LEVELS` deep. Everything else is removed, and then an OSError with ENOTEMPTY or EBUSY is raised.
     """
-    _remove_contents(retry_interrupted(os.open, path, _FOLDER))
+    _remove_contents(retry_interrupted(os.open, path, _FOLDER), _MAX_LEVELS)
     retry_interrupted(os.rmdir, path)
 
 
-def _remove_contents(folder: int) -> None:
+def _remove_contents(folder: int, levels: int) -> None:
     in_use = None
     try:
         for entry in retry_interrupted(scan_entries, folder):
             try:
                 if entry.kind == "directory":
-                    _remove_contents(retry_interrupted(os.open, entry.name, _FOLDER, dir_fd=folder))
+                    if not levels:
+                        raise OSError(errno.ENOTEMPTY, "directories are nested too deep: remove them by hand")
+                    _remove_contents(retry_interrupted(os.open, entry.name, _FOLDER, dir_fd=folder), levels - 1)
                     retry_interrupted(os.rmdir, entry.name, dir_fd=folder)
                 else:
                     retry_interrupted(os.unlink, entry.name, dir_fd=folder)

@@ -52,6 +52,31 @@ def test_tree_of_any_depth_is_removed(place: Path, depth: int) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("depth", [1500, 2500])
+def test_directories_that_are_too_deep_cost_only_a_warning(
+    place: Path, depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are deeper than Python's call stack; only the first fit in a path."""
+    make_deep(place / "tree", depth)
+    (place / "tree" / "file").touch()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError, match="too deep: remove them by hand"):
+        LocalBackend().remove(str(place / "tree"))
+    assert names(place / "tree") == ["a"]
+    assert len(os.listdir("/proc/self/fd")) == before
+    jct.save(place / "c", OLD)
+    make_deep(dead_attempt(place / "c"), depth)
+    jct.save(place / "c", NEW, overwrite=True)
+    assert_holds(place / "c", NEW)
+    assert "could not be removed" in caplog.text
+    with jct.StepManager(place / "run", preservation_policy=jct.LatestN(1)) as manager:
+        manager.save(1, {"state": OLD})
+        manager.wait()
+        make_deep(place / "run" / "step-0000000001" / "state", depth)
+        manager.save(2, {"state": OLD})
+    assert caplog.text.count("deleting step-0000000001 failed") == 1
+
+
 def test_removal_continues_after_concurrent_removal(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(9):
         make_deep(place / "tree" / str(number), 2)
