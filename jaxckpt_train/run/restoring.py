@@ -199,7 +199,10 @@ class RunRestore:
             manifests.add(committed.manifest_sha256)
             if len(manifests) > 1:
                 raise StepVanishedError(entry.name)
-            return load(committed), frozenset(part.name for part in committed.manifest.parts)
+            results = load(committed)
+            if (saved_as := committed.manifest.info.get("step")) not in (None, entry.step):  # which may be intended
+                _log.warning("step %d was saved as step %s: %s was renamed", entry.step, saved_as, path)
+            return results, frozenset(part.name for part in committed.manifest.parts)
 
         try:
             return read()

@@ -265,6 +265,15 @@ def test_step_without_commit_is_reported_once(tmp_path: Path, caplog: pytest.Log
     assert caplog.text.count("step-0000000002: ignored") == 1
 
 
+def test_renumbered_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = made_run(tmp_path, 1, 3)
+    StepManager(run).restore()
+    assert "was saved as" not in caplog.text
+    step_path(run, 3).rename(step_path(run, 7))
+    assert step_of(StepManager(run).restore()) == 3
+    assert "step 7 was saved as step 3" in caplog.text
+
+
 def test_quarantine_and_deletion_exclude_each_other(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2, 3)
     with StepManager(run, preservation_policy=LatestN(2)) as manager:
