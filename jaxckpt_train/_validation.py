@@ -161,7 +161,7 @@ def one_of(*choices: str | bool) -> Check:
     wanted = "one of " + ", ".join(map(repr, choices))
 
     def check(subject: str, value: Any) -> str | bool:
-        found = [choice for choice in choices if type(value) is type(choice) and value == choice]
+        found = [choice for choice in choices if isinstance(value, type(choice)) and value == choice]
         return found[0] if found else refuse(subject, wanted, value)
 
     return check

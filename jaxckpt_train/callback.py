@@ -492,7 +492,10 @@ class CheckpointCallback:
             The hook. It returns whether the step is being saved, and raises SettingsError if `step` is not the number
             of an update.
         """
-        functions: dict[str, Any] = {"get_state": get_state, "get_metrics": get_metrics or dict}
+        functions: dict[str, Any] = {
+            "get_state": get_state,
+            "get_metrics": dict if get_metrics is None else get_metrics,
+        }
         for name, given in functions.items():
             if not callable(given):
                 kind = type(given).__name__  # name only its type: the value may be a whole state

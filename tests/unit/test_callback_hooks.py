@@ -177,6 +177,8 @@ def test_invalid_hook_arguments_are_refused(tmp_path: Path) -> None:
             ckpt.as_hook(state_of(1))
         with pytest.raises(jct.SettingsError, match=r"get_metrics: .*an object of int"):
             ckpt.as_hook(lambda: state_of(1), get_metrics=5)
+        with pytest.raises(jct.SettingsError, match=r"get_metrics: .*an object of dict"):
+            ckpt.as_hook(lambda: state_of(1), get_metrics={})
         for info, message in (
             (5, "info: .*object of int"),
             (SimpleNamespace(step=1), "info: .*object of SimpleNamespace"),

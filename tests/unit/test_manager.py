@@ -354,6 +354,11 @@ def test_constructor_refuses_wrong_arguments(tmp_path: Path, options: dict[str, 
         jct.StepManager(tmp_path, **options)
 
 
+def test_choice_may_be_text_of_numpy(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, if_busy=np.str_("skip")) as manager:  # type: ignore[arg-type]
+        assert manager.save(1, {"state": state_of(1)}).saved
+
+
 def test_passed_clock_is_used(tmp_path: Path) -> None:
     policy = jct.EverySecondsPolicy(150)
     with jct.StepManager(tmp_path, save_decision_policy=policy, clock=Clock()) as manager:
