@@ -177,7 +177,15 @@ def decode_state(data: Json) -> Any:
 def _encode(value: Any, path: str) -> Json:
     # Compare exact types: a subclass (an OrderedDict, an IntEnum, a named tuple) would be restored as its base class.
     kind = type(value)
-    if value is None or kind in (bool, str):
+    if value is None or kind is bool:
+        return value
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UnsupportedLeafError(
+                f"iterator state: {path} is text that is not valid Unicode: {value!r}"
+            ) from error
         return value
     if kind is int:
         return value if -(2**63) <= value < 2**64 else {"__int__": hex(value)}

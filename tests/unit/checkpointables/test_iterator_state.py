@@ -156,6 +156,7 @@ class Point(NamedTuple):
         (np.zeros(1, [("a", "i4")]), "dtype"),
         (jnp.bfloat16(1).dtype.type(1), "dtype bfloat16"),
         (np.bytes_(b"a\0"), "ends with zeros"),
+        ("\ud800", "not valid Unicode"),
     ],
 )
 def test_values_json_cannot_keep_are_refused_with_path(value: Any, name: str) -> None:
