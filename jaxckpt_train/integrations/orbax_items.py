@@ -273,7 +273,13 @@ class Items:
         handler = next((self._custom[key] for key in keys if key in self._custom), None)
         cls = _registered_handler_class(args) if handler is None and name not in self._kinds else None
         if cls is not None and _handler_kind(name, cls) is None:
-            handler = self._custom[name, None] = cls()
+            try:
+                handler = self._custom[name, None] = cls()
+            except TypeError as error:
+                raise SettingsError(
+                    f"args of {name!r}: expected a handler that is created without arguments, found {cls.__qualname__}"
+                    f": {error}. Pass a handler as item_handlers."
+                ) from error
         if handler is not None and current().processes > 1:  # handlers would have to synchronise with each other
             raise SettingsError(
                 f"args of {name!r}: expected args of Orbax or Grain in a multi-process job, found a custom handler: "

@@ -118,6 +118,29 @@ def test_handler_is_found_by_args_or_item_name(library: Any, given: Any, tmp_pat
         assert manager.restore(0, args=library.args.Composite(text=TextRestore(is_loud=True))).text == "AB"
 
 
+class NamedHandler(TextHandler):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@ocp.args.register_with_handler(NamedHandler, for_save=True)
+class NamedSave(TextSave): ...
+
+
+@ocp.args.register_with_handler(NamedHandler, for_restore=True)
+class NamedRestore(TextRestore): ...
+
+
+def test_registered_handler_with_arguments_has_to_be_given(tmp_path: Path) -> None:
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(jct.SettingsError, match=r"'a': .* NamedHandler: .* as item_handlers"),
+    ):
+        manager.save(0, args=args.Composite(a=NamedSave(["b"])))
+    with CheckpointManager(tmp_path, item_handlers={"a": NamedHandler("x")}) as manager:
+        assert manager.save(0, args=args.Composite(a=NamedSave(["b"])))
+
+
 @BOTH
 def test_registry_maps_args_to_handlers(library: Any, tmp_path: Path) -> None:
     registry, handler = ocp.handlers.DefaultCheckpointHandlerRegistry(), TwiceHandler()
