@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import layout
 
+from jaxckpt_train._validation import shown
 from jaxckpt_train.errors import CheckpointError, MismatchError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.pytree._jax import get_mesh
 from jaxckpt_train.pytree.flatten import PLACEHOLDER, WITHOUT_FUNCTIONS, flatten, is_function, is_key_array, shortened
@@ -428,7 +429,8 @@ class Comparison:
                 value = python_value(name, saved, self._subject)
                 is_rounded = wanted.weak and isinstance(value, (float, complex))  # as JAX does
                 if (rounded_array if is_rounded else exact_array)(value, request.dtype) is None:
-                    line = f"leaf {name!r}: saved {describe_saved(saved, None)}, wanted {request}, which cannot hold it"
+                    number = f"{describe_saved(saved, None)} {shown(value)}"
+                    line = f"leaf {name!r}: saved {number}, wanted {request}, which does not hold it exactly"
             if line is not None:
                 self.lines.append(line)
         return found
