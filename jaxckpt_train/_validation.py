@@ -205,8 +205,11 @@ def check_fields(subject: str, settings: object) -> None:
 
 @functools.cache
 def _checks_of(settings: type) -> dict[str, Check]:
-    hints = typing.get_type_hints(settings, include_extras=True)
-    return {field.name: _check_of(hints[field.name]) for field in dataclasses.fields(settings)}
+    hints = dict[str, Any]()
+    for each in reversed(settings.__mro__):  # names in a subclass of a user may exist for type checkers only
+        if each.__module__.partition(".")[0] == __package__:
+            hints |= typing.get_type_hints(each, include_extras=True)
+    return {field.name: _check_of(hints[field.name]) for field in dataclasses.fields(settings) if field.name in hints}
 
 
 def _check_of(hint: Any) -> Check:

@@ -315,9 +315,9 @@ def step_collection(subject: str, value: object) -> Collection[int]:
     """Return `value` as steps with a fast `in`: a range unchanged, anything else as a frozenset."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         refuse(subject, "a collection of steps, such as [100, 1000]", value)
-    if isinstance(value, range) and (not value or min(value[0], value[-1]) >= 0):
-        return value
-    return frozenset(whole(0)(f"{subject}: a step", step) for step in value)
+    steps = [value[0], value[-1]] if isinstance(value, range) and value else value
+    checked = frozenset(whole(0)(f"{subject}: a step", step) for step in steps)
+    return value if isinstance(value, range) else checked
 
 
 def require_policy(subject: str, policy: Any, method: str) -> Any:

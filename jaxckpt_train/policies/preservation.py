@@ -15,7 +15,6 @@ import functools
 import logging
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from fractions import Fraction
 from typing import Annotated, cast
 
 from jaxckpt_train._validation import Mode, whole
@@ -105,7 +104,8 @@ class EveryNStepsClosest(Checked):
     def should_preserve(self, checkpoints: Checkpoints, *, context: DecisionContext) -> list[bool]:
         closest: dict[int, tuple[int, int]] = {}  # multiple -> (distance, position)
         for position, info in enumerate(checkpoints):
-            multiple = round(Fraction(info.step, self.interval_steps))  # exact for every step
+            below, beyond = divmod(info.step, self.interval_steps)  # exact for every step
+            multiple = below + (2 * beyond + below % 2 > self.interval_steps)
             distance = abs(info.step - multiple * self.interval_steps)
             if multiple not in closest or distance <= closest[multiple][0]:
                 closest[multiple] = (distance, position)

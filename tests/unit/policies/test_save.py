@@ -392,3 +392,17 @@ def test_policies_with_orbax_names_decide_like_orbax(
         for previous in ([], [info(0, 0)]):
             expected = asks(theirs, info(step, gap), previous, is_saving_in_progress=busy)
             assert asks(policy, info(step, gap), previous, is_saving_in_progress=busy) == expected, policy
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnPolicy(FixedIntervalPolicy):
+    """A policy of a user, with a name that only type checkers know."""
+
+    extra: NameForTypeCheckers | None = None  # type: ignore[name-defined]  # noqa: F821
+    is_loud: bool = 1  # type: ignore[assignment]
+
+
+def test_fields_of_a_subclass_are_not_checked() -> None:
+    assert OwnPolicy(np.int64(5)).interval == 5
+    with pytest.raises(SettingsError, match=r"OwnPolicy\.interval"):
+        OwnPolicy(0)
