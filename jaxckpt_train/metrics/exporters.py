@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jaxckpt_train._validation import absolute_path, named, optional, refuse, text, whole
+from jaxckpt_train._validation import absolute_path, named, optional, refuse, text, unicode_text, whole
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.store.threads import free_in_child
 
@@ -37,6 +37,7 @@ _TOOK = {"save": "save_s", "restore": "restore_s"}
 _NS = 1_000_000_000
 _OF_OPENTELEMETRY = {"counter": "add", "gauge": "set", "histogram": "record"}
 _OF_PROMETHEUS = {"counter": "inc", "gauge": "set", "histogram": "observe"}
+_LABEL = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _SUFFIXES = {SECONDS: "_seconds", BYTES: "_bytes", BYTES_PER_S: "_bytes_per_second", PLAIN: ""}
 
 
@@ -224,7 +225,7 @@ class OpenTelemetrySink:
         tracer: for the spans; None: that of the global provider.
 
     Raises:
-        SettingsError: opentelemetry-api is not installed.
+        SettingsError: an argument is wrong, or opentelemetry-api is not installed.
     """
 
     def __init__(self, meter: Meter | None = None, tracer: Tracer | None = None) -> None:
@@ -234,6 +235,10 @@ class OpenTelemetrySink:
             raise SettingsError(
                 "OpenTelemetrySink: needs the package opentelemetry-api: pip install jaxckpt-train[opentelemetry]"
             ) from error
+        if meter is not None and not isinstance(meter, metrics.Meter):
+            refuse("OpenTelemetrySink.meter", "an opentelemetry.metrics.Meter", meter)
+        if tracer is not None and not isinstance(tracer, trace.Tracer):
+            refuse("OpenTelemetrySink.tracer", "an opentelemetry.trace.Tracer", tracer)
         self._meter = metrics.get_meter(_NAME) if meter is None else meter
         self._tracer = trace.get_tracer(_NAME) if tracer is None else tracer
         self._instruments: dict[str, Any] = {}
@@ -335,6 +340,10 @@ class PrometheusSink:
         self._address = text("PrometheusSink.address", address)
         self._page: tuple[WSGIServer, threading.Thread] | None = None
         self._labels = dict(named("PrometheusSink.labels", labels or {}))
+        for name, value in self._labels.items():
+            if not _LABEL.fullmatch(str(name)) or name in {measure.label for measure in KNOWN}:
+                refuse("PrometheusSink.labels", "names such as run that the metrics do not have", name)
+            unicode_text(f"PrometheusSink.labels.{name}", value)
         self._metrics: dict[str, Any] = {}
         self._guard = threading.RLock()
         free_in_child(self)

@@ -164,3 +164,9 @@ def test_noop_providers_are_accepted() -> None:
     sink = jct.OpenTelemetrySink(metrics.NoOpMeter("none"), trace.NoOpTracer())
     for event in (SAVED, FAILED, RESTORED):
         sink(event)
+
+
+@pytest.mark.parametrize("name", ["meter", "tracer"])
+def test_wrong_arguments_are_refused_by_name(name: str) -> None:
+    with pytest.raises(jct.SettingsError, match=rf"OpenTelemetrySink.{name}: expected an opentelemetry\."):
+        jct.OpenTelemetrySink(**{name: 3})

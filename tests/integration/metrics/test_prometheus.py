@@ -188,6 +188,11 @@ def test_two_sinks_cannot_have_one_registry() -> None:
         ({"port": 0, "address": ""}, "PrometheusSink.address: expected text"),
         ({"port": 0, "labels": ["run"]}, "PrometheusSink.labels: expected a mapping"),
         ({"port": 0, "labels": {"le": "a"}}, "PrometheusSink: Reserved label"),
+        ({"port": 0, "labels": {"event": "a"}}, "PrometheusSink.labels: expected names such as run"),
+        ({"port": 0, "labels": {"a-b": "a"}}, "found 'a-b'"),
+        ({"port": 0, "labels": {3: "a"}}, "found 3"),
+        ({"port": 0, "labels": {"run": 3}}, "PrometheusSink.labels.run: expected text"),
+        ({"port": 0, "labels": {"run": "\udce9"}}, "PrometheusSink.labels.run: expected valid Unicode"),
         ({"port": 0, "labels": {"__a": "a"}}, "PrometheusSink: .*__a"),
     ],
 )
