@@ -339,6 +339,8 @@ def _of_values(leaf: Leaf, one: np.ndarray | None, other: np.ndarray | None) -> 
     values = f"{texts[0]} (uninterrupted) vs {texts[1]}"
     if not leaf.shape:
         return f": {values}"
+    if not differing:
+        return " only in bits: the sign of a zero, or the payload of a nan"
     largest = apart[place] if isinstance(apart[place], int) else f"{float(apart[place]):.4g}"
     where = ",".join(str(int(index)) for index in place)
     return f" in {differing} of {one.size} values, max abs difference {largest} at [{where}]: {values}"

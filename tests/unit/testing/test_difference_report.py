@@ -69,11 +69,7 @@ OTHER = np.where(np.arange(200).reshape(20, 10) == 37, np.float32(40.5), WIDE)
         (np.array([1, 2]), np.array([1, 4]), "x int64[2] differs in 1 of 2 values, max abs difference 2 at [1]: 2 "),
         (np.array([True]), np.array([False]), "x bool[1] differs in 1 of 1 values, max abs difference 1 at [0]: 1 "),
         (np.array([1j]), np.array([2j]), "x complex128[1] differs in 1 of 1 values, max abs difference 1 at [0]: "),
-        (
-            np.array([0.0]),
-            np.array([-0.0]),
-            "x float64[1] differs in 0 of 1 values, max abs difference 0 at [0]: 0 (uninterrupted) vs -0",
-        ),
+        (np.array([5, 0.0]), np.array([5, -0.0]), "x float64[2] differs only in bits: the sign of a zero"),
     ],
 )
 def test_leaf_that_differs_is_reported(straight: Any, resumed: Any, text: str, tmp_path: Path) -> None:
