@@ -9,6 +9,7 @@ import io
 import logging
 import math
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TextIO
@@ -175,7 +176,6 @@ class _Stream(io.FileIO):
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
-        os.set_blocking(descriptor, True)  # a write to a full non-blocking pipe would fail
         self.refusal: OSError | None = None
         self._is_over = False
 
@@ -183,7 +183,11 @@ class _Stream(io.FileIO):
         """Write a part of the data, or drop all of it."""
         if not self._is_over:
             try:
-                return super().write(data)
+                written: int | None = super().write(data)
+                while written is None:  # the stream is non-blocking, perhaps for another process that shares it
+                    select.select([], [self], [])
+                    written = super().write(data)
+                return written
             except OSError as error:
                 self._is_over = True
                 if not isinstance(error, BrokenPipeError):  # the reader has closed the pipe, like `head`

@@ -305,7 +305,7 @@ def distance(first: np.ndarray, second: np.ndarray) -> Distance:
     """Return the distance of two arrays of the same shape and dtype.
 
     Values with the same bits are equal, and so are all nan. 0 and -0 differ, by 0. For complex numbers the absolute
-    value of the difference counts. Differences are computed in double precision, which rounds integers beyond 2^53.
+    value of the difference counts. 64-bit integers are rounded only for the norm.
     """
     one, other = (np.ascontiguousarray(each).reshape(-1) for each in (first, second))
     # Memory for a block of both in double precision. Allocating it each time would double the time.
@@ -326,9 +326,7 @@ def _block_distance(one: np.ndarray, other: np.ndarray, memory: np.ndarray) -> D
     differing = int(np.count_nonzero(differs))
     if not differing:
         return Distance(norm=norm)
-    np.copyto(memory[1], other, casting="unsafe")
-    difference = np.subtract(values, memory[1], out=memory[1])
-    apart = np.abs(difference) if difference.dtype.kind == "c" else np.abs(difference, out=difference)
+    apart = _absolute_difference(one, other, memory)
     largest = float(apart.max())
     if not math.isfinite(largest):
         apart[~differs] = 0.0  # the difference of two equal infinities is nan
@@ -342,6 +340,15 @@ def _bits_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     bits = f"u{min(size, 8)}"
     found = np.asarray(one.view(bits) != other.view(bits), np.bool_)
     return found if size <= 8 else np.asarray(found.reshape(len(one), -1).any(axis=1))
+
+
+def _absolute_difference(one: np.ndarray, other: np.ndarray, memory: np.ndarray) -> np.ndarray:
+    if one.dtype.kind in "iu" and one.dtype.itemsize == 8:
+        up, down = other.view("u8") - one.view("u8"), one.view("u8") - other.view("u8")
+        return np.asarray(np.where(one > other, down, up), np.float64)
+    np.copyto(memory[1], other, casting="unsafe")
+    found = np.subtract(memory[0], memory[1], out=memory[1])
+    return np.asarray(np.abs(found) if found.dtype.kind == "c" else np.abs(found, out=found))
 
 
 def _norm(values: np.ndarray) -> float:

@@ -190,6 +190,16 @@ def test_nonblocking_pipe_gets_the_whole_output(folder: Path) -> None:
     assert (process.returncode, len(found["differences"])) == (1, 1500)
 
 
+def test_nonblocking_pipe_stays_so_for_others(folder: Path) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    command = [sys.executable, "-m", "jaxckpt_train.cli", "--version"]
+    subprocess.run(command, stdout=writing, check=True, env={**os.environ, "PYTHONPATH": str(REPO_ROOT)})
+    assert not os.get_blocking(writing)
+    os.close(reading)
+    os.close(writing)
+
+
 def test_warnings_in_json_are_not_printed(tmp_path: Path) -> None:
     directory = made_run(tmp_path / "run", 1)
     with (directory / "history.jsonl").open("ab") as file:

@@ -64,6 +64,12 @@ def test_infinity_and_nan_determine_largest_difference() -> None:
     assert math.isnan(distance(many[::-1], later).max_abs)
 
 
+def test_large_integers_are_subtracted_exactly() -> None:
+    big = np.array([2**63 - 1, -(2**63)], np.int64)
+    assert distance(big, big - np.array([1, -1])).max_abs == 1.0
+    assert distance(np.array([2**64 - 1], np.uint64), np.array([0], np.uint64)).max_abs == 2.0**64
+
+
 def test_complex_difference_includes_angle() -> None:
     assert distance(np.array([1 + 0j, 3j]), np.array([-1 + 0j, 3j])) == Distance(1, 2.0, 2.0, math.sqrt(10.0))
 
