@@ -66,7 +66,7 @@ def _refuse_foreign(directory: str, found: tuple[str, str] | None) -> None:
     what, newest = found
     advice = (
         ", which this package does not read: choose another directory"
-        if LEVANTER in what
+        if what.startswith(f"steps of {LEVANTER}")
         else ", from which a run does not continue by itself: choose another directory, and load a checkpoint by "
         f"jaxckpt_train.load, or start the new run from it (init_from={directory}/{newest})"
     )

@@ -211,7 +211,7 @@ def test_run_starts_from_newest_checkpoint(tmp_path: Path, directory: str) -> No
     assert_is(jct.load(tmp_path / "old" / "checkpoint_10"), 10)
 
 
-@pytest.mark.parametrize("prefix", ["checkpoint_", "actor_"])
+@pytest.mark.parametrize("prefix", ["checkpoint_", "Levanter_"])  # a user chooses the prefix
 @pytest.mark.parametrize("orbax", [False, True])
 def test_fresh_run_next_to_flax_checkpoints_is_refused(tmp_path: Path, prefix: str, orbax: bool) -> None:
     save(tmp_path, 9, 10, orbax=orbax, prefix=prefix)
