@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from jaxckpt_train._validation import Mode, check_fields, list_of, refuse, seconds, whole
+from jaxckpt_train._validation import Mode, check_fields, refuse, seconds, whole
 
 PRIOR_FAILURES, PRIOR_OBSERVED_S = 0.5, 60.0
 POWERS_OF_TEN = frozenset(10**power for power in range(1, 10))  # steps or counts at which a missing metric is logged
@@ -329,7 +329,9 @@ def require_policy(subject: str, policy: Any, method: str) -> Any:
 
 def child_policies(subject: str, value: object, method: str) -> tuple[Any, ...]:
     """Return `value` as a tuple of at least one policy, each with this method."""
-    children = list_of("policies")(subject, value)
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        refuse(subject, "a list of policies", value)
+    children = tuple(value)
     if not children:
         refuse(subject, "at least one policy", value)
     return tuple(require_policy(f"{subject}[{position}]", child, method) for position, child in enumerate(children))

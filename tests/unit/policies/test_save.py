@@ -406,3 +406,8 @@ def test_fields_of_a_subclass_are_not_checked() -> None:
     assert OwnPolicy(np.int64(5)).interval == 5
     with pytest.raises(SettingsError, match=r"OwnPolicy\.interval"):
         OwnPolicy(0)
+
+
+def test_composites_take_any_iterable() -> None:
+    policies = [InitialSavePolicy(), FixedIntervalPolicy(5)]
+    assert AnySavePolicy(each for each in policies) == AnySavePolicy(policies)  # type: ignore[arg-type]
