@@ -352,8 +352,10 @@ def _absolute_difference(one: np.ndarray, other: np.ndarray, memory: np.ndarray)
 
 
 def _norm(values: np.ndarray) -> float:
-    """Return the root of the sum of squares of the finite values."""
+    """Return the root of the sum of squares of the finite values, which may be of any magnitude."""
     squares = sum_of_squares(values.view(np.float64))
-    if not math.isfinite(squares):
-        squares = sum_of_squares(values[np.isfinite(values)].view(np.float64))
-    return math.sqrt(squares)
+    if 1e-240 < squares < 1e240:
+        return math.sqrt(squares)
+    finite = values[np.isfinite(values)].view(np.float64)
+    exponent = math.frexp(float(np.abs(finite).max(initial=0.0)))[1]
+    return float(np.ldexp(math.sqrt(sum_of_squares(np.ldexp(finite, -exponent))), exponent))

@@ -80,3 +80,14 @@ def test_zeros_of_another_sign_differ_by_nothing() -> None:
 
 def test_empty_arrays_have_no_distance() -> None:
     assert distance(np.zeros((0, 3)), np.zeros((0, 3))) == Distance()
+
+
+@pytest.mark.parametrize("scale", [1e-310, 1e-200, 1e200, 1e300])
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_norms_of_extreme_values_do_not_overflow(dtype: type, scale: float) -> None:
+    one = np.array([3 * scale, 0, np.inf, np.nan] * BLOCK, dtype)
+    other = np.array([2 * scale, 0, np.inf, np.nan] * BLOCK, dtype)
+    found = distance(one, other)
+    assert (found.differing, found.max_abs) == (BLOCK, pytest.approx(scale))
+    root = math.sqrt(BLOCK)
+    assert (found.difference, found.norm) == (pytest.approx(root * scale), pytest.approx(3 * root * scale))
