@@ -62,10 +62,11 @@ class Opened:
         found = self.committed.manifest.part(wanted) if wanted else None
         if found is None:
             there = ", ".join(repr(part.name) for part in self.committed.manifest.parts) or "none"
-            expected = f"a checkpointable {DEFAULT_NAME!r}, or a single tree; choose one of them with --part"
+            advice = "; choose one with --part" if trees and name is None else ""
+            expected = f"a checkpointable {DEFAULT_NAME!r}, or a single tree, found {len(trees) or 'none'}"
             if name is not None:
                 expected = f"one of its checkpointables, found {name!r}"
-            raise MismatchError(f"{self.path}: expected {expected}; it has {there}")
+            raise MismatchError(f"{self.path}: expected {expected}; it has {there}{advice}")
         if found.kind == PYTREE and not has_tree(found) and found.files:
             # The tree could not be read; opening its file raises the error that says why.
             self.files.open(self.path, found.files[0].file, direct=False).close()

@@ -60,6 +60,12 @@ def other_content(data: bytes | bytearray) -> str:
     return next((text for signature, text in _SIGNATURES if begins.startswith(signature)), "")
 
 
+def _instead(files: Opener, directory: str, name: str, size: int) -> str:
+    """The end of a message about a file of unexpected size: what it is instead, if that is known."""
+    other = other_content(read_head(files, directory, name, SNIFFED_BYTES)) if size <= SNIFFED_BYTES else ""
+    return f"; it is {other}" if other else ""
+
+
 def file_record(
     files: Opener, directory: str, name: str, digest_name: str, progress: Callable[[int], None]
 ) -> FileRecord:
@@ -146,7 +152,8 @@ def read_or_none(
         if source.size > limit:
             raise CorruptCheckpointError(f"{path}: {source.size} bytes, expected at most {limit}")
         if size is not None and source.size != size:
-            raise CorruptCheckpointError(f"{path}: {source.size} bytes, but COMMIT says {size}")
+            instead = _instead(files, directory, name, source.size)
+            raise CorruptCheckpointError(f"{path}: {source.size} bytes, but COMMIT says {size}{instead}")
         data = bytearray(source.size)
         source.read_into(0, np.frombuffer(data, np.uint8), len(data))
     return data
@@ -191,7 +198,8 @@ def open_recorded(
         raise CorruptCheckpointError(f"{path}: the manifest names this {subject}, but: {error}") from error
     if source.size != size:
         source.close()
-        raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {size}")
+        instead = _instead(files, directory, name, source.size)
+        raise CorruptCheckpointError(f"{path}: {source.size} bytes, but the manifest says {size}{instead}")
     return source
 
 
