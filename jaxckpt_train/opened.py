@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxckpt_train.errors import CorruptCheckpointError, MismatchError
+from jaxckpt_train.errors import CorruptCheckpointError, MismatchError, StorageError
 from jaxckpt_train.formats.flax import open_flax
 from jaxckpt_train.formats.foreign import PYTREE, ForeignCheckpoint
 from jaxckpt_train.formats.step_folders import FlaxFile
 from jaxckpt_train.pytree.leaves import TreeRecord, decode_tree, has_tree
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Backend, Opener
+from jaxckpt_train.store.backends.base import GONE, Backend, Opener
 from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.threads import unlocked_cached_property
@@ -89,6 +89,14 @@ def open_found(backend: Backend, found: ForeignCheckpoint | FlaxFile, settings: 
 def _open_flax(backend: Backend, found: FlaxFile) -> ForeignCheckpoint:
     try:
         return open_flax(backend, found.path, is_checkpoint=found.directory is not None)
+    except StorageError as error:
+        from jaxckpt_train.formats.detect import find_in_directory  # imports the readers of all formats
+
+        newer = find_in_directory(backend, found.directory) if found.directory and found.is_newest else None
+        if error.errno not in GONE or newer is None or newer == found:
+            raise
+        # Flax removed this checkpoint after it saved a newer one
+        return _open_flax(backend, newer) if isinstance(newer, FlaxFile) else newer
     except CorruptCheckpointError as error:
         if found.before is None:
             raise

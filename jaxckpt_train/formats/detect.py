@@ -76,8 +76,9 @@ def _find_flax_step(
         return None  # a run of this library continues in the directory, and its steps are newer
     name = choose_checkpoint(path, found, step)
     if name not in folders:
-        before = f"{path}/{found.names[-2]}" if step is None and found.names[1:] else None
-        return FlaxFile(f"{path}/{name}", path, before)
+        is_newest = step is None
+        before = f"{path}/{found.names[-2]}" if is_newest and found.names[1:] else None
+        return FlaxFile(f"{path}/{name}", path, is_newest, before)
     inner = backend.list(f"{path}/{name}")
     if not looks_like_orbax(backend, f"{path}/{name}", inner):
         raise NotACheckpointError(f"{path}/{name}: expected a Flax file or an Orbax one, found a directory")

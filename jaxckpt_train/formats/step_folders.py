@@ -67,7 +67,8 @@ class FlaxFile:
 
     path: str
     directory: str | None = None  # in which it was recognized; None: the user named the file itself
-    before: str | None = None  # the path of the checkpoint before it, if it is the newest there
+    is_newest: bool = False  # of the checkpoints there
+    before: str | None = None  # the path of the checkpoint before it, if it is the newest
 
 
 class FlaxNames(NamedTuple):

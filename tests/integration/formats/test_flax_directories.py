@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt_train as jct
+from jaxckpt_train import checkpoint
 from jaxckpt_train.formats.step_folders import sort_like_flax
 from jaxckpt_train.integrations.orbax_manager import CheckpointManager
+from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.flax_saves import save, state_of
 from tests.support.runs import made_run
 from tests.support.same_trees import raw
@@ -189,6 +192,24 @@ def test_own_run_in_same_directory_is_used(tmp_path: Path) -> None:
     assert_is(jct.load(tmp_path), 10)
 
 
+class RemovesTheNewest(LocalBackend):
+    """A disk on which Flax replaces the newest checkpoint by a newer one just before it is opened."""
+
+    def open(self, directory: str, name: str, *, direct: Any) -> Any:
+        if name == "checkpoint_10" and os.path.exists(f"{directory}/{name}"):
+            os.rename(f"{directory}/{name}", f"{directory}/checkpoint_11")
+        return super().open(directory, name, direct=direct)
+
+
+def test_checkpoint_removed_meanwhile_is_replaced_by_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10)
+    monkeypatch.setattr(checkpoint, "_BACKEND", RemovesTheNewest())
+    assert jct.metadata(tmp_path).step == 11
+    (tmp_path / "checkpoint_11").rename(tmp_path / "checkpoint_10")
+    with pytest.raises(jct.StorageError, match="No such file"):
+        jct.load(tmp_path / "checkpoint_10")
+
+
 def test_arrays_stored_elsewhere_are_reported(tmp_path: Path) -> None:
     """The file as a job writes it; tests/integration/distributed/test_other_formats.py has one of a real job."""
     tree = {"params": {"w": "//GDAPlaceholder:params/w", "b": np.ones(3)}, "step": 3}
@@ -211,7 +232,7 @@ def test_run_starts_from_newest_checkpoint(tmp_path: Path, directory: str) -> No
     assert_is(jct.load(tmp_path / "old" / "checkpoint_10"), 10)
 
 
-@pytest.mark.parametrize("prefix", ["checkpoint_", "Levanter_"])  # a user chooses the prefix
+@pytest.mark.parametrize("prefix", ["checkpoint_", "actor_"])
 @pytest.mark.parametrize("orbax", [False, True])
 def test_fresh_run_next_to_flax_checkpoints_is_refused(tmp_path: Path, prefix: str, orbax: bool) -> None:
     save(tmp_path, 9, 10, orbax=orbax, prefix=prefix)
