@@ -147,6 +147,7 @@ class PolledSource(abc.ABC):
         """Start polling."""
         self.stop()
         self._stop, self._found, self._answered_at = Latch(), None, None
+        self._has_warned, self._silent_until = False, 0.0
         arguments = weakref.ref(self), self._stop, self._poll_s
         weakref.finalize(self, self._stop.open).atexit = False
         try:

@@ -18,6 +18,7 @@ from tests.support.metadata_servers import (
     Imds,
     Respond,
     Server,
+    close,
     hang,
     notice_threads,
     send,
@@ -165,6 +166,16 @@ def test_a_source_can_be_started_again(kind: Kind) -> None:
         kind.ask(cloud)
         with started(source):
             until(source.notice)
+
+
+@both
+def test_each_start_warns_of_a_broken_server(kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
+    with Server(close) as server:
+        source = kind.source(url=server.url, **QUICK)
+        for count in (1, 2):
+            with started(source):
+                until(lambda count=count: len(caplog.records) == count)
+            until(lambda: not notice_threads())
 
 
 @both
