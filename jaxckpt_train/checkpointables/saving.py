@@ -70,6 +70,7 @@ from jaxckpt_train.store.writer import WrittenArrays, write_arrays
 
 T = TypeVar("T")
 _DIFFERS = b"differs"
+_NO_INDEX = part_index()  # a single process needs no index of what it has written
 
 
 class SaveTarget(Protocol):
@@ -327,7 +328,7 @@ class CheckpointSave:
                 self._progress,
             )
         self.times.bytes += written.data_bytes
-        arrays, index = written.arrays, part_index()
+        arrays, index = written.arrays, _NO_INDEX
         if self._is_single_process:
             self._segments += written.segments
         else:
