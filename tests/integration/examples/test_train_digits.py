@@ -53,7 +53,7 @@ def start_and_signal(repo_root: Path, plugin: Path, compiled: dict[str, str], tm
         ) as process:
             assert process.stdout is not None
             lines = []
-            while f"{after} " not in (lines[-1] if lines else ""):
+            while not (lines and lines[-1].startswith(f"{after} ")):
                 lines.append(process.stdout.readline())
                 assert lines[-1], f"it ended before update {after}: {''.join(lines)}"
             process.send_signal(number)
