@@ -313,7 +313,8 @@ class _SaveFuture(Future[T]):
     def cancel(self) -> bool:
         return False  # a save cannot be cancelled
 
-    cancelled = cancel
+    def cancelled(self) -> bool:
+        return False
 
     def result(self, timeout: float | None = None) -> T:
         error = self.exception(timeout)
