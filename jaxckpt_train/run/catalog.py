@@ -64,12 +64,12 @@ def _refuse_foreign(directory: str, found: tuple[str, str] | None) -> None:
     if found is None:
         return
     what, newest = found
-    advice = (
-        ", which this package does not read: choose another directory"
-        if what.startswith(f"steps of {LEVANTER}")
-        else ", from which a run does not continue by itself: choose another directory, and load a checkpoint by "
-        f"jaxckpt_train.load, or start the new run from it (init_from={directory}/{newest})"
-    )
+    advice = ", which this package does not read: choose another directory"
+    if _is_readable(what):
+        advice = (
+            ", from which a run does not continue by itself: choose another directory, and load a checkpoint by "
+            f"jaxckpt_train.load, or start the new run from it (init_from={directory}/{newest})"
+        )
     raise SettingsError(f"{directory}: expected a run of this package or an empty directory, found {what}{advice}")
 
 
@@ -89,6 +89,11 @@ def _other_steps(backend: Backend, directory: str) -> tuple[str, str] | None:
     if folders is None:
         return None
     return _last_ones(f"steps of {folders.tool}", folders.names), folders.names[-1]
+
+
+def _is_readable(what: str) -> bool:
+    """Whether this package reads the checkpoints that are described so; names in the text say nothing about that."""
+    return not what.startswith(f"steps of {LEVANTER}")
 
 
 def _flax_checkpoints(backend: Backend, directory: str) -> tuple[str, str] | None:
@@ -115,7 +120,7 @@ def step_not_found(
     which = "" if step is None else f" {step}; committed: {steps}"
     others = "" if backend is None or there else foreign_checkpoints(backend, directory)
     found = f"; found {others}" if others else ""
-    if others and LEVANTER not in others:
+    if others and _is_readable(others):
         found += ", which jaxckpt_train.load can read"
     return StepNotFoundError(f"{directory}: has no committed step{which}{found}")
 

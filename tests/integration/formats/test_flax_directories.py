@@ -232,7 +232,7 @@ def test_run_starts_from_newest_checkpoint(tmp_path: Path, directory: str) -> No
     assert_is(jct.load(tmp_path / "old" / "checkpoint_10"), 10)
 
 
-@pytest.mark.parametrize("prefix", ["checkpoint_", "actor_"])
+@pytest.mark.parametrize("prefix", ["checkpoint_", "actor_", "Levanter_"])
 @pytest.mark.parametrize("orbax", [False, True])
 def test_fresh_run_next_to_flax_checkpoints_is_refused(tmp_path: Path, prefix: str, orbax: bool) -> None:
     save(tmp_path, 9, 10, orbax=orbax, prefix=prefix)
@@ -247,7 +247,7 @@ def test_fresh_run_next_to_flax_checkpoints_is_refused(tmp_path: Path, prefix: s
         ckpt({"w": np.zeros(3)})
     with pytest.raises(jct.SettingsError, match=message):
         CheckpointManager(tmp_path)
-    with pytest.raises(jct.StepNotFoundError, match=found):
+    with pytest.raises(jct.StepNotFoundError, match=f"found {found}, which jaxckpt_train.load can read"):
         jct.StepManager(tmp_path).restore({"state": {"w": np.zeros(3)}})
     if prefix == "checkpoint_" and not orbax:
         assert_is(jct.load(tmp_path), 10)
