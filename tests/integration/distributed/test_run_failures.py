@@ -278,6 +278,9 @@ def save_where_process_1_has_a_disk_of_its_own(shared: str, own: str) -> str:
     """Mount another disk over the directory in process 1, as if each machine had its own."""
     import ctypes
 
+    from jaxckpt_train.run import job
+
+    job.SEEN_WITHIN_S = 5.0
     if jax.process_index() == 1:
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.unshare(0x20000) == 0  # a name space of mounts for this thread

@@ -192,7 +192,8 @@ def test_undeletable_attempt_does_not_stop_job(tmp_path: Path, code: int, caplog
 
 
 @pytest.mark.parametrize("token", ["x/../../outside/pwned", "", "a\0b", "x" * 300, ".."])
-def test_foreign_lock_renames_nothing_outside_run(tmp_path: Path, token: str) -> None:
+def test_foreign_lock_renames_nothing_outside_run(tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.2)
     run = made_run(tmp_path / "run", 1)
     (tmp_path / "outside").mkdir()
     (run / ".owner.dead-x").mkdir()
