@@ -399,7 +399,8 @@ def _other_content(directory: str) -> str:
     elif is_committed(BACKEND, directory):
         found = "one checkpoint of this package"
     else:
-        found = foreign_checkpoints(BACKEND, directory)
+        others = foreign_checkpoints(BACKEND, directory)
+        found = "" if others is None else others.what
     return f"{found}: use `jaxckpt show {directory}`" if found else "no steps in it"
 
 

@@ -67,7 +67,7 @@ from jaxckpt_train.policies.context import (
 )
 from jaxckpt_train.preemption.shutdown import GracefulShutdown
 from jaxckpt_train.pytree.flatten import PLACEHOLDER
-from jaxckpt_train.run.catalog import refuse_flax_checkpoints, refuse_other_steps
+from jaxckpt_train.run.catalog import refuse_foreign
 from jaxckpt_train.run.entry import check_step, shown_name
 from jaxckpt_train.run.history import Clock, utc_now
 from jaxckpt_train.settings import StoreSettings
@@ -152,8 +152,7 @@ class CheckpointManager:
         self._manager, self._steps = self._opened()
         directory = self._manager.directory
         if self._manager.latest is None:
-            refuse_other_steps(LocalBackend(), directory)
-            refuse_flax_checkpoints(LocalBackend(), directory)
+            refuse_foreign(LocalBackend(), directory)
         self._shutdown: GracefulShutdown | None = None
         self._preemption_step: int | None = None  # the last step that was checked for a preemption
         self._reached = self._is_reported = False  # the result, and whether reached_preemption has returned it

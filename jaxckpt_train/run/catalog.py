@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -48,57 +48,41 @@ def refuse_checkpoint(backend: Backend, directory: str) -> None:
         )
 
 
-@time_limited
-def refuse_other_steps(backend: Backend, directory: str) -> None:
-    """Raise SettingsError if the directory has steps of Orbax, Levanter or TorchTitan."""
-    _refuse_foreign(directory, _other_steps(backend, directory))
+class ForeignCheckpoints(NamedTuple):
+    """Checkpoints of another tool in a directory."""
+
+    what: str  # for messages
+    newest: str  # the name of the newest
+    is_readable: bool = True  # by this package
 
 
 @time_limited
-def refuse_flax_checkpoints(backend: Backend, directory: str) -> None:
-    """Like `refuse_other_steps`, for the files of `flax.training.checkpoints`."""
-    _refuse_foreign(directory, _flax_checkpoints(backend, directory))
-
-
-def _refuse_foreign(directory: str, found: tuple[str, str] | None) -> None:
-    if found is None:
-        return
-    what, newest = found
-    advice = ", which this package does not read: choose another directory"
-    if _is_readable(what):
-        advice = (
-            ", from which a run does not continue by itself: choose another directory, and load a checkpoint by "
-            f"jaxckpt_train.load, or start the new run from it (init_from={directory}/{newest})"
-        )
-    raise SettingsError(f"{directory}: expected a run of this package or an empty directory, found {what}{advice}")
-
-
-@time_limited
-def foreign_checkpoints(backend: Backend, directory: str) -> str:
-    """Describe the checkpoints of other tools in a directory; empty: none that is recognised."""
-    found = _other_steps(backend, directory) or _flax_checkpoints(backend, directory)
-    return found[0] if found else ""
-
-
-def _other_steps(backend: Backend, directory: str) -> tuple[str, str] | None:
-    """Describe the steps of other tools; also return the name of the newest."""
+def foreign_checkpoints(backend: Backend, directory: str, *, flax: bool = True) -> ForeignCheckpoints | None:
+    """Find the checkpoints of another tool; `flax`: also the files of `flax.training.checkpoints`."""
     entries = _listed(backend, directory)
     if steps := orbax_steps(backend, directory, entries):
-        return _last_ones("steps of Orbax", map(str, steps)), [*steps.values()][-1]
+        return ForeignCheckpoints(_last_ones("steps of Orbax", map(str, steps)), [*steps.values()][-1])
     folders = step_folders(backend, directory, entries)
-    if folders is None:
-        return None
-    return _last_ones(f"steps of {folders.tool}", folders.names), folders.names[-1]
+    if folders is not None:
+        what = _last_ones(f"steps of {folders.tool}", folders.names)
+        return ForeignCheckpoints(what, folders.names[-1], is_readable=folders.tool != LEVANTER)
+    names = certain_checkpoints(backend, directory, entries) if flax else []
+    return ForeignCheckpoints(_last_ones("checkpoints of Flax", names), names[-1]) if names else None
 
 
-def _is_readable(what: str) -> bool:
-    """Whether this package reads the checkpoints that are described so; names in the text say nothing about that."""
-    return not what.startswith(f"steps of {LEVANTER}")
-
-
-def _flax_checkpoints(backend: Backend, directory: str) -> tuple[str, str] | None:
-    names = certain_checkpoints(backend, directory, _listed(backend, directory))
-    return (_last_ones("checkpoints of Flax", names), names[-1]) if names else None
+def refuse_foreign(backend: Backend, directory: str, *, flax: bool = True) -> None:
+    """Raise SettingsError if the directory has checkpoints of another tool; `flax` as for `foreign_checkpoints`."""
+    found = foreign_checkpoints(backend, directory, flax=flax)
+    if found is None:
+        return
+    advice = ", which this package does not read: choose another directory"
+    if found.is_readable:
+        advice = (
+            ", from which a run does not continue by itself: choose another directory, and load a checkpoint by "
+            f"jaxckpt_train.load, or start the new run from it (init_from={directory}/{found.newest})"
+        )
+    expected = "expected a run of this package or an empty directory"
+    raise SettingsError(f"{directory}: {expected}, found {found.what}{advice}")
 
 
 def _last_ones(what: str, names: Iterable[str]) -> str:
@@ -118,9 +102,9 @@ def step_not_found(
     """Make the error for a step that the run does not have; without entries, name checkpoints of other tools there."""
     steps = ", ".join(str(each) for each in sorted({entry.step for entry in there})) or "none"
     which = "" if step is None else f" {step}; committed: {steps}"
-    others = "" if backend is None or there else foreign_checkpoints(backend, directory)
-    found = f"; found {others}" if others else ""
-    if others and _is_readable(others):
+    others = None if backend is None or there else foreign_checkpoints(backend, directory)
+    found = "" if others is None else f"; found {others.what}"
+    if others is not None and others.is_readable:
         found += ", which jaxckpt_train.load can read"
     return StepNotFoundError(f"{directory}: has no committed step{which}{found}")
 
@@ -205,7 +189,7 @@ def refuse_uncommitted(backend: Backend, directory: str, damaged: bool, allows_f
 
     Raises SettingsError if the directory has steps of another tool.
     """
-    refuse_other_steps(backend, directory)
+    refuse_foreign(backend, directory, flax=False)
     names = sorted(_step_names(backend, directory))
     if names:
         why = "damaged or not committed" if damaged else "not committed (copied in part, or links?)"
@@ -214,7 +198,7 @@ def refuse_uncommitted(backend: Backend, directory: str, damaged: bool, allows_f
             "away to start from scratch"
         )
     if not allows_flax:
-        refuse_flax_checkpoints(backend, directory)
+        refuse_foreign(backend, directory)
 
 
 def warn_about_uncommitted(backend: Backend, directory: str, warned: set[str]) -> None:
