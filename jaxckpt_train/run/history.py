@@ -27,7 +27,7 @@ from jaxckpt_train.errors import CheckpointError, SettingsError, StorageError
 from jaxckpt_train.metrics.events import Feeds, Sink
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.store.backends.base import Backend
-from jaxckpt_train.store.files import read_blocks, read_end, read_ends
+from jaxckpt_train.store.files import read_blocks, read_end
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.process_identity import ProcessIdentity, process_age_s, slurm_job, this_process
 from jaxckpt_train.store.threads import free_in_child
@@ -40,7 +40,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Step = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 HISTORY_NAME = "history.jsonl"
 MOST_BYTES = 1 << 30
-"""Enough for more than two million events. Of a larger file, the beginning and the end are read."""
+"""Enough for more than two million events. A larger history is refused, but its end is still read."""
 MOST_LISTED_BYTES = 256 << 20  # where all events are held in memory
 BLOCK_BYTES = 4 << 20
 MOST_LINE_BYTES = 16 << 20  # a longer line is not an event, and is not buffered
@@ -141,30 +141,29 @@ class History:
     def _ends_with_a_line(self) -> bool:
         """Whether the file ends with a complete line; else the next event would be appended to a broken one."""
         try:
-            ends = read_ends(self._backend, self._directory, HISTORY_NAME, 2)
+            return read_end(self._backend, self._directory, HISTORY_NAME, 1) in (b"", b"\n")
         except CheckpointError as error:
             return getattr(error, "errno", None) == errno.ENOENT
-        return ends[-1][1][-1:] in (b"", b"\n")
 
     def events(self) -> list[dict[str, Any]]:
-        """All events, oldest first. Damaged lines, and the middle of a very large file, are left out with a warning.
+        """All events, oldest first. Damaged lines are left out with a warning.
 
         Raises:
-            CorruptCheckpointError, StorageError: the history cannot be read.
+            CorruptCheckpointError, StorageError: the history cannot be read, or has more than 256 MiB.
         """
         return list(self.each(dict[str, Any], MOST_LISTED_BYTES))
 
     def each(self, kind: type[T], most_bytes: int = MOST_BYTES) -> Generator[T, None, int]:
         """Iterate over all events, oldest first: a history may be larger than memory.
 
-        Events that do not fit `kind`, `dict[str, Any]` or a msgspec struct, are left out; lines that are not events,
-        and the middle of a history larger than `most_bytes`, are left out with a warning.
+        Events that do not fit `kind`, `dict[str, Any]` or a msgspec struct, are left out; lines that are not events
+        are left out with a warning.
 
         Returns:
             The number of events that did not fit `kind`, without the lines that are not events.
 
         Raises:
-            CorruptCheckpointError, StorageError: the history cannot be read.
+            CorruptCheckpointError, StorageError: the history cannot be read, or has more than `most_bytes` bytes.
         """
         decoder, left_out, unfit = msgspec.json.Decoder(kind), 0, 0
         path = f"{self._directory}/{HISTORY_NAME}"
@@ -201,17 +200,10 @@ class History:
         return found
 
     def _lines(self, most_bytes: int) -> Iterator[bytes]:
-        rest, end = b"", 0
+        rest = b""
         try:
-            for at, block in read_blocks(self._backend, self._directory, HISTORY_NAME, most_bytes, BLOCK_BYTES):
-                if at != end:
-                    path = f"{self._directory}/{HISTORY_NAME}"
-                    text = "%s: too large to read completely: the middle part, up to byte %d, is left out"
-                    _log.warning(text, path, at)
-                    yield rest
-                    rest = b""
+            for block in read_blocks(self._backend, self._directory, HISTORY_NAME, most_bytes, BLOCK_BYTES):
                 *lines, rest = (rest + block).split(b"\n")
-                end = at + len(block)
                 yield from lines
                 if len(rest) > MOST_LINE_BYTES:
                     yield rest

@@ -106,22 +106,14 @@ def _read_span(source: Source, start: int, stop: int, path: str) -> np.ndarray:
     return data
 
 
-def read_blocks(files: Opener, directory: str, name: str, limit: int, block_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The content of a file of lines that only grows, block by block, each with the offset where it starts.
-
-    Of a file of more than `limit` bytes, which no writer produces line by line, the middle is left out.
-    """
+def read_blocks(files: Opener, directory: str, name: str, limit: int, block_bytes: int) -> Iterator[bytes]:
+    """The content of a file that may grow meanwhile, block by block. Raises as `read_whole`."""
+    path = f"{directory}/{name}"
     with contextlib.closing(files.open(directory, name, direct=False)) as source:
-        whole, half = source.size, limit // 2
-        for start, stop in [(0, whole)] if whole <= limit else [(0, half), (whole - half, whole)]:
-            for at in range(start, stop, block_bytes):
-                end = min(at + block_bytes, stop)
-                yield at, _read_span(source, at, end, f"{directory}/{name}").tobytes()
-
-
-def read_ends(files: Opener, directory: str, name: str, limit: int) -> list[tuple[int, bytes]]:
-    """As `read_blocks`, but each contiguous piece as a whole; one piece if the file has at most `limit` bytes."""
-    return list(read_blocks(files, directory, name, limit, max(limit, 1))) or [(0, b"")]
+        if source.size > limit:
+            raise CorruptCheckpointError(f"{path}: {source.size} bytes, expected at most {limit}")
+        for at in range(0, source.size, block_bytes):
+            yield _read_span(source, at, min(at + block_bytes, source.size), path).tobytes()
 
 
 def read_end(files: Opener, directory: str, name: str, limit: int) -> bytes:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxckpt_train.errors import SettingsError
+from jaxckpt_train.errors import CorruptCheckpointError, SettingsError
 from jaxckpt_train.run.history import HISTORY_NAME, RECENT_BYTES, History, metrics_to_json, plain_metrics
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.manifest import metrics_from_json
@@ -116,16 +116,17 @@ def test_invalid_unicode_is_escaped_in_history(tmp_path: Path) -> None:
     assert (event["error"], event["leaves"]) == (r"no \udcff é", ["a"])
 
 
-def test_both_ends_of_oversized_history_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    history = History(LocalBackend(), str(tmp_path))
-    history.add("save", START, step=1)
+def test_oversized_history_is_refused_and_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    History(LocalBackend(), str(tmp_path)).add("save", START, step=1)
     os.truncate(tmp_path / HISTORY_NAME, 1 << 40)
-    with (tmp_path / HISTORY_NAME).open("ab") as file:
-        file.write(b"\n")
+    history = History(LocalBackend(), str(tmp_path))
     history.add("save", START, step=2)
-    assert [event["step"] for event in history.events()] == [1, 2]
-    assert "history.jsonl: too large" in caplog.text
-    assert "byte 1099377410" in caplog.text
+    assert [event["step"] for event in history.recent()] == [2]
+    assert caplog.text == ""
+    with pytest.raises(CorruptCheckpointError, match=r"history\.jsonl: .*expected at most"):
+        history.events()
+    with pytest.raises(CorruptCheckpointError, match=r"history\.jsonl: .*expected at most"):
+        list(history.each(Small))
 
 
 class Small(msgspec.Struct):
