@@ -51,7 +51,7 @@ from jaxckpt_train.run.entry import (
 from jaxckpt_train.run.goodput import RunStatistics
 from jaxckpt_train.run.history import History, RunLog
 from jaxckpt_train.run.lock import OwnerLock, try_to_write
-from jaxckpt_train.run.record import Annotation, DamageReports, RecordKeeper
+from jaxckpt_train.run.record import Annotation, RecordKeeper
 from jaxckpt_train.run.retention import BestLink, Deleter, LinkToBest, PendingDeletions, expired_names, replaced
 from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
@@ -159,7 +159,9 @@ class RunDirectory:
         self._highest = -1  # the sequence number of the last save, which may have failed or been deleted since
         self._undone = set[str]()  # names of failed saves that still look committed on the disk
         self._origin, self._pending_deletions = ResumePoint(), PendingDeletions()
-        self._damage_reports, self._warned_about = DamageReports(), set[str]()
+        # Findings that are not recorded yet: the save, and its damage; None: it is intact again.
+        self._findings: dict[tuple[str, datetime.datetime], tuple[Entry, str | None]] = {}
+        self._warned_about = set[str]()
         self.past = RunStatistics()
 
     def own(self) -> None:
@@ -481,21 +483,33 @@ class RunDirectory:
     def record_damage(self, restored: Restored) -> None:
         """Record the damage that a restore found. The owner writes it at once, others when they own the run."""
         warn_about_uncommitted(self.backend, self.directory, self._warned_about)
-        self._damage_reports.add(restored)
+        entry = restored.entry
+        with self._guard:
+            self._findings.pop(entry.identity, None)  # an earlier finding may date from an incomplete copy of the step
+            if restored.is_mended:
+                self._findings[entry.identity] = (entry, None)
+            for each in restored.skipped:
+                if each.is_proven and each.entry.damaged is None:
+                    self._findings[each.entry.identity] = (each.entry, each.problem)
         if self.is_owner:
             self._write_damage_reports()
             self.history.add("restore", self._clock(), **restored.record(), completed=self.log.completed)
 
     def set_aside(self, entry: Entry, problem: str) -> None:
         """Record that one step is damaged while another one is intact."""
-        self._damage_reports.damaged(entry, problem)
+        with self._guard:
+            self._findings[entry.identity] = (entry, problem)
         if self.is_owner:
             self._lock.check()  # another process may own the run by now
             self._write_damage_reports()
 
     def _write_damage_reports(self) -> None:
-        set_aside = []
-        for entry, problem in self._damage_reports.take():
+        set_aside = list[Entry]()
+        with self._guard:
+            found, self._findings = list(self._findings.values()), {}
+        for entry, finding in found:
+            # Escape what is not valid Unicode, such as parts of a path.
+            problem = finding and finding.encode("utf-8", "backslashreplace").decode()
             with self.reading([entry]):  # unless it is gone, about to be deleted, or saved again
                 is_there = any(each.identity == entry.identity for each in self._entries)
                 if not is_there or self._pending_deletions.is_going(entry.name):
@@ -509,10 +523,9 @@ class RunDirectory:
                 _log.warning(
                     "step %d is set aside as damaged: %s is kept on disk but no longer listed", entry.step, entry.name
                 )
-                set_aside.append((entry, problem))
-        self._scrubber.verify_neighbours([entry for entry, _ in set_aside], self._damage_reports.compared)
-        for entry, problem in set_aside:
-            self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=problem)
+                set_aside.append(entry)
+                self.history.add("set_aside", self._clock(), step=entry.step, name=entry.name, problem=problem)
+        self._scrubber.verify_neighbours(set_aside)
 
     @time_limited
     def annotate_step(self, step: int, change: Annotation) -> None:

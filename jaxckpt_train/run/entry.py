@@ -133,7 +133,6 @@ class Restored:
     bytes: int
     restore_s: float
     is_mended: bool = False  # it had been set aside as damaged, and all of it was verified now
-    is_verified: bool = False  # all of it was verified; determined only if another step was skipped
     left_out: frozenset[str] = frozenset()  # the checkpointables that it has and the caller did not request
 
     def record(self) -> dict[str, Any]:

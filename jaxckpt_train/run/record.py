@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import logging
 import threading
 import uuid
@@ -19,7 +18,7 @@ import msgspec
 import xxhash
 
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, FormatVersionError, StorageError
-from jaxckpt_train.run.entry import Entry, Restored, RollBack, count_of, parse_step_name
+from jaxckpt_train.run.entry import Entry, RollBack, count_of, parse_step_name
 from jaxckpt_train.run.history import metrics_to_json
 from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
 from jaxckpt_train.store.files import read_whole
@@ -337,39 +336,3 @@ class RecordKeeper:
             stored = self._backend.read_record(self._path)
             self._version = None if stored is None else stored.version
         raise DirectoryLockedError(f"{self._path}: another process keeps changing it, although this one owns the run")
-
-
-class DamageReports:
-    """The latest finding about each save: damaged, or intact again. The owner records them."""
-
-    def __init__(self) -> None:
-        # The saves that the last restore verified completely or found damaged.
-        self.compared: frozenset[tuple[str, datetime.datetime]] = frozenset()
-        self._found: dict[tuple[str, datetime.datetime], tuple[Entry, str | None]] = {}
-        self._guard = threading.RLock()
-
-    def add(self, restored: Restored) -> None:
-        """Add the findings of a restore: damaged steps that it skipped, and a step that is intact again."""
-        entry = restored.entry
-        with self._guard:
-            self._found.pop(entry.identity, None)  # an earlier finding may date from an incomplete copy of the step
-            if restored.is_mended:
-                self._found[entry.identity] = (entry, None)
-            proven = [each for each in restored.skipped if each.is_proven]
-            for each in proven:
-                if each.entry.damaged is None:
-                    self._found[each.entry.identity] = (each.entry, each.problem)
-            whole = {entry.identity} if restored.is_verified else set()
-            self.compared = frozenset({each.entry.identity for each in proven} | whole)
-
-    def damaged(self, entry: Entry, problem: str) -> None:
-        """Add a step that is proven to be damaged."""
-        with self._guard:
-            self._found[entry.identity] = (entry, problem)
-
-    def take(self) -> list[tuple[Entry, str | None]]:
-        """Return all findings, and drop them from this object."""
-        with self._guard:
-            found, self._found = list(self._found.values()), {}
-        # Escape what is not valid Unicode, such as parts of a path.
-        return [(entry, problem and problem.encode("utf-8", "backslashreplace").decode()) for entry, problem in found]

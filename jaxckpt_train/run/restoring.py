@@ -15,13 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import msgspec
 
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata, describe
 from jaxckpt_train.checkpointables.loading import compare_parts, load_parts
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, NotACheckpointError, StorageError, free_frames
-from jaxckpt_train.pytree.flatten import PLACEHOLDER
 from jaxckpt_train.pytree.restore import JobLoads, LoadOptions
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry, Restored, Skipped, StepVanishedError
@@ -170,9 +168,8 @@ class RunRestore:
                 taken_s = time.perf_counter() - started
                 # To call a step intact again, verify all of it, not only what was requested.
                 is_mended = entry.damaged is not None and verify(backend, path, self._settings, meter).ok
-                is_verified = bool(skipped) and self._has_verified(parts)
                 left_out = frozenset[str]() if self._targets is None else parts - set(self._targets)
-                return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, is_verified, left_out)
+                return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, left_out)
             except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:
                 if isinstance(error, StorageError) and error.errno not in _DAMAGE:
                     raise
@@ -214,16 +211,6 @@ class RunRestore:
         found = read()
         _log.warning("step %d was intact when it was read again; %s", entry.step, first)
         return found
-
-    def _has_verified(self, parts: frozenset[str]) -> bool:
-        """Whether all bytes of a step with these checkpointables were read and compared."""
-        if not self._settings.verify_on_load or self._targets is None:
-            return self._settings.verify_on_load
-        try:
-            leaves = jax.tree.leaves(dict(self._targets))
-        except (TypeError, ValueError):  # a target is not a pytree
-            return False
-        return parts <= set(self._targets) and not any(leaf is PLACEHOLDER for leaf in leaves)
 
     def _load_parts(self, committed: Committed, loads: JobLoads | None = None) -> dict[str, Any]:
         options, wanted = LoadOptions(donatable=True), self._wanted(committed)

@@ -7,7 +7,7 @@ import datetime
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
@@ -22,7 +22,6 @@ JOIN_S = 5.0
 LEAST_READ = 1 << 16  # bytes counted at least for each verification
 NEIGHBOURS_BYTES_PER_S = 64 << 20  # if no rate is set: a fraction of the bandwidth of a disk for checkpoints
 _log = logging.getLogger("jaxckpt_train")
-_Identity = tuple[str, datetime.datetime]
 
 
 class Run(Protocol):
@@ -55,13 +54,12 @@ class Scrubber:
         self._stop = Latch()
         self._guard = threading.Lock()  # of the next three
         self._is_on = self._works = False
-        # Steps that were set aside, each with the saves that were verified when its damage was found.
-        self._set_aside: list[tuple[Entry, Collection[_Identity]]] = []
+        self._set_aside: list[Entry] = []  # their neighbours become suspects
         self._thread: threading.Thread | None = None
         self._verified: dict[str, None] = {}  # names, the last verified one last
         self._suspects: list[str] = []
         self._damaged: dict[str, tuple[Entry, str]] = {}  # damaged steps, until another step is found to be intact
-        self._found: set[_Identity] = set()  # damaged saves whose neighbours are already suspects
+        self._found: set[tuple[str, datetime.datetime]] = set()  # damaged saves whose neighbours are already suspects
         self._warned: set[tuple[str, str]] = set()
         self._due_s = 0.0
 
@@ -71,11 +69,10 @@ class Scrubber:
             self._is_on = True
             self._ensure_thread()
 
-    def verify_neighbours(self, damaged: Sequence[Entry], compared: Collection[_Identity]) -> None:
-        """Verify the neighbours of steps that were set aside next, except those that were already `compared`."""
-        new = [(entry, compared) for entry in damaged if entry.identity not in self._found]
+    def verify_neighbours(self, damaged: Sequence[Entry]) -> None:
+        """Verify the neighbours of steps that were set aside next."""
         with self._guard:
-            self._set_aside += new
+            self._set_aside += [entry for entry in damaged if entry.identity not in self._found]
             self._ensure_thread()
 
     def _ensure_thread(self) -> None:
@@ -171,8 +168,8 @@ class Scrubber:
         """The next step to verify: a neighbour of a damaged step, else one never verified, else the oldest result."""
         with self._guard:
             set_aside, self._set_aside = self._set_aside, []
-        for found, compared in set_aside:
-            self._suspect([each for each in _neighbours(found, entries) if each.identity not in compared])
+        for found in set_aside:
+            self._suspect(_neighbours(found, entries))
         by_name = {entry.name: entry for entry in entries}
         self._verified = {name: None for name in self._verified if name in by_name}
         self._warned = {kind for kind in self._warned if kind[0] in by_name}

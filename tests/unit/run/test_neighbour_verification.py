@@ -119,28 +119,12 @@ def test_a_healthy_neighbour_is_read_once_and_stays(tmp_path: Path) -> None:
         assert backend.opened(f"{part}/p00000-s000.safetensors", in_background=True) == [2]
 
 
-def test_restored_bytes_are_not_verified_again(tmp_path: Path) -> None:
-    run = made(tmp_path, 1, 2, 3, 4)
-    for step in (3, 4):
-        flip_a_payload_byte(step_path(run, step))
-    for targets in (None, parts_of(0), {"state": None, "extra": parts_of(0)["extra"]}):
-        backend = ReadBackend()
-        restored(run, backend, targets)
-        assert backend.verified == set()
-
-
-@pytest.mark.parametrize("how", ["not verified", "in part", "a leaf omitted"])
-def test_bytes_outside_restore_are_verified(tmp_path: Path, how: str) -> None:
+def test_damage_of_unverified_restore_is_found(tmp_path: Path) -> None:
     run, backend = made(tmp_path, 1, 2, 3, 4), ReadBackend()
     (step_path(run, 4) / "state" / "p00000-s000.safetensors").unlink()
-    if how == "not verified":
-        damage_extra(step_path(run, 3))
-        assert restored(run, backend, None, verify_on_load=False) == [3, 4]
-        assert backend.verified == {2, 3}
-        return
-    without_leaf = {"state": state_of(0), "extra": {"v": jct.PLACEHOLDER}}
-    assert restored(run, backend, without_leaf if how == "a leaf omitted" else STATE) == [4]
-    assert backend.verified == {3}
+    damage_extra(step_path(run, 3))
+    assert restored(run, backend, None, verify_on_load=False) == [3, 4]
+    assert backend.verified == {2, 3}
 
 
 def test_unreadable_step_is_a_neighbour_too(tmp_path: Path) -> None:
@@ -151,7 +135,7 @@ def test_unreadable_step_is_a_neighbour_too(tmp_path: Path) -> None:
     run, backend = made(tmp_path, 1, 2, 3, 4), ReadBackend(refuse)
     flip_a_payload_byte(step_path(run, 3))
     assert restored(run, backend, None) == [3]
-    assert backend.verified == {4}
+    assert backend.verified == {2, 4}
 
 
 def test_neighbours_are_those_by_order_of_saves(tmp_path: Path) -> None:
@@ -249,7 +233,7 @@ def test_full_scrub_starts_with_neighbours(tmp_path: Path) -> None:
     settings = jct.StoreSettings(scrub_bytes_per_s=1 << 40)
     with jct.StepManager(run, backend=ReadBackend(note), settings=settings) as manager:
         manager.restore(STATE)
-        manager._run._damage_reports.damaged(next(each for each in manager._run.entries() if each.step == 3), "torn")
+        manager._run.set_aside(next(each for each in manager._run.entries() if each.step == 3), "torn")
         manager.own()
         assert several.wait(60)
     assert order[:3] == [6, 4, 2]
