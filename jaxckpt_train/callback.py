@@ -7,7 +7,6 @@ import functools
 import logging
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -79,7 +78,6 @@ class CheckpointCallback:
         policy = save_policy(options)
         self._leaves_temporary = has_temporary(policy)
         self.manager = _make_manager(options, policy)
-        self.manager.holder = weakref.ref(self)
         self._shutdown = _make_shutdown(options, self.manager)
         self._started = self._closed = self._resumed = False
         self._made_at, self._last_label = time.monotonic(), 0
@@ -285,7 +283,6 @@ class CheckpointCallback:
             return self.preempted
         if (observer := current_observer()) is not None:
             observer.polled()
-        self.manager.refuse_replaced()
         asked = self._shutdown.must_leave()
         if asked and ((self._loop.in_steps and self._loop.called) or self._loop.last is None):
             self._leave()
@@ -304,7 +301,6 @@ class CheckpointCallback:
         """
         if not self.enabled:
             return _DISABLED
-        self.manager.refuse_replaced()
         handled, loop = sys.exception(), self._loop
         if loop.last is not None and self._is_saved():
             return SaveResult(False, f"step {loop.step} is already saved")
@@ -526,7 +522,6 @@ class CheckpointCallback:
         self.save(step + 1, getattr(info.state, "saveable_state", info.state), force=force)
 
     def _start(self) -> None:
-        self.manager.refuse_replaced()
         if self._closed:
             raise SettingsError("this CheckpointCallback is closed; create a new one")
         if not self._started:
@@ -559,7 +554,6 @@ class CheckpointCallback:
 
     def __enter__(self) -> CheckpointCallback:
         self._start()
-        self.manager.is_within = True
         return self
 
     def __exit__(

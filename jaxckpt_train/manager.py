@@ -9,7 +9,6 @@ import functools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -50,7 +49,6 @@ from jaxckpt_train.store.timeouts import interruptible
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
-_managers: weakref.WeakSet[StepManager] = weakref.WeakSet()
 
 
 class SaveScheduler:
@@ -203,11 +201,6 @@ class StepManager(RunNotes):
         self._save_scheduler = SaveScheduler(save_decision_policy, run, self._save_slot, job_sync, clock)
         self.history.send_to(checked_sinks("StepManager.sinks", sinks))
         self.deferring_errors, self.leave_to_parent = self._save_slot.deferring_errors, self._save_slot.leave_to_parent
-        self.holder: weakref.ref[Any] | None = None  # the object that closes this manager
-        self.is_within = False  # whether a `with` statement uses and closes it
-        self.is_replaced = False  # whether a newer manager of this process has taken over its directory
-        self.users = set[int]()  # the identifiers of the threads that have used it
-        _managers.add(self)
         self._closed, self._guard = False, threading.RLock()  # one call of `save` at a time
         free_in_child(self)
 
@@ -224,7 +217,6 @@ class StepManager(RunNotes):
     def own(self) -> None:
         """Take the directory for this process and clean up after dead owners. The first save calls this by itself."""
         self._check_open()
-        self._replace_idle()
         self._job_sync.own()
 
     def on_all(self, doing: str, act: Callable[[], T]) -> T:
@@ -305,7 +297,6 @@ class StepManager(RunNotes):
             if not decision.save:
                 return SaveResult(False, decision.reason)
             started = time.perf_counter()
-            self._replace_idle()
             self._job_sync.hold()
             limit_s = time_limit("StepManager.save: timeout_s", timeout_s)
             overwrite = flag("StepManager.save: overwrite", overwrite)
@@ -397,7 +388,6 @@ class StepManager(RunNotes):
         """
         if self.is_in_loop and not flag("StepManager.restore: roll_back", roll_back):
             return self.load(targets, step, progress=progress)
-        self.refuse_replaced()
         self.wait()
         restore = RunRestore(self._run, self._job_sync, targets, self.settings, progress)
         with interruptible(progress):
@@ -499,53 +489,7 @@ class StepManager(RunNotes):
             self._save_slot.when_ended(functools.partial(self._run.close, longest_s, until))
             self.history.finish(ends_at - time.monotonic(), until)
 
-    def _replace_idle(self) -> None:
-        """Close older managers of this directory that this process no longer uses.
-
-        In a notebook, a stored traceback may keep them alive. If one of their saves failed, the error is logged.
-        """
-        if self._run.is_owner or not self._job_sync.is_single_process:
-            return
-        self._check_open()
-        for other in list(_managers):
-            if other is not self and other.directory == self.directory and other._is_idle():
-                other._give_way()
-
-    def _is_idle(self) -> bool:
-        """Return whether this manager is not used in a `with` statement, and no other live thread has used it."""
-        lock = self._run.held.lock
-        if self._closed or self.is_within or not self._job_sync.is_single_process:
-            return False
-        others = {each.ident for each in threading.enumerate()} - {threading.get_ident()}
-        return lock.may_be_held and not lock.is_inherited and not self.users & others
-
-    def _give_way(self) -> None:
-        try:
-            failure = self.settle()
-        except CheckpointTimeoutError as stalled:  # it keeps the directory, so the newer manager cannot own it
-            _log.error("%s: cannot close the older manager of this directory: %s", self.directory, stalled)
-            return
-        if failure is not None:
-            _log.error("%s: a save of the older manager of this directory failed", self.directory, exc_info=failure)
-        self.is_replaced = True
-        holder = None if self.holder is None else self.holder()
-        if holder is None:
-            self.close()
-        else:
-            holder.close()
-        _log.warning("%s: closed an older manager of this process, to take over its directory", self.directory)
-
-    def refuse_replaced(self) -> None:
-        """Record the calling thread as a user; raise SettingsError if a newer manager has taken over the directory."""
-        self.users.add(threading.get_ident())
-        if self.is_replaced:
-            raise SettingsError(
-                f"{self.directory}: this manager or callback is closed, because a newer one in this process took over "
-                "its directory; use the newer one"
-            )
-
     def _check_open(self) -> None:
-        self.refuse_replaced()
         if self._closed:
             raise SettingsError(f"{self.directory}: this StepManager is closed; create a new one")
         made_in, now = self._job_sync.processes, current().processes
@@ -560,7 +504,6 @@ class StepManager(RunNotes):
         return f"StepManager({self.directory!r}, restored_step={self.restored_step}{closed})"
 
     def __enter__(self) -> StepManager:
-        self.is_within = True
         return self
 
     def __exit__(

@@ -110,10 +110,6 @@ class RunNotes(abc.ABC):
     def _check_open(self) -> None:
         """Raise SettingsError if the manager is closed."""
 
-    @abc.abstractmethod
-    def _replace_idle(self) -> None:
-        """Close older managers of this directory that are no longer in use."""
-
     def pin(self, step: int, pinned: bool = True) -> None:
         """Keep a step whatever the preservation policy says; `pinned=False` removes the pin.
 
@@ -131,7 +127,6 @@ class RunNotes(abc.ABC):
     def _annotate(self, step: int, change: Callable[[], Annotation]) -> None:
         """Annotate a step. In a job, the arguments of the primary count, and so does their error."""
         self._check_open()
-        self._replace_idle()
         self._job_sync.hold()
 
         def write() -> None:
@@ -150,7 +145,6 @@ class RunNotes(abc.ABC):
         Raises DirectoryLockedError or StorageError if the directory cannot be owned.
         """
         self._check_open()
-        self._replace_idle()
         self._job_sync.retain(is_durable=self.settings.durability == "full")
 
     def note_resume(self, step: int, resume_s: float) -> None:

@@ -297,7 +297,8 @@ class OwnerLock:
             if now is None or now[0] != other.token:
                 return True
         is_own = other.process == this_process()
-        who = "this process (call close() of the manager or callback that has it)" if is_own else str(other)
+        close = "call close() of the manager or callback that has it, or restart the kernel of a notebook"
+        who = f"this process ({close})" if is_own else str(other)
         raise DirectoryLockedError(
             f"{self._directory}: owned by {who}, which is alive. Two jobs cannot save to one directory: stop the other "
             "one, close its manager, or choose another directory. If both are processes of one job, call "

@@ -412,6 +412,28 @@ def test_resume_is_refused_while_another_job_runs(tmp_path: Path) -> None:
     ckpt.close()
 
 
+def test_interrupted_cell_says_to_close_callback(tmp_path: Path) -> None:
+    made = list[jct.CheckpointCallback]()
+
+    def cell() -> None:
+        made.append(callback(tmp_path, 1))
+        made[-1].resume(state_of(0))
+        for step in made[-1].steps(3):
+            made[-1](state_of(step + 1))
+            if step == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as kept:  # a notebook keeps the traceback, and so the callback
+        cell()
+    with pytest.raises(jct.DirectoryLockedError, match=r"call close\(\)"):
+        cell()
+    made[0].close()
+    cell()
+    assert made[-1].completed_steps == 3
+    made[-1].close()
+    del kept
+
+
 def test_closed_callback_refuses_calls(tmp_path: Path) -> None:
     with callback(tmp_path) as ckpt:
         ckpt(state_of(1))
