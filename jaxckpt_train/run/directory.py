@@ -1,7 +1,8 @@
 """A run directory as its owner or a reader sees it.
 
 `RunDirectory` combines the lock, the list of committed steps, the notes, the history and retention of one run. The
-owner keeps this state in memory, because no other process changes the directory. A reader scans the disk on each call.
+owner keeps this state in memory, because no other process changes the directory. A reader scans the disk on each call;
+in a multi-process job, it lists what the primary, which is the owner, has sent.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
@@ -152,6 +153,7 @@ class RunDirectory:
         self._guard, self._record = threading.RLock(), RecordKeeper(backend, directory, self._lock.check)
         free_in_child(self)
         self._entries, self._left = list[Entry](), frozenset[str]()
+        self._is_replica = False  # whether the primary of the job sends the entries, so that the disk is not scanned
         self._infos: tuple[CheckpointInfo, ...] | None = None
         self._left_attempts = list[str]()
         self._being_read = list[str]()
@@ -238,8 +240,20 @@ class RunDirectory:
             return branch_last(self._whole(), self._left)
 
     def _look_again(self) -> None:
-        if not self.is_owner:
+        if not (self.is_owner or self._is_replica):
             self._look()
+
+    def receive(self, entries: Sequence[Entry], gone: Collection[str], left: Collection[str]) -> None:
+        """In a process other than the primary: apply changes that it has sent.
+
+        `entries` are new or changed, `gone` the names of those that are no longer listed, and `left` the names of all
+        that a roll-back has left behind.
+        """
+        with self._guard:
+            known = {entry.name: entry for entry in self._entries if self._is_replica and entry.name not in gone}
+            known |= {entry.name: entry for entry in entries}
+            self._entries = sorted(known.values(), key=lambda entry: entry.order)
+            self._left, self._infos, self._is_replica = frozenset(left), None, True
 
     def _whole(self) -> list[Entry]:
         return [entry for entry in self._entries if entry.name not in self._pending_deletions and entry.damaged is None]

@@ -1,8 +1,8 @@
 """One run directory shared by the processes of a job.
 
-`JobSync` runs directory operations in the primary process and broadcasts the results. `RunReplica` is what the other
-processes know of the run. `JobDecisions` makes all processes take the same decision to save, and asks the primary only
-where the processes cannot decide alike on their own.
+`JobSync` runs directory operations in the primary process, and sends the results and the changes of the run to the
+others. `JobDecisions` makes all processes take the same decision to save, and asks the primary only where the processes
+cannot decide alike on their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import enum
 import errno
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -46,9 +45,8 @@ from jaxckpt_train.policies.save import (
     YoungDalyPolicy,
     has_temporary,
 )
-from jaxckpt_train.run.catalog import step_not_found
 from jaxckpt_train.run.directory import RunDirectory
-from jaxckpt_train.run.entry import Entry, branch_last, check_step, newest_generations
+from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.run.lock import LOCK_NAME, MAX_LOCK_BYTES
 from jaxckpt_train.store.backends.base import GONE
 from jaxckpt_train.store.files import read_or_none
@@ -74,71 +72,6 @@ class RunDelta(msgspec.Struct, array_like=True):
     left: tuple[str, ...]  # the names of all entries that a roll-back has left behind
 
 
-class RunReplica:
-    """The run as a process other than the primary knows it: from deltas of the primary.
-
-    Until the first delta arrives, it asks `reader`, which reads the disk.
-    """
-
-    def __init__(self, reader: RunDirectory) -> None:
-        self._reader = reader
-        self._entries: dict[str, Entry] | None = None
-        self._left: frozenset[str] = frozenset()
-        self._guard = threading.Lock()
-
-    def apply(self, delta: RunDelta) -> None:
-        """Apply a delta of the primary."""
-        with self._guard:
-            known = {} if self._entries is None else self._entries
-            known = {name: entry for name, entry in known.items() if name not in delta.gone}
-            self._entries = known | {entry.name: entry for entry in delta.entries}
-            self._left = frozenset(delta.left)
-
-    def committed(self, entry: Entry, gone: Sequence[str]) -> None:
-        """Record a commit of which no delta has arrived yet, and the names of entries that retention deletes since."""
-        with self._guard:
-            there = {name: each for name, each in (self._entries or {}).items() if name not in gone}
-            self._entries = there | {entry.name: entry}
-            self._left = frozenset(entry.left_behind) - {entry.name}
-
-    def _known(self) -> list[Entry] | None:
-        """All intact entries, in order; None: no delta has arrived."""
-        with self._guard:
-            if self._entries is None:
-                return None
-            return branch_last([each for each in self._entries.values() if each.damaged is None], self._left)
-
-    def newest(self) -> list[Entry]:
-        """As `RunDirectory.newest`."""
-        known = self._known()
-        return self._reader.newest() if known is None else newest_generations(known)
-
-    def damaged(self) -> list[Entry]:
-        """As `RunDirectory.damaged`."""
-        entries = self._entries
-        if entries is None:
-            return self._reader.damaged()
-        return sorted((each for each in entries.values() if each.damaged is not None), key=lambda each: each.order)
-
-    def is_committed(self, step: int) -> bool:
-        """As `RunDirectory.is_committed`."""
-        known = self._known()
-        if known is None:
-            return self._reader.is_committed(step)
-        return any(entry.step == step and entry.name not in self._left for entry in known)
-
-    def candidates(self, step: int | None) -> list[Entry]:
-        """As `RunDirectory.candidates`."""
-        known = self._known()
-        if known is None:
-            return self._reader.candidates(step)
-        wanted = None if step is None else check_step(step)
-        found = [entry for entry in reversed(known) if wanted in (None, entry.step)]
-        if not found:
-            raise step_not_found(self._reader.directory, step, known)
-        return found
-
-
 class _PrimaryResult(msgspec.Struct, array_like=True):
     result: Any
     delta: RunDelta | None
@@ -160,8 +93,7 @@ class JobSync:
         self._coordinator, self._timeout_s, self._channel = coordinator, timeout_s, list[Coordinator]()
         self._run, self._backend, self._directory = run, run.backend, run.directory
         self.is_primary, self.is_single_process = coordinator.process == 0, coordinator.processes == 1
-        self.replica, self._sent = RunReplica(run), dict[str, Entry]()  # what the others know
-        self.known = run if self.is_primary else self.replica  # answers without the other processes
+        self._sent = dict[str, Entry]()  # in the primary: what the others know
         self._is_taken = False
         self.decides = ""  # describes what each process decides on its own, which must be the same in all
 
@@ -205,7 +137,7 @@ class JobSync:
             return done[0]
         received = msgspec.msgpack.decode(sent, type=_PrimaryResult)
         if received.delta is not None:
-            self.replica.apply(received.delta)
+            self._run.receive(received.delta.entries, received.delta.gone, received.delta.left)
         return received.result
 
     def _next_delta(self) -> RunDelta:

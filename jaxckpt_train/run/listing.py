@@ -33,30 +33,30 @@ class RunNotes(abc.ABC):
     settings: StoreSettings
 
     def __init__(self, directory: str, run: RunDirectory, job_sync: JobSync, clock: Clock) -> None:
-        self.directory, self._known = directory, job_sync.known
+        self.directory = directory
         self._run, self._job_sync, self._clock = run, job_sync, clock
         self.history = run.history
 
     @property
     def steps(self) -> list[int]:
         """The committed steps in ascending order."""
-        return sorted(entry.step for entry in self._known.newest())
+        return sorted(entry.step for entry in self._run.newest())
 
     @property
     def latest(self) -> int | None:
         """The step that was committed last; after a roll-back, on the new branch. None: there is none."""
-        found = self._known.newest()
+        found = self._run.newest()
         return found[-1].step if found else None
 
     @property
     def damaged(self) -> list[int]:
         """The steps set aside as damaged and not saved again, in ascending order; `restore(step=...)` tries one."""
-        return sorted({entry.step for entry in self._known.damaged()} - set(self.steps))
+        return sorted({entry.step for entry in self._run.damaged()} - set(self.steps))
 
     @property
     def infos(self) -> list[CheckpointInfo]:
         """The committed steps as policies see them, in ascending order of the step."""
-        return sorted((entry.info() for entry in self._known.newest()), key=lambda info: info.step)
+        return sorted((entry.info() for entry in self._run.newest()), key=lambda info: info.step)
 
     def all_steps(self) -> list[int]:
         """Same as `steps`."""
@@ -68,7 +68,7 @@ class RunNotes(abc.ABC):
 
     def is_committed(self, step: int) -> bool:
         """Whether this step is committed, and was not left behind by a roll-back."""
-        return self._known.is_committed(step)
+        return self._run.is_committed(step)
 
     def best(self, metric: str, mode: Literal["min", "max"] | None = None) -> int | None:
         """The step with the best value of a metric. Of equal values, the latest wins; nan never does. None: no value.
@@ -79,7 +79,7 @@ class RunNotes(abc.ABC):
                 metric such as "accuracy".
         """
         name = metric_name("best: metric", metric)
-        infos = [entry.info() for entry in self._known.newest()]
+        infos = [entry.info() for entry in self._run.newest()]
         ranked = rank_checkpoints(infos, name, stated_mode("best: mode", mode, name))
         return ranked[0].step if ranked else None
 
@@ -88,15 +88,15 @@ class RunNotes(abc.ABC):
 
         Raises StepNotFoundError if there is no such step.
         """
-        return f"{self.directory}/{self._known.candidates(step)[0].name}"
+        return f"{self.directory}/{self._run.candidates(step)[0].name}"
 
     def metadata(self, step: int | None = None) -> CheckpointMetadata:
         """Describe what a step contains; None: the latest step. Raises StepNotFoundError if there is no such step."""
         if not self._job_sync.is_primary:
             try:
-                return describe_listed(self._run.backend, self.directory, self._known.candidates(step))
+                return describe_listed(self._run.backend, self.directory, self._run.candidates(step))
             except StepVanishedError as gone:
-                raise step_not_found(self.directory, step, self._known.newest()) from gone
+                raise step_not_found(self.directory, step, self._run.newest()) from gone
         while True:
             with contextlib.suppress(StepVanishedError), self._run.holding_candidates(step) as (listed, _):
                 return describe_listed(self._run.backend, self.directory, listed)

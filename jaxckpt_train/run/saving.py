@@ -181,7 +181,8 @@ class StepSave:
             self._timer.committed(time.perf_counter() - self._began_at, self._times.device_wait_s)
             name, info = committed.directory.rpartition("/")[2], committed.manifest.info
             step, generation = parse_step_name(name) or (self._step, 0)
-            self._job_sync.replica.committed(entry_from_manifest(name, step, generation, info), self._save.result)
+            entry = entry_from_manifest(name, step, generation, info)
+            self._run.receive([entry], self._save.result, {*entry.left_behind} - {name})
         return describe(committed)
 
     def begin(self) -> Transaction:
