@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from jaxckpt_train._validation import flag, time_limit
+from jaxckpt_train._validation import flag, stated_mode, time_limit
 from jaxckpt_train.checkpoint import PathLike, absolute, load_checkpointables
+from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, SettingsError, suppress_secondary
 from jaxckpt_train.metrics.events import Sink, checked_sinks
@@ -28,16 +29,19 @@ from jaxckpt_train.policies.context import (
     SaveCosts,
     SavePolicy,
     decide,
+    metric_name,
+    rank_checkpoints,
     require_policy,
 )
 from jaxckpt_train.policies.cost_model import LoopTimer, ShutdownPlan, Situation, choose, leave_early_s
+from jaxckpt_train.run.catalog import step_not_found
 from jaxckpt_train.run.directory import RunDirectory
-from jaxckpt_train.run.entry import check_step
-from jaxckpt_train.run.goodput import RunStatistics
-from jaxckpt_train.run.history import Clock, plain_metrics, utc_now
+from jaxckpt_train.run.entry import StepVanishedError, check_step
+from jaxckpt_train.run.goodput import Attempt, Goodput, RunStatistics, add_event, goodput, settled
+from jaxckpt_train.run.history import Clock, RunEvent, metrics_to_json, plain_metrics, utc_now
 from jaxckpt_train.run.job import JobDecisions, JobSync, decided_locally
-from jaxckpt_train.run.listing import RunNotes
-from jaxckpt_train.run.restoring import RunRestore
+from jaxckpt_train.run.record import Annotation
+from jaxckpt_train.run.restoring import RunRestore, describe_listed
 from jaxckpt_train.run.retention import BestLink
 from jaxckpt_train.run.saving import Drift, SaveRequest, SaveResult, StepSave
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
@@ -45,7 +49,7 @@ from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.threads import free_in_child
-from jaxckpt_train.store.timeouts import interruptible
+from jaxckpt_train.store.timeouts import interruptible, report_progress, time_limited
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
@@ -141,11 +145,12 @@ class SaveScheduler:
         return Failures(before.count, before.observed_s + max(0.0, (now - self._started).total_seconds()))
 
 
-class StepManager(RunNotes):
+class StepManager:
     """A sequence of checkpoints in one directory. The label of a step is the number of completed updates.
 
     Reading needs no lock. The first save takes the directory for this process, since two jobs cannot save to the same
-    directory.
+    directory. In a multi-process job, the primary writes for all, and each process lists the steps that the primary has
+    last reported; before the directory is owned, those on the disk.
 
     Args:
         directory: the directory of the run. The first save creates it.
@@ -192,17 +197,155 @@ class StepManager(RunNotes):
         self.restored_step: int | None = None
         self.is_in_loop = False  # whether a loop continues from the restored step, so that `restore` only reads
         self.drift: Drift | None = None  # compares each save with the values that the loop resumed with
-        clock, backend = clock or utc_now, backend or LocalBackend()
+        self._clock, backend = clock or utc_now, backend or LocalBackend()
         self._save_slot = SaveSlot(if_busy, stall_timeout_s, if_stalled)
         rate = self.settings.scrub_bytes_per_s
-        run = RunDirectory(backend, self.directory, preservation_policy, clock, rate, best_link)
-        job_sync = JobSync(current(), self.settings.barrier_timeout_s, run)
-        super().__init__(self.directory, run, job_sync, clock)
-        self._save_scheduler = SaveScheduler(save_decision_policy, run, self._save_slot, job_sync, clock)
+        self._run = RunDirectory(backend, self.directory, preservation_policy, self._clock, rate, best_link)
+        self.history = self._run.history
+        self._job_sync = JobSync(current(), self.settings.barrier_timeout_s, self._run)
+        self._save_scheduler = SaveScheduler(
+            save_decision_policy, self._run, self._save_slot, self._job_sync, self._clock
+        )
         self.history.send_to(checked_sinks("StepManager.sinks", sinks))
         self.deferring_errors, self.leave_to_parent = self._save_slot.deferring_errors, self._save_slot.leave_to_parent
         self._closed, self._guard = False, threading.RLock()  # one call of `save` at a time
         free_in_child(self)
+
+    @property
+    def steps(self) -> list[int]:
+        """The committed steps in ascending order."""
+        return sorted(entry.step for entry in self._run.newest())
+
+    @property
+    def latest(self) -> int | None:
+        """The step that was committed last; after a roll-back, on the new branch. None: there is none."""
+        found = self._run.newest()
+        return found[-1].step if found else None
+
+    @property
+    def damaged(self) -> list[int]:
+        """The steps set aside as damaged and not saved again, in ascending order; `restore(step=...)` tries one."""
+        return sorted({entry.step for entry in self._run.damaged()} - set(self.steps))
+
+    @property
+    def infos(self) -> list[CheckpointInfo]:
+        """The committed steps as policies see them, in ascending order of the step."""
+        return sorted((entry.info() for entry in self._run.newest()), key=lambda info: info.step)
+
+    def all_steps(self) -> list[int]:
+        """Same as `steps`."""
+        return self.steps
+
+    def latest_step(self) -> int | None:
+        """Same as `latest`."""
+        return self.latest
+
+    def is_committed(self, step: int) -> bool:
+        """Whether this step is committed, and was not left behind by a roll-back."""
+        return self._run.is_committed(step)
+
+    def best(self, metric: str, mode: Literal["min", "max"] | None = None) -> int | None:
+        """The step with the best value of a metric. Of equal values, the latest wins; nan never does. None: no value.
+
+        Args:
+            metric: the name of the metric.
+            mode: "min": lower is better; "max": higher is better; None: "min", but refused with a SettingsError for a
+                metric such as "accuracy".
+        """
+        name = metric_name("best: metric", metric)
+        infos = [entry.info() for entry in self._run.newest()]
+        ranked = rank_checkpoints(infos, name, stated_mode("best: mode", mode, name))
+        return ranked[0].step if ranked else None
+
+    def path(self, step: int | None = None) -> str:
+        """The directory of a step, for `jaxckpt_train.load` and `verify`, or to copy it; None: of the latest step.
+
+        Raises StepNotFoundError if there is no such step.
+        """
+        return f"{self.directory}/{self._run.candidates(step)[0].name}"
+
+    def metadata(self, step: int | None = None) -> CheckpointMetadata:
+        """Describe what a step contains; None: the latest step. Raises StepNotFoundError if there is no such step."""
+        if not self._job_sync.is_primary:
+            try:
+                return describe_listed(self._run.backend, self.directory, self._run.candidates(step))
+            except StepVanishedError as gone:
+                raise step_not_found(self.directory, step, self._run.newest()) from gone
+        while True:
+            with contextlib.suppress(StepVanishedError), self._run.holding_candidates(step) as (listed, _):
+                return describe_listed(self._run.backend, self.directory, listed)
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this process is the primary, which writes for all processes."""
+        return self._job_sync.is_primary
+
+    def pin(self, step: int, pinned: bool = True) -> None:
+        """Keep a step whatever the preservation policy says; `pinned=False` removes the pin.
+
+        Raises StepNotFoundError if there is no such step.
+        """
+        self._annotate(step, lambda: Annotation(pin=flag("pin: pinned", pinned)))
+
+    def attach_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to a committed step, such as those of an evaluation that finished later.
+
+        Raises StepNotFoundError if there is no such step.
+        """
+        self._annotate(step, lambda: Annotation(metrics=metrics_to_json(plain_metrics(metrics))))
+
+    def _annotate(self, step: int, change: Callable[[], Annotation]) -> None:
+        """Annotate a step. In a job, the arguments of the primary count, and so does their error."""
+        self._check_open()
+        self._job_sync.hold()
+
+        def write() -> None:
+            self._run.annotate_step(check_step(step), change())
+
+        self._job_sync.on_primary(f"writing the record of step {step}", write, time.monotonic)
+
+    def note_preemption(self, step: int | None, reason: str, plan: str | None = None) -> None:
+        """Record a preemption in the history: the step to save, the reason, and the chosen shutdown plan."""
+        if self._job_sync.is_primary:
+            self.history.add("preempted", self._clock(), step=step, reason=reason, plan=plan)
+
+    def retain(self) -> None:
+        """Delete the steps that the preservation policy no longer keeps now, instead of after the next commit.
+
+        Raises DirectoryLockedError or StorageError if the directory cannot be owned.
+        """
+        self._check_open()
+        self._job_sync.retain(is_durable=self.settings.durability == "full")
+
+    def note_resume(self, step: int, resume_s: float) -> None:
+        """Record in the history that the loop has its state of this step; wait at most a minute for the disk."""
+        if self._job_sync.is_primary:
+            self._run.log.resumed(step, resume_s)
+
+    def ends_as(self, how: str) -> None:
+        """Set how the history describes the end of this process: "finished", "preempted", or an error."""
+        self._run.log.ends_as = how
+
+    def goodput(self) -> Goodput:
+        """The share of the run's time that went into updates that count, over all its processes so far.
+
+        Raises CorruptCheckpointError, StorageError or CheckpointTimeoutError if the history cannot be read.
+        """
+        running = (self._run.log.completed, self._clock()) if self._run.is_owner else None
+        found, is_live = self._attempts()
+        return goodput(settled(found, running, is_live=is_live))
+
+    @time_limited
+    def _attempts(self) -> tuple[list[Attempt], bool]:
+        """The attempts in the history, and whether the last one may still run."""
+        lock, found = self._run.held.lock, list[Attempt]()
+        was_live = lock.has_live_owner()
+        for number, event in enumerate(self.history.each(RunEvent)):
+            add_event(found, event)
+            if number % 10_000 == 0:
+                report_progress()
+        # A process may start meanwhile; one that ends records it first.
+        return found, was_live or lock.has_live_owner()
 
     def check_fresh(self, *, allow_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if the directory has steps, but no valid one.

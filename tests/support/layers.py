@@ -107,7 +107,7 @@ MAY_HAVE_ONE_IMPORTER = {
     "pytree.redistribution": "the exchange of shards between processes",
     "pytree.shared_reads": "the reads that the processes of a job share",
     "report.charts": "all that imports bokeh",
-    "run.listing": "the part of StepManager that lists steps, and would make its file too long",
+    "run.restoring": "a restore of a run, by one process or by all processes of a job",
     "run.scrubber": "the thread that reads old steps again",
     "store.backends.records": "records on any file system; the memory backend of the tests needs them, too",
     "testing.causes": "the catalogue of causes of an inexact resume",
