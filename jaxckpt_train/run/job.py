@@ -8,7 +8,6 @@ cannot decide alike on their own.
 from __future__ import annotations
 
 import contextlib
-import enum
 import errno
 import functools
 import os
@@ -28,8 +27,8 @@ from jaxckpt_train.policies.context import (
     Decision,
     DecisionContext,
     SavePolicy,
+    decide,
     policy_name,
-    saves_temporarily,
 )
 from jaxckpt_train.policies.save import (
     AllSavePolicy,
@@ -43,7 +42,6 @@ from jaxckpt_train.policies.save import (
     SpecificStepsPolicy,
     TemporarySavePolicy,
     YoungDalyPolicy,
-    has_temporary,
 )
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry
@@ -262,15 +260,6 @@ def _refuse_others(sent: Sequence[bytes]) -> bytes:
     return b""
 
 
-class Outlook(enum.IntEnum):
-    """The result that a process expects of a decision without asking the primary; the same in every process."""
-
-    NO = 0
-    SOME_TIME = 1  # the primary is asked at the next poll
-    NOW = 2  # the primary must be asked about this step
-    YES = 3
-
-
 class _Answer(msgspec.Struct, array_like=True):
     save: bool
     reason: str
@@ -290,6 +279,7 @@ class JobDecisions:
 
     def __init__(self, job_sync: JobSync, policy: SavePolicy) -> None:
         self._job_sync, self._policy = job_sync, policy
+        self._is_local = _depends_on_step(policy)
         self._poll_schedule = PollSchedule(job_sync.processes)
         self._has_steps = False
 
@@ -306,89 +296,62 @@ class JobDecisions:
         In the primary, `ask` evaluates the policy and returns whether the run has steps, and `is_over` whether the
         previous save has ended; then all processes call `settle` at the same step.
         """
-        found = outlook(self._policy, step, context, has_steps=self._has_steps)
-        if found is Outlook.YES:
-            known = _known_deciding(self._policy, step, context)
-            return Decision(True, " and ".join(map(policy_name, known)), any(map(saves_temporarily, known)))
-        if found is Outlook.NO or (found is Outlook.SOME_TIME and not self._poll_schedule.is_due()):
+        if self._is_local:
+            return decide(self._policy, step, (), context)
+        is_polled = self._poll_schedule.is_due()
+        if not self._may_save(self._policy, step, context, is_polled):
             return NOT_DUE
 
         def say() -> bytes:
             decision, has_steps = ask()
-            following = self._poll_schedule.next() if found is Outlook.SOME_TIME else 0
+            following = self._poll_schedule.next() if is_polled else 0
             decided = (decision.save, decision.reason, decision.temporary)
             return msgspec.msgpack.encode(_Answer(*decided, has_steps, is_over(), following))
 
         sent = self._job_sync.job.broadcast(f"deciding whether to save step {step.step}", say)
         answer = msgspec.msgpack.decode(sent, type=_Answer)
         self._has_steps = self._has_steps or answer.has_steps or answer.save
-        if found is Outlook.SOME_TIME:
+        if is_polled:
             self._poll_schedule.set_next(answer.next)
         if answer.is_over:
             settle()
         return Decision(answer.save, answer.reason, answer.temporary)
 
+    def _may_save(self, policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, is_polled: bool) -> bool:
+        """Whether the primary has to be asked about a step; the same in all processes.
 
-def outlook(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, *, has_steps: bool) -> Outlook:
-    """Return the expected decision for a step; the same in all processes.
-
-    `has_steps`: whether the run is known to have steps. Of `context`, only what is the same in all processes is used.
-    """
-    kind = type(policy)
-    if kind in _BY_STEPS:
-        return Outlook.YES if policy.should_save(step, (), context=context) else Outlook.NO
-    if kind in _BY_TIME:
-        return Outlook.SOME_TIME
-    if kind is InitialSavePolicy:
-        return Outlook.NO if has_steps else Outlook.NOW
-    if kind is TemporarySavePolicy and isinstance(policy, TemporarySavePolicy):
-        return outlook(policy.policy, step, context, has_steps=has_steps)
-    if isinstance(policy, AnySavePolicy | AllSavePolicy) and kind in (AnySavePolicy, AllSavePolicy):
-        found = [outlook(child, step, context, has_steps=has_steps) for child in policy.policies]
-        return _of_any(policy.policies, found) if kind is AnySavePolicy else _of_all(found)
-    return Outlook.NOW
+        Of `context`, only what is the same in all processes is used.
+        """
+        kind, parts = type(policy), _parts(policy)
+        if kind is AllSavePolicy:  # its policies by time have to be asked about the steps that the others accept
+            return all(self._may_save(each, step, context, True) for each in parts)
+        if parts:
+            return any(self._may_save(each, step, context, is_polled) for each in parts)
+        if kind in _BY_STEPS:
+            return policy.should_save(step, (), context=context)
+        if kind is InitialSavePolicy:
+            return not self._has_steps
+        return is_polled or kind not in _BY_TIME
 
 
 def decided_locally(policy: SavePolicy | None) -> str:
-    """Describe the decisions that each process takes on its own; they must be the same in all processes."""
-    kind = type(policy)
-    if policy is None:
-        return "no save policy"
-    if kind in _BY_STEPS:
-        return policy_name(policy)
-    if kind in _BY_TIME:
-        return "a policy by time"
-    if kind is InitialSavePolicy:
-        return "InitialSavePolicy()"
-    if kind is TemporarySavePolicy and isinstance(policy, TemporarySavePolicy):
-        return f"TemporarySavePolicy({decided_locally(policy.policy)})"
-    if isinstance(policy, AnySavePolicy | AllSavePolicy) and kind in (AnySavePolicy, AllSavePolicy):
-        return f"{kind.__name__}({', '.join(map(decided_locally, policy.policies))})"
-    return "a policy that process 0 evaluates at every step"
+    """Describe what each process decides on its own; equal policies have equal texts in all processes."""
+    parts, name = _parts(policy), "no save policy" if policy is None else type(policy).__name__
+    if parts:
+        return f"{name}({', '.join(map(decided_locally, parts))})"
+    return policy_name(policy) if type(policy) in _BY_STEPS else name
 
 
-def _known_deciding(policy: SavePolicy, step: CheckpointInfo, context: DecisionContext) -> list[SavePolicy]:
-    """The parts of a policy with outlook YES that request the save by themselves."""
-    if not isinstance(policy, AnySavePolicy | AllSavePolicy):
-        return [policy]
-    sure = [each for each in policy.policies if outlook(each, step, context, has_steps=True) is Outlook.YES]
-    if isinstance(policy, AnySavePolicy):  # prefer a policy whose step is not temporary
-        sure = sorted(sure, key=has_temporary)[:1]
-    return [inner for each in sure for inner in _known_deciding(each, step, context)]
+def _parts(policy: SavePolicy | None) -> Sequence[SavePolicy]:
+    """The policies that a policy of this package is composed of. A subclass may decide otherwise."""
+    if type(policy) is TemporarySavePolicy:
+        return (policy.policy,)
+    if type(policy) is AnySavePolicy or type(policy) is AllSavePolicy:
+        return policy.policies
+    return ()
 
 
-def _of_any(policies: Sequence[SavePolicy], found: Sequence[Outlook]) -> Outlook:
-    """The outlook of an AnySavePolicy. If only temporary saves are certain, ask whether another wants a lasting one."""
-    if max(found) is not Outlook.YES:
-        return max(found)
-    each = list(zip(policies, found, strict=True))
-    goes = all(has_temporary(policy) for policy, sure in each if sure is Outlook.YES)
-    may_stay = any(maybe in (Outlook.SOME_TIME, Outlook.NOW) for policy, maybe in each if not saves_temporarily(policy))
-    return Outlook.NOW if goes and may_stay else Outlook.YES
-
-
-def _of_all(found: Sequence[Outlook]) -> Outlook:
-    """The outlook of an AllSavePolicy. Policies of different kinds have to be asked about the same step."""
-    if Outlook.NO in found or len(set(found)) == 1:
-        return min(found)
-    return Outlook.NOW
+def _depends_on_step(policy: SavePolicy) -> bool:
+    """Whether all processes can evaluate a policy on their own."""
+    parts = _parts(policy)
+    return all(map(_depends_on_step, parts)) if parts else type(policy) in _BY_STEPS

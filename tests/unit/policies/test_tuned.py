@@ -17,7 +17,6 @@ from jaxckpt_train.config import callback_arguments
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.policies.context import CheckpointInfo, Decision, DecisionContext, Failures, SaveCosts, decide
 from jaxckpt_train.policies.save import AIM, ROOM, daly_interval_s
-from jaxckpt_train.run.job import Outlook, decided_locally, outlook
 
 START = datetime(2026, 3, 1, 12, tzinfo=UTC)
 KNOWN = SaveCosts(step_s=1.0, cost_s=2.0, blocked_s=0.5, duration_s=3.0)
@@ -176,12 +175,6 @@ def test_reasons_state_what_was_measured() -> None:
     assert asked(inside, 3000.0).reason.startswith(
         "YoungDalyPolicy: a save costs 2 s, and a failure is expected every 1000 s"
     )
-
-
-def test_primary_decides_tuned_policies_by_time() -> None:
-    for policy in (jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy(), jct.EverySecondsPolicy(5.0)):
-        assert outlook(policy, CheckpointInfo(1, START), DecisionContext(START), has_steps=True) is Outlook.SOME_TIME
-        assert decided_locally(policy) == "a policy by time"
 
 
 @pytest.mark.parametrize("kind", [jct.OverheadBudgetPolicy, jct.YoungDalyPolicy])

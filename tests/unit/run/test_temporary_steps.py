@@ -16,7 +16,6 @@ from jaxckpt_train.config import callback_arguments
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, decide
 from jaxckpt_train.policies.save import has_temporary
-from jaxckpt_train.run.job import Outlook, _known_deciding, decided_locally, outlook
 from tests.support.runs import START, Clock, state_of, step_of
 
 EVERY_MINUTE = jct.TemporarySavePolicy(jct.EverySecondsPolicy(60))
@@ -66,29 +65,6 @@ def test_all_policy_with_temporary_part_is_temporary() -> None:
     assert has_temporary(jct.AllSavePolicy([jct.FixedIntervalPolicy(1), BOTH]))
     assert not has_temporary(jct.FixedIntervalPolicy(1))
     assert not has_temporary(None)
-
-
-def test_processes_agree_on_temporary_saves() -> None:
-    info, context = CheckpointInfo(10, at(0)), DecisionContext(at(0))
-    assert outlook(BOTH, info, context, has_steps=True) is Outlook.YES
-    assert outlook(BOTH, CheckpointInfo(11, at(0)), context, has_steps=True) is Outlook.SOME_TIME
-    by_step = jct.AnySavePolicy([jct.TemporarySavePolicy(jct.FixedIntervalPolicy(5)), jct.FixedIntervalPolicy(10)])
-    assert _known_deciding(by_step, info, context) == [jct.FixedIntervalPolicy(10)]
-    assert _known_deciding(by_step, CheckpointInfo(5, at(0)), context) == [by_step.policies[0]]
-    assert decided_locally(by_step) == (
-        "AnySavePolicy(TemporarySavePolicy(FixedIntervalPolicy(interval=5)), FixedIntervalPolicy(interval=10))"
-    )
-
-
-@pytest.mark.parametrize("other", [jct.ImprovementPolicy("loss", "min"), jct.EverySecondsPolicy(600)])
-def test_job_agrees_on_temporary_steps(other: Any) -> None:
-    policy = jct.AnySavePolicy([jct.TemporarySavePolicy(jct.FixedIntervalPolicy(10)), other])
-    info, context = CheckpointInfo(10, at(0)), DecisionContext(at(0))
-    assert outlook(policy, info, context, has_steps=True) is Outlook.NOW
-    permanent = jct.AnySavePolicy([policy, jct.FixedIntervalPolicy(10)])
-    assert outlook(permanent, info, context, has_steps=True) is Outlook.YES
-    temporary = jct.AnySavePolicy([policy.policies[0], jct.TemporarySavePolicy(other)])
-    assert outlook(temporary, info, context, has_steps=True) is Outlook.YES
 
 
 def test_temporary_step_goes_after_next_commit_across_restarts(tmp_path: Path) -> None:
