@@ -163,10 +163,7 @@ class JobSync:
         The processes first check that all have the same directory, take the same decisions, and see the same storage,
         and raise OtherProcessError otherwise.
         """
-        if self.is_single_process:
-            self._run.own()
-            return
-        if self._is_taken:
+        if self.is_single_process or self._is_taken:
             self.on_primary(f"taking {self._directory}", self._run.own, time.monotonic)
             return
         mine = msgspec.msgpack.encode(_JobSettings(os.fsencode(self._directory), self.decides))
