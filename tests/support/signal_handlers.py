@@ -19,6 +19,9 @@ def handlers_put_back(*numbers: int, may_end: bool = False) -> Iterator[None]:
         numbers: of the signals.
         may_end: whether a handler may stay that is not live any more, as after a signal that ends the process.
     """
+    for number in numbers:
+        if isinstance(signal.getsignal(number), SignalHandler):  # left by a test of another file
+            signal.signal(number, signal.SIG_DFL)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     found = {number: signal.getsignal(number) for number in numbers}
