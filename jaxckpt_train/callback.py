@@ -49,7 +49,7 @@ from jaxckpt_train.manager import StepManager
 from jaxckpt_train.metrics.events import Sink
 from jaxckpt_train.policies.context import Decision, SavePolicy
 from jaxckpt_train.policies.save import has_temporary
-from jaxckpt_train.preemption.shutdown import NOTHING_NEW, GracefulShutdown
+from jaxckpt_train.preemption.shutdown import GracefulShutdown, Outcome
 from jaxckpt_train.preemption.sources import NoticeSource
 from jaxckpt_train.run.goodput import Goodput, print_goodput
 from jaxckpt_train.run.history import CLOSED, FINISHED, savable_metrics
@@ -366,7 +366,7 @@ class CheckpointCallback:
     def _leave(self) -> SaveResult:
         """Save the last completed update, wait until it is durable, and end the loop."""
         with progress_line(f"saving step {self._loop.step}", None, wants_progress(self._options.progress)):
-            result = self._shutdown.finish(self._save_before_leaving, self._unsaved())
+            result = self._shutdown.finish(self._save_before_leaving, self._unsaved)
         self._shutdown.decide()
         if self._loop.called and not self._loop.in_steps:
             error = self._shutdown.error()
@@ -375,11 +375,10 @@ class CheckpointCallback:
         return result
 
     def _unsaved(self) -> int | None:
+        """Return the last completed update, unless it is committed or being saved."""
         return None if self._loop.last is None or self._is_saved() else self._loop.step
 
     def _save_before_leaving(self, timeout_s: float | None, values: Mapping[str, Any] | None = None) -> SaveResult:
-        if self._unsaved() is None:
-            return NOTHING_NEW
         reason, temporary = f"preemption: {self._shutdown.reason}", self._leaves_temporary
         return self._save(reason, force=True, temporary=temporary, timeout_s=timeout_s, values=values)
 
@@ -582,10 +581,13 @@ class CheckpointCallback:
         if self._options.save_on_exit and self._can_save():
             if self._loop.has_unreported_update():
                 self._loop.warn_unsaved(self._saved)
-            # `_save` saves nothing if the job is asked to stop during the save.
-            elif shutdown.must_leave() or not self._save("end of the loop", force=True).saved:
-                shutdown.finish(self._save_before_leaving, self._unsaved())
-        is_cut = self.enabled and not self.preempted and (shutdown.loses or not self._loop.finished())
+            elif shutdown.must_leave():
+                shutdown.finish(self._save_before_leaving, self._unsaved)
+            else:
+                result = self._save("end of the loop", force=True)
+                if not result.saved:  # the job was asked to stop while this waited for the running save
+                    shutdown.finish(self._save_before_leaving, self._unsaved)
+        is_cut = self.enabled and not self.preempted and (shutdown.outcome >= Outcome.LOST or not self._loop.finished())
         if is_cut and shutdown.must_leave():
             shutdown.finish()
             shutdown.decide()
@@ -598,7 +600,8 @@ class CheckpointCallback:
         middle of an update. If the program itself exits, its exit code is kept.
         """
         shutdown = self._shutdown
-        is_of_leaving = isinstance(error, SystemExit | Preempted) if self.preempted else shutdown.is_leaving
+        has_tried = shutdown.outcome > Outcome.RUNNING  # then this is the error of the last save
+        is_of_leaving = isinstance(error, SystemExit | Preempted) if self.preempted else has_tried
         may_leave = self.enabled and not self._closed and isinstance(error, Exception | SystemExit)
         if may_leave and not is_of_leaving and shutdown.must_leave_alone():
             _log.error("the loop failed after it was asked to stop by %s", shutdown.reason, exc_info=error)
@@ -617,17 +620,17 @@ class CheckpointCallback:
                 lost = None if unsaved is None else "the next update is running and may have changed the values to save"
                 self._shutdown.finish()
             else:
-                self._shutdown.finish(functools.partial(self._save_before_leaving, values=values), unsaved)
+                self._shutdown.finish(functools.partial(self._save_before_leaving, values=values), self._unsaved)
         except UnsupportedLeafError as changed:  # for example, arrays that were donated to the next update
             lost = str(changed)
         if lost:
-            self._shutdown.loses = True
+            self._shutdown.note_loss()
             _log.error("step %d is not saved: %s; the last saved one is %s", self._loop.step, lost, self.manager.latest)
         self._shutdown.decide()
 
     def _can_save(self) -> bool:
         """Return whether there is a completed update to save at the end of the loop."""
-        is_over = not self.enabled or self._closed or self.preempted or self._shutdown.is_late
+        is_over = not self.enabled or self._closed or self.preempted or self._shutdown.outcome is Outcome.GIVEN_UP
         return not is_over and self._unsaved() is not None
 
     def _save_after(self, error: BaseException) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import functools
 import logging
@@ -19,7 +18,7 @@ from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, SettingsError, suppress_secondary
 from jaxckpt_train.metrics.events import Sink, checked_sinks
-from jaxckpt_train.pending import LAST_PATIENCE_S, SaveSlot
+from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, SaveSlot
 from jaxckpt_train.policies.context import (
     CheckpointInfo,
     Decision,
@@ -33,7 +32,7 @@ from jaxckpt_train.policies.context import (
     rank_checkpoints,
     require_policy,
 )
-from jaxckpt_train.policies.cost_model import LoopTimer, ShutdownPlan, Situation, choose, leave_early_s
+from jaxckpt_train.policies.cost_model import LoopTimer, ShutdownPlan, leave_early_s, plan_last_save
 from jaxckpt_train.run.catalog import step_not_found
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import StepVanishedError, check_step
@@ -125,20 +124,6 @@ class SaveScheduler:
             self._recalled = past
             self.clock.recall(past.cost_s, past.duration_s)
         return self.clock.costs()
-
-    def situation(self, left_s: float | None, unsaved: int) -> Situation:
-        """Return what is known when the job is asked to stop and the update `unsaved` is complete but not saved."""
-        self._run.log.completed = unsaved  # nothing else may report this update
-        running, committed, costs = self._save_slot.running_info(), self._run.infos(), self.costs()
-        return Situation(
-            left_s,
-            unsaved,
-            running[0].step if running else None,
-            self._save_slot.running_for_s() if running else 0.0,
-            committed[-1].step if committed else None,
-            costs.duration_s,
-            costs.step_s,
-        )
 
     def _failures(self, now: datetime.datetime) -> Failures:
         before = self._run.past.failures
@@ -490,10 +475,15 @@ class StepManager:
         slot.info = CheckpointInfo(request.step, now, metrics, temporary=request.temporary)
         self._save_scheduler.save_started()
         _log.debug("step %d: saving (%s)", request.step, request.reason)
+        pending: PendingSave[Any] | None
         try:
             pending = save.start(slot.begun, timeout_s, slot.patience_s(force), slot.is_time_up)
         except CheckpointTimeoutError as stalled:
-            return SaveResult(False, slot.not_taken(request.step, force, timeout_s, stalled))
+            if self._job_sync.is_single_process:
+                return SaveResult(False, slot.not_taken(request.step, force, timeout_s, stalled))
+            # The save fails in all processes, and all raise its error later. If this process alone skipped the step, it
+            # would not take the same decisions as the others from here on.
+            pending = slot.pending
         self._save_scheduler.clock.save_began(request.step, save.device_wait_s)
         return SaveResult(True, request.reason, pending)
 
@@ -571,22 +561,19 @@ class StepManager:
         """Stop waiting for a previous save when asked to leave, and for the copy of a state when the time is up."""
         self._save_slot.is_asked_to_leave, self._save_slot.is_time_up = is_asked, is_time_up
 
-    def plan_to_leave(self, left_s: float | None, unsaved: int | None) -> ShutdownPlan:
-        """Return what to do in the seconds left (None: no limit) after a request to stop; the same in all processes.
+    def plan_to_leave(self, unsaved: int, left_s: float | None) -> ShutdownPlan:
+        """Return whether to save the last completed update in the seconds left after a request to stop.
 
-        `unsaved` is the last completed update, if no save of it is committed or running.
+        `left_s` is None if there is no limit. No save is running. In a job, process 0 decides for all.
         """
-        if unsaved is None:
-            return choose(Situation(left_s, None, *(info.step for info in self._save_slot.running_info())))
 
-        def plan() -> tuple[Any, ...]:
-            return dataclasses.astuple(choose(self._save_scheduler.situation(left_s, unsaved)))
+        def plan() -> ShutdownPlan:
+            self._run.log.completed = unsaved  # nothing else may report this update
+            committed = self._run.infos()
+            newest = committed[-1].step if committed else None
+            return plan_last_save(unsaved, newest, self._save_scheduler.costs().duration_s, left_s)
 
         return ShutdownPlan(*self._job_sync.on_primary("choosing how to leave", plan))
-
-    def agreed(self, value: bool) -> bool:
-        """Return the primary process's value in all processes of the job."""
-        return bool(self._job_sync.on_primary("agreeing how to leave", lambda: value))
 
     def leave_early_s(self, limit_s: float) -> float:
         """Return how many seconds before a time limit the loop should be asked to stop."""

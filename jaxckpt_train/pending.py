@@ -418,17 +418,13 @@ class SaveSlot:
         self.info: CheckpointInfo | None = None  # its step, as policies see it
         self.given_up: PendingSave[Any] | None = None
         self._kept: list[BaseException] | None = None
-        self._begun_at, self._skipped_at = 0.0, math.inf  # the last time that this save caused a step to be skipped
+        self._skipped_at = math.inf  # the last time that this save caused a step to be skipped
         self._was_warned_of = self._is_without_state = False  # its failure was reported when the step was skipped
 
     def begun(self, pending: PendingSave[Any] | None) -> None:
         """Store a save that is about to start; None: it did not start."""
-        self.pending, self._begun_at, self._skipped_at = pending, time.monotonic(), math.inf
+        self.pending, self._skipped_at = pending, math.inf
         self._was_warned_of = self._is_without_state = False
-
-    def running_for_s(self) -> float:
-        """Seconds since the save started."""
-        return time.monotonic() - self._begun_at
 
     def is_running(self) -> bool:
         """Whether the save has neither committed nor failed."""

@@ -1,7 +1,7 @@
 """The time that a training loop spends on updates and on saves.
 
-`LoopTimer` measures how long an update takes and what a save costs, from the calls of the loop. `choose` decides what a
-job does in its remaining time after it was asked to shut down.
+`LoopTimer` measures how long an update takes and what a save costs, from the calls of the loop. `plan_last_save`
+decides whether a job that was asked to shut down has the time for another save.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jaxckpt_train.policies.context import SaveCosts
 
@@ -28,68 +29,41 @@ UNSEEN_SAVES = 2  # consecutive saves of a loop ahead of its devices without tim
 MOST_UNSEEN_SAVES = 8  # the same, of any loop
 
 
-@dataclasses.dataclass(frozen=True)
-class Situation:
-    """The state of a job that was asked to shut down."""
+class ShutdownPlan(NamedTuple):
+    """Whether a job that was asked to shut down saves its last completed update."""
 
-    left_s: float | None  # the seconds left; None: unknown, or the time is over already
-    unsaved: int | None  # the last completed update, if no save of it is committed or running
-    running: int | None = None  # the step of the running save
-    running_for_s: float = 0.0  # the seconds since it started
-    committed: int | None = None  # the step that was committed last
-    save_s: float | None = None  # the seconds from the start of a save to its commit; None: unknown
-    step_s: float | None = None  # the seconds of an update; None: unknown
+    saves: bool
+    why: str  # the decision and the reason, for the log and the history
 
 
-@dataclasses.dataclass(frozen=True)
-class ShutdownPlan:
-    """The decision of a job that was asked to shut down, for the time after the running save."""
+def plan_last_save(unsaved: int, committed: int | None, save_s: float | None, left_s: float | None) -> ShutdownPlan:
+    """Decide whether to save the update `unsaved`: a save that cannot end in time is not started.
 
-    saves: bool  # whether it saves the last completed update
-    why: str  # the reason, for the log and the history
-    waits: bool = False  # whether a save is running; the plan is made again when it has ended
-    loses: bool = False  # whether updates are lost that are worth a save, because the time is too short
+    The save is tried in any case if there is no limit, if its duration is unknown, or if nothing is committed yet.
 
-
-def choose(now: Situation) -> ShutdownPlan:
-    """Choose the plan that loses the least and can be finished: a save that cannot end in time is not started.
-
-    A running save is always awaited. No further save follows if repeating the updates since takes less time than
-    another save. Otherwise, a save is started if it can be committed in time. It is also started if its duration is
-    unknown, or if nothing is committed yet.
+    Args:
+        unsaved: the last completed update.
+        committed: the step that was committed last. None: there is none.
+        save_s: the seconds from the start of a save to its commit. None: unknown.
+        left_s: the seconds left. None: no limit is known.
     """
-    if now.unsaved is None:
-        why = "nothing new to save" if now.running is None else f"finishing the save of step {now.running}"
-        return ShutdownPlan(False, why, now.running is not None)
-    new, waits = f"saving step {now.unsaved}", now.running is not None
-    first = f"finishing the save of step {now.running}, then " if waits else ""
-    if now.left_s is None:
-        return ShutdownPlan(True, f"{first}{new}: no remaining time limit", waits)
-    if now.save_s is None:
-        return ShutdownPlan(True, f"{first}{new}: the duration of a save is unknown", waits)
-    if now.running is not None and now.step_s is not None:
-        behind = now.unsaved - now.running
-        if behind * now.step_s <= now.save_s:
-            updates = "1 update" if behind == 1 else f"{behind} updates"
-            return ShutdownPlan(
-                False,
-                f"finishing the save of step {now.running}, which is recent enough: repeating {updates} takes "
-                f"{behind * now.step_s:.3g} s, saving step {now.unsaved} {now.save_s:.3g} s",
-                waits,
-            )
-    rest_s = 0.0 if now.running is None else max(0.0, now.save_s - now.running_for_s)
-    needed_s = MARGIN * (rest_s + now.save_s) + MARGIN_S
-    time = f"{needed_s:.3g} s of {now.left_s:.3g} s are needed"
-    if needed_s <= now.left_s or (now.committed is None and now.running is None):
-        return ShutdownPlan(True, f"{first}{new}: {time}", waits)
-    kept = f"finishing the save of step {now.running}" if waits else f"keeping step {now.committed}"
-    return ShutdownPlan(False, f"{kept}: no time to save step {now.unsaved}, {time}", waits, loses=True)
+    new = f"saving step {unsaved}"
+    if left_s is None:
+        return ShutdownPlan(True, f"{new}: no remaining time limit")
+    if save_s is None:
+        return ShutdownPlan(True, f"{new}: the duration of a save is unknown")
+    needed_s = MARGIN * save_s + MARGIN_S
+    needs = f"{needed_s:.3g} s of {left_s:.3g} s are needed"
+    if committed is None or needed_s <= left_s:
+        return ShutdownPlan(True, f"{new}: {needs}")
+    return ShutdownPlan(False, f"keeping step {committed}: no time to save step {unsaved}, {needs}")
 
 
 def leave_early_s(save_s: float | None, step_s: float | None, limit_s: float) -> float:
     """The number of seconds before a time limit at which to ask a job to shut down, so that its last save ends in time.
 
-    `save_s` and `step_s` are as in `Situation`. At least half of the limit remains, so that every job makes progress.
+    `save_s` is the duration of a save and `step_s` that of an update; None: unknown. At least half of the limit
+    remains, so that every job makes progress.
     """
     # A save may be running, and another one starts after an update.
     early_s = UNKNOWN_S if save_s is None else ENDING_S + MARGIN * 2 * save_s + 2 * (step_s or 0.0)

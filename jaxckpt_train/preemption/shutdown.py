@@ -1,12 +1,14 @@
 """Graceful shutdown: whether the job is asked to leave, until when, and how it leaves.
 
-The path of a request: a notice (signal, file, time limit, source), `must_leave`, in which all processes agree on one
-step, `finish`, which completes the last save in the time left, `decide`, which records the outcome, and `close`.
+The path of a request: a notice (signal, file, time limit, source); `must_leave`, in which all processes agree on one
+step, and from which on there is a deadline; `finish`, which completes the last save; `decide`, which records the
+outcome; and `close`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import math
 import signal
@@ -21,7 +23,6 @@ from jaxckpt_train.distributed.jax_service import PreemptionService
 from jaxckpt_train.errors import CheckpointTimeoutError, Preempted
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.pending import call_within
-from jaxckpt_train.policies.cost_model import ShutdownPlan
 from jaxckpt_train.preemption.sources import FileNotice, NoticeSource, SignalNotice, TimeNotice, WatchedSources
 from jaxckpt_train.run.history import LATE, NOTE_S, PREEMPTED
 from jaxckpt_train.run.job import leave_channel
@@ -104,6 +105,15 @@ class ByExchange:
             leave_channel(channel)
 
 
+class Outcome(enum.IntEnum):
+    """How far a shutdown has come, and what it has cost. It only grows."""
+
+    RUNNING = 0  # the last save was not started, whether or not a shutdown was requested
+    LEAVING = 1  # the last save was started, if there is one, and nothing is lost so far
+    LOST = 2  # updates are lost: there was no time to save them, or their values have changed
+    GIVEN_UP = 3  # updates are lost, and a save was given up: the disk may not answer
+
+
 class GracefulShutdown:
     """Knows whether the job is asked to leave, until when, and how it leaves. All processes leave at the same step.
 
@@ -119,9 +129,7 @@ class GracefulShutdown:
     Attributes:
         reason: why this process leaves. None: no request was noticed.
         noticed_at: when the processes agreed to leave. None: they have not.
-        is_leaving: whether the last save was started, or skipped for lack of time.
-        is_late: whether a save was given up.
-        loses: whether updates are lost, because a save was given up or was not possible.
+        outcome: how far the shutdown has come.
         preempted: the error that describes the shutdown, after it was decided.
         ends_process: whether the run ends by SystemExit.
     """
@@ -160,10 +168,9 @@ class GracefulShutdown:
         self.reason: str | None = None
         self.noticed_at: float | None = None
         self._asked_at = 0.0
-        self._ends_at: float | None = None  # set by the first wait of the loop that the deadline may end
-        self._plans: dict[str, None] = {}  # ordered
-        self._is_notified = False
-        self.is_leaving = self.is_late = self.loses = self.ends_process = False
+        self._plan: str | None = None  # what was decided about the last save
+        self._is_notified = self.ends_process = False
+        self.outcome = Outcome.RUNNING
         self.preempted: Preempted | None = None
 
     # Whether the job is asked to leave --------------------------------------------------------------------------------
@@ -207,97 +214,112 @@ class GracefulShutdown:
 
     # Until when -------------------------------------------------------------------------------------------------------
 
-    def left_s(self) -> float | None:
-        """The seconds left for everything except the end of the process itself; None: no limit.
+    def _ends_at(self) -> float:
+        """When everything except the end of the process itself has to be done; infinity: no limit.
 
-        A limit that had already passed when the loop noticed the request does not count.
+        This is fixed when the processes have agreed to leave, unless a source reports an earlier end later. A limit
+        that had already passed by then does not count.
         """
         if self.noticed_at is None:
-            return None
+            return math.inf
         grace_s = math.inf if self._grace_period_s is None else self._grace_period_s
-        limits = [at for at in (self._asked_at + grace_s, self._sources.leave_by()) if self.noticed_at < at < math.inf]
-        if not limits:
-            return None
-        if self._ends_at is not None:
-            return max(0.0, self._ends_at - self._monotonic())
-        left_s = max(0.0, min(limits) - self._monotonic())
-        # Even a save that starts late may be short enough.
-        return max(left_s - min(MOST_ENDING_S, ENDING_SHARE * grace_s), left_s / 2)
+        limits = [at for at in (self._asked_at + grace_s, self._sources.leave_by()) if at > self.noticed_at]
+        end = min(limits, default=math.inf)
+        # A request that was noticed late leaves half of the rest for a save, which may be short enough.
+        return end - min(MOST_ENDING_S, ENDING_SHARE * grace_s, (end - self.noticed_at) / 2)
+
+    def left_s(self) -> float | None:
+        """The seconds left for everything except the end of the process itself; None: no limit."""
+        ends_at = self._ends_at()
+        return None if math.isinf(ends_at) else max(0.0, ends_at - self._monotonic())
 
     def is_time_up(self) -> bool:
-        """For waits in the loop: whether a shutdown was requested in the meantime and its time is up."""
-        if self._ends_at is None:
-            if not (self.is_asked() and self.must_leave()):
-                return False
-            left_s = self.left_s()
-            self._ends_at = math.inf if left_s is None else self._monotonic() + left_s
-        return self._monotonic() >= self._ends_at
+        """For waits in the loop: whether a shutdown was requested, maybe in the meantime, and its time is up."""
+        if self.noticed_at is None and not (self.is_asked() and self.must_leave()):
+            return False
+        return self._monotonic() >= self._ends_at()
 
     # How it leaves ----------------------------------------------------------------------------------------------------
 
     def finish(
-        self, save: Callable[[float | None], SaveResult] | None = None, unsaved: int | None = None
+        self,
+        save: Callable[[float | None], SaveResult] | None = None,
+        unsaved: Callable[[], int | None] | None = None,
     ) -> SaveResult:
         """Finish the running save, then make the last one, if it is needed and can be committed in time.
 
-        A save that is not committed shortly before the end of the grace period is given up. If the grace period is
-        unknown, or had ended before the loop noticed the request, there is no time limit.
+        A save that is not committed at the deadline is given up. So is one that cannot end because the disk does not
+        answer or another process is lost.
 
         Args:
-            save: starts the last save, within the given number of seconds. None: only the running save is finished.
-            unsaved: the last completed update, if no save of it is committed or running.
+            save: starts the last save, within the given number of seconds.
+            unsaved: returns the last completed update, if no save of it is committed or running. None: only the running
+                save is finished.
 
         Raises:
-            Exception: the original error of the last save if it failed; that of the running one if `save` starts none.
+            Exception: the original error of the last save if it failed; that of the running one if there was no other.
         """
-        self.is_leaving, manager = True, self._manager
-        manager.leaves()
-        plan = self._choose(unsaved)
+        self._reach(Outcome.LEAVING)
+        self._manager.leaves()
         try:
-            before = manager.settle(self.left_s())
-            if before is not None:
-                _log.error("the previous save failed", exc_info=before)
-            if unsaved is not None and plan.waits and manager.agreed(plan.saves or before is not None):
-                plan = self._choose(unsaved)  # the duration and the outcome of the running save are known now
-            if save is None:
-                result = NOTHING_NEW
-            elif plan.saves or unsaved is None:
-                result = save(self.left_s())
-            else:
-                result = SaveResult(False, plan.why)
-            failure = manager.settle(self.left_s()) or (None if result.saved else before)
+            return self._finish(save, unsaved)
         except CheckpointTimeoutError as error:
             self._give_up(error)
             return SaveResult(False, f"given up: {error}")
-        self.loses |= plan.loses
+
+    def _finish(
+        self, save: Callable[[float | None], SaveResult] | None, unsaved: Callable[[], int | None] | None
+    ) -> SaveResult:
+        before = self._manager.settle(self.left_s())
+        if before is not None:
+            _log.error("the previous save failed", exc_info=before)
+        step = None if unsaved is None else unsaved()  # asked only now, since the running save may have failed
+        if save is None or step is None:
+            result = NOTHING_NEW
+            self._plan = self._plan or NOTHING_NEW.reason
+        else:
+            result = self._save_last(save, step)
+        failure = self._manager.settle(self.left_s()) or (None if result.saved else before)
         if failure is not None:
             raise failure
         return result
 
-    def _choose(self, unsaved: int | None) -> ShutdownPlan:
-        plan = self._manager.plan_to_leave(self.left_s(), unsaved)
-        self._plans[plan.why] = None
+    def _save_last(self, save: Callable[[float | None], SaveResult], step: int) -> SaveResult:
+        plan = self._manager.plan_to_leave(step, self.left_s())
+        self._plan = plan.why
         _log.warning("shutting down: %s", plan.why)
-        return plan
+        result = save(self.left_s()) if plan.saves else SaveResult(False, plan.why)
+        if not result.saved:
+            self._reach(Outcome.LOST)
+        return result
+
+    def note_loss(self) -> None:
+        """Record that updates are lost, because their values cannot be saved."""
+        self._reach(Outcome.LOST)
+
+    def _reach(self, outcome: Outcome) -> None:
+        self.outcome = max(self.outcome, outcome)
 
     def _give_up(self, error: CheckpointTimeoutError) -> None:
-        self.is_late = self.loses = True
-        self._manager.give_up(self._exit_code or 1)
+        self._reach(Outcome.GIVEN_UP)
+        self._manager.give_up(self._code())
         _log.error("shutdown requested by %s; a save was given up: %s", self.reason, error)
+
+    def _code(self) -> int:
+        """The exit code; a process that has lost updates never ends with 0."""
+        return self._exit_code or int(self.outcome >= Outcome.LOST)
 
     def decide(self) -> None:
         """Record that the run ends here, with the committed step."""
         manager, step = self._manager, self._manager.latest
         saved = "no step is saved" if step is None else f"step {step} is saved"
-        manager.ends_as(LATE if self.loses else PREEMPTED)
-        # A lost save is not a success.
-        code = self._exit_code or int(self.loses)
-        self.preempted = Preempted(f"shutdown requested by {self.reason}; {saved}", step, code)
+        manager.ends_as(LATE if self.outcome >= Outcome.LOST else PREEMPTED)
+        self.preempted = Preempted(f"shutdown requested by {self.reason}; {saved}", step, self._code())
         _log.warning("%s", self.preempted)
-        if not self.is_late:  # after a save was given up, the disk may not answer now either
-            left_s, plans = self.left_s(), "; ".join(self._plans) or None
+        if self.outcome < Outcome.GIVEN_UP:
+            left_s = self.left_s()
             timeout_s = NOTE_S if left_s is None else min(left_s, NOTE_S)
-            call_within(lambda: manager.note_preemption(step, str(self.reason), plans), timeout_s)
+            call_within(lambda: manager.note_preemption(step, str(self.reason), self._plan), timeout_s)
 
     def error(self) -> BaseException:
         """The error that ends the process, or `Preempted`, which the caller is expected to catch."""
@@ -350,7 +372,7 @@ class GracefulShutdown:
         with contextlib.ExitStack() as at_end:  # whatever ends the wait
             at_end.callback(self.stop)  # comes last: until here, a signal must not kill the process
             at_end.callback(lambda: manager.close(self.left_s(), self.is_time_up, waits=False))
-            failure = None if self.is_late else self._last_failure()
+            failure = None if self.outcome is Outcome.GIVEN_UP else self._last_failure()
             if failure is not None:
                 manager.ends_as(type(failure).__name__)
         if failure is not None:

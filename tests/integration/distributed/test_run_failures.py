@@ -17,6 +17,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.fake_backends import HoldingBackend, callback_on
 from tests.support.jobs.arrays import are_equal, global_array
 from tests.support.jobs.fixtures import JobOf
 from tests.support.jobs.job import running
@@ -209,6 +210,28 @@ def test_full_disk_of_one_fails_step_in_all(tmp_path: Path, job_of: JobOf, who: 
     assert sorted(path.name for path in run.glob("step-*")) == [f"step-000000000{step}" for step in (1, 3, 4)]
     assert [each for each in run.iterdir() if ".tmp-" in each.name] == []
     assert jct.verify(run / "step-0000000003").ok
+
+
+def stall_in_one(directory: str, who: int) -> dict[str, Any]:
+    """Save an update while the disk of one process accepts nothing, and then save it again."""
+    backend = HoldingBackend("create", f"p{who:05d}-" if jax.process_index() == who else "none")
+    options: dict[str, Any] = {"save_interval_steps": 2, "stall_timeout_s": 0.5}
+    with callback_on(backend, directory, store=jct.StoreSettings(snapshot="stream"), **options) as ckpt:
+        ckpt.resume(state_of(0))
+        ckpt(state_of(1))
+        result = ckpt(state_of(2))
+        backend.go.set()
+        assert result.pending is not None
+        concurrent.futures.wait([result.pending.committed])  # does not mark the error as reported
+        again = outcome(lambda: ckpt.save_now().saved)
+        ckpt.wait_until_finished()
+        return {"begun": result.saved, "again": again.partition(":")[0], "steps": ckpt.manager.steps}
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_stall_of_one_process_fails_save_in_all(tmp_path: Path, job_of: JobOf, who: int) -> None:
+    answers = job_of(4, 1).call(stall_in_one, str(tmp_path / "run"), who)
+    assert answers == [{"begun": True, "again": "CheckpointTimeoutError", "steps": [2]}] * 4
 
 
 def loop_that_one_leaves(directory: str, who: int) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import NonFiniteError, Preempted
-from jaxckpt_train.policies.cost_model import Situation, choose
+from jaxckpt_train.policies.cost_model import plan_last_save
+from jaxckpt_train.preemption.shutdown import NOTHING_NEW
 from jaxckpt_train.run import history as run_log
 from jaxckpt_train.run.maintenance import owned_run
 from jaxckpt_train.store.backends.local import LocalBackend
@@ -23,15 +24,11 @@ from tests.support.pages import ROOT, Page, pages
 from tests.support.runs import Clock, Counter, flip_a_payload_byte, state_of, step_path
 
 OTHERS_DEATH = "import os, sys, jaxckpt_train as jct; run = jct.StepManager(sys.argv[1]); run.own(); os._exit(0)"
-SITUATIONS = (
-    Situation(25.0, None),
-    Situation(None, 1200, save_s=5.0),
-    Situation(25.0, 1200),
-    Situation(25.0, 1200, committed=1000, save_s=5.0),
-    Situation(25.0, 1200, committed=1000, save_s=30.0),
-    Situation(25.0, 1200, running=1190, running_for_s=2.0, committed=1000, save_s=5.0, step_s=0.4),
-    Situation(25.0, 1200, running=1190, running_for_s=2.0, committed=1000, save_s=5.0, step_s=4.0),
-    Situation(25.0, 1200, running=1190, running_for_s=2.0, committed=1000, save_s=30.0, step_s=4.0),
+PLANS = (
+    plan_last_save(1200, 1000, 5.0, None),
+    plan_last_save(1200, 1000, None, 25.0),
+    plan_last_save(1200, 1000, 5.0, 25.0),
+    plan_last_save(1200, 1000, 30.0, 25.0),
 )
 
 
@@ -110,4 +107,4 @@ def test_no_event_is_left_out(page: Page) -> None:
 
 def test_page_shows_the_chosen_plans(page: Page) -> None:
     (plans,) = (block.text.splitlines() for block in page.blocks("") if "nothing new to save" in block.text)
-    assert plans == [choose(situation).why for situation in SITUATIONS]
+    assert plans == [NOTHING_NEW.reason, *(plan.why for plan in PLANS)]

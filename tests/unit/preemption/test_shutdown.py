@@ -8,14 +8,21 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import jax.numpy as jnp
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.distributed.coordinator import Coordinator
+from jaxckpt_train.manager import StepManager
+from jaxckpt_train.policies.cost_model import ShutdownPlan
+from jaxckpt_train.preemption.shutdown import GracefulShutdown, Outcome
+from jaxckpt_train.run.saving import SaveResult
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.support.interrupts import once_waiting
 from tests.support.runs import Counter, state_of, step_of
+from tests.support.shutdowns import FakeManager
 from tests.support.signal_handlers import WATCHED, handlers_put_back
 
 
@@ -39,7 +46,7 @@ def check_saved(directory: Path, step: int) -> None:
 
 def test_overlong_save_is_abandoned_without_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     backend = HoldingBackend("rename", "step-0000000002")
-    ckpt = callback_on(backend, tmp_path, grace_period_s=0.5)
+    ckpt = callback_on(backend, tmp_path, grace_period_s=2.0)
     with pytest.raises(SystemExit) as left, ckpt:
         ckpt.resume(state_of(0))
         ckpt(state_of(1))
@@ -189,3 +196,45 @@ def test_abandoned_save_never_exits_with_zero(tmp_path: Path) -> None:
     backend.go.set()
     assert ckpt.manager._save_slot.given_up is not None
     ckpt.manager._save_slot.given_up.wait(60)
+
+
+LOST = jct.CheckpointTimeoutError("process 3 of 4 did not arrive for 300 s; see its log")
+
+
+class LosingManager(FakeManager):
+    """The manager of a run that loses another process while it leaves."""
+
+    def __init__(self, fails: str) -> None:
+        self._fails, self.codes = fails, list[int]()
+        self._outcomes = [None, LOST if fails == "the last save" else None]
+
+    def leaves(self) -> None: ...
+
+    def settle(self, timeout_s: float | None = None) -> BaseException | None:
+        if self._fails == "the wait":
+            raise LOST
+        return self._outcomes.pop(0)
+
+    def plan_to_leave(self, unsaved: int, left_s: float | None) -> ShutdownPlan:
+        if self._fails == "the plan":
+            raise LOST
+        return ShutdownPlan(True, "saving step 8")
+
+    def give_up(self, exit_code: int) -> None:
+        self.codes.append(exit_code)
+
+
+@pytest.mark.parametrize("fails", ["the wait", "asking what is saved", "the plan", "the last save"])
+def test_lost_process_has_one_outcome_when_leaving(fails: str) -> None:
+    def unsaved() -> int:
+        if fails == "asking what is saved":
+            raise LOST
+        return 8
+
+    manager = LosingManager(fails)
+    shutdown = GracefulShutdown(cast("StepManager", manager), Coordinator(), exit_code=0)
+    result = shutdown.finish(lambda timeout_s: SaveResult(True, "preemption"), unsaved)
+    assert (result.saved, shutdown.outcome, manager.codes) == (False, Outcome.GIVEN_UP, [1])
+    shutdown.decide()
+    assert shutdown.preempted is not None
+    assert (shutdown.preempted.exit_code, shutdown.preempted.step) == (1, 7)
