@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import dataclasses
 import functools
 import logging
@@ -29,7 +28,7 @@ DEFAULT_LEFT_TIMEOUT_S = 10.0  # the default limit of a source's `left` method
 LEAST_S = 1.0
 IGNORED_S = 30.0
 CHECK_S = 1.0  # how often a notice checks whether its handlers were replaced
-_ACTION_BYTES = 512  # larger than `struct sigaction` on any system
+_STOPPING = (signal.SIGTERM, signal.SIGINT)  # they ask a process to stop, whoever handles them
 _log = logging.getLogger("jaxckpt_train")
 _notices: weakref.WeakSet[SignalNotice] = weakref.WeakSet()
 _forking = threading.local()  # the signals that were blocked before
@@ -240,37 +239,32 @@ class SignalHandler:
     A handler can outlive its notice: another handler may be installed above it and call or restore it, or the notice
     was never stopped. It then behaves as if it were not installed, so that it does not swallow a SIGTERM that has to
     end the process. It keeps only a weak reference to the notice, whose method `received` it calls.
+
+    Python does not know handlers that were installed in C, and takes those that are newer than itself for the default.
+    They are not called, and the default action is restored instead of them.
     """
 
     def __init__(self, number: int, received: Callable[[int], object]) -> None:
         self._number = number
         self._received = weakref.WeakMethod(received)
         self._is_stopped, self._ignores_until = False, -math.inf
-        self._before, self._action = signal.getsignal(number), _exchange_action(number)
-        self._address = b""
+        self._before = signal.getsignal(number) or signal.SIG_DFL
 
     def install(self) -> None:
         """Install the handler. Only the main thread can do that."""
         signal.signal(self._number, self)
-        self._address = self._installed_address()
 
     def replaced_by(self) -> str | None:
         """A description of what has replaced this handler, so that it may not be called; None: nothing has."""
         found: object = signal.getsignal(self._number)
-        if found is not self and not isinstance(found, SignalHandler):  # a SignalHandler calls the one below it
-            return repr(found)
-        return None if self._installed_address() == self._address else "a handler written in C"
-
-    def _installed_address(self) -> bytes:
-        """The address of the C function that the system calls, the first member of `struct sigaction`."""
-        return _exchange_action(self._number).raw[: ctypes.sizeof(ctypes.c_void_p)]
+        return None if isinstance(found, SignalHandler) else repr(found)  # a SignalHandler calls the one below it
 
     def stop(self) -> None:
         """Report no more signals, and restore the previous handler unless another one is installed above."""
         self._is_stopped = True
         installed: object = signal.getsignal(self._number)
         if installed is self and threading.current_thread() is threading.main_thread():  # other threads cannot install
-            self._lowest()._put_back()
+            signal.signal(self._number, self._lowest()._before)
 
     def hush(self) -> None:
         """Like `stop`, for a process that shuts down on request: launchers may send more signals.
@@ -314,37 +308,15 @@ class SignalHandler:
             lowest = lowest._before
         return lowest
 
-    def _put_back(self) -> None:
-        signal.signal(self._number, signal.SIG_DFL if self._before is None else self._before)
-        if not callable(self._before):
-            _exchange_action(self._number, self._action)
-
     def _act_as_before(self, frame: FrameType | None) -> None:
         if callable(self._before):
             self._before(self._number, frame)
             return
-        here = _exchange_action(self._number, self._action)
+        here = signal.signal(self._number, self._before)
         try:
-            signal.raise_signal(self._number)  # the default action, which may end the process, or a C handler
+            signal.raise_signal(self._number)  # the default action, which may end the process
         finally:
-            _exchange_action(self._number, here)
-
-
-def _exchange_action(number: int, new: ctypes.Array[ctypes.c_char] | None = None) -> ctypes.Array[ctypes.c_char]:
-    """Return the action for a signal as the system knows it, and replace it by `new` if that is given.
-
-    Python only knows handlers that were installed through it. It takes a handler written in C, such as that of
-    `faulthandler.register`, for the default action, and would restore the default instead of it.
-    """
-    action = ctypes.create_string_buffer(_ACTION_BYTES)
-    _sigaction()(number, new, action)
-    return action
-
-
-@functools.cache
-def _sigaction() -> Any:
-    """The function of the C library. Cached, because each lookup creates classes that only garbage collection frees."""
-    return ctypes.CDLL(None).sigaction
+            signal.signal(self._number, here)
 
 
 def _hold_signals() -> None:
@@ -390,6 +362,10 @@ class SignalNotice:
             _log.warning("signals are not watched: only the main thread can install handlers; use notice_file instead")
             return
         for number in self._numbers:
+            if signal.getsignal(number) is None and number not in _STOPPING:
+                text = "%s is not watched: its handler is not one of Python and could not be restored; use notice_file"
+                _log.warning(text, signal.Signals(number).name)
+                continue
             self._handlers[number] = SignalHandler(number, self._receive)
             self._handlers[number].install()
 

@@ -1,13 +1,11 @@
-"""Handlers of several notices, of the user and of C, removed in any order: no signal is lost."""
+"""Handlers of several notices and of the user, removed in any order: no signal is lost."""
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,26 +113,6 @@ def test_notice_stopped_by_thread_forwards_signals(seen: list[int]) -> None:
     signal.signal(TERM, own)
 
 
-@pytest.mark.parametrize("is_stopped", [True, False])
-def test_handler_in_c_is_restored(tmp_path: Path, is_stopped: bool) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with open(tmp_path / "stacks", "w+") as stacks:
-        faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)  # otherwise it writes only the newest threads
-        try:
-            notice = installed("SIGUSR1")
-            send(signal.SIGUSR1)
-            assert notice.notice() == "signal SIGUSR1"
-            if is_stopped:
-                notice.restore()
-            del notice
-            send(signal.SIGUSR1)
-            stacks.seek(0)
-            assert "test_signal_handlers.py" in stacks.read()
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-            faulthandler.unregister(signal.SIGUSR1)
-
-
 def test_unknown_handler_becomes_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(signal, "getsignal", lambda number: None)  # as for a handler set before Python started
@@ -143,6 +121,17 @@ def test_unknown_handler_becomes_the_default(monkeypatch: pytest.MonkeyPatch) ->
     assert notice.notice() == "signal SIGTERM"
     notice.restore()
     assert signal.getsignal(TERM) == signal.SIG_DFL
+
+
+def test_unknown_handler_of_other_signal_is_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "getsignal", lambda number: None)
+        notice = installed("SIGUSR1", "SIGTERM")
+    assert notice.watched() == [TERM]
+    assert caplog.text.count("SIGUSR1 is not watched") == 1
+    notice.restore()
 
 
 def test_repeated_interrupt_is_ignored() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import signal
@@ -79,24 +78,19 @@ def own_handler(number: int, frame: Any) -> None:
     """A handler of the user."""
 
 
-@pytest.mark.parametrize("replace", [own_handler, signal.SIG_IGN, signal.SIG_DFL, "faulthandler"])
+@pytest.mark.parametrize("replace", [own_handler, signal.SIG_IGN, signal.SIG_DFL])
 def test_replaced_handler_is_warned_about_once(replace: Any, caplog: pytest.LogCaptureFixture) -> None:
     time = Time()
     before, notice = signal.getsignal(signal.SIGUSR2), SignalNotice(["SIGUSR1", "SIGUSR2"], time)
     notice.install()
     notice.notice()
-    if replace == "faulthandler":  # written in C: Python does not know it
-        faulthandler.register(signal.SIGUSR2)
-    else:
-        signal.signal(signal.SIGUSR2, replace)
+    signal.signal(signal.SIGUSR2, replace)
     for _ in range(5):
         time.now += 0.5
         assert notice.notice() is None
     (record,) = caplog.records
     assert record.args[0] == "SIGUSR2"  # type: ignore[index]
     assert "notice_file" in record.getMessage()
-    if replace == "faulthandler":
-        faulthandler.unregister(signal.SIGUSR2)
     notice.restore()
     signal.signal(signal.SIGUSR2, before)
 
