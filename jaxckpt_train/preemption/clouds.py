@@ -10,14 +10,13 @@ import email.utils
 import http.client
 import logging
 import re
-import socket
 import threading
 import time
 import urllib.parse
 import weakref
 from collections.abc import Mapping
 from email.message import Message
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -72,7 +71,7 @@ class MetadataServer:
     """Sends requests to one server, without proxies.
 
     An answer has at most `MOST_BYTES`. Redirections are not followed: a metadata server sends none, and a token must
-    not reach another server. `timeout_s` limits a request from the connection to the last byte.
+    not reach another server. `timeout_s` limits the connection and each read of the answer.
     """
 
     def __init__(self, subject: str, url: object, timeout_s: float) -> None:
@@ -90,9 +89,6 @@ class MetadataServer:
         try:
             connection = http.client.HTTPConnection(parts.netloc, timeout=self._timeout_s)
             with contextlib.closing(connection):
-                ends_at = time.monotonic() + self._timeout_s
-                connection.connect()
-                connection.sock = _TimedSocket(connection.sock, ends_at)
                 connection.request(method, parts.path, headers={**headers, "Connection": "close"})
                 with connection.getresponse() as response:
                     body, missing = response.read(MOST_BYTES + 1), response.length
@@ -103,25 +99,6 @@ class MetadataServer:
         if missing:
             raise NoAnswerError(f"{asked}: the answer is incomplete")
         return Answer(asked, response.status, response.headers, body)
-
-
-class _TimedSocket(socket.socket):
-    """Takes over a connection. Its time limit is that of the whole answer; usually it restarts with every byte."""
-
-    def __init__(self, connected: socket.socket, ends_at: float) -> None:
-        super().__init__(fileno=connected.detach())
-        self._ends_at = ends_at
-        self._limit()
-
-    def recv_into(self, *arguments: Any) -> int:
-        self._limit()
-        return super().recv_into(*arguments)
-
-    def _limit(self) -> None:
-        left_s = self._ends_at - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("timed out")
-        self.settimeout(left_s)
 
 
 class PolledSource(abc.ABC):
@@ -209,7 +186,7 @@ class AwsNotice(PolledSource):
 
     Args:
         poll_s: the seconds between two requests; Amazon recommends 5.
-        timeout_s: the seconds that one request may take.
+        timeout_s: the seconds to wait for the server.
         rebalance: whether to shut down also on a rebalance recommendation, which means that an interruption has become
             likely; it may not come, and if it does, it comes minutes earlier.
         url: the address of the metadata service.
@@ -288,7 +265,7 @@ class GceNotice(PolledSource):
 
     Args:
         poll_s: the seconds between two requests; they reduce the 30 s of a notice.
-        timeout_s: the seconds that one request may take.
+        timeout_s: the seconds to wait for the server.
         on_maintenance: which maintenance of the host shuts the job down: "terminate": any except a live migration,
             which only pauses the machine for a moment; "any": all; "ignore": none.
         url: the address of the metadata server.

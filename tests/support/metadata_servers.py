@@ -140,19 +140,6 @@ def hang(handler: Handler, server: Server) -> None:
     server.over.wait()
 
 
-def drip(handler: Handler, server: Server) -> None:
-    """Send a byte now and then, which restarts a socket timeout; the header never ends."""
-    handler.wfile.write(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\nX-Long: ")
-    while not server.over.wait(0.02):
-        handler.wfile.write(b"x")
-
-
-def drip_the_body(handler: Handler, server: Server) -> None:
-    handler.wfile.write(b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\n\r\n")
-    while not server.over.wait(0.02):
-        handler.wfile.write(b"T")
-
-
 def close(handler: Handler, server: Server) -> None:
     handler.connection.close()
 
@@ -180,7 +167,7 @@ def endless(handler: Handler, server: Server) -> None:
         handler.wfile.write(b"TRUE" * 20_000)
 
 
-MISBEHAVIOURS = (hang, drip, drip_the_body, close, break_off, fail, garbage, no_http, endless)
+MISBEHAVIOURS = (hang, close, break_off, fail, garbage, no_http, endless)
 
 
 def until(condition: Callable[[], object]) -> None:

