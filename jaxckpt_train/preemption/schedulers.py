@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import signal
 import subprocess
 
 from jaxckpt_train._validation import flag, seconds, shown
 from jaxckpt_train.preemption.sources import Notice
 from jaxckpt_train.store.process_identity import command_name, is_in_pod, slurm_job
-from jaxckpt_train.store.threads import Latch
 
 SHELLS = ("ash", "bash", "busybox", "dash", "ksh", "sh", "zsh")
 _log = logging.getLogger("jaxckpt_train")
 _SHOWN = 300
-ENDING_S = 1.0  # to kill `scontrol` and to log that
+ENDING_S = 1.0  # to end `scontrol` and to log that
 
 
 class KubernetesNotice:
@@ -53,7 +49,8 @@ class SlurmNotice:
 
     Args:
         requeue: whether to requeue; False: only log the facts of the job.
-        timeout_s: the seconds that `scontrol` may take, limited by the rest of the grace period; it is killed then.
+        timeout_s: the seconds that `scontrol` may take; it is killed then. The job does not wait for it beyond the
+            grace period.
 
     Raises:
         SettingsError: an argument is wrong.
@@ -65,8 +62,6 @@ class SlurmNotice:
         self._requeue = flag("SlurmNotice: requeue", requeue)
         self._timeout_s = seconds("SlurmNotice: timeout_s", timeout_s)
         self.left_timeout_s = self._timeout_s + ENDING_S
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_logged = Latch()
 
     def start(self) -> None:
         """Log which job this is."""
@@ -77,9 +72,7 @@ class SlurmNotice:
             _log.info("Slurm job %s, requeued %d times", job.id, job.restarts)
 
     def stop(self) -> None:
-        """Kill a running `scontrol`, which `left` then logs."""
-        if self._process is not None and _is_killed(self._process):
-            self._is_logged.wait(ENDING_S)
+        """Do nothing."""
 
     def notice(self) -> Notice | None:
         """Return None: signals are watched separately."""
@@ -90,46 +83,30 @@ class SlurmNotice:
         job = slurm_job()
         if job is None or not self._requeue:
             return
-        self._is_logged = is_logged = Latch()
         try:
-            self._requeue_job(job.id, step)
-        finally:
-            is_logged.open()
-
-    def _requeue_job(self, job: str, step: int | None) -> None:
-        try:
-            process = self._process = subprocess.Popen(
-                ["scontrol", "requeue", "Incomplete", job],
+            done = subprocess.run(
+                ["scontrol", "requeue", "Incomplete", job.id],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # allows to kill all its processes, and shields it from signals to this job
+                timeout=self._timeout_s,
+                start_new_session=True,  # shields it from signals to this job
+                check=False,
             )
         except OSError as error:
-            _log.warning("Slurm job %s is not requeued: scontrol: %s; submit it again", job, error)
+            _log.warning("Slurm job %s is not requeued: scontrol: %s; submit it again", job.id, error)
             return
-        with process:
-            try:
-                output, _ = process.communicate(timeout=self._timeout_s)
-            except subprocess.TimeoutExpired:
-                _is_killed(process)
-                output = f"timed out after {self._timeout_s:g} seconds".encode()
-        said = shown(output[: _SHOWN + 1].decode(errors="replace").strip(), _SHOWN)
-        if process.returncode == 0:
+        except subprocess.TimeoutExpired:  # Slurm may have received the request nevertheless
+            text = (
+                "Slurm job %s may not be requeued: scontrol timed out after %g seconds; look for the job with squeue, "
+                "and submit it again if it is not listed"
+            )
+            _log.warning(text, job.id, self._timeout_s)
+            return
+        if done.returncode == 0:
             begins = "starts from scratch, as no step is saved" if step is None else f"continues from step {step}"
-            _log.warning("Slurm was asked to requeue job %s, which %s", job, begins)
-        elif process.returncode < 0:  # Slurm may have received the request nevertheless
-            advice = "look for it with squeue, and submit it again if it is not listed"
-            _log.warning("Slurm job %s may not be requeued: scontrol was killed: %s; %s", job, said, advice)
+            _log.warning("Slurm was asked to requeue job %s, which %s", job.id, begins)
         else:
+            said = shown(done.stdout[: _SHOWN + 1].decode(errors="replace").strip(), _SHOWN)
             text = "Slurm job %s is not requeued: scontrol exited with %d: %s; submit it again"
-            _log.warning(text, job, process.returncode, said)
-
-
-def _is_killed(process: subprocess.Popen[bytes]) -> bool:
-    """Kill a program with all processes that it has started; return whether it was still running."""
-    if process.poll() is not None:  # also in a forked child, whose child it is not
-        return False
-    with contextlib.suppress(OSError):  # it has just ended
-        os.killpg(process.pid, signal.SIGKILL)
-    return True
+            _log.warning(text, job.id, done.returncode, said)
