@@ -66,7 +66,7 @@ def save_in_phases(path: Path, tree: Any, chunks: int | None = None) -> Seconds:
     arrays = [array for part in save.parts if part.snapshot for array in part.snapshot.arrays]
     with paused_collection():  # as a save does
         plan_s, _ = _timed(lambda: list(plan_segments(arrays, settings.segment_bytes)))
-    save.run(PathTarget(backend, final, settings, {}))
+    save.write_and_commit(PathTarget(backend, final, settings, {}))
     times = save.times
     return {
         "snapshot": times.snapshot_s + times.stage_s,

@@ -109,18 +109,18 @@ class _Target:
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     replace: bool = False
 
-    def begin(self) -> Transaction:
+    def create_attempt(self) -> Transaction:
         """Create the attempt."""
         return Transaction(self.backend, FINAL, SETTINGS)
 
-    def committed(self, committed: Committed) -> None:
+    def after_commit(self, committed: Committed) -> None:
         """Record nothing."""
 
 
 def _save(job: ManyProcesses, backend: Backend, arrays: int, timeout_s: float) -> Committed:
     save = CheckpointSave(job.within("save", timeout_s), FINAL, backend, SETTINGS)
     save.parts = [StagedPart("state", "pytree", snapshot=_rows(job.process, job.processes, arrays))]
-    return save.run(_Target(backend))
+    return save.write_and_commit(_Target(backend))
 
 
 def _rows(process: int, processes: int, arrays: int) -> Snapshot:

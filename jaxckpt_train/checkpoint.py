@@ -193,7 +193,7 @@ def save_checkpointables_async(
             target.transaction = save.transaction = call_with_timeout(
                 final, lambda: Transaction(_BACKEND, final, chosen), undo=_abort
             )
-    pending = save.start(lambda: describe(save.run(target)))
+    pending = save.start(lambda: describe(save.write_and_commit(target)))
     wait_until_taken(save.parts, pending)
     return pending
 

@@ -109,7 +109,9 @@ class SaveScheduler:
         # A loop that called `should_save` and now saves gets the same answer without another agreement.
         if self._asked is not None and self._asked[0] == step:
             return self._asked[1]
-        found = self._job.decide(info, context, ask, self._save_slot.is_over, self._save_slot.report_outcome)
+        found = self._job.decide(
+            info, context, ask, self._save_slot.has_unreported_outcome, self._save_slot.report_outcome
+        )
         self._asked = (step, found) if found.save else None
         return found
 

@@ -31,7 +31,7 @@ _FAILED = "failed, and the program did not wait for it:"
 # The saves that run, and those that failed without an error that anybody saw. It changes in single operations of the
 # interpreter, so no interrupt leaves a lock acquired.
 under_way: set[PendingSave[Any]] = set()
-_is_over = False  # whether `finish` was called
+_is_finished = False  # whether `finish` was called
 _child: int | None = None  # the child of `multiprocessing` whose end calls `finish`
 T = TypeVar("T")
 _log = logging.getLogger("jaxckpt_train")
@@ -43,7 +43,8 @@ class PendingSave(Generic[T]):
     Attributes:
         subject: the name of what is saved, for messages.
         tracker: measures its progress.
-        staged: a future that is done when the caller may change the values that it saved.
+        staged: a future that is done when the caller may change the values that it saved. It is done from the start:
+            the call that returns this object has waited for that.
         committed: a future that is done when the checkpoint is durable. Its result is the metadata of the checkpoint.
     """
 
@@ -430,7 +431,7 @@ class SaveSlot:
         """Whether the save has neither committed nor failed."""
         return self.pending is not None and not self.pending.done()
 
-    def is_over(self) -> bool:
+    def has_unreported_outcome(self) -> bool:
         """Whether a save has ended whose outcome was not reported yet."""
         return self.pending is not None and self.pending.done()
 
@@ -448,7 +449,7 @@ class SaveSlot:
 
     def check(self) -> None:
         """If the save has failed, raise its error, once."""
-        if self.is_over():
+        if self.has_unreported_outcome():
             self._raise_or_keep(self.settle())
 
     def report_outcome(self, *, is_raised: bool = False) -> None:
@@ -566,16 +567,16 @@ class SaveSlot:
             self.pending, self.given_up = None, self.pending
 
 
-def is_over() -> bool:
+def process_is_ending() -> bool:
     """Return whether nothing waits for a save that starts now, because the end of the process has waited already."""
     util = sys.modules.get("multiprocessing.util")
-    return _is_over or (util is not None and _is_child() and bool(util.is_exiting()))
+    return _is_finished or (util is not None and _is_child() and bool(util.is_exiting()))
 
 
 def must_wait_here() -> bool:
     """Return whether a save that this thread starts must wait for itself, since nothing else waits for it any more."""
     # The end of the process waits for the saves that the thread of another save starts before that save ends.
-    return is_over() and not isinstance(threading.current_thread(), SaveThread)
+    return process_is_ending() and not isinstance(threading.current_thread(), SaveThread)
 
 
 def finish_at_exit() -> None:
@@ -590,8 +591,8 @@ def finish() -> None:
     If a save failed or was abandoned, it ends the process: after the exit functions that were registered after the
     import of this package, and without those registered before.
     """
-    global _is_over
-    _is_over = True
+    global _is_finished
+    _is_finished = True
     _finish(under_way)
 
 

@@ -1,6 +1,7 @@
 """Save one checkpoint: every process of a job writes its shards, and the primary process commits.
 
-`CheckpointSave` has four phases: `stage` on the caller's thread, then begin, write and commit in `run`, on any thread.
+`CheckpointSave` has four phases: `stage` on the caller's thread; then begin, write and commit in `write_and_commit`, on
+any thread.
 """
 
 from __future__ import annotations
@@ -84,16 +85,16 @@ class SaveTarget(Protocol):
     def replace(self) -> bool:
         """Whether an existing checkpoint is replaced."""
 
-    def begin(self) -> Transaction:
+    def create_attempt(self) -> Transaction:
         """Create the attempt."""
 
-    def committed(self, committed: Committed) -> Any:
+    def after_commit(self, committed: Committed) -> Any:
         """Record the commit, and return plain data for all processes. They all get an error; the checkpoint stays."""
 
 
 @dataclasses.dataclass
 class PathTarget:
-    """A checkpoint at a path of its own, outside of a run. `begin` checks the path, unless `transaction` exists."""
+    """A checkpoint at a path of its own, outside a run. Without a `transaction`, `create_attempt` checks the path."""
 
     backend: Backend
     final: str
@@ -107,14 +108,14 @@ class PathTarget:
         refuse_temporary_name(self.final)
         refuse_existing(self.backend, self.final, self.replace)
 
-    def begin(self) -> Transaction:
+    def create_attempt(self) -> Transaction:
         """Remove leftovers of earlier attempts, and create this one."""
         if self.transaction is None:
             self.check()
         remove_stale_temporaries(self.backend, self.final)
         return self.transaction or Transaction(self.backend, self.final, self.settings)
 
-    def committed(self, committed: Committed) -> None:
+    def after_commit(self, committed: Committed) -> None:
         """Record nothing."""
 
 
@@ -150,7 +151,7 @@ class CheckpointSave:
     Attributes:
         subject: the name of what is saved, for messages; the same in all processes.
         transaction: in the primary, the attempt, once it exists.
-        result: what `SaveTarget.committed` returned in the primary.
+        result: what `SaveTarget.after_commit` returned in the primary.
     """
 
     def __init__(self, job: Coordinator, subject: str, backend: Backend, settings: StoreSettings) -> None:
@@ -177,7 +178,7 @@ class CheckpointSave:
 
     @contextlib.contextmanager
     def sharing_errors(self) -> Iterator[None]:
-        """Raise an error of the context in the other processes as well, and release the state. Use it before `run`."""
+        """Raise an error of the context in the other processes, too, and release the state. Use it before `start`."""
         try:
             yield
         except BaseException as error:
@@ -190,16 +191,21 @@ class CheckpointSave:
     def start(
         self, work: Callable[[], T], on_start: Callable[[PendingSave[T] | None], None] | None = None
     ) -> PendingSave[T]:
-        """Start `work`, which calls `run`, in the background; see `start_save`."""
+        """Start `work`, which calls `write_and_commit`, in the background; see `start_save`."""
         return start_save(self.subject, work, tracker=self.tracker, on_start=on_start, undo=self._undo)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether this process has committed the checkpoint; never in a process other than the primary."""
+        return self._committed is not None
 
     def _undo(self, error: BaseException) -> None:
         """Release the state, and remove the attempt if it is not committed."""
         close_parts(self.parts)
-        if self.transaction is not None and self._committed is None:
+        if self.transaction is not None and not self.is_committed:
             self.transaction.abort_after(error)
 
-    def run(self, target: SaveTarget) -> Committed:
+    def write_and_commit(self, target: SaveTarget) -> Committed:
         """Begin, write this process's shards, and commit. An error of any process is raised in all, without a commit.
 
         The target is not kept: it may refer to this object, and such a ring would keep the state in memory.
@@ -255,7 +261,7 @@ class CheckpointSave:
                 )
         own = coming[0].own_values
         shared = tuple(name for name in own if all(each.own_values.get(name) == own[name] for each in coming))
-        self.transaction = transaction = target.begin()
+        self.transaction = transaction = target.create_attempt()
         for part in self.parts:
             transaction.add_folder(part.name)
         paths = os.fsencode(transaction.directory), os.fsencode(transaction.final)
@@ -383,7 +389,7 @@ class CheckpointSave:
         self.times.write_s += begun - started
         self._committed = committed = transaction.commit(manifest, replace=target.replace)
         self.times.commit_s = time.perf_counter() - begun
-        self.result = target.committed(committed)
+        self.result = target.after_commit(committed)
         return msgspec.msgpack.encode(_Done(committed.manifest_sha256, committed.data_bytes, self.result))
 
     def _committed_elsewhere(self, begun: _Begun, done: bytes) -> Committed:

@@ -20,7 +20,7 @@ from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, current_fing
 from jaxckpt_train.checkpointables.saving import CheckpointSave
 from jaxckpt_train.checkpointables.staging import StagedPart, wait_until_taken
 from jaxckpt_train.errors import CheckpointError, MismatchError
-from jaxckpt_train.pending import PendingSave, is_over
+from jaxckpt_train.pending import PendingSave, process_is_ending
 from jaxckpt_train.policies.cost_model import LoopTimer
 from jaxckpt_train.pytree.copies import device_wait_s, some_arrays
 from jaxckpt_train.pytree.flatten import flatten
@@ -105,7 +105,7 @@ class StepSave:
         self._run, self._settings, self._clock = run, settings, clock
         self._step, self._job_sync = request.step, job_sync
         self._call_ended, self._caller = Latch(), threading.get_ident()
-        self._is_owner = self._is_committed = False
+        self._is_owner = False
         self.info: dict[str, Any] = {}
         job = job_sync.channel("save", settings.barrier_timeout_s)
         subject = f"step {request.step} to {run.directory}"
@@ -152,7 +152,7 @@ class StepSave:
         """
         started, waited_s, parts = time.perf_counter(), self._times.device_wait_s, self._save.parts
         is_streamed = not all(part.snapshot is None or part.snapshot.is_taken.is_open() for part in parts)
-        if is_over():  # at the end of the process, the call waits for the save, not the other way round
+        if process_is_ending():  # at the end of the process, the call waits for the save, not the other way round
             self._call_ended.open()
         try:
             pending = self._save.start(self.run, begun)
@@ -171,9 +171,9 @@ class StepSave:
         All disk access is here, so that a disk that does not answer does not block the loop.
         """
         try:
-            committed = self._save.run(self)
+            committed = self._save.write_and_commit(self)
         except BaseException as error:
-            if not self._is_committed:  # log it now: the next save, which raises the error, may never happen
+            if not self._save.is_committed:  # log it now: the next save, which raises the error, may never happen
                 _log.warning("saving step %d failed: %s: %s", self._step, type(error).__name__, error)
                 self._failed(error)
             raise
@@ -185,7 +185,7 @@ class StepSave:
             self._run.receive([entry], self._save.result, {*entry.left_behind} - {name})
         return describe(committed)
 
-    def begin(self) -> Transaction:
+    def create_attempt(self) -> Transaction:
         """In the primary: check the ownership of the run, and create the attempt."""
         if self._drift is not None:
             self._drift.look(self._step, self._save.parts)
@@ -205,9 +205,9 @@ class StepSave:
         self._run.failed(self.info, self._record["name"] if stays else None, left)
         self._note(ok=False, error=str(error))
 
-    def committed(self, committed: Committed) -> list[str]:
+    def after_commit(self, committed: Committed) -> list[str]:
         """In the primary: record the commit and apply retention; return the names that are no longer listed."""
-        times, self._is_committed = self._times, True
+        times = self._times
         self._timer.committed(time.perf_counter() - self._began_at, times.device_wait_s)
         self._run.committed(committed, self.info)
         is_durable = self._settings.durability == "full"

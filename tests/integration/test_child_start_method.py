@@ -21,7 +21,7 @@ def saves(path):
         never.wait(0.3)  # as a disk would take
         {work}
         Path(path).touch()
-    while {is_late} and sys.version_info < (3, 13) and not pending.is_over():
+    while {is_late} and sys.version_info < (3, 13) and not pending.process_is_ending():
         never.wait(0.01)  # the function of the child has returned by then; later, Python waits for threads before that
     start_save("x", work)
 

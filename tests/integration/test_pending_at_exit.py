@@ -364,7 +364,7 @@ from jaxckpt_train import pending
 from jaxckpt_train.pending import start_save
 never = threading.Event()
 def work():
-    while not pending.is_over():  # the end of the process waits for this one
+    while not pending.process_is_ending():  # the end of the process waits for this one
         never.wait(0.01)
 def begin_another(_):
     start_save("y", lambda: {work})
