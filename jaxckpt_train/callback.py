@@ -49,7 +49,7 @@ from jaxckpt_train.manager import StepManager
 from jaxckpt_train.metrics.events import Sink
 from jaxckpt_train.policies.context import Decision, SavePolicy
 from jaxckpt_train.policies.save import has_temporary
-from jaxckpt_train.preemption.shutdown import GracefulShutdown, Outcome
+from jaxckpt_train.preemption.shutdown import NOTHING_NEW, GracefulShutdown, Outcome
 from jaxckpt_train.preemption.sources import NoticeSource
 from jaxckpt_train.run.goodput import Goodput, print_goodput
 from jaxckpt_train.run.history import CLOSED, FINISHED, savable_metrics
@@ -366,7 +366,7 @@ class CheckpointCallback:
     def _leave(self) -> SaveResult:
         """Save the last completed update, wait until it is durable, and end the loop."""
         with progress_line(f"saving step {self._loop.step}", None, wants_progress(self._options.progress)):
-            result = self._shutdown.finish(self._save_before_leaving, self._unsaved)
+            result = self._shutdown.finish(self._save_before_leaving)
         self._shutdown.decide()
         if self._loop.called and not self._loop.in_steps:
             error = self._shutdown.error()
@@ -378,9 +378,14 @@ class CheckpointCallback:
         """Return the last completed update, unless it is committed or being saved."""
         return None if self._loop.last is None or self._is_saved() else self._loop.step
 
-    def _save_before_leaving(self, timeout_s: float | None, values: Mapping[str, Any] | None = None) -> SaveResult:
-        reason, temporary = f"preemption: {self._shutdown.reason}", self._leaves_temporary
-        return self._save(reason, force=True, temporary=temporary, timeout_s=timeout_s, values=values)
+    def _save_before_leaving(self, values: Mapping[str, Any] | None = None) -> SaveResult:
+        shutdown, step = self._shutdown, self._unsaved()
+        if step is None:
+            return NOTHING_NEW
+        if not shutdown.has_time_to_save(step):
+            return SaveResult(False, shutdown.plan)
+        reason, temporary = f"preemption: {shutdown.reason}", self._leaves_temporary
+        return self._save(reason, force=True, temporary=temporary, timeout_s=shutdown.left_s(), values=values)
 
     @property
     def preempted(self) -> bool:
@@ -582,11 +587,11 @@ class CheckpointCallback:
             if self._loop.has_unreported_update():
                 self._loop.warn_unsaved(self._saved)
             elif shutdown.must_leave():
-                shutdown.finish(self._save_before_leaving, self._unsaved)
+                shutdown.finish(self._save_before_leaving)
             else:
                 result = self._save("end of the loop", force=True)
                 if not result.saved:  # the job was asked to stop while this waited for the running save
-                    shutdown.finish(self._save_before_leaving, self._unsaved)
+                    shutdown.finish(self._save_before_leaving)
         is_cut = self.enabled and not self.preempted and (shutdown.outcome >= Outcome.LOST or not self._loop.finished())
         if is_cut and shutdown.must_leave():
             shutdown.finish()
@@ -603,30 +608,27 @@ class CheckpointCallback:
         has_tried = shutdown.outcome > Outcome.RUNNING  # then this is the error of the last save
         is_of_leaving = isinstance(error, SystemExit | Preempted) if self.preempted else has_tried
         may_leave = self.enabled and not self._closed and isinstance(error, Exception | SystemExit)
-        if may_leave and not is_of_leaving and shutdown.must_leave_alone():
+        # In a multi-process job, the other processes may continue training.
+        if may_leave and not is_of_leaving and current().processes == 1 and shutdown.must_leave():
             _log.error("the loop failed after it was asked to stop by %s", shutdown.reason, exc_info=error)
             if not self.preempted:
-                self._leave_with_unchanged_values()
+                shutdown.finish(self._save_unchanged_before_leaving)
+                shutdown.decide()
             return None if isinstance(error, SystemExit) else shutdown.error()
         if self._options.save_on_error:
             self._save_after(error)
         return None
 
-    def _leave_with_unchanged_values(self) -> None:
-        values, unsaved = self._loop.unchanged(), self._unsaved()
-        lost: str | None = None
-        try:
-            if values is None:
-                lost = None if unsaved is None else "the next update is running and may have changed the values to save"
-                self._shutdown.finish()
-            else:
-                self._shutdown.finish(functools.partial(self._save_before_leaving, values=values), self._unsaved)
-        except UnsupportedLeafError as changed:  # for example, arrays that were donated to the next update
-            lost = str(changed)
-        if lost:
-            self._shutdown.note_loss()
-            _log.error("step %d is not saved: %s; the last saved one is %s", self._loop.step, lost, self.manager.latest)
-        self._shutdown.decide()
+    def _save_unchanged_before_leaving(self) -> SaveResult:
+        values, lost = self._loop.unchanged(), "the next update is running and may have changed the values to save"
+        if values is not None or self._unsaved() is None:
+            try:
+                return self._save_before_leaving(values)
+            except UnsupportedLeafError as changed:  # for example, arrays that were donated to the next update
+                lost = str(changed)
+        self._shutdown.reach(Outcome.LOST)
+        _log.error("step %d is not saved: %s; the last saved one is %s", self._loop.step, lost, self.manager.latest)
+        return SaveResult(False, lost)
 
     def _can_save(self) -> bool:
         """Return whether there is a completed update to save at the end of the loop."""

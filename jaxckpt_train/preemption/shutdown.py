@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
 import math
 import signal
@@ -23,7 +24,14 @@ from jaxckpt_train.distributed.jax_service import PreemptionService
 from jaxckpt_train.errors import CheckpointTimeoutError, Preempted
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.pending import call_within
-from jaxckpt_train.preemption.sources import FileNotice, NoticeSource, SignalNotice, TimeNotice, WatchedSources
+from jaxckpt_train.preemption.sources import (
+    FileNotice,
+    Notice,
+    NoticeSource,
+    SignalNotice,
+    TimeNotice,
+    WatchedSources,
+)
 from jaxckpt_train.run.history import LATE, NOTE_S, PREEMPTED
 from jaxckpt_train.run.job import leave_channel
 from jaxckpt_train.run.saving import SaveResult
@@ -130,6 +138,7 @@ class GracefulShutdown:
         reason: why this process leaves. None: no request was noticed.
         noticed_at: when the processes agreed to leave. None: they have not.
         outcome: how far the shutdown has come.
+        plan: what was decided about the last save.
         preempted: the error that describes the shutdown, after it was decided.
         ends_process: whether the run ends by SystemExit.
     """
@@ -164,11 +173,10 @@ class GracefulShutdown:
             limit_s, early_s = max_run_time_s, grace_period_s
             leave_early_s = (lambda: manager.leave_early_s(limit_s)) if early_s is None else lambda: early_s
             self._limit = TimeNotice(limit_s, monotonic, leave_early_s)
-        self._notices = [each for each in (self._signals, self._file, self._limit, self._sources) if each is not None]
         self.reason: str | None = None
         self.noticed_at: float | None = None
         self._asked_at = 0.0
-        self._plan: str | None = None  # what was decided about the last save
+        self.plan = NOTHING_NEW.reason
         self._is_notified = self.ends_process = False
         self.outcome = Outcome.RUNNING
         self.preempted: Preempted | None = None
@@ -183,34 +191,30 @@ class GracefulShutdown:
     def must_leave(self) -> bool:
         """Whether the job has to shut down; the same answer in all processes. Takes a few microseconds."""
         if self.reason is None:
-            self.reason = next((why for each in self._notices if (why := each.notice()) is not None), None)
+            self.reason = next((found.reason for found in self._requests()), None)
         is_noticed, agreement = self.reason is not None, self._agreement
         agreed = is_noticed if agreement is None else agreement.is_agreed(is_noticed)
         if agreed and self.noticed_at is None:
             self.noticed_at = now = self._monotonic()
-            possible = [now - (0.0 if agreement is None else agreement.noticed_before_s()), self._sources.asked_at()]
-            possible += [] if self._signals.received_at is None else [self._signals.received_at]
-            possible += [] if self._limit is None else [self._limit.end]
-            self._asked_at = min(possible)
+            before_s = 0.0 if agreement is None else agreement.noticed_before_s()
+            known = [found.asked_at for found in self._requests() if found.asked_at is not None]
+            self._asked_at = min([now - before_s, *known])
             if self.reason is None and agreement is not None:
                 self.reason = agreement.reason
             _log.warning("shutdown requested: %s", self.reason)
         return agreed
 
+    def _requests(self) -> Iterator[Notice]:
+        """The requests that this process has noticed."""
+        for each in (self._signals, self._file, self._limit):
+            found = None if each is None else each.notice()
+            if found is not None:
+                yield found
+        yield from self._sources.notices()
+
     def is_asked(self) -> bool:
-        """Whether a request came. Accesses no file and no other process, so that any wait can check it.
-
-        In a multi-process job, only what all processes have agreed on counts.
-        """
-        if self.noticed_at is not None or self._agreement is not None:
-            return self.noticed_at is not None
-        if self._signals.received is not None or (self._limit is not None and self._monotonic() >= self._limit.end):
-            return True
-        return self._sources.notice() is not None
-
-    def must_leave_alone(self) -> bool:
-        """Like `must_leave`, callable anywhere in the loop. Always False in a multi-process job, which has to agree."""
-        return self._agreement is None and self.must_leave()
+        """For waits: like `must_leave`, but in a multi-process job only what all processes have agreed on counts."""
+        return self.must_leave() if self._agreement is None else self.noticed_at is not None
 
     # Until when -------------------------------------------------------------------------------------------------------
 
@@ -223,85 +227,68 @@ class GracefulShutdown:
         if self.noticed_at is None:
             return math.inf
         grace_s = math.inf if self._grace_period_s is None else self._grace_period_s
-        limits = [at for at in (self._asked_at + grace_s, self._sources.leave_by()) if at > self.noticed_at]
-        end = min(limits, default=math.inf)
+        limits = [self._asked_at + grace_s]
+        limits += [found.leave_by for found in self._sources.notices() if found.leave_by is not None]
+        end = min((at for at in limits if at > self.noticed_at), default=math.inf)
         # A request that was noticed late leaves half of the rest for a save, which may be short enough.
         return end - min(MOST_ENDING_S, ENDING_SHARE * grace_s, (end - self.noticed_at) / 2)
 
     def left_s(self) -> float | None:
         """The seconds left for everything except the end of the process itself; None: no limit."""
-        ends_at = self._ends_at()
-        return None if math.isinf(ends_at) else max(0.0, ends_at - self._monotonic())
+        return None if math.isinf(self._ends_at()) else self._rest_s()
+
+    def _rest_s(self) -> float:
+        return max(0.0, self._ends_at() - self._monotonic())
 
     def is_time_up(self) -> bool:
         """For waits in the loop: whether a shutdown was requested, maybe in the meantime, and its time is up."""
-        if self.noticed_at is None and not (self.is_asked() and self.must_leave()):
-            return False
-        return self._monotonic() >= self._ends_at()
+        return self.is_asked() and self._monotonic() >= self._ends_at()
 
     # How it leaves ----------------------------------------------------------------------------------------------------
 
-    def finish(
-        self,
-        save: Callable[[float | None], SaveResult] | None = None,
-        unsaved: Callable[[], int | None] | None = None,
-    ) -> SaveResult:
+    def finish(self, save: Callable[[], SaveResult] | None = None) -> SaveResult:
         """Finish the running save, then make the last one, if it is needed and can be committed in time.
 
         A save that is not committed at the deadline is given up. So is one that cannot end because the disk does not
         answer or another process is lost.
 
         Args:
-            save: starts the last save, within the given number of seconds.
-            unsaved: returns the last completed update, if no save of it is committed or running. None: only the running
-                save is finished.
+            save: starts the last save, if there is an unsaved update and `has_time_to_save`. It is called after the end
+                of the running save, which may have failed. None: only the running save is finished.
 
         Raises:
             Exception: the original error of the last save if it failed; that of the running one if there was no other.
         """
-        self._reach(Outcome.LEAVING)
+        self.reach(Outcome.LEAVING)
         self._manager.leaves()
         try:
-            return self._finish(save, unsaved)
+            before = self._manager.settle(self.left_s())
+            if before is not None:
+                _log.error("the previous save failed", exc_info=before)
+            result = NOTHING_NEW if save is None else save()
+            failure = self._manager.settle(self.left_s()) or (None if result.saved else before)
+            if failure is not None:
+                raise failure
         except CheckpointTimeoutError as error:
             self._give_up(error)
             return SaveResult(False, f"given up: {error}")
-
-    def _finish(
-        self, save: Callable[[float | None], SaveResult] | None, unsaved: Callable[[], int | None] | None
-    ) -> SaveResult:
-        before = self._manager.settle(self.left_s())
-        if before is not None:
-            _log.error("the previous save failed", exc_info=before)
-        step = None if unsaved is None else unsaved()  # asked only now, since the running save may have failed
-        if save is None or step is None:
-            result = NOTHING_NEW
-            self._plan = self._plan or NOTHING_NEW.reason
-        else:
-            result = self._save_last(save, step)
-        failure = self._manager.settle(self.left_s()) or (None if result.saved else before)
-        if failure is not None:
-            raise failure
         return result
 
-    def _save_last(self, save: Callable[[float | None], SaveResult], step: int) -> SaveResult:
+    def has_time_to_save(self, step: int) -> bool:
+        """Return whether the last completed update, which is not saved, is to be saved now; otherwise it is lost."""
         plan = self._manager.plan_to_leave(step, self.left_s())
-        self._plan = plan.why
+        self.plan = plan.why
         _log.warning("shutting down: %s", plan.why)
-        result = save(self.left_s()) if plan.saves else SaveResult(False, plan.why)
-        if not result.saved:
-            self._reach(Outcome.LOST)
-        return result
+        if not plan.saves:
+            self.reach(Outcome.LOST)
+        return plan.saves
 
-    def note_loss(self) -> None:
-        """Record that updates are lost, because their values cannot be saved."""
-        self._reach(Outcome.LOST)
-
-    def _reach(self, outcome: Outcome) -> None:
+    def reach(self, outcome: Outcome) -> None:
+        """Record an outcome, unless it was worse already."""
         self.outcome = max(self.outcome, outcome)
 
     def _give_up(self, error: CheckpointTimeoutError) -> None:
-        self._reach(Outcome.GIVEN_UP)
+        self.reach(Outcome.GIVEN_UP)
         self._manager.give_up(self._code())
         _log.error("shutdown requested by %s; a save was given up: %s", self.reason, error)
 
@@ -317,9 +304,8 @@ class GracefulShutdown:
         self.preempted = Preempted(f"shutdown requested by {self.reason}; {saved}", step, self._code())
         _log.warning("%s", self.preempted)
         if self.outcome < Outcome.GIVEN_UP:
-            left_s = self.left_s()
-            timeout_s = NOTE_S if left_s is None else min(left_s, NOTE_S)
-            call_within(lambda: manager.note_preemption(step, str(self.reason), self._plan), timeout_s)
+            note = functools.partial(manager.note_preemption, step, str(self.reason), self.plan)
+            call_within(note, min(self._rest_s(), NOTE_S))
 
     def error(self) -> BaseException:
         """The error that ends the process, or `Preempted`, which the caller is expected to catch."""
@@ -351,7 +337,7 @@ class GracefulShutdown:
             with interruptible(self.check_load):
                 yield
         except CheckpointTimeoutError:
-            if self._grace_period_s is None or not (self.is_asked() and self.must_leave()):
+            if self._grace_period_s is None or not self.is_asked():
                 raise
             raise self._left() from None
 
@@ -394,8 +380,7 @@ class GracefulShutdown:
         """
         if self.preempted is not None and not self._is_notified and self._is_primary:
             self._is_notified = True
-            left_s = self.left_s()
-            self._sources.notify(self.preempted.step, math.inf if left_s is None else left_s)
+            self._sources.notify(self.preempted.step, self._rest_s())
         if self._agreement is not None:
             self._agreement.leave()
         self._sources.stop()

@@ -28,7 +28,7 @@ DEFAULT_LEFT_TIMEOUT_S = 10.0  # the default limit of a source's `left` method
 LEAST_S = 1.0
 IGNORED_S = 30.0
 CHECK_S = 1.0  # how often a notice checks whether its handlers were replaced
-_STOPPING = (signal.SIGTERM, signal.SIGINT)  # they ask a process to stop, whoever handles them
+_STOPPING = (signal.SIGTERM, signal.SIGINT)  # they ask a process to stop, whatever handles them
 _log = logging.getLogger("jaxckpt_train")
 _notices: weakref.WeakSet[SignalNotice] = weakref.WeakSet()
 _forking = threading.local()  # the signals that were blocked before
@@ -98,13 +98,13 @@ class FileNotice:
         self._found = self._is_looking = False
         self._looks, self._hint = 0, ""
 
-    def notice(self) -> str | None:
-        """The request as text, if the file exists."""
+    def notice(self) -> Notice | None:
+        """The request, if the file exists."""
         now = self._monotonic()
         if not self._found and now >= self._next and not self._is_looking:
             self._next, self._is_looking = now + POLL_S, True
             call_within(self._look, POLL_S)
-        return f"notice file {self._path}{self._hint}" if self._found else None
+        return Notice(f"notice file {self._path}{self._hint}") if self._found else None
 
     def _look(self) -> None:
         try:
@@ -127,13 +127,13 @@ class TimeNotice:
         self._is_up = False
         self._measure()
 
-    def notice(self) -> str | None:
-        """The request as text, if the time is up."""
+    def notice(self) -> Notice | None:
+        """The request, if the time is up."""
         now = self._monotonic()
         if not self._is_up and now >= self._next:
             self._measure()
         self._is_up = self._is_up or now >= self.end
-        return f"the time limit of {self._limit_s:g} s" if self._is_up else None
+        return Notice(f"the time limit of {self._limit_s:g} s", asked_at=self.end) if self._is_up else None
 
     def _measure(self) -> None:
         self.end = self._began_at + max(0.0, self._limit_s - self._leave_early_s())
@@ -167,19 +167,8 @@ class WatchedSources:
             except Exception:  # noqa: BLE001  # an error of a user's source must not break the end of a run
                 _log.warning("%s: stopping it failed", type(source).__name__, exc_info=True)
 
-    def notice(self) -> str | None:
-        """The reason of the first request, or None."""
-        return next((found.reason for found in self._found()), None)
-
-    def asked_at(self) -> float:
-        """When the first request may have come; infinity: unknown."""
-        return min((each.asked_at for each in self._found() if each.asked_at is not None), default=math.inf)
-
-    def leave_by(self) -> float:
-        """When the machine ends; infinity: unknown."""
-        return min((each.leave_by for each in self._found() if each.leave_by is not None), default=math.inf)
-
-    def _found(self) -> Iterator[Notice]:
+    def notices(self) -> Iterator[Notice]:
+        """The requests of all sources so far."""
         for place, source in enumerate(self._sources):
             try:
                 found = _checked_notice(source, source.notice())
@@ -234,87 +223,71 @@ def _call_left(source: Any, step: int | None) -> None:
 
 
 class SignalHandler:
-    """Reports a signal to a notice, and calls the handler that the user had installed before.
+    """Reports a signal to the notices of this process, and calls the handler that the user had installed before.
 
-    A handler can outlive its notice: another handler may be installed above it and call or restore it, or the notice
-    was never stopped. It then behaves as if it were not installed, so that it does not swallow a SIGTERM that has to
-    end the process. It keeps only a weak reference to the notice, whose method `received` it calls.
+    A handler can outlive its notices: another handler may be installed above it and call or restore it, or a notice was
+    never stopped. It then behaves as if it were not installed, so that it does not swallow a SIGTERM that has to end
+    the process. It keeps only weak references to the notices.
 
     Python does not know handlers that were installed in C, and takes those that are newer than itself for the default.
     They are not called, and the default action is restored instead of them.
     """
 
-    def __init__(self, number: int, received: Callable[[int], object]) -> None:
+    def __init__(self, number: int) -> None:
         self._number = number
-        self._received = weakref.WeakMethod(received)
-        self._is_stopped, self._ignores_until = False, -math.inf
         self._before = signal.getsignal(number) or signal.SIG_DFL
+        self._notices: tuple[weakref.ref[SignalNotice], ...] = ()
+        self._ignores_until = -math.inf
 
-    def install(self) -> None:
-        """Install the handler. Only the main thread can do that."""
-        signal.signal(self._number, self)
+    def add(self, notice: SignalNotice) -> None:
+        """Report signals to this notice, too; install the handler if it is not. Only the main thread can do that."""
+        self._ignores_until = -math.inf
+        self._notices = (*self._notices, weakref.ref(notice))
+        if not self._is_installed():
+            signal.signal(self._number, self)
 
-    def replaced_by(self) -> str | None:
-        """A description of what has replaced this handler, so that it may not be called; None: nothing has."""
-        found: object = signal.getsignal(self._number)
-        return None if isinstance(found, SignalHandler) else repr(found)  # a SignalHandler calls the one below it
+    def remove(self, notice: SignalNotice, *, ignores: bool = False) -> None:
+        """Report no more signals to this notice. After the last one, restore the user's handler or the default action.
 
-    def stop(self) -> None:
-        """Report no more signals, and restore the previous handler unless another one is installed above."""
-        self._is_stopped = True
-        installed: object = signal.getsignal(self._number)
-        if installed is self and threading.current_thread() is threading.main_thread():  # other threads cannot install
-            signal.signal(self._number, self._lowest()._before)
-
-    def hush(self) -> None:
-        """Like `stop`, for a process that shuts down on request: launchers may send more signals.
-
-        For half a minute, and while the interpreter ends, the signal is ignored, so that it does not change the exit
-        code. A process that lives longer gets it again. A handler of the user is restored instead.
+        If another handler is installed above this one, it stays. With `ignores`, a signal that would end the process is
+        ignored instead, for half a minute and while the interpreter ends: launchers may send more signals to a process
+        that shuts down on request, and they must not change its exit code.
         """
-        if self._lowest()._before not in (signal.SIG_DFL, signal.default_int_handler):
-            self.stop()
-            return
-        self._is_stopped, self._ignores_until = True, time.monotonic() + IGNORED_S
-        atexit.register(self._ignore)
+        self._notices = tuple(each for each in self._notices if each() not in (None, notice))
+        if ignores and self._before in (signal.SIG_DFL, signal.default_int_handler):
+            self._ignores_until = time.monotonic() + IGNORED_S
+            atexit.register(self._ignore)
+        elif not self._notices and self._is_installed() and threading.current_thread() is threading.main_thread():
+            signal.signal(self._number, self._before)  # other threads cannot do that
+
+    def _is_installed(self) -> bool:
+        installed: object = signal.getsignal(self._number)
+        return installed is self
 
     def _ignore(self) -> None:
-        installed: object = signal.getsignal(self._number)
-        if installed is self and time.monotonic() < self._ignores_until:
+        if self._is_installed() and time.monotonic() < self._ignores_until:
             signal.signal(self._number, signal.SIG_IGN)  # the interpreter would restore the default action
 
     def is_live(self) -> bool:
-        """Whether the notice still exists and is not stopped."""
-        return not self._is_stopped and self._received() is not None
+        """Whether it reports to any notice."""
+        return any(each() is not None for each in self._notices)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Called by Python on the main thread, or by a handler installed above."""
-        lowest = self._lowest()
         if time.monotonic() < self._ignores_until:
             return
-        received = None if self._is_stopped else self._received()
-        if received is None:
-            lowest._act_as_before(frame)
-            return
-        received(number)
-        before = lowest._before
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+        notices = [notice for each in self._notices if (notice := each()) is not None]
+        for notice in notices:
+            notice.receive(number)
+        if callable(self._before) and not (notices and self._before is signal.default_int_handler):
+            self._before(number, frame)
+        elif not notices:
+            self._act_by_default()
 
-    def _lowest(self) -> SignalHandler:
-        """The handler below which is what would be installed without this handler and the dead ones below it."""
-        lowest = self
-        while isinstance(lowest._before, SignalHandler) and not lowest._before.is_live():
-            lowest = lowest._before
-        return lowest
-
-    def _act_as_before(self, frame: FrameType | None) -> None:
-        if callable(self._before):
-            self._before(self._number, frame)
-            return
+    def _act_by_default(self) -> None:
         here = signal.signal(self._number, self._before)
         try:
-            signal.raise_signal(self._number)  # the default action, which may end the process
+            signal.raise_signal(self._number)  # this may end the process
         finally:
             signal.signal(self._number, here)
 
@@ -347,8 +320,7 @@ class SignalNotice:
     """
 
     def __init__(self, names: Sequence[str], monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.received: str | None = None
-        self.received_at: float | None = None
+        self.received: Notice | None = None
         self._monotonic = monotonic
         # SIGIOT and SIGABRT have one number.
         self._numbers = list(dict.fromkeys(int(signal.Signals[name]) for name in names))
@@ -366,13 +338,15 @@ class SignalNotice:
                 text = "%s is not watched: its handler is not one of Python and could not be restored; use notice_file"
                 _log.warning(text, signal.Signals(number).name)
                 continue
-            self._handlers[number] = SignalHandler(number, self._receive)
-            self._handlers[number].install()
+            installed: object = signal.getsignal(number)
+            handler = installed if isinstance(installed, SignalHandler) else SignalHandler(number)
+            self._handlers[number] = handler
+            handler.add(self)
 
-    def _receive(self, number: int) -> None:
-        if self.received_at is None:
-            self.received_at = self._monotonic()
-        self.received = self.received or signal.Signals(number).name
+    def receive(self, number: int) -> None:
+        """Note a signal; called by a handler."""
+        if self.received is None:
+            self.received = Notice(f"signal {signal.Signals(number).name}", asked_at=self._monotonic())
 
     def watched(self) -> list[int]:
         """The signals that have a handler now."""
@@ -384,27 +358,24 @@ class SignalNotice:
         If the process is `leaving` on request, more signals of any kind may follow: Slurm sends SIGUSR1, then SIGTERM.
         """
         for handler in self._handlers.values():
-            if leaving:
-                handler.hush()
-            else:
-                handler.stop()
+            handler.remove(self, ignores=leaving)
         self._handlers.clear()
 
-    def notice(self) -> str | None:
-        """The received signal as text; None: no signal was received."""
+    def notice(self) -> Notice | None:
+        """The first signal; None: no signal was received."""
         if self.received is None and self._monotonic() >= self._next_check:
             self._warn_if_replaced()
-        return None if self.received is None else f"signal {self.received}"
+        return self.received
 
     def _warn_if_replaced(self) -> None:
         """Warn once for each signal whose handler was replaced."""
         self._next_check = self._monotonic() + CHECK_S
-        for number, handler in self._handlers.items():
-            other = None if number in self._replaced else handler.replaced_by()
-            if other is not None:
+        for number in self._handlers.keys() - self._replaced:
+            other: object = signal.getsignal(number)
+            if not isinstance(other, SignalHandler):  # which calls the one below it
                 self._replaced.add(number)
                 text = (
                     "%s: its handler was replaced by %s, so this signal may not request a shutdown any more. Install "
                     "your handler before the CheckpointCallback is entered, which then calls it, or use notice_file"
                 )
-                _log.warning(text, signal.Signals(number).name, other)
+                _log.warning(text, signal.Signals(number).name, repr(other))

@@ -6,7 +6,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-from jaxckpt_train.preemption.sources import SignalHandler
+from jaxckpt_train.preemption.sources import FileNotice, SignalHandler, SignalNotice, TimeNotice
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -30,3 +30,9 @@ def handlers_put_back(*numbers: int, may_end: bool = False) -> Iterator[None]:
     for number, handler in found.items():
         is_over = may_end and isinstance(handler, SignalHandler) and not handler.is_live()
         assert handler == before[number] or is_over, f"signal {number}: {handler!r} was left"
+
+
+def reason_of(source: FileNotice | SignalNotice | TimeNotice) -> str | None:
+    """Return the reason of the request that a source has noticed; None: it has noticed none."""
+    found = source.notice()
+    return None if found is None else found.reason

@@ -128,7 +128,7 @@ def test_custom_notice_source_works(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert budget.notice() is None
     budget.ends_at = time.monotonic()
     assert budget.notice() == "the budget"
-    assert used["ckpt"]._shutdown._sources.notice() is None
+    assert [*used["ckpt"]._shutdown._sources.notices()] == []
 
 
 @contextlib.contextmanager

@@ -199,7 +199,7 @@ def test_preemption_inside_evaluation_is_noticed_by_poll(tmp_path: Path) -> None
             next(data)
             if step == 2:
                 notice.touch()
-                ckpt._shutdown._notices[1]._next = -1.0  # as if a second had passed since the last poll
+                ckpt._shutdown._file._next = -1.0  # as if a second had passed since the last poll
                 assert ckpt.poll()  # between the batch and the update: noticed, not yet saved
                 assert jct.StepManager(tmp_path / "run").steps == []
             ckpt(state_of(step + 1))

@@ -163,7 +163,7 @@ def test_request_during_close_still_reports_failure(tmp_path: Path, asked_by: st
     noticed = threading.Event()
     if asked_by == "the time limit":
         ckpt._shutdown._monotonic = lambda: now[0]
-        ckpt._shutdown._notices[1]._monotonic = lambda: now[0]  # type: ignore[attr-defined]
+        ckpt._shutdown._limit._monotonic = lambda: now[0]  # type: ignore[union-attr]
     with pytest.raises(jct.StorageError, match="no space"), ckpt:
         ckpt.resume(state_of(0))
         for step in ckpt.steps(3):
@@ -226,14 +226,15 @@ class LosingManager(FakeManager):
 
 @pytest.mark.parametrize("fails", ["the wait", "asking what is saved", "the plan", "the last save"])
 def test_lost_process_has_one_outcome_when_leaving(fails: str) -> None:
-    def unsaved() -> int:
-        if fails == "asking what is saved":
-            raise LOST
-        return 8
-
     manager = LosingManager(fails)
     shutdown = GracefulShutdown(cast("StepManager", manager), Coordinator(), exit_code=0)
-    result = shutdown.finish(lambda timeout_s: SaveResult(True, "preemption"), unsaved)
+
+    def save() -> SaveResult:
+        if fails == "asking what is saved":
+            raise LOST
+        return SaveResult(shutdown.has_time_to_save(8), "preemption")
+
+    result = shutdown.finish(save)
     assert (result.saved, shutdown.outcome, manager.codes) == (False, Outcome.GIVEN_UP, [1])
     shutdown.decide()
     assert shutdown.preempted is not None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxckpt_train.preemption.sources import SignalNotice
-from tests.support.signal_handlers import handlers_put_back
+from tests.support.signal_handlers import handlers_put_back, reason_of
 
 TERM = signal.SIGTERM
 
@@ -46,7 +46,7 @@ def test_signal_that_is_named_twice_is_watched_once(names: tuple[str, ...], numb
     before = signal.getsignal(number)
     notice = installed(*names)
     send(number)
-    assert notice.notice() == f"signal {names[0]}"
+    assert reason_of(notice) == f"signal {names[0]}"
     notice.restore()
     assert signal.getsignal(number) == before
 
@@ -59,7 +59,7 @@ def test_notices_stopped_in_any_order_restore_handler(seen: list[int], order: An
         send()
         notices[stopped].restore()
         live = notices[order[-1]]
-        assert live.notice() == "signal SIGTERM"
+        assert reason_of(live) == "signal SIGTERM"
     assert seen == [TERM] * 3
     assert signal.getsignal(TERM) is own
 
@@ -68,7 +68,7 @@ def test_stopped_handler_gets_no_signal(seen: list[int]) -> None:
     below, above = installed(), installed()
     below.restore()
     send()
-    assert (below.notice(), above.notice()) == (None, "signal SIGTERM")
+    assert (reason_of(below), reason_of(above)) == (None, "signal SIGTERM")
     assert seen == [TERM]
     above.restore()
 
@@ -118,7 +118,7 @@ def test_unknown_handler_becomes_the_default(monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(signal, "getsignal", lambda number: None)  # as for a handler set before Python started
         notice = installed()
     send()
-    assert notice.notice() == "signal SIGTERM"
+    assert reason_of(notice) == "signal SIGTERM"
     notice.restore()
     assert signal.getsignal(TERM) == signal.SIG_DFL
 

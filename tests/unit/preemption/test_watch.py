@@ -16,7 +16,7 @@ import pytest
 from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.preemption.sources import FileNotice, SignalNotice, TimeNotice
 from tests.support.shutdowns import Time, shutdown_of
-from tests.support.signal_handlers import WATCHED, handlers_put_back
+from tests.support.signal_handlers import WATCHED, handlers_put_back, reason_of
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
@@ -46,10 +46,10 @@ def test_signal_sets_flag_and_first_one_is_named(name: str) -> None:
     notice.install()
     assert notice.notice() is None
     send(name)
-    assert notice.notice() == f"signal {name}"
+    assert reason_of(notice) == f"signal {name}"
     for _ in range(20):
         send("SIGTERM")
-    assert notice.notice() == f"signal {name}"
+    assert reason_of(notice) == f"signal {name}"
     notice.restore()
 
 
@@ -58,7 +58,7 @@ def test_handler_of_keyboard_interrupt_is_not_called() -> None:
     notice = SignalNotice(["SIGUSR1"])
     notice.install()
     send("SIGUSR1")
-    assert notice.notice() == "signal SIGUSR1"
+    assert reason_of(notice) == "signal SIGUSR1"
     notice.restore()
     signal.signal(signal.SIGUSR1, before)
 
@@ -127,10 +127,10 @@ def test_notice_file_is_polled_once_a_second(tmp_path: Path) -> None:
     time.now += 0.9
     assert notice.notice() is None
     time.now += 0.2
-    assert notice.notice() == f"notice file {path}"
+    assert reason_of(notice) == f"notice file {path}"
     path.unlink()
     time.now += 100
-    assert notice.notice() == f"notice file {path}"
+    assert reason_of(notice) == f"notice file {path}"
 
 
 def test_time_limit_counts_from_start_of_run() -> None:
@@ -139,7 +139,7 @@ def test_time_limit_counts_from_start_of_run() -> None:
     time.now += 3599
     assert notice.notice() is None
     time.now += 1
-    assert notice.notice() == "the time limit of 3600 s"
+    assert reason_of(notice) == "the time limit of 3600 s"
 
 
 def test_lead_time_is_measured_again() -> None:
@@ -159,16 +159,16 @@ def test_lead_time_is_measured_again() -> None:
     assert notice.end == 1093.0
     early_s[0] = 20.0  # saves take longer now
     time.now = 1080.5
-    assert notice.notice() == "the time limit of 100 s"
+    assert reason_of(notice) == "the time limit of 100 s"
     early_s[0] = 0.0
     time.now += 2
-    assert notice.notice() == "the time limit of 100 s"  # a request is never withdrawn
+    assert reason_of(notice) == "the time limit of 100 s"  # a request is never withdrawn
 
 
 def test_too_short_time_limit_ends_at_once() -> None:
     notice = TimeNotice(100, Time(), lambda: 200.0)
     assert notice.end == 1000.0
-    assert notice.notice() == "the time limit of 100 s"
+    assert reason_of(notice) == "the time limit of 100 s"
 
 
 def test_shutdown_logs_reason_once(caplog: pytest.LogCaptureFixture) -> None:
