@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import sys
 import time
@@ -292,8 +291,7 @@ class CheckpointCallback:
         """Save the last completed update regardless of the policy, unless it is already saved.
 
         In an `except` block this also works while the next update is running, provided that no value of the last one
-        has changed. There, the callback logs a warning if it cannot save, and a failed save carries a note about the
-        exception that is being handled.
+        has changed. There, the callback logs a warning if it cannot save.
 
         Raises:
             SettingsError: no update is complete yet, or the next one is running.
@@ -318,12 +316,7 @@ class CheckpointCallback:
                 raise SettingsError(f"save_now: {reason}")
             _log.warning("save_now saved nothing: %s", reason)
             return SaveResult(False, reason)
-        try:
-            return self._save("save_now", force=True, values=values)
-        except BaseException as failure:
-            if handled is not None:
-                failure.add_note(f"save_now was called while handling {type(handled).__name__}: {handled}")
-            raise
+        return self._save("save_now", force=True, values=values)
 
     def _save(
         self,
