@@ -82,7 +82,7 @@ def main() -> int:
         directory = (arguments.directory or Path(temporary)).absolute()
         directory.mkdir(parents=True, exist_ok=arguments.directory is None)
         run = make_run(directory, arguments.steps)
-        command = [sys.executable, "-m", "jaxckpt_train.cli", "report", str(run), "--measure-disk"]
+        command = [sys.executable, "-m", "jaxckpt_train.cli", "report", str(run)]
         return subprocess.run([*command, "-o", str(arguments.output)], check=False).returncode
 
 

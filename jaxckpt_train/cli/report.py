@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -21,13 +21,8 @@ from jaxckpt_train.cli.output import (
 )
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.inspection.copying import refuse_within_checkpoint
-from jaxckpt_train.inspection.disk_speed import try_disk
 from jaxckpt_train.inspection.units import bytes_text
 
-if TYPE_CHECKING:
-    from jaxckpt_train.report.series import DiskRate
-
-DISK_BYTES, DISK_TRIES = 256 << 20, 3
 PAGE = "report.html"
 
 
@@ -39,9 +34,6 @@ def report(
     changes: Annotated[
         int | None, option("The number of last pairs of steps to compare. Default: a few that read quickly.", least=0)
     ] = None,
-    disk: Annotated[
-        bool, typer.Option("--measure-disk", help="Measure the disk: write 256 MiB next to the steps three times.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write an HTML page about a run: its timeline, where the time went, its steps, metrics and tree.
@@ -59,9 +51,8 @@ def report(
         _check_page(page)
     read = read_run(BACKEND, directory)
     plan = plan_changes(read.looks, changes)
-    rate = _disk_rate(directory, as_json) if disk else None
     with progress("comparing", plan.bytes, as_json) as advance:
-        gathered = gather(BACKEND, read, plan, now, rate, advance)
+        gathered = gather(BACKEND, read, plan, now, advance)
     if page is not None:
         from jaxckpt_train.report.page import page_of, write_page
 
@@ -89,11 +80,3 @@ def _check_page(path: str) -> None:
         ) from None
     refuse_within_checkpoint(path)
     check_place(BACKEND, path)
-
-
-def _disk_rate(directory: str, as_json: bool) -> DiskRate:
-    from jaxckpt_train.report.series import DiskRate
-
-    with progress("measuring the disk", 2 * DISK_BYTES * DISK_TRIES, as_json) as advance:
-        trials = [try_disk(BACKEND, directory, DISK_BYTES, advance) for _ in range(DISK_TRIES)]
-    return DiskRate(max(trial.write_bytes_per_s for trial in trials), DISK_BYTES, DISK_TRIES)

@@ -19,7 +19,7 @@ from jaxckpt_train.report import tables
 from jaxckpt_train.report.changes import PairChange
 from jaxckpt_train.report.events import DiskUse, StepLife
 from jaxckpt_train.report.gather import Gathered, Process, Totals
-from jaxckpt_train.report.series import DiskRate, Limits, Mark, MetricValue, Restore, Save, thinned
+from jaxckpt_train.report.series import Limits, Mark, MetricValue, Restore, Save, thinned
 from jaxckpt_train.run.goodput import KILLED, RUNNING
 from jaxckpt_train.run.history import CLOSED, FINISHED, LATE, PREEMPTED
 
@@ -97,7 +97,7 @@ def _over_time(gathered: Gathered, limits: Limits, left_out: dict[str, str]) -> 
         charts["save-times"] = _save_times(saves, span)
     rated: list[Save | Restore] = [*saves, *restores]
     if any(each.bytes_per_s is not None for each in rated):
-        charts["throughput"] = _throughput(saves, restores, gathered.disk, span)
+        charts["throughput"] = _throughput(saves, restores, span)
     if steps:
         charts["retention"] = _retention(steps, now, span)
     if uses:
@@ -202,8 +202,7 @@ def _legend(chart: Any, items: Sequence[tuple[str, Sequence[Any]]]) -> None:
     chart.tags = []
     for name, renderers in items:
         first, last = renderers[0].glyph, renderers[-1].glyph
-        marker = getattr(last, "marker", None)  # bars are squares
-        shape = str(marker) if marker is not None else "dashed" if type(last).__name__ == "Line" else "square"
+        shape = str(getattr(last, "marker", "square"))  # bars are squares
         colour = str(getattr(first, "fill_color", None) or first.line_color)
         chart.tags.append({"name": name, "colour": colour, "mark": shape, "ids": [each.id for each in renderers]})
 
@@ -291,7 +290,7 @@ def _save_times(saves: Sequence[Save], span: Range1d) -> Any:
     return chart
 
 
-def _throughput(saves: Sequence[Save], restores: Sequence[Restore], disk: DiskRate | None, span: Range1d) -> Any:
+def _throughput(saves: Sequence[Save], restores: Sequence[Restore], span: Range1d) -> Any:
     chart = _time_frame(240, "MiB/s", span, y_axis_type="log")
     items = []
     saved = [each for each in saves if each.bytes_per_s is not None]
@@ -306,10 +305,6 @@ def _throughput(saves: Sequence[Save], restores: Sequence[Restore], disk: DiskRa
         dots = chart.scatter(x="until", y="mib", source=_rates(read, rows), marker="triangle", size=9, color=GREEN)
         _add_tooltip(chart, rows[0], [dots])
         items.append(("restore", [dots]))
-    if disk is not None:
-        taken = _source({"x": [span.start, span.end], "y": [disk.bytes_per_s / MIB] * 2})
-        line = chart.line(x="x", y="y", source=taken, line_color=RED, line_dash="dashed", line_width=1.5)
-        items.append(("rate of the disk when this report was made", [line]))
     _legend(chart, items)
     return chart
 

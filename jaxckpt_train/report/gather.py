@@ -18,7 +18,6 @@ from jaxckpt_train.inspection.runs import StepStatus, inspect_run, is_run, newes
 from jaxckpt_train.report.changes import Changes, Plan, TreeSizes, compare, tree_sizes
 from jaxckpt_train.report.events import DiskUse, Lives, StepLife
 from jaxckpt_train.report.series import (
-    DiskRate,
     Mark,
     MetricValue,
     ReportEvent,
@@ -61,7 +60,6 @@ class Gathered:
     metrics: dict[str, list[MetricValue]]
     tree: TreeSizes | None
     changes: Changes
-    disk: DiskRate | None
 
     @property
     def damaged(self) -> list[StepLife]:
@@ -89,7 +87,6 @@ def gather(
     read: RunRead,
     plan: Plan,
     made: datetime.datetime,
-    disk: DiskRate | None,
     progress: Callable[[int], object],
 ) -> Gathered:
     """Gather the data of a report."""
@@ -129,7 +126,6 @@ def gather(
         metrics=steps.metrics,
         tree=tree,
         changes=compare(backend, read.directory, plan, progress),
-        disk=disk,
     )
 
 

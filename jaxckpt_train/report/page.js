@@ -13,7 +13,7 @@
 
   const SHAPES = {
     circle: "\u25cf", square: "\u25a0", triangle: "\u25b2", inverted_triangle: "\u25bc", diamond: "\u25c6", x: "\u2715",
-    square_x: "\u22a0", dash: "\u2501", dashed: "\u2505",
+    square_x: "\u22a0", dash: "\u2501",
   };
 
   // The legend of a chart. A click on a name hides and shows its series.

@@ -24,7 +24,6 @@ from jaxckpt_train.inspection.units import (
     counted,
     number_text,
     percent_text,
-    rate_text,
     seconds_text,
     time_text,
 )
@@ -377,18 +376,12 @@ def _timeline(gathered: Gathered, drawing: Drawing) -> Html:
 def _throughput(gathered: Gathered, drawing: Drawing) -> Html:
     if "throughput" not in drawing.places:
         return _section("throughput-of-saves", _note("No save or restore has recorded its rate."))
-    disk, counts = gathered.disk, gathered.counts
+    counts = gathered.counts
     data = {
         "saves": tables.table_of(gathered.saves, tables.save_cells, counts.saves),
         "restores": tables.table_of(gathered.restores, tables.restore_cells, counts.restores),
     }
-    limit = "With --measure-disk, the chart has a line for the rate of the disk."
-    if disk is not None:
-        limit = (
-            f"The rate of the disk was {rate_text(disk.bytes_per_s)} when this report was made: the fastest of "
-            f"{disk.tries} synced writes of {bytes_text(disk.bytes)} by one process."
-        )
-    return _section("throughput-of-saves", _note(limit), _chart(drawing, "throughput", data))
+    return _section("throughput-of-saves", _chart(drawing, "throughput", data))
 
 
 def _goodput(gathered: Gathered, drawing: Drawing) -> Html:

@@ -1,4 +1,4 @@
-"""The events and series that a report shows: saves, restores, marks, metrics by step, and the rate of the disk.
+"""The events and series that a report shows: saves, restores, marks, and metrics by step.
 
 `Sample` and `thinned` reduce very long series: they keep the most important item of each group of neighbours.
 """
@@ -234,12 +234,3 @@ class Limits:
     def halved(self) -> Limits:
         """Return limits that are half as large."""
         return Limits(*(max(1, getattr(self, field.name) // 2) for field in dataclasses.fields(self)))
-
-
-@dataclasses.dataclass(frozen=True)
-class DiskRate:
-    """The rate of the fastest of several synced writes of a file, the size of each, and their number."""
-
-    bytes_per_s: float
-    bytes: int
-    tries: int

@@ -63,7 +63,7 @@ def write_history(directory: Path, *events: Mapping[str, Any]) -> Path:
 def gathered_of(directory: Path, changes: int | None = None, made: datetime.datetime = NOW) -> Gathered:
     """Return the data of a report of a run."""
     read = read_run(BACKEND, str(directory))
-    return gather(BACKEND, read, plan_changes(read.looks, changes), made, None, lambda nbytes: None)
+    return gather(BACKEND, read, plan_changes(read.looks, changes), made, lambda nbytes: None)
 
 
 def history_of(*events: Mapping[str, Any]) -> RunHistory:

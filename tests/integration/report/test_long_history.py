@@ -30,7 +30,7 @@ def most_bytes():
 
 before, now = most_bytes(), datetime.datetime(2026, 6, 1, tzinfo=datetime.UTC)
 read = read_run(LocalBackend(), sys.argv[1])
-found = gather(LocalBackend(), read, plan_changes(read.looks, 0), now, None, print)
+found = gather(LocalBackend(), read, plan_changes(read.looks, 0), now, print)
 print(json.dumps({
     "taken": most_bytes() - before,
     "events": found.events, "counts": dataclasses.asdict(found.counts), "totals": dataclasses.asdict(found.totals),

@@ -55,7 +55,6 @@ def test_json_is_data_and_no_page_is_written(tmp_path: Path, monkeypatch: pytest
     assert [step["step"] for step in found["steps"]] == [1, 2]
     assert [save["ok"] for save in found["saves"]] == [True, True]
     assert [(pair["before"], pair["after"]) for pair in found["changes"]["pairs"]] == [(1, 2)]
-    assert found["disk"] is None
     assert list(tmp_path.iterdir()) == [run]
 
 
@@ -80,17 +79,6 @@ def test_json_and_page_may_be_combined(tmp_path: Path) -> None:
     code, out, _ = report(run, "--json", "-o", page)
     assert (code, json.loads(out)["run"]) == (0, str(run))
     assert page.read_text().startswith(MARK)
-
-
-def test_measure_disk_adds_the_write_rate(tmp_path: Path) -> None:
-    run, page = made_run(tmp_path / "run", 1), tmp_path / "page.html"
-    before = sorted(run.iterdir())
-    code, out, _ = report(run, "--measure-disk", "--json", "-o", page)
-    rate = json.loads(out)["disk"]
-    assert (code, rate["bytes"], rate["tries"]) == (0, 256 << 20, 3)
-    assert rate["bytes_per_s"] > 1e6
-    assert "3 synced writes of 256.0 MiB" in page.read_text()
-    assert sorted(run.iterdir()) == before
 
 
 def test_changes_option_limits_the_pairs(tmp_path: Path) -> None:
