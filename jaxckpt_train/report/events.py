@@ -7,13 +7,12 @@ import collections
 import dataclasses
 import datetime
 import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxckpt_train.inspection.runs import StepStatus
-from jaxckpt_train.report.series import MOST_KEPT, RECENT, MetricValue, ReportEvent, Sample, thinned
+from jaxckpt_train.report.series import MOST_KEPT, MetricValue, Newest, ReportEvent
 from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.store.manifest import metrics_from_json
 
@@ -68,7 +67,7 @@ class DiskUse:
 class StepsFound:
     """The lives of all steps in the order of their saves, the disk use, the metrics, and how many there are of each.
 
-    All existing steps are included; of very many others, changes of the disk use and values, there is a sample.
+    All existing steps are included; of very many others, changes of the disk use and values, the newest ones.
     """
 
     lives: list[StepLife]
@@ -79,20 +78,16 @@ class StepsFound:
     values: dict[str, int]
 
 
-def _size(each: tuple[int, float]) -> float:
-    return -1.0 if math.isnan(each[1]) else abs(each[1])
-
-
 class Lives:
     """Follows the steps of a run through the events of its history."""
 
     def __init__(self) -> None:
         self._there: dict[str, StepLife] = {}  # in the order of the saves
-        self._ended = Sample[StepLife](lambda life: 0.0)
+        self._ended = Newest[StepLife]()
         self._last = -1  # the last saved step
         self._skipped: list[StepLife] = []  # later than the restored step: abandoned once the run saves
         self._states = collections.Counter[str]()
-        self._series: dict[str, Sample[tuple[int, float]]] = {}  # the step and value of each metric
+        self._series: dict[str, Newest[tuple[int, float]]] = {}  # the step and value of each metric
         # The changes of the disk use: the time, whether a step was saved (1) or deleted (-1), and its bytes.
         self._times, self._signs, self._sizes = array.array("q"), array.array("b"), array.array("q")
 
@@ -158,7 +153,7 @@ class Lives:
         self._states[state] += 1
         if life.left is None and life.is_current:
             for name, value in life.metrics.items():
-                self._series.setdefault(name, Sample(_size)).add((life.step, value))
+                self._series.setdefault(name, Newest()).add((life.step, value))
         life.metrics = {}
         if life.saved is not None and state != "gone":
             self._change(life.saved, 1, life)
@@ -187,10 +182,10 @@ class Lives:
     def _metrics(self) -> tuple[dict[str, list[MetricValue]], dict[str, int]]:
         """Return the values of each metric by step, and their numbers. Of values of one step, the last one counts."""
         found, counts = dict[str, list[MetricValue]](), dict[str, int]()
-        for name, sample in sorted(self._series.items(), key=lambda each: min(each[1].items)[0]):
-            by_step = dict(sample.items)
+        for name, series in sorted(self._series.items(), key=lambda each: min(each[1].items)[0]):
+            by_step = dict(series.items)
             found[name] = [MetricValue(step, by_step[step]) for step in sorted(by_step)]
-            counts[name] = len(by_step) if sample.count == len(sample) else sample.count
+            counts[name] = len(by_step) if series.count == len(series.items) else series.count
         return found, counts
 
     def _add_existing(self, look: StepStatus) -> None:
@@ -212,6 +207,5 @@ class Lives:
         times, signs, sizes = np.asarray(self._times), np.asarray(self._signs), np.asarray(self._sizes)
         order = np.lexsort((sizes, signs, times))
         steps, nbytes = np.cumsum(signs[order], dtype=np.int64), np.cumsum(sizes[order])
-        most = len(order) if len(order) <= 2 * MOST_KEPT else MOST_KEPT
-        chosen = thinned(range(len(order)), most, lambda at: int(nbytes[at]), RECENT)
-        return [DiskUse(EPOCH + int(times[order[at]]) * MICROSECOND, int(steps[at]), int(nbytes[at])) for at in chosen]
+        newest = range(max(0, len(order) - MOST_KEPT), len(order))
+        return [DiskUse(EPOCH + int(times[order[at]]) * MICROSECOND, int(steps[at]), int(nbytes[at])) for at in newest]

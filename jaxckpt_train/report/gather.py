@@ -1,8 +1,8 @@
 """Gathers the data of a report from the directory of a run, without JAX and without a drawing library.
 
 `read_run` reads the history and the steps; files that cannot be read become warnings. `gather` adds the processes, the
-tree of the newest step and the changes between steps. Of very long histories, lists hold a sample, and `Counts` has the
-totals.
+tree of the newest step and the changes between steps. Of very long histories, lists hold the newest items, while
+`Counts` has the totals.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from jaxckpt_train.report.events import DiskUse, Lives, StepLife
 from jaxckpt_train.report.series import (
     Mark,
     MetricValue,
+    Newest,
     ReportEvent,
     Restore,
-    Sample,
     Save,
     mark_of,
     restore_of,
     save_of,
-    save_s_of,
 )
 from jaxckpt_train.run.goodput import Attempt, AttemptGoodput, Goodput, add_event, goodput, settled
 from jaxckpt_train.run.history import HISTORY_NAME, History
@@ -39,7 +38,7 @@ _log = logging.getLogger("jaxckpt_train")
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """The data of a report. Of a very long run, the lists of saves, restores, marks, steps and values hold a sample.
+    """The data of a report. Of a very long run, the lists of saves, restores, marks, steps and values hold the newest.
 
     docs/how-to/report.md explains the fields, which are the keys of `--json`.
     """
@@ -69,7 +68,7 @@ class Gathered:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Total numbers, where the lists of a report may hold a sample. `changes` are those of the disk use."""
+    """Total numbers; the lists of a report may hold the newest items only. `changes` are those of the disk use."""
 
     saves: int
     failed_saves: int
@@ -198,9 +197,9 @@ class RunHistory:
         self.attempts: list[Attempt] = []
         self.places: list[str] = []
         self.lives = Lives()
-        self.saves = Sample[ReportEvent](lambda event: save_s_of(event) + (0 if event.ok else 1e9))
-        self.restores = Sample[Restore](lambda each: each.restore_s or 0.0)
-        self.marks = Sample[Mark](lambda mark: mark.kind != "take_over")
+        self.saves = Newest[ReportEvent]()
+        self.restores = Newest[Restore]()
+        self.marks = Newest[Mark]()
         self.failed_saves, self.blocked_s = 0, 0.0
 
     def add(self, event: ReportEvent) -> None:

@@ -1,10 +1,11 @@
 """The events and series that a report shows: saves, restores, marks, and metrics by step.
 
-`Sample` and `thinned` reduce very long series: they keep the most important item of each group of neighbours.
+Of very long series, `Newest` holds the end, and `thinned` chooses what is drawn.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import itertools
@@ -18,9 +19,7 @@ from jaxckpt_train.store.manifest import metrics_from_json
 
 PHASES = ("decide_s", "wait_s", "device_wait_s", "snapshot_s", "stage_s", "write_s", "commit_s")
 MOST_BYTES = 5_000_000  # of a page; the drawing library takes 1.25 MB
-MOST_KEPT = 10_000  # the groups of a thinned stream, of which there are at most twice as many
-RECENT = 1000  # the last items of a stream are all kept, because tables show them
-BATCH = 4096
+MOST_KEPT = 20_000  # of a stream, so that the memory is bounded
 Item = TypeVar("Item")
 _Whole = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -102,14 +101,9 @@ class Mark:
     text: str
 
 
-def save_s_of(event: ReportEvent) -> float:
-    """Return the seconds from the call to the commit, without waits for devices that compute queued updates."""
-    return max(event.save_s - min(event.save_s, event.device_wait_s or 0.0), event.blocked_s)
-
-
 def save_of(event: ReportEvent) -> Save:
     """Return the save that an event records."""
-    save_s = save_s_of(event)
+    save_s = max(event.save_s - min(event.save_s, event.device_wait_s or 0.0), event.blocked_s)
     return Save(
         began=event.utc - datetime.timedelta(seconds=save_s),
         ended=event.utc,
@@ -163,61 +157,25 @@ class MetricValue:
     value: float
 
 
-def thinned(items: Sequence[Item], most: int, weight: Callable[[Item], float], recent: int = 0) -> list[Item]:
-    """Return the item of the greatest weight of each of `most` groups of neighbours, and the last `recent` items."""
-    older = max(0, len(items) - recent)
-    if older <= most:
+def thinned(items: Sequence[Item], most: int, weight: Callable[[Item], float]) -> list[Item]:
+    """Return the item of the greatest weight of each of `most` groups of neighbours."""
+    if len(items) <= most:
         return list(items)
-    edges = [older * number // most for number in range(most + 1)]
-    return [max(items[start:stop], key=weight) for start, stop in itertools.pairwise(edges)] + list(items[older:])
+    edges = [len(items) * number // most for number in range(most + 1)]
+    return [max(items[start:stop], key=weight) for start, stop in itertools.pairwise(edges)]
 
 
-class Sample(Generic[Item]):
-    """A sample of a stream: all items while they are few, then the heaviest item of each group and all recent items.
+class Newest(Generic[Item]):
+    """The newest items of a stream, and the number of all of them."""
 
-    All groups have the same size, which doubles when there are more than twice `most` groups.
-    """
-
-    def __init__(self, weight: Callable[[Item], float], most: int = MOST_KEPT) -> None:
-        self._weight, self._most = weight, most
-        self._kept: list[Item] = []  # one item of each group
-        self._group = 1  # the size of a group
-        self._grouped = 0  # the number of items in all groups
-        self._recent: list[Item] = []
-
-    def __len__(self) -> int:
-        return len(self._kept) + len(self._recent)
-
-    @property
-    def count(self) -> int:
-        """The number of items of the stream."""
-        return self._grouped + len(self._recent)
-
-    @property
-    def items(self) -> list[Item]:
-        """The kept items in order."""
-        return [*self._kept, *self._recent]
+    def __init__(self) -> None:
+        self.items = collections.deque[Item](maxlen=MOST_KEPT)
+        self.count = 0
 
     def add(self, item: Item) -> None:
         """Add the next item."""
-        self._recent.append(item)
-        if len(self._recent) >= BATCH + RECENT:
-            self._put_into_groups(BATCH)
-
-    def _put_into_groups(self, count: int) -> None:
-        count -= count % self._group
-        starts = range(0, count, self._group)
-        self._kept += [max(self._recent[at : at + self._group], key=self._weight) for at in starts]
-        self._grouped += count
-        del self._recent[:count]
-        if len(self._kept) > 2 * self._most:
-            self.halve()
-
-    def halve(self) -> None:
-        """Merge each two neighbouring groups."""
-        pairs = (self._kept[at : at + 2] for at in range(0, len(self._kept), 2))
-        self._kept = [max(pair, key=self._weight) for pair in pairs]
-        self._group *= 2
+        self.items.append(item)
+        self.count += 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""Too many items are thinned: of each group of neighbours, the greatest one stays."""
+"""Too many items: the newest stay in memory, and the greatest one of each group of neighbours is drawn."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
-from jaxckpt_train.report.series import BATCH, RECENT, Limits, Sample, thinned
+from jaxckpt_train.report.series import MOST_KEPT, Limits, Newest, thinned
 
 
 def test_few_items_all_stay() -> None:
@@ -32,38 +30,10 @@ def test_halved_limits_stay_above_zero() -> None:
     assert (limits.halved().saves, limits.halved().steps, limits.halved().leaves) == (1, 4, 10_000)
 
 
-def test_the_recent_items_all_stay() -> None:
-    assert thinned([0, 9, 1, 1, 7, 2, 3, 4], 3, float, recent=2) == [9, 1, 7, 3, 4]
-    assert thinned([4, 3, 2, 1], 3, float, recent=1) == [4, 3, 2, 1]
-
-
-def sample_of(count: int, most: int) -> Sample[int]:
-    sample = Sample[int](lambda item: item * 37 % 1009, most)
+@pytest.mark.parametrize("count", [0, 1, MOST_KEPT, MOST_KEPT + 1])
+def test_newest_items_of_a_stream_stay(count: int) -> None:
+    newest = Newest[int]()
     for item in range(count):
-        sample.add(item)
-    return sample
-
-
-@pytest.mark.parametrize("count", [0, 1, RECENT, BATCH + RECENT, 2 * BATCH])
-def test_a_short_stream_is_kept_whole(count: int) -> None:
-    sample = sample_of(count, BATCH)
-    assert (sample.items, sample.count, len(sample)) == ([*range(count)], count, count)
-
-
-@pytest.mark.parametrize(("count", "most"), [(50_000, 100), (50_001, 3000), (123_457, 1000), (40_000, 1)])
-def test_long_stream_has_even_groups(count: int, most: int) -> None:
-    sample = sample_of(count, most)
-    items = sample.items
-    assert sample.count == count
-    assert len(items) == len(sample) <= 2 * most + BATCH + 2 * RECENT
-    assert items[-RECENT:] == [*range(count - RECENT, count)]
-    assert items == sorted(set(items))
-    older = items[:-RECENT]
-    assert max(after - before for before, after in itertools.pairwise(older)) <= 2 * (BATCH + 2 * count // most)
-
-
-def test_outliers_stay_in_any_stream() -> None:
-    sample = Sample[float](float, most=50)
-    for number in range(60_000):
-        sample.add(1e9 if number == 777 else number % 10)
-    assert 1e9 in sample.items
+        newest.add(item)
+    assert [*newest.items] == [*range(count)][-MOST_KEPT:]
+    assert newest.count == count
