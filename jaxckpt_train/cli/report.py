@@ -69,14 +69,16 @@ def report(
 
 
 def _check_page(path: str) -> None:
-    """Check early that bokeh is installed, and that the file may be written."""
+    """Check early that bokeh and jinja2 are installed, and that the file may be written."""
     try:
         from jaxckpt_train.report.page import check_place
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "bokeh":
+        package = (error.name or "").partition(".")[0]
+        if package not in ("bokeh", "jinja2"):
             raise
         raise SettingsError(
-            "report: a page needs the package bokeh: pip install 'jaxckpt-train[report]', or use --json without a page"
+            f"report: a page needs the package {package}: pip install 'jaxckpt-train[report]', or use --json without a "
+            "page"
         ) from None
     refuse_within_checkpoint(path)
     check_place(BACKEND, path)

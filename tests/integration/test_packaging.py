@@ -16,7 +16,7 @@ import jaxckpt_train
 
 # Packages that only an adapter imports, when it is used.
 OPTIONAL = (
-    "blake3", "bokeh", "flax", "grain", "hydra", "keras", "omegaconf", "opentelemetry", "optax", "orbax",
+    "blake3", "bokeh", "flax", "grain", "hydra", "jinja2", "keras", "omegaconf", "opentelemetry", "optax", "orbax",
     "prometheus_client", "tensorstore", "torch", "typer",
 )  # fmt: skip
 MOST_IMPORT_S = 0.15
@@ -110,7 +110,8 @@ def _pip(*arguments: str | Path) -> None:
 def test_wheel_holds_package_its_presets_and_its_plugin(wheel: Path, repo_root: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = [*(repo_root / "jaxckpt_train").rglob("*.py"), *(repo_root / "jaxckpt_train").rglob("*.pyi")]
-    sources += [file for kind in ("*.css", "*.js") for file in (repo_root / "jaxckpt_train" / "report").glob(kind)]
+    report = repo_root / "jaxckpt_train" / "report"
+    sources += [file for kind in ("*.css", "*.html", "*.js") for file in report.glob(kind)]
     here = {str(file.relative_to(repo_root)) for file in sources}
     presets = {f"jaxckpt_train/{file.relative_to(repo_root)}" for file in (repo_root / "configs").rglob("*.yaml")}
     wanted = here | presets | {"jaxckpt_train/py.typed", "hydra_plugins/jaxckpt_train_plugin.py"}

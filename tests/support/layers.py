@@ -56,6 +56,7 @@ ADAPTERS = {
     "flax": {"checkpointables.nnx"},
     "grain": {"checkpointables.grain"},
     "hydra": {"config", "integrations.hydra_search_path"},
+    "jinja2": {"report.page"},
     "keras": {"integrations.keras"},
     "opentelemetry": {"metrics.exporters"},
     "orbax": {"integrations.orbax_items"},
@@ -80,7 +81,7 @@ MAY_TOUCH_THE_DISK = {
     "cli.output": "keeps descriptors of closed standard streams in use; touches no data",
     "store.process_identity": "reads /proc, /sys and the environment about processes; touches no data",
     "distributed.shared_memory": "finds pipes and memory of other processes under /proc; touches no disk",
-    "report.page": "reads the style and the scripts of a page from the package; touches no data",
+    "report.page": "reads the template, style and scripts of a page from the package; touches no data",
     "integrations.hydra_search_path": "looks up its own presets; touches no data",
     "testing.processes": "keeps the output and records of a proof in files, which are no checkpoint",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,20 @@ def test_invalid_unicode_is_shown_with_escapes(tmp_path: Path) -> None:
     page = page_of(dataclasses.replace(gathered, tree=tree, warnings=(NO_UNICODE,)))
     assert "\\udc80" in words_of(page)
     assert page.encode()
+
+
+def test_only_style_and_scripts_are_not_escaped(repo_root: Path) -> None:
+    template = (repo_root / "jaxckpt_train" / "report" / "page.html").read_text()
+    assert re.findall(r"\{\{([^}]*)\| *safe\b", template) == [" style ", " script "]
+    assert "autoescape" not in template
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, NO_UNICODE])
+def test_text_of_a_run_is_shown_as_it_is(tmp_path: Path, text: str) -> None:
+    plain = text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\ufffd").replace("\x1b", "\ufffd")
+    gathered = dataclasses.replace(gathered_of(write_history(tmp_path)), warnings=(text,), run=text)
+    page = Seen(page_of(gathered))
+    assert page.text.count(plain) >= 2  # the path and the warning
 
 
 def test_tree_has_changes_of_its_step_only(tmp_path: Path) -> None:
