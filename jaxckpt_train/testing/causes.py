@@ -7,13 +7,9 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
-from jaxckpt_train.store.segment import is_inexact
 from jaxckpt_train.testing.differences import (
     Difference,
     Kind,
-    common_factor,
     differing_names,
     fault_of,
     numbers_of,
@@ -143,23 +139,6 @@ class Evidence:
             return False
         stays = all(leaf.same(restored.get(name)) for name, leaf in update.leaves.items())
         return stays and any(name in before.leaves for name in differing_names(after.leaves, before.leaves))
-
-    def factor(self) -> float | None:
-        """Return the ratio of the changes from one state by one batch, if all leaves changed in the same direction."""
-        before = self.straight.by_step.get(self.attempt.resumed_at or 0)
-        if before is None or not self.is_after_update or self.first.position != 1 or self.pair is None:
-            return None
-        straight, resumed = self.pair[0].leaves, self.pair[1].leaves
-        moves = []
-        for name in before.leaves.keys() & straight.keys() & resumed.keys():
-            if straight[name].same(resumed[name]):
-                continue
-            old, leaf = self.straight.array(before.leaves[name]), self.straight.array(straight[name])
-            arrays = old, leaf, self.attempt.array(resumed[name])
-            if any(array is None or not is_inexact(array.dtype) for array in arrays):
-                return None
-            moves.append([np.asarray(array).astype(np.float64).reshape(-1) for array in arrays])
-        return common_factor(moves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,8 +318,6 @@ def _signs_of_counter(evidence: Evidence) -> Iterator[str]:
             yield f"the first {first.position - 1} updates after the resume were equal"
     elif evidence.integers:
         yield f"only integers differ: {', '.join(evidence.integers[:3])}"
-    elif (factor := evidence.factor()) is not None:
-        yield f"all differing leaves changed in the same direction, {factor:.3g} times as far: another learning rate"
 
 
 def _directly_observed(evidence: Evidence) -> Iterator[Cause]:

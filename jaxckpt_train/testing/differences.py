@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxckpt_train.testing.processes import Attempt, Batch, Leaf, Leaves, Update
 
-_SAME_DIRECTION = 0.02
 Kind = Literal["start", "restored", "label", "batch", "metric", "leaf", "end"]
 DataFault = Literal["anew", "ahead", "behind", "order", "parts", "other"]
 """Batches restart; are skipped; come twice; have the same examples in another order; differ in some arrays only."""
@@ -44,26 +43,6 @@ def numbers_of(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
     if array is None:
         return None
     return array.astype({"i": object, "u": object, "c": np.complex128}.get(array.dtype.kind, np.float64))
-
-
-def common_factor(moves: Sequence[Sequence[np.ndarray]]) -> float | None:
-    """Return the ratio of the changes in two runs if all leaves changed in the same direction, or None.
-
-    Args:
-        moves: for each leaf, the flat values before the update and after it in both runs.
-    """
-    if not moves or any(len({array.shape for array in each}) != 1 for each in moves):
-        return None
-    old, straight, resumed = (np.concatenate([each[place] for each in moves]) for place in range(3))
-    expected, found = straight - old, resumed - old
-    size = float(expected @ expected)
-    if size == 0 or not np.isfinite(found).all() or not np.isfinite(size):
-        return None
-    factor = float(expected @ found) / size
-    # Rounding of the state can change the direction of a small move, so allow for it.
-    rounding = 4 * np.finfo(np.float32).eps * float(np.linalg.norm(old))
-    is_same = np.linalg.norm(found - factor * expected) <= _SAME_DIRECTION * np.linalg.norm(found) + rounding
-    return factor if is_same and abs(factor - 1) > _SAME_DIRECTION else None
 
 
 @dataclasses.dataclass(frozen=True)

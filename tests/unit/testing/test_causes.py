@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.testing import ResumeNotExactError
-from jaxckpt_train.testing.differences import common_factor
 from tests.support.in_one_process import MakeRun, prove_here
 from tests.support.training_loops import Batches, train, train_with_key
 
@@ -66,6 +64,7 @@ EXPECTED = {
     ),
     "late counter": ("update 5: state/w float64[3] differs", COUNTER),
 }
+CAUSE_IS_ONE_OF_SEVERAL = {"schedule", "schedule that is reported"}  # without metrics
 LOSS_IS_FIRST = {mistake for mistake, (first, _) in EXPECTED.items() if "loss differs" in first}
 
 
@@ -84,7 +83,8 @@ def test_mistake_is_found_without_metrics(mistake: str, tmp_path: Path) -> None:
     if mistake in LOSS_IS_FIRST or mistake == "schedule that is reported":
         first = first.partition(":")[0] + ": state/"
     assert str(error).startswith(first)
-    assert error.causes[0].startswith(cause)
+    likely = error.causes if mistake in CAUSE_IS_ONE_OF_SEVERAL else error.causes[:1]
+    assert any(each.startswith(cause) for each in likely)
 
 
 def test_correct_loop_is_proven(tmp_path: Path) -> None:
@@ -233,24 +233,3 @@ def steps_in_another_form(directory: Path) -> None:
 
 def test_number_in_another_form_is_equal(tmp_path: Path) -> None:
     assert prove_here(steps_in_another_form, tmp_path / "proof", 2).resumed_at == (1,)
-
-
-def moved(factor: float, turn: float = 0.0) -> list[list[np.ndarray]]:
-    rng = np.random.default_rng(0)
-    old, step, other = rng.normal(size=(3, 1000))
-    return [[old, old + 0.01 * step, old + 0.01 * (factor * step + turn * other)]]
-
-
-@pytest.mark.parametrize(("moves", "factor"), [(moved(3.0), 3.0), (moved(0.25), 0.25), (moved(0.0), 0.0)])
-def test_other_learning_rate_is_found_by_direction(moves: Any, factor: float) -> None:
-    assert common_factor(moves) == pytest.approx(factor, abs=1e-6)
-
-
-@pytest.mark.parametrize("moves", [moved(1.0), moved(3.0, turn=1.0), moved(1.0, turn=0.3), [], [[np.zeros(2)] * 3]])
-def test_other_direction_is_no_learning_rate(moves: Any) -> None:
-    assert common_factor(moves) is None
-
-
-def test_learning_rate_is_found_in_float32() -> None:
-    old, one, other = (array.astype(np.float32).astype(np.float64) for array in moved(2.0)[0])
-    assert common_factor([[old, one, other]]) == pytest.approx(2.0, abs=1e-3)
