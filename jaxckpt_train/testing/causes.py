@@ -240,8 +240,6 @@ def _in_labels(evidence: Evidence) -> Iterator[Cause]:
 
 def _in_batches(evidence: Evidence) -> Iterator[Cause]:
     fault, count = fault_of(evidence.kinds["batch"], evidence.attempts, evidence.straight)
-    if fault in ("order", "parts", "other"):
-        yield from _drawn(evidence)
     if fault == "anew":
         yield Cause(
             "the data restarted at the resume",
@@ -256,21 +254,13 @@ def _in_batches(evidence: Evidence) -> Iterator[Cause]:
             "prefetcher",
             f"the batches after the resume are those of the uninterrupted run, {count} {way}",
         )
-    elif fault == "order":
-        yield Cause(
-            "the order of the data is not part of its position: a shuffle without a fixed seed",
-            "give the shuffle a fixed seed, or save the order with the position",
-            "the batches after the resume hold examples of the uninterrupted run in another order",
-        )
-    elif fault == "parts":
-        yield Cause(
-            "random transforms of the data draw from a source that is not part of its position",
-            "seed each example's transform with its index, as grain's random_map does",
-            "some arrays of the batch are equal, others are not",
-        )
+    else:
+        yield from _drawn(evidence)
     yield Cause(
-        "the data iterator is not restored completely: its set_state omits something, or the data changed",
-        "test it alone: call get_state, take elements, call set_state, and expect the same elements",
+        "the data iterator is not restored completely: its set_state omits something, such as the order of a shuffle, "
+        "its transforms draw random numbers from elsewhere, or the data changed",
+        "test it alone: call get_state, take elements, call set_state, and expect the same elements; give a shuffle a "
+        "fixed seed, and seed the transform of each example with its index",
     )
 
 

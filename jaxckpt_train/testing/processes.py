@@ -74,11 +74,10 @@ Leaves = dict[str, Leaf]
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """One element that the loop took from its data; `rows` has the digests of its examples, if it has rows."""
+    """One element that the loop took from its data."""
 
     digest: str
     leaves: Leaves
-    rows: tuple[str, ...] = ()
 
     def opaque_leaf(self) -> str | None:
         """Return the first leaf of which only the type can be compared, as text, or None."""

@@ -12,14 +12,13 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import msgspec
 import numpy as np
-import xxhash
 
 from jaxckpt_train import loop as loop_observer
 from jaxckpt_train.checkpointables.base import NOTHING
@@ -49,7 +48,6 @@ from jaxckpt_train.testing.processes import (
     run,
 )
 
-MOST_ROWS = 1024
 MOST_DEEP = 20  # levels of nested records
 Keep = Callable[[Leaf, Callable[[], bytes], int], Leaf] | None
 """Stores the bytes of a leaf and returns the leaf with their location; None: bytes are not stored."""
@@ -84,10 +82,9 @@ def metrics_of(metrics: Mapping[str, Any] | None) -> Leaves:
 
 def batch_of(batch: Any) -> Batch:
     """Return the record of an element of the data."""
-    arrays: list[np.ndarray] = []
-    leaves = _tree_leaves("batch", batch, arrays=arrays)
+    leaves = _tree_leaves("batch", batch)
     whole = msgspec.json.encode([(name, leaf.kind, leaf.shape, leaf.digest) for name, leaf in leaves.items()])
-    return Batch(_digest(whole), leaves, _rows(arrays))
+    return Batch(_digest(whole), leaves)
 
 
 def host_random() -> dict[str, str]:
@@ -99,9 +96,7 @@ def host_random() -> dict[str, str]:
     return found
 
 
-def _tree_leaves(
-    name: str, tree: Any, keep: Keep = None, arrays: list[np.ndarray] | None = None, depth: int = 0
-) -> Leaves:
+def _tree_leaves(name: str, tree: Any, keep: Keep = None, depth: int = 0) -> Leaves:
     try:
         flat = flatten(tree)
     except UnsupportedLeafError:  # only data and metrics: a state with this leaf could not be saved
@@ -112,11 +107,9 @@ def _tree_leaves(
         full = name if path == ROOT else join(name, path)
         content = _content_of(value) if array is None and depth < MOST_DEEP else None
         if content is not None:
-            found |= _tree_leaves(full, content, keep, arrays, depth + 1)
-            continue
-        found[full] = _python_leaf(value) if array is None else _array_leaf(value, array, keep)
-        if arrays is not None and array is not None:
-            arrays.append(array)
+            found |= _tree_leaves(full, content, keep, depth + 1)
+        else:
+            found[full] = _python_leaf(value) if array is None else _array_leaf(value, array, keep)
     return found
 
 
@@ -162,18 +155,6 @@ def _leaf(kind: str, shape: tuple[int, ...], content: bytes) -> Leaf:
 def _unknown(value: Any) -> Leaf:
     """Return a leaf of which only the type can be compared, because its repr may contain an address."""
     return Leaf(f"{OBJECT}{type(value).__module__}.{type(value).__qualname__}", (), "")
-
-
-def _rows(arrays: Sequence[np.ndarray]) -> tuple[str, ...]:
-    """Return a digest for each example of a batch, that is, for the same row of all its arrays."""
-    lengths = {array.shape[0] if array.ndim else 0 for array in arrays}
-    if len(lengths) != 1 or not 0 < max(lengths) <= MOST_ROWS:
-        return ()
-    hashes = [xxhash.xxh3_64() for _ in range(max(lengths))]
-    for array in arrays:
-        for row, digest in zip(array, hashes, strict=True):
-            digest.update(np.ascontiguousarray(row).tobytes())
-    return tuple(digest.hexdigest() for digest in hashes)
 
 
 class ObservedData:

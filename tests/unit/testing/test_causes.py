@@ -45,7 +45,7 @@ EXPECTED = {
     "transform": ("update 4: its batch differs: in batch/x, 1 of 2 arrays", DRAWN),
     "set_state": ("update 4: its batch differs", "the data restarted at the resume"),
     "data made anew": ("update 4: its batch differs", "the data restarted at the resume"),
-    "order": ("update 4: its batch differs", "the order of the data is not part of its position"),
+    "order": ("update 4: its batch differs", "the data iterator is not restored completely"),
     "prefetch": ("update 4: number of batches: 1 (uninterrupted) vs 2", "the saved position in the data"),
     "thread": ("update 4: loss differs", "batches are taken by another thread"),
     "forgetful object": (
