@@ -165,7 +165,7 @@ def prune(
             plan = _plan(directory, pruning, check, as_json)
             owned.retain(is_durable=False)  # syncs the kept steps before it deletes others
         there = {entry.name for entry in BACKEND.list(directory)}
-        failed = [each.status.name for each in plan.going if each.status.name in there]
+        failed = [step.name for step in plan.going if step.name in there]
     else:
         plan = _plan(directory, pruning, check, as_json)
         owner = OwnerLock(BACKEND, directory).owner()
@@ -173,15 +173,15 @@ def prune(
     if as_json:
         document = {"run": directory, "kept_by": list(pruning.policies), "deleted": yes, "bytes": plan.freed_bytes}
         steps = [
-            {"step": step.step, "name": step.name, "bytes": step.nbytes, "goes": goes, "why": why}
-            for step, goes, why in plan.steps
+            {"step": step.step, "name": step.name, "bytes": step.nbytes, "goes": fate.goes, "why": fate.why}
+            for step, fate in plan.steps
         ]
         print_json({**document, "failed": failed, "owner": owned_by, "steps": steps})
     else:
         _print(plan, yes, failed, owned_by)
     if failed:
         raise typer.Exit(int(Code.REFUSED))
-    if plan.damaged or plan.refused:
+    if plan.broken:
         raise typer.Exit(int(Code.WRONG))
 
 
@@ -214,9 +214,9 @@ def _plan(directory: str, pruning: Pruning, check: bool, as_json: bool) -> Prune
 def _print(plan: PrunePlan, yes: bool, failed: list[str], owned_by: str | None) -> None:
     deleted = "deleted" if yes else "delete"
     rows = []
-    for step, goes, why in plan.steps:
-        action = "keep" if not goes else "failed" if step.name in failed else deleted
-        rows.append([str(step.step), bytes_text(step.nbytes), action, "; ".join(why)])
+    for step, fate in plan.steps:
+        action = "keep" if not fate.goes else "failed" if step.name in failed else deleted
+        rows.append([str(step.step), bytes_text(step.nbytes), action, "; ".join(fate.why)])
     print_columns(["step", "size", "", "why"], rows, [True, True, False, False])
     count, freed = f"{len(plan.going):,} of {len(plan.steps):,} steps", bytes_text(plan.freed_bytes)
     if failed:

@@ -19,7 +19,14 @@ from jaxckpt_train.errors import (
     SettingsError,
 )
 from jaxckpt_train.inspection.diff import Wanted, over_pieces, pieces_of
-from jaxckpt_train.inspection.runs import is_run, links_to_steps, newest_whole_step
+from jaxckpt_train.inspection.runs import (
+    check_newest,
+    inspect_run,
+    is_run,
+    links_to_steps,
+    newer_broken,
+    newest_whole,
+)
 from jaxckpt_train.opened import OURS, Opened
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import check_step, entry_from_manifest, parse_step_name, step_name
@@ -199,8 +206,8 @@ def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str,
     """Refuse to remove a step that must stay in its run, which this process owns."""
     newest, left = owned.newest(), owned.left()
     line = [entry for entry in newest if entry.name not in left]
-    found = newest_whole_step(backend, directory, line, every_byte=False)
-    whole = found.entry
+    statuses = check_newest(backend, directory, inspect_run(backend, directory), every_byte=False)
+    whole = newest_whole(statuses)
     staying = {step: f"the target of the link {link!r}" for step, link in links_to_steps(backend, directory).items()}
     staying |= {entry.name: "a pinned step" for entry in [*owned.entries(), *owned.damaged()] if entry.pinned}
     staying |= {whole.name: "the newest valid step"} if whole is not None else {}
@@ -210,8 +217,9 @@ def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str,
         raise SettingsError(
             f"{directory}/{name}: cannot be moved, because it is {staying[name]}; copy it with `jaxckpt cp` instead"
         )
-    for refusal in found.refused.values():
-        raise refusal
+    for status in newer_broken(statuses, whole):
+        if status.refusal is not None:
+            raise status.refusal
 
 
 def refuse_to_remove_checkpoint(backend: Backend, path: str) -> None:

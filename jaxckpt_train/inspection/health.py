@@ -12,46 +12,43 @@ from jaxckpt_train.errors import (
     CorruptCheckpointError,
     MismatchError,
     NotACheckpointError,
-    StorageError,
 )
-from jaxckpt_train.inspection.runs import StepStatus, inspect_run, links_to_steps, newest_whole_step
+from jaxckpt_train.inspection.runs import (
+    StepStatus,
+    check_newest,
+    inspect_run,
+    links_to_steps,
+    newer_broken,
+    newest_whole,
+)
 from jaxckpt_train.policies.preservation import BestN
 from jaxckpt_train.run.catalog import half_deleted
-from jaxckpt_train.run.entry import Entry, newest_generations
+from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.run.goodput import attempts_of
 from jaxckpt_train.run.history import History, RunEvent
 from jaxckpt_train.run.lock import SILENCE_S, Owner, OwnerLock
-from jaxckpt_train.run.maintenance import Pruning, current_line, fates
+from jaxckpt_train.run.maintenance import Fate, Pruning, fates
 from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.removal import find_dead_attempts
 
 
-class PlannedStep(NamedTuple):
-    """A step, whether it is deleted, and the reasons."""
-
-    status: StepStatus
-    goes: bool
-    why: tuple[str, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class PrunePlan:
-    """The fate of all steps of a run, lowest first, and the problems of steps newer than the newest valid one."""
+    """The fate of all steps of a run, lowest first."""
 
-    steps: list[PlannedStep]
-    damaged: dict[int, str]
-    refused: dict[int, StorageError]
+    steps: list[tuple[StepStatus, Fate]]
+    broken: list[StepStatus]  # those newer than the newest valid step
 
     @property
-    def going(self) -> list[PlannedStep]:
+    def going(self) -> list[StepStatus]:
         """The steps to delete."""
-        return [each for each in self.steps if each.goes]
+        return [status for status, fate in self.steps if fate.goes]
 
     @property
     def freed_bytes(self) -> int:
         """The size of their data, as far as it is known."""
-        return sum(each.status.nbytes or 0 for each in self.going)
+        return sum(status.nbytes or 0 for status in self.going)
 
 
 def plan_pruning(
@@ -69,27 +66,26 @@ def plan_pruning(
     if not entries:
         raise NotACheckpointError(f"{directory}: expected a run, found a directory without committed steps")
     _refuse_unknown_metrics(directory, pruning, entries)
-    roll_back = FoundRecord(backend, directory).record.roll_back
-    newest = newest_generations(current_line(entries, roll_back))
-    found = newest_whole_step(backend, directory, newest, every_byte=every_byte, progress=reading)
-    if found.entry is None and found.refused:
-        raise next(iter(found.refused.values()))
-    if found.entry is None:
+    statuses = check_newest(backend, directory, statuses, every_byte=every_byte, progress=reading)
+    newest, links = newest_whole(statuses), links_to_steps(backend, directory)
+    broken = [each for each in newer_broken(statuses, newest) if each.entry is not None and each.entry.damaged is None]
+    if newest is None:
+        for status in broken:
+            if status.refusal is not None:
+                raise status.refusal
         raise CorruptCheckpointError(
             f"{directory}: none of its steps is valid, so all of them stay; see `jaxckpt scrub` for the damage"
         )
-    links = links_to_steps(backend, directory)
-    pruning.safe |= {entry.step: f"the link {links[entry.name]!r}" for entry in newest if entry.name in links}
-    if found.damaged or found.refused:
-        pruning.safe[found.entry.step] = "newest valid"
-    pruning.safe |= {step: f"cannot be read: {error}" for step, error in found.refused.items()}
-    pruning.safe |= {step: f"damaged: {problem}" for step, problem in found.damaged.items()}
-    by_name = {fate.entry.name: (fate.goes, fate.why) for fate in fates(entries, roll_back, pruning, now)}
+    targets = [status for status in statuses if status.is_current and status.name in links]
+    pruning.safe |= {status.step: f"the link {links[status.name]!r}" for status in targets}
+    pruning.safe |= {newest.step: "newest valid"} if broken else {}
+    for status in broken:
+        pruning.safe[status.step] = f"{'damaged' if status.refusal is None else 'cannot be read'}: {status.problem}"
+    decided = fates(_entries(statuses), FoundRecord(backend, directory).record.roll_back, pruning, now)
     steps = [
-        PlannedStep(status, *by_name.get(status.name, (False, (f"not committed: {status.problem}",))))
-        for status in statuses
+        (status, decided.get(status.name) or Fate(False, (f"not committed: {status.problem}",))) for status in statuses
     ]
-    return PrunePlan(steps, found.damaged, found.refused)
+    return PrunePlan(steps, broken)
 
 
 def _entries(statuses: Sequence[StepStatus]) -> list[Entry]:
@@ -152,33 +148,23 @@ class RunHealth:
 
 def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHealth:
     """Inspect the health of a run."""
-    owner, statuses = OwnerLock(backend, directory).owner(), inspect_run(backend, directory)
-    line = newest_generations(current_line(_entries(statuses), FoundRecord(backend, directory).record.roll_back))
-    whole = newest_whole_step(backend, directory, line, every_byte=False)
-    newest = next((status for status in statuses if whole.entry is not None and status.name == whole.entry.name), None)
-    damaged = {entry.name: whole.damaged[entry.step] for entry in line if entry.step in whole.damaged}
-    refused = {entry.name: str(whole.refused[entry.step]) for entry in line if entry.step in whole.refused}
-    uncommitted = dict[str, str]()
+    owner = OwnerLock(backend, directory).owner()
+    statuses = check_newest(backend, directory, inspect_run(backend, directory), every_byte=False)
+    newest = newest_whole(statuses)
+    damaged, uncommitted, refused = dict[str, str](), dict[str, str](), dict[str, str]()
     for status in statuses:
-        if status.refusal is not None:
-            refused[status.name] = str(status.refusal)
-        elif status.problem is not None:
-            (uncommitted if status.entry is None else damaged)[status.name] = status.problem
-    damaged = {name: problem for name, problem in damaged.items() if name not in refused}
+        if status.problem is not None:
+            kind = refused if status.refusal is not None else uncommitted if status.entry is None else damaged
+            kind[status.name] = status.problem
     at_risk, unreadable = _at_risk(backend, directory, owner, newest, now)
     stale_files = find_dead_attempts(backend, directory)
     if owner is None or not owner.is_alive:  # a live owner finishes its deletions itself
         stale_files += half_deleted(backend, directory)
-    if damaged or uncommitted or refused:  # the owner may have deleted steps during the inspection
-        there = {entry.name for entry in backend.list(directory)}
-        for problems in (damaged, uncommitted, refused):
-            for name in problems.keys() - there:
-                del problems[name]
     return RunHealth(
         owner=owner,
         statuses=statuses,
         newest=newest,
-        newest_age_s=None if whole.entry is None else (now - whole.entry.time).total_seconds(),
+        newest_age_s=None if newest is None or newest.entry is None else (now - newest.entry.time).total_seconds(),
         damaged=damaged,
         uncommitted=uncommitted,
         refused=refused,

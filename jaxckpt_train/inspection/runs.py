@@ -1,6 +1,6 @@
 """Opens what a user names, and inspects the steps of a run: which exist, which can be restored, and which is newest.
 
-`inspect_run` reads the manifest of each step. `newest_whole_step` also checks files: their sizes, or every byte.
+`inspect_run` reads the manifest of each step. `check_newest` also checks files: their sizes, or every byte.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import errno
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from jaxckpt_train.errors import (
     CheckpointError,
+    CheckpointTimeoutError,
     CorruptCheckpointError,
     FormatVersionError,
     NotACheckpointError,
@@ -51,7 +51,7 @@ class StepStatus:
     step: int
     entry: Entry | None  # None: it is not committed
     nbytes: int | None
-    is_current: bool  # False after a roll-back behind it, or after it was saved again
+    is_current: bool  # False after a roll-back behind it, or after it was saved again and not set aside
     problem: str | None  # why it cannot be restored, as far as its manifest shows
     refusal: CheckpointError | None = None
 
@@ -74,7 +74,9 @@ def inspect_run(backend: Backend, directory: str) -> list[StepStatus]:
         raise NotACheckpointError(f"{directory}: expected a directory, found none") from error
     entries, record = scan_with_record(backend, directory)
     left = left_behind(entries, record.record.roll_back)
-    current = {entry.name for entry in newest_generations([each for each in entries if each.name not in left])}
+    line = [entry for entry in entries if entry.name not in left]
+    intact = [entry for entry in line if entry.damaged is None]
+    current = {entry.name for entry in [*newest_generations(line), *newest_generations(intact)]}
     found = [_inspect_step(backend, directory, entry, entry.name in current) for entry in entries]
     found += _uncommitted_steps(backend, directory, {entry.name for entry in entries})
     if any(status.problem is not None for status in found):  # perhaps because the owner has deleted it meanwhile
@@ -88,11 +90,15 @@ def _inspect_step(backend: Backend, directory: str, entry: Entry, is_current: bo
     try:
         nbytes = _data_bytes(backend, f"{directory}/{entry.name}")
     except CheckpointError as error:
-        problem = str(error)
-        refusal = error if is_storage_failure(error) or isinstance(error, FormatVersionError) else None
+        problem, refusal = str(error), _refusal(error)
     if problem is None and entry.damaged is not None:
         problem = f"set aside as damaged: {entry.damaged}"
     return StepStatus(entry.name, entry.step, entry, nbytes, is_current, problem, refusal)
+
+
+def _refusal(error: CheckpointError) -> CheckpointError | None:
+    """Return the error of a step if it does not show that the step is damaged, or None."""
+    return error if is_storage_failure(error) or isinstance(error, FormatVersionError) else None
 
 
 class _PartSizes(msgspec.Struct):
@@ -140,7 +146,50 @@ def newest_whole(statuses: Sequence[StepStatus]) -> StepStatus | None:
     return max(good, key=lambda each: each.entry.order if each.entry is not None else (0, 0, 0), default=None)
 
 
-def _newer_broken(statuses: Sequence[StepStatus], whole: StepStatus | None) -> list[StepStatus]:
+def check_newest(
+    backend: Backend,
+    directory: str,
+    statuses: Sequence[StepStatus],
+    *,
+    every_byte: bool,
+    progress: Callable[[int], None] | None = None,
+) -> list[StepStatus]:
+    """Check the files of the newest steps, by all bytes or by sizes, until one is valid.
+
+    Returns all statuses, with the problems found. A step that its owner has deleted in the meantime is left out.
+    """
+    found = {status.name: status for status in statuses}
+    while (newest := newest_whole([*found.values()])) is not None:
+        path, problem, refusal = f"{directory}/{newest.name}", None, None
+        try:
+            if every_byte:
+                problem = first_damage(backend, path, progress)
+            else:
+                _check_sizes(backend, path)
+        except CheckpointTimeoutError:
+            raise  # the other steps would take as long
+        except CheckpointError as error:
+            problem, refusal = str(error), _refusal(error)
+        if problem is None:
+            break
+        if refusal is None and is_gone(backend, path):
+            del found[newest.name]
+        else:
+            found[newest.name] = dataclasses.replace(newest, problem=problem, refusal=refusal)
+    return [*found.values()]
+
+
+def _check_sizes(backend: Backend, path: str) -> None:
+    """Raise CorruptCheckpointError if the manifest is damaged, or a file is missing or has another size."""
+    manifest = open_committed(backend, path).manifest
+    for segment in manifest.segments:
+        open_recorded(backend, path, segment.file, segment.bytes, subject="segment").close()
+    for part in manifest.parts:
+        for file in part.files:
+            open_recorded(backend, path, file.file, file.bytes).close()
+
+
+def newer_broken(statuses: Sequence[StepStatus], whole: StepStatus | None) -> list[StepStatus]:
     """Return the steps of the current branch newer than the valid one that cannot be restored, the newest first."""
     bad = [status for status in statuses if status.problem is not None and (status.is_current or status.entry is None)]
     return [status for status in reversed(bad) if _is_newer(status, whole)]
@@ -210,7 +259,7 @@ def open_at(backend: Backend, path: str, step: float | None = None) -> Opened:
 def _choose_newest(path: str, statuses: Sequence[StepStatus]) -> tuple[str, tuple[str, ...]]:
     """Return the names of the newest valid step, and of newer damaged ones. Refuse if a newer one may be valid."""
     found = newest_whole(statuses)
-    bad = _newer_broken(statuses, found)
+    bad = newer_broken(statuses, found)
     refused = next((status.refusal for status in bad if status.refusal is not None), None)
     if refused is not None and found is not None:
         hint = f"it may be the newest valid step; to take an older one, pass its number: --step {found.step}"
@@ -237,56 +286,6 @@ def _choose_by_number(path: str, statuses: Sequence[StepStatus], step: float) ->
         there = ", ".join(str(each.step) for each in statuses[-5:]) or "none"
         raise StepNotFoundError(f"{path}: has no step {step}; the last steps are {there}")
     return next((each.name for each in same if each.is_current), same[-1].name)
-
-
-class NewestWhole(NamedTuple):
-    """The newest valid step, the damage of newer steps, and the errors of newer ones that could not be read."""
-
-    entry: Entry | None
-    damaged: dict[int, str]
-    refused: dict[int, StorageError]
-
-
-def newest_whole_step(
-    backend: Backend,
-    directory: str,
-    newest: Sequence[Entry],
-    *,
-    every_byte: bool,
-    progress: Callable[[int], None] | None = None,
-) -> NewestWhole:
-    """Find the newest valid step of the current line, of which the newest is last, by all bytes or by sizes."""
-    damaged, refused = dict[int, str](), dict[int, StorageError]()
-    for entry in reversed(newest):
-        path = f"{directory}/{entry.name}"
-        try:
-            if every_byte:
-                problem = first_damage(backend, path, progress)
-            else:
-                problem = None
-                _check_sizes(backend, path)
-        except CheckpointError as error:
-            if is_storage_failure(error):
-                if not isinstance(error, StorageError):
-                    raise
-                refused[entry.step] = error
-                continue
-            problem = str(error)
-        if problem is None:
-            return NewestWhole(entry, damaged, refused)
-        if not is_gone(backend, path):  # otherwise the owner has deleted it in the meantime
-            damaged[entry.step] = problem
-    return NewestWhole(None, damaged, refused)
-
-
-def _check_sizes(backend: Backend, path: str) -> None:
-    """Raise CorruptCheckpointError if the manifest is damaged, or a file is missing or has another size."""
-    manifest = open_committed(backend, path).manifest
-    for segment in manifest.segments:
-        open_recorded(backend, path, segment.file, segment.bytes, subject="segment").close()
-    for part in manifest.parts:
-        for file in part.files:
-            open_recorded(backend, path, file.file, file.bytes).close()
 
 
 def links_to_steps(backend: Backend, directory: str) -> dict[str, str]:

@@ -163,14 +163,14 @@ def _own_file(name: str) -> str:
 def _facts(gathered: Gathered) -> list[tuple[str, str, str]]:
     """Return the names, values and remarks at the top of the page."""
     there = [step for step in gathered.steps if step.is_there]
-    newest = max((step.step for step in there if step.is_current and not step.problem), default=None)
+    newest = "none" if gathered.tree is None else count_text(gathered.tree.step)
     totals, counts = gathered.totals, gathered.counts
     of_time, useful = "no process in the history", "unknown"
     if gathered.processes:
         of_time, useful = f"of {seconds_text(totals.wall_s)}", percent_text(totals.share)
     per_save = f"{seconds_text(counts.blocked_s / counts.saves)} each" if counts.saves else "no save"
     return [
-        ("Newest valid step", "none" if newest is None else f"{newest:,}", counted(len(there), "step") + " on disk"),
+        ("Newest valid step", newest, counted(len(there), "step") + " on disk"),
         ("Disk use", bytes_text(sum(step.bytes or 0 for step in there)), "data of all steps"),
         ("Useful time", useful, of_time),
         ("Processes", f"{len(gathered.processes):,}", "one is running" if gathered.is_live else "none is running"),

@@ -77,7 +77,6 @@ class Pruning:
 class Fate:
     """The decision about one generation of a step: whether it is deleted, and the reasons, at least one."""
 
-    entry: Entry
     goes: bool
     why: tuple[str, ...]
 
@@ -88,8 +87,8 @@ def current_line(entries: Sequence[Entry], roll_back: RollBack) -> list[Entry]:
     return [entry for entry in entries if entry.damaged is None and entry.name not in left]
 
 
-def fates(entries: Sequence[Entry], roll_back: RollBack, pruning: Pruning, now: datetime.datetime) -> list[Fate]:
-    """The decision about each step that the owner of the run would take, in the order of the saves."""
+def fates(entries: Sequence[Entry], roll_back: RollBack, pruning: Pruning, now: datetime.datetime) -> dict[str, Fate]:
+    """The decision about each step that the owner of the run would take, by the name of the step."""
     line, context = current_line(entries, roll_back), DecisionContext(now)
     left, whole = left_behind(entries, roll_back), [entry for entry in entries if entry.damaged is None]
     unkept = expired_names(entries, line, left, pruning, context)
@@ -100,17 +99,17 @@ def fates(entries: Sequence[Entry], roll_back: RollBack, pruning: Pruning, now: 
     always = (
         {} if not newest else {max(newest, key=lambda entry: entry.step).name: "highest", newest[-1].name: "newest"}
     )
-    fated = []
+    fated = dict[str, Fate]()
     for entry in entries:
         if entry.name in pending_deletions:
-            fated.append(Fate(entry, True, (_why_it_goes(entry, listed),)))
+            fated[entry.name] = Fate(True, (_why_it_goes(entry, listed),))
             continue
         reasons = [always[entry.name]] if entry.name in always else []
         reasons += _why_it_stays(entry, left)
         if listed.get(entry.step) == entry.name:
             reasons += [pruning.safe[entry.step]] if entry.step in pruning.safe else []
             reasons += kept_by.get(entry.step, [])
-        fated.append(Fate(entry, False, tuple(reasons) or ("the disk refused to sync the step that replaces it",)))
+        fated[entry.name] = Fate(False, tuple(reasons) or ("the disk refused to sync the step that replaces it",))
     return fated
 
 

@@ -15,6 +15,7 @@ from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.commands import json_of, printed, refused, run
 from tests.support.runs import (
     Clock,
+    becomes_newer,
     files_below,
     flip_a_payload_byte,
     made_run,
@@ -146,6 +147,16 @@ def test_unreadable_and_uncommitted_steps_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in directory.glob("step-*")) == [
         step_path(directory, step).name for step in (1, 2, 4)
     ]
+
+
+def test_step_of_newer_version_is_not_damaged(tmp_path: Path) -> None:
+    directory = made_run(tmp_path / "run", 1, 2, 3)
+    becomes_newer(step_path(directory, 3))
+    found = json_of("prune", directory, "--keep-latest", 1, "--yes", code=1)
+    assert (going(found), why(found, 2)) == ([1], ["newest", "newest valid", "--keep-latest 1"])
+    assert not any(reason.startswith("damaged") for reason in why(found, 3))
+    becomes_newer(step_path(directory, 2))
+    assert "FormatVersionError" in run("prune", directory, "--keep-latest", 1, "--json").stdout
 
 
 def test_steps_behind_a_roll_back_are_kept(tmp_path: Path) -> None:

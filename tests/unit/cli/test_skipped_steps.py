@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -16,6 +15,7 @@ from jaxckpt_train.cli import maintain
 from tests.support.commands import json_of, refused, run
 from tests.support.runs import (
     DAMAGE,
+    becomes_newer,
     empty_commit,
     flip_a_payload_byte,
     made_run,
@@ -155,15 +155,6 @@ def test_step_of_newer_version_is_not_skipped(tmp_path: Path, name: str) -> None
     becomes_newer(step_path(directory, 1))
     assert "FormatVersionError" in run(*call(tmp_path, name), "--json").stdout
     assert {path.name for path in tmp_path.iterdir()} == {"run", "same"}
-
-
-def becomes_newer(step: Path) -> None:
-    """Rewrite the step as a later version of this package would write it."""
-    manifest = (step / "manifest.json").read_bytes().replace(b'"format_version":1', b'"format_version":9')
-    (step / "manifest.json").write_bytes(manifest)
-    commit = json.loads((step / "COMMIT").read_bytes())
-    commit |= {"format_version": 9, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
-    (step / "COMMIT").write_text(json.dumps(commit, separators=(",", ":")))
 
 
 def test_step_deleted_meanwhile_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def entry(step: int, sequence: int, generation: int = 0, **more: Any) -> Entry:
 
 
 def predicted(entries: list[Entry], pruning: Pruning, roll_back: RollBack | None = None) -> dict[str, Fate]:
-    return {fate.entry.name: fate for fate in fates(entries, roll_back or RollBack(), pruning, NOW)}
+    return fates(entries, roll_back or RollBack(), pruning, NOW)
 
 
 def latest(number: int) -> Pruning:
@@ -35,8 +35,8 @@ def latest(number: int) -> Pruning:
 def test_generations_and_temporary_steps_have_reasons() -> None:
     entries = [entry(1, 0), entry(1, 1, 1), entry(2, 2, temporary=True), entry(3, 3)]
     found = predicted(entries, latest(9))
-    assert found["step-0000000001"] == Fate(entries[0], True, ("saved again as step-0000000001.g1",))
-    assert found["step-0000000002"] == Fate(entries[2], True, ("temporary, and a later step is committed",))
+    assert found["step-0000000001"] == Fate(True, ("saved again as step-0000000001.g1",))
+    assert found["step-0000000002"] == Fate(True, ("temporary, and a later step is committed",))
     assert (found["step-0000000001.g1"].goes, found["step-0000000003"].why) == (False, ("newest", "the latest"))
 
 
@@ -62,7 +62,7 @@ def test_all_reasons_are_reported() -> None:
 
 def test_unsynced_step_replaces_nothing() -> None:
     found = predicted([entry(1, 0), entry(2, 1, is_unsynced=True)], latest(1))
-    assert found["step-0000000001"] == Fate(entry(1, 0), False, ("the disk refused to sync the step that replaces it",))
+    assert found["step-0000000001"] == Fate(False, ("the disk refused to sync the step that replaces it",))
 
 
 flags = st.fixed_dictionaries(
@@ -89,12 +89,12 @@ def test_prediction_equals_decision_of_owner(
     expired = expired_names(entries, line, behind, pruning, DecisionContext(NOW))
     pending_deletions, _ = replaced(expired, whole, line, is_durable=False)
     found = fates(entries, roll_back, pruning, NOW)
-    assert [fate.entry for fate in found] == entries
-    assert {fate.entry.name for fate in found if fate.goes} == pending_deletions
-    assert all(fate.why for fate in found)
-    assert not any(fate.goes for fate in found if fate.entry.damaged or fate.entry.is_held)
-    going = {fate.entry.name for fate in found if fate.goes}
+    going = {name for name, fate in found.items() if fate.goes}
+    assert [*found] == [each.name for each in entries]
+    assert going == pending_deletions
+    assert all(fate.why for fate in found.values())
+    assert not going & {each.name for each in entries if each.damaged or each.is_held}
     newest = [each for each in line if not each.is_held][-1:]
     assert not going & {each.name for each in newest}
     refused = "the disk refused to sync the step that replaces it"
-    assert all(any(each.is_unsynced for each in entries) for fate in found if refused in fate.why)
+    assert all(any(each.is_unsynced for each in entries) for fate in found.values() if refused in fate.why)
