@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,46 +143,34 @@ def _same_digests(a: Opened, one: ArrayRecord, b: Opened, other: ArrayRecord) ->
 def diff_containers(a: Opened, b: Opened, selected: Callable[[str], bool]) -> Iterator[LeafDiff]:
     """Compare containers that exist in both checkpoints, and yield those of different kinds.
 
-    A container is selected if all of its leaves are selected in both checkpoints. An empty container is itself a leaf.
-    If a container is empty in only one checkpoint, the comparison of leaves shows it. Checkpoints of different tools
-    are not compared, because other tools do not record all kinds.
+    A container is selected by its own path. If it is empty in only one checkpoint, the comparison of leaves shows it.
+    Checkpoints of different tools are not compared, because other tools do not record all kinds.
     """
     of_b = b.trees if a.kind == b.kind else {}
     for part, mine in a.trees.items():
         if part not in of_b:
             continue
         theirs = of_b[part]
-        kinds = {
+        pairs = {
             path: (mine.containers.get(path, "dict"), theirs.containers.get(path, "dict"))
             for path in {**mine.containers, **theirs.containers}
         }
-        other_kinds = {path: pair for path, pair in kinds.items() if pair[0] != pair[1]}
-        if other_kinds:
-            one, other = (_emptiness(part, record, other_kinds, selected) for record in (mine, theirs))
-            for path, pair in other_kinds.items():
-                if path in one and path in other and one[path] == other[path]:
-                    yield LeafDiff(f"{part}/{path}", "form", *pair)
+        differing = {path: pair for path, pair in pairs.items() if pair[0] != pair[1] and selected(f"{part}/{path}")}
+        if differing:
+            (filled, empty), (filled_too, empty_too) = _containers(mine), _containers(theirs)
+            in_both = (filled & filled_too) | (empty & empty_too)
+            yield from (LeafDiff(f"{part}/{path}", "form", *differing[path]) for path in differing if path in in_both)
 
 
-def _emptiness(
-    part: str, record: TreeRecord, paths: Collection[str], selected: Callable[[str], bool]
-) -> dict[str, bool]:
-    """Return whether each of the paths is an empty container, for those that exist in the tree and are selected."""
-    found, left_out = dict[str, bool](), set[str]()
-    for name, leaf in record.leaves.items():
-        ancestors = [*_parents(name), name] if isinstance(leaf, EmptyLeaf) else list(_parents(name))
-        inside = [path for path in ancestors if path in paths]
-        found.update({path: path == name for path in inside})
-        if inside and not selected(f"{part}/{name}"):
-            left_out.update(inside)
-    return {path: is_empty for path, is_empty in found.items() if path not in left_out}
-
-
-def _parents(name: str) -> Iterator[str]:
-    path = ROOT
-    for key in split(name):
-        yield path
-        path = join(path, key)
+def _containers(record: TreeRecord) -> tuple[set[str], set[str]]:
+    """Return the paths of the containers that have leaves, and of the empty ones."""
+    filled, empty = set[str](), {name for name, leaf in record.leaves.items() if isinstance(leaf, EmptyLeaf)}
+    for name in record.leaves:
+        path = ROOT
+        for key in split(name):
+            filled.add(path)
+            path = join(path, key)
+    return filled, empty
 
 
 def parts_to_compare(a: Opened, b: Opened) -> dict[str, tuple[PartRecord | None, PartRecord | None]]:
