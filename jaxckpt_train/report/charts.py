@@ -18,9 +18,9 @@ from jaxckpt_train.inspection.units import number_text, percent_text, scaled_byt
 from jaxckpt_train.report import tables
 from jaxckpt_train.report.changes import PairChange
 from jaxckpt_train.report.events import DiskUse, StepLife
-from jaxckpt_train.report.gather import Gathered, Process, Totals
+from jaxckpt_train.report.gather import Gathered, Process
 from jaxckpt_train.report.series import Limits, Mark, MetricValue, Restore, Save, thinned
-from jaxckpt_train.run.goodput import KILLED, RUNNING
+from jaxckpt_train.run.goodput import KILLED, RUNNING, Goodput
 from jaxckpt_train.run.history import CLOSED, FINISHED, LATE, PREEMPTED
 
 # These colours are distinguishable with colour blindness, on light and dark pages. The browser sets the colours of text
@@ -400,8 +400,8 @@ def _changes(pairs: Sequence[PairChange], most: int) -> Any:
     return chart
 
 
-def _time_spent(processes: Sequence[Process], totals: Totals) -> Any:
-    rows: list[tuple[str, Process | Totals]] = [("the run", totals)]
+def _time_spent(processes: Sequence[Process], totals: Goodput) -> Any:
+    rows: list[tuple[str, Process | Goodput]] = [("the run", totals)]
     rows += [(f"process {each.number}", each) for each in processes]
     names = [name for name, _ in rows]
     chart = _frame(90 + 24 * len(rows), "", y_range=FactorRange(factors=names[::-1]), x_range=(0, 100))

@@ -53,7 +53,7 @@ class Gathered:
     restores: tuple[Restore, ...]
     marks: tuple[Mark, ...]
     processes: tuple[Process, ...]
-    totals: Totals
+    totals: Goodput
     steps: tuple[StepLife, ...]
     disk_use: tuple[DiskUse, ...]
     metrics: dict[str, list[MetricValue]]
@@ -222,50 +222,18 @@ class RunHistory:
 
 @dataclasses.dataclass(frozen=True)
 class Process(AttemptGoodput):
-    """One process of a run. The parts of its time add up to `wall_s`."""
+    """One process of a run."""
 
     number: int
     where: str
-    failed_saves: int
-    lost_s: float  # the time of updates that were lost
-    other_s: float  # the time of a process that did no update
 
 
-@dataclasses.dataclass(frozen=True)
-class Totals(Goodput):
-    """The totals of all processes, without `attempts`. The times add up to `wall_s`, unless a clock was set back."""
-
-    failed_saves: int = 0
-    lost_s: float = 0.0
-    other_s: float = 0.0
-
-
-def processes_of(attempts: Sequence[Attempt], places: Sequence[str]) -> tuple[list[Process], Totals]:
+def processes_of(attempts: Sequence[Attempt], places: Sequence[str]) -> tuple[list[Process], Goodput]:
     """Return the processes of a training in order, and their totals."""
-    trained = [pair for pair in zip(attempts, places, strict=True) if pair[0].is_of_the_training]
-    found = goodput([attempt for attempt, _ in trained])
-    rows = zip(trained, found.attempts, strict=True)
-    processes = [_process(number, *pair, rated) for number, (pair, rated) in enumerate(rows, 1)]
-    return processes, Totals(
-        **vars(dataclasses.replace(found, attempts=())),
-        failed_saves=sum(each.failed_saves for each in processes),
-        lost_s=sum(each.lost_s for each in processes),
-        other_s=sum(each.other_s for each in processes),
-    )
-
-
-def _process(number: int, attempt: Attempt, place: str, rated: AttemptGoodput) -> Process:
-    rest_s = max(0.0, rated.wall_s - rated.to_resume_s - rated.blocked_s - rated.useful_s)
-    has_updates = rated.useful_steps + rated.redone_steps > 0
-    began, ended = rated.began.astimezone(datetime.UTC), rated.ended.astimezone(datetime.UTC)
-    return Process(
-        **vars(dataclasses.replace(rated, began=began, ended=ended)),
-        number=number,
-        where=place,
-        failed_saves=attempt.failed_saves,
-        lost_s=rest_s if has_updates else 0.0,
-        other_s=0.0 if has_updates else rest_s,
-    )
+    trained = [place for attempt, place in zip(attempts, places, strict=True) if attempt.is_of_the_training]
+    totals = goodput(attempts)
+    rows = zip(totals.attempts, trained, strict=True)
+    return [Process(**vars(rated), number=number, where=place) for number, (rated, place) in enumerate(rows, 1)], totals
 
 
 def _place_of(start: ReportEvent) -> str:

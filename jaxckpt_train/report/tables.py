@@ -17,8 +17,9 @@ from jaxckpt_train.inspection.units import (
 )
 from jaxckpt_train.report.changes import PairChange, TreeSizes
 from jaxckpt_train.report.events import DiskUse, StepLife
-from jaxckpt_train.report.gather import Process, Totals
+from jaxckpt_train.report.gather import Process
 from jaxckpt_train.report.series import Item, Mark, MetricValue, Restore, Save
+from jaxckpt_train.run.goodput import Goodput
 
 MOST_ROWS = 150
 Cells = dict[str, str]  # a row, by the headings of the columns; one that ends with "#" has numbers
@@ -51,7 +52,7 @@ def table_of(items: Sequence[Item], cells: Callable[[Item], Cells], there: int) 
     return Table([*rows[0]] if rows else [], [[*row.values()] for row in rows], left_out=left_out)
 
 
-def processes_table(processes: Sequence[Process], totals: Totals) -> Table:
+def processes_table(processes: Sequence[Process], totals: Goodput) -> Table:
     """Return a table with a row for each process, and the totals."""
     last = ["", "total", "", "", "", *_amounts(totals, totals.share).values()]
     return dataclasses.replace(table_of(processes, process_cells, len(processes)), last=last)
@@ -69,7 +70,7 @@ def process_cells(each: Process) -> Cells:
     }
 
 
-def _amounts(of: Process | Totals, share: float) -> Cells:
+def _amounts(of: Process | Goodput, share: float) -> Cells:
     return {
         "useful#": count_text(of.useful_steps),
         "redone#": count_text(of.redone_steps),
@@ -81,7 +82,7 @@ def _amounts(of: Process | Totals, share: float) -> Cells:
     }
 
 
-def spent_table(totals: Totals) -> Table:
+def spent_table(totals: Goodput) -> Table:
     """Return a table of where the time of the run went."""
     whole, seconds = totals.wall_s, [(name, getattr(totals, field)) for field, name in PARTS.items()]
     rows = [[name, seconds_text(each), percent_text(each / whole if whole else 0.0)] for name, each in seconds]

@@ -190,9 +190,12 @@ class AttemptGoodput:
     useful_steps: int  # the updates that the current state of the run descends from
     redone_steps: int  # the updates that were lost, and were or will be repeated
     saves: int
+    failed_saves: int
     blocked_s: float  # in which saves blocked the loop
     to_resume_s: float  # until the loop had its state
     useful_s: float  # the unblocked time in the loop, times the share of useful updates
+    lost_s: float  # the same for the updates that were lost
+    other_s: float  # the unblocked time of a process that did no update
     wall_s: float
 
 
@@ -204,9 +207,12 @@ class Goodput:
     useful_steps: int = 0
     redone_steps: int = 0
     saves: int = 0
+    failed_saves: int = 0
     blocked_s: float = 0.0
     to_resume_s: float = 0.0
     useful_s: float = 0.0
+    lost_s: float = 0.0
+    other_s: float = 0.0
     between_s: float = 0.0  # without any process
     wall_s: float = 0.0  # from the start of the first process to the end of the last
 
@@ -231,9 +237,12 @@ def goodput(attempts: Sequence[Attempt]) -> Goodput:
         useful_steps=sum(each.useful_steps for each in rated),
         redone_steps=sum(each.redone_steps for each in rated),
         saves=sum(each.saves for each in rated),
+        failed_saves=sum(each.failed_saves for each in rated),
         blocked_s=sum(each.blocked_s for each in rated),
         to_resume_s=sum(each.to_resume_s for each in rated),
         useful_s=sum(each.useful_s for each in rated),
+        lost_s=sum(each.lost_s for each in rated),
+        other_s=sum(each.other_s for each in rated),
         between_s=max(0.0, wall_s - sum(each.wall_s for each in rated)),
         wall_s=wall_s,
     )
@@ -282,18 +291,22 @@ def _origin(stretches: Sequence[Stretch], number: int, had_in: Sequence[int]) ->
 def _rated(attempt: Attempt, useful: int) -> AttemptGoodput:
     steps = sum(stretch.last - stretch.first for stretch in attempt.stretches)
     in_loop_s = max(0.0, attempt.wall_s - attempt.to_resume_s - attempt.blocked_s)
+    useful_s = in_loop_s * useful / steps if steps else 0.0
     return AttemptGoodput(
-        began=attempt.began,
-        ended=attempt.ended,
+        began=attempt.began.astimezone(datetime.UTC),
+        ended=attempt.ended.astimezone(datetime.UTC),
         how=attempt.how,
         first_step=attempt.stretches[0].first if attempt.stretches else None,
         last_step=attempt.stretches[-1].last if attempt.stretches else None,
         useful_steps=useful,
         redone_steps=steps - useful,
         saves=attempt.saves,
+        failed_saves=attempt.failed_saves,
         blocked_s=attempt.blocked_s,
         to_resume_s=attempt.to_resume_s,
-        useful_s=in_loop_s * useful / steps if steps else 0.0,
+        useful_s=useful_s,
+        lost_s=in_loop_s - useful_s if steps else 0.0,
+        other_s=0.0 if steps else in_loop_s,
         wall_s=attempt.wall_s,
     )
 

@@ -34,7 +34,8 @@ read = read_run(LocalBackend(), sys.argv[1])
 found = gather(LocalBackend(), read, plan_changes(read.looks, 0), now, print)
 print(json.dumps({
     "taken": most_bytes() - before,
-    "events": found.events, "counts": dataclasses.asdict(found.counts), "totals": dataclasses.asdict(found.totals),
+    "events": found.events, "counts": dataclasses.asdict(found.counts),
+    "totals": dataclasses.asdict(dataclasses.replace(found.totals, attempts=())),
     "warnings": found.warnings, "processes": [[each.how, each.first_step, each.last_step] for each in found.processes],
     "there": sorted(step.step for step in found.steps if step.is_there),
     "uses": [use.steps for use in found.disk_use],

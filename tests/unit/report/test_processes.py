@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.report.gather import Process, Totals, processes_of
-from jaxckpt_train.run.goodput import settled
+from jaxckpt_train.report.gather import Process, processes_of
+from jaxckpt_train.run.goodput import Goodput, settled
 from tests.support.history_events import at
 from tests.support.report_runs import history_of
 from tests.support.runs import START
@@ -28,7 +28,7 @@ RUN = (
 )
 
 
-def found(*events: dict[str, Any], is_live: bool = False) -> tuple[list[Process], Totals]:
+def found(*events: dict[str, Any], is_live: bool = False) -> tuple[list[Process], Goodput]:
     history = history_of(*events)
     return processes_of(settled(history.attempts, is_live=is_live), history.places)
 
