@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import array
 import collections
 import dataclasses
 import datetime
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
-
 from jaxckpt_train.inspection.runs import StepStatus
 from jaxckpt_train.report.series import MOST_KEPT, MetricValue, Newest, ReportEvent
 from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.store.manifest import metrics_from_json
 
-MOST_STEP_BYTES = 1 << 50  # so that sums fit into 64 bits
-EPOCH, MICROSECOND = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC), datetime.timedelta(microseconds=1)
 STATES = ("kept", "pinned", "temporary", "left behind", "damaged", "not committed", "deleted", "gone")
 
 
@@ -88,8 +83,7 @@ class Lives:
         self._skipped: list[StepLife] = []  # later than the restored step: abandoned once the run saves
         self._states = collections.Counter[str]()
         self._series: dict[str, Newest[tuple[int, float]]] = {}  # the step and value of each metric
-        # The changes of the disk use: the time, whether a step was saved (1) or deleted (-1), and its bytes.
-        self._times, self._signs, self._sizes = array.array("q"), array.array("b"), array.array("q")
+        self._changes = 0  # of the disk use
 
     def add(self, event: ReportEvent) -> None:
         """Add the next event."""
@@ -155,15 +149,7 @@ class Lives:
             for name, value in life.metrics.items():
                 self._series.setdefault(name, Newest()).add((life.step, value))
         life.metrics = {}
-        if life.saved is not None and state != "gone":
-            self._change(life.saved, 1, life)
-            if life.deleted is not None:
-                self._change(life.deleted, -1, life)
-
-    def _change(self, time: datetime.datetime, sign: int, life: StepLife) -> None:
-        self._times.append((time - EPOCH) // MICROSECOND)
-        self._signs.append(sign)
-        self._sizes.append(sign * min(life.bytes or 0, MOST_STEP_BYTES))
+        self._changes += len(_changes(life))
 
     def found(self, looks: Sequence[StepStatus]) -> StepsFound:
         """Return the lives of all steps, after all events were added; `looks` are the existing steps."""
@@ -177,7 +163,7 @@ class Lives:
         lives = [*self._ended.items, *there]
         lives.sort(key=lambda life: (life.saved or life.deleted or early, life.step, life.name))
         states = {state: self._states[state] for state in STATES if self._states[state]}
-        return StepsFound(lives, states, self._uses(), len(self._times), *self._metrics())
+        return StepsFound(lives, states, _uses(lives), self._changes, *self._metrics())
 
     def _metrics(self) -> tuple[dict[str, list[MetricValue]], dict[str, int]]:
         """Return the values of each metric by step, and their numbers. Of values of one step, the last one counts."""
@@ -202,10 +188,19 @@ class Lives:
             if life.saved is None and entry.time.year > 1970:  # otherwise its manifest cannot be read
                 life.saved = entry.time.astimezone(datetime.UTC)
 
-    def _uses(self) -> list[DiskUse]:
-        """Return the disk use over time, without steps whose time of saving is unknown."""
-        times, signs, sizes = np.asarray(self._times), np.asarray(self._signs), np.asarray(self._sizes)
-        order = np.lexsort((sizes, signs, times))
-        steps, nbytes = np.cumsum(signs[order], dtype=np.int64), np.cumsum(sizes[order])
-        newest = range(max(0, len(order) - MOST_KEPT), len(order))
-        return [DiskUse(EPOCH + int(times[order[at]]) * MICROSECOND, int(steps[at]), int(nbytes[at])) for at in newest]
+
+def _changes(life: StepLife) -> list[tuple[datetime.datetime, int, int]]:
+    """Return when a step changed the disk use, by how many steps, and by how many bytes; none without its save."""
+    if life.saved is None or life.state == "gone":
+        return []
+    nbytes = life.bytes or 0
+    return [(life.saved, 1, nbytes), *([] if life.deleted is None else [(life.deleted, -1, -nbytes)])]
+
+
+def _uses(lives: Sequence[StepLife]) -> list[DiskUse]:
+    """Return the newest values of the disk use. Earlier ones miss the steps of which the lives are not known."""
+    uses, steps, nbytes = collections.deque[DiskUse](maxlen=MOST_KEPT), 0, 0
+    for time, more, size in sorted(change for life in lives for change in _changes(life)):
+        steps, nbytes = steps + more, nbytes + size
+        uses.append(DiskUse(time, steps, nbytes))
+    return [*uses]
