@@ -59,9 +59,8 @@ class Pruning:
 
     def should_preserve(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> list[bool]:
         """Keep a step if one of the policies keeps it or it is safe."""
-        answers = [ask_to_preserve(policy, checkpoints, context=context) for policy in self.policies.values()]
-        answers.append([info.step in self.safe for info in checkpoints])
-        return [any(flags) for flags in zip(*answers, strict=True)]
+        reasons = self.reasons(checkpoints, context=context)
+        return [bool(reasons[info.step]) or info.step in self.safe for info in checkpoints]
 
     def reasons(self, checkpoints: Sequence[CheckpointInfo], *, context: DecisionContext) -> Mapping[int, list[str]]:
         """The names of the policies that keep each step."""
