@@ -78,7 +78,7 @@ class Lives:
 
     def __init__(self) -> None:
         self._there: dict[str, StepLife] = {}  # in the order of the saves
-        self._ended = Newest[StepLife]()
+        self._ended = collections.deque[StepLife]()  # the newest ones, which may still be left behind
         self._last = -1  # the last saved step
         self._skipped: list[StepLife] = []  # later than the restored step: abandoned once the run saves
         self._states = collections.Counter[str]()
@@ -102,13 +102,7 @@ class Lives:
 
     def _restored(self, name: str) -> None:
         later = itertools.dropwhile(lambda life: life.name != name, self._there.values())
-        self._skip(list(later)[1:])
-
-    def _skip(self, lives: list[StepLife]) -> None:
-        for life in self._skipped:
-            if life.deleted is not None:
-                self._end(life)
-        self._skipped = lives
+        self._skipped = list(later)[1:]
 
     def _saved(self, event: ReportEvent) -> None:
         name, parsed = event.name, parse_step_name(event.name)
@@ -121,7 +115,7 @@ class Lives:
         self._last = step
         for life in [*self._skipped, *above]:
             life.left = life.left or time
-        self._skip([])
+        self._skipped = []
         removed = self._there.pop(name, None)
         if removed is not None:  # removed without an event
             self._end(removed)
@@ -134,15 +128,15 @@ class Lives:
             return
         life = self._there.pop(event.name, None) or StepLife(event.name, parsed[0])
         life.deleted = event.utc
-        if life not in self._skipped:
-            self._end(life)
+        self._end(life)
 
     def _end(self, life: StepLife) -> None:
-        self._ended.add(life)
-        self._settle(life)
+        self._ended.append(life)
+        if len(self._ended) > MOST_KEPT:
+            self._count(self._ended.popleft())
 
-    def _settle(self, life: StepLife) -> None:
-        """Count a step whose life is complete."""
+    def _count(self, life: StepLife) -> None:
+        """Count a step, and add its metrics to the series."""
         state = life.state
         self._states[state] += 1
         if life.left is None and life.is_current:
@@ -153,14 +147,12 @@ class Lives:
 
     def found(self, looks: Sequence[StepStatus]) -> StepsFound:
         """Return the lives of all steps, after all events were added; `looks` are the existing steps."""
-        self._skip([])
         for look in looks:
             self._add_existing(look)
-        there = list(self._there.values())
-        for life in there:
-            self._settle(life)
+        lives = [*self._ended, *self._there.values()]
+        for life in lives:
+            self._count(life)
         early = datetime.datetime.min.replace(tzinfo=datetime.UTC)
-        lives = [*self._ended.items, *there]
         lives.sort(key=lambda life: (life.saved or life.deleted or early, life.step, life.name))
         states = {state: self._states[state] for state in STATES if self._states[state]}
         return StepsFound(lives, states, _uses(lives), self._changes, *self._metrics())
