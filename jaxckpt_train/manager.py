@@ -48,7 +48,7 @@ from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.threads import free_in_child
-from jaxckpt_train.store.timeouts import interruptible, report_progress, time_limited
+from jaxckpt_train.store.timeouts import interruptible, time_limited
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
@@ -313,26 +313,19 @@ class StepManager:
         """Set how the history describes the end of this process: "finished", "preempted", or an error."""
         self._run.log.ends_as = how
 
+    @time_limited
     def goodput(self) -> Goodput:
         """The share of the run's time that went into updates that count, over all its processes so far.
 
         Raises CorruptCheckpointError, StorageError or CheckpointTimeoutError if the history cannot be read.
         """
         running = (self._run.log.completed, self._clock()) if self._run.is_owner else None
-        found, is_live = self._attempts()
-        return goodput(settled(found, running, is_live=is_live))
-
-    @time_limited
-    def _attempts(self) -> tuple[list[Attempt], bool]:
-        """The attempts in the history, and whether the last one may still run."""
         lock, found = self._run.held.lock, list[Attempt]()
         was_live = lock.has_live_owner()
-        for number, event in enumerate(self.history.each(RunEvent)):
+        for event in self.history.each(RunEvent):
             add_event(found, event)
-            if number % 10_000 == 0:
-                report_progress()
         # A process may start meanwhile; one that ends records it first.
-        return found, was_live or lock.has_live_owner()
+        return goodput(settled(found, running, is_live=was_live or lock.has_live_owner()))
 
     def check_fresh(self, *, allow_flax: bool = False) -> None:
         """Raise CorruptCheckpointError if the directory has steps, but no valid one.

@@ -31,7 +31,7 @@ from jaxckpt_train.store.files import read_blocks, read_end
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.process_identity import ProcessIdentity, process_age_s, slurm_job, this_process
 from jaxckpt_train.store.threads import free_in_child
-from jaxckpt_train.store.timeouts import time_limited
+from jaxckpt_train.store.timeouts import report_progress, time_limited
 
 PREEMPTED, LATE, FINISHED, CLOSED = "preempted", "late", "finished", "closed"
 Clock = Callable[[], datetime.datetime]
@@ -203,6 +203,7 @@ class History:
         rest = b""
         try:
             for block in read_blocks(self._backend, self._directory, HISTORY_NAME, most_bytes, BLOCK_BYTES):
+                report_progress()
                 *lines, rest = (rest + block).split(b"\n")
                 yield from lines
                 if len(rest) > MOST_LINE_BYTES:
