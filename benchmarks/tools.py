@@ -13,10 +13,10 @@ from typing import Any
 
 from benchmarks import cost_command, page_cache, tools_report
 from benchmarks.cost_process import run_fresh
-from jaxckpt_train.store.process_identity import huge_malloc_environment
 
 ROUNDS, QUICK_ROUNDS = 5, 1
 STARTS, QUICK_STARTS = 9, 2
+HUGE_PAGES = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4194304"  # as cli.md advises
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,22 +67,17 @@ def _imports(options: argparse.Namespace, directory: Path, size: Size, interface
     _turn("make_orbax", options, path=small, interface=interface, **SMALL)
     import_, warm = ["import", source, f"{out}/a"], ["import", small, f"{out}/small"]
     both = {"path": source, "warm": small, "nbytes": size.arrays * size.array_bytes}
-    anew = argparse.Namespace(under=[*options.under, *_as_the_command_begins()])
+    tuned = argparse.Namespace(under=[*options.under, "env", HUGE_PAGES])
     turns: dict[str, Callable[[], dict[str, Any]]] = {
         "load by Orbax": lambda: _turn("load_by_orbax", options, interface=interface, **both),
         "load by ours": lambda: _turn("load_by_us", options, **both, **arrays),
-        "import": lambda: _turn("command", anew, arguments=import_, warm=warm, nbytes=both["nbytes"]),
+        "import": lambda: _turn("command", options, arguments=import_, warm=warm, nbytes=both["nbytes"]),
+        "import, huge pages": lambda: _turn("command", tuned, arguments=import_, warm=warm, nbytes=both["nbytes"]),
     }
     found = _in_turn(options, turns, Path(source), lambda: cost_command.remove(Path(out)))
     for each in (source, small):
         cost_command.remove(Path(each))
     return found
-
-
-def _as_the_command_begins() -> list[str]:
-    """What to put before a process for it to be as `jaxckpt import`, which begins again for that."""
-    variables = huge_malloc_environment({})
-    return [] if variables is None else ["env", *(f"{name}={value}" for name, value in variables.items())]
 
 
 def _diff(options: argparse.Namespace, directory: Path, size: Size) -> dict[str, Any]:

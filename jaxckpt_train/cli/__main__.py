@@ -20,11 +20,6 @@ def main() -> None:
     is_usual = is_usual and threading.current_thread() is threading.main_thread()
     if is_usual:
         signal.signal(signal.SIGINT, _leave)
-    if sys.argv[1:2] == ["import"] and _owns_process():  # in which other libraries decode large chunks
-        from jaxckpt_train.store.process_identity import finish_restart, restart_with_huge_malloc
-
-        finish_restart()
-        restart_with_huge_malloc(sys.orig_argv)
     from jaxckpt_train.cli.main import main as run
 
     try:
@@ -46,14 +41,6 @@ def _hurry() -> None:
         from jaxckpt_train.formats.foreign import shorten_exit_wait
 
         shorten_exit_wait()
-
-
-def _owns_process() -> bool:
-    """Whether this process runs only the command, started by its name or by `python -m`, and can therefore restart."""
-    words = sys.orig_argv[1:]
-    if words[:2] == ["-m", "jaxckpt_train.cli"]:
-        return words[2:] == sys.argv[1:]
-    return words == sys.argv and os.path.basename(sys.argv[0]) == "jaxckpt"
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -309,8 +309,7 @@ def import_(
 ) -> None:
     """Convert a checkpoint of Orbax, PyTorch, safetensors or Flax, and transform its tree if asked to.
 
-    Arrays pass through memory in pieces, and the result has digests. If large chunks have to be decoded, the command
-    restarts itself with GLIBC_TUNABLES set for huge pages, which halves the time.
+    Arrays pass through memory in pieces, and the result has digests.
     """
     opened = open_at(BACKEND, absolute(path), step)
     source, name, plan = _prepared(opened, part, only, _chosen_operations(transforms, op), not as_json)

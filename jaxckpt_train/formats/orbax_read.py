@@ -19,7 +19,6 @@ import numpy as np
 
 from jaxckpt_train.checkpointables.base import ORBAX_GRAIN, STATE_FILE
 from jaxckpt_train.errors import (
-    CheckpointError,
     CorruptCheckpointError,
     NotACheckpointError,
     StorageError,
@@ -69,7 +68,6 @@ from jaxckpt_train.pytree.leaves import (
     record_value,
 )
 from jaxckpt_train.store.backends.base import Backend, Entry
-from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import (
     NOT_JSON,
@@ -80,8 +78,6 @@ from jaxckpt_train.store.manifest import (
     is_plain_name,
     shown,
 )
-from jaxckpt_train.store.process_identity import has_huge_malloc
-from jaxckpt_train.store.segment import ALIGNMENT
 
 JSON_ITEM, SECOND_JSON_ITEM, METRICS, JAX_KEY = "metadata", "data.json", "metrics", "jax_random_key"
 DONE = "commit_success.txt"
@@ -275,7 +271,6 @@ def _open_arrays(
             use_zarr3=tree.use_zarr3,
             databases=databases,
             is_whole=tree.is_whole,
-            takes_direct=_takes_direct(backend, directory, names),
         )
     except CorruptCheckpointError as error:
         if tree.stored.keys() == {ROOT} and not names & {AGGREGATE, TREE_METADATA}:
@@ -283,19 +278,6 @@ def _open_arrays(
                 f"{directory}: expected {TREE_METADATA} or {AGGREGATE} with the tree, found only arrays of Orbax"
             ) from error
         raise
-
-
-def _takes_direct(backend: Backend, directory: str, names: set[str]) -> bool:
-    """Return whether chunks can bypass the page cache. Without huge pages in the buffers, direct reads are slower."""
-    if not has_huge_malloc():
-        return False
-    name = next(name for name in (OCDBT, TREE_METADATA, AGGREGATE, *names) if name in names)
-    try:
-        with contextlib.closing(backend.open(directory, name, direct=True)) as source:
-            source.read_into(0, aligned_buffer(ALIGNMENT), 0)
-    except CheckpointError:  # the file system refuses direct reads, or the name is a folder
-        return False
-    return True
 
 
 def _has_database(backend: Backend, directory: str) -> bool:

@@ -112,13 +112,11 @@ def open_arrays(
     use_zarr3: bool,
     databases: Collection[str],
     is_whole: bool,
-    takes_direct: bool,
 ) -> dict[str, OrbaxArray]:
     """Open arrays of an item without reading their content, and add them to `segments`.
 
     `names` are the parameter names by leaf path, and `databases` the folders with an OCDBT database of their own, in
-    the first versions. `is_whole`: every chunk was written, so a missing one is damage, and not zeros. `takes_direct`:
-    large chunks can bypass the page cache.
+    the first versions. `is_whole`: every chunk was written, so a missing one is damage, and not zeros.
     """
     if not names:
         return {}
@@ -135,20 +133,13 @@ def open_arrays(
     )
     specs = {leaf: _spec(directory, name, use_ocdbt, use_zarr3, databases, is_whole) for leaf, name in names.items()}
     stores = _open_stores(directory, names, specs, context)
-    direct: dict[str, Any] = {}
-    if takes_direct:
-        with contextlib.suppress(ValueError):  # this TensorStore has no direct reads
-            bypassing = ts.Context({"file_io_mode": {"mode": "direct"}}, context)
-            large = {leaf: specs[leaf] for leaf in stores if _chunk_bytes(stores[leaf]) >= LEAST_CHUNK_BYTES}
-            direct = _open_stores(directory, names, large, bypassing)
     cache, found = PieceCache(), dict[str, OrbaxArray]()
     for leaf, store in stores.items():
         subject = f"{directory}: leaf {leaf!r}"
         # A database protects the sizes of its chunks by digests.
         files = None if specs[leaf]["kvstore"]["driver"] == "ocdbt" else backend
         check_size = functools.cache(functools.partial(_check_chunks, subject, store, files, directory, names[leaf]))
-        ways = [each[leaf] for each in (direct, stores) if leaf in each]
-        record = _add_array(subject, leaf, ways, check_size, segments, cache)
+        record = _add_array(subject, leaf, store, check_size, segments, cache)
         found[leaf] = OrbaxArray(record, store, check_size)
     return found
 
@@ -194,12 +185,11 @@ def _spec(
 def _add_array(
     subject: str,
     leaf: str,
-    stores: Sequence[ts.TensorStore],
+    store: ts.TensorStore,
     check_size: Callable[[], None],
     segments: Segments,
     cache: PieceCache,
 ) -> ArrayRecord:
-    store = stores[-1]
     dtype, shape = np.dtype(store.dtype.numpy_dtype), tuple(store.shape)
     if not is_storable(dtype):
         raise CorruptCheckpointError(f"{subject}: expected a known dtype, found {store.dtype.name}")
@@ -211,7 +201,7 @@ def _add_array(
 
     def read(box: Box, target: np.ndarray) -> None:
         check_size()
-        read_box(subject, stores, box, target)
+        read_box(subject, store, box, target)
 
     chunks = segments.decode(subject, dtype, grid_boxes(shape, cell), read, cache)
     return array_record(leaf, shape, dtype_name(dtype), chunks)
@@ -228,16 +218,12 @@ def _cell(shape: Sequence[int], chunk: Sequence[int], itemsize: int) -> tuple[in
     return tuple(cell)
 
 
-def read_box(subject: str, stores: Sequence[ts.TensorStore], box: Box, target: np.ndarray) -> None:
-    """Read a box of an array. If a read fails, the next store is tried: storage may refuse direct reads."""
+def read_box(subject: str, store: ts.TensorStore, box: Box, target: np.ndarray) -> None:
+    """Read a box of an array."""
     refuse_fork(f"{subject}: is read")
-    *others, last = stores
-    for store in others:
-        with contextlib.suppress(ValueError), foreign_call():
-            return _copy(store, box, target)
     try:
         with foreign_call():
-            _copy(last, box, target)  # a helper function, so that no TensorStore object outlives the foreign call
+            _copy(store, box, target)  # a helper function, so that no TensorStore object outlives the foreign call
     except ValueError as error:
         raise read_error(error, f"{subject}: box {box} cannot be read") from error
 

@@ -1,9 +1,4 @@
-"""Facts about processes and this machine: identity, whether another process is alive, memory, Slurm, Kubernetes.
-
-Also here: how a process gets a malloc that uses huge pages (ADR 23). GNU's libc (since 2.35) uses them only if
-`glibc.malloc.hugetlb` is set in the environment before the process starts. It also keeps freed blocks of up to 32 MiB
-in each thread, unless `glibc.malloc.mmap_threshold` limits their size.
-"""
+"""Facts about processes and this machine: identity, whether another process is alive, memory, Slurm, Kubernetes."""
 
 from __future__ import annotations
 
@@ -12,68 +7,14 @@ import dataclasses
 import errno
 import hashlib
 import os
-import re
 import secrets
-import signal
 import socket
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-VARIABLE, TUNABLE, THRESHOLD = "GLIBC_TUNABLES", "glibc.malloc.hugetlb", "glibc.malloc.mmap_threshold"
-KEPT_BYTES = 4 << 20  # larger blocks are returned at once
-POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-SINCE = (2, 35)
 PID_LIMIT = 1 << 31  # every process number is smaller
 _nonce: int
-
-
-def has_huge_malloc() -> bool:
-    """Whether this process's malloc uses huge pages."""
-    return _tunables(os.environ).get(TUNABLE, "0") != "0" and _can()
-
-
-def huge_malloc_environment(variables: Mapping[str, str]) -> dict[str, str] | None:
-    """An environment with the option for huge pages; None: it sets the option, or this system does not support it."""
-    decided = _tunables(variables)
-    if TUNABLE in decided or not _can():
-        return None
-    threshold = "" if THRESHOLD in decided else f"{THRESHOLD}={KEPT_BYTES}"
-    return {**variables, VARIABLE: ":".join(filter(None, [variables.get(VARIABLE), f"{TUNABLE}=1", threshold]))}
-
-
-def restart_with_huge_malloc(words: list[str]) -> None:
-    """Restart this process with the same Python and a malloc that uses huge pages; returns if it has one already.
-
-    SIGINT stays blocked until `finish_restart`, because Python would print a traceback for an interrupt at its start.
-    """
-    variables = huge_malloc_environment(os.environ)
-    if variables is not None and sys.executable:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        with contextlib.suppress(OSError):  # without huge pages the command is only slower
-            os.execve(sys.executable, words, variables)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def finish_restart() -> None:
-    """Unblock SIGINT if this process was started by `restart_with_huge_malloc`."""
-    if f"{TUNABLE}=1" in os.environ.get(VARIABLE, ""):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _tunables(variables: Mapping[str, str]) -> dict[str, str]:
-    pairs = (each.partition("=") for each in variables.get(VARIABLE, "").split(":"))
-    return {name: value for name, _, value in pairs}
-
-
-def _can() -> bool:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        version = re.match(r"glibc (\d+)\.(\d+)", os.confstr("CS_GNU_LIBC_VERSION") or "")
-        if version is not None and (int(version[1]), int(version[2])) >= SINCE:
-            return "[never]" not in POLICY.read_text()
-    return False
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):

@@ -16,7 +16,6 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.cli import __main__ as start
-from jaxckpt_train.store.process_identity import huge_malloc_environment
 from tests.conftest import REPO_ROOT, RunPython
 from tests.support.commands import CALLS
 from tests.support.runs import made_run
@@ -134,105 +133,6 @@ def test_undecodable_names_are_printed_as_ascii(tmp_path: Path) -> None:
         assert b"Traceback" not in done.stderr, done.stderr.decode()
         assert done.returncode == (3 if arguments[1] != folder else 0)
         assert b"\\udcff" in done.stdout + done.stderr or arguments[0] in ("stats", "ls")
-
-
-TUNED = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4194304"
-RECORDS_ITS_START = """
-import os, sys
-with open(os.environ["BEGINS"], "a") as file:
-    file.write(os.environ.get("GLIBC_TUNABLES", "") + "\\n")
-"""
-
-
-@pytest.mark.parametrize("words", [["-m", "jaxckpt_train.cli"], ["jaxckpt"]], ids=["module", "script"])
-def test_only_import_restarts_with_huge_pages(words: list[str], tmp_path: Path) -> None:
-    """Only an import decodes large chunks."""
-    if huge_malloc_environment({}) is None:
-        pytest.skip("this system has no malloc that takes huge pages")
-    (tmp_path / "sitecustomize.py").write_text(RECORDS_ITS_START)
-    script = [sys.executable, str(Path(sys.executable).parent / "jaxckpt")]
-    command = script if words == ["jaxckpt"] else [sys.executable, *words]
-    for name, expected in (("ls", [""]), ("import", ["", TUNED])):
-        starts = tmp_path / name
-        environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "BEGINS": str(starts)}
-        done = subprocess.run([*command, name, "--help"], env=environment, capture_output=True, text=True, check=True)
-        assert f"jaxckpt {name}" in done.stdout or f"cli {name}" in done.stdout
-        assert starts.read_text().splitlines() == expected
-
-
-LAUNCHERS = {
-    "pip": """#!{python}
-# -*- coding: utf-8 -*-
-import re
-import sys
-from jaxckpt_train.cli.__main__ import main
-if __name__ == '__main__':
-    sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])
-    sys.exit(main())
-""",
-    "pip, in a folder with a long name": """#!/bin/sh
-'''exec' {python} "$0" "$@"
-' '''
-# -*- coding: utf-8 -*-
-import re
-import sys
-from jaxckpt_train.cli.__main__ import main
-if __name__ == '__main__':
-    sys.argv[0] = re.sub(r'(-script\\.pyw|\\.exe)?$', '', sys.argv[0])
-    sys.exit(main())
-""",
-    "uv": """#!{python}
-# -*- coding: utf-8 -*-
-import sys
-from jaxckpt_train.cli.__main__ import main
-if __name__ == "__main__":
-    if sys.argv[0].endswith("-script.pyw"):
-        sys.argv[0] = sys.argv[0][:-11]
-    elif sys.argv[0].endswith(".exe"):
-        sys.argv[0] = sys.argv[0][:-4]
-    sys.exit(main())
-""",
-}
-
-
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_scripts_of_installers_are_restarted(name: str, tmp_path: Path) -> None:
-    if huge_malloc_environment({}) is None:
-        pytest.skip("this system has no malloc that takes huge pages")
-    (tmp_path / "sitecustomize.py").write_text(RECORDS_ITS_START)
-    script = tmp_path / "jaxckpt"
-    script.write_text(LAUNCHERS[name].format(python=sys.executable))
-    script.chmod(0o755)
-    starts = tmp_path / "starts"
-    environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "BEGINS": str(starts), "PATH": os.environ["PATH"]}
-    done = subprocess.run(
-        ["./jaxckpt", "import", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    assert "jaxckpt import" in done.stdout
-    assert starts.read_text().splitlines() == ["", TUNED]
-
-
-INTERRUPTS_ITSELF = """
-import os, signal
-if os.environ.get("GLIBC_TUNABLES"):
-    os.kill(os.getpid(), signal.SIGINT)
-"""
-
-
-def test_interrupt_during_restart_exits_with_130(tmp_path: Path) -> None:
-    if huge_malloc_environment({}) is None:
-        pytest.skip("this system has no malloc that takes huge pages")
-    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS_ITSELF)
-    command = [sys.executable, "-m", "jaxckpt_train.cli", "import", "--help"]
-    environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-def test_program_that_calls_main_is_not_restarted(run_python: RunPython) -> None:
-    program = "import sys\nprint('once')\nfrom jaxckpt_train.cli import __main__ as start\nstart.main()"
-    done = run_python(program, "import", "--help", check=True, fresh=True)
-    assert done.stdout.splitlines().count("once") == 1
 
 
 def test_script_is_installed_and_is_same_as_module(directory: Path, run_python: RunPython) -> None:

@@ -12,14 +12,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore as ts
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp1
 from safetensors.numpy import load_file
 
 import jaxckpt_train as jct
-from jaxckpt_train.formats import orbax_read, tensorstore_reads
+from jaxckpt_train.formats import tensorstore_reads
 from jaxckpt_train.integrations.orbax_manager import CheckpointManager
 from jaxckpt_train.pytree.flatten import flatten
 from jaxckpt_train.pytree.leaves import EMPTY
@@ -271,42 +270,3 @@ def test_leaf_below_another_one_is_reported(tmp_path: Path) -> None:
     with pytest.raises(jct.CorruptCheckpointError, match="leaf 'w/x' is below leaf 'w'"):
         jct.load(path)
     assert run("import", path, tmp_path / "out").exit_code == 1
-
-
-@pytest.mark.parametrize("how", list(SAVES))
-def test_large_chunks_bypass_page_cache_unchanged(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    state = {f"w{n}": rng.standard_normal((1000 + n, 1049), np.float32) for n in range(3)} | {"b": np.arange(7.0)}
-    path = SAVES[how](tmp_path / "saved", state)
-    read: list[str] = []
-    copy = tensorstore_reads._copy
-
-    def noted(store: Any, box: Any, target: np.ndarray) -> None:
-        read.append(json.dumps(store.spec(retain_context=True).to_json()))
-        copy(store, box, target)
-
-    monkeypatch.setattr(tensorstore_reads, "_copy", noted)
-    monkeypatch.setattr(orbax_read, "has_huge_malloc", lambda: True)
-    found = jct.load(path)
-    assert all(raw(found[name]) == raw(state[name]) for name in state)
-    assert ['"direct"' in each for each in read].count(True) >= 3
-    assert any('"direct"' not in each for each in read)  # the small one
-
-
-def test_refused_direct_read_falls_back_to_buffered(tmp_path: Path) -> None:
-    array = np.arange(12.0).reshape(3, 4)
-    stores = []
-    for name in ("refused", "taken"):
-        kvstore = {"driver": "file", "path": f"{tmp_path}/{name}/"}
-        store = ts.open(
-            {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False},
-            create=True, open=True, dtype=ts.float64, shape=array.shape,
-        ).result()  # fmt: skip
-        store.write(array).result()
-        stores.append(store)
-    (tmp_path / "refused" / "0.0").unlink()
-    found = np.zeros_like(array)
-    tensorstore_reads.read_box("leaf 'w'", stores, ((0, 3), (0, 4)), found)
-    np.testing.assert_array_equal(found, array)
-    with pytest.raises(jct.CorruptCheckpointError, match=r"leaf 'w': box "):
-        tensorstore_reads.read_box("leaf 'w'", stores[:1], ((0, 3), (0, 4)), found)
