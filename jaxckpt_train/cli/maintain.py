@@ -68,7 +68,7 @@ def cp(
 ) -> None:
     """Copy a checkpoint, or one step of a run, and verify it.
 
-    Every byte is compared with its digest while it is read. The step number, metrics, custom metadata and shardings are
+    Every byte is compared with its digest on the way. The step number, metrics, custom metadata and shardings are
     copied too. If the source is damaged, nothing is copied, and the command exits with 1.
     """
     source = open_at(BACKEND, absolute(src), step)

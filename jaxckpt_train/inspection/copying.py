@@ -1,14 +1,12 @@
-"""Copies and moves checkpoints of this library. A copy is compared with its source before it gets its final name."""
+"""Copies and moves checkpoints of this library. A copy has the same files as its source."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
-import numpy as np
 
 from jaxckpt_train._validation import absolute_path
 from jaxckpt_train.errors import (
@@ -18,7 +16,6 @@ from jaxckpt_train.errors import (
     NotACheckpointError,
     SettingsError,
 )
-from jaxckpt_train.inspection.diff import Wanted, over_pieces, pieces_of
 from jaxckpt_train.inspection.runs import (
     check_newest,
     inspect_run,
@@ -33,17 +30,19 @@ from jaxckpt_train.run.entry import check_step, entry_from_manifest, parse_step_
 from jaxckpt_train.run.history import metrics_to_json
 from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.run.record import FoundRecord
-from jaxckpt_train.settings import DigestName, StoreSettings
 from jaxckpt_train.store.backends.base import Backend, sync_directory
 from jaxckpt_train.store.backends.local import file_exists
 from jaxckpt_train.store.backends.local_names import is_directory, is_same_file, real_path
-from jaxckpt_train.store.committed import Committed, attempt_paths, is_committed, open_committed, use_committed
-from jaxckpt_train.store.copy import CHUNK_BYTES, copy_checkpoint, same_digests
+from jaxckpt_train.store.committed import Committed, attempt_paths, is_committed, use_committed
 from jaxckpt_train.store.manifest import COMMIT_NAME, MANIFEST_NAME
 from jaxckpt_train.store.removal import first_untracked_files, remove_replaced, rename_to_free
-from jaxckpt_train.store.segment import DTYPES
-from jaxckpt_train.store.transaction import refuse_existing, refuse_temporary_name, remove_stale_temporaries
-from jaxckpt_train.store.verify import first_damage
+from jaxckpt_train.store.transaction import (
+    Transaction,
+    refuse_existing,
+    refuse_temporary_name,
+    remove_stale_temporaries,
+)
+from jaxckpt_train.store.verify import copy_verified, first_damage
 
 _OVERWRITE = "pass --overwrite"
 
@@ -59,35 +58,27 @@ def copy_checked(
 ) -> Committed:
     """Copy an opened checkpoint.
 
-    Every byte is compared with its digest when it is read, and the copy with its source before it gets its final name.
+    Every byte is compared with its digest on the way, and with `every_byte` read again from the copy. After that the
+    copy gets its final name.
     """
     refuse_other_tools(source)
     refuse_temporary_name(final)
     refuse_existing(backend, final, replace, _OVERWRITE)
 
     def copy(committed: Committed) -> Committed:
-        read = dataclasses.replace(source, committed=committed)
-
-        def check(directory: str) -> None:
-            made = dataclasses.replace(read, committed=open_committed(backend, directory), run=None)
-            _refuse_different_content(read, made)
-            damage = first_damage(backend, directory, progress) if every_byte else None
+        manifest = msgspec.structs.replace(committed.manifest, info=_info_of_copy(backend, source.path, committed))
+        transaction = Transaction(backend, final, source.settings)
+        try:
+            copy_verified(backend, committed, transaction, source.settings, progress)
+            done = transaction.complete(manifest)
+            damage = first_damage(backend, transaction.directory, progress) if every_byte else None
             if damage is not None:
                 raise CorruptCheckpointError(f"{damage}; this is a new copy, so do not trust this disk")
-
-        return copy_checkpoint(
-            backend,
-            committed,
-            backend,
-            final,
-            StoreSettings(digest=cast(DigestName, committed.manifest.digest)),
-            info=_info_of_copy(backend, source.path, committed),
-            if_taken=f"{_OVERWRITE} to replace it, or choose another path",
-            replace=replace,
-            keep_chunks=True,
-            check=check,
-            progress=progress,
-        )
+            transaction.publish(replace=replace, if_taken=f"{_OVERWRITE} to replace it, or choose another path")
+        except BaseException as error:
+            transaction.abort_after(error)
+            raise
+        return done
 
     remove_stale_temporaries(backend, final)
     return use_committed(backend, source.path, copy)
@@ -174,32 +165,6 @@ def refuse_within_checkpoint(final: str) -> None:
                 "deleted together with it; choose another path"
             )
         folder = os.path.dirname(folder)
-
-
-def _refuse_different_content(source: Opened, copy: Opened) -> None:
-    mine, theirs = source.committed.manifest, copy.committed.manifest
-    if [part.name for part in mine.parts] != [part.name for part in theirs.parts]:
-        raise _difference_error(copy, "its checkpointables")
-    to_read: list[Wanted] = []  # where the digests of source and copy do not cover the same bytes
-    for one, other in zip(mine.parts, theirs.parts, strict=True):
-        if (one.kind, bytes(one.detail)) != (other.kind, bytes(other.detail)):
-            raise _difference_error(copy, f"the tree of {one.name!r}")
-        if one.files != other.files:
-            raise _difference_error(copy, f"the files of {one.name!r}")
-        for array, copied in zip(one.arrays, other.arrays, strict=True):
-            name, itemsize = f"{one.name}/{array.name}", DTYPES[array.dtype].itemsize
-            same = same_digests(mine, array, theirs, copied, itemsize, CHUNK_BYTES)
-            if same is False or msgspec.structs.replace(array, chunks=copied.chunks) != copied:
-                raise _difference_error(copy, f"leaf {name!r}")
-            if same is None:
-                to_read += pieces_of(name, (array, copied))
-    for wanted, (first, second) in over_pieces((source, copy), to_read):
-        if not np.array_equal(first.reshape(-1).view(np.uint8), second.reshape(-1).view(np.uint8)):
-            raise _difference_error(copy, f"leaf {wanted.name!r}")
-
-
-def _difference_error(copy: Opened, what: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{copy.path}: expected {what} of the source, found a difference; check the memory")
 
 
 def refuse_to_remove_step(backend: Backend, owned: RunDirectory, directory: str, name: str) -> None:

@@ -87,11 +87,8 @@ def row_major_range(box: Box, first: int, last: int) -> Iterator[Box]:
             yield ((low + end, low + end + 1), *part)
 
 
-def cut_box(box: Box, itemsize: int, most_bytes: int, unit_bytes: int = 1) -> Iterator[Box]:
-    """Cut a box into boxes of at most `most_bytes` along its first axes; a box without elements is not cut.
-
-    Where possible, all boxes but the last have a multiple of `unit_bytes`.
-    """
+def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
+    """Cut a box into boxes of at most `most_bytes` along its first axes; a box without elements is not cut."""
     if not box or box_elements(box) * itemsize <= most_bytes:
         yield box
         return
@@ -99,13 +96,11 @@ def cut_box(box: Box, itemsize: int, most_bytes: int, unit_bytes: int = 1) -> It
     row = box_elements(inner) * itemsize
     rows = most_bytes // row
     if rows:
-        whole = unit_bytes // math.gcd(unit_bytes, row)  # the fewest rows that are whole units
-        rows = rows // whole * whole or rows
         for at in range(start, stop, rows):
             yield ((at, min(at + rows, stop)), *inner)
         return
     for at in range(start, stop):
-        for rest in cut_box(inner, itemsize, most_bytes, unit_bytes):
+        for rest in cut_box(inner, itemsize, most_bytes):
             yield ((at, at + 1), *rest)
 
 

@@ -1,7 +1,6 @@
 """Copy an opened checkpoint of any format into a new one, array by array, with only a few chunks in memory.
 
-`ReadAhead` reads boxes on helper threads before they are written, into memory that it reuses. A copy may keep the
-source's chunks; the largest ones are cut between two digest blocks.
+`ReadAhead` reads boxes on helper threads before they are written, into memory that it reuses.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -49,7 +49,6 @@ AT_ONCE = 2
 CHUNK_BYTES = 256 << 20
 """A larger array is copied in chunks of at most this size, one in memory at a time."""
 MAX_CHUNKS = 1 << 20
-CUT_UNIT_BYTES = BLOCK_BYTES  # pieces of whole digest blocks have the digests of the source
 
 
 def copy_checkpoint(
@@ -62,40 +61,29 @@ def copy_checkpoint(
     info: Mapping[str, Any],
     if_taken: str,
     parts: Sequence[str] | None = None,
-    replace: bool = False,
-    keep_chunks: bool = False,
     decoding: int = 0,
-    check: Callable[[str], object] | None = None,
     progress: ReadProgress | None = None,
 ) -> Committed:
     """Write and commit a copy of an opened checkpoint in this library's format.
 
     `info` is recorded in the copy's manifest, and `if_taken` is the advice in the error about a taken path. The
-    checkpointables `parts` are copied (None: all). `keep_chunks` keeps the source's chunks, except for very large ones.
-    `decoding` is the additional memory to read an array of the source, as a multiple of its size; see `Opened`. `check`
-    is called with the directory of the complete copy before it is published; its error aborts the copy.
+    checkpointables `parts` are copied (None: all). `decoding` is the additional memory to read an array of the source,
+    as a multiple of its size; see `Opened`.
 
     Raises CorruptCheckpointError: data of the source differs from what was saved; CheckpointExistsError: something has
-    taken that path meanwhile, and `replace` is false; UnsupportedLeafError: an array is too large to be copied;
-    MismatchError: a value of the source does not fit an operation; StorageError: a file system refused.
+    taken that path meanwhile; UnsupportedLeafError: an array is too large to be copied; MismatchError: a value of the
+    source does not fit an operation; StorageError: a file system refused.
     """
-    checked: list[str] = []
-
-    def check_once() -> None:  # the transaction calls it again before it undoes a rename
-        if check is not None and not checked:
-            check(transaction.directory)
-            checked.append(transaction.directory)
-
-    transaction = Transaction(backend, final, settings, check_once)
+    transaction = Transaction(backend, final, settings)
     try:
         segments: list[SegmentRecord] = []
-        copier = _Copier(files, source, backend, transaction, settings, keep_chunks, decoding, progress)
+        copier = _Copier(files, source, backend, transaction, settings, decoding, progress)
         wanted = [part for part in source.manifest.parts if parts is None or part.name in parts]
         records = [copier.copy_part(part, segments) for part in wanted]
         manifest = Manifest(
             FORMAT, FORMAT_VERSION, settings.digest, BLOCK_BYTES, tuple(segments), tuple(records), dict(info)
         )
-        return transaction.commit(manifest, replace=replace, if_taken=if_taken)
+        return transaction.commit(manifest, if_taken=if_taken)
     except BaseException as error:
         transaction.abort_after(error)
         raise
@@ -108,12 +96,11 @@ class _Copier:
     backend: Backend
     transaction: Transaction
     settings: StoreSettings
-    keep_chunks: bool
     decoding: int
     progress: ReadProgress | None
 
     def copy_part(self, part: PartRecord, segments: list[SegmentRecord]) -> PartRecord:
-        self.transaction.add_folder(part.name)
+        self.transaction.add_folders([part.name, *(os.path.dirname(record.file) for record in part.files)])
         budget = self.settings.read_budget_bytes
         with ReadAhead(budget, self.source.directory, decoding=self.decoding) as ahead:
             written = write_arrays(
@@ -141,22 +128,13 @@ class _Copier:
 
     def _boxes_of(self, array: ArrayRecord) -> list[Box]:
         itemsize = DTYPES[array.dtype].itemsize
-        if self.keep_chunks:
-            return kept_boxes(array, itemsize, CHUNK_BYTES)
         if self.source.manifest.block_bytes >= WHOLE_CHUNKS:
             return [chunk.box for chunk in array.chunks]  # its chunks can only be read whole
         return chunk_boxes(array.shape, itemsize, f"{self.source.directory}: array {array.name!r}")
 
     def _copy_files(self, part: PartRecord) -> Iterator[FileRecord]:
-        folders = {part.name}
         manifest = self.source.manifest
         for record in part.files:
-            folder = record.file.rpartition("/")[0]
-            for depth in range(2, folder.count("/") + 2):
-                inner = "/".join(folder.split("/")[:depth])
-                if inner not in folders:
-                    folders.add(inner)
-                    self.transaction.add_folder(inner)
             digest = manifest.digest if self.settings.verify_on_load and record.digests else None
             data = read_recorded(self.files, self.source.directory, record, digest, manifest.block_bytes)
             yield self.transaction.write_file(record.file, bytes(memoryview(data)))
@@ -172,28 +150,6 @@ def chunk_boxes(shape: Sequence[int], itemsize: int, subject: str, most: int = C
     if total > most * MAX_CHUNKS:
         raise UnsupportedLeafError(f"{subject}: cannot copy {total:,} bytes, expected at most {most * MAX_CHUNKS:,}")
     return list(cut_box(full_box(shape), itemsize, most))
-
-
-def kept_boxes(array: ArrayRecord, itemsize: int, most_bytes: int) -> list[Box]:
-    """The boxes of a copy that keeps the source's chunks, none larger than `most_bytes`."""
-    return [box for chunk in array.chunks for box in cut_box(chunk.box, itemsize, most_bytes, CUT_UNIT_BYTES)]
-
-
-def same_digests(
-    source: Manifest, array: ArrayRecord, copy: Manifest, copied: ArrayRecord, itemsize: int, most_bytes: int
-) -> bool | None:
-    """Whether an array and its copy have the same digests; None: their digests cover different blocks."""
-    if (source.digest, source.block_bytes) != (copy.digest, copy.block_bytes):
-        return None
-    by_box = {chunk.box: chunk for chunk in copied.chunks}
-    for chunk in array.chunks:
-        pieces = [by_box.get(box) for box in cut_box(chunk.box, itemsize, most_bytes, CUT_UNIT_BYTES)]
-        found = [piece for piece in pieces if piece is not None]
-        if len(found) < len(pieces) or any(piece.length % copy.block_bytes for piece in found[:-1]):
-            return None
-        if "".join(piece.digests for piece in found) != chunk.digests:
-            return False
-    return True
 
 
 class LazyBox:

@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -35,7 +35,7 @@ from jaxckpt_train.errors import (
     UnsupportedLeafError,
 )
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import GONE, Backend, Entry, is_removed_in_use, sync_directory
+from jaxckpt_train.store.backends.base import GONE, Backend, Entry, Sink, is_removed_in_use, sync_directory
 from jaxckpt_train.store.backends.local import file_exists, side_name
 from jaxckpt_train.store.committed import MAX_LOOKUPS, CommitRecord, Committed, attempt_paths, is_committed
 from jaxckpt_train.store.files import block_digests, digest_function, file_record, read_or_none
@@ -91,10 +91,22 @@ class Attempt:
         self._folders.append(path)
         return path
 
-    def write_file(self, name: str, data: bytes) -> FileRecord:
-        """Write a small file, to be synced by the commit, and return its record for the manifest."""
+    def add_folders(self, names: Iterable[str]) -> None:
+        """Create these folders and those that they are in."""
+        paths = [name.split("/") for name in names]
+        for name in sorted({"/".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}):
+            self.add_folder(name)
+
+    def create_file(self, name: str) -> Sink:
+        """Create a file, to be finished by the caller and synced by the commit."""
         path = f"{self.directory}/{name}"
         sink = self._backend.create(path, direct=False)
+        self._files.append(path)
+        return sink
+
+    def write_file(self, name: str, data: bytes) -> FileRecord:
+        """Write a small file, to be synced by the commit, and return its record for the manifest."""
+        sink = self.create_file(name)
         try:
             content = np.frombuffer(data, np.uint8)
             if data:
@@ -102,7 +114,6 @@ class Attempt:
             sink.finish(len(data), sync=False)
         finally:
             sink.abandon()
-        self._files.append(path)
         return FileRecord(name, len(data), block_digests(content, BLOCK_BYTES, digest_function(self._settings.digest)))
 
     def adopt_folder(self, name: str, progress: Callable[[int], None]) -> tuple[FileRecord, ...]:
@@ -171,13 +182,15 @@ class Transaction(Attempt):
         self._if_taken = "pass overwrite=True to replace it"
 
     def commit(self, manifest: Manifest, *, replace: bool = False, if_taken: str | None = None) -> Committed:
-        """Publish the checkpoint under its final name.
+        """Complete the attempt, and publish it under its final name. Raises as `complete` and `publish`."""
+        committed = self.complete(manifest)
+        self.publish(replace=replace, if_taken=if_taken)
+        return committed
 
-        With `replace`, an existing checkpoint of that name is exchanged for this one and then removed. `if_taken` is
-        the advice in the error about a taken name; None: to pass overwrite=True.
+    def complete(self, manifest: Manifest) -> Committed:
+        """Write the manifest and COMMIT, and sync everything. Returns the checkpoint as it will be published.
 
-        Raises CheckpointExistsError, UnsupportedLeafError (more arrays than a load accepts), and StorageError. Then
-        nothing is visible, unless the file system also refused to undo the rename; a note on the error says so.
+        Raises UnsupportedLeafError: there are more arrays than a load accepts; StorageError.
         """
         arrays = sum(len(part.arrays) for part in manifest.parts)
         if arrays > MAX_ARRAYS:
@@ -192,12 +205,22 @@ class Transaction(Attempt):
         self._commit = msgspec.json.encode(CommitRecord(FORMAT, FORMAT_VERSION, len(data), sha256))
         self.write_file(COMMIT_NAME, self._commit)
         self.sync()
+        return Committed(self.final, manifest, sha256)
+
+    def publish(self, *, replace: bool = False, if_taken: str | None = None) -> None:
+        """Give the complete attempt its final name.
+
+        With `replace`, an existing checkpoint of that name is exchanged for this one and then removed. `if_taken` is
+        the advice in the error about a taken name; None: to pass overwrite=True.
+
+        Raises CheckpointExistsError and StorageError. Then nothing is visible, unless the file system also refused to
+        undo the rename; a note on the error says so.
+        """
         if self._before_publishing is not None:
             self._before_publishing()
         self._is_publishing = self.may_be_published = True
         self._if_taken = if_taken or self._if_taken
         self._publish(replace)
-        return Committed(self.final, manifest, sha256)
 
     def _publish(self, replace: bool) -> None:
         outcome = self._claim_name(replace)

@@ -1,18 +1,23 @@
-"""Verify a committed checkpoint: read every byte of every file and compare it with the manifest."""
+"""Verify a committed checkpoint: read every byte of every file and compare it with the manifest.
+
+`copy_verified` also writes what it reads into an attempt.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import itertools
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
 
-from jaxckpt_train.errors import CorruptCheckpointError, StorageError
+from jaxckpt_train.errors import CheckpointTimeoutError, CorruptCheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.backends.base import Backend, Opener, Source, is_storage_failure
+from jaxckpt_train.store.backends.base import Backend, Opener, Sink, Source, is_storage_failure
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import Committed, open_committed
@@ -29,9 +34,12 @@ from jaxckpt_train.store.manifest import (
 )
 from jaxckpt_train.store.segment import ALIGNMENT, DTYPES, Tensor, chunk_name, is_head_of, safetensors_form
 from jaxckpt_train.store.threads import shared_workers
+from jaxckpt_train.store.transaction import Attempt
 
 Pace = Callable[[int], None]
 _Chunks = list[tuple[ArrayRecord, ChunkRecord]]
+_File = tuple[SegmentRecord | FileRecord, _Chunks]
+"""A file of a checkpoint; a segment with its chunks in file order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,35 +90,28 @@ def verify_opened(
     backend: Backend, committed: Committed, settings: StoreSettings, progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
     """As `verify`, for a checkpoint whose manifest has been read already."""
-    manifest, chunks = committed.manifest, _chunks_by_segment(committed.manifest)
     refused, begun_bytes = set[str](), [0]  # counts blocks when their reads begin, to show that there is progress
 
     def begin(nbytes: int) -> None:
         begun_bytes[0] += nbytes
 
-    def check(subject: int | FileRecord) -> tuple[str, list[str], int]:
+    def check(file: _File) -> tuple[str, list[str], int]:
         checked = _FileCheck(backend, committed, begin)
-        if isinstance(subject, FileRecord):
-            name, problems = subject.file, checked.problems(subject)
-        else:
-            name = manifest.segments[subject].file
-            problems = checked.segment_problems(manifest.segments[subject], chunks[subject])
         found: list[str] = []
         try:
-            found.extend(problems)
+            found.extend(checked.problems(file))
         except StorageError as error:
             found.append(str(error))
             refused.update([str(error)] if is_storage_failure(error) else [])
-        return name, found, checked.compared_bytes
+        return file[0].file, found, checked.compared_bytes
 
     def moved() -> int:
         if progress is not None:
             progress(0)
         return begun_bytes[0]
 
-    subjects = [*range(len(manifest.segments)), *(file for part in manifest.parts for file in part.files)]
     workers = shared_workers(settings.io_threads, "jaxckpt-read")
-    with contextlib.closing(workers.run_each(check, subjects, moved=moved)) as results:
+    with contextlib.closing(workers.run_each(check, _files_of(committed.manifest), moved=moved)) as results:
         found = sorted(results)
     problems = tuple(problem for _, of_file, _ in found for problem in of_file)
     size = sum(compared for *_, compared in found)
@@ -130,10 +131,49 @@ def first_damage(backend: Backend, directory: str, pace: Pace | None = None) -> 
     except CorruptCheckpointError as error:
         return str(error)
     check = _FileCheck(backend, committed, pace)
-    segments = zip(committed.manifest.segments, _chunks_by_segment(committed.manifest), strict=True)
-    of_segments = (check.segment_problems(*segment, direct="auto") for segment in segments)
-    of_files = (check.problems(file) for part in committed.manifest.parts for file in part.files)
-    return next(itertools.chain.from_iterable(itertools.chain(of_segments, of_files)), None)
+    problems = (check.problems(file, direct="auto") for file in _files_of(committed.manifest))
+    return next(itertools.chain.from_iterable(problems), None)
+
+
+def copy_verified(
+    backend: Backend,
+    committed: Committed,
+    attempt: Attempt,
+    settings: StoreSettings,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Copy all files of a checkpoint into an attempt, and compare each block with its digest on the way.
+
+    `progress` is called with numbers of bytes, from several threads.
+
+    Raises CorruptCheckpointError: the checkpoint is damaged; StorageError: a file system refused;
+    CheckpointTimeoutError: as `verify`.
+    """
+    files, is_ended, begun_bytes = _files_of(committed.manifest), threading.Event(), [0]
+    folders = [os.path.dirname(record.file) for record, _ in files]
+    attempt.add_folders([*(part.name for part in committed.manifest.parts), *folders])
+
+    def begin(nbytes: int) -> None:
+        if is_ended.is_set():
+            raise CheckpointTimeoutError(f"{committed.directory}: the copy was abandoned")
+        begun_bytes[0] += nbytes
+        if progress is not None:
+            progress(nbytes)
+
+    def copy(file: _File) -> None:
+        sink = attempt.create_file(file[0].file)
+        try:
+            for problem in _FileCheck(backend, committed, begin, sink).problems(file):
+                raise CorruptCheckpointError(problem)
+            sink.finish(file[0].bytes, sync=False)
+        finally:
+            sink.abandon()
+
+    workers = shared_workers(settings.io_threads, "jaxckpt-read")
+    copying = workers.run_each(copy, files, give_up=is_ended.set, moved=lambda: begun_bytes[0])
+    with contextlib.closing(copying) as copied:
+        for _ in copied:
+            pass
 
 
 def _manifest_bytes(backend: Backend, directory: str) -> int:
@@ -150,18 +190,27 @@ def file_problems(
     files: Opener, committed: Committed, file: FileRecord, *, digests: bool = True, pace: Pace | None = None
 ) -> Iterator[str]:
     """Yield the problems of one plain file; without `digests`, check only its size. Raises as `first_damage`."""
-    return _FileCheck(files, committed, pace).problems(file, digests=digests)
+    return _FileCheck(files, committed, pace).file_problems(file, digests=digests)
 
 
 class _FileCheck:
-    """Compares files of a checkpoint with its manifest; the problems are yielded as they are found."""
+    """Compares files of a checkpoint with its manifest; the problems are yielded as they are found.
 
-    def __init__(self, files: Opener, committed: Committed, pace: Pace | None) -> None:
+    What it reads is also written to `copy`, from the memory that is compared.
+    """
+
+    def __init__(self, files: Opener, committed: Committed, pace: Pace | None, copy: Sink | None = None) -> None:
         self._files, self._directory, self._manifest, self._pace = files, committed.directory, committed.manifest, pace
-        self._digest = digest_function(self._manifest.digest)
+        self._digest, self._copy = digest_function(self._manifest.digest), copy
         self.compared_bytes = 0
 
-    def problems(self, file: FileRecord, *, digests: bool = True) -> Iterator[str]:
+    def problems(self, file: _File, direct: Literal["auto", False] = False) -> Iterator[str]:
+        record, chunks = file
+        if isinstance(record, FileRecord):
+            return self.file_problems(record)
+        return self._segment_problems(record, chunks, direct)
+
+    def file_problems(self, file: FileRecord, *, digests: bool = True) -> Iterator[str]:
         try:
             source = open_recorded(self._files, self._directory, file.file, file.bytes)
         except CorruptCheckpointError as error:
@@ -172,8 +221,8 @@ class _FileCheck:
                 path = f"{self._directory}/{file.file}"
                 yield from self._block_problems(source, path, "the file", 0, file.bytes, file.digests)
 
-    def segment_problems(
-        self, record: SegmentRecord, chunks: _Chunks, direct: Literal["auto", False] = False
+    def _segment_problems(
+        self, record: SegmentRecord, chunks: _Chunks, direct: Literal["auto", False]
     ) -> Iterator[str]:
         path = f"{self._directory}/{record.file}"
         try:
@@ -219,6 +268,8 @@ class _FileCheck:
         if self._pace is not None:
             self._pace(size)
         source.read_into(at, memory[: -(-size // source.alignment) * source.alignment], size)
+        if self._copy is not None:
+            self._copy.write_at(at, memory[:size])
         self.compared_bytes += size
         return memoryview(memory[:size])
 
@@ -230,12 +281,14 @@ def _tensors(chunks: _Chunks, data_start: int) -> Iterator[Tensor]:
         yield Tensor(chunk_name(array.name, chunk.box, array.shape), dtype, shape, start, start + chunk.length)
 
 
-def _chunks_by_segment(manifest: Manifest) -> list[_Chunks]:
-    """The chunks of each segment in file order, each with its array."""
+def _files_of(manifest: Manifest) -> list[_File]:
+    """All files: the segments, then the plain files."""
     found: list[_Chunks] = [[] for _ in manifest.segments]
     for array in [array for part in manifest.parts for array in part.arrays]:
         for chunk in array.chunks:
             found[chunk.segment].append((array, chunk))
     for chunks in found:
         chunks.sort(key=lambda each: each[1].offset)
-    return found
+    files: list[_File] = list(zip(manifest.segments, found, strict=True))
+    files.extend((file, []) for part in manifest.parts for file in part.files)
+    return files

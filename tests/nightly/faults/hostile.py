@@ -55,7 +55,7 @@ from jaxckpt_train.store.manifest import (
     encode_manifest,
 )
 from jaxckpt_train.store.segment import is_head_of
-from jaxckpt_train.store.verify import _chunks_by_segment, _tensors, verify
+from jaxckpt_train.store.verify import _files_of, _tensors, verify
 from tests.nightly.crash.explorer import small_sizes
 from tests.nightly.faults.campaign_end import leave_with
 from tests.nightly.faults.corruption import NEW, RUN, Files, made, planted
@@ -136,7 +136,7 @@ class Targets:
         self.record = self.manifest.segments[0]
         self.data = self.files[f"{STEP}/{self.record.file}"][self.record.header_bytes :]
         head = self.files[f"{STEP}/{self.record.file}"][: self.record.header_bytes]
-        self.tensors = list(_tensors(_chunks_by_segment(self.manifest)[0], self.record.header_bytes))
+        self.tensors = list(_tensors(_files_of(self.manifest)[0][1], self.record.header_bytes))
         self.all: AllTargets = {
             "segment header": (head, self.head),
             "segment": (head, self.segment),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.errors import StorageError
 from jaxckpt_train.inspection import copying
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store import copy as store_copy
+from jaxckpt_train.store.backends import local
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import open_committed
-from jaxckpt_train.store.copy import LazyBox
 from tests.support.commands import json_of, printed, refused, run
 from tests.support.runs import (
     Clock,
@@ -78,31 +79,6 @@ def test_copy_holds_everything_of_its_source(tmp_path: Path) -> None:
     loaded = jct.load_checkpointables(tmp_path / "copy", {"state": None, "data": data})
     np.testing.assert_array_equal(loaded["state"]["sharded"], np.arange(64, dtype=np.float32).reshape(8, 8))
     assert data.position == 1
-
-
-@pytest.mark.parametrize("most_bytes", [96, 100, 1 << 10, 1 << 28])
-@pytest.mark.parametrize("block_bytes", [64, 4096])
-def test_large_chunks_are_cut_and_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int, block_bytes: int
-) -> None:
-    """They are cut between blocks of the digest where possible; otherwise the bytes are compared."""
-    monkeypatch.setattr(store_copy, "CHUNK_BYTES", most_bytes)
-    monkeypatch.setattr(copying, "CHUNK_BYTES", most_bytes)
-    monkeypatch.setattr(store_copy, "CUT_UNIT_BYTES", block_bytes)
-    tree = {
-        "rows": np.arange(70 * 4, dtype=np.float32).reshape(70, 4),
-        "odd": np.arange(33 * 7, dtype=np.float64).reshape(1, 33, 7),
-        "flat": np.arange(1001, dtype=np.int16),
-        "one": np.float32(3),
-    }
-    jct.save(tmp_path / "c", tree)
-    json_of("cp", tmp_path / "c", tmp_path / "copy", "--check")
-    loaded = jct.load(tmp_path / "copy")
-    for name, array in tree.items():
-        np.testing.assert_array_equal(loaded[name], array)
-    chunks = [chunk for array in manifest_of(tmp_path / "copy").parts[0].arrays for chunk in array.chunks]
-    assert max(chunk.length for chunk in chunks) <= most_bytes
-    assert jct.verify(tmp_path / "copy").ok
 
 
 def test_metrics_attached_later_are_copied(tmp_path: Path) -> None:
@@ -226,30 +202,38 @@ def test_impossible_targets_are_refused(tmp_path: Path) -> None:
 def test_copy_with_changed_bytes_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit may flip in memory between the read and the write."""
     jct.save(tmp_path / "c", {"w": np.arange(500_000, dtype=np.float32)})
-    read_into = LazyBox.read_into
+    write_at = local._LocalSink.write_at
 
-    def flipped(self: LazyBox, target: np.ndarray) -> None:
-        read_into(self, target)
-        target[17] ^= 1
+    def flipped(self: Any, offset: int, data: np.ndarray) -> None:
+        data[17] ^= 1
+        write_at(self, offset, data)
 
-    monkeypatch.setattr(LazyBox, "read_into", flipped)
-    assert "expected leaf 'state/w' of the source" in refused("cp", tmp_path / "c", tmp_path / "copy", code=1)
+    monkeypatch.setattr(local._LocalSink, "write_at", flipped)
+    message = refused("cp", tmp_path / "c", tmp_path / "copy", code=1)
+    assert f"{tmp_path / 'c'}/state/p00000-s000.safetensors" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_refusal_of_the_disk_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jct.save(tmp_path / "c", {"w": np.arange(500_000, dtype=np.float32)})
+
+    def full(self: Any, offset: int, data: np.ndarray) -> None:
+        raise StorageError(errno.ENOSPC, "cannot write", "the copy")
+
+    monkeypatch.setattr(local._LocalSink, "write_at", full)
+    assert "cannot write" in refused("cp", tmp_path / "c", tmp_path / "copy", code=4)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_check_finds_a_disk_that_changes_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jct.save(tmp_path / "c", {"w": np.arange(5000, dtype=np.float32)})
-    write_arrays = store_copy.write_arrays
+    copy_verified = copying.copy_verified
 
-    def damaging(backend: Any, directory: str, part: str, *more: Any, **options: Any) -> Any:
-        written = write_arrays(backend, directory, part, *more, **options)
-        file = Path(directory) / part / "p00000-s000.safetensors"
-        data = bytearray(file.read_bytes())
-        data[-9] ^= 1
-        file.write_bytes(data)
-        return written
+    def damaging(backend: Any, committed: Any, attempt: Any, *more: Any) -> None:
+        copy_verified(backend, committed, attempt, *more)
+        flip_a_payload_byte(Path(attempt.directory))
 
-    monkeypatch.setattr(store_copy, "write_arrays", damaging)
+    monkeypatch.setattr(copying, "copy_verified", damaging)
     message = refused("cp", tmp_path / "c", tmp_path / "copy", "--check", code=1)
     assert "do not trust this disk" in message
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
@@ -258,18 +242,34 @@ def test_check_finds_a_disk_that_changes_bytes(tmp_path: Path, monkeypatch: pyte
 
 def test_source_deleted_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = made_run(tmp_path / "run", 1, 2)
-    read_boxes = store_copy.read_boxes
+    copy_verified = copying.copy_verified
 
-    def gone(*arguments: Any) -> Any:
+    def gone(*arguments: Any) -> None:
         if step_path(directory, 1).exists():
             step_path(directory, 1).rename(directory / ".gone")
-        return read_boxes(*arguments)
+        copy_verified(*arguments)
 
-    monkeypatch.setattr(store_copy, "read_boxes", gone)
+    monkeypatch.setattr(copying, "copy_verified", gone)
     done = run("cp", directory, tmp_path / "copy", "--step", 1)
     assert done.exit_code == 3
     assert "was removed" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_source_replaced_meanwhile_is_copied_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jct.save(tmp_path / "c", {"w": np.zeros(9)})
+    copy_verified, calls = copying.copy_verified, list[Any]()
+
+    def replaced(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            jct.save(tmp_path / "c", {"w": np.arange(9)}, overwrite=True)
+        copy_verified(*arguments)
+
+    monkeypatch.setattr(copying, "copy_verified", replaced)
+    json_of("cp", tmp_path / "c", tmp_path / "copy", "--check")
+    assert jct.load(tmp_path / "copy")["w"].tolist() == list(range(9))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "copy"]
 
 
 def test_interrupted_copy_leaves_nothing(tmp_path: Path) -> None:
