@@ -13,7 +13,7 @@ import typer
 
 from jaxckpt_train.cli.output import BACKEND, Code, Json, absolute, argument, print_json, print_text, progress
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
-from jaxckpt_train.inspection.disk_speed import NEEDED, try_disk, try_operations
+from jaxckpt_train.inspection.disk_speed import try_disk, try_operations
 from jaxckpt_train.inspection.health import RunHealth, health_of
 from jaxckpt_train.inspection.runs import is_run
 from jaxckpt_train.inspection.units import age_text, bytes_text, counted, rate_text
@@ -60,9 +60,7 @@ def _examine(path: str, nbytes: int, as_json: bool) -> dict[str, Any]:
     except CheckpointError as error:
         warnings.append(f"the disk failed its test: {error}")
     warnings += [
-        f"{name}, which a run needs, does not work here: {problem}"
-        for name, problem in operations.items()
-        if problem and name in NEEDED
+        f"{name}, which a run needs, does not work here: {problem}" for name, problem in operations.items() if problem
     ]
     warnings += mount_warnings(folder)
     warnings += _short_of_room(files, 0 if run is None or run.newest is None else run.newest.nbytes or 0)
@@ -124,10 +122,7 @@ def _print(found: dict[str, Any]) -> None:
     print_text(f"file system: {files['kind']} at {files['mount']}, {room}")
     if not found["is_there"]:
         print_text(f"{found['path']}: does not exist yet; its parent directory was tested")
-    for name, problem in operations.items():
-        if problem and name not in NEEDED:
-            print_text(f"{name}: {problem}")
-    if operations and not any(operations[name] for name in NEEDED):
+    if operations and not any(operations.values()):
         print_text("all operations that a run needs work")
     if disk is not None:
         works = ["does not work", "works"]

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Backend, Sink, Source, sync_directory
-from jaxckpt_train.store.backends.local_names import backdate, exchange_names, has_links
+from jaxckpt_train.store.backends.local_names import backdate
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.files import read_whole
 
@@ -60,27 +60,23 @@ def try_disk(backend: Backend, directory: str, nbytes: int, progress: Callable[[
         CorruptCheckpointError: the disk returned other bytes than were written.
     """
     size = max(nbytes // SMALL_BYTES, 1) * SMALL_BYTES
-    direct_write = _supports(backend, directory, direct=True, read_direct=False)
-    direct_read = _supports(backend, directory, direct=False, read_direct=True)
     block = aligned_buffer(min(size, BLOCK_BYTES))
     block.view(np.uint64)[:] = np.random.default_rng().integers(0, 1 << 63, len(block) // 8, np.uint64)
-    with _nameless(backend, directory, direct=direct_write, read_direct=direct_read) as (sink, source):
+    with _nameless(backend, directory) as (sink, source):
         write_s, sync_s = _write(sink, block, size, progress)
         read_s = _read(source, block, size, directory, progress)
+        direct_write, direct_read = sink.alignment > 1, source.alignment > 1  # 1 after a refusal of direct I/O
     small_s = statistics.median(_small_s(backend, directory) for _ in range(SMALL_FILES))
     return DiskTrial(size, direct_write, direct_read, size / write_s, sync_s, size / read_s, small_s)
 
 
 def try_operations(backend: Backend, directory: str) -> dict[str, str | None]:
-    """Try each file-system operation that a run uses in a temporary directory. Return why each does not work, or None.
-
-    Every run depends on those in `NEEDED`.
-    """
+    """Try each operation that a run needs in a temporary directory. Return why each does not work, or None."""
     folder = os.path.join(directory, TEMPORARY_PREFIXES[0] + secrets.token_hex(8))
     backend.make_directory(folder, parents=False, sync=False)
     try:
         _put(backend, f"{folder}/plain", b"plain")
-        return {name: _problem(trial, backend, folder) for name, trial in (NEEDED | _USED).items()}
+        return {name: _problem(trial, backend, folder) for name, trial in TRIALS.items()}
     finally:
         with contextlib.suppress(StorageError):
             backend.remove(folder)
@@ -178,23 +174,7 @@ def _heartbeat(backend: Backend, folder: str) -> str | None:
     return None
 
 
-def _removal(backend: Backend, folder: str) -> None:
-    _put_folder(backend, f"{folder}/read", b"in use")
-    source = backend.open(f"{folder}/read", "file", direct=False)
-    try:
-        backend.remove(f"{folder}/read")
-        source.read_into(0, aligned_buffer(SMALL_BYTES), 6)
-    finally:
-        source.close()
-
-
-def _swap(backend: Backend, folder: str) -> str | None:
-    _put(backend, f"{folder}/one", b"")
-    is_atomic = exchange_names(f"{folder}/one", f"{folder}/plain")
-    return None if is_atomic else "not supported; `overwrite=True` replaces a checkpoint with three renames"
-
-
-NEEDED: dict[str, Trial] = {
+TRIALS: dict[str, Trial] = {
     "exclusive creation": _creation,
     "size after closing": _size,
     "lock": _lock,
@@ -205,42 +185,22 @@ NEEDED: dict[str, Trial] = {
     "sync of a directory": lambda backend, folder: backend.sync(folder),
     "modification time": _heartbeat,
 }
-_NO_LINKS = "not supported; the lock of a run is created and then written"
-_USED: dict[str, Trial] = {
-    "removal of a file in use": _removal,
-    "hard links": lambda _, folder: None if has_links(folder) else _NO_LINKS,
-    "atomic exchange": _swap,
-}
 
 
 @contextlib.contextmanager
-def _nameless(backend: Backend, directory: str, *, direct: bool, read_direct: bool) -> Iterator[tuple[Sink, Source]]:
+def _nameless(backend: Backend, directory: str) -> Iterator[tuple[Sink, Source]]:
     """Yield a new file, whose name is removed before the first byte is written."""
     name = TEMPORARY_PREFIXES[0] + secrets.token_hex(8)
     path = os.path.join(directory, name)
     with contextlib.ExitStack() as opened:
         try:
-            sink = backend.create(path, direct=direct)
+            sink = backend.create(path, direct="auto")
             opened.callback(sink.abandon)
-            source = backend.open(directory, name, direct=read_direct)
+            source = backend.open(directory, name, direct="auto")
             opened.callback(source.close)
         finally:
             backend.remove(path)
         yield sink, source
-
-
-def _supports(backend: Backend, directory: str, *, direct: bool, read_direct: bool) -> bool:
-    memory = aligned_buffer(SMALL_BYTES)
-    try:
-        with _nameless(backend, directory, direct=direct, read_direct=read_direct) as (sink, source):
-            sink.write_at(0, memory)
-            sink.finish(SMALL_BYTES, sync=False)
-            source.read_into(0, memory, SMALL_BYTES)
-    except StorageError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        return False
-    return True
 
 
 def _in_blocks(

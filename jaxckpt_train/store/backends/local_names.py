@@ -7,7 +7,6 @@ import ctypes
 import errno
 import functools
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
@@ -178,20 +177,6 @@ def link_or_rename(source: str, target: str) -> bool | None:
             return True if retry_interrupted(_renameat2, source, target, _RENAME_NOREPLACE) else None
         return True
     return False
-
-
-def has_links(folder: str) -> bool:
-    """Whether the file system of this folder has hard links; tries it with two temporary files."""
-    first, second = (os.path.join(folder, secrets.token_hex(8)) for _ in range(2))
-    os.close(os.open(first, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
-    try:
-        retry_interrupted(os.link, first, second)
-    except OSError:
-        return False
-    finally:
-        retry_interrupted(os.unlink, first)
-    retry_interrupted(os.unlink, second)
-    return True
 
 
 def backdate(path: str, seconds: float) -> None:

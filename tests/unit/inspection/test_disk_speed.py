@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.inspection import disk_speed as disk_trial
 from jaxckpt_train.inspection.disk_speed import BLOCK_BYTES, try_disk
+from jaxckpt_train.store.backends import local
 from jaxckpt_train.store.backends.local import LocalBackend, _LocalSink, _LocalSource
 
 MIB = 1 << 20
@@ -50,22 +52,24 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, after: int) -> None:
 
 
 def test_a_disk_without_direct_io_is_tried_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_at, read_into = _LocalSink.write_at, _LocalSource.read_into
+    pwrite, read_at = os.pwrite, local._read_at
 
-    def refuse_writes(self: Any, offset: int, data: np.ndarray) -> None:
-        if self.alignment > 1:
-            raise StorageError(errno.EOPNOTSUPP, "no direct I/O", "it")
-        write_at(self, offset, data)
+    def refuse_direct(descriptor: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O")
 
-    def refuse_reads(self: Any, offset: int, data: np.ndarray, needed: int) -> None:
-        if self.alignment > 1:
-            raise StorageError(errno.EOPNOTSUPP, "no direct I/O", "it")
-        read_into(self, offset, data, needed)
+    def refuse_writes(descriptor: int, data: memoryview, offset: int) -> int:
+        refuse_direct(descriptor)
+        return pwrite(descriptor, data, offset)
 
-    monkeypatch.setattr(_LocalSink, "write_at", refuse_writes)
+    def refuse_reads(descriptor: int, data: memoryview, offset: int) -> int:
+        refuse_direct(descriptor)
+        return read_at(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse_writes)
     found = try_disk(LocalBackend(), str(tmp_path), MIB, print)
     assert (found.direct_write, found.bytes) == (False, MIB)
-    monkeypatch.setattr(_LocalSource, "read_into", refuse_reads)
+    monkeypatch.setattr(local, "_read_at", refuse_reads)
     assert try_disk(LocalBackend(), str(tmp_path), MIB, print).direct_read is False
     assert list(tmp_path.iterdir()) == []
 
