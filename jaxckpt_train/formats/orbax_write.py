@@ -11,15 +11,15 @@ import errno
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from jaxckpt_train.errors import MismatchError, SettingsError, StorageError
-from jaxckpt_train.formats.orbax_names import AGGREGATE, STEP_METADATA, TREE_METADATA
-from jaxckpt_train.formats.orbax_read import ARRAY_METADATAS, METRICS, PLACEHOLDERS, STRINGS, VALUE
+from jaxckpt_train.formats.orbax_names import STEP_METADATA, TREE_METADATA
+from jaxckpt_train.formats.orbax_read import ARRAY_METADATAS, METRICS, STRINGS, VALUE
 from jaxckpt_train.formats.tensorstore_reads import system_error, tensorstore
 from jaxckpt_train.pytree.leaves import (
     ROOT,
@@ -196,14 +196,11 @@ def _keys(tree: TreeRecord, path: str) -> tuple[tuple[str, int], ...]:
 
 def _write_structure(attempt: Attempt, item: str, leaves: Sequence[_Leaf]) -> None:
     """Write everything of an item except the content of its arrays."""
-    entries, arrays, structure, texts = {}, [], [], {}
+    entries, arrays, texts = {}, [], {}
     for leaf in leaves:
         value: dict[str, Any] = {"value_type": leaf.value_type, "skip_deserialize": leaf.content is None}
-        in_aggregate: Any = {"Dict": {}, "List": [], "Tuple": []}.get(leaf.value_type)
         if isinstance(leaf.content, str):
-            in_aggregate = texts[leaf.parameter] = leaf.content
-        elif leaf.content is not None:
-            in_aggregate = f"{PLACEHOLDERS[0]}{leaf.parameter}"
+            texts[leaf.parameter] = leaf.content
         if isinstance(leaf.content, ArrayRecord) and leaf.value_type == "jax.Array":
             shape = {"write_shape": list(leaf.content.shape)}
             value |= shape
@@ -214,7 +211,6 @@ def _write_structure(attempt: Attempt, item: str, leaves: Sequence[_Leaf]) -> No
             arrays.append({"array_metadata": {"param_name": leaf.parameter, **shape, **extra}})
         keys = [{"key": key, "key_type": kind} for key, kind in leaf.keys]
         entries[str(tuple(key for key, _ in leaf.keys))] = {"key_metadata": keys, "value_metadata": value}
-        structure.append((leaf.keys, in_aggregate))
     tree = {
         "tree_metadata": entries,
         "use_ocdbt": True,
@@ -223,7 +219,6 @@ def _write_structure(attempt: Attempt, item: str, leaves: Sequence[_Leaf]) -> No
         "custom_metadata": None,
     }
     attempt.write_file(f"{item}/{TREE_METADATA}", msgspec.json.encode(tree))
-    attempt.write_file(f"{item}/{AGGREGATE}", encode_aggregate(structure))
     if texts:
         attempt.write_file(f"{item}/{STRINGS}", msgspec.json.encode(texts))
     if arrays:
@@ -232,34 +227,6 @@ def _write_structure(attempt: Attempt, item: str, leaves: Sequence[_Leaf]) -> No
         attempt.write_file(f"{item}/_sharding", msgspec.json.encode(shardings))
         attempt.add_folder(f"{item}/{ARRAY_METADATAS}")
         attempt.write_file(f"{item}/{ARRAY_METADATAS}/process_0", msgspec.json.encode({"array_metadatas": arrays}))
-
-
-def encode_aggregate(leaves: Iterable[tuple[tuple[tuple[str, int], ...], Any]]) -> bytes:
-    """Encode the structure of a tree as the file `checkpoint`, which versions before 0.5 need to restore anything.
-
-    Each leaf is its keys and its content: a placeholder for a stored leaf, or text, None or an empty container.
-    """
-    root: dict[str, Any] = {}
-    sequences = set[int]()
-    for keys, value in leaves:
-        if not keys:  # the whole tree is this leaf
-            return msgspec.msgpack.encode(value)
-        node = root
-        for depth, (key, kind) in enumerate(keys):
-            if kind == 1:
-                sequences.add(id(node))
-            node = node.setdefault(key, value if depth == len(keys) - 1 else {})
-    return msgspec.msgpack.encode(_restore_sequences(root, sequences))
-
-
-def _restore_sequences(node: Any, sequences: set[int]) -> Any:
-    if not isinstance(node, dict):
-        return node
-    children = {key: _restore_sequences(child, sequences) for key, child in node.items()}
-    positions = [str(number) for number in range(len(children))]
-    if id(node) in sequences and set(positions) == set(children):
-        return [children[position] for position in positions]
-    return children
 
 
 def _write_leaf(files: Opener, committed: Committed, settings: StoreSettings, leaf: _Leaf, writes: _Writes) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import tensorstore as ts
 from make_orbax import VERSION, done, encoded, ocp
 
 LEAVES = {"array", "value", "bytes"}
@@ -53,26 +52,17 @@ def assert_equal(restored, expected):
 
 def by_handler(step):
     """Restore by the class that all versions have."""
-    if VERSION < (0, 4):
-        context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 1000000}, "file_io_concurrency": {"limit": 16}})
-        ocp.type_handlers.register_standard_handlers_with_options(use_ocdbt=True, ts_context=context)
-        checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True))
-    else:
-        checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
     restored = checkpointer.restore(step / "state")
     done(checkpointer)
     return restored
 
 
 def by_manager(step):
-    if VERSION < (0, 5):
-        manager = ocp.CheckpointManager(step.parent, {"state": ocp.PyTreeCheckpointer()})
-        restored = manager.restore(int(step.name))["state"]
-    else:
-        names = {"item_names": ("state",)} if VERSION < (0, 7) else {}
-        manager = ocp.CheckpointManager(step.parent, **names)
-        args = ocp.args.Composite(state=ocp.args.PyTreeRestore())
-        restored = manager.restore(int(step.name), args=args)["state"]
+    names = {"item_names": ("state",)} if VERSION < (0, 7) else {}
+    manager = ocp.CheckpointManager(step.parent, **names)
+    args = ocp.args.Composite(state=ocp.args.PyTreeRestore())
+    restored = manager.restore(int(step.name), args=args)["state"]
     done(manager)
     return restored
 

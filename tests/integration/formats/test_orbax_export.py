@@ -19,7 +19,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import open_committed
 from tests.integration.formats.test_orbax_loads import blank
-from tests.support.model_states import STATES, gemma
+from tests.support.model_states import STATES
 from tests.support.same_trees import assert_same, raw
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Sharding info not provided:UserWarning")
@@ -135,17 +135,6 @@ def assert_same_content(found: Any, expected: Any) -> None:
             assert (leaf.dtype, leaf.shape, raw(leaf)) == (wanted.dtype, wanted.shape, raw(wanted))
         else:
             assert leaf == wanted
-
-
-def test_structure_for_first_versions_is_that_of_metadata(tmp_path: Path) -> None:
-    state = gemma()
-    jct.save(tmp_path / "a", state)
-    export(tmp_path / "a", tmp_path / "5")
-    (tmp_path / "5" / "state" / "_METADATA").unlink()
-    (tmp_path / "5" / "_CHECKPOINT_METADATA").unlink()
-    target = {**jax.tree.map(blank, state), "halves": list(jax.tree.map(blank, state["halves"]))}
-    found = jct.load(tmp_path / "5", target)
-    assert_same({**found, "halves": tuple(found["halves"])}, state)
 
 
 def test_item_has_a_name_of_its_own(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from flax.training.train_state import TrainState
 
 import jaxckpt_train as jct
 from jaxckpt_train.formats.orbax_read import decode_aggregate
-from jaxckpt_train.formats.orbax_write import encode_aggregate
 from jaxckpt_train.pytree.flatten import flatten
 from tests.support import paths
 from tests.support.commands import json_of, refused
@@ -281,14 +280,3 @@ def test_an_array_in_pieces_is_put_together() -> None:
     tree = {"a": {"__msgpack_chunked_array__": True, "shape": {"0": 2, "1": 3}, "chunks": pieces}}
     found = decode_aggregate(msgspec.msgpack.encode(tree), "file").held["a"]
     assert found.tolist() == [[0, 1, 2], [1, 2, 3]]
-
-
-def test_exported_structure_has_the_given_leaves() -> None:
-    leaves: list[tuple[tuple[tuple[str, int], ...], Any]] = [
-        ((("a", 2), ("0", 1)), "text"),
-        ((("a", 2), ("1", 1), ("b", 2)), "PLACEHOLDER://a.1.b"),
-        ((("c", 2),), []),
-        ((("d", 2), ("0", 2)), None),
-    ]
-    expected = {"a": ["text", {"b": "PLACEHOLDER://a.1.b"}], "c": [], "d": {"0": None}}
-    assert msgspec.msgpack.decode(encode_aggregate(leaves)) == expected

@@ -28,16 +28,13 @@ ROOT = REPO_ROOT
 SCRIPTS = ROOT / "tests" / "golden"
 
 
-NUMBERS = "arrays and numbers"
-
-
 class Version(NamedTuple):
-    """A version of Orbax, its Python, the packages that it needs, and which exports it restores."""
+    """A version of Orbax, its Python, the packages that it needs, and whether it restores exports."""
 
     orbax: str
     python: str
     needs: str
-    restores: str = "all"
+    restores: bool = True
 
 
 VERSIONS = [
@@ -45,21 +42,21 @@ VERSIONS = [
         "0.1.8",
         "3.9",
         "jax==0.4.13 jaxlib==0.4.13 flax==0.6.9 numpy<2 scipy<1.13 tensorstore<0.1.40 ml_dtypes<0.3",
-        "none",
+        False,
     ),
     Version(
         "0.2.7",
         "3.9",
         "jax==0.4.13 jaxlib==0.4.13 flax==0.7.0 numpy<2 scipy<1.13 tensorstore<0.1.42 ml_dtypes<0.3",
-        NUMBERS,
+        False,
     ),
     Version(
         "0.3.5",
         "3.9",
         "jax==0.4.18 jaxlib==0.4.18 flax==0.7.2 numpy<2 scipy<1.13 tensorstore<0.1.46 ml_dtypes<0.3",
-        NUMBERS,
+        False,
     ),
-    Version("0.4.8", "3.10", "jax==0.4.23 jaxlib==0.4.23 flax==0.7.5 numpy<2 scipy<1.13 tensorstore<0.1.52"),
+    Version("0.4.8", "3.10", "jax==0.4.23 jaxlib==0.4.23 flax==0.7.5 numpy<2 scipy<1.13 tensorstore<0.1.52", False),
     Version("0.5.23", "3.10", "jax==0.4.30 jaxlib==0.4.30 flax==0.8.5 numpy<2 tensorstore<0.1.64"),
     Version("0.6.4", "3.10", "jax==0.4.33 jaxlib==0.4.33 flax==0.9.0 numpy<2.1 tensorstore<0.1.67"),
     Version("0.7.0", "3.11", "jax==0.4.34 jaxlib==0.4.34 flax==0.10.0 numpy<2.2 tensorstore<0.1.68"),
@@ -132,13 +129,13 @@ def problem_of(form: Path) -> str | None:
     return None
 
 
-def restored_ways(python: str, form: Path, item: str, folder: Path) -> list[str]:
+def restored_ways(python: str, form: Path, folder: Path) -> list[str]:
     """Return the classes by which a version restores our export of one of its own states, byte for byte."""
-    tree = expected_items(form)[item]
+    tree = expected_items(form)["state"]
     shutil.rmtree(folder, ignore_errors=True)
     jct.save(folder / "ours", tree)
     json_of("export", folder / "ours", folder / "run" / "12", "--to", "orbax")
-    state = {"state": json.loads((form / "expected.json").read_text(encoding="utf-8"))[item]}
+    state = {"state": json.loads((form / "expected.json").read_text(encoding="utf-8"))["state"]}
     (folder / "expected.json").write_text(json.dumps(state))
     lines = run_script(python, "restore_orbax.py", folder / "run" / "12", folder / "expected.json")
     return [line.partition(":")[0] for line in lines if line.endswith(": restored")]
@@ -151,14 +148,12 @@ def row_of(version: Version, python: str, folder: Path, seed: int) -> tuple[str,
     forms = sorted(path.parent for path in folder.glob("saved/*/expected.json"))
     problems = {form.name: found for form in forms if (found := problem_of(form)) is not None}
     read = ", ".join(form.name for form in forms if form.name not in problems)
-    whole = restored_ways(python, folder / "saved" / "default", "state", folder / "whole")
-    plain = restored_ways(python, folder / "saved" / "one-item", "default", folder / "plain")
-    restores = "all" if whole else NUMBERS if plain else "none"
-    if restores != version.restores:
-        problems["export"] = f"expected that it restores {version.restores}, found {restores}"
+    ways = restored_ways(python, folder / "saved" / "default", folder / "export")
+    if bool(ways) != version.restores:
+        problems["export"] = f"expected that it restores an export: {version.restores}, found {ways}"
     for name, problem in problems.items():
         print(f"{version.orbax}: {name}: {problem}", flush=True)
-    return f"| {version.orbax} | {read} | {restores}{': ' if plain else ''}{', '.join(whole or plain)} |", len(problems)
+    return f"| {version.orbax} | {read} | {', '.join(ways) or '-'} |", len(problems)
 
 
 def main() -> int:
