@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import hashlib
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.pytree.leaves import ROOT, ArrayLeaf, join, key_text, parse_key, split
 from jaxckpt_train.store.boxes import Box, full_box
 from jaxckpt_train.store.manifest import MAX_ARRAYS
-from jaxckpt_train.store.process_identity import memory_bytes
-from jaxckpt_train.store.segment import DTYPES, is_inexact
+from jaxckpt_train.store.segment import DTYPES
 from jaxckpt_train.transforms import views
 from jaxckpt_train.transforms.base import (
     INDEX,
@@ -34,15 +32,12 @@ from jaxckpt_train.transforms.base import (
     matches,
     replace_leaves,
     require_array,
-    whole_number,
     wildcards,
 )
 from jaxckpt_train.transforms.views import View
 
 _MAX_LISTED = 8
-_NORMAL_BYTES = 8  # the size of a random number before its conversion
 _CONSTANTS = {"zeros": 0.0, "ones": 1.0}
-Initializer = Callable[[tuple[int, ...]], np.ndarray]
 
 
 def _move(leaves: Leaves, new: Mapping[str, str], subject: str) -> list[Change]:
@@ -405,58 +400,29 @@ def _describe(leaves: Leaves, names: Sequence[str]) -> str:
 class Add(Operation):
     """Add an array, such as an adapter that is not in the checkpoint.
 
-    `init` is "zeros", "ones", a number, "normal" (with `stddev`; a leaf path and a `seed` give the same values on every
-    machine), or in Python a function of the shape.
+    `init` is "zeros", "ones" or a number.
     """
 
     name = "add"
     leaf: str
     shape: Sequence[int]
     dtype: str = "float32"
-    init: str | float | Initializer = "zeros"
-    stddev: float = 0.02
-    seed: int = 0
+    init: str | float = "zeros"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if wildcards(self.leaf):
             raise SettingsError(f"add: leaf: expected a path without wildcards, found {self.leaf!r}")
-        if not (_is_number(self.init) or callable(self.init) or self.init in (*_CONSTANTS, "normal")):
-            raise SettingsError(f"add: init: expected zeros, ones, normal, a number or a function, found {self.init!r}")
-        whole_number("add: seed", self.seed, least=0)
-        if not (_is_number(self.stddev) and 0 <= self.stddev < math.inf):
-            raise SettingsError(f"add: stddev: expected a finite number of at least 0, found {self.stddev!r}")
-        if self.init == "normal" and not is_inexact(DTYPES[self.dtype]):
-            raise SettingsError(f"add: dtype: expected a float dtype for normal, found {self.dtype!r}")
+        if not (_is_number(self.init) or self.init in ("zeros", "ones")):
+            raise SettingsError(f"add: init: expected zeros, ones or a number, found {self.init!r}")
 
     def apply(self, leaves: Leaves, subject: str) -> list[Change]:
         if self.leaf in leaves:
             raise MismatchError(f"{subject}: leaf {self.leaf!r} already exists; drop it first, or omit this operation")
-        leaves[self.leaf] = Leaf(ArrayLeaf(), self._view(f"{subject}: leaf {self.leaf!r}"))
+        number = _CONSTANTS[self.init] if isinstance(self.init, str) else self.init
+        value = _number_of(number, DTYPES[self.dtype], f"{subject}: leaf {self.leaf!r}")
+        leaves[self.leaf] = Leaf(ArrayLeaf(), views.Constant(self.shape, value))
         return [("nothing", f"{self.leaf} {leaves[self.leaf].describe()}")]
-
-    def _view(self, leaf: str) -> View:
-        dtype = DTYPES[self.dtype]
-        if not callable(self.init) and self.init != "normal":
-            value = _CONSTANTS[self.init] if isinstance(self.init, str) else self.init
-            return views.Constant(self.shape, _number_of(value, dtype, leaf))
-        size = math.prod(self.shape) * (dtype.itemsize if callable(self.init) else _NORMAL_BYTES)
-        if size > memory_bytes():  # the system may grant so much, and end the process when it is used
-            raise MismatchError(
-                f"{leaf}: creating {list(self.shape)} needs {size:,} bytes at once, but this machine has "
-                f"{memory_bytes():,} bytes of memory; add it with zeros, or in parts"
-            )
-        return views.Filled(self.shape, dtype, self._make, leaf)
-
-    def _make(self, shape: tuple[int, ...]) -> np.ndarray:
-        if callable(self.init):
-            made = np.asarray(self.init(shape))
-            if made.shape != shape or (np.iscomplexobj(made) and "complex" not in self.dtype):
-                found = f"expected {self.dtype}{list(shape)} from init, found {made.dtype}{list(made.shape)}"
-                raise MismatchError(f"add {self.leaf!r}: {found}")
-            return made
-        leaf_seed = int.from_bytes(hashlib.sha256(self.leaf.encode()).digest()[:8], "little")
-        return np.random.Generator(np.random.Philox([self.seed, leaf_seed])).standard_normal(shape) * self.stddev
 
 
 KINDS: tuple[type[Any], ...] = (

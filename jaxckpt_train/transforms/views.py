@@ -27,7 +27,6 @@ from jaxckpt_train.store.boxes import (
 )
 from jaxckpt_train.store.manifest import ChunkRecord
 from jaxckpt_train.store.segment import is_inexact
-from jaxckpt_train.store.threads import unlocked_cached_property
 
 PIECE_BYTES = 16 << 20
 """The limit of what a view computes at a time, in addition to its input."""
@@ -253,24 +252,6 @@ class Constant(View):
 
     def read(self, box: Box, target: np.ndarray) -> None:
         target[...] = self._value
-
-
-class Filled(View):
-    """A new array. `make` computes all of it, once. `subject` is its name in messages."""
-
-    def __init__(
-        self, shape: Sequence[int], dtype: np.dtype, make: Callable[[tuple[int, ...]], np.ndarray], subject: str
-    ) -> None:
-        super().__init__(shape, dtype)
-        self._make, self._subject = make, subject
-
-    @unlocked_cached_property
-    def _whole(self) -> np.ndarray:
-        made = np.asarray(self._make(self.shape))
-        return convert_array(made, self.dtype, self._subject, [0] * made.ndim)
-
-    def read(self, box: Box, target: np.ndarray) -> None:
-        target[...] = self._whole[slices_within(box, full_box(self.shape))]
 
 
 class Averaged(View):

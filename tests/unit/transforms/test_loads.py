@@ -135,19 +135,11 @@ def test_arrays_are_reformed(saved: Path) -> None:
     assert np.array_equal(load(saved, Truncate("model/embed", [4, None]))["model"]["embed"], EMBED[:4])
 
 
-def test_added_leaves_are_equal_each_time(saved: Path) -> None:
-    add = [
-        Add("lora/a", [4, 8], init="normal", stddev=0.5, seed=3),
-        Add("lora/b", [8, 4], "bfloat16"),
-        Add("lora/c", [2], init=lambda shape: np.arange(shape[0])),
-        Add("lora/d", [], "int32", init=4),
-    ]
-    first, second = load(saved, *add)["lora"], load(saved, *add)["lora"]
-    assert first["a"].tobytes() == second["a"].tobytes()
-    assert 0.2 < first["a"].std() < 0.9
-    assert not first["b"].any()
-    assert (first["c"].tolist(), int(first["d"])) == ([0, 1], 4)
-    assert load(saved, Add("lora/a", [4, 8], init="normal", seed=4))["lora"]["a"].tobytes() != first["a"].tobytes()
+def test_added_leaves_have_a_constant_value(saved: Path) -> None:
+    add = [Add("lora/b", [8, 4], "bfloat16"), Add("lora/c", [2], init="ones"), Add("lora/d", [], "int32", init=4)]
+    found = load(saved, *add)["lora"]
+    assert (found["b"].shape, found["b"].any()) == ((8, 4), False)
+    assert (found["c"].tolist(), int(found["d"])) == ([1, 1], 4)
 
 
 def test_transformed_leaves_load_into_target_on_devices(saved: Path) -> None:
@@ -221,8 +213,6 @@ def test_damage_is_found_in_copied_and_computed_bytes(saved: Path) -> None:
         ),
         ([Add("z", [0, 2**62])], r"leaf 'z': expected a valid shape .* found float32\[0,4611686018427387904\]"),
         ([Add("z", [1] * 65)], "expected a valid shape"),
-        ([Add("z", [2**50], init="normal")], "needs 9,007,199,254,740,992 bytes"),
-        ([Add("z", [2**41], init=np.zeros)], "needs 8,796,093,022,208 bytes"),
         ([Pad("model/embed", [10**18, None])], r"\(pad\): leaf 'model/embed': .* found float32"),
         ([Reshape("model/embed", [1] * 63 + [10, 8])], "expected a valid shape"),
         ([Add("z", [0, 2**59]), Unstack("z", "z/{}", axis=1)], "leaf 'z': .* found 576,460,752,303,423,488"),
@@ -271,7 +261,7 @@ def test_unfit_values_are_refused_before_reading(saved: Path, operations: list[A
         ([{"op": "nest"}, {"op": "stack", "leaves": "a/*/b", "to": "b"}], r"2 of 2 \(stack\): .* found 'a/\*/b'$"),
         ([{"op": "stack", "leaves": "a/{}", "to": "b/{}"}], "expected no {} in to"),
         ([{"op": "add", "leaf": "a/*", "shape": [1]}], "expected a path without wildcards"),
-        ([{"op": "add", "leaf": "a", "shape": [1], "init": "uniform"}], "init: expected zeros, ones, normal, a number"),
+        ([{"op": "add", "leaf": "a", "shape": [1], "init": "normal"}], "init: expected zeros, ones or a number"),
         ([7], r"transforms: operation 1 of 1: expected an operation such as"),
     ],
 )
@@ -308,11 +298,6 @@ def test_integers_that_fit_are_cast(tmp_path: Path) -> None:
     found = load(tmp_path / "a", Cast("i", "int8"), Cast("u", "int64"), Pad("i", [4], value=-128))
     assert (found["i"].dtype, found["i"].tolist()) == (np.int8, [127, -128, 0, -128])
     assert (found["u"].dtype, found["u"].tolist()) == (np.int64, [2**62])
-
-
-def test_unfit_integers_of_init_function_are_refused(saved: Path) -> None:
-    with pytest.raises(jct.MismatchError, match=r"leaf 'z': 128 at \[128\] .*int8"):
-        load(saved, Add("z", [200], "int8", init=lambda shape: np.arange(shape[0])))
 
 
 def test_large_constants_are_made_in_pieces(saved: Path) -> None:

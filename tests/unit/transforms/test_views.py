@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, cut_box, full_box, slices_within
 from jaxckpt_train.store.manifest import ChunkRecord
 from jaxckpt_train.transforms import views
-from jaxckpt_train.transforms.views import Cast, Filled, Joined, Padded, Reshaped, Sliced, Stored, Transposed, View
+from jaxckpt_train.transforms.views import Cast, Joined, Padded, Reshaped, Sliced, Stored, Transposed, View
 
 Both = tuple[View, np.ndarray]
 
@@ -151,23 +151,3 @@ def test_joined_and_sliced_layers_stay_stored_chunks() -> None:
     (piece,) = second.pieces()
     assert piece.stored is not None
     assert piece.box == full_box((3, 4))
-
-
-def test_a_new_array_is_made_once() -> None:
-    calls = []
-
-    def make(shape: tuple[int, ...]) -> np.ndarray:
-        calls.append(shape)
-        return np.arange(12.0).reshape(shape)
-
-    view = Filled((3, 4), np.dtype(np.float32), make, "an array")
-    for piece in view.pieces():
-        found = np.empty(box_shape(piece.box), np.float32)
-        view.read(piece.box, found)
-        assert np.array_equal(
-            found, np.arange(12.0, dtype=np.float32).reshape(3, 4)[slices_within(piece.box, full_box((3, 4)))]
-        )
-    found = np.empty((1, 4), np.float32)
-    view.read(((1, 2), (0, 4)), found)
-    assert found.tolist() == [[4, 5, 6, 7]]
-    assert calls == [(3, 4)]
