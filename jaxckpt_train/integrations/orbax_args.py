@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -48,34 +46,6 @@ _NESTED_DEFAULTS: dict[str, Mapping[str, Any]] = {
     "file_options": {"path_permission_mode": None, "skip_sync_file_validations": False},
     "async_options": {"timeout_secs": 1200, "barrier_sync_fn": None, "create_directories_asynchronously": True},
 }
-
-
-class CallStatistics:
-    """Collects the start times and durations of the parts of a save or restore, under Orbax's names."""
-
-    def __init__(self, event_type: str, step: int | None, directory: str) -> None:
-        self._started = time.time()
-        self.entry: dict[str, Any] = {"step": step, "event_type": event_type, "directory": directory}
-
-    def part(self, name: str, started: float, ended: float | None = None) -> None:
-        """Record a part of the call; `ended` None means now."""
-        seconds = max(0.0, (time.time() if ended is None else ended) - started)
-        self.entry |= {f"{name}_start_time": started, f"{name}_duration_secs": seconds}
-
-    def ended(self, name: str, log_entry: Callable[[Any], Any]) -> None:
-        """Record the whole call and log the entry."""
-        self.part(name, self._started)
-        log_entry(self.entry)
-
-
-def entry_logger(logger: Any) -> Callable[[Any], Any]:
-    """Return the `log_entry` method of a logger; for None, a function that logs each entry as one line."""
-    if logger is None:
-        return functools.partial(_log.info, "%s")
-    if not callable(getattr(logger, "log_entry", None)):
-        raise SettingsError(f"CheckpointManager: logger: expected an object with log_entry(entry), found {logger!r}")
-    found: Callable[[Any], Any] = logger.log_entry
-    return found
 
 
 def _named(function: object) -> str:

@@ -11,13 +11,13 @@ import contextlib
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
+from jaxckpt_train._validation import refuse
 from jaxckpt_train.checkpoint import load_checkpointables
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
 from jaxckpt_train.distributed.jax_service import current, preemption_service
@@ -34,12 +34,10 @@ from jaxckpt_train.integrations.orbax_args import (
     ArrayRestoreArgs,
     BestByFunction,
     ButDeleted,
-    CallStatistics,
     CheckpointManagerOptions,
     RestoreArgs,
     SaveArgs,
     best_policy,
-    entry_logger,
     preservation_policy,
     read_options,
     save_policy,
@@ -120,7 +118,7 @@ class CheckpointManager:
         metadata: plain JSON data to keep with the run; metadata that the run already has is not replaced.
         item_names: the names of the checkpointables; no others are accepted. None: taken from `args`.
         item_handlers: an Orbax handler, or one by item name; only their args are accepted. None: any args.
-        logger: has a `log_entry` method, which gets a dict for each save and restore; None: `logging` gets them.
+        logger: must be None; the history of the run has the times of each save and restore.
         handler_registry: an Orbax handler registry, which decides the args that each item accepts; None: any args.
         settings: how checkpoints are stored; None: the defaults.
         clock: returns the current time, with a time zone, for tests; None: the wall clock.
@@ -143,8 +141,8 @@ class CheckpointManager:
         settings: StoreSettings | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._log_entry = entry_logger(logger)
-        self._last_began: float | None = None  # of the last save
+        if logger is not None:
+            refuse("CheckpointManager: logger", "None (the history of the run has the times of each save)", logger)
         self._items = Items(item_names, item_handlers, handler_registry, checkpointers)
         self._options = read_options(options)
         self._kept, self._best = ButDeleted(preservation_policy(self._options)), best_policy(self._options)
@@ -222,21 +220,13 @@ class CheckpointManager:
             Exception: the original error of the previous save, if that failed.
         """
         step, values, force = check_step(step), self._items.to_save(args, items, save_kwargs), bool(force)
-        statistics = CallStatistics("save", step, self._manager.directory)
         if self._is_read_only("saved"):
             return False
         self._check_preemption(step)
         if not (force or self._steps.is_above(step)):
             return False
         metrics = None if self._options.prevent_write_metrics else metrics
-        looked, previous, previous_ended = time.time(), self._steps.pending, list[float]()
-        if previous is None or previous.done():
-            previous_ended.append(looked)
-        else:
-            previous.committed.add_done_callback(lambda _: previous_ended.append(time.time()))
         is_listed = self._is_listed(step, metrics, force)
-        began = time.time()
-        statistics.part("get_old_steps", looked, began)
         self._take_over(step, force)
         overwrite = self._steps.is_unlisted(step)
         with self._steps.checked():
@@ -260,16 +250,6 @@ class CheckpointManager:
         is_async = self._options.enable_async_checkpointing if self._items.is_async is None else self._items.is_async
         if not is_async:
             self.wait_until_finished()
-        statistics.entry |= {
-            "reached_preemption": self._reached,
-            "preemption_received_at": time.time() if self._reached else None,
-            "synchronous": not is_async,
-            "time_between_consecutive_saves_sec": None if self._last_began is None else began - self._last_began,
-        }
-        self._last_began = began
-        statistics.part("wait_for_prev", began, *previous_ended)
-        statistics.part("checkpointer_blocking", max([began, *previous_ended]))
-        statistics.ended("checkpoint_manager_blocking", self._log_entry)
         return True
 
     def _follow(self, pending: PendingSave[Any], values: Mapping[str, Any]) -> None:
@@ -329,7 +309,6 @@ class CheckpointManager:
             CorruptCheckpointError: the step is damaged.
         """
         source = self._manager if directory is None else StepManager(directory, settings=self._manager.settings)
-        statistics = CallStatistics("restore", step, source.directory)
         self.wait_until_finished()
         if step is None and directory is None and self._steps.is_unlisted(0):
             step = self._steps.latest()
@@ -338,16 +317,11 @@ class CheckpointManager:
         saved = self._saved(source, step)
         targets = self._items.targets(args, None if saved is None else saved.checkpointables, items, restore_kwargs)
         like = {name: each.like if isinstance(each, TreeTarget) else each for name, each in targets.items()}
-        began = time.time()
         try:
             found = self._load(source, step, like or None)
         except MismatchError as error:
             raise TargetMismatchError(str(error), error.differences) from error
-        statistics.part("checkpointer", began)
         done = {name: finished(targets.get(name), value) for name, value in found.items()}
-        if step is None:
-            statistics.entry["step"] = source.restored_step
-        statistics.ended("checkpoint_manager", self._log_entry)
         return self._items.found(done)
 
     def _saved(self, source: StepManager, step: int | None) -> CheckpointMetadata | None:

@@ -6,7 +6,6 @@ import dataclasses
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -173,17 +172,6 @@ def test_handlers_of_checkpointers_take_items(library: Any, tmp_path: Path) -> N
         more = {"text": {"is_loud": True}}
         restored = manager.restore(0, {"old": "?", "text": None}, restore_kwargs=more)
         assert (restored["old"], restored["text"]) == ("a!?", "B")
-
-
-def test_logger_gets_wait_for_previous_save(tmp_path: Path) -> None:
-    handler, entries = SlowHandler(), list[dict[str, Any]]()
-    logger = SimpleNamespace(log_entry=entries.append)
-    with CheckpointManager(tmp_path, item_handlers=handler, logger=logger) as manager:
-        assert manager.save(0, args=SlowSave("a"))
-        threading.Timer(0.2, handler.may_write.set).start()
-        assert manager.save(1, args=SlowSave("b"))
-    first, second = (entry["wait_for_prev_duration_secs"] for entry in entries)
-    assert first == 0 < 0.05 < second <= entries[1]["checkpoint_manager_blocking_duration_secs"]
 
 
 def test_background_error_stays_for_the_saving_thread(tmp_path: Path) -> None:

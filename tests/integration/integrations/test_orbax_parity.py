@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import datetime
 from pathlib import Path
 from typing import Any
@@ -74,43 +73,3 @@ def test_steps_are_kept_by_the_hours_between_them(options: Any, kept: list[int],
     assert manager.all_steps() == kept
     manager.close()
     assert jct.StepManager(tmp_path).steps == sorted({*kept, 9})  # the newest step stays until the next one
-
-
-class Entries:
-    """A logger of the user."""
-
-    def __init__(self) -> None:
-        self.entries: list[dict[str, Any]] = []
-
-    def log_entry(self, entry: dict[str, Any]) -> None:
-        self.entries.append(entry)
-
-
-def test_logger_gets_the_entries_of_orbax(tmp_path: Path) -> None:
-    found = []
-    for name, library in (("orbax", ocp), ("ours", orbax_manager)):
-        logger, directory = Entries(), tmp_path / name
-        options = library.CheckpointManagerOptions(save_interval_steps=2)
-        with library.CheckpointManager(directory, options=options, logger=logger) as manager:
-            for step in range(3):
-                manager.save(step, args=library.args.JsonSave([step]))
-            manager.wait_until_finished()
-            for asked in (0, None):
-                manager.restore(asked, args=library.args.JsonRestore())
-        for entry in logger.entries:
-            assert entry["directory"] == str(directory)
-            times = [value for key, value in entry.items() if key.endswith(("_secs", "_sec"))]
-            assert all(value is None or 0 <= value < 60 for value in times)
-        plain = ("step", "event_type", "reached_preemption", "preemption_received_at", "synchronous")
-        found.append([({key: entry.get(key) for key in plain}, sorted(entry)) for entry in logger.entries])
-    assert found[0] == found[1]
-    assert [entry["step"] for entry, _ in found[1]] == [0, 2, 0, 2]
-
-
-def test_without_a_logger_entries_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="jaxckpt_train"), CheckpointManager(tmp_path) as manager:
-        manager.save(3, args=args.JsonSave([1]))
-        manager.wait_until_finished()
-        manager.restore(3)
-    entries = [ast.literal_eval(line) for line in caplog.messages if line.startswith("{")]
-    assert [(entry["event_type"], entry["step"]) for entry in entries] == [("save", 3), ("restore", 3)]

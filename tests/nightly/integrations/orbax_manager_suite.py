@@ -21,7 +21,7 @@ import unittest
 from pathlib import Path
 from typing import Any
 
-PASSING = 120
+PASSING = 118
 """The number of tests of orbax-checkpoint 0.12.4 that pass."""
 NAME = "checkpoint_manager_test.py"
 TIME_LIMIT_S = 1800
