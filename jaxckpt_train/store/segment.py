@@ -37,7 +37,6 @@ _SAFETENSORS = {
     "uint32": "U32", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
     "complex64": "C64",
 }  # fmt: skip
-SAFETENSORS_ITEM_BYTES = {stored: DTYPES[name].itemsize for name, stored in _SAFETENSORS.items()}
 MAX_SHARDINGS_BYTES = 64 << 10
 ALIGNMENT = 4096
 LENGTH_BYTES = 8

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import FormatVersionError
-from jaxckpt_train.store.segment import DTYPES, SAFETENSORS_ITEM_BYTES, dtype_name, dtype_named, is_storable
+from jaxckpt_train.formats.safetensors import NAMED
+from jaxckpt_train.store.segment import DTYPES, dtype_name, dtype_named, is_storable
 from jaxckpt_train.store.segment import safetensors_form as form
 
 
@@ -20,7 +21,7 @@ def test_dtype_name_round_trips(name: str) -> None:
     assert dtype.isnative
     assert is_storable(dtype)
     stored, shape = form(dtype, (3, 5))
-    assert SAFETENSORS_ITEM_BYTES[stored] * np.prod(shape) == dtype.itemsize * 15
+    assert DTYPES[NAMED[stored]].itemsize * np.prod(shape) == dtype.itemsize * 15
 
 
 def test_every_ml_dtypes_scalar_can_be_stored() -> None:

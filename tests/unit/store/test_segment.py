@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxckpt_train.store.segment import SAFETENSORS_ITEM_BYTES, Tensor, encode_header, header_share_bytes, is_head_of
+from jaxckpt_train.formats.safetensors import NAMED
+from jaxckpt_train.store.segment import DTYPES, Tensor, encode_header, header_share_bytes, is_head_of
 from tests.nightly.faults.mutations import changed
 from tests.support.in_time import in_time
 from tests.support.tiers import nightly_after
@@ -24,9 +25,9 @@ def tensor_lists(draw: st.DrawFn) -> list[Tensor]:
     """Draw consecutive tensors that fill a data section."""
     found, end = [], 0
     for name in draw(st.lists(texts, unique=True, max_size=8)):
-        dtype = draw(st.sampled_from(sorted(SAFETENSORS_ITEM_BYTES)))
+        dtype = draw(st.sampled_from(sorted(NAMED)))
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
-        size = SAFETENSORS_ITEM_BYTES[dtype]
+        size = DTYPES[NAMED[dtype]].itemsize
         for side in shape:
             size *= side
         found.append(Tensor(name, dtype, shape, end, end + size))
