@@ -52,7 +52,6 @@ from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import PartRecord
 from jaxckpt_train.store.reader import ReadProgress
 from jaxckpt_train.store.transaction import (
-    MOVE_IT_AWAY,
     refuse_existing_name,
     refuse_temporary_name,
     remove_stale_temporaries,
@@ -348,7 +347,6 @@ def _convert(
                 final,
                 dataclasses.replace(source.settings, read_budget_bytes=read_budget_mib << 20),
                 info=info,
-                if_taken=MOVE_IT_AWAY,
                 parts=parts,
                 decoding=source.decoding,
                 progress=advance,

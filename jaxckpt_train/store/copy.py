@@ -40,7 +40,7 @@ from jaxckpt_train.store.reader import ReadProgress, read_box, read_boxes
 from jaxckpt_train.store.segment import ALIGNMENT, DTYPES, ArraySource, ChunkSource, alignment_class
 from jaxckpt_train.store.threads import POLL_S
 from jaxckpt_train.store.timeouts import BackgroundCall, StallDetector, abandon_call, start_call
-from jaxckpt_train.store.transaction import Transaction
+from jaxckpt_train.store.transaction import MOVE_IT_AWAY, Transaction
 from jaxckpt_train.store.writer import write_arrays
 
 LEAST_BYTES = 1 << 20  # smaller boxes are not read ahead but in groups, when the first of a group is fetched
@@ -59,16 +59,14 @@ def copy_checkpoint(
     settings: StoreSettings,
     *,
     info: Mapping[str, Any],
-    if_taken: str,
-    parts: Sequence[str] | None = None,
-    decoding: int = 0,
-    progress: ReadProgress | None = None,
+    parts: Sequence[str] | None,
+    decoding: int,
+    progress: ReadProgress,
 ) -> Committed:
     """Write and commit a copy of an opened checkpoint in this library's format.
 
-    `info` is recorded in the copy's manifest, and `if_taken` is the advice in the error about a taken path. The
-    checkpointables `parts` are copied (None: all). `decoding` is the additional memory to read an array of the source,
-    as a multiple of its size; see `Opened`.
+    `info` is recorded in the copy's manifest. The checkpointables `parts` are copied (None: all). `decoding` is the
+    additional memory to read an array of the source, as a multiple of its size; see `Opened`.
 
     Raises CorruptCheckpointError: data of the source differs from what was saved; CheckpointExistsError: something has
     taken that path meanwhile; UnsupportedLeafError: an array is too large to be copied; MismatchError: a value of the
@@ -83,7 +81,7 @@ def copy_checkpoint(
         manifest = Manifest(
             FORMAT, FORMAT_VERSION, settings.digest, BLOCK_BYTES, tuple(segments), tuple(records), dict(info)
         )
-        return transaction.commit(manifest, if_taken=if_taken)
+        return transaction.commit(manifest, if_taken=MOVE_IT_AWAY)
     except BaseException as error:
         transaction.abort_after(error)
         raise
@@ -97,7 +95,7 @@ class _Copier:
     transaction: Transaction
     settings: StoreSettings
     decoding: int
-    progress: ReadProgress | None
+    progress: ReadProgress
 
     def copy_part(self, part: PartRecord, segments: list[SegmentRecord]) -> PartRecord:
         self.transaction.add_folders([part.name, *(os.path.dirname(record.file) for record in part.files)])
@@ -138,8 +136,7 @@ class _Copier:
             digest = manifest.digest if self.settings.verify_on_load and record.digests else None
             data = read_recorded(self.files, self.source.directory, record, digest, manifest.block_bytes)
             yield self.transaction.write_file(record.file, bytes(memoryview(data)))
-            if self.progress is not None:
-                self.progress(record.bytes)
+            self.progress(record.bytes)
 
 
 def chunk_boxes(shape: Sequence[int], itemsize: int, subject: str, most: int = CHUNK_BYTES) -> list[Box]:

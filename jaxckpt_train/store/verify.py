@@ -140,7 +140,7 @@ def copy_verified(
     committed: Committed,
     attempt: Attempt,
     settings: StoreSettings,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[int], object],
 ) -> None:
     """Copy all files of a checkpoint into an attempt, and compare each block with its digest on the way.
 
@@ -157,8 +157,7 @@ def copy_verified(
         if is_ended.is_set():
             raise CheckpointTimeoutError(f"{committed.directory}: the copy was abandoned")
         begun_bytes[0] += nbytes
-        if progress is not None:
-            progress(nbytes)
+        progress(nbytes)
 
     def copy(file: _File) -> None:
         sink = attempt.create_file(file[0].file)
