@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from jaxckpt_train._validation import flag, stated_mode, time_limit
 from jaxckpt_train.checkpoint import PathLike, absolute, load_checkpointables
 from jaxckpt_train.checkpoint_metadata import CheckpointMetadata
+from jaxckpt_train.distributed.coordinator import PollSchedule
 from jaxckpt_train.distributed.jax_service import current
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, SettingsError, suppress_secondary
 from jaxckpt_train.metrics.events import Sink, checked_sinks
 from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, SaveSlot
 from jaxckpt_train.policies.context import (
+    NOT_DUE,
     CheckpointInfo,
     Decision,
     DecisionContext,
@@ -38,7 +42,7 @@ from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import StepVanishedError, check_step
 from jaxckpt_train.run.goodput import Attempt, Goodput, RunStatistics, add_event, goodput, settled
 from jaxckpt_train.run.history import Clock, RunEvent, metrics_to_json, plain_metrics, utc_now
-from jaxckpt_train.run.job import JobDecisions, JobSync, decided_locally
+from jaxckpt_train.run.job import JobSync, decided_locally, depends_on_step, may_save
 from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.run.restoring import RunRestore, describe_listed
 from jaxckpt_train.run.retention import BestLink
@@ -54,14 +58,26 @@ _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
 
 
+class _Answer(msgspec.Struct, array_like=True):
+    decision: Decision
+    has_steps: bool
+    is_over: bool  # whether the previous save has ended
+    next: int  # the number of calls until the next poll
+
+
 class SaveScheduler:
-    """Decides which steps of a run to save, and measures the loop. Without a policy, every step is saved."""
+    """Decides which steps of a run to save, and measures the loop. Without a policy, every step is saved.
+
+    All processes of a job ask about the same steps in the same order, and take the same decisions. A policy that
+    depends only on the step is evaluated by each process on its own. One that depends on time is evaluated by the
+    primary, about once a second, and every other policy, such as a user's, by the primary at every step.
+    """
 
     def __init__(
         self, policy: SavePolicy | None, run: RunDirectory, save_slot: SaveSlot, job_sync: JobSync, clock: Clock
     ) -> None:
         self._policy, self._run, self._save_slot, self._clock = policy, run, save_slot, clock
-        self._job = None if policy is None or job_sync.is_single_process else JobDecisions(job_sync, policy)
+        self._job_sync, self._poll_schedule, self._has_steps = job_sync, PollSchedule(job_sync.processes), False
         self._started = clock()
         self.clock, self._recalled = LoopTimer(), RunStatistics()
         job_sync.decides = decided_locally(policy)
@@ -100,20 +116,42 @@ class SaveScheduler:
         )
         info = CheckpointInfo(step, now)
 
-        def ask() -> tuple[Decision, bool]:
-            previous = (*self._run.infos(), *self._save_slot.running_info())
-            return decide(policy, info, previous, context), bool(previous)
-
-        if self._job is None:
-            return ask()[0]
+        if self._job_sync.is_single_process:
+            return decide(policy, info, self._previous(), context)
+        if depends_on_step(policy):
+            return decide(policy, info, (), context)
         # A loop that called `should_save` and now saves gets the same answer without another agreement.
         if self._asked is not None and self._asked[0] == step:
             return self._asked[1]
-        found = self._job.decide(
-            info, context, ask, self._save_slot.has_unreported_outcome, self._save_slot.report_outcome
-        )
+        found, is_polled = NOT_DUE, self._poll_schedule.is_due()
+        if may_save(policy, info, context, is_polled=is_polled, has_steps=self._has_steps):
+            found = self._ask_primary(policy, info, context, is_polled=is_polled)
         self._asked = (step, found) if found.save else None
         return found
+
+    def _previous(self) -> tuple[CheckpointInfo, ...]:
+        return (*self._run.infos(), *self._save_slot.running_info())
+
+    def _ask_primary(
+        self, policy: SavePolicy, info: CheckpointInfo, context: DecisionContext, *, is_polled: bool
+    ) -> Decision:
+        """Let the primary decide for all processes, which then report the outcome of the previous save alike."""
+
+        def say() -> bytes:
+            previous = self._previous()
+            decision, has_steps = decide(policy, info, previous, context), bool(previous)
+            following = self._poll_schedule.next() if is_polled else 0
+            is_over = self._save_slot.has_unreported_outcome()
+            return msgspec.msgpack.encode(_Answer(decision, has_steps, is_over, following))
+
+        sent = self._job_sync.job.broadcast(f"deciding whether to save step {info.step}", say)
+        answer = msgspec.msgpack.decode(sent, type=_Answer)
+        self._has_steps = self._has_steps or answer.has_steps or answer.decision.save
+        if is_polled:
+            self._poll_schedule.set_next(answer.next)
+        if answer.is_over:
+            self._save_slot.report_outcome()
+        return answer.decision
 
     def save_started(self) -> None:
         """Forget the last decision, since a save has started."""

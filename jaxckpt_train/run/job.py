@@ -1,8 +1,8 @@
 """One run directory shared by the processes of a job.
 
 `JobSync` runs directory operations in the primary process, and sends the results and the changes of the run to the
-others. `JobDecisions` makes all processes take the same decision to save, and asks the primary only where the processes
-cannot decide alike on their own.
+others. The functions below it say which decisions to save all processes take alike on their own, and where they have to
+ask the primary.
 """
 
 from __future__ import annotations
@@ -18,18 +18,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from jaxckpt_train._validation import shown
-from jaxckpt_train.distributed.coordinator import Coordinator, PollSchedule
+from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, OtherProcessError, StorageError
 from jaxckpt_train.pending import call_within
-from jaxckpt_train.policies.context import (
-    NOT_DUE,
-    CheckpointInfo,
-    Decision,
-    DecisionContext,
-    SavePolicy,
-    decide,
-    policy_name,
-)
+from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, SavePolicy, policy_name
 from jaxckpt_train.policies.save import (
     AllSavePolicy,
     AnySavePolicy,
@@ -257,78 +249,24 @@ def _refuse_others(sent: Sequence[bytes]) -> bytes:
     return b""
 
 
-class _Answer(msgspec.Struct, array_like=True):
-    save: bool
-    reason: str
-    temporary: bool
-    has_steps: bool
-    is_over: bool  # whether the previous save has ended
-    next: int
+def may_save(
+    policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, *, is_polled: bool, has_steps: bool
+) -> bool:
+    """Whether the primary has to be asked about a step; the same in all processes.
 
-
-class JobDecisions:
-    """Takes the same decision to save in all processes. All of them ask about the same steps in the same order.
-
-    A policy that depends only on the step is evaluated by each process on its own. One that depends on time is
-    evaluated by the primary, about once a second, and every other policy, such as a user's, by the primary at every
-    step.
+    Of `context`, only what is the same in all processes is used. `is_polled`: policies by time are asked now.
+    `has_steps`: whether the run is known to have steps.
     """
-
-    def __init__(self, job_sync: JobSync, policy: SavePolicy) -> None:
-        self._job_sync, self._policy = job_sync, policy
-        self._is_local = _depends_on_step(policy)
-        self._poll_schedule = PollSchedule(job_sync.processes)
-        self._has_steps = False
-
-    def decide(
-        self,
-        step: CheckpointInfo,
-        context: DecisionContext,
-        ask: Callable[[], tuple[Decision, bool]],
-        is_over: Callable[[], bool],
-        settle: Callable[[], object],
-    ) -> Decision:
-        """Decide whether to save a step.
-
-        In the primary, `ask` evaluates the policy and returns whether the run has steps, and `is_over` whether the
-        previous save has ended; then all processes call `settle` at the same step.
-        """
-        if self._is_local:
-            return decide(self._policy, step, (), context)
-        is_polled = self._poll_schedule.is_due()
-        if not self._may_save(self._policy, step, context, is_polled):
-            return NOT_DUE
-
-        def say() -> bytes:
-            decision, has_steps = ask()
-            following = self._poll_schedule.next() if is_polled else 0
-            decided = (decision.save, decision.reason, decision.temporary)
-            return msgspec.msgpack.encode(_Answer(*decided, has_steps, is_over(), following))
-
-        sent = self._job_sync.job.broadcast(f"deciding whether to save step {step.step}", say)
-        answer = msgspec.msgpack.decode(sent, type=_Answer)
-        self._has_steps = self._has_steps or answer.has_steps or answer.save
-        if is_polled:
-            self._poll_schedule.set_next(answer.next)
-        if answer.is_over:
-            settle()
-        return Decision(answer.save, answer.reason, answer.temporary)
-
-    def _may_save(self, policy: SavePolicy, step: CheckpointInfo, context: DecisionContext, is_polled: bool) -> bool:
-        """Whether the primary has to be asked about a step; the same in all processes.
-
-        Of `context`, only what is the same in all processes is used.
-        """
-        kind, parts = type(policy), _parts(policy)
-        if kind is AllSavePolicy:  # its policies by time have to be asked about the steps that the others accept
-            return all(self._may_save(each, step, context, True) for each in parts)
-        if parts:
-            return any(self._may_save(each, step, context, is_polled) for each in parts)
-        if kind in _BY_STEPS:
-            return policy.should_save(step, (), context=context)
-        if kind is InitialSavePolicy:
-            return not self._has_steps
-        return is_polled or kind not in _BY_TIME
+    kind, parts = type(policy), _parts(policy)
+    if kind is AllSavePolicy:  # its policies by time have to be asked about the steps that the others accept
+        return all(may_save(each, step, context, is_polled=True, has_steps=has_steps) for each in parts)
+    if parts:
+        return any(may_save(each, step, context, is_polled=is_polled, has_steps=has_steps) for each in parts)
+    if kind in _BY_STEPS:
+        return policy.should_save(step, (), context=context)
+    if kind is InitialSavePolicy:
+        return not has_steps
+    return is_polled or kind not in _BY_TIME
 
 
 def decided_locally(policy: SavePolicy | None) -> str:
@@ -348,7 +286,7 @@ def _parts(policy: SavePolicy | None) -> Sequence[SavePolicy]:
     return ()
 
 
-def _depends_on_step(policy: SavePolicy) -> bool:
+def depends_on_step(policy: SavePolicy) -> bool:
     """Whether all processes can evaluate a policy on their own."""
     parts = _parts(policy)
-    return all(map(_depends_on_step, parts)) if parts else type(policy) in _BY_STEPS
+    return all(map(depends_on_step, parts)) if parts else type(policy) in _BY_STEPS

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.policies.context import CheckpointInfo, Decision, DecisionContext, decide
-from jaxckpt_train.run.job import JobDecisions, decided_locally
-from tests.support.runs import START
+from jaxckpt_train.manager import SaveScheduler
+from jaxckpt_train.pending import SaveSlot
+from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, decide
+from jaxckpt_train.run.directory import RunDirectory
+from jaxckpt_train.run.job import decided_locally
+from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.runs import START, Clock
 
-CONTEXT = DecisionContext(START)
 IMPROVES, EVERY_SECOND = jct.ImprovementPolicy("loss", "min"), jct.EverySecondsPolicy(1)
 EVERY_TEN = jct.FixedIntervalPolicy(10)
 
@@ -25,33 +29,23 @@ class OfUser:
 
 
 class Job:
-    """A job as its primary sees it: counts what it is asked."""
+    """A job as its primary sees it: records the steps about which the processes ask it."""
 
-    processes = 2
+    is_single_process, processes = False, 2
 
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
+    def __init__(self, directory: Path, policy: Any) -> None:
         self.asked: list[int] = []
-        self.decisions = JobDecisions(self, policy)  # type: ignore[arg-type]
+        run = RunDirectory(LocalBackend(), str(directory), None, Clock())
+        job_sync: Any = self
+        self.decide = SaveScheduler(policy, run, SaveSlot("wait", 1.0, "skip"), job_sync, Clock()).decide
 
     @property
     def job(self) -> Job:
         return self
 
     def broadcast(self, doing: str, say: Callable[[], bytes]) -> bytes:
+        self.asked.append(int(doing.rpartition(" ")[2]))
         return say()
-
-    def decide(self, step: int) -> Decision:
-        info = CheckpointInfo(step, START)
-
-        def ask() -> tuple[Decision, bool]:
-            self.asked.append(step)
-            return decide(self._policy, info, (), CONTEXT), True
-
-        return self.decisions.decide(info, CONTEXT, ask, lambda: False, lambda: None)
-
-    def decide_all(self, steps: Iterable[int]) -> list[int]:
-        return [step for step in steps if self.decide(step).save]
 
 
 @pytest.mark.parametrize(
@@ -69,29 +63,40 @@ class Job:
     ],
     ids=lambda value: decided_locally(value) if hasattr(value, "should_save") else "",
 )
-def test_primary_is_asked_only_where_needed(policy: Any, asked: Iterable[int]) -> None:
-    job = Job(policy)
-    job.decide_all(range(1, 31))
+def test_primary_is_asked_only_where_needed(tmp_path: Path, policy: Any, asked: Iterable[int]) -> None:
+    job = Job(tmp_path, policy)
+    for step in range(1, 31):
+        job.decide(step)
     assert job.asked == list(asked)
 
 
 @pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy(), EVERY_SECOND])
-def test_policies_by_time_are_asked_now_and_then(policy: Any) -> None:
-    job, mixed = Job(jct.TemporarySavePolicy(policy)), Job(jct.AnySavePolicy([policy, EVERY_TEN]))
-    for each in (job, mixed):
-        each.decide_all(range(1, 301))
-        assert each.asked[0] == 1
+def test_policies_by_time_are_asked_now_and_then(tmp_path: Path, policy: Any) -> None:
+    job, mixed = Job(tmp_path, jct.TemporarySavePolicy(policy)), Job(tmp_path, jct.AnySavePolicy([policy, EVERY_TEN]))
+    for step in range(1, 301):
+        job.decide(step)
+        mixed.decide(step)
+    assert job.asked[0] == mixed.asked[0] == 1
     assert len(job.asked) < 60
     assert {*range(10, 301, 10)} <= {*mixed.asked}
     assert len(mixed.asked) < 90
 
 
-def test_each_process_finds_the_reason_of_the_primary() -> None:
+def test_repeated_question_needs_no_agreement(tmp_path: Path) -> None:
+    job = Job(tmp_path, jct.InitialSavePolicy())
+    assert job.decide(1).save
+    assert job.decide(1).save
+    assert not job.decide(2).save
+    assert job.asked == [1]
+
+
+def test_each_process_finds_the_reason_of_the_primary(tmp_path: Path) -> None:
     policy = jct.AnySavePolicy([jct.TemporarySavePolicy(jct.FixedIntervalPolicy(5)), EVERY_TEN])
+    job = Job(tmp_path, policy)
     for step in range(1, 21):
-        assert Job(policy).decide(step) == decide(policy, CheckpointInfo(step, START), (), CONTEXT)
-    assert Job(policy).decide(5).temporary
-    assert not Job(policy).decide(10).temporary
+        assert job.decide(step) == decide(policy, CheckpointInfo(step, START), (), DecisionContext(START))
+    assert job.asked == []
+    assert (job.decide(5).temporary, job.decide(10).temporary) == (True, False)
 
 
 def test_equal_policies_have_equal_texts() -> None:
