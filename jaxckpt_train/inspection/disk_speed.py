@@ -9,7 +9,7 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -62,7 +62,15 @@ def try_disk(backend: Backend, directory: str, nbytes: int, progress: Callable[[
     size = max(nbytes // SMALL_BYTES, 1) * SMALL_BYTES
     block = aligned_buffer(min(size, BLOCK_BYTES))
     block.view(np.uint64)[:] = np.random.default_rng().integers(0, 1 << 63, len(block) // 8, np.uint64)
-    with _nameless(backend, directory) as (sink, source):
+    name = TEMPORARY_PREFIXES[0] + secrets.token_hex(8)
+    with contextlib.ExitStack() as opened:
+        try:
+            sink = backend.create(os.path.join(directory, name), direct="auto")
+            opened.callback(sink.abandon)
+            source = backend.open(directory, name, direct="auto")
+            opened.callback(source.close)
+        finally:
+            backend.remove(os.path.join(directory, name))
         write_s, sync_s = _write(sink, block, size, progress)
         read_s = _read(source, block, size, directory, progress)
         direct_write, direct_read = sink.alignment > 1, source.alignment > 1  # 1 after a refusal of direct I/O
@@ -185,22 +193,6 @@ TRIALS: dict[str, Trial] = {
     "sync of a directory": lambda backend, folder: backend.sync(folder),
     "modification time": _heartbeat,
 }
-
-
-@contextlib.contextmanager
-def _nameless(backend: Backend, directory: str) -> Iterator[tuple[Sink, Source]]:
-    """Yield a new file, whose name is removed before the first byte is written."""
-    name = TEMPORARY_PREFIXES[0] + secrets.token_hex(8)
-    path = os.path.join(directory, name)
-    with contextlib.ExitStack() as opened:
-        try:
-            sink = backend.create(path, direct="auto")
-            opened.callback(sink.abandon)
-            source = backend.open(directory, name, direct="auto")
-            opened.callback(source.close)
-        finally:
-            backend.remove(path)
-        yield sink, source
 
 
 def _in_blocks(
