@@ -208,14 +208,6 @@ def replace_symlink(path: str, target: str | None) -> None:
     retry_interrupted(os.rename, temporary, path)
 
 
-def link_target(path: str) -> str | None:
-    """The target of a symbolic link as it is stored; None if this is not a link."""
-    try:
-        return retry_interrupted(os.readlink, path)
-    except OSError:
-        return None
-
-
 def is_same_file(path: str, other: str) -> bool:
     """Whether two paths refer to the same file or directory."""
     try:
