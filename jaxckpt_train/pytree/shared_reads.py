@@ -44,8 +44,8 @@ from jaxckpt_train.store.backends.base import Opener
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.manifest import ArrayRecord
-from jaxckpt_train.store.read_plan import is_read_by_bands, parts_bytes
+from jaxckpt_train.store.manifest import ArrayRecord, Manifest
+from jaxckpt_train.store.read_plan import Wanted, is_read_by_bands, plan_reads
 from jaxckpt_train.store.reader import ReadBox, ReadProgress
 
 LEAST_WINDOW_BYTES = 16 * LEAST_ROW_BYTES
@@ -56,6 +56,8 @@ GRACE_S = 30.0  # additional time limit of a transfer: a process that is lost is
 # A transfer is worth it if at least one fiftieth of the bytes, and this many, would be read repeatedly: most storages
 # deliver less before the first transfer has started.
 NOTICEABLE, WORTH_BYTES = 50, 64 << 20
+LEAST_SAMPLE = 16  # in a large job, the processes for which reads of an array are planned
+UNLIMITED_BYTES = 1 << 60  # the estimate does not depend on the memory of a process
 Redistribution = AllGather | AllToAll
 
 
@@ -71,10 +73,10 @@ def select_shared(
     loads: Sequence[ArrayLoad], job: Coordinator, settings: StoreSettings, committed: Committed
 ) -> ReadSelection:
     """Select the arrays of which several processes would otherwise read the same bytes, equally in all processes."""
-    read_once, block_bytes = settings.read_once, committed.manifest.block_bytes
+    read_once = settings.read_once
     if job.processes == 1 or read_once is False:
         return ReadSelection()
-    reads, known = RepeatedReads(block_bytes), dict[object, Requirements]()
+    reads, known = RepeatedReads(committed.manifest), dict[object, Requirements]()
     found, stored, repeated = list[SharedArray](), 0, 0
     for number, load in enumerate(loads):
         array, sharding = load.array, load.placement.sharding
@@ -91,7 +93,7 @@ def select_shared(
     is_worth_it = repeated >= WORTH_BYTES and repeated * NOTICEABLE >= stored
     if not found or not (read_once is True or is_worth_it):
         return ReadSelection()
-    size = memory_bytes(settings.read_budget_bytes, settings.io_threads, block_bytes)
+    size = memory_bytes(settings.read_budget_bytes, settings.io_threads, committed.manifest.block_bytes)
     are_colocated, memory = find_colocated_processes(job, size)
     if are_colocated and memory is None and read_once == "auto":
         return ReadSelection(cached=[each.number for each in found])
@@ -107,97 +109,30 @@ def _requirements(shape: tuple[int, ...], sharding: jax.sharding.Sharding, proce
 
 
 class RepeatedReads:
-    """Computes how much a job reads if every process reads each digest block of which it needs a part itself."""
+    """Computes how much a job reads if every process reads what it needs itself."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
-        self._known: dict[object, int] = {}  # arrays that are stored and needed in the same way are computed once
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._known: dict[object, int] = {}  # arrays that are stored and needed in the same way are planned once
 
     def job_bytes(self, array: ArrayRecord, needs: Requirements) -> int:
-        """Return an upper bound of the bytes, which is exact unless boxes of one process share blocks."""
+        """Return the bytes that all processes read of an array; in a large job, estimated from some of them."""
         places = tuple((chunk.box, is_read_by_bands(chunk)) for chunk in array.chunks)
         key = needs, places, array.dtype
-        found = self._known.get(key)
-        if found is None:
-            counts = Counter(needs)
-            reads = _Reads(array, self._block_bytes)
-            found = self._known[key] = sum(reads.of(each) * count for each, count in counts.items())
-        return found
+        if key not in self._known:
+            self._known[key] = self._planned_bytes(array, needs)
+        return self._known[key]
 
+    def _planned_bytes(self, array: ArrayRecord, needs: Requirements) -> int:
+        counts = Counter(boxes for boxes in needs if boxes)
+        # An odd step: with an even one, all boxes of the sample may start where a chunk does.
+        sample = list(counts)[:: len(counts) // LEAST_SAMPLE | 1]
+        read = sum(counts[boxes] * self._read_bytes(array, boxes) for boxes in sample)
+        return read * counts.total() // max(1, sum(counts[boxes] for boxes in sample))
 
-class _Reads:
-    """The reads of one array."""
-
-    def __init__(self, array: ArrayRecord, block_bytes: int) -> None:
-        self._block_bytes, self._band_bytes = block_bytes, parts_bytes(block_bytes)
-        self._lengths = {chunk.box: chunk.length for chunk in array.chunks}
-        self._length = np.array([chunk.length for chunk in array.chunks], np.int64)
-        shape = len(array.chunks), len(array.shape), 2
-        self._edges = np.array([chunk.box for chunk in array.chunks], np.int64).reshape(shape)
-        sizes = self._edges[:, :, 1] - self._edges[:, :, 0]
-        self._elements = np.prod(sizes, axis=1)
-        inner = np.cumprod(sizes[:, ::-1], axis=1)[:, ::-1]  # elements of this and all later dimensions
-        self._strides = np.concatenate([inner[:, 1:], np.ones((len(sizes), 1), np.int64)], axis=1)[:, : sizes.shape[1]]
-        self._item = self._length // np.maximum(self._elements, 1)
-        self._by_bands = np.array([is_read_by_bands(chunk) for chunk in array.chunks], bool)
-
-    def of(self, boxes: Sequence[Box]) -> int:
-        """Return the bytes of all blocks that hold a part of these boxes."""
-        if all(box in self._lengths for box in boxes):
-            return sum(self._lengths[box] for box in boxes)
-        parts = [self._read(box) for box in boxes if box_elements(box)]
-        if not parts:
-            return 0
-        first, last, is_whole, holes = map(np.stack, zip(*parts, strict=True))
-        one_by_one = np.maximum(last - first, 0).sum(axis=0)
-        one_by_one -= holes.sum(axis=0) * (self._by_bands & ~is_whole.any(axis=0))
-        return int(np.minimum(one_by_one, np.maximum(last.max(axis=0) - first.min(axis=0), 0)).sum())
-
-    def _read(self, box: Box) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return for each chunk: the bytes from the first to the last block that hold a part of a box (far: none do),
-        whether the box is contiguous in it, and the bytes in between that are skipped if it is read by bands.
-        """
-        edges = np.array(box, np.int64).reshape(len(box), 2)
-        low = np.maximum(self._edges[:, :, 0], edges[:, 0]) - self._edges[:, :, 0]
-        high = np.minimum(self._edges[:, :, 1], edges[:, 1]) - self._edges[:, :, 0]
-        is_common = np.all(low < high, axis=1)
-        spans = (high - low - 1) * self._strides
-        first, span = (low * self._strides).sum(axis=1), spans.sum(axis=1) + 1
-        is_whole = is_common & (span == box_elements(box)) & (np.prod(high - low, axis=1) == span)
-        block, far = self._block_bytes, np.iinfo(np.int64).max // 4
-        begin = first * self._item // block * block
-        end = np.minimum(-(-(first + span) * self._item // block) * block, self._length)
-        holes = self._holes(low, high, spans, is_common)
-        return np.where(is_common, begin, far), np.where(is_common, end, -far), is_whole, holes
-
-    def _holes(self, low: np.ndarray, high: np.ndarray, spans: np.ndarray, is_common: np.ndarray) -> np.ndarray:
-        # Only where one piece of the box ends at least a band before the next piece starts, which is so in few chunks,
-        # and in the same way there.
-        behind = spans[:, ::-1].cumsum(axis=1)[:, ::-1] - spans + 1  # elements from first to last of a piece
-        gaps = (self._strides - behind) * self._item[:, None]
-        is_far = (gaps >= self._band_bytes) & (high - low > 1)
-        found = np.zeros(len(low), np.int64)
-        which = np.flatnonzero(is_far.any(axis=1) & is_common)
-        if len(which):
-            geometry = np.concatenate([low, high, self._strides, is_far, self._item[:, None]], axis=1)[which]
-            _, some, same = np.unique(geometry, axis=0, return_index=True, return_inverse=True)
-            holes = [self._empty_bands(low[at], high[at], is_far[at], behind[at], at) for at in which[some]]
-            found[which] = np.array(holes)[same.reshape(-1)] * self._band_bytes
-        return found
-
-    def _empty_bands(
-        self, low: np.ndarray, high: np.ndarray, is_far: np.ndarray, behind: np.ndarray, chunk: int
-    ) -> int:
-        """Return how many bands of one chunk are between pieces of a box."""
-        inner = int(np.flatnonzero(is_far)[-1])  # the pieces along this dimension are far apart
-        starts = np.zeros(1, np.int64)
-        for size, first, stride in zip((high - low)[: inner + 1], low, self._strides[chunk], strict=False):
-            starts = (starts[:, None] + (first + np.arange(size)) * stride).reshape(-1)
-        starts += (low[inner + 1 :] * self._strides[chunk][inner + 1 :]).sum()
-        item = self._item[chunk]
-        first_bands = starts * item // self._band_bytes
-        last_bands = ((starts + behind[inner]) * item - 1) // self._band_bytes
-        return int(np.maximum(first_bands[1:] - last_bands[:-1] - 1, 0).sum())
+    def _read_bytes(self, array: ArrayRecord, boxes: Sequence[Box]) -> int:
+        runs = plan_reads(self._manifest, [Wanted(array, boxes)], UNLIMITED_BYTES, gap_bytes=0)
+        return sum(read.stop - read.start for run in runs for read in run.reads)
 
 
 class _LoadSummary(msgspec.Struct, array_like=True):
