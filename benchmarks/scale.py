@@ -51,13 +51,14 @@ def _case(each: dict[str, Any]) -> list[str]:
 
 def of_each(figures: Sequence[dict[str, Any]]) -> str:
     """What one process does, but for its data."""
-    headings = ["layout", "processes", "arrays", "chunks", "MiB of data, least to most", "plan, ms", "index, ms"]
-    headings += ["index, KB", "key-value calls", "KB sent"]
+    headings = ["layout", "processes", "arrays", "chunks", "MiB of data, least to most", "layouts, ms", "plan, ms"]
+    headings += ["index, ms", "index, KB", "key-value calls", "KB sent"]
     rows = (
         [
             *_case(each),
             f"{each['chunks']:,}",
             f"{each['bytes_min'] / MIB:,.1f} to {each['bytes_max'] / MIB:,.1f}",
+            f"{1e3 * each['layouts_s']:.1f}",
             f"{1e3 * each['plan_s']:.1f}",
             f"{1e3 * each['encode_index_s']:.1f}",
             f"{each['index_bytes'] / 1e3:,.1f}",

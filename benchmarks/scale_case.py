@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from benchmarks.counted_values import Asked, CountedValues, ValuesOfProcess, WaitsForever
+from benchmarks.mesh_layout import MeshLayout, PlannedSharding
 from benchmarks.process_figures import ResidentMeter
 from benchmarks.scale_layouts import ITEM_BYTES, LAYOUTS, PlannedState, planned_state
 from jaxckpt_train.distributed.coordinator import ManyProcesses
-from jaxckpt_train.pytree.partition import MeshLayout, WriteAssignment
+from jaxckpt_train.pytree.partition import WriteAssignment, held_boxes
 from jaxckpt_train.store.boxes import Box, box_elements
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
@@ -69,6 +72,15 @@ def plan(state: PlannedState, process: int) -> Planned:
     return Planned(boxes, ITEM_BYTES * sum(box_elements(box) for own in boxes for box in own))
 
 
+def layouts_seconds(state: PlannedState) -> float:
+    """How long a process goes through the devices of all distinct shardings and shapes, once."""
+    seconds = 0.0
+    for cuts, shape in {(array.cuts, array.shape) for array in state.arrays}:
+        sharding: Any = PlannedSharding(state.mesh, state.axes, cuts, shape)
+        seconds += timed(functools.partial(held_boxes, sharding, shape, operator.attrgetter("process_index")))[1]
+    return seconds
+
+
 def index_of(planned: Planned, process: int) -> ProcessIndex:
     """What a process says of what it has written; its digests are made up."""
     chunks, offset = dict[int, list[ChunkRecord]](), HEAD_BYTES
@@ -93,7 +105,8 @@ def run_case(layout: str, processes: int, arrays: int, samples: int = 5) -> dict
         plan(state, process)  # what is made once in a process
     figures: dict[str, float | int] = {"processes": processes, "arrays": arrays}
     planned, seconds = zip(*[timed(lambda process=process: plan(state, process)) for process in few], strict=True)  # type: ignore[misc]
-    figures |= {"plan_s": min(seconds), "chunks": max(each.chunks for each in planned)}
+    figures |= {"layouts_s": layouts_seconds(state), "plan_s": min(seconds)}
+    figures |= {"chunks": max(each.chunks for each in planned)}
     figures |= {"bytes_min": min(each.bytes for each in planned), "bytes_max": max(each.bytes for each in planned)}
     encoded, seconds = zip(
         *[timed(lambda both=both: encode_index(index_of(*both))) for both in zip(planned, few, strict=True)],

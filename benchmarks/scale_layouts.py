@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxckpt_train.pytree.partition import Cuts
+from benchmarks.mesh_layout import Cuts
 
 ITEM_BYTES = 4
 GROUP = 64

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,36 +20,14 @@ from jaxckpt_train.pytree.copies import TransferBudget, Transfers, copies_if_wan
 from jaxckpt_train.settings import SnapshotMode
 from jaxckpt_train.store.boxes import Box, box_elements, slices_within
 from jaxckpt_train.store.segment import ChunkSource
-from jaxckpt_train.store.threads import unlocked_cached_property
 
-Holders = tuple[int, ...] | range
+Holders = tuple[int, ...]  # numbers of processes (or devices), in order
 LEAST_PART_BYTES = 1 << 20  # smaller parts are not cut: another write and another manifest entry cost more
-Cuts = tuple[tuple[str, ...], ...]  # for each dimension, the mesh axes over which it is sharded, the outermost first
-Place = tuple[int, ...]  # position of a device along each axis of a mesh
-
-
-class ProcessSet(tuple[int, ...]):
-    """Numbers of processes, in order, with a cached hash: every array would hash a hundred thousand numbers again."""
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @unlocked_cached_property
-    def _hash(self) -> int:
-        return super().__hash__()
-
-
-def as_holders(numbers: Sequence[int] | np.ndarray) -> Holders:
-    """Convert process numbers, in order and distinct, to the form that takes the fewest bytes."""
-    found = np.asarray(numbers, np.int64)
-    steps = np.diff(found)
-    if len(steps) and (steps == steps[0]).all():
-        return range(int(found[0]), int(found[-1]) + 1, int(steps[0]))
-    return ProcessSet(found.tolist())
+KEPT_LAYOUTS = 1024  # layouts that are kept for later saves
 
 
 class HeldBox(NamedTuple):
-    """One distinct box of an array, and the processes (or devices) that hold its data, in order."""
+    """One distinct box of an array, and the processes (or devices) that hold its data."""
 
     box: Box
     holders: Holders
@@ -67,7 +45,7 @@ class WriteAssignment:
 
     def __init__(self, process: int, least_bytes: int = LEAST_PART_BYTES) -> None:
         self._process, self._least_bytes = process, least_bytes
-        self._loads: dict[Holders, _AssignedBytes] = {}
+        self._loads: dict[Holders, list[tuple[int, int]]] = {}  # heaps of bytes and holder
 
     def of(self, layout: Sequence[HeldBox], item_bytes: int) -> list[AssignedPart]:
         """Return what this process writes of an array; arguments as for `of_all`."""
@@ -90,30 +68,14 @@ class WriteAssignment:
         return self._assign(holders, [nbytes]) == [self._process]
 
     def _assign(self, holders: Holders, sizes: Sequence[int]) -> list[int]:
-        return self._loads.setdefault(holders, _AssignedBytes(holders)).give(sizes)
-
-
-class _AssignedBytes:
-    """The bytes assigned to each of some processes; of those without any, only the first is on the heap."""
-
-    def __init__(self, holders: Holders) -> None:
-        self._holders, self._fresh = holders, 0
-        self._heap: list[tuple[int, int]] = []  # bytes and process
-
-    def give(self, sizes: Sequence[int]) -> list[int]:
-        """Assign each of these sizes to another process: to those with the fewest bytes, the lowest number first."""
-        taken = [self._least() for _ in sizes]
+        """Assign each size to another holder: to those with the fewest bytes, the lowest number first."""
+        heap = self._loads.get(holders)
+        if heap is None:
+            heap = self._loads[holders] = [(0, holder) for holder in holders]
+        taken = [heapq.heappop(heap) for _ in sizes]
         for (load, holder), size in zip(taken, sizes, strict=True):
-            heapq.heappush(self._heap, (load + size, holder))
+            heapq.heappush(heap, (load + size, holder))
         return [holder for _, holder in taken]
-
-    def _least(self) -> tuple[int, int]:
-        if self._fresh < len(self._holders):
-            first = (0, self._holders[self._fresh])
-            if not self._heap or first < self._heap[0]:
-                self._fresh += 1
-                return first
-        return heapq.heappop(self._heap)
 
 
 def cut(box: Box, parts: int) -> list[Box]:
@@ -133,61 +95,20 @@ def cut(box: Box, parts: int) -> list[Box]:
     return [(*box[:axis], (low, high), *box[axis + 1 :]) for low, high in itertools.pairwise(edges)]
 
 
-class MeshLayout:
-    """One mesh, from the viewpoint of one process; `processes`: that of each device, in the shape of the mesh."""
+def held_boxes(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], holder_of: Callable[[jax.Device], int]
+) -> list[HeldBox]:
+    """Return the distinct boxes that this process holds of an array, in order, and all their holders.
 
-    def __init__(self, processes: np.ndarray, axes: Sequence[str], process: int) -> None:
-        self._processes, self._axes = processes, {axis: number for number, axis in enumerate(axes)}
-        self.places: list[Place] = [tuple(place) for place in np.argwhere(processes == process).tolist()]
-        self._holders: dict[tuple[int | None, ...], Holders] = {}
-
-    def divides(self, cuts: Cuts, shape: Sequence[int]) -> bool:
-        """Return whether an array of this shape is cut into boxes of equal size."""
-        return len(cuts) == len(shape) and all(size % self._parts(axes) == 0 for size, axes in self._sides(cuts, shape))
-
-    def box(self, place: Place, cuts: Cuts, shape: Sequence[int]) -> Box:
-        """Return the box that the device at a place holds."""
-        sides = []
-        for size, axes in self._sides(cuts, shape):
-            number, part = 0, size // self._parts(axes)
-            for axis in axes:
-                number = number * self._processes.shape[axis] + place[axis]
-            sides.append((number * part, (number + 1) * part))
-        return tuple(sides)
-
-    def held(self, cuts: Cuts, shape: Sequence[int]) -> list[HeldBox]:
-        """Return the distinct boxes that this process holds, with all their holders, in the order of the boxes."""
-        if 0 in shape:
-            return []
-        used = {self._axes[axis] for axes in cuts for axis in axes}
-        found = {self.box(place, cuts, shape): self._holders_of(place, used) for place in self.places}
-        return [HeldBox(box, found[box]) for box in sorted(found)]
-
-    def _sides(self, cuts: Cuts, shape: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-        for size, axes in zip(shape, cuts, strict=True):
-            yield size, [self._axes[axis] for axis in axes]
-
-    def _parts(self, axes: Sequence[int]) -> int:
-        return math.prod(self._processes.shape[axis] for axis in axes)
-
-    def _holders_of(self, place: Place, used: set[int]) -> Holders:
-        """Return the processes of all devices that hold the same box as the device at this place."""
-        fixed = tuple(at if axis in used else None for axis, at in enumerate(place))
-        found = self._holders.get(fixed)
-        if found is None:
-            there = self._processes[tuple(slice(None) if at is None else at for at in fixed)]
-            all_ = np.sort(there, axis=None, kind="stable")
-            found = self._holders[fixed] = as_holders(all_[np.append(True, np.diff(all_) > 0)])
-        return found
-
-
-def cuts_of(spec: Sequence[object], dimensions: int, axes: Mapping[str, int]) -> Cuts | None:
-    """Return the cuts that a partition spec names; None: it contains something else than axes of this size."""
-    named = [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
-    flat = [axis for part in named for axis in part]
-    if len(named) > dimensions or len(set(flat)) != len(flat) or not all(axis in axes for axis in flat):
-        return None
-    return tuple(named) + ((),) * (dimensions - len(named))
+    `holder_of` returns the number that stands for a device. Goes through all devices of the sharding, of all processes.
+    """
+    holders: dict[Box, set[int]] = {}
+    for _, box in boxes_of(sharding.addressable_devices_indices_map(shape), shape):
+        holders[box] = set()
+    for device, box in boxes_of(sharding.devices_indices_map(shape), shape):
+        if box in holders:
+            holders[box].add(holder_of(device))
+    return [HeldBox(box, tuple(sorted(holders[box]))) for box in sorted(holders)]
 
 
 class LocalShard(NamedTuple):
@@ -205,14 +126,18 @@ class _Layout(NamedTuple):
     boxes: Mapping[jax.Device, Box]
 
 
+@functools.lru_cache(KEPT_LAYOUTS)
+def _local_layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Layout:
+    boxes = dict(boxes_of(sharding.addressable_devices_indices_map(shape), shape))
+    return _Layout(held_boxes(sharding, shape, operator.attrgetter("process_index")), boxes)
+
+
 class JobPartition:
     """The partition of one save. All processes ask for the same leaves, in the same order."""
 
     def __init__(self, process: int, processes: int) -> None:
-        self._process, self._everyone = process, range(processes)
+        self._everyone = tuple(range(processes))
         self._assignment = WriteAssignment(process)
-        self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], _Layout] = {}
-        self._meshes: dict[jax.sharding.Mesh, MeshLayout] = {}
 
     def writes(self, nbytes: int) -> bool:
         """Return whether this process writes an array that each process has for itself."""
@@ -220,57 +145,13 @@ class JobPartition:
 
     def of(self, leaf: jax.Array) -> list[LocalShard]:
         """Return the parts that this process writes of an array on devices of several processes."""
-        layout = self._layout(leaf.sharding, leaf.shape)
+        layout = _local_layout(leaf.sharding, leaf.shape)
         here = {layout.boxes[shard.device]: shard.data for shard in reversed(leaf.addressable_shards)}
         parts = []
         for number, box in self._assignment.of(layout.held, np.dtype(leaf.dtype).itemsize):
             held = layout.held[number].box
             parts.append(LocalShard(box, here[held], None if box == held else slices_within(box, held)))
         return parts
-
-    def _layout(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Layout:
-        found = self._layouts.get((sharding, shape))
-        if found is None:
-            found = self._by_geometry(sharding, shape) or self._by_device(sharding, shape)
-            self._layouts[sharding, shape] = found
-        return found
-
-    def _by_geometry(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Layout | None:
-        """Compute the layout in time independent of the number of devices; None: it is not a plain mesh sharding."""
-        cuts = _plain_cuts(sharding, len(shape))
-        if cuts is None:
-            return None
-        mesh: jax.sharding.Mesh = sharding.mesh  # type: ignore[attr-defined]
-        if mesh not in self._meshes:
-            numbers = np.array([device.process_index for device in mesh.devices.flat], np.int64)
-            self._meshes[mesh] = MeshLayout(numbers.reshape(mesh.devices.shape), mesh.axis_names, self._process)
-        layout = self._meshes[mesh]
-        if not layout.divides(cuts, shape):
-            return None
-        boxes = {mesh.devices[place]: layout.box(place, cuts, shape) for place in layout.places}
-        return _Layout(layout.held(cuts, shape), boxes)
-
-    def _by_device(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Layout:
-        """Compute the layout from the index of every device."""
-        holders: dict[Box, set[int]] = {}
-        boxes: dict[jax.Device, Box] = {}
-        for device, box in boxes_of(sharding.devices_indices_map(shape), shape):
-            holders.setdefault(box, set()).add(device.process_index)
-            if device.process_index == self._process:
-                boxes[device] = box
-        mine = sorted(set(boxes.values()))
-        return _Layout([HeldBox(box, as_holders(sorted(holders[box]))) for box in mine], boxes)
-
-
-def _plain_cuts(sharding: jax.sharding.Sharding, dimensions: int) -> Cuts | None:
-    """Return how mesh axes cut an array; None: more than the axes determines which device holds what."""
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return None
-    mesh, spec = sharding.mesh, tuple(sharding.spec)
-    plain = jax.sharding.PartitionSpec(*spec)  # type: ignore[no-untyped-call]
-    if sharding != jax.sharding.NamedSharding(mesh, plain, memory_kind=sharding.memory_kind):
-        return None
-    return cuts_of(spec, dimensions, dict(mesh.shape))
 
 
 def take_local_shards(

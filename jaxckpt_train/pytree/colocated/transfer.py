@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import os
 import queue
 import threading
@@ -29,7 +30,7 @@ from jaxckpt_train.errors import (
     OtherProcessError,
     SettingsError,
 )
-from jaxckpt_train.pytree._jax import boxes_of, enable_x64
+from jaxckpt_train.pytree._jax import enable_x64
 from jaxckpt_train.pytree.colocated.host import (
     Answer,
     ReadArray,
@@ -46,7 +47,7 @@ from jaxckpt_train.pytree.colocated.host import (
     write_here,
 )
 from jaxckpt_train.pytree.copies import device_wait_s, runs_on_hosts
-from jaxckpt_train.pytree.partition import HeldBox, WriteAssignment, cut_out
+from jaxckpt_train.pytree.partition import KEPT_LAYOUTS, HeldBox, WriteAssignment, cut_out, held_boxes
 from jaxckpt_train.pytree.placing import ArrayLoad
 from jaxckpt_train.settings import MIB, Colocated, StoreSettings
 from jaxckpt_train.store.backends.base import Opener
@@ -232,6 +233,11 @@ class HostParts:
         self._whole = self._apart = ()
 
 
+@functools.lru_cache(KEPT_LAYOUTS)
+def _device_layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Sequence[HeldBox]:
+    return held_boxes(sharding, shape, operator.attrgetter("id"))
+
+
 class HostSnapshot:
     """Collects the leaves of one tree that hosts write, as selected by `setting`, and distributes them."""
 
@@ -241,7 +247,6 @@ class HostSnapshot:
         self._whole: list[tuple[int, jax.Array, jax.sharding.Sharding]] = []
         self._found: list[tuple[jax.Device, HostPart]] = []
         self._assignment = WriteAssignment(0, LEAST_CUT_BYTES)
-        self._layouts: dict[tuple[jax.sharding.Sharding, tuple[int, ...]], Sequence[HeldBox]] = {}
         self._host_shardings: dict[jax.sharding.Sharding, jax.sharding.Sharding | None] = {}
 
     def accepts(self, sharding: jax.sharding.Sharding) -> bool:
@@ -250,7 +255,7 @@ class HostSnapshot:
 
     def add(self, number: int, leaf: jax.Array) -> None:
         """Add a leaf: every part once, from the holder with the fewest bytes so far, sliced on its device."""
-        layout = self._layout(leaf.sharding, leaf.shape)
+        layout = _device_layout(leaf.sharding, leaf.shape)
         if all(len(held.holders) == 1 for held in layout):
             host_sharding = self._host_sharding(leaf.sharding)
             if host_sharding is not None:
@@ -292,14 +297,6 @@ class HostSnapshot:
                     there = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
                     self._host_shardings[sharding] = jax.sharding.NamedSharding(there, sharding.spec)
         return self._host_shardings[sharding]
-
-    def _layout(self, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Sequence[HeldBox]:
-        if (sharding, shape) not in self._layouts:
-            holders: dict[Box, set[int]] = {}
-            for device, box in boxes_of(sharding.devices_indices_map(shape), shape):
-                holders.setdefault(box, set()).add(device.id)
-            self._layouts[sharding, shape] = [HeldBox(box, tuple(sorted(ids))) for box, ids in holders.items()]
-        return self._layouts[sharding, shape]
 
 
 def write_on_hosts(

@@ -18,6 +18,7 @@ from jaxckpt_train.distributed.rendezvous import PACK
 from jaxckpt_train.store.boxes import check_tiling
 from jaxckpt_train.store.manifest import decode_manifest
 from jaxckpt_train.store.process_index import encode_index
+from jaxckpt_train.store.threads import paused_collection
 
 ARRAYS = 2 * len(SHAPES)
 
@@ -57,11 +58,12 @@ def calls_of(act: Callable[[], object]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
-    sys.setprofile(note)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
+    with paused_collection():  # as in a save
+        sys.setprofile(note)
+        try:
+            act()
+        finally:
+            sys.setprofile(None)
     return count
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.mesh_layout import Cuts, MeshLayout
 from jaxckpt_train.errors import CheckpointError
-from jaxckpt_train.pytree.partition import LEAST_PART_BYTES, HeldBox, WriteAssignment, cut
-from jaxckpt_train.store.boxes import Box, box_elements
+from jaxckpt_train.pytree.partition import LEAST_PART_BYTES, HeldBox, JobPartition, WriteAssignment, cut
+from jaxckpt_train.store.boxes import Box, box_elements, check_tiling
 from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord, PartRecord
 from jaxckpt_train.store.process_index import ProcessIndex, decode_index, encode_index, merge_indexes, part_index
 
+AXES = ("data", "fsdp", "model")
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 
@@ -71,6 +76,55 @@ def test_many_small_arrays_are_shared_whole_and_evenly() -> None:
     assert written == [250] * 4
     assert [sum(each.of_whole((0, 1, 2, 3), 8) for each in assignments) for _ in range(8)] == [1] * 8
     assert LEAST_PART_BYTES > 400
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 9))
+def test_least_loaded_process_is_assigned_first(sizes: list[int], processes: int) -> None:
+    loads, everyone = [(0, number) for number in range(processes)], tuple(range(processes))
+    assignments = [WriteAssignment(number) for number in everyone]
+    for size in sizes:
+        load, least = min(loads)
+        loads[least] = (load + size, least)
+        assert [each.of_whole(everyone, size) for each in assignments] == [n == least for n in everyone]
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[np.ndarray, list[Cuts]]:
+    sizes = draw(st.tuples(*[st.integers(1, 4)] * 3))
+    per_process = draw(st.sampled_from([n for n in (1, 2, 3, 4) if np.prod(sizes) % n == 0]))
+    numbers = np.arange(np.prod(sizes)) // per_process
+    if draw(st.booleans()):
+        numbers = np.array(draw(st.permutations(numbers.tolist())))
+    axes = draw(st.permutations(AXES))
+    ends = sorted(draw(st.lists(st.integers(0, 3), min_size=2, max_size=2)))
+    cuts: list[Cuts] = [((), ()), (tuple(axes[: ends[0]]), tuple(axes[ends[0] : ends[1]]))]
+    return numbers.reshape(sizes), cuts
+
+
+@given(meshes(), st.integers(1, 3))
+def test_processes_of_a_mesh_write_each_element_once(case: tuple[np.ndarray, list[Cuts]], times: int) -> None:
+    numbers, all_cuts = case
+    shape, processes = (64 * 27, 64 * 27), int(numbers.max()) + 1
+    layouts = [MeshLayout(numbers, AXES, process) for process in range(processes)]
+    assignments = [WriteAssignment(process, 1 << 16) for process in range(processes)]
+    for cuts in all_cuts * times:
+        boxes = []
+        for layout, own in zip(layouts, assignments, strict=True):
+            boxes += [share.box for share in own.of(layout.held(cuts, shape), 4)]
+        check_tiling(boxes, shape, "array")
+
+
+@pytest.mark.parametrize("spec", [(), (None, "fsdp"), ("model",), (("fsdp", "model"), "data")])
+def test_local_shards_are_views_of_what_devices_hold(spec: tuple[object, ...]) -> None:
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), AXES)
+    values = np.arange(16 * 8 * 4, dtype=np.float32).reshape(16, 8, 4)
+    leaf = jax.device_put(values, NamedSharding(mesh, PartitionSpec(*spec)))
+    for processes in (1, 2):
+        parts = JobPartition(0, processes).of(leaf)
+        check_tiling([part.box for part in parts], leaf.shape, "array")
+        for part in parts:
+            inside = tuple(itertools.starmap(slice, part.box))
+            assert np.array_equal(np.asarray(part.held)[part.inner or ...], values[inside])
 
 
 def test_indexes_that_do_not_make_whole_are_refused() -> None:
