@@ -12,10 +12,9 @@ import functools
 import itertools
 import operator
 import os
-import queue
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -361,37 +360,6 @@ def _make_call(
     return HostCall(device, plan_array(plan, room), held, room)
 
 
-class HostQueue:
-    """Hands out the numbers of calls to threads, so that each host has one call at a time, and memory for one."""
-
-    def __init__(self, hosts: Sequence[Hashable]) -> None:
-        self._hosts = hosts
-        self._left: dict[Hashable, deque[int]] = {}
-        for number, host in enumerate(hosts):
-            self._left.setdefault(host, deque()).append(number)
-        self._ready = queue.SimpleQueue[deque[int] | None]()  # remaining calls of each idle host
-        self._is_over = False
-        for left in self._left.values():
-            self._ready.put(left)
-
-    def take(self) -> int | None:
-        """Wait for an idle host, and return its next call; None: ended. May be called as often as there are calls."""
-        left = self._ready.get()
-        return None if left is None or self._is_over else left.popleft()
-
-    def release(self, number: int) -> None:
-        """Mark the host of this call as idle."""
-        left = self._left[self._hosts[number]]
-        if left:
-            self._ready.put(left)
-
-    def end(self) -> None:
-        """Start no further call, and wake the threads that wait: some hosts may never finish."""
-        self._is_over = True
-        for _ in self._hosts:
-            self._ready.put(None)
-
-
 @functools.cache
 def cpu_device_of(device: jax.Device) -> jax.Device:
     """Return the CPU device on the host of a device: a call with arrays on it runs on that host."""
@@ -430,27 +398,23 @@ class HostResult(NamedTuple):
 def call_hosts(
     calls: Sequence[HostCall], doing: str, report_progress: Callable[[bool], object]
 ) -> Generator[HostResult]:
-    """Make all calls, one at a time on each host, and yield the results as they arrive.
+    """Make all calls in rounds of one for each host, and yield the results as they arrive.
 
-    A host gets its next call after its last result was taken and the following one was asked for. After the first
-    error, which names the host, no further call is started. `report_progress` is called about once a second with
+    A round starts after all results of the last one were taken, so that a host has memory for one call only. After the
+    first error, which names the host, no further call is started. `report_progress` is called about once a second with
     whether a host has made progress; if none has for ten minutes, CheckpointTimeoutError is raised.
     """
     refuse_without_pickler()
+    by_device: dict[jax.Device, list[int]] = {}
+    for number, each in enumerate(calls):
+        by_device.setdefault(each.device, []).append(number)
     under_way: dict[int, jax.Device] = {}
-    host_queue = HostQueue([call.device for call in calls])
 
-    def call(_: int) -> HostResult | None:
-        number = host_queue.take()
-        if number is None:
-            return None
+    def call(number: int) -> HostResult:
         under_way[number] = calls[number].device
         try:
             with enable_x64(True):  # the calling thread may have it for itself only
                 return _call_host(number, calls[number], doing)
-        except BaseException:
-            host_queue.end()
-            raise
         finally:
             del under_way[number]
 
@@ -461,16 +425,13 @@ def call_hosts(
         report_progress(seen[0] != before)
         return seen[0]
 
-    workers = shared_workers(min(len({call.device for call in calls}), MOST_AT_ONCE), "jaxckpt-hosts")
-    each = workers.run_each(call, range(len(calls)), give_up=host_queue.end, moved=moved)
+    workers = shared_workers(min(len(by_device), MOST_AT_ONCE), "jaxckpt-hosts")
     try:
-        with poller, contextlib.closing(each) as results:
-            for result in results:
-                if result is not None:
-                    number = result.number
-                    yield result
-                    del result
-                    host_queue.release(number)
+        with poller:
+            for numbers in itertools.zip_longest(*by_device.values()):
+                together = [number for number in numbers if number is not None]
+                with contextlib.closing(workers.run_each(call, together, moved=moved)) as results:
+                    yield from results
     except CheckpointTimeoutError as error:
         raise CheckpointTimeoutError(f"{doing}: {error}") from None
 
