@@ -362,7 +362,7 @@ class CheckpointSave:
 
     def _progress(self, done: int) -> None:
         self.tracker(done)
-        if self._job.is_over():
+        if self._job.has_failed_elsewhere():
             raise CheckpointError(f"saving {self.subject}: stopped, because another process failed")
 
     def _commit(self, target: SaveTarget, values: Sequence[bytes]) -> bytes:

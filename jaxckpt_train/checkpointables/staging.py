@@ -166,19 +166,19 @@ def wait_until_taken(
         if part.snapshot is not None:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
             reason = pending.wait_for(part.snapshot.is_taken, left_s, patience_s, until)
-            if reason is not None and _give_up(parts):
+            if reason is not None and _cancel(parts):
                 raise CheckpointTimeoutError(
                     f"saving {pending.subject}: {reason}; abandoned before its state was copied"
                 )
 
 
-def _give_up(parts: Sequence[StagedPart]) -> bool:
+def _cancel(parts: Sequence[StagedPart]) -> bool:
     """Make the save fail and release the state; return False if the whole state was copied after all."""
     transfers = [part.snapshot.transfers for part in parts if part.snapshot is not None]
-    is_given_up = any(each.give_up() for each in transfers if each is not None)
-    if is_given_up:
+    is_cancelled = any(each.cancel() for each in transfers if each is not None)
+    if is_cancelled:
         close_parts(parts)
-    return is_given_up
+    return is_cancelled
 
 
 def make_tracker(parts: Sequence[StagedPart]) -> ProgressTracker:

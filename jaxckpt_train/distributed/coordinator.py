@@ -67,7 +67,7 @@ class Coordinator:
     def leave(self) -> None:
         """End, and make processes that wait for this one here, or in a coordinator below this one, raise an error."""
 
-    def is_over(self) -> bool:
+    def has_failed_elsewhere(self) -> bool:
         """Return whether the current operation has failed in another process; known some seconds later."""
         return False
 
@@ -145,9 +145,9 @@ class ManyProcesses(Coordinator):
         self._values.set(f"{self._name}/{_LEFT}/{self.process}", b"1")
         self.end()
 
-    def is_over(self) -> bool:
+    def has_failed_elsewhere(self) -> bool:
         """Return whether the current rendezvous has failed elsewhere."""
-        return self._rendezvous is not None and self._rendezvous.is_over
+        return self._rendezvous is not None and self._rendezvous.has_failed_elsewhere
 
     def exchange(
         self,

@@ -86,8 +86,8 @@ class Rendezvous:
         left: folders of the keys by which processes announce that they have left a coordinator above this rendezvous.
 
     Attributes:
-        is_over: whether the rendezvous has failed in another process, or a process is lost, while this one works;
-            known some seconds later.
+        has_failed_elsewhere: whether the rendezvous has failed in another process, or a process is lost, while this one
+            works; known some seconds later.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Rendezvous:
         on_progress: Callable[[], object] | None = None,
         left: Sequence[str] = (),
     ) -> None:
-        self.folder, self.is_over, self._left = folder, False, left
+        self.folder, self.has_failed_elsewhere, self._left = folder, False, left
         self._values, self._process, self._processes = values, process, processes
         self._doing, self._timeout_s, self._moved, self._on_progress = doing, timeout_s, moved, on_progress
         least_s, most_s = processes / ASKING_PER_S, timeout_s / 8
@@ -137,7 +137,7 @@ class Rendezvous:
         try:
             return act()
         except CheckpointError:
-            if self.is_over:
+            if self.has_failed_elsewhere:
                 self._raise_failure(self._contributions.look())
                 if self._lost is not None:
                     raise self._lost from None
@@ -175,7 +175,7 @@ class Rendezvous:
             try:
                 value = give()
             except BaseException as error:
-                is_stopped = self.is_over and isinstance(error, CheckpointError)  # because another process failed
+                is_stopped = self.has_failed_elsewhere and isinstance(error, CheckpointError)
                 with _notifying(error):
                     self._contribute(_FAILED + encode_error(error, self._process), is_error=True)
                 if is_stopped:
@@ -313,7 +313,7 @@ class Rendezvous:
                 while not silence.is_check_due() and not ended.wait(min(SLICE_S, self._period_s / 4)):
                     pass
         except CheckpointTimeoutError as error:
-            self._lost, self.is_over = error, True
+            self._lost, self.has_failed_elsewhere = error, True
         except CheckpointError as error:  # end of a thread; a process that waits for this one finds out by itself
             _log.warning("%s: the other processes do not receive the heartbeats of this one: %s", self._doing, error)
 
@@ -322,11 +322,11 @@ class Rendezvous:
         arrived: dict[int, bytes] = {}
         if self._process:
             published = self._values.get(f"{self.folder}/said", POLL_S)
-            self.is_over |= published is not None and published[:1] == _FAILED
+            self.has_failed_elsewhere |= published is not None and published[:1] == _FAILED
             signs = self._sign_of_primary()
         else:
             found = self._contributions.look()
-            self.is_over |= any(value is not None and value[:1] == _FAILED for value in found.values())
+            self.has_failed_elsewhere |= any(value is not None and value[:1] == _FAILED for value in found.values())
             arrived = dict.fromkeys(found, b"")
             signs = by_process(self._values.find(f"{self.folder}/alive")) | arrived
         silence.record(signs)

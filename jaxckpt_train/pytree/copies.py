@@ -367,7 +367,7 @@ class Transfers:
         self._to_copy: set[int] = set()
         self._lock = ahead.lock
         self._left = self._next = self.fetching = 0
-        self._is_given_up = False
+        self._is_cancelled = False
         self.waited_s = 0.0
 
     def add(self, array: jax.Array, *, is_ours: bool = False) -> LazyArray | np.ndarray:
@@ -392,7 +392,7 @@ class Transfers:
             self._start_more()
 
     def fetch(self, number: int) -> np.ndarray:
-        """Bring array number `number` to the host, once; raise CheckpointTimeoutError if the save was given up."""
+        """Bring array number `number` to the host, once; raise CheckpointTimeoutError if they were cancelled."""
         with self._lock:
             array = self._waiting[number]
             if array is None:
@@ -410,7 +410,7 @@ class Transfers:
             with self._lock:
                 self.fetching -= 1
         with self._lock:
-            if self._is_given_up:
+            if self._is_cancelled:
                 raise CheckpointTimeoutError(GIVEN_UP)
             self._left -= 1
             last = self._left == 0
@@ -429,11 +429,11 @@ class Transfers:
             with self._lock:
                 self.fetching -= 1
 
-    def give_up(self) -> bool:
+    def cancel(self) -> bool:
         """Make further fetches fail, unless all are done; return whether they will."""
         with self._lock:
-            self._is_given_up = self._left > 0
-        return self._is_given_up
+            self._is_cancelled = self._left > 0
+        return self._is_cancelled
 
     def close(self) -> None:
         """Release the arrays that were not fetched."""

@@ -327,7 +327,7 @@ class JointRead:
         self._bytes += done
         if self._progress_callback is not None:
             self._progress_callback(done)
-        if self._job.is_over():
+        if self._job.has_failed_elsewhere():
             raise CheckpointError(f"{self._subject}: stopped, because another process failed")
 
     def _run_in_all(

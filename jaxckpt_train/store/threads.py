@@ -227,7 +227,7 @@ class Workers:
         except BaseException as error:  # an interrupt: wait, because the running items use the caller's resources
             if give_up is not None:
                 give_up()
-            batch.give_up(error)
+            batch.cancel(error)
             batch.done.wait()
             batch.take_error()
             raise
@@ -262,7 +262,7 @@ class Workers:
         except BaseException as error:  # an interrupt, an error of the consumer, or no progress
             if give_up is not None:
                 give_up()
-            batch.give_up(error)
+            batch.cancel(error)
             try:
                 if not isinstance(error, CheckpointTimeoutError):
                     _drain(batch, results)
@@ -348,12 +348,12 @@ class _Batch(Generic[T]):
         return is_lost
 
     def lose(self, most: int) -> int:
-        """After `give_up`: count the threads that still work on it as lost, at most `most`; returns how many."""
+        """After `cancel`: count the threads that still work on it as lost, at most `most`; returns how many."""
         with self._lock:
             self._lost = min(most, self._left)
         return self._lost
 
-    def give_up(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException) -> None:
         """Start no more items, and count the items that no thread has taken as done."""
         self._fail(error)
         while self._items:

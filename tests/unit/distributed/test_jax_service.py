@@ -14,6 +14,6 @@ def test_one_process_agrees_with_itself() -> None:
     assert coordinator.exchange("nothing", lambda: b"mine") == b""
     assert coordinator.broadcast("step", lambda: b"7") == b"7"
     assert coordinator.within("save") is coordinator
-    assert not coordinator.is_over()
+    assert not coordinator.has_failed_elsewhere()
     coordinator.exchange("commit", bytes)
     coordinator.end()

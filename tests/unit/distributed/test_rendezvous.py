@@ -114,7 +114,7 @@ class HearsAtOnce(ValuesOfProcess):
 
     def set(self, key: str, value: bytes) -> None:
         super().set(key, value)
-        while key.endswith("/here") and not self.job.is_over():
+        while key.endswith("/here") and not self.job.has_failed_elsewhere():
             self.get("nothing", 0.01)
 
 

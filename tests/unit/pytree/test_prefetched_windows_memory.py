@@ -98,7 +98,7 @@ def test_error_of_a_window_does_not_keep_its_reader() -> None:
             raise StorageError(5, "broken")
 
     committed: Any = SimpleNamespace(manifest=SimpleNamespace(block_bytes=BLOCK))
-    job: Any = SimpleNamespace(exchange=lambda doing, act, merge, sign: act(), is_over=lambda: False)
+    job: Any = SimpleNamespace(exchange=lambda doing, act, merge, sign: act(), has_failed_elsewhere=lambda: False)
     windows: Any = SimpleNamespace(windows=1, window=lambda number: (0, BLOCK))
     reader: Any = Reader()
     kept = weakref.ref(reader)
