@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from jaxckpt_train.checkpointables.base import NOTHING, Staged
 from jaxckpt_train.checkpointables.handlers import handler_of
 from jaxckpt_train.errors import CheckpointTimeoutError, NonFiniteError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.pending import LAST_PATIENCE_S, PendingSave, ProgressTracker
-from jaxckpt_train.pytree.copies import TransferBudget
+from jaxckpt_train.pytree.copies import Busy, TransferBudget
 from jaxckpt_train.pytree.leaves import refuse_too_deep, refused_if_too_deep
 from jaxckpt_train.pytree.partition import JobPartition
 from jaxckpt_train.pytree.snapshot import Snapshot, snapshot
@@ -34,19 +33,15 @@ def first_of(items: Sequence[str], separator: str = ",") -> str:
 
 
 class OwnFiles:
-    """Lets an object write its own files; `is_writing` is set meanwhile, since this may take long."""
+    """Lets an object write its own files; it is `busy` meanwhile, since this may take long."""
 
     def __init__(self, write_files: Callable[[Path], None]) -> None:
-        self._write_files = write_files
-        self.is_writing = False
+        self._write_files, self.busy = write_files, Busy()
 
     def write(self, folder: Path) -> None:
         """Write the files into the folder."""
-        self.is_writing = True
-        try:
+        with self.busy:
             self._write_files(folder)
-        finally:
-            self.is_writing = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,12 +178,10 @@ def _cancel(parts: Sequence[StagedPart]) -> bool:
 
 def make_tracker(parts: Sequence[StagedPart]) -> ProgressTracker:
     """Return a progress tracker that excuses waits for computations and for objects that write their own files."""
-    excuses: list[tuple[Any, str]] = [(part.own_files, "is_writing") for part in parts]
+    busy = [part.own_files.busy for part in parts if part.own_files is not None]
     for taken in (part.snapshot for part in parts if part.snapshot is not None):
-        excuses += [(taken.transfers, "fetching"), (taken.guard, "is_looking"), (taken.on_hosts, "is_waiting")]
-    # Weak references, since the tracker must not keep the staged values.
-    refs = [(weakref.ref(each), attribute) for each, attribute in excuses if each is not None]
-    return ProgressTracker(lambda: any(getattr(ref(), attribute, False) for ref, attribute in refs))
+        busy += [each.busy for each in (taken.transfers, taken.guard, taken.on_hosts) if each is not None]
+    return ProgressTracker(lambda: any(each.is_set() for each in busy))
 
 
 def wait_for_devices(parts: Sequence[StagedPart], times: SaveTimes) -> None:

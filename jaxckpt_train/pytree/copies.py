@@ -350,23 +350,45 @@ class TransferBudget:
         self._dropped.put(nbytes)
 
 
+class Busy:
+    """Counts the threads in waits of unknown length, for devices or for other code, within `with`.
+
+    A save without progress is not stalled meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._threads = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._threads += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._threads -= 1
+
+    def is_set(self) -> bool:
+        """Return whether a thread waits."""
+        return self._threads > 0
+
+
 class Transfers:
     """Fetches single-device arrays to the host, in the order in which they were added, and releases each.
 
     Each fetch also starts the transfers of the next arrays, as far as `ahead` permits. `done` opens once nothing more
-    is read from the devices; `fetching` counts fetches that wait for their devices; `waited_s`: how long devices were
-    waited for while the arrays were added.
+    is read from the devices; `busy`: with waits for the devices; `waited_s`: how long devices were waited for while the
+    arrays were added.
     """
 
     def __init__(
         self, ahead: TransferBudget, start: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = start_transfers
     ) -> None:
-        self.done = Latch()
+        self.done, self.busy = Latch(), Busy()
         self._ahead, self._start = ahead, start
         self._waiting: list[jax.Array | None] = []
         self._to_copy: set[int] = set()
         self._lock = ahead.lock
-        self._left = self._next = self.fetching = 0
+        self._left = self._next = 0
         self._is_cancelled = False
         self.waited_s = 0.0
 
@@ -402,13 +424,9 @@ class Transfers:
                 self._ahead.take_anyway(array.nbytes)
                 (array,) = self._start([array])
             self._start_more()
-            self.fetching += 1
-        try:
+        with self.busy:
             data = np.array(array, copy=True) if number in self._to_copy else np.asarray(array)
             weakref.finalize(data, self._ahead.give_back, array.nbytes).atexit = False
-        finally:
-            with self._lock:
-                self.fetching -= 1
         with self._lock:
             if self._is_cancelled:
                 raise CheckpointTimeoutError(GIVEN_UP)
@@ -422,12 +440,8 @@ class Transfers:
         """Wait until the first array, and so everything that was queued before, is computed; return the seconds."""
         with self._lock:
             first = next((array for array in self._waiting if array is not None), None)
-            self.fetching += 1
-        try:
+        with self.busy:
             return device_wait_s([] if first is None else [first])
-        finally:
-            with self._lock:
-                self.fetching -= 1
 
     def cancel(self) -> bool:
         """Make further fetches fail, unless all are done; return whether they will."""

@@ -28,6 +28,7 @@ from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.pytree._jax import without_caller_settings
 from jaxckpt_train.pytree.colocated.transfer import HostParts, HostSnapshot
 from jaxckpt_train.pytree.copies import (
+    Busy,
     TransferBudget,
     Transfers,
     copy_all,
@@ -364,7 +365,7 @@ class ValueGuard:
     """
 
     def __init__(self, names: Sequence[str], leaves: Sequence[Any]) -> None:
-        self.is_looking = False  # whether `flaws` waits for devices, which may still be computing
+        self.busy = Busy()  # with waits for devices, which may still be computing
         self._found: list[tuple[str, int, int]] = []
         self._pending: list[tuple[list[tuple[str, int]], jax.Array]] = []
         groups: dict[Any, list[tuple[str, jax.Array]]] = defaultdict(list)
@@ -397,14 +398,11 @@ class ValueGuard:
     def flaws(self) -> list[tuple[str, str]]:
         """Return the paths of leaves that hold nan or inf, each with "nan" or "inf"."""
         found = list(self._found)
-        self.is_looking = True
-        try:
-            with jax.transfer_guard_device_to_host("allow"):  # a few bytes; the user's guard concerns the training
-                for leaves, results in self._pending:
-                    answers = np.asarray(results)
-                    found += [(name, rank, int(flaw)) for (name, rank), flaw in zip(leaves, answers, strict=True)]
-        finally:
-            self.is_looking = False
+        # A few bytes: the user's guard concerns the training.
+        with self.busy, jax.transfer_guard_device_to_host("allow"):
+            for leaves, results in self._pending:
+                answers = np.asarray(results)
+                found += [(name, rank, int(flaw)) for (name, rank), flaw in zip(leaves, answers, strict=True)]
         names = {NAN: "nan", INF: "inf"}
         flaws = [(name, names[flaw]) for name, rank, flaw in found if flaw == NAN or (flaw == INF and rank > 0)]
         return list(dict.fromkeys(flaws))

@@ -14,7 +14,7 @@ import operator
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +45,7 @@ from jaxckpt_train.pytree.colocated.host import (
     settings_there,
     write_here,
 )
-from jaxckpt_train.pytree.copies import device_wait_s, runs_on_hosts
+from jaxckpt_train.pytree.copies import Busy, device_wait_s, runs_on_hosts
 from jaxckpt_train.pytree.partition import KEPT_LAYOUTS, HeldBox, WriteAssignment, cut_out, held_boxes
 from jaxckpt_train.pytree.placing import ArrayLoad
 from jaxckpt_train.settings import MIB, Colocated, StoreSettings
@@ -197,7 +197,7 @@ class HostParts:
 
     def __init__(self, whole: Sequence[tuple[int, jax.Array]], apart: Sequence[tuple[jax.Device, HostPart]]) -> None:
         self._whole, self._apart = whole, apart
-        self.is_waiting = False  # whether a thread waits for the copies
+        self.busy = Busy()  # with waits for the copies
 
     def by_device(self) -> dict[jax.Device, list[HostPart]]:
         """Return the parts that each CPU device holds, ordered by device number; waits until all are computed."""
@@ -208,7 +208,7 @@ class HostParts:
                 found.setdefault(shard.device, []).append(part)
         for device, part in self._apart:
             found.setdefault(device, []).append(part)
-        with self._waiting():
+        with self.busy:
             for part in itertools.chain.from_iterable(found.values()):
                 part.data.block_until_ready()
         return dict(sorted(found.items(), key=lambda item: item[0].id))
@@ -216,16 +216,8 @@ class HostParts:
     def wait_for_devices(self) -> float:
         """Wait until the first copy is computed; return the seconds."""
         first = [array for _, array in self._whole[:1]] or [part.data for _, part in self._apart[:1]]
-        with self._waiting():
+        with self.busy:
             return device_wait_s(first)
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self.is_waiting = True
-        try:
-            yield
-        finally:
-            self.is_waiting = False
 
     def close(self) -> None:
         """Release the parts."""
