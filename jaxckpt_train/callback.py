@@ -153,33 +153,25 @@ class CheckpointCallback:
 
     def _restore(self, values: dict[str, Any]) -> dict[str, Any]:
         """Restore the newest valid step of the run; `manager.restored_step` then names the step."""
-        manager, check, shown = self.manager, self._shutdown.check_load, wants_progress(self._options.progress)
+        manager, shown = self.manager, wants_progress(self._options.progress)
         total: int | None = None
         if shown:
             with contextlib.suppress(*UNREADABLE):  # the restore will report it
                 total = manager.metadata().bytes
         with with_fingerprint(self._options.fingerprint), progress_line("restoring", total, shown) as advance:
-
-            def progress(done: int) -> None:
-                check()
-                if advance is not None and done:
-                    advance(done)
-
-            values = restore_values(manager, trace_values(values), self._options.data_on_mismatch, progress)
+            values = restore_values(manager, trace_values(values), self._options.data_on_mismatch, advance)
         _log.info("resumed from step %s of %s", manager.restored_step, manager.directory)
         return values
 
     def _initialise(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return the values of a fresh run: call the functions that make values, and load `init_from` if it is set."""
-        manager, check = self.manager, self._shutdown.check_load
+        manager = self.manager
         manager.check_fresh(allow_flax=self._options.init_from is not None)
         if self._options.init_from is not None:
             given, options = path_and_options(self._options.init_from)
             path, keeps_some = resolve_directory(given), {"only", "missing"} & options.keys()
             like = (make_values if keeps_some else trace_values)({"state": values["state"]})["state"]
-            values["state"] = manager.on_all(
-                "loading", lambda: load(path, like, donatable=True, progress=check, **options)
-            )
+            values["state"] = manager.on_all("loading", lambda: load(path, like, donatable=True, **options))
             _log.info("initialised the state from %s", given)
         values = make_values(values)
         refuse_abstract_values(values, manager.directory)

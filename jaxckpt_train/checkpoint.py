@@ -31,7 +31,8 @@ from jaxckpt_train.settings import StoreSettings, checked_settings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend, is_file
 from jaxckpt_train.store.committed import Committed, use_committed
-from jaxckpt_train.store.timeouts import call_with_timeout, interruptible
+from jaxckpt_train.store.reader import polling
+from jaxckpt_train.store.timeouts import call_with_timeout
 from jaxckpt_train.store.transaction import Transaction
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
@@ -270,7 +271,7 @@ def load(
             files, there, how = changed.files, changed.committed, options_for(changed, options)
             return load_parts(files, there, {name: like}, changed.settings, how, progress, loads)[name]
 
-        with interruptible(progress):
+        with polling(progress):
             return use_source(_BACKEND, there, load_main, chosen)
 
 
@@ -303,7 +304,7 @@ def load_checkpointables(
     with loads.sharing_errors():
         expect_parts(loads, {} if targets is None else named("targets", targets))
         there = _to_read(path)
-        with interruptible(progress):
+        with polling(progress):
             return use_source(_BACKEND, there, load_named, chosen)
 
 

@@ -50,9 +50,9 @@ from jaxckpt_train.run.saving import Drift, SaveRequest, SaveResult, StepSave
 from jaxckpt_train.settings import STALL_TIMEOUT_S, StoreSettings, checked_settings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.backends.local import LocalBackend
-from jaxckpt_train.store.reader import ReadProgress
+from jaxckpt_train.store.reader import ReadProgress, polling
 from jaxckpt_train.store.threads import free_in_child
-from jaxckpt_train.store.timeouts import interruptible, time_limited
+from jaxckpt_train.store.timeouts import time_limited
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
@@ -556,7 +556,7 @@ class StepManager:
             return self.load(targets, step, progress=progress)
         self.wait()
         restore = RunRestore(self._run, self._job_sync, targets, self.settings, progress)
-        with interruptible(progress):
+        with polling(progress):
             results, self.restored_step = restore.restore(step, warns=not roll_back)
         return results
 
@@ -569,7 +569,7 @@ class StepManager:
         """
         if not self._job_sync.is_single_process:
             return load_checkpointables(self.path(step), targets, settings=self.settings, progress=progress)
-        with interruptible(progress):
+        with polling(progress):
             return RunRestore(self._run, self._job_sync, targets, self.settings, progress).load(step)
 
     def check(self) -> None:

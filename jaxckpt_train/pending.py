@@ -19,8 +19,7 @@ from jaxckpt_train._validation import one_of, shown, time_limit
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, free_frames, is_success
 from jaxckpt_train.exit_code import INTERRUPTED, code_of, end_process
 from jaxckpt_train.policies.context import CheckpointInfo, positive_seconds
-from jaxckpt_train.store.threads import POLL_S, Latch
-from jaxckpt_train.store.timeouts import check_interrupt
+from jaxckpt_train.store.threads import POLL_S, Latch, check_interrupt
 
 # A disk that does not answer for this time is not waited for at the end of a script or of a run.
 LAST_PATIENCE_S = 600.0

@@ -236,8 +236,8 @@ def verify(path: Checkpoint, step: Step = None, as_json: Json = False) -> None:
     """
     opened = open_at(BACKEND, absolute(path), step)
     refuse_other_tools(opened)
-    with progress("verifying", None, as_json) as advance:
-        report = verify_opened(BACKEND, opened.committed, opened.settings, advance)
+    with progress("verifying", None, as_json):
+        report = verify_opened(BACKEND, opened.committed, opened.settings)
     if not report.ok and not file_exists(opened.path):
         raise StepNotFoundError(f"{opened.path}: was removed while it was being read")
     if as_json:

@@ -24,8 +24,8 @@ import msgspec
 
 from jaxckpt_train import errors
 from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError, StorageError
-from jaxckpt_train.store.threads import Latch
-from jaxckpt_train.store.timeouts import call_with_timeout, interruptible
+from jaxckpt_train.store.threads import Latch, interruptible
+from jaxckpt_train.store.timeouts import call_with_timeout
 
 # Errors that can be rebuilt from a message alone; every other error becomes an OtherProcessError.
 _REBUILDABLE = {
@@ -276,7 +276,7 @@ class Rendezvous:
         """Make a call that the store answers at once, unless process 0, which runs the store, is stopped."""
         end = time.monotonic() + self._limit_s
 
-        def look(_: int) -> None:
+        def look() -> None:
             if time.monotonic() >= end:
                 raise self._lost_error((0,), arrived=True)
 

@@ -35,7 +35,7 @@ from jaxckpt_train.preemption.sources import (
 from jaxckpt_train.run.history import LATE, NOTE_S, PREEMPTED
 from jaxckpt_train.run.job import leave_channel
 from jaxckpt_train.run.saving import SaveResult
-from jaxckpt_train.store.timeouts import interruptible
+from jaxckpt_train.store.threads import interruptible
 
 SERVICE_POLL_S = 1.0  # how often JAX's service looks for signals
 # The part of the grace period that is reserved to end a process that has used JAX.
@@ -325,8 +325,7 @@ class GracefulShutdown:
         if failure is not None:
             raise failure
 
-    def check_load(self, done: int = 0) -> None:
-        """The `progress` of a load within `leaving_a_load`: a requested shutdown ends the load."""
+    def _check_load(self) -> None:
         if self._grace_period_s is not None and self.is_asked():
             raise CheckpointTimeoutError("a shutdown was requested during the load")
 
@@ -334,7 +333,7 @@ class GracefulShutdown:
     def leaving_a_load(self) -> Iterator[None]:
         """Within the context, a requested shutdown ends a load and the run at once: there is nothing to save yet."""
         try:
-            with interruptible(self.check_load):
+            with interruptible(self._check_load):
                 yield
         except CheckpointTimeoutError:
             if self._grace_period_s is None or not self.is_asked():

@@ -34,8 +34,8 @@ from jaxckpt_train.store.manifest import ArrayRecord, ChunkRecord
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT, Wanted, parts_bytes, plan_reads
 from jaxckpt_train.store.reader import ReadBox, Reading, ReadProgress, Sources, band_bytes, run_reads
 from jaxckpt_train.store.segment import ALIGNMENT, DTYPES
-from jaxckpt_train.store.threads import POLL_S
-from jaxckpt_train.store.timeouts import BackgroundCall, StallDetector, abandon_call, close_files, start_call
+from jaxckpt_train.store.threads import POLL_S, StallDetector
+from jaxckpt_train.store.timeouts import BackgroundCall, abandon_call, close_files, start_call
 
 ROOM = 16  # alignment of the parts in a row for another process: no element is longer
 LEAST_ROW_BYTES = 4096  # summing so long a row makes XLA's CPU client return before the program has run
@@ -298,7 +298,7 @@ class ShardReader:
         """Read bytes [start, stop) of the stream into `target`; each window starts where the last one ended."""
         window, reads = self.begin(target, start, stop)
         each = run_reads(
-            self.directory, self._settings, operator.call, reads, give_up=self._budget.lift, moved=self._count_reads
+            self.directory, self._settings, operator.call, reads, give_up=self._budget.lift, moved=lambda: self.reads
         )
         with contextlib.closing(each) as results:
             for _ in results:
@@ -330,16 +330,10 @@ class ShardReader:
         self._is_stopped = True
         close_files(self._sources.end())
 
-    def _count_reads(self) -> int:
-        """Return the number of reads; the progress callback may raise here, in the waiting thread."""
-        self._moved(0)
-        return self.reads
-
     def _moved(self, done: int) -> None:
         if self._is_stopped:
             raise CheckpointError(f"{self.directory}: the read was cancelled")
-        if done:
-            self.reads += 1
+        self.reads += 1
         if self._progress is not None:
             self._progress(done)
 
@@ -381,7 +375,7 @@ class Prefetcher:
         self._ordered = deque[tuple[Window, Callable[[], object]]]()
         self._running = list[tuple[Window, BackgroundCall[object]]]()
         self._pending = deque[Window]()
-        self._stall_detector, self._looked_at = StallDetector(reader.directory), time.monotonic()
+        self._stall_detector, self._looked_at = StallDetector(reader.directory, reader.reads), time.monotonic()
 
     def order(self, target: np.ndarray, start: int, stop: int) -> None:
         """Order a window, as `ShardReader.begin`; the first order opens the files."""

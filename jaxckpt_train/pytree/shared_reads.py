@@ -47,6 +47,7 @@ from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import ArrayRecord, Manifest
 from jaxckpt_train.store.read_plan import Wanted, is_read_by_bands, plan_reads
 from jaxckpt_train.store.reader import ReadBox, ReadProgress
+from jaxckpt_train.store.threads import check_interrupt, interruptible
 
 LEAST_WINDOW_BYTES = 16 * LEAST_ROW_BYTES
 # An array goes to all processes if they need less than this each: taking it apart would take longer.
@@ -226,7 +227,7 @@ class JointRead:
 
     def _heartbeat(self, waits_for_others: bool) -> None:
         self._signs += waits_for_others  # if the own disk does not answer, this process must count as stalled
-        self._progress(0)
+        check_interrupt()
 
     def _move_all(self, shared: Sequence[SharedArray], take: Callable[[ReadBox], None]) -> None:
         to_all = [each for each in shared if self._needs_all_gather(each)]
@@ -317,7 +318,7 @@ class JointRead:
             waited_s, pause_s = waited_s + pause_s, min(LONGEST_PAUSE_S, 1.5 * pause_s)
             if waited_s >= looks * POLL_S:
                 looks, self._signs = looks + 1, self._signs + 1
-                self._progress(0)
+                check_interrupt()
             if waited_s >= limit_s:
                 raise CheckpointTimeoutError(
                     f"{self._subject}: a transfer between the processes has not ended after {waited_s:.0f} s"
@@ -327,6 +328,8 @@ class JointRead:
         self._bytes += done
         if self._progress_callback is not None:
             self._progress_callback(done)
+
+    def _check_others(self) -> None:
         if self._job.has_failed_elsewhere():
             raise CheckpointError(f"{self._subject}: stopped, because another process failed")
 
@@ -334,21 +337,22 @@ class JointRead:
         self, doing: str, act: Callable[[], bytes | None], merge: Callable[[Sequence[bytes]], bytes] = no_result
     ) -> bytes:
         """Run something in all processes; an error in one of them is raised in all."""
-        return self._job.exchange(doing, _OneShot(act), merge, lambda: (self._bytes, self._signs))
+        return self._job.exchange(doing, _OneShot(act, self._check_others), merge, lambda: (self._bytes, self._signs))
 
 
 class _OneShot:
-    """The contribution of this process to an exchange, which drops its function when it is called.
+    """The contribution of this process to an exchange: it drops its function when it is called; `check` may end it.
 
     A nested function keeps what it refers to in its frame, even when the frames of an error are cleared, and with it
     all that is loaded. So pass it a method, or a partial of one.
     """
 
-    def __init__(self, act: Callable[[], bytes | None]) -> None:
-        self._acts = [act]
+    def __init__(self, act: Callable[[], bytes | None], check: Callable[[], None]) -> None:
+        self._acts, self._check = [act], check
 
     def __call__(self) -> bytes:
-        return self._acts.pop()() or b""
+        with interruptible(self._check):
+            return self._acts.pop()() or b""
 
 
 def _hand_over(assembly: Assembly, take: Callable[[ReadBox], None]) -> None:

@@ -167,7 +167,7 @@ class RunRestore:
                 results, parts = self._read_twice(entry, path, load)
                 taken_s = time.perf_counter() - started
                 # To call a step intact again, verify all of it, not only what was requested.
-                is_mended = entry.damaged is not None and verify(backend, path, self._settings, meter).ok
+                is_mended = entry.damaged is not None and verify(backend, path, self._settings).ok
                 left_out = frozenset[str]() if self._targets is None else parts - set(self._targets)
                 return Restored(entry, results, skipped, meter.bytes, taken_s, is_mended, left_out)
             except (CorruptCheckpointError, NotACheckpointError, StorageError) as error:

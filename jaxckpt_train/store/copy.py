@@ -38,8 +38,8 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.read_plan import Wanted
 from jaxckpt_train.store.reader import ReadProgress, read_box, read_boxes
 from jaxckpt_train.store.segment import ALIGNMENT, DTYPES, ArraySource, ChunkSource, alignment_class
-from jaxckpt_train.store.threads import POLL_S
-from jaxckpt_train.store.timeouts import BackgroundCall, StallDetector, abandon_call, start_call
+from jaxckpt_train.store.threads import POLL_S, StallDetector
+from jaxckpt_train.store.timeouts import BackgroundCall, abandon_call, start_call
 from jaxckpt_train.store.transaction import MOVE_IT_AWAY, Transaction
 from jaxckpt_train.store.writer import write_arrays
 
@@ -232,7 +232,7 @@ class ReadAhead:
             self._begin_more()
             assert box.group is not None
             group, place = box.group
-        stall = StallDetector(self._subject)
+        stall = StallDetector(self._subject, 0)
         while not group.call.is_done.wait(POLL_S):
             if self._is_abandoned:
                 raise CheckpointTimeoutError(f"{self._subject}: a read was abandoned before it ended")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import math
 import threading
 import weakref
@@ -37,7 +38,7 @@ from jaxckpt_train.store.read_plan import (
     straight_target,
 )
 from jaxckpt_train.store.segment import ALIGNMENT, DTYPES
-from jaxckpt_train.store.threads import shared_workers
+from jaxckpt_train.store.threads import interruptible, shared_workers
 from jaxckpt_train.store.timeouts import close_files, report_progress, time_limited
 
 OPEN_AT_ONCE = 256  # a process is often limited to 1,024 open files
@@ -47,7 +48,7 @@ PIECE_BLOCKS = 4
 LARGE_BYTES = 64 << 10
 # A reading thread waits for the disk about half of the time; otherwise it touches fresh memory and computes digests.
 READS_PER_THREAD = 2
-ReadProgress = Callable[[int], None]
+ReadProgress = Callable[[int], None]  # called with numbers of bytes read, from several threads
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -65,8 +66,8 @@ def iter_boxes(
     Use `contextlib.closing` around the iterator: it holds open files and running threads until it ends.
 
     Boxes come in any order, as writable, row-major numpy arrays, 64-byte aligned unless they have a target. `progress`
-    is called with numbers of bytes read, from several threads, and with 0 by the waiting thread, at least once a
-    second; its error ends the load. `budget` counts the memory of the load; None: a new one, as the settings say.
+    is called with numbers of bytes read, from several threads; its error ends the load, as that of `interruptible`.
+    `budget` counts the memory of the load; None: a new one, as the settings say.
 
     Raises CorruptCheckpointError: a segment is missing, has another size, or its data does not match its digest;
     StorageError: the file system refused; CheckpointTimeoutError: the storage has not responded for ten minutes.
@@ -80,7 +81,12 @@ def iter_boxes(
         reading.prepare(runs)
         sources.open()
         each = run_reads(
-            committed.directory, settings, reading.read_and_release, runs, give_up=budget.lift, moved=reading.moved
+            committed.directory,
+            settings,
+            reading.read_and_release,
+            runs,
+            give_up=budget.lift,
+            moved=lambda: reading.reads,
         )
         with contextlib.closing(each) as results:
             for completed in results:
@@ -143,6 +149,11 @@ def run_reads(
             yield from results
     except CheckpointTimeoutError as error:
         raise CheckpointTimeoutError(f"{directory}: {error}") from None
+
+
+def polling(progress: ReadProgress | None) -> contextlib.AbstractContextManager[None]:
+    """Within the context, waits of this thread call `progress(0)`, as `interruptible`; None: no further check."""
+    return contextlib.nullcontext() if progress is None else interruptible(functools.partial(progress, 0))
 
 
 def _threads(settings: StoreSettings) -> int:
@@ -298,12 +309,6 @@ class Reading:
                 part, target = _part(piece, dtype, use, read.chunk), self._begin_part(use, want, dtype)
                 target[slices_within(use.common, box)] = part
                 self._end_part(use, want, part.size, completed)
-
-    def moved(self) -> int:
-        """The number of reads, for a waiting thread. The load's `progress` may raise here, to end the load."""
-        if self._progress is not None:
-            self._progress(0)
-        return self.reads
 
     def hand_over(self, completed: list[ReadBox]) -> Generator[ReadBox]:
         """Yield the boxes without keeping a reference to them."""

@@ -1,5 +1,7 @@
 """Worker threads for I/O, ways to wait for another thread, per-process singletons and a pause of the collector.
 
+`interruptible` states what may end the waits of a thread, and a `StallDetector` counts how long a wait sees nothing.
+
 Some parts replace the standard library's, for these reasons:
 
 - Executors refuse work once the interpreter begins to exit, and some releases of Python 3.12 refuse new threads then. A
@@ -157,6 +159,61 @@ def _ring(bell: threading.Lock) -> None:
         bell.release()
 
 
+class _Checks(threading.local):
+    """What may end the waits of this thread, the outermost first."""
+
+    checks: tuple[Callable[[], object], ...] = ()
+
+
+_local = _Checks()
+
+
+@contextlib.contextmanager
+def interruptible(check: Callable[[], object]) -> Iterator[None]:
+    """Within the context, waits of this thread for storage call `check` at least once a second.
+
+    An error that it raises ends the wait. The checks of outer contexts are called before it.
+    """
+    outer = _local.checks
+    _local.checks = (*outer, check)
+    try:
+        yield
+    finally:
+        _local.checks = outer
+
+
+def check_interrupt() -> None:
+    """Raise what ends the waits of this thread, if it is within `interruptible`; not while a check itself waits."""
+    checks, _local.checks = _local.checks, ()
+    try:
+        for check in checks:
+            check()
+    finally:
+        _local.checks = checks
+
+
+class StallDetector:
+    """Counts how long something has made no progress; warns, and raises CheckpointTimeoutError after ten minutes."""
+
+    def __init__(self, subject: str, progress: object) -> None:
+        self._subject, self._progress, self._still_s, self._warn_s = subject, progress, 0.0, WARN_S
+
+    def waited(self, seconds: float, progress: object) -> None:
+        """Record a wait in which this process was awake, and the progress by then."""
+        self._still_s += seconds
+        if progress != self._progress:
+            self._progress, self._still_s, self._warn_s = progress, 0.0, WARN_S
+        if self._still_s >= GIVE_UP_S:
+            raise CheckpointTimeoutError(f"{self._subject}: {_stalled(self._still_s)}")
+        if self._still_s >= self._warn_s:
+            _log.warning("%s: %s", self._subject, _stalled(self._still_s))
+            self._warn_s += WARN_S
+
+
+def _stalled(seconds: float) -> str:
+    return f"no progress for {seconds:.0f} s; check whether the storage responds"
+
+
 class Workers:
     """A fixed number of daemon threads that run jobs in order; `polite` threads run with low priority.
 
@@ -223,7 +280,7 @@ class Workers:
                 self._jobs.put(batch.run_next)
             while not batch.done.wait(WARN_S):
                 if time.monotonic() - batch.moved_at >= WARN_S:
-                    self._warn()
+                    _log.warning("%s: %s", self._name, _stalled(WARN_S))
         except BaseException as error:  # an interrupt: wait, because the running items use the caller's resources
             if give_up is not None:
                 give_up()
@@ -245,13 +302,15 @@ class Workers:
 
         After the first error no other item is started, and the error is raised once the running items have ended.
         Closing the iterator early, or an interrupt, does the same after a call to `give_up`, which may unblock the
-        running items; then the wait takes at most two seconds. So use `contextlib.closing`. `moved` returns a value
-        that changes whenever there was progress.
+        running items; then the wait takes at most two seconds. So use `contextlib.closing`. An error of `interruptible`
+        does so, too. `moved` returns a value that changes whenever there was progress.
 
         Raises CheckpointTimeoutError: there was no progress for `GIVE_UP_S` seconds; the running items are abandoned.
         """
         if not self._start_missing():
-            yield from map(work, items)
+            for item in items:
+                check_interrupt()
+                yield work(item)
             return
         results = Mailbox[list[R] | None]()
         batch = _Batch(lambda item: results.put([work(item)]), items, lambda: results.put(None))
@@ -288,23 +347,12 @@ class Workers:
         self._jobs.put(run_first)
 
     def _next(self, results: Mailbox[T], moved: Callable[[], object] | None) -> T:
-        seen, still_s, warn_s = moved() if moved else None, 0.0, WARN_S
-        while True:  # count only time in which this process was awake
+        stall = StallDetector(self._name, moved() if moved else None)
+        while True:
+            check_interrupt()
             with contextlib.suppress(queue.Empty):
                 return results.get(POLL_S)
-            still_s += POLL_S
-            if moved and (latest := moved()) != seen:
-                seen, still_s, warn_s = latest, 0.0, WARN_S
-            if still_s >= GIVE_UP_S:
-                raise CheckpointTimeoutError(
-                    f"{self._name}: no progress for {still_s:.0f} s; check whether the disk responds"
-                )
-            if still_s >= warn_s:
-                self._warn()
-                warn_s += WARN_S
-
-    def _warn(self) -> None:
-        _log.warning("%s: no progress for %.0f s; check whether the disk responds", self._name, WARN_S)
+            stall.waited(POLL_S, moved() if moved else None)
 
 
 class _Batch(Generic[T]):

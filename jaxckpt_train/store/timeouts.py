@@ -1,7 +1,7 @@
 """Run blocking storage calls on helper threads, with a timeout.
 
 `time_limited` marks an operation that may meet a storage that does not respond: its callers call it plainly.
-`interruptible` states what may end the waits for such operations, and `report_progress` that one is not stuck.
+`report_progress` states that one is not stuck.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from jaxckpt_train.errors import CheckpointTimeoutError, StorageError
 from jaxckpt_train.store.backends.base import Source
-from jaxckpt_train.store.threads import GIVE_UP_S, POLL_S, WARN_S, Latch, PerProcess
+from jaxckpt_train.store.threads import POLL_S, Latch, PerProcess, StallDetector, check_interrupt
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")
@@ -28,7 +28,6 @@ MAX_ABANDONED = 128
 
 class _Local(threading.local):
     call: BackgroundCall[Any] | None = None  # that this thread runs as a helper
-    check: Callable[[int], object] | None = None  # may end the waits of this thread
 
 
 _local = _Local()
@@ -109,30 +108,6 @@ def report_progress() -> None:
         _local.call.progress += 1
 
 
-@contextlib.contextmanager
-def interruptible(check: Callable[[int], object] | None) -> Iterator[None]:
-    """Within the context, waits of this thread for storage call `check(0)` at least once a second.
-
-    An error that it raises ends the wait. None: as outside.
-    """
-    outer = _local.check
-    _local.check = check or outer
-    try:
-        yield
-    finally:
-        _local.check = outer
-
-
-def check_interrupt() -> None:
-    """Raise what ends the waits of this thread, if it is within `interruptible`; not while its check itself waits."""
-    check, _local.check = _local.check, None
-    if check is not None:
-        try:
-            check(0)
-        finally:
-            _local.check = check
-
-
 class _HelperThread:
     """A daemon thread that runs calls in order; it does not return from a call to a disk that never responds."""
 
@@ -190,7 +165,7 @@ def call_with_timeout(subject: str, call: Callable[[], T], *, undo: Callable[[T]
         raise CheckpointTimeoutError(f"{subject}: not accessed, because {left} earlier storage calls did not return")
     pending = start_call(BackgroundCall(call, undo))
     try:
-        stall = StallDetector(subject)
+        stall = StallDetector(subject, pending.progress)
         while not pending.is_done.wait(POLL_S):
             check_interrupt()
             stall.waited(POLL_S, pending.progress)
@@ -222,24 +197,6 @@ def start_call(pending: BackgroundCall[T]) -> BackgroundCall[T]:
         pending.run()
         pending.finish()
     return pending
-
-
-class StallDetector:
-    """Counts how long a storage call has made no progress; warns, and raises after ten minutes."""
-
-    def __init__(self, subject: str) -> None:
-        self._subject, self._progress, self._still_s, self._warn_s = subject, 0, 0.0, WARN_S
-
-    def waited(self, seconds: float, progress: int) -> None:
-        """Record a wait in which this process was awake, and the progress by then."""
-        self._still_s += seconds
-        if progress != self._progress:
-            self._progress, self._still_s, self._warn_s = progress, 0.0, WARN_S
-        if self._still_s >= GIVE_UP_S:
-            raise CheckpointTimeoutError(f"{self._subject}: the storage has not responded for {self._still_s:.0f} s")
-        if self._still_s >= self._warn_s:
-            _log.warning("%s: the storage has not responded for %.0f s", self._subject, self._still_s)
-            self._warn_s += WARN_S
 
 
 def abandon_call(pending: BackgroundCall[T]) -> None:

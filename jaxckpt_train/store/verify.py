@@ -69,12 +69,10 @@ class VerifyReport:
         return len(self.problems) > len(self.refused)
 
 
-def verify(
-    backend: Backend, directory: str, settings: StoreSettings, progress: Callable[[int], object] | None = None
-) -> VerifyReport:
+def verify(backend: Backend, directory: str, settings: StoreSettings) -> VerifyReport:
     """Check COMMIT, the manifest, the segment headers, every block of data and every plain file.
 
-    Damage is reported, not raised. `progress` is called with 0 at least once a second; its error ends the verification.
+    Damage is reported, not raised. An error of `interruptible` ends the verification.
 
     Raises NotACheckpointError: there is no checkpoint; FormatVersionError: a newer version of this library wrote it;
     CheckpointTimeoutError: the storage has not responded for ten minutes.
@@ -83,12 +81,10 @@ def verify(
         committed = open_committed(backend, directory)
     except CorruptCheckpointError as error:
         return VerifyReport(directory, 0, (str(error),))
-    return verify_opened(backend, committed, settings, progress)
+    return verify_opened(backend, committed, settings)
 
 
-def verify_opened(
-    backend: Backend, committed: Committed, settings: StoreSettings, progress: Callable[[int], object] | None = None
-) -> VerifyReport:
+def verify_opened(backend: Backend, committed: Committed, settings: StoreSettings) -> VerifyReport:
     """As `verify`, for a checkpoint whose manifest has been read already."""
     refused, begun_bytes = set[str](), [0]  # counts blocks when their reads begin, to show that there is progress
 
@@ -105,13 +101,9 @@ def verify_opened(
             refused.update([str(error)] if is_storage_failure(error) else [])
         return file[0].file, found, checked.compared_bytes
 
-    def moved() -> int:
-        if progress is not None:
-            progress(0)
-        return begun_bytes[0]
-
     workers = shared_workers(settings.io_threads, "jaxckpt-read")
-    with contextlib.closing(workers.run_each(check, _files_of(committed.manifest), moved=moved)) as results:
+    each = workers.run_each(check, _files_of(committed.manifest), moved=lambda: begun_bytes[0])
+    with contextlib.closing(each) as results:
         found = sorted(results)
     problems = tuple(problem for _, of_file, _ in found for problem in of_file)
     size = sum(compared for *_, compared in found)

@@ -184,9 +184,9 @@ def test_history_that_cannot_be_read_is_error(tmp_path: Path) -> None:
 
 def test_hung_history_disk_raises_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_run(tmp_path, 10)
-    monkeypatch.setattr("jaxckpt_train.store.timeouts.GIVE_UP_S", 0.02)
+    monkeypatch.setattr("jaxckpt_train.store.threads.GIVE_UP_S", 0.02)
     monkeypatch.setattr("jaxckpt_train.store.timeouts.POLL_S", 0.02)
     backend = HoldingBackend("open", "history.jsonl")
-    with pytest.raises(jct.CheckpointTimeoutError, match="has not responded"):
+    with pytest.raises(jct.CheckpointTimeoutError, match="no progress for"):
         callback_on(backend, tmp_path).summary()
     backend.go.set()

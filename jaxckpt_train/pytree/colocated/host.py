@@ -41,7 +41,7 @@ from jaxckpt_train.store.manifest import (
 from jaxckpt_train.store.process_identity import this_process
 from jaxckpt_train.store.process_index import PartIndex, part_index
 from jaxckpt_train.store.read_plan import Wanted
-from jaxckpt_train.store.reader import iter_boxes
+from jaxckpt_train.store.reader import iter_boxes, polling
 from jaxckpt_train.store.segment import (
     DTYPES,
     MAX_HEADER_BYTES,
@@ -260,6 +260,7 @@ def _read(message: np.ndarray, sharding: jax.sharding.Sharding, boxes: list[jax.
     done = 0
     with (
         enable_x64(True),  # without x64, the controller has refused such a load before
+        polling(_moved),  # a disk that does not answer is reported by this host, not by the controller
         contextlib.closing(iter_boxes(_BACKEND, committed, wanted, settings, _moved)) as reading,
     ):
         for number, box, data in reading:

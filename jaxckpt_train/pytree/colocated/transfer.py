@@ -96,14 +96,15 @@ class HostReads:
 
     def load(self, progress: ReadProgress | None) -> list[jax.Array]:
         """Return the arrays in the order of the loads; none of their bytes passes through this process."""
-        batches, report = self._batches(), progress or (lambda done: None)
+        batches = self._batches()
         calls = [self._make_call(device, reads) for device, reads in batches]
-        each = call_hosts(calls, f"loading {self._committed.directory}", lambda moved: report(0))
+        each = call_hosts(calls, f"loading {self._committed.directory}")
         try:
             with contextlib.closing(each) as results:
                 for result in results:
                     self._place(batches[result.number][1], result.arrays)
-                    report(result.answer.done_bytes)
+                    if progress is not None:
+                        progress(result.answer.done_bytes)
                     del result  # the host can release what it has read
         except NotACheckpointError as error:
             check_unchanged(self._files, self._committed, may_be_gone=False)
@@ -309,7 +310,7 @@ def write_on_hosts(
     ]
     del by_device
     indexes: list[PartIndex] = [part_index()] * len(calls)
-    each = call_hosts(calls, f"saving {name} to {directory}", lambda moved: progress(0) if moved else None)
+    each = call_hosts(calls, f"saving {name} to {directory}", functools.partial(progress, 0))
     with contextlib.closing(each) as results:
         for number, answer, _ in results:
             assert answer.index is not None
@@ -388,13 +389,13 @@ class HostResult(NamedTuple):
 
 
 def call_hosts(
-    calls: Sequence[HostCall], doing: str, report_progress: Callable[[bool], object]
+    calls: Sequence[HostCall], doing: str, on_progress: Callable[[], object] | None = None
 ) -> Generator[HostResult]:
     """Make all calls in rounds of one for each host, and yield the results as they arrive.
 
     A round starts after all results of the last one were taken, so that a host has memory for one call only. After the
-    first error, which names the host, no further call is started. `report_progress` is called about once a second with
-    whether a host has made progress; if none has for ten minutes, CheckpointTimeoutError is raised.
+    first error, which names the host, no further call is started. `on_progress` is called when a host has made
+    progress; if none has for ten minutes, CheckpointTimeoutError is raised.
     """
     refuse_without_pickler()
     by_device: dict[jax.Device, list[int]] = {}
@@ -414,7 +415,8 @@ def call_hosts(
 
     def moved() -> int:
         before, seen[0] = seen[0], poller.moves
-        report_progress(seen[0] != before)
+        if on_progress is not None and seen[0] != before:
+            on_progress()
         return seen[0]
 
     workers = shared_workers(min(len(by_device), MOST_AT_ONCE), "jaxckpt-hosts")

@@ -17,7 +17,7 @@ from jaxckpt_train.inspection.diff import Wanted, over_pieces, pieces_of
 from jaxckpt_train.inspection.runs import open_at
 from jaxckpt_train.opened import Opened
 from jaxckpt_train.store import copy as read_ahead
-from jaxckpt_train.store import timeouts as answers
+from jaxckpt_train.store import threads
 from jaxckpt_train.store.backends.base import Source
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.runs import flip_a_payload_byte
@@ -102,12 +102,12 @@ class _HeldBackend(LocalBackend):
 
 
 def test_reads_from_hung_disk_time_out(tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "GIVE_UP_S", 0.2)
+    monkeypatch.setattr(threads, "GIVE_UP_S", 0.2)
     monkeypatch.setattr(read_ahead, "POLL_S", 0.05)
     backend = _HeldBackend()
     opened = opened_of(tmp_path / "a", {"x": np.ones((64, MIB), np.uint8)}, backend)
     try:
-        with pytest.raises(CheckpointTimeoutError, match=f"^{tmp_path / 'a'}: the storage has not responded"):
+        with pytest.raises(CheckpointTimeoutError, match=f"^{tmp_path / 'a'}: no progress for"):
             list(over_pieces([opened], wanted_of(opened)))
     finally:
         backend.answers.set()

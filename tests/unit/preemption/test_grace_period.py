@@ -17,8 +17,8 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.pending import PendingSave, ProgressTracker, call_within
 from jaxckpt_train.store.backends.local import LocalBackend, _LocalSource
-from jaxckpt_train.store.threads import POLL_S, Latch
-from jaxckpt_train.store.timeouts import call_with_timeout, interruptible
+from jaxckpt_train.store.threads import POLL_S, Latch, interruptible
+from jaxckpt_train.store.timeouts import call_with_timeout
 from tests.support.fake_backends import HoldingBackend, callback_on
 from tests.support.runs import made_run, state_of, step_of
 from tests.support.shutdowns import shutdown_of
@@ -313,13 +313,13 @@ def test_load_without_deadline_is_finished_first(tmp_path: Path, reads: HeldRead
         assert list(ckpt.steps(10)) == []
 
 
-def test_error_in_progress_ends_the_wait() -> None:
+def test_error_of_a_check_ends_the_wait() -> None:
     go = threading.Event()
 
-    def progress(done: int) -> None:
-        raise KeyError(done)
+    def check() -> None:
+        raise KeyError
 
-    with pytest.raises(KeyError), interruptible(progress):
+    with pytest.raises(KeyError), interruptible(check):
         call_with_timeout("run", lambda: go.wait(60))
     go.set()
 

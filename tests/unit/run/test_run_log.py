@@ -20,7 +20,7 @@ from jaxckpt_train.run import history as run_log
 from jaxckpt_train.run import lock
 from jaxckpt_train.run.history import HISTORY_NAME, LEAST_S, MOST_S, History, RunLog
 from jaxckpt_train.store.backends.local import LocalBackend
-from jaxckpt_train.store.timeouts import interruptible
+from jaxckpt_train.store.threads import interruptible
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
 from tests.support.runs import Clock, Counter, state_of
 from tests.support.signal_handlers import handlers_put_back
@@ -190,15 +190,15 @@ def test_stuck_history_delays_loop_briefly(tmp_path: Path, monkeypatch: pytest.M
     assert jct.StepManager(tmp_path).steps == [3]
 
 
-def test_progress_callback_ends_wait_for_note(tmp_path: Path) -> None:
+def test_interrupt_check_ends_wait_for_note(tmp_path: Path) -> None:
     backend = HungHistory(1)
     log = Log(tmp_path, backend)
     log.started()
 
-    def progress(done: int) -> None:
+    def check() -> None:
         raise CheckpointTimeoutError("asked to leave")
 
-    with pytest.raises(CheckpointTimeoutError, match="asked to leave"), interruptible(progress):
+    with pytest.raises(CheckpointTimeoutError, match="asked to leave"), interruptible(check):
         log.resumed(0, 0.1)
     backend.go.set()
 

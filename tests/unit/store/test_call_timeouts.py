@@ -9,14 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from jaxckpt_train.errors import CheckpointTimeoutError
-from jaxckpt_train.store import timeouts
-from jaxckpt_train.store.timeouts import (
-    BackgroundCall,
-    call_with_timeout,
-    interruptible,
-    report_progress,
-    time_limited,
-)
+from jaxckpt_train.store import threads, timeouts
+from jaxckpt_train.store.threads import check_interrupt, interruptible
+from jaxckpt_train.store.timeouts import BackgroundCall, call_with_timeout, report_progress, time_limited
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -46,13 +41,13 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     made.responds.set()
 
 
-def interrupt(done: int) -> None:
+def interrupt() -> None:
     raise ZeroDivisionError("interrupted")
 
 
 def test_late_result_is_undone(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "GIVE_UP_S", 0.05)
-    with pytest.raises(CheckpointTimeoutError, match="has not responded"):
+    monkeypatch.setattr(threads, "GIVE_UP_S", 0.05)
+    with pytest.raises(CheckpointTimeoutError, match="no progress for"):
         call_with_timeout("a", disk.call, undo=disk.undo)
     assert disk.undone == []
     disk.responds.set()
@@ -105,14 +100,14 @@ def test_number_of_abandoned_calls_is_limited(disk: Disk, monkeypatch: pytest.Mo
 def test_failed_undo_is_logged_and_frees_its_slot(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(timeouts, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(threads, "GIVE_UP_S", 0.05)
     monkeypatch.setattr(timeouts, "MAX_ABANDONED", 1)
 
     def fail(result: int) -> None:
         disk.was_undone.set()
         raise MemoryError("of an undo")
 
-    with pytest.raises(CheckpointTimeoutError, match="has not responded"):
+    with pytest.raises(CheckpointTimeoutError, match="no progress for"):
         call_with_timeout("a", disk.call, undo=fail)
     (abandoned,) = timeouts._threads.get(None).abandoned
     disk.responds.set()
@@ -140,17 +135,17 @@ def test_nested_operations_share_one_thread(disk: Disk) -> None:
 
 
 def test_subject_is_path_of_operation(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(threads, "GIVE_UP_S", 0.05)
     with pytest.raises(CheckpointTimeoutError, match=r"^/a/run: "):
         nested("/a/run", disk)
 
 
 def test_reported_progress_prevents_timeout(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "GIVE_UP_S", 0.1)
-    polls = list[int]()
+    monkeypatch.setattr(threads, "GIVE_UP_S", 0.1)
+    polls = list[float]()
 
-    def poll(done: int) -> None:
-        polls.append(done)
+    def poll() -> None:
+        polls.append(time.monotonic())
         if len(polls) == 20:  # much more than the limit
             disk.responds.set()
 
@@ -164,20 +159,20 @@ def test_reported_progress_prevents_timeout(disk: Disk, monkeypatch: pytest.Monk
     report_progress()  # outside of a call it does nothing
 
 
-def test_inner_interrupt_check_ends_with_its_context(disk: Disk) -> None:
+def test_interrupt_check_counts_within_its_context() -> None:
     seen = list[str]()
-    with interruptible(lambda done: seen.append("outer")):
-        with interruptible(lambda done: seen.append("inner")), interruptible(None):
-            timeouts.check_interrupt()
-        timeouts.check_interrupt()
-    timeouts.check_interrupt()
-    assert seen == ["inner", "outer"]
+    with interruptible(lambda: seen.append("outer")):
+        with interruptible(lambda: seen.append("inner")):
+            check_interrupt()
+        check_interrupt()
+    check_interrupt()
+    assert seen == ["outer", "inner", "outer"]
 
 
 def test_check_that_waits_itself_is_not_repeated(disk: Disk) -> None:
     depth = list[int]()
 
-    def check(done: int) -> None:
+    def check() -> None:
         depth.append(len(depth))
         call_with_timeout("notice", lambda: time.sleep(0.1))  # several polls
         disk.responds.set()
@@ -185,6 +180,6 @@ def test_check_that_waits_itself_is_not_repeated(disk: Disk) -> None:
     with interruptible(check):
         assert call_with_timeout("a", disk.call) == 1
         calls = len(depth)
-        timeouts.check_interrupt()
+        check_interrupt()
     assert calls >= 1
     assert len(depth) == calls + 1

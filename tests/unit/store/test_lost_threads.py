@@ -48,8 +48,8 @@ def disk() -> Iterator[DeadDisk]:
 @contextlib.contextmanager
 def impatience(give_up_s: float = 0.1) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "GIVE_UP_S", give_up_s)
         for module in (timeouts, threads):
-            patch.setattr(module, "GIVE_UP_S", give_up_s)
             patch.setattr(module, "POLL_S", 0.05)
         patch.setattr(threads, "MOMENT_S", 0.05)
         yield

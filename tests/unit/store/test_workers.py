@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from jaxckpt_train.store.threads import NICENESS, Workers, paused_collection, shared_workers
+from jaxckpt_train.store.threads import NICENESS, Workers, interruptible, paused_collection, shared_workers
 
 BUSY = bytes(16 << 20)  # hashing it takes a while, in which other threads run
 
@@ -314,3 +314,22 @@ def test_workers_are_shared_by_purpose() -> None:
     one = shared_workers(2, "test-purpose")
     assert shared_workers(2, "test-purpose") is one
     assert shared_workers(3, "test-purpose") is not one
+
+
+@pytest.mark.parametrize("is_threadless", [False, True])
+def test_interrupt_check_ends_the_work(is_threadless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, found = Workers(2, "test"), list[int]()
+    if is_threadless:
+        monkeypatch.setattr(pool, "_start_missing", lambda: False)
+
+    def check() -> None:
+        if found:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), interruptible(check):
+        for result in pool.run_each(abs, range(100)):
+            found.append(result)
+    assert len(found) == 1
+    with interruptible(check):
+        pool.run_all(found.append, range(3))  # writes are not interrupted
+    assert len(found) == 4
