@@ -147,7 +147,7 @@ class ManyProcesses(Coordinator):
 
     def has_failed_elsewhere(self) -> bool:
         """Return whether the current rendezvous has failed elsewhere."""
-        return self._rendezvous is not None and self._rendezvous.has_failed_elsewhere
+        return self._rendezvous is not None and self._rendezvous.has_failed_elsewhere()
 
     def exchange(
         self,

@@ -84,10 +84,6 @@ class Rendezvous:
         moved: returns another value whenever this process has made progress; None: its work is quick.
         on_progress: called whenever a process that is waited for has made progress.
         left: folders of the keys by which processes announce that they have left a coordinator above this rendezvous.
-
-    Attributes:
-        has_failed_elsewhere: whether the rendezvous has failed in another process, or a process is lost, while this one
-            works; known some seconds later.
     """
 
     def __init__(
@@ -102,7 +98,7 @@ class Rendezvous:
         on_progress: Callable[[], object] | None = None,
         left: Sequence[str] = (),
     ) -> None:
-        self.folder, self.has_failed_elsewhere, self._left = folder, False, left
+        self.folder, self._left = folder, left
         self._values, self._process, self._processes = values, process, processes
         self._doing, self._timeout_s, self._moved, self._on_progress = doing, timeout_s, moved, on_progress
         least_s, most_s = processes / ASKING_PER_S, timeout_s / 8
@@ -114,41 +110,43 @@ class Rendezvous:
         label = _PARTICULAR.sub("...", doing).encode(errors="replace")[:MOST_LABEL_BYTES]
         self._label = len(label).to_bytes(2, "big") + label
         self._heartbeat_count = 0
-        self._remote_error: bytes | None = None  # the error of another process that made this one fail
-        self._lost: CheckpointTimeoutError | None = None  # found while this process works
+        # Found while this process works: the encoded error of another process, and that one is lost.
+        self._failed: bytes | None = None
+        self._lost: CheckpointTimeoutError | None = None
 
     def lead(self, act: Callable[[], bytes]) -> bytes:
         """In process 0: run `act` and publish its result or error to the others."""
         said = f"{self.folder}/said"
         with self._heartbeats():
             try:
-                result = self._run_act(act)
+                result = act()
             except BaseException as error:
-                with _notifying(error):
-                    self._values.set(said, _FAILED + (self._remote_error or encode_error(error, self._process)))
+                failure = self._failure_behind(error)
+                encoded = self._failed if failure is not None else None
+                with _notifying(failure or error):
+                    self._values.set(said, _FAILED + (encoded or encode_error(failure or error, self._process)))
                 self._let_others_leave()
+                if failure is not None:
+                    raise failure from None
                 raise
             self._values.set(said, _DONE + self._label + result)
             self._contributions.forget()
             return result
 
-    def _run_act(self, act: Callable[[], bytes]) -> bytes:
-        """Run `act`. If it stopped because another process failed or is lost, raise that error instead."""
-        try:
-            return act()
-        except CheckpointError:
-            if self.has_failed_elsewhere:
-                self._raise_failure(self._contributions.look())
-                if self._lost is not None:
-                    raise self._lost from None
-            raise
+    def has_failed_elsewhere(self) -> bool:
+        """Return whether another process has failed or is lost, while this one works; known some seconds later."""
+        return self._failed is not None or self._lost is not None
 
-    def _raise_failure(self, found: Mapping[int, bytes | None]) -> None:
-        """Raise the error of another process, if one has failed."""
+    def _failure_behind(self, error: BaseException) -> CheckpointError | None:
+        """Return the error of another process, because of which the work of this one ended; None: there is none."""
+        if not isinstance(error, CheckpointError):
+            return None
+        return self._lost if self._failed is None else decode_error(self._failed, self._doing)
+
+    def _note_failure(self, found: Mapping[int, bytes | None]) -> None:
         for _, value in sorted(found.items()):
-            if value is not None and value[:1] == _FAILED:
-                self._remote_error = value[1:]
-                raise decode_error(self._remote_error, self._doing)
+            if self._failed is None and value is not None and value[:1] == _FAILED:
+                self._failed = value[1:]
 
     def collect(self) -> Iterator[bytes]:
         """In process 0, within `act`: wait for the values of the other processes, and yield them in order."""
@@ -165,7 +163,9 @@ class Rendezvous:
             self._raise_if_left(set(left) - arrived.keys())
             self._check_missing(silence, arrived)
         found = self._contributions.look()
-        self._raise_failure(found)
+        self._note_failure(found)
+        if self._failed is not None:
+            raise decode_error(self._failed, self._doing)
         for process, value in enumerate(self._contributions.of(found), 1):
             yield self._strip_label(value[1:], process)
 
@@ -175,13 +175,11 @@ class Rendezvous:
             try:
                 value = give()
             except BaseException as error:
-                is_stopped = self.has_failed_elsewhere and isinstance(error, CheckpointError)
-                with _notifying(error):
+                failure = self._failure_behind(error)
+                with _notifying(failure or error):
                     self._contribute(_FAILED + encode_error(error, self._process), is_error=True)
-                if is_stopped:
-                    if self._lost is not None:
-                        raise self._lost from None
-                    self.receive()
+                if failure is not None:
+                    raise failure from None
                 raise
         self._contribute(_DONE + self._label + value)
         return self.receive()
@@ -313,7 +311,7 @@ class Rendezvous:
                 while not silence.is_check_due() and not ended.wait(min(SLICE_S, self._period_s / 4)):
                     pass
         except CheckpointTimeoutError as error:
-            self._lost, self.has_failed_elsewhere = error, True
+            self._lost = error
         except CheckpointError as error:  # end of a thread; a process that waits for this one finds out by itself
             _log.warning("%s: the other processes do not receive the heartbeats of this one: %s", self._doing, error)
 
@@ -322,11 +320,12 @@ class Rendezvous:
         arrived: dict[int, bytes] = {}
         if self._process:
             published = self._values.get(f"{self.folder}/said", POLL_S)
-            self.has_failed_elsewhere |= published is not None and published[:1] == _FAILED
+            if published is not None:
+                self._note_failure({0: published})
             signs = self._sign_of_primary()
         else:
             found = self._contributions.look()
-            self.has_failed_elsewhere |= any(value is not None and value[:1] == _FAILED for value in found.values())
+            self._note_failure(found)
             arrived = dict.fromkeys(found, b"")
             signs = by_process(self._values.find(f"{self.folder}/alive")) | arrived
         silence.record(signs)
