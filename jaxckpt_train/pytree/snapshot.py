@@ -317,10 +317,11 @@ class _LeafCollector:
         if self._hosts is not None and form.is_of_hosts:
             self._hosts.add(len(self.arrays), leaf)
         elif self._partition is not None:
-            parts = self._local_shards(self._partition, leaf, form)
+            is_compared = form.local and not self._assign(leaf.nbytes)
+            parts = _whole_shards(leaf) if form.local else self._partition.of(leaf)
             if form.on_host and self._keeps_views:
                 chunks = tuple(ChunkSource(part.box, np.asarray(part.held)[part.inner or ...]) for part in parts)
-            elif self.compared and self.compared[-1] == len(self.arrays):
+            elif is_compared:
                 chunks = tuple(ChunkSource(part.box, np.array(part.held, copy=True)) for part in parts)
             else:
                 self.elsewhere.append((len(self.arrays), parts))
@@ -333,20 +334,20 @@ class _LeafCollector:
             chunks = tuple(ChunkSource(box_from_index(shard.index, shape), np.asarray(shard.data)) for shard in shards)
         self.arrays.append(ArraySource(name, shape, leaf.dtype, chunks, form.described))
 
-    def _local_shards(self, partition: JobPartition, leaf: jax.Array, form: _ShardingFacts) -> Sequence[LocalShard]:
-        if not form.local:
-            return partition.of(leaf)
-        self._assign(leaf.nbytes)
-        shards = distinct_shards(leaf)
-        return [LocalShard(box_from_index(shard.index, leaf.shape), shard.data, None) for shard in shards]
-
-    def _assign(self, nbytes: int) -> None:
-        """Decide which process writes an array that each process has for itself; the others compare it."""
+    def _assign(self, nbytes: int) -> bool:
+        """Return whether this process writes an array that each process has for itself; the others compare it."""
         if self._partition is None:
-            return
+            return True
         self.local.append(len(self.arrays))
-        if not self._partition.writes(nbytes):
+        is_writer = self._partition.writes(nbytes)
+        if not is_writer:
             self.compared.append(len(self.arrays))
+        return is_writer
+
+
+def _whole_shards(leaf: jax.Array) -> Sequence[LocalShard]:
+    shards = distinct_shards(leaf)
+    return [LocalShard(box_from_index(shard.index, leaf.shape), shard.data, None) for shard in shards]
 
 
 def describe_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:
