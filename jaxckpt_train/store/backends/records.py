@@ -107,14 +107,6 @@ def _name(version: int) -> str:
 
 
 def _read(files: Files, path: str, name: str) -> bytes:
-    import numpy as np  # as in `_write`
+    from jaxckpt_train.store.files import read_whole  # imports numpy; see `_write`
 
-    source = files.open(path, name, direct=False)
-    try:
-        if source.size > MAX_RECORD_BYTES:
-            raise CorruptCheckpointError(f"{path}/{name}: {source.size} bytes, expected at most {MAX_RECORD_BYTES}")
-        data = np.empty(source.size, np.uint8)
-        source.read_into(0, data, len(data))
-    finally:
-        source.close()
-    return data.tobytes()
+    return read_whole(files, path, name, MAX_RECORD_BYTES).tobytes()
