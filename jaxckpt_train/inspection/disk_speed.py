@@ -100,7 +100,7 @@ def _problem(trial: Trial, backend: Backend, folder: str) -> str | None:
 def _put(backend: Backend, path: str, data: bytes, *, direct: bool | Literal["auto"] = False) -> None:
     sink = backend.create(path, direct=direct)
     try:
-        memory = aligned_buffer(SMALL_BYTES)
+        memory = aligned_buffer(SMALL_BYTES if sink.alignment > 1 else len(data))
         memory[: len(data)] = np.frombuffer(data, np.uint8)
         sink.write_at(0, memory)
         sink.finish(len(data), sync=True)

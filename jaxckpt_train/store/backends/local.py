@@ -58,8 +58,6 @@ DIRECT_ALIGNMENT = 4096
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # on macOS, fsync does not reach the medium
 _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follow no link, and do not wait for a pipe
-_COPY_BYTES = 16 << 20
-_no_truncate: set[int] = set()  # device numbers of file systems on which files cannot be truncated
 _durable_paths: dict[str, tuple[object, ...]] = {}  # marks of directories whose names and parents' names are durable
 _NO_DIRECT = (
     'direct_io=True requires direct I/O, which this system or file system does not support; use direct_io="auto"'
@@ -73,7 +71,7 @@ class LocalBackend:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with _storage_errors("create the file", path):
             _refuse_without_direct(direct)
-            if direct and _O_DIRECT and not (direct == "auto" and _cannot_truncate(path)):
+            if direct and _O_DIRECT:
                 try:
                     return _LocalSink(path, os.open(path, flags | _O_DIRECT, 0o666), direct)
                 except OSError as error:
@@ -164,7 +162,8 @@ class LocalBackend:
         a crash there may leave an empty or incomplete file.
         """
         with _storage_errors("create the file", path):
-            descriptor, draft = _create_sibling(path, TEMPORARY_PREFIXES[0])
+            draft = os.path.join(os.path.dirname(path), TEMPORARY_PREFIXES[0] + secrets.token_hex(8))
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 _write_and_close(descriptor, data)
                 is_new = link_or_rename(draft, path)
@@ -431,12 +430,6 @@ def _create_whole(path: str, data: bytes) -> bool:
     return True
 
 
-def _create_sibling(path: str, prefix: str) -> tuple[int, str]:
-    """Create a file in the same directory; returns its descriptor and its path."""
-    sibling = os.path.join(os.path.dirname(path), prefix + secrets.token_hex(8))
-    return os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), sibling
-
-
 def _sync(descriptor: int, *, data_only: bool = False) -> None:
     """Sync a file or directory to the medium; with `data_only`, at least a file's data."""
     if _FULL_SYNC is not None:
@@ -459,40 +452,14 @@ def _forget_durable_below(missing: str) -> None:
 
 
 def _check_size(path: str, size: int) -> None:
-    """Make sure that a closed file has its size; replace it by a shorter file if truncation has no effect (s3fs)."""
-    found = retry_interrupted(os.lstat, path)
-    if found.st_size > size:
-        _no_truncate.add(found.st_dev)
-        _replace_by_prefix(path, size)
-        found = retry_interrupted(os.lstat, path)
-    if found.st_size != size:
+    """Make sure that a closed file has its size: some file systems lose data, or cannot truncate files (s3fs)."""
+    found = retry_interrupted(os.lstat, path).st_size
+    if found != size:
         raise OSError(
             errno.EIO,
-            f"the closed file has {found.st_size} bytes, expected {size}: this file system loses written data; try "
+            f"the closed file has {found} bytes, expected {size}, so this file system is not reliable; try "
             "StoreSettings(direct_io=False), or choose another directory",
         )
-
-
-def _cannot_truncate(path: str) -> bool:
-    """Whether files there must not be padded for direct I/O, because they cannot be truncated."""
-    return bool(_no_truncate) and retry_interrupted(os.stat, os.path.dirname(path)).st_dev in _no_truncate
-
-
-def _replace_by_prefix(path: str, size: int) -> None:
-    """Replace a file by a synced copy of its first `size` bytes."""
-    descriptor, shorter = _create_sibling(path, TEMPORARY_PREFIXES[0])
-    source = os.open(path, os.O_RDONLY | _PLAIN)
-    try:
-        at = 0
-        while at < size and (data := os.pread(source, min(_COPY_BYTES, size - at), at)):
-            _write_all(descriptor, data)
-            at += len(data)
-        _sync(descriptor)
-    finally:
-        close_read(source)
-        _close_written(descriptor)
-    retry_interrupted(os.unlink, path)
-    retry_interrupted(os.rename, shorter, path)
 
 
 class FileSystem(NamedTuple):

@@ -67,37 +67,14 @@ class TestLinksNotSupported(TestWithoutLinks):
     code = errno.EOPNOTSUPP
 
 
-class TestWithoutCuts(TestBuffered):
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_file_of_another_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool) -> None:
     """As on s3fs, which ignores the truncation of an open file."""
-
-    direct: Any = "auto"
-
-    @pytest.fixture(autouse=True)
-    def _ignore(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(os, "ftruncate", lambda *_: None)
-        monkeypatch.setattr(local, "_no_truncate", set())
-
-
-@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 10_000])
-def test_file_that_was_not_cut_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(os, "ftruncate", lambda *_: None)
-    monkeypatch.setattr(local, "_no_truncate", set())
-    data = aligned_buffer(12_288)
-    data[:] = np.random.default_rng(size).integers(0, 256, len(data), np.uint8)
+    truncate = os.ftruncate
+    monkeypatch.setattr(os, "ftruncate", lambda file, size: truncate(file, size - 1) if is_cut else None)
     sink = LocalBackend().create(str(tmp_path / "a"), direct="auto")
-    sink.write_at(0, data)
-    sink.finish(size, sync=True)
-    assert (tmp_path / "a").read_bytes() == data[:size].tobytes()
-    assert os.listdir(tmp_path) == ["a"]
-    assert LocalBackend().create(str(tmp_path / "b"), direct="auto").alignment == 1
-
-
-def test_a_file_that_lost_its_end_is_refused(tmp_path: Path) -> None:
-    sink = LocalBackend().create(str(tmp_path / "a"), direct=False)
-    sink.write_at(0, np.zeros(100, np.uint8))
-    with pytest.MonkeyPatch.context() as patch, refused(errno.EIO, "has 100 bytes, expected 99"):
-        patch.setattr(local, "_replace_by_prefix", lambda *_: None)
-        patch.setattr(os, "ftruncate", lambda *_: None)
+    sink.write_at(0, aligned_buffer(4096))
+    with refused(errno.EIO, "direct_io=False"):
         sink.finish(99, sync=False)
 
 
