@@ -340,7 +340,7 @@ class StepManager:
         Raises DirectoryLockedError or StorageError if the directory cannot be owned.
         """
         self._check_open()
-        self._job_sync.retain(is_durable=self.settings.durability == "full")
+        self._job_sync.retain()
 
     def note_resume(self, step: int, resume_s: float) -> None:
         """Record in the history that the loop has its state of this step; wait at most a minute for the disk."""

@@ -163,7 +163,7 @@ def prune(
     if yes:
         with owned_run(BACKEND, directory, pruning) as owned:
             plan = _plan(directory, pruning, check, as_json)
-            owned.retain(is_durable=False)  # syncs the kept steps before it deletes others
+            owned.retain()  # syncs the kept steps before it deletes others
         there = {entry.name for entry in BACKEND.list(directory)}
         failed = [step.name for step in plan.going if step.name in there]
     else:

@@ -22,7 +22,7 @@ from jaxckpt_train.inspection.runs import (
     newest_whole,
 )
 from jaxckpt_train.policies.preservation import BestN
-from jaxckpt_train.run.catalog import half_deleted
+from jaxckpt_train.run.catalog import leftovers
 from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.run.goodput import attempts_of
 from jaxckpt_train.run.history import History, RunEvent
@@ -30,7 +30,6 @@ from jaxckpt_train.run.lock import SILENCE_S, Owner, OwnerLock
 from jaxckpt_train.run.maintenance import Fate, Pruning, fates
 from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import Backend
-from jaxckpt_train.store.removal import find_dead_attempts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +124,7 @@ class RunHealth:
     damaged: dict[str, str]
     uncommitted: dict[str, str]
     refused: dict[str, str]
-    stale_files: list[str]  # temporary files of dead processes, which the next owner removes
+    stale_files: list[str]  # hidden directories of dead processes, which the next owner removes
     at_risk: AtRisk | None  # None: no process of the run has recorded its progress
     unreadable: str | None  # why the history cannot be read
 
@@ -157,9 +156,8 @@ def health_of(backend: Backend, directory: str, now: datetime.datetime) -> RunHe
             kind = refused if status.refusal is not None else uncommitted if status.entry is None else damaged
             kind[status.name] = status.problem
     at_risk, unreadable = _at_risk(backend, directory, owner, newest, now)
-    stale_files = find_dead_attempts(backend, directory)
-    if owner is None or not owner.is_alive:  # a live owner finishes its deletions itself
-        stale_files += half_deleted(backend, directory)
+    is_live = owner is not None and owner.is_alive  # then it removes its leftovers itself
+    stale_files = [] if is_live else leftovers(backend, directory)
     return RunHealth(
         owner=owner,
         statuses=statuses,

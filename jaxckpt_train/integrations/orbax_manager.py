@@ -66,10 +66,12 @@ from jaxckpt_train.policies.context import (
 from jaxckpt_train.preemption.shutdown import GracefulShutdown
 from jaxckpt_train.pytree.flatten import PLACEHOLDER
 from jaxckpt_train.run.catalog import refuse_foreign
-from jaxckpt_train.run.entry import check_step, shown_name
+from jaxckpt_train.run.entry import check_step
 from jaxckpt_train.run.history import Clock, utc_now
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import is_committed
+from jaxckpt_train.store.removal import final_name
 
 __all__ = [
     "PLACEHOLDER",
@@ -569,8 +571,8 @@ class _MoveDeletedBackend(LocalBackend):
 
     def remove(self, path: str) -> None:
         directory, _, hidden = path.rpartition("/")
-        name = shown_name(hidden)
-        if name == hidden:
+        name = final_name(hidden)
+        if name is None or not is_committed(self, path):  # a file, or the attempt of a save
             return super().remove(path)
         folder = f"{directory}/{self._folder}"
         self.make_directory(folder, parents=True, sync=True)

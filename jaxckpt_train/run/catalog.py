@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+import re
+from collections.abc import Collection, Iterable, Set
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,18 +24,19 @@ from jaxckpt_train.errors import (
 )
 from jaxckpt_train.formats.orbax_names import orbax_steps
 from jaxckpt_train.formats.step_folders import LEVANTER, certain_checkpoints, step_folders
-from jaxckpt_train.run.entry import Entry, entry_from_manifest, in_order, parse_step_name, shown_name
+from jaxckpt_train.run.entry import Entry, entry_from_manifest, in_order, parse_step_name
 from jaxckpt_train.run.record import FoundRecord
 from jaxckpt_train.store.backends.base import GONE, Backend
 from jaxckpt_train.store.backends.base import Entry as Listed
 from jaxckpt_train.store.committed import is_committed, is_gone, read_committed
 from jaxckpt_train.store.files import read_whole
 from jaxckpt_train.store.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, NOT_JSON, decode_info
-from jaxckpt_train.store.removal import attempts
+from jaxckpt_train.store.removal import final_name
 from jaxckpt_train.store.timeouts import report_progress, time_limited
 
 _MOST_NAMED = 5
 _log = logging.getLogger("jaxckpt_train")
+_DELETING = re.compile(r"\.(.+)\.deleting", re.DOTALL)  # the name of a step that an earlier version was deleting
 _LINEAGE = ("created", "run", "sequence", "left_behind")
 
 
@@ -109,47 +111,15 @@ def step_not_found(
     return StepNotFoundError(f"{directory}: has no committed step{which}{found}")
 
 
-def half_deleted(backend: Backend, directory: str) -> list[str]:
-    """The step directories whose deletion was started and not finished."""
-    return _hidden_among(entry.name for entry in backend.list(directory))
-
-
-def _hidden_among(names: Iterable[str]) -> list[str]:
-    return [name for name in names if shown_name(name) != name and parse_step_name(shown_name(name)) is not None]
-
-
-def unfinished_deletions(
-    backend: Backend,
-    directory: str,
-    committed: Collection[str],
-    events: Iterable[Mapping[str, Any]],
-    report: Callable[[str], object],
-) -> list[str]:
-    """The names of step directories whose deletion was started and not finished.
-
-    A directory that could not be renamed keeps its name, and its former COMMIT has the hidden name. `report` is called
-    with the name of each deleted step that the history does not report, because its owner died in between. It is not
-    called for a name that exists: the step was saved again, or a power cut restored it.
-    """
-    there = [entry.name for entry in backend.list(directory)]
-    hidden = _hidden_among(there)
-    last = {str(event.get("name")): event["event"] for event in events if event.get("event") in ("save", "delete")}
-    for name in map(shown_name, hidden):
-        if last.get(name) != "delete" and name not in there:
-            report(name)
-    in_place = [name for name in map(shown_name, hidden) if name in there and name not in committed]
-    return in_place + [name for name in hidden if shown_name(name) not in in_place]
-
-
-def remove_attempts(backend: Backend, directory: str) -> None:
-    """Remove the attempts of interrupted saves. An attempt that cannot be removed does no harm: it is never read."""
-    for attempt, final in attempts(backend, directory):
-        if parse_step_name(final) is not None:
-            _log.info("removing an interrupted attempt, %s", attempt)
-            try:
-                backend.remove(attempt)
-            except StorageError as error:
-                _log.warning("an interrupted attempt was not removed: %s", error)
+def leftovers(backend: Backend, directory: str) -> list[str]:
+    """The names of the attempts at steps, and of the steps that are being deleted. They are never read."""
+    found = list[str]()
+    for entry in backend.list(directory):
+        of_earlier_version = _DELETING.fullmatch(entry.name)
+        final = final_name(entry.name) if of_earlier_version is None else of_earlier_version[1]
+        if final is not None and parse_step_name(final) is not None:
+            found.append(entry.name)
+    return found
 
 
 class _Info(msgspec.Struct):

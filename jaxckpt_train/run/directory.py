@@ -21,12 +21,11 @@ from typing import Any
 from jaxckpt_train.errors import CorruptCheckpointError, DirectoryLockedError, StorageError
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, PreservationPolicy
 from jaxckpt_train.run.catalog import (
+    leftovers,
     refuse_checkpoint,
     refuse_uncommitted,
-    remove_attempts,
     scan_with_record,
     step_not_found,
-    unfinished_deletions,
     warn_about_uncommitted,
 )
 from jaxckpt_train.run.entry import (
@@ -47,13 +46,12 @@ from jaxckpt_train.run.entry import (
     newest_generations,
     owning_run,
     parse_step_name,
-    shown_name,
 )
 from jaxckpt_train.run.goodput import RunStatistics
 from jaxckpt_train.run.history import History, RunLog
 from jaxckpt_train.run.lock import OwnerLock, try_to_write
 from jaxckpt_train.run.record import Annotation, RecordKeeper
-from jaxckpt_train.run.retention import BestLink, Deleter, LinkToBest, PendingDeletions, expired_names, replaced
+from jaxckpt_train.run.retention import BestLink, Deleter, LinkToBest, expired_names, replaced
 from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.store.backends.base import GONE, Backend, sync_directory
 from jaxckpt_train.store.backends.local import mount_warnings
@@ -155,12 +153,13 @@ class RunDirectory:
         self._entries, self._left = list[Entry](), frozenset[str]()
         self._is_replica = False  # whether the primary of the job sends the entries, so that the disk is not scanned
         self._infos: tuple[CheckpointInfo, ...] | None = None
-        self._left_attempts = list[str]()
         self._being_read = list[str]()
+        self._going = set[str]()  # names of steps that are being deleted, and are no longer listed
+        self._reported = set[str]()  # names of the steps, as the other processes of the job know them
         self._run_id = uuid.uuid4().hex
         self._highest = -1  # the sequence number of the last save, which may have failed or been deleted since
         self._undone = set[str]()  # names of failed saves that still look committed on the disk
-        self._origin, self._pending_deletions = ResumePoint(), PendingDeletions()
+        self._origin = ResumePoint()
         # Findings that are not recorded yet: the save, and its damage; None: it is intact again.
         self._findings: dict[tuple[str, datetime.datetime], tuple[Entry, str | None]] = {}
         self._warned_about = set[str]()
@@ -204,20 +203,18 @@ class RunDirectory:
             self.log.took_over(dead)
         self._lock.clean()
         sync_directory(self.backend, self.directory)  # names that a dead owner created may not be on the disk yet
-        remove_attempts(self.backend, self.directory)
+        self._deleter.delete([], hidden=leftovers(self.backend, self.directory))
         with self._guard:
             self._look()
             self._record.take(self._found, self._entries)
             self._run_id = owning_run(self._entries) or self._run_id
             self._left = self._origin.left_behind(self._entries, self._left)
         self._write_damage_reports()
-        recent = self.history.recent()
-        self.past = RunStatistics.of(recent)
-        names = {entry.name for entry in self._entries}
-        self._deleter.delete(unfinished_deletions(self.backend, self.directory, names, recent, self.log.deleted))
+        self.take_deleted()  # deletions are counted from here
+        self.past = RunStatistics.of(self.history.recent())
         self.is_owner = True  # last: whatever an interrupt prevents is repeated
         self.log.started(None if self._origin.entry is None else self._origin.entry.step)
-        self._best.update(self.newest)
+        self._best.update(self._newest)
         self._scrubber.start()
 
     def _look(self) -> None:
@@ -234,7 +231,7 @@ class RunDirectory:
             self._origin.nothing()
 
     def entries(self) -> list[Entry]:
-        """All committed generations except damaged ones and pending deletions; those left behind come first."""
+        """All committed generations except damaged ones and those being deleted; those left behind come first."""
         with self._guard:
             self._look_again()
             return branch_last(self._whole(), self._left)
@@ -256,7 +253,7 @@ class RunDirectory:
             self._left, self._infos, self._is_replica = frozenset(left), None, True
 
     def _whole(self) -> list[Entry]:
-        return [entry for entry in self._entries if entry.name not in self._pending_deletions and entry.damaged is None]
+        return [entry for entry in self._entries if entry.name not in self._going and entry.damaged is None]
 
     def damaged(self) -> list[Entry]:
         """The entries that were set aside as damaged, in the order of the saves."""
@@ -272,6 +269,11 @@ class RunDirectory:
         """The last generation of each step, in the order of `entries`."""
         return newest_generations(self.entries())
 
+    def _newest(self) -> list[Entry]:
+        """As `newest`, without a scan."""
+        with self._guard:
+            return newest_generations(branch_last(self._whole(), self._left))
+
     def candidates(self, step: int | None, *, damaged: bool = False) -> list[Entry]:
         """The generations of a step (None: of all) as a restore tries them; with `damaged`, also those set aside.
 
@@ -280,10 +282,7 @@ class RunDirectory:
         """
         wanted = None if step is None else check_step(step)
         with self._guard:
-            self._look_again()
-            is_going = self._pending_deletions.is_going
-            there = [each for each in self._entries if each.damaged is None and not is_going(each.name)]
-            entries = branch_last(there, self._left)[::-1]
+            entries = self.entries()[::-1]
             if damaged:
                 entries += [each for each in reversed(self._entries) if each.damaged is not None]
         found = [entry for entry in entries if wanted in (None, entry.step)]
@@ -331,11 +330,10 @@ class RunDirectory:
             self._look_again()
             return any(entry.step == step and entry.name not in self._left for entry in self._whole())
 
-    def _line(self, pending_deletions: bool = False) -> list[Entry]:
+    def _line(self) -> list[Entry]:
         origin = None if self.is_owner else self._origin.entry
         left = self._left if origin is None else left_behind_by(origin, self._entries)
-        entries = [each for each in self._entries if each.damaged is None] if pending_deletions else self._whole()
-        return [entry for entry in entries if entry.name not in left]
+        return [entry for entry in self._whole() if entry.name not in left]
 
     def lineage(self, step: int) -> dict[str, Any]:
         """The lineage fields for the manifest of the next save."""
@@ -353,15 +351,16 @@ class RunDirectory:
                 check_new_step(self.directory, step, self._line(), self._origin.entry)
 
     def next_step_name(self, step: int) -> str:
-        """The directory name of the next generation of a step, unused by existing and pending-deletion directories."""
-        found = [shown_name(item.name) for item in self.backend.list(self.directory)]
-        return free_step_name(step, {*self._pending_deletions, *found})
+        """The directory name of the next generation of a step, which no directory has, not even one being deleted."""
+        there = {item.name for item in self.backend.list(self.directory)}
+        with self._guard:
+            return free_step_name(step, there | self._going)
 
-    def committed(self, committed: Committed, info: Mapping[str, Any]) -> None:
-        """Record a commit."""
+    def committed(self, committed: Committed, info: Mapping[str, Any], *, is_durable: bool) -> None:
+        """Record a commit; `is_durable`: the step is on the disk."""
         name = committed.directory.rpartition("/")[2]
         step, generation = parse_step_name(name) or (int(info["step"]), 0)
-        entry = entry_from_manifest(name, step, generation, info)
+        entry = dataclasses.replace(entry_from_manifest(name, step, generation, info), is_durable=is_durable)
         with self._guard:
             self._record.reuse(name)
             self._entries.append(self._record.record.applied_to(entry))
@@ -378,67 +377,75 @@ class RunDirectory:
         with self._guard:
             self._highest = max(self._highest, place["sequence"])
             self._undone.update([] if stays is None else [stays])
-            self._left_attempts += [] if attempt is None else [attempt]
+        self._deleter.delete([], hidden=[] if attempt is None else [attempt.rpartition("/")[2]])
 
-    def remove_left_attempts(self) -> None:
-        """Remove the attempts that failed saves of this process left on the disk."""
-        with self._guard:
-            left, self._left_attempts = self._left_attempts, []
-        for attempt in left:
-            try:
-                self.backend.remove(attempt)
-            except StorageError as error:
-                _log.warning("cannot remove the files of a failed save: %s", error)
-                self._left_attempts.append(attempt)
-
-    def record_roll_back(self, unsynced: str | None = None) -> None:
-        """Record what a roll-back left behind, after `unsynced`, the first step saved since, is on the disk."""
+    def record_roll_back(self) -> None:
+        """Record what a roll-back left behind, after the first step saved since is on the disk."""
         with self._guard:
             there = {entry.name for entry in self._entries}
-            now = RollBack(max(entry.sequence for entry in self._entries), self._left & there)
+            last = max(self._entries, key=lambda entry: entry.sequence)
+            now = RollBack(last.sequence, self._left & there)
             is_recorded = now.names == self._record.record.roll_back.names & there
-        if not is_recorded and (unsynced is None or self._deleter.make_durable(unsynced)):
+        if not is_recorded and (last.is_durable or self._deleter.make_durable(last.name)):
             self._record.roll_back(now)
 
-    def refused(self, name: str) -> None:
-        """Record, for this process and later ones, that the disk refuses to sync a step."""
+    def synced(self, name: str, *, is_durable: bool) -> bool:
+        """Record that the disk has synced a step, or that it refused to; return whether it has never refused.
+
+        A refusal is recorded for later processes, too.
+        """
         with self._guard:
-            self._entries = [
-                dataclasses.replace(entry, is_unsynced=True) if entry.name == name else entry for entry in self._entries
-            ]
+            self._entries = [each.synced(is_durable) if each.name == name else each for each in self._entries]
             self._infos = None
-            found = [entry for entry in self._entries if entry.name == name]
-        for entry in found:
-            with contextlib.suppress(StorageError, DirectoryLockedError):
-                self.annotate(entry, Annotation(is_unsynced=True))
+            found = [each for each in self._entries if each.name == name]
+        if not is_durable:
+            for entry in found:
+                with contextlib.suppress(StorageError, DirectoryLockedError):
+                    self.annotate(entry, Annotation(is_unsynced=True))
+        return bool(found) and not any(entry.is_unsynced for entry in found)
 
-    def retain(self, *, is_durable: bool = True) -> None:
-        """Queue the expired steps for deletion. Called after a commit, which may not be durable yet."""
+    def retain(self) -> None:
+        """Delete the expired steps in the background. Called after a commit, which may not be durable yet."""
+        names, before = self.plan_deletions()
+        if before:
+            self._deleter.delete_expired()
+        else:
+            self._deleter.delete(names)
+
+    @time_limited
+    def retain_now(self) -> None:
+        """Like `retain`, but the expired steps are no longer listed when this returns."""
+        self._deleter.delete(self._deleter.due())
+
+    def plan_deletions(self) -> tuple[list[str], list[str]]:
+        """The expired steps to delete now, and the steps that must be synced first; one of the two is empty.
+
+        The steps to delete are no longer listed from now on. Until then they can be restored and pinned, and are then
+        kept.
+        """
         with self._guard:
-            line = self._line()
-            free = {name for name in self._unkept(line) if name not in self._pending_deletions}
-            pending_deletions, instead = replaced(free, self._whole(), line, is_durable=is_durable)
-            self._pending_deletions.add(pending_deletions, wait=bool(instead))
+            line, context = self._line(), DecisionContext(self._clock())
+            unkept = expired_names(self._entries, line, self._left, self._policy, context)
+            names, before = replaced(unkept - self._going - {*self._being_read}, self._whole(), line)
+            if before:
+                names = set()
+            self._going |= names
             self._infos = None
-        self._best.update(self.newest)  # before the deletion of the step that the link points to
-        self._deleter.delete(sorted(pending_deletions), instead=instead)
+        self._best.update(self._newest)  # before the deletion of the step that the link points to
+        return sorted(names), before
 
-    def _unkept(self, line: list[Entry]) -> set[str]:
-        context = DecisionContext(self._clock())
-        return expired_names(self._entries, line, self._left, self._policy, context) - {*self._being_read}
-
-    def confirm_deletions(self, names: Sequence[str]) -> list[str]:
-        """Of these delayed deletions, the ones that are still due: a step may have been pinned or restored since."""
+    def take_deleted(self) -> list[str]:
+        """The names of the steps that were deleted since the last call, or since this process owns the run."""
         with self._guard:
-            self._infos, unkept = None, self._unkept(self._line(pending_deletions=True))
-            return self._pending_deletions.confirm(
-                names, {each.name for each in self._entries if each.name not in unkept}
-            )
+            now = {entry.name for entry in self._entries} - self._going
+            gone, self._reported = self._reported - now, now
+        return sorted(gone)
 
-    def deletions_delayed(self, names: Sequence[str]) -> None:
-        """Record that these steps could not be deleted yet; they wait."""
+    def not_deleted(self, names: Sequence[str]) -> None:
+        """Record that these steps could not be deleted: they are listed again, and the next commit decides anew."""
         with self._guard:
-            self._pending_deletions.add([name for name in names if name in self._pending_deletions], wait=True)
+            self._going.difference_update(names)
+            self._infos = None
 
     def forget(self, name: str) -> None:
         """Record that a step directory no longer exists."""
@@ -446,7 +453,7 @@ class RunDirectory:
             gone = [entry.sequence for entry in self._entries if entry.name == name]
             self._highest = max(self._highest, *gone, -1)  # a power cut may bring them back
             self._entries = [entry for entry in self._entries if entry.name != name]
-            self._pending_deletions.discard([name])
+            self._going.discard(name)
             self._record.forget(name)
             self._infos = None  # `_left` stays: what was left behind is still left behind
 
@@ -490,7 +497,6 @@ class RunDirectory:
                         entry.step,
                         ", ".join(map(str, later)),
                     )
-            self._pending_deletions.discard([entry.name])
             self._infos = None
 
     @time_limited
@@ -526,7 +532,7 @@ class RunDirectory:
             problem = finding and finding.encode("utf-8", "backslashreplace").decode()
             with self.reading([entry]):  # unless it is gone, about to be deleted, or saved again
                 is_there = any(each.identity == entry.identity for each in self._entries)
-                if not is_there or self._pending_deletions.is_going(entry.name):
+                if not is_there or entry.name in self._going:
                     continue
                 try:
                     self.annotate(entry, Annotation(damaged=problem))
@@ -550,8 +556,6 @@ class RunDirectory:
                 entry = self.candidates(step)[0]
                 held.enter_context(self.reading([entry]))
             self.annotate(entry, change)
-            if change.pin:
-                self._pending_deletions.discard([entry.name])
 
     def annotate(self, entry: Entry, change: Annotation) -> None:
         """Record a pin of a step, or metrics or damage of one save of it, durably."""
@@ -559,7 +563,7 @@ class RunDirectory:
         with self._guard:
             self._entries = [self._record.record.applied_to(each) for each in self._entries]
             self._infos = None
-        self._best.update(self.newest)
+        self._best.update(self._newest)
 
     def close(self, timeout_s: float | None = None, until: Callable[[], bool] | None = None) -> None:
         """Finish deletions and release the directory; see `finish_and_release` for interrupts and the timeout."""

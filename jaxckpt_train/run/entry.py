@@ -23,7 +23,6 @@ _MAX_CHANGES = 1 << 53
 _LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 MAX_STEP = 10**15
 _DIGITS = 6
-_DELETING = ".deleting"
 MAX_GENERATION = 10**_DIGITS - 1
 _NAME = re.compile(rf"step-(?P<step>[0-9]{{10,16}})(\.g(?P<generation>[1-9][0-9]{{0,{_DIGITS - 1}}}))?")
 UNKNOWN_SAVES = 1 << 20  # more saves than any run has between two steps
@@ -55,6 +54,7 @@ class Entry:
     # The disk has refused to sync it. A later sync may succeed although bytes are lost, because a system forgets what
     # it could not write; therefore nothing that it replaces is deleted.
     is_unsynced: bool = False
+    is_durable: bool = False  # this process has synced it
     pinned: bool = False
     damaged: str | None = None  # why it was set aside as damaged
 
@@ -72,6 +72,10 @@ class Entry:
     def has_time(self) -> bool:
         """Whether its manifest has the time of the save."""
         return self.time != _LONG_AGO
+
+    def synced(self, is_durable: bool) -> Entry:
+        """The entry after the disk has synced it or refused to. A refusal is never forgotten."""
+        return dataclasses.replace(self, is_durable=is_durable, is_unsynced=self.is_unsynced or not is_durable)
 
     def info(self) -> CheckpointInfo:
         """The entry as policies see it."""
@@ -159,16 +163,6 @@ def parse_step_name(name: str) -> tuple[int, int] | None:
         return None
     step, generation = int(match["step"]), int(match["generation"] or 0)
     return (step, generation) if step_name(step, generation) == name else None
-
-
-def hidden_name(name: str) -> str:
-    """The name of a directory while it is deleted."""
-    return name if name.endswith(_DELETING) else f".{name}{_DELETING}"
-
-
-def shown_name(name: str) -> str:
-    """The original name of a directory that is being deleted; any other name is returned unchanged."""
-    return name[1 : -len(_DELETING)] if name.startswith(".") and name.endswith(_DELETING) else name
 
 
 def check_step(step: object) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -173,11 +172,10 @@ class JobSync:
         elif self.is_primary:
             self._run.hold()
 
-    def retain(self, *, is_durable: bool) -> None:
-        """Make the primary delete expired steps; `is_durable`: whether the newest step is certainly on the disk."""
+    def retain(self) -> None:
+        """Make the primary delete expired steps."""
         self.hold()
-        delete = functools.partial(self._run.retain, is_durable=is_durable)
-        self.on_primary(f"deleting steps of {self._directory}", delete, time.monotonic)
+        self.on_primary(f"deleting steps of {self._directory}", self._run.retain_now, time.monotonic)
 
     def _take(self) -> bytes:
         self._run.own()

@@ -91,7 +91,7 @@ def fates(entries: Sequence[Entry], roll_back: RollBack, pruning: Pruning, now: 
     line, context = current_line(entries, roll_back), DecisionContext(now)
     left, whole = left_behind(entries, roll_back), [entry for entry in entries if entry.damaged is None]
     unkept = expired_names(entries, line, left, pruning, context)
-    pending_deletions, _ = replaced(unkept, whole, line, is_durable=False)
+    pending_deletions, _ = replaced(unkept, whole, line)
     newest = newest_generations([entry for entry in line if not entry.is_held])
     lasting = sorted((entry.info() for entry in newest if not entry.temporary), key=lambda info: info.step)
     kept_by, listed = pruning.reasons(lasting, context=context), {entry.step: entry.name for entry in newest}

@@ -1,7 +1,8 @@
 """Retention: deletes expired steps on a background thread, and maintains the link to the best step.
 
 A step is renamed before its first file is removed, so that no reader sees a partly deleted step. Steps that replace it
-are synced before.
+are synced before. A deletion that has to wait, or that the disk refuses, leaves nothing behind: the step stays in the
+list, and the next commit decides anew.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import math
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 from jaxckpt_train._validation import Mode, stated_mode
@@ -29,11 +29,12 @@ from jaxckpt_train.policies.context import (
     rank_checkpoints,
     steps_to_delete,
 )
-from jaxckpt_train.run.entry import Entry, hidden_name, newest_generations, parse_step_name, shown_name
+from jaxckpt_train.run.entry import Entry, newest_generations, parse_step_name
 from jaxckpt_train.store.backends.base import Backend, Linking, make_durable, sync_directory
-from jaxckpt_train.store.backends.base import Entry as StoredEntry
+from jaxckpt_train.store.committed import attempt_paths
 from jaxckpt_train.store.manifest import COMMIT_NAME
 from jaxckpt_train.store.threads import Latch
+from jaxckpt_train.store.timeouts import report_progress
 
 _log = logging.getLogger("jaxckpt_train")
 _THREAD = "jaxckpt-retention"
@@ -67,112 +68,58 @@ def _steps_to_delete(newest: Sequence[Entry], policy: PreservationPolicy | None,
     return steps_to_delete([entry.info() for entry in newest], policy, context=context)
 
 
-def replaced(
-    unkept: Set[str], whole: Sequence[Entry], line: Sequence[Entry], *, is_durable: bool
-) -> tuple[set[str], list[str]]:
-    """The expired steps that may be deleted now, and the steps that must be on the disk before, newest last.
+def replaced(unkept: Set[str], whole: Sequence[Entry], line: Sequence[Entry]) -> tuple[set[str], list[str]]:
+    """The expired steps that may be deleted, and the steps that must be on the disk before, newest last.
 
     A step is not deleted if the disk has refused to sync the step that replaces it. `whole` has all intact generations,
-    `line` those of the current branch, and `is_durable` says whether the newest step is on the disk already.
+    and `line` those of the current branch.
     """
     newest = [entry for entry in line if not entry.is_held][-1:]
-    if not is_durable and any(entry.is_unsynced for entry in newest):
+    if any(entry.is_unsynced for entry in newest):
         return set(), []
-    kept = [entry for entry in whole if entry.name not in unkept and not entry.is_held]
+    kept = [entry for entry in whole if entry.name not in unkept]
     doubtful = {entry.step for entry in kept if entry.is_unsynced}
-    pending_deletions = {*unkept} - {entry.name for entry in whole if entry.step in doubtful}
-    steps, names = {entry.step for entry in whole if entry.name in pending_deletions}, [entry.name for entry in newest]
-    others = [entry.name for entry in whole if entry.step in steps and entry.name not in {*pending_deletions, *names}]
-    return pending_deletions, [*others, *([] if is_durable else names)]
+    going = [entry for entry in whole if entry.name in unkept and entry.step not in doubtful]
+    if not going:
+        return set(), []
+    steps = {entry.step for entry in going}
+    before = [entry for entry in kept if entry.step in steps and entry not in newest] + newest
+    return {entry.name for entry in going}, [entry.name for entry in before if not entry.is_durable]
 
 
-class PendingDeletions:
-    """The names of the step directories that are about to be deleted. They are no longer listed.
+class Run(Protocol):
+    """The run whose steps are deleted."""
 
-    Some of them wait, perhaps for ever, until the steps that replace them are on the disk. While they wait, they can be
-    restored and pinned, and are then kept again.
-    """
+    def plan_deletions(self) -> tuple[list[str], list[str]]:
+        """The steps to delete now, which are no longer listed, and the steps to sync first; one of the two is empty."""
 
-    def __init__(self) -> None:
-        self._waits: dict[str, bool] = {}  # by name
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._waits))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._waits
-
-    def add(self, names: Iterable[str], *, wait: bool) -> None:
-        """Add names; `wait`: other steps have to be on the disk before the deletion."""
-        for name in names:
-            self._waits[name] = wait or self._waits.get(name, False)
-
-    def discard(self, names: Iterable[str]) -> None:
-        """Remove names that are deleted, or kept again."""
-        for name in names:
-            self._waits.pop(name, None)
-
-    def is_going(self, name: str) -> bool:
-        """Whether the directory may disappear at any moment."""
-        return self._waits.get(name) is False
-
-    def confirm(self, names: Sequence[str], kept: Collection[str]) -> list[str]:
-        """End the wait of these names: discard those in `kept`, and return the others, which are deleted now."""
-        self.discard(name for name in names if name in kept)
-        going = [name for name in names if name not in kept]
-        self._waits |= dict.fromkeys(going, False)  # a name may have been discarded in between
-        return going
-
-
-@dataclasses.dataclass
-class _Batch:
-    """Steps to delete together, and the steps that must be on the disk before."""
-
-    names: list[str]
-    instead: list[str]
-    has_waited: bool = False
-
-    def has_step_of(self, name: str) -> bool:
-        """Whether another generation of the same step is in this batch."""
-        parsed = parse_step_name(name)
-        return parsed is not None and any((parse_step_name(each) or (None,))[0] == parsed[0] for each in self.names)
-
-
-class DeletionListener(Protocol):
-    """Receives the progress of deletions, by the names of the directories."""
-
-    def confirm_deletions(self, names: Sequence[str]) -> list[str]:
-        """Return those of these names, which have waited, that are still to be deleted."""
-
-    def deletions_delayed(self, names: Sequence[str]) -> None:
-        """These could not be deleted now. They wait; `confirm_deletions` is called before the next attempt."""
+    def synced(self, name: str, *, is_durable: bool) -> bool:
+        """The disk has synced a step, or refused to. Returns whether it has never refused."""
 
     def deleted(self, name: str) -> None:
-        """The step is no longer listed."""
+        """A step has been deleted."""
 
-    def refused(self, name: str) -> None:
-        """The disk refuses to sync the step."""
+    def not_deleted(self, names: Sequence[str]) -> None:
+        """These steps could not be deleted now."""
 
 
 class Deleter:
-    """Deletes step directories on one thread. A failed deletion warns and is tried again with the next one.
+    """Deletes step directories on one thread.
 
-    `listener` is a weak reference; `check` raises if another process owns the directory.
+    `run` is a weak reference; `check` raises if another process owns the directory.
     """
 
     def __init__(
         self,
         backend: Backend,
         directory: str,
-        listener: Callable[[], DeletionListener | None],
+        run: Callable[[], Run | None],
         check: Callable[[], None] | None = None,
     ) -> None:
-        self._backend, self._directory, self._listener, self._check = backend, directory, listener, check
+        self._backend, self._directory, self._run, self._check = backend, directory, run, check
         # Garbage collection may put into a SimpleQueue at any moment: finalizers of dropped managers do.
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._retry: dict[str, None] = {}  # ordered
-        self._waiting: list[_Batch] = []  # until the steps that replace them are synced
-        self._unsynced: set[str] = set()
+        self._hidden: dict[str, None] = {}  # the names of directories to remove, in order
         self._warned: set[tuple[str, int | None]] = set()
         self._guard = threading.RLock()
         self._worker: threading.Thread | None = None
@@ -183,15 +130,20 @@ class Deleter:
         """Whether the current thread is the deleting thread."""
         return self._worker is threading.current_thread()
 
-    def delete(self, names: Sequence[str], *, instead: Sequence[str] = ()) -> None:
-        """Delete step directories in the background; each stops being listed before its first file is removed.
+    def delete(self, names: Sequence[str], hidden: Sequence[str] = ()) -> None:
+        """Delete steps and hidden directories in the background, and what the disk has refused to remove before.
 
-        Steps in `instead` may not be synced yet, and are synced before. Otherwise a power cut could leave neither,
-        since the system often writes names before data.
+        The steps that replace them must be on the disk already. Otherwise a power cut could leave neither, since the
+        system often writes names before data.
         """
-        if names:
-            self._jobs.put(functools.partial(self._delete, names, instead))
+        if names or hidden or self._hidden:
+            self._jobs.put(functools.partial(self._delete, names, hidden))
             self._ensure_worker()
+
+    def delete_expired(self) -> None:
+        """Delete the expired steps in the background, once the steps that replace them are on the disk."""
+        self._jobs.put(self._delete_expired)
+        self._ensure_worker()
 
     def _ensure_worker(self) -> None:
         """Make sure that the jobs are done: by a thread, or by the caller if the system cannot start one."""
@@ -297,78 +249,55 @@ class Deleter:
         except queue.Empty:
             return None
 
-    def _delete(self, names: Sequence[str], instead: Sequence[str]) -> None:
-        batch = _Batch(list(names), list(instead), has_waited=bool(instead))
-        self._add(batch)
-        if not self._is_allowed():
-            batch.has_waited = True
-            self._report_delayed(batch.names)
-            return
-        self._take_replaced()
-        hidden = self._hide_all()
-        if not hidden:
-            return
+    def _delete_expired(self) -> None:
         try:
-            # Otherwise a power cut could bring back a step under its old name with files missing.
-            sync_directory(self._backend, self._directory)
-        except StorageError as error:
-            _log.warning("deleting old steps waits, since %s could not be synced: %s", self._directory, error)
-            self._retry.update(dict.fromkeys(hidden))
-            return
-        for name in hidden:
-            try:
-                self._backend.remove(f"{self._directory}/{name}")
-            except StorageError as error:
-                self._warn_of(name, error)
-                self._wait_again([name])
-
-    def _may_go(self, batch: _Batch) -> bool:
-        """Whether the batch may be deleted now, after removing steps that were pinned or restored meanwhile.
-
-        If the run was dropped, nothing is deleted: the next owner decides.
-        """
-        listener = self._listener()  # no strong reference during the deletions: the run may be dropped meanwhile
-        try:
-            batch.names = [] if listener is None else listener.confirm_deletions(batch.names)
+            names = self.due()
         except Exception as error:  # noqa: BLE001  # a user's policy failed; every save asks it again and raises
             _log.warning("old steps are not deleted yet, because the preservation policy raised an error: %r", error)
-            return False
-        return True
+            return
+        self._delete(names)
 
-    def _hide_all(self) -> list[str]:
-        """Rename the directories to delete, while this process owns the run: a long wait may end the ownership."""
-        hidden, pending_deletions = [], deque(self._retry)
-        self._retry = {}
-        while pending_deletions and self._is_allowed():
-            found = self._hide(pending_deletions.popleft())
-            hidden += [] if found is None else [found]
-        self._wait_again([*pending_deletions])
-        return hidden
+    def due(self) -> list[str]:
+        """Sync the steps that replace expired ones; return the expired ones to delete, which are no longer listed."""
+        names, before = self._plan()
+        while before and self._is_allowed():
+            for name in before:
+                report_progress()
+                self.make_durable(name)
+            names, before = self._plan()  # without the steps whose replacement the disk refuses to sync
+        return names
 
-    def _add(self, batch: _Batch) -> None:
-        """Add a batch, and update the others: steps that they wait for may be deleted, or refused by the disk.
+    def _plan(self) -> tuple[list[str], list[str]]:
+        """As `Run.plan_deletions`. If the run was dropped, nothing is deleted: the next owner decides."""
+        run = self._run()  # no strong reference during a sync or a deletion: the run may be dropped meanwhile
+        return ([], []) if run is None else run.plan_deletions()
 
-        They then wait for the steps of the new batch instead, except if a refused step replaces another generation of
-        the same step. Each batch follows a commit, and waits for the committed step unless that is on the disk
-        already.
+    def make_durable(self, name: str) -> bool:
+        """Sync a step; False: the disk refuses, or has refused before.
+
+        After a failed sync, the system may forget what it could not write, so that a second sync proves nothing.
         """
-        for other in self._waiting:
-            lost = {*batch.names, *(name for name in tuple(self._unsynced) if not other.has_step_of(name))}
-            if not lost.isdisjoint(other.instead):
-                rest = [name for name in other.instead if name not in lost]
-                other.instead = list(dict.fromkeys([*rest, *batch.instead]))
-        self._waiting.append(batch)
+        try:
+            make_durable(self._backend, f"{self._directory}/{name}")
+            is_durable = True
+        except StorageError as error:
+            _log.warning("%s could not be synced, so the steps that it replaces are kept: %s", name, error)
+            is_durable = False
+        run = self._run()
+        return run is not None and run.synced(name, is_durable=is_durable)
 
-    def _take_replaced(self) -> None:
-        """Release the batches whose replacements are on the disk now."""
-        wanted = dict.fromkeys(name for batch in self._waiting for name in batch.instead)
-        durable = {name for name in wanted if self.make_durable(name)}
-        for batch in self._waiting:
-            batch.instead = [name for name in batch.instead if name not in durable]
-        for batch in [batch for batch in self._waiting if not batch.instead]:
-            if not batch.has_waited or self._may_go(batch):
-                self._waiting.remove(batch)
-                self._retry.update(dict.fromkeys(batch.names))
+    def _delete(self, names: Sequence[str], hidden: Sequence[str] = ()) -> None:
+        self._hidden.update(dict.fromkeys(hidden))
+        left = list(names)
+        try:
+            for name in names:
+                if not self._is_allowed():  # checked for each step: a long wait may end the ownership
+                    break
+                if self._hide(name):
+                    left.remove(name)
+        finally:
+            self._report_left(left)
+        self._remove_hidden()
 
     def _is_allowed(self) -> bool:
         try:
@@ -379,102 +308,80 @@ class Deleter:
             return False
         return True
 
-    def make_durable(self, name: str) -> bool:
-        """Sync a step; False: the disk refuses, or has refused before.
-
-        After a failed sync, the system may forget what it could not write, so that a second sync proves nothing.
-        """
-        if name in self._unsynced:
-            return False
+    def _hide(self, name: str) -> bool:
+        """Rename a step for its deletion; False: the disk refuses."""
+        path = f"{self._directory}/{name}"
+        hidden = next(attempt_paths(path))
         try:
-            make_durable(self._backend, f"{self._directory}/{name}")
+            self._backend.rename(path, hidden)
         except StorageError as error:
-            _log.warning("%s could not be synced, so the steps that it replaces are kept: %s", name, error)
-            self._unsynced.add(name)
-            listener = self._listener()
-            if listener is not None:
-                listener.refused(name)
-            return False
+            if error.errno == errno.EXDEV:
+                return self._remove_in_place(name)
+            if self._is_there(name):  # else it was renamed nevertheless, or removed by hand
+                self._warn_of(name, error)
+                return False
+        self._hidden[hidden.rpartition("/")[2]] = None
+        self._report_deleted(name)
         return True
 
-    def _hide(self, name: str) -> str | None:
-        """Rename a step for its deletion; None: that failed, or nothing is left to delete."""
-        hidden = hidden_name(name)
-        if name == hidden:
-            return hidden
+    def _is_there(self, name: str) -> bool:
         try:
-            self._backend.rename(f"{self._directory}/{name}", f"{self._directory}/{hidden}")
-        except StorageError as error:
-            if error.errno == errno.EXDEV or (error.errno == errno.EEXIST and self._is_cut(hidden)):
-                self._remove_in_place(name, hidden)
-                return None
-            try:
-                there = {entry.name for entry in self._backend.list(self._directory)}
-            except StorageError:
-                there = {name}  # as far as is known
-            if name in there:
-                self._warn_of(name, error)
-                self._wait_again([name])
-                if hidden in there:  # a half-deleted step blocks the name: remove it first
-                    self._retry[hidden] = None
-                return None
-            if hidden not in there:
-                _log.info("%s is gone already", name)
-                hidden = ""
-        self._note_deleted(name)
-        return hidden or None
+            return any(entry.name == name for entry in self._backend.list(self._directory))
+        except StorageError:
+            return True  # as far as is known
 
-    def _note_deleted(self, name: str) -> None:
-        self._unsynced.discard(name)
-        listener = self._listener()
-        if listener is not None:
-            listener.deleted(name)
-
-    def _remove_in_place(self, name: str, hidden: str) -> None:
+    def _remove_in_place(self, name: str) -> bool:
         """Delete a step whose directory cannot be renamed, such as a directory from a container image.
 
-        Its COMMIT gets the hidden name and is removed last, so that a later owner can finish the deletion.
+        Without COMMIT, the rest is no step. If it cannot be removed now, it stays.
         """
-        path, marker = f"{self._directory}/{name}", f"{self._directory}/{hidden}"
+        path = f"{self._directory}/{name}"
         try:
-            if any(entry.name == COMMIT_NAME for entry in self._backend.list(path)):
-                self._backend.rename(f"{path}/{COMMIT_NAME}", marker)
-                sync_directory(self._backend, self._directory)
-                sync_directory(self._backend, path)
-            self._backend.remove(path)
-            sync_directory(self._backend, self._directory)
-            self._backend.remove(marker)
+            self._backend.remove(f"{path}/{COMMIT_NAME}")
+            sync_directory(self._backend, path)
         except StorageError as error:
             self._warn_of(name, error)
-            self._wait_again([name])
-        else:
-            self._note_deleted(name)
-
-    def _is_cut(self, hidden: str) -> bool:
-        """Whether an owner died while it deleted this step in place."""
-        try:
-            return StoredEntry(hidden, "file") in self._backend.list(self._directory)
-        except StorageError:
             return False
+        self._report_deleted(name)
+        try:
+            self._backend.remove(path)
+        except StorageError as error:
+            _log.warning("%s is deleted, but its files were not removed; remove the directory by hand: %s", name, error)
+        return True
+
+    def _remove_hidden(self) -> None:
+        """Remove the hidden directories. What the disk refuses is tried again with the next deletion."""
+        if not self._hidden or not self._is_allowed():
+            return
+        try:
+            # Otherwise a power cut could bring back a step under its old name with files missing.
+            sync_directory(self._backend, self._directory)
+        except StorageError as error:
+            _log.warning("deleting old steps waits, since %s could not be synced: %s", self._directory, error)
+            return
+        for name in list(self._hidden):
+            try:
+                self._backend.remove(f"{self._directory}/{name}")
+            except StorageError as error:
+                self._warn_of(name, error)
+            else:
+                del self._hidden[name]
+
+    def _report_deleted(self, name: str) -> None:
+        run = self._run()
+        if run is not None:
+            run.deleted(name)
+
+    def _report_left(self, names: Sequence[str]) -> None:
+        run = self._run()
+        if run is not None and names:
+            run.not_deleted(names)
 
     def _warn_of(self, name: str, error: StorageError) -> None:
         """Warn once about a failure that is tried again at each deletion."""
         level = logging.DEBUG if (name, error.errno) in self._warned else logging.WARNING
         self._warned.add((name, error.errno))
-        _log.log(level, "deleting %s failed and will be tried again: %s", shown_name(name), error)
-
-    def _wait_again(self, names: Sequence[str]) -> None:
-        """Try again with the next deletion. Names that are still listed are checked again, since they may be kept."""
-        listed = [name for name in names if name != hidden_name(name)]
-        self._retry.update((name, None) for name in names if name not in listed)
-        if listed:
-            self._waiting.append(_Batch(listed, [], has_waited=True))
-            self._report_delayed(listed)
-
-    def _report_delayed(self, names: Sequence[str]) -> None:
-        listener = self._listener()
-        if listener is not None:
-            listener.deletions_delayed([name for name in names if name != hidden_name(name)])
+        _log.log(level, "deleting %s failed and will be tried again: %s", name, error)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -191,7 +191,6 @@ class StepSave:
             self._drift.look(self._step, self._save.parts)
         self._run.check_owner()
         self._is_owner = True  # without ownership nothing is written, not even to the history
-        self._run.remove_left_attempts()
         self._record["name"] = name = self._run.next_step_name(self._step)
         path, check = f"{self._run.directory}/{name}", self._run.check_owner
         return Transaction(self._run.backend, path, self._settings, check)
@@ -209,9 +208,8 @@ class StepSave:
         """In the primary: record the commit and apply retention; return the names that are no longer listed."""
         times = self._times
         self._timer.committed(time.perf_counter() - self._began_at, times.device_wait_s)
-        self._run.committed(committed, self.info)
-        is_durable = self._settings.durability == "full"
-        self._run.record_roll_back(None if is_durable else committed.directory.rpartition("/")[2])
+        self._run.committed(committed, self.info, is_durable=self._settings.durability == "full")
+        self._run.record_roll_back()
         times.bytes = committed.data_bytes  # of all processes
         spent_s = times.write_s + times.commit_s
         self._note(ok=True, bytes_per_s=round(times.bytes / spent_s) if spent_s > 0 else math.inf)
@@ -219,16 +217,11 @@ class StepSave:
         _log.info("saved step %d in %.3f s (%.2f MiB)", self._step, took_s, times.bytes / MIB)
         try:
             self._run.check_owner()  # another process may have taken the run over, and list what retention would delete
-            before = self._listed()
-            self._run.retain(is_durable=is_durable)
-            return sorted(before - self._listed())
+            self._run.retain()
+            return [] if self._job_sync.is_single_process else self._run.take_deleted()
         except BaseException as error:
             error.add_note(f"step {self._step} is committed; only retention failed")
             raise
-
-    def _listed(self) -> set[str]:
-        """The names of the listed steps, for the other processes; empty if there are none."""
-        return set() if self._job_sync.is_single_process else {entry.name for entry in self._run.entries()}
 
     def _note(self, **outcome: Any) -> None:
         before_s = self._record["decide_s"] + self._record["wait_s"]

@@ -44,6 +44,7 @@ from jaxckpt_train.store.timeouts import report_progress, time_limited
 _STEP = re.compile(r"step-[0-9]{10,16}(\.g[0-9]+)?")
 T = TypeVar("T")
 MAX_LOOKUPS = 10
+_NUMBERS = itertools.count()  # of all attempts of this process
 UNREADABLE = (NotACheckpointError, CorruptCheckpointError, FormatVersionError, StorageError)
 """The errors of a checkpoint that cannot be opened, except for storage that does not respond."""
 
@@ -81,9 +82,12 @@ class Committed:
 
 
 def attempt_paths(final: str) -> Iterator[str]:
-    """The paths where this process may write or remove a checkpoint; the caller takes the first free one."""
+    """The paths where this process may write or remove a checkpoint; the caller takes the first free one.
+
+    No path appears twice, so one that was noted for removal is never that of another attempt.
+    """
     (parent, name), tag = os.path.split(final), process_tag()
-    return (os.path.join(parent, f".{name}.tmp-{tag}-{number}") for number in itertools.count())
+    return (os.path.join(parent, f".{name}.tmp-{tag}-{number}") for number in _NUMBERS)
 
 
 def is_committed(backend: Backend, directory: str) -> bool:

@@ -1,5 +1,17 @@
 """Remove what saves leave next to a checkpoint: replaced checkpoints, and attempts of processes that died.
 
+What the names next to `NAME` may hold after a crash, and what becomes of it:
+
+    NAME                    a checkpoint. Without COMMIT: what is left of one that a crash interrupted while it was
+                            replaced or deleted in place, since its directory cannot be renamed
+    .NAME.tmp-PROCESS-N     never read. Without COMMIT: an attempt, or a checkpoint that is being removed. With COMMIT:
+                            an attempt before its rename, a checkpoint that was replaced, or a step that is deleted.
+                            The next save of NAME, or the next owner of the run, removes it
+    .NAME.aside             if NAME is committed: the other one of two checkpoints that were being exchanged, which the
+                            next save removes. Otherwise the only complete one: loads read it, the next save renames it
+    NAME.replaced-N         a replaced directory that holds untracked files. Nothing removes it
+    .NAME.deleting          a step that an earlier version was deleting; the next owner removes it
+
 Users may have put their own files, even a whole run, into a checkpoint's directory. These untracked files are never
 removed: a directory that holds any is kept under another name, and a warning names it.
 """
@@ -264,21 +276,20 @@ def rename_to_free(backend: Backend, path: str, names: Iterable[str]) -> str | N
     return None
 
 
+def final_name(name: str, *, of_dead: bool = False) -> str | None:
+    """The final name that an attempt is for; None: this is not the name of an attempt.
+
+    With `of_dead`, also None unless the process of the attempt ran on this machine and has ended.
+    """
+    match = _ATTEMPT.fullmatch(name)
+    if match is None or (of_dead and not is_dead_tag(match["tag"])):
+        return None
+    return match["final"]
+
+
 def is_temporary_name(name: str) -> bool:
     """Whether this name is reserved for unfinished saves, which later saves remove."""
-    return any(pattern.fullmatch(name) for pattern in (_ATTEMPT, _ASIDE))
-
-
-def attempts(backend: Backend, parent: str) -> list[tuple[str, str]]:
-    """The attempts below `parent`, of live and of dead processes: their directories and their final names."""
-    found = [(entry, _ATTEMPT.fullmatch(entry.name)) for entry in backend.list(parent) if entry.kind == "directory"]
-    return [(f"{parent}/{entry.name}", match["final"]) for entry, match in found if match is not None]
-
-
-def find_dead_attempts(backend: Backend, parent: str) -> list[str]:
-    """The names of the attempts below `parent` whose processes ran on this machine and have ended."""
-    found = [(entry.name, _ATTEMPT.fullmatch(entry.name)) for entry in backend.list(parent)]
-    return [name for name, match in found if match is not None and is_dead_tag(match["tag"])]
+    return final_name(name) is not None or _ASIDE.fullmatch(name) is not None
 
 
 def remove_dead_attempts(backend: Backend, final: str) -> None:
@@ -293,7 +304,7 @@ def remove_dead_attempts(backend: Backend, final: str) -> None:
     entries = backend.list(parent)
     for entry in entries:
         path = os.path.join(parent, entry.name)
-        if _is_dead_attempt(entry, name):
+        if final_name(entry.name, of_dead=True) == name:
             remove = remove_stale_temporary if entry.kind == "directory" else remove_replaced
             removals.append(functools.partial(remove, backend, path, final))
         elif path == side_name(final) and entry.kind != "file":  # an exchange moves directories and links to them
@@ -314,16 +325,10 @@ def remove_dead_exports(backend: Backend, final: str) -> None:
     A leftover with a COMMIT is an older checkpoint that a save has replaced; the next save handles it.
     """
     parent, name = os.path.split(final)
-    dead = [each for each in backend.list(parent) if each.kind == "directory" and _is_dead_attempt(each, name)]
-    paths = [os.path.join(parent, each.name) for each in dead]
+    folders = [each.name for each in backend.list(parent) if each.kind == "directory"]
+    paths = [os.path.join(parent, each) for each in folders if final_name(each, of_dead=True) == name]
     no_steps = [path for path in paths if all(each.name != COMMIT_NAME for each in list_entries(backend, path))]
     _run_all([functools.partial(backend.remove, path) for path in no_steps])
-
-
-def _is_dead_attempt(entry: Entry, name: str) -> bool:
-    """Whether this is an attempt at `name` by a process that has certainly ended."""
-    match = _ATTEMPT.fullmatch(entry.name)
-    return match is not None and match["final"] == name and is_dead_tag(match["tag"])
 
 
 def _run_all(removals: Sequence[Callable[[], None]]) -> None:

@@ -148,23 +148,23 @@ class RecordingBackend(LocalBackend):
         super().remove(path)
 
 
-class RecordingListener:
-    """Replaces a run in tests of the deleter: confirms every deletion and records the deleted names."""
+class RecordingRun:
+    """Replaces a run in tests of the deleter, and records the names that are deleted or refused."""
 
     def __init__(self) -> None:
-        self.gone: list[str] = []
+        self.gone, self.kept = list[str](), list[str]()
 
-    def confirm_deletions(self, names: Sequence[str]) -> list[str]:
-        return list(names)
+    def plan_deletions(self) -> tuple[list[str], list[str]]:
+        return [], []
 
-    def deletions_delayed(self, names: Sequence[str]) -> None:
-        """Ignored: these deletions are confirmed again the next time."""
+    def synced(self, name: str, *, is_durable: bool) -> bool:
+        return is_durable
 
     def deleted(self, name: str) -> None:
         self.gone.append(name)
 
-    def refused(self, name: str) -> None:
-        """Ignored: the deleter logs the refusal."""
+    def not_deleted(self, names: Sequence[str]) -> None:
+        self.kept += names
 
 
 def callback_on(backend: LocalBackend, directory: Path | str, **options: Any) -> jct.CheckpointCallback:

@@ -41,7 +41,7 @@ def check_next_owner(directory: Path, *steps: int) -> None:
 
 
 def test_wait_for_deletions_ends_at_deadline(tmp_path: Path) -> None:
-    backend = HoldingBackend("remove", ".deleting")
+    backend = HoldingBackend("remove", ".step-0000000001.tmp-")
     ckpt = callback_on(backend, tmp_path, grace_period_s=GRACE_S, save_interval_steps=1, keep_latest=1)
     try:
         with ckpt:

@@ -65,7 +65,7 @@ manager.wait()
 def test_stale_files_are_reported_and_kept(tmp_path: Path, run_python: Any) -> None:
     directory = tmp_path / "run"
     assert run_python(KILLED_IN_A_SAVE, directory).returncode == 1
-    (directory / ".step-0000000007.deleting").mkdir()
+    (directory / ".step-0000000007.tmp-00000000-00000000-1-1-0").mkdir()
     left = sorted(path.name for path in directory.iterdir() if path.name.startswith(".step"))
     assert len(left) == 2
     found = json_of("doctor", directory, *SMALL, code=1)

@@ -59,6 +59,7 @@ def test_next_owner_removes_interrupted_attempt(interrupted: Path) -> None:
     assert len(names(interrupted, ".tmp-")) == 1
     with jct.StepManager(interrupted) as owner:
         owner.own()
+        assert owner._run._deleter.wait(60)
         assert names(interrupted, ".tmp-") == []
         assert [event["event"] for event in owner.history.events()][-2:] == ["take_over", "start"]
         save_steps(owner, 2)

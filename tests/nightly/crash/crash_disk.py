@@ -83,7 +83,10 @@ class CrashDisk:
         budget: the number of operations until the power goes off; None: no limit.
         refuse_in: the number of operations until one is refused; None: none is.
         has_refused: whether an operation was refused.
+        deletes_in_place: whether some directories cannot be renamed, so that a crash may leave one without COMMIT.
     """
+
+    deletes_in_place = False
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.power = machine, True

@@ -10,6 +10,7 @@ from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, St
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.run.entry import newest_generations, parse_step_name
 from jaxckpt_train.settings import StoreSettings
+from jaxckpt_train.store.committed import is_committed
 from tests.nightly.crash.crash_disk import CrashDisk
 from tests.nightly.crash.facts import Facts, state_of, token_of
 from tests.nightly.crash.problems import Problem
@@ -23,7 +24,8 @@ def found_in_run(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
     manager = opened(disk, world.settings, facts.keep)
 
     def names() -> list[str]:
-        return [entry.name for entry in disk.list(RUN)]
+        found = [entry.name for entry in disk.list(RUN)]
+        return [name for name in found if not (disk.deletes_in_place and _is_cut(disk, name))]
 
     try:
         old = [name for name in names() if ".dead-" in name] if disk.machine.live.find(RUN) is not None else []
@@ -31,6 +33,11 @@ def found_in_run(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
         return problems or left_of({*old} & {*names()})
     finally:
         die(disk, manager)
+
+
+def _is_cut(disk: CrashDisk, name: str) -> bool:
+    """Return whether this is a step that a crash interrupted while it was deleted in place."""
+    return parse_step_name(name) is not None and not is_committed(disk, f"{RUN}/{name}")
 
 
 def problems_in_run(

@@ -186,7 +186,7 @@ def test_leftover_locks_of_dead_processes_are_detected(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("program", ["run", "run-file"])
 def test_leftover_attempts_of_dead_processes_are_detected(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "remove_attempts", lambda *_: None)
+    monkeypatch.setattr(directory, "leftovers", lambda *_: [])
     assert_detected("left over", program)
 
 
@@ -209,7 +209,7 @@ def test_unsynced_steps_of_exchange_are_detected() -> None:
 def test_deletion_before_newest_is_synced_is_detected(
     program: str, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention.Deleter, "make_durable", lambda *_: True)
+    monkeypatch.setattr(retention, "make_durable", lambda *_: None)
     assert_detected("lost", program, order)
 
 

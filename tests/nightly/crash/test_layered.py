@@ -27,6 +27,8 @@ def _small() -> Iterator[None]:
 class LayeredDisk(CrashDisk):
     """Refuse to rename directories that existed at the start, except temporary ones of saves."""
 
+    deletes_in_place = True
+
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self._lower = {*machine.live.folders}

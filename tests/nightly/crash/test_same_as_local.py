@@ -6,6 +6,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.nightly.crash.image import ROOT, Exchange, Image, Link, Operation, Re
 from tests.nightly.crash.programs import process
 
 MOST_CALLS = 30
+ATTEMPT = re.compile(r"\.tmp-[0-9a-f]{8}-[0-9a-f]{8}-[0-9]+-[0-9]+-[0-9]+")
 Call = tuple[Any, ...]
 Scenario = Callable[[Backend, str], object]
 
@@ -62,6 +64,8 @@ class Trace:
 
 
 def _without_chance(part: Any, numbers: dict[str, str]) -> Any:
+    if isinstance(part, str):
+        part = ATTEMPT.sub(lambda match: numbers.setdefault(match[0], f".tmp-{len(numbers)}"), part)
     prefix = next((each for each in TEMPORARY_PREFIXES if isinstance(part, str) and f"/{each}" in part), None)
     return part if prefix is None else numbers.setdefault(part, f"{prefix}{len(numbers)}")
 

@@ -163,7 +163,7 @@ def _check(found: Found, disk: LoopDisk, acknowledged: int, subject: str) -> Non
                 found.problems.append(f"{subject}: restored step {step}, but {acknowledged} was acknowledged")
             for listed in manager.steps:
                 step_of(manager.restore(step=listed))
-        left = [name for name in os.listdir(run) if ".tmp-" in name or ".deleting" in name]
+        left = [name for name in os.listdir(run) if ".tmp-" in name]
         if left:
             found.problems.append(f"{subject}: left over for the next owner: {left}")
     except (StepNotFoundError, CorruptCheckpointError) as error:

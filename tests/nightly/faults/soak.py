@@ -38,12 +38,11 @@ KEPT = 3
 KINDS: dict[str, Callable[[str], bool]] = {
     "steps": lambda name: name.startswith("step-"),
     "attempts": lambda name: ".tmp-" in name,
-    "deletions": lambda name: ".deleting" in name,
     "dead owners": lambda name: name.startswith(f"{LOCK_NAME}.dead-"),
     "half made": lambda name: name.startswith(TEMPORARY_PREFIXES),
 }
 # The next owner removes leftovers of refused removals; temporary files of locks are removed after `SILENCE_S`.
-MOST = {"steps": KEPT + 4, "attempts": 6, "deletions": 6, "dead owners": 30, "half made": 120, "others": 6}
+MOST = {"steps": KEPT + 4, "attempts": 12, "dead owners": 30, "half made": 120, "others": 6}
 # The size of four states: pools vary by this much without a leak, and take minutes to fill.
 MEMORY, AT_FIRST, SETTLED_S = 16 << 20, 48 << 20, 180
 TRAINING = """
@@ -182,7 +181,7 @@ def _is_left(path: Path) -> bool:
     """Return whether a name is a leftover; recent temporary files of locks may be in use."""
     if path.name.startswith(TEMPORARY_PREFIXES):
         return time.time() - path.stat().st_mtime > SILENCE_S
-    return ".tmp-" in path.name or ".deleting" in path.name
+    return ".tmp-" in path.name
 
 
 def growth(rows: list[dict[str, Any]], seconds: float) -> list[str]:

@@ -94,12 +94,11 @@ def test_restore_that_retries_damaged_steps_is_detected(monkeypatch: pytest.Monk
 def test_retention_that_deletes_damaged_steps_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     retain = RunDirectory.retain
 
-    def retain_less(self: RunDirectory, *, is_durable: bool = True) -> None:
-        retain(self, is_durable=is_durable)
+    def retain_less(self: RunDirectory) -> None:
+        retain(self)
         self._deleter.delete([entry.name for entry in self.damaged()])
 
     monkeypatch.setattr(RunDirectory, "retain", retain_less)
-    monkeypatch.setattr(RunDirectory, "confirm_deletions", lambda _, names: list(names))
     assert "a damaged step was changed or deleted" in problems_of(corruption.campaign, 40)
     assert "was deleted or changed" in problems_of(damaged_owners.campaign, 20)
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError, StorageError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.local import LocalBackend
-from jaxckpt_train.store.removal import attempts, remove_dead_attempts
+from jaxckpt_train.store.removal import final_name, remove_dead_attempts
 from jaxckpt_train.store.transaction import Transaction
 from jaxckpt_train.store.verify import verify
 from tests.support.checkpoints import commit, load
@@ -50,8 +50,9 @@ def save(path: str, arrays: dict[str, np.ndarray], *, replace: bool = False, set
     try:
         commit(BACKEND, path, arrays, settings, replace=replace)
     except StorageError:
-        for directory, _ in attempts(BACKEND, os.path.dirname(path)):
-            shutil.rmtree(directory)
+        parent = os.path.dirname(path)
+        for name in filter(final_name, os.listdir(parent)):
+            shutil.rmtree(os.path.join(parent, name))
         raise
 
 

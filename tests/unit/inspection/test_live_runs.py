@@ -45,9 +45,12 @@ class _Busy(LocalBackend):
 
 def hide(directory: Path, step: int) -> Callable[[], None]:
     """The first action of retention, which renames the step."""
-    return lambda: (
-        step_path(directory, step).rename(directory / f".{step_path(directory, step).name}.deleting") and None
-    )
+    return lambda: step_path(directory, step).rename(directory / hidden_name(step)) and None
+
+
+def hidden_name(step: int) -> str:
+    """The name of an attempt by a dead process, which a step has while it is deleted."""
+    return f".step-{step:010}.tmp-00000000-00000000-1-1-0"
 
 
 @pytest.mark.parametrize("time", [1, 2])
@@ -78,7 +81,7 @@ def test_step_deleted_during_health_check_warns_nothing(tmp_path: Path, time: in
         found = health_of(backend, str(tmp_path / "run"), datetime.datetime.now(datetime.UTC))
         assert found.warnings() == []
         assert backend.acted
-        hidden = tmp_path / "run" / ".step-0000000003.deleting"
+        hidden = tmp_path / "run" / hidden_name(3)
         if hidden.exists():
             hidden.rename(step_path(tmp_path / "run", 3))
 
@@ -87,10 +90,10 @@ def test_deletions_of_live_owner_are_not_stale(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with jct.StepManager(directory) as manager:
         save_steps(manager, 1, 2)
-        (directory / ".step-0000000009.deleting").mkdir()
+        (directory / hidden_name(9)).mkdir()
         assert json_of("doctor", directory, "--size-mib", 0)["run"]["stale_files"] == []
-    (directory / ".step-0000000009.deleting").mkdir(exist_ok=True)
-    assert json_of("doctor", directory, "--size-mib", 0, code=1)["run"]["stale_files"] == [".step-0000000009.deleting"]
+    (directory / hidden_name(9)).mkdir(exist_ok=True)
+    assert json_of("doctor", directory, "--size-mib", 0, code=1)["run"]["stale_files"] == [hidden_name(9)]
 
 
 def test_scrub_omits_step_deleted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

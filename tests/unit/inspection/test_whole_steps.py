@@ -61,7 +61,7 @@ def test_step_deleted_meanwhile_is_not_damaged(tmp_path: Path) -> None:
     def delete(nbytes: int) -> None:
         if step_path(directory, 2).exists():
             segment_of(step_path(directory, 2)).unlink()
-            step_path(directory, 2).rename(directory / ".step-0000000002.deleting")
+            step_path(directory, 2).rename(directory / ".step-0000000002.tmp-00000000-00000000-1-1-0")
 
     statuses = inspect_run(backend, str(directory))
     found = check_newest(backend, str(directory), statuses, every_byte=True, progress=delete)

@@ -65,7 +65,7 @@ def test_expired_pin_is_not_renewed(tmp_path: Path, stays: bool) -> None:
         backend.stays = stays
         backend.go.set()
         assert steps._run._deleter.wait(60)
-        assert steps.steps == [3]
+        assert steps.steps == ([1, 3] if stays else [3])
         backend.stays = False
         if stays:  # the disk refused its deletion, so it can be kept
             steps.pin(1)
@@ -119,7 +119,7 @@ def test_undeletable_last_whole_step_is_restored(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, preservation_policy=LatestN(1), backend=backend) as steps:
         save_steps(steps, 1, 2)
         assert steps._run._deleter.wait(60)
-        assert steps.steps == [2]
+        assert steps.steps == [1, 2]
         flip_a_payload_byte(step_path(tmp_path, 2))
         assert step_of(steps.restore()) == 1
         save_steps(steps, 3)

@@ -237,7 +237,7 @@ def test_name_under_deletion_is_not_reused(tmp_path: Path) -> None:
     manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2))
     save_steps(manager, 1, 2, 3)
     assert manager._run._deleter.wait(60)
-    manager._run._pending_deletions.add(["step-0000000004"], wait=False)
+    manager._run._going.add("step-0000000004")
     save_steps(manager, 4)
     manager._run.forget("step-0000000004")
     assert manager.steps == [3, 4]

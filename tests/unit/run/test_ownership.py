@@ -23,11 +23,11 @@ from jaxckpt_train.pending import SaveSlot
 from jaxckpt_train.run import directory as directory_module
 from jaxckpt_train.run import lock as lock_module
 from jaxckpt_train.run.directory import RunDirectory
-from jaxckpt_train.run.entry import hidden_name
 from jaxckpt_train.run.lock import OwnerLock
 from jaxckpt_train.run.retention import Deleter
 from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES
 from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import attempt_paths
 from jaxckpt_train.store.threads import Latch, paused_collection
 from tests.support.interrupts import interrupt_at
 from tests.support.runs import made_run, save_steps
@@ -54,7 +54,7 @@ OWNING = (
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two steps, one of which was being deleted when its owner was killed."""
     run = made_run(tmp_path_factory.mktemp("left") / "run", 1, 2)
-    (run / "step-0000000001").rename(run / hidden_name("step-0000000001"))
+    (run / "step-0000000001").rename(next(attempt_paths(str(run / "step-0000000001"))))
     return run
 
 
@@ -138,13 +138,13 @@ def test_unexpected_deletion_error_blocks_no_thread(tmp_path: Path, monkeypatch:
     (tmp_path / "step-0000000002").mkdir()
     hide = deleter._hide
 
-    def failing(name: str) -> str | None:
+    def failing(name: str) -> bool:
         if next(fail, False):
             raise MemoryError(name)
         return hide(name)
 
     monkeypatch.setattr(deleter, "_hide", failing)
-    deleter._jobs.put(functools.partial(deleter._delete, ["step-0000000001"], ()))
+    deleter._jobs.put(functools.partial(deleter._delete, ["step-0000000001"]))
     deleter.delete(["step-0000000002"])
     assert deleter.wait(60)
     deleter.close()
@@ -172,7 +172,7 @@ class SlowRemoval(LocalBackend):
         self.begun, self.go = threading.Event(), threading.Event()
 
     def remove(self, path: str) -> None:
-        if path.endswith(".deleting"):
+        if "/.step-" in path:
             self.begun.set()
             assert self.go.wait(60)
         super().remove(path)

@@ -13,17 +13,18 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.run.catalog import half_deleted
-from jaxckpt_train.run.entry import hidden_name, shown_name
+from jaxckpt_train.run.catalog import leftovers
 from jaxckpt_train.run.retention import Deleter
 from jaxckpt_train.store.backends.local import LocalBackend
+from jaxckpt_train.store.committed import attempt_paths
+from jaxckpt_train.store.removal import final_name
 from tests.nightly.crash.crash_disk import CrashDisk, Machine
 from tests.nightly.crash.explorer import SETTINGS, small_sizes
 from tests.nightly.crash.facts import state_of, token_of
 from tests.nightly.crash.image import Image, Rename
 from tests.nightly.crash.programs import opened, process
 from tests.nightly.crash.states import Order, crash_state
-from tests.support.fake_backends import RecordingListener, RefusingBackend
+from tests.support.fake_backends import RecordingBackend, RecordingRun, RefusingBackend
 from tests.support.runs import made_run, save_steps, step_of, step_path
 
 ONE, TWO, THREE, FOUR, FIVE = (f"step-000000000{step}" for step in range(1, 6))
@@ -71,38 +72,8 @@ def test_expired_unsynced_step_keeps_no_other(tmp_path: Path) -> None:
         backend.done.clear()
         saved(manager, 4)
         assert names_in(tmp_path) == [FOUR]
-        assert [*manager._run._pending_deletions] == []
     first_gone = min(backend.done.index(("rename", name)) for name in (TWO, THREE))
     assert ("sync", FOUR) in backend.done[:first_gone]
-
-
-def test_unsynced_successors_delay_all_deletions(tmp_path: Path) -> None:
-    run, backend = directories(tmp_path, ONE, TWO, THREE, FOUR), Unsynced(TWO, THREE)
-    listener = RecordingListener()
-    deleter = Deleter(backend, str(run), lambda: listener)
-    for pending_deletions, instead in (([ONE], [TWO]), ([TWO], [THREE])):
-        deleter.delete(pending_deletions, instead=instead)
-        assert deleter.wait(60)
-        assert names_in(run) == [ONE, TWO, THREE, FOUR]
-    deleter.delete([THREE], instead=[FOUR])
-    deleter.close()
-    assert names_in(run) == [FOUR]
-
-
-def test_deletion_waits_for_newer_synced_step(tmp_path: Path) -> None:
-    run, backend = directories(tmp_path, ONE, TWO, THREE, FOUR), Unsynced(THREE)
-    listener = RecordingListener()
-    deleter = Deleter(backend, str(run), lambda: listener)
-    for pending_deletions, instead in (([ONE], ["step-gone"]), ([TWO], [THREE])):
-        deleter.delete(pending_deletions, instead=instead)
-        assert deleter.wait(60)
-        assert names_in(run) == [ONE, TWO, THREE, FOUR], (
-            "the step that replaces the first one is not on the disk for certain"
-        )
-    (run / THREE).rmdir()
-    deleter.delete([FIVE], instead=[FOUR])
-    deleter.close()
-    assert names_in(run) == [FOUR]
 
 
 def test_unsynced_step_keeps_nothing_after_later_sync(tmp_path: Path) -> None:
@@ -123,7 +94,7 @@ def test_step_that_was_removed_by_hand_is_gone(tmp_path: Path, caplog: pytest.Lo
         saved(manager, 1, 2)
         shutil.rmtree(step_path(tmp_path, 1))
         saved(manager, 3, 4)
-        assert (manager.steps, [*manager._run._pending_deletions]) == ([3, 4], [])
+        assert manager.steps == [3, 4]
     assert caplog.text == ""
 
 
@@ -134,7 +105,7 @@ def test_misreported_rename_still_deletes_step(tmp_path: Path) -> None:
             if source.endswith(ONE):
                 raise StorageError(errno.EIO, "too late", source)
 
-    run, listener = directories(tmp_path, ONE), RecordingListener()
+    run, listener = directories(tmp_path, ONE), RecordingRun()
     deleter = Deleter(Late(), str(run), lambda: listener)
     deleter.delete([ONE])
     deleter.close()
@@ -142,52 +113,86 @@ def test_misreported_rename_still_deletes_step(tmp_path: Path) -> None:
 
 
 def test_undeletable_remains_do_not_block_reused_name(tmp_path: Path) -> None:
-    """While remains of a step exist, a later save of its number gets another name."""
-    backend = RefusingBackend("remove", hidden_name(THREE), errno.EBUSY, 1000)
+    """While remains of a step exist, a later save of its number may have its name."""
+    backend = RefusingBackend("remove", f".{THREE}.tmp-", errno.EBUSY, 1000)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
         saved(manager, 2)
         manager.pin(2)
         saved(manager, 3, 4)
-        assert names_in(tmp_path) == [hidden_name(THREE), TWO, FOUR]
+        assert names_in(tmp_path)[1:] == [TWO, FOUR]
         manager.restore(step=2)
         saved(manager, 3)
         assert step_of(manager.restore()) == 3
-        assert names_in(tmp_path) == [hidden_name(THREE), TWO, f"{THREE}.g1", FOUR]
+        assert names_in(tmp_path)[1:] == [TWO, THREE, FOUR]
         saved(manager, 4, 5)
         assert manager.steps == [2, 5]
-        assert f"{THREE}.g1" not in names_in(tmp_path)
+        assert names_in(tmp_path)[2:] == [TWO, FIVE], "both deletions of step 3 are left"
+        assert len(leftovers(LocalBackend(), str(tmp_path))) == 2
     with jct.StepManager(tmp_path) as manager:
         manager.own()
         assert manager.steps == [2, 5]
-    assert half_deleted(LocalBackend(), str(tmp_path)) == []
+    assert leftovers(LocalBackend(), str(tmp_path)) == []
 
 
-def test_occupied_deletion_name_is_cleared(tmp_path: Path) -> None:
-    run = directories(tmp_path, ONE, hidden_name(ONE), TWO, THREE)
-    backend, listener = RefusingBackend("remove", hidden_name(ONE), errno.EBUSY, 1), RecordingListener()
+def test_refused_deletion_is_reported(tmp_path: Path) -> None:
+    run, listener = directories(tmp_path, ONE, TWO), RecordingRun()
+    backend = RefusingBackend("rename", ONE, errno.EBUSY, 1)
     deleter = Deleter(backend, str(run), lambda: listener)
-    deleter.delete([ONE])
-    assert deleter.wait(60)
-    assert (names_in(run), listener.gone) == ([hidden_name(ONE), ONE, TWO, THREE], [])
-    for name in (TWO, THREE):  # the first of them removes the remains, except for one refusal
-        deleter.delete([name])
-        assert deleter.wait(60)
-        assert ONE in names_in(run) or ONE in listener.gone
-    deleter.delete([FOUR])
-    deleter.delete([FIVE])
+    deleter.delete([ONE, TWO])
     deleter.close()
-    assert names_in(run) == []
-    assert listener.gone.count(ONE) == 1
+    assert (names_in(run), listener.gone, listener.kept) == ([ONE], [TWO], [ONE])
+
+
+def test_directory_that_cannot_be_renamed_is_removed_in_place(tmp_path: Path) -> None:
+    """As in a container image: COMMIT goes first, and is gone for certain before any other file."""
+
+    class Layered(RecordingBackend):
+        def rename(self, source: str, target: str) -> None:
+            if source.endswith(ONE):
+                raise StorageError(errno.EXDEV, "cannot rename", source)
+            super().rename(source, target)
+
+    backend = Layered()
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
+        saved(manager, 1)
+        backend.done.clear()
+        saved(manager, 2)
+        found = [each for each in backend.done if each[0] == "remove" or each == ("sync", ONE)]
+    assert names_in(tmp_path) == [TWO]
+    assert found == [("remove", "COMMIT"), ("sync", ONE), ("remove", ONE)]
+
+
+@pytest.mark.parametrize("refused", ["COMMIT", ONE])
+def test_step_is_gone_in_place_once_it_has_no_commit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, refused: str
+) -> None:
+    class Layered(LocalBackend):
+        def rename(self, source: str, target: str) -> None:
+            if source.endswith(ONE):
+                raise StorageError(errno.EXDEV, "cannot rename", source)
+            super().rename(source, target)
+
+        def remove(self, path: str) -> None:
+            if path.endswith(f"{ONE}/COMMIT" if refused == "COMMIT" else ONE):
+                raise StorageError(errno.EROFS, "refused", path)
+            super().remove(path)
+
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=Layered()) as manager:
+        saved(manager, 1, 2, 3)
+        assert manager.steps == ([1, 3] if refused == "COMMIT" else [3])
+    assert caplog.text.count("WARNING") == 1
+    assert (step_path(tmp_path, 1) / "COMMIT").exists() == (refused == "COMMIT")
 
 
 def test_foreign_hidden_entries_are_left_alone(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", 1)
     others = [".my-results.deleting", ".deleting", "step-0000000007.deleting", ".step-7.deleting", ".step.x.deleting"]
-    directories(run, *others, hidden_name(TWO), hidden_name(f"{TWO}.g3"))
+    directories(run, *others, f".{TWO}.deleting", os.path.basename(next(attempt_paths(f"{TWO}.g3"))))
     (run / ".my-results.deleting" / "precious").write_text("precious\n")
     with jct.StepManager(run) as manager:
         manager.own()
-    assert [name for name in sorted(os.listdir(run)) if "deleting" in name] == sorted(others)
+    hidden = [name for name in sorted(os.listdir(run)) if "deleting" in name or ".tmp-" in name]
+    assert hidden == sorted(others)
     assert (run / ".my-results.deleting" / "precious").exists()
 
 
@@ -214,8 +219,8 @@ def test_power_cut_leaves_steps_that_replace_deleted_ones(order: Order) -> None:
         manager.close()
     least, seen = 0, set[int]()
     for moment, operation in enumerate(machine.log, 1):
-        if isinstance(operation, Rename) and operation.new_name.endswith(".deleting"):
-            least = max(least, {ONE: 2, TWO: 4, THREE: 4, FOUR: 5}[shown_name(operation.new_name)])
+        if isinstance(operation, Rename) and final_name(operation.new_name):
+            least = max(least, {ONE: 2, TWO: 4, THREE: 4, FOUR: 5}[final_name(operation.new_name) or ""])
         seen.add(least)
         for seed in range(6 if least else 0):
             image = crash_state(Image(), machine.log, moment, order, random.Random(seed))

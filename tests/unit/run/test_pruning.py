@@ -87,11 +87,11 @@ def test_prediction_equals_decision_of_owner(
     behind = left_behind(entries, roll_back)
     line, whole = current_line(entries, roll_back), [each for each in entries if each.damaged is None]
     expired = expired_names(entries, line, behind, pruning, DecisionContext(NOW))
-    pending_deletions, _ = replaced(expired, whole, line, is_durable=False)
+    deletable, _ = replaced(expired, whole, line)
     found = fates(entries, roll_back, pruning, NOW)
     going = {name for name, fate in found.items() if fate.goes}
     assert [*found] == [each.name for each in entries]
-    assert going == pending_deletions
+    assert going == deletable
     assert all(fate.why for fate in found.values())
     assert not going & {each.name for each in entries if each.damaged or each.is_held}
     newest = [each for each in line if not each.is_held][-1:]

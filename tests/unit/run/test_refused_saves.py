@@ -185,7 +185,7 @@ def test_lower_step_without_restore_is_refused(tmp_path: Path) -> None:
 def test_step_removed_during_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by retention: the step is renamed at any moment of the read."""
     made_run(tmp_path / "run", 1)
-    step, hidden = step_path(tmp_path / "run", 1), tmp_path / "run" / ".step-0000000001.deleting"
+    step, hidden = step_path(tmp_path / "run", 1), tmp_path / "run" / ".step-0000000001.tmp-00000000-00000000-1-1-0"
     opens = os.open
     for read in (jct.verify, jct.load):
         for moment in range(1, 60):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import errno
-import json
 import os
 import threading
 from pathlib import Path
@@ -15,14 +14,25 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
-from jaxckpt_train.run.catalog import half_deleted, unfinished_deletions
-from jaxckpt_train.run.entry import hidden_name
-from jaxckpt_train.run.retention import Deleter
+from jaxckpt_train.run.catalog import leftovers
 from jaxckpt_train.store.backends.local import LocalBackend
-from tests.support.fake_backends import HoldingBackend, RecordingBackend, RecordingListener, RefusingBackend
+from jaxckpt_train.store.committed import attempt_paths
+from jaxckpt_train.store.removal import final_name
+from tests.support.fake_backends import HoldingBackend, RecordingBackend, RefusingBackend
 from tests.support.runs import Clock, made_run, save_steps, state_of, step_of, step_path
 
-DELETING = ".deleting"
+HIDDEN = ".tmp-"
+ONE = "step-0000000001"
+
+
+def left_in(directory: Path) -> list[str]:
+    """The final names of the leftovers in a run."""
+    return [final_name(name) or name for name in leftovers(LocalBackend(), str(directory))]
+
+
+def hides(done: list[tuple[str, str]]) -> int:
+    """The position of the operation that hides step 1."""
+    return next(at for at, (operation, name) in enumerate(done) if operation == "rename" and final_name(name) == ONE)
 
 
 def step_directories(directory: Path) -> list[str]:
@@ -46,7 +56,7 @@ def test_without_a_policy_everything_stays(tmp_path: Path) -> None:
 
 
 def test_slow_deletion_blocks_neither_loop_nor_saves(tmp_path: Path) -> None:
-    backend = HoldingBackend("remove", DELETING)
+    backend = HoldingBackend("remove", HIDDEN)
     manager = jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend)
     save_steps(manager, 1, 2)
     assert backend.reached.wait(60)
@@ -70,7 +80,7 @@ def test_kept_step_is_synced_before_older_deletion(tmp_path: Path, durability: A
         files = {name for operation, name in backend.done if operation == "sync"} - {"", *tmp_path.parts}
         assert (files == set()) == (durability == "none"), "without durability only directories are synced"
         save_steps(manager, 2)
-    gone = backend.done.index(("rename", hidden_name("step-0000000001")))
+    gone = hides(backend.done)
     synced = {name for operation, name in backend.done[:gone] if operation == "sync"}
     expected = {"step-0000000002", "state", tmp_path.name}
     if durability == "none":
@@ -102,38 +112,6 @@ def test_nothing_is_deleted_while_sync_fails(tmp_path: Path, caplog: pytest.LogC
         backend.refuses = False
         save_steps(manager, 3)
     assert step_directories(tmp_path) == ["step-0000000003"]
-
-
-def test_retried_deletion_waits_for_sync(tmp_path: Path) -> None:
-    class Unsynced(LocalBackend):
-        refuses = True
-
-        def sync(self, path: str) -> None:
-            if self.refuses and "step-0000000001.g1" in path:
-                raise StorageError(errno.EIO, "refused", path)
-            super().sync(path)
-
-    names = [f"step-000000000{name}" for name in ("1", "1.g1", "2", "3")]
-    for name in names:
-        (tmp_path / name).mkdir()
-    backend, listener = Unsynced(), RecordingListener()
-    deleter = Deleter(backend, str(tmp_path), lambda: listener)
-    (tmp_path / "step-0000000004").mkdir()
-    for pending_deletions, instead in (([names[0]], [names[1], names[3]]), (["step-0000000004"], [names[3]])):
-        deleter.delete(pending_deletions, instead=instead)
-        assert deleter.wait(60)
-        assert set(names) <= set(os.listdir(tmp_path)), "the successor of step 1 is not on the disk"
-    assert sorted(os.listdir(tmp_path)) == names, "the successor of step 4 is on the disk"
-    backend.refuses = False
-    deleter.delete([names[2]], instead=[names[3]])
-    assert deleter.wait(60)
-    assert sorted(os.listdir(tmp_path)) == [names[0], names[1], names[3]], (
-        "a later sync of the same step proves nothing"
-    )
-    deleter.delete([names[1]], instead=[names[3]])
-    assert deleter.wait(60)
-    deleter.close()
-    assert sorted(os.listdir(tmp_path)) == [names[3]]
 
 
 def test_deletions_work_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,45 +147,23 @@ def test_deletions_work_without_directory_syncs(tmp_path: Path) -> None:
     assert step_directories(run) == ["step-0000000002"]
 
 
-def test_half_deleted_step_is_hidden_and_cleaned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_of_earlier_version", [False, True])
+def test_half_deleted_step_is_hidden_and_cleaned(tmp_path: Path, is_of_earlier_version: bool) -> None:
     run = made_run(tmp_path, 1, 2)
-    step_path(run, 1).rename(run / hidden_name("step-0000000001"))
+    hidden = run / f".{ONE}.deleting" if is_of_earlier_version else Path(next(attempt_paths(str(run / ONE))))
+    step_path(run, 1).rename(hidden)
     assert jct.StepManager(run).steps == [2]
-    assert (run / ".step-0000000001.deleting").exists()  # a reader cleans nothing
-    assert half_deleted(LocalBackend(), str(run)) == [".step-0000000001.deleting"]
+    assert hidden.exists()  # a reader cleans nothing
+    assert leftovers(LocalBackend(), str(run)) == [hidden.name]
     with jct.StepManager(run) as owner:
         owner.own()
     assert step_directories(run) == ["step-0000000002"]
-    assert half_deleted(LocalBackend(), str(run)) == []
+    assert leftovers(LocalBackend(), str(run)) == []
 
 
-def test_next_owner_reports_deletion_once(tmp_path: Path) -> None:
-    run = made_run(tmp_path, 1, 2, 3)
-    for step in (1, 2):
-        step_path(run, step).rename(run / hidden_name(f"step-{step:010}"))
-    backend = RefusingBackend("remove", ".deleting", errno.EACCES, 1000)
-    for _ in range(2):  # the removal is refused, and the deletion is already in the history
-        with jct.StepManager(run, backend=backend) as owner:
-            owner.own()
-    with jct.StepManager(run) as owner:
-        save_steps(owner, 4)
-    events = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
-    assert [each["name"] for each in events if each["event"] == "delete"] == ["step-0000000001", "step-0000000002"]
-
-
-def test_reused_name_is_reported_deleted_again(tmp_path: Path) -> None:
-    (tmp_path / ".step-0000000001.deleting").mkdir()
-    save, delete = ({"event": event, "name": "step-0000000001"} for event in ("save", "delete"))
-    others = [{"event": "note", "name": "step-0000000001"}, {"event": "save", "name": []}, {}]
-    for events, expected in (([save, delete, *others], []), ([save, delete, save], ["step-0000000001"])):
-        reported = list[str]()
-        found = unfinished_deletions(LocalBackend(), str(tmp_path), (), events, reported.append)
-        assert (found, reported) == ([".step-0000000001.deleting"], expected)
-
-
-def test_leftover_of_reused_name_hides_no_step(tmp_path: Path) -> None:
+def test_leftover_of_earlier_version_hides_no_step(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2)
-    (run / ".step-0000000001.deleting").mkdir()
+    (run / f".{ONE}.deleting").mkdir()
     with jct.StepManager(run, preservation_policy=jct.LatestN(2)) as owner:
         owner.own()
         assert owner.steps == [1, 2]
@@ -216,13 +172,25 @@ def test_leftover_of_reused_name_hides_no_step(tmp_path: Path) -> None:
     assert step_directories(run) == ["step-0000000002", "step-0000000003"]
 
 
+def test_leftovers_are_removed_in_background(tmp_path: Path) -> None:
+    run = made_run(tmp_path, 1)
+    (run / f".{ONE}.deleting").mkdir()
+    backend = HoldingBackend("remove", ".deleting")
+    with jct.StepManager(run, backend=backend) as owner:
+        owner.own()
+        save_steps(owner, 2)
+        assert backend.reached.wait(60)
+        assert owner.steps == [1, 2]
+        backend.go.set()
+    assert left_in(run) == []
+
+
 def test_step_is_hidden_before_its_removal(tmp_path: Path) -> None:
     backend = RecordingBackend()
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
         save_steps(manager, 1, 2)
-    hidden = hidden_name("step-0000000001")
-    changes = [(operation, name) for operation, name in backend.done if name in (hidden, "step-0000000001")]
-    assert changes[-2:] == [("rename", hidden), ("remove", hidden)]
+    changes = [operation for operation, name in backend.done if final_name(name) == ONE and operation != "sync"]
+    assert changes == ["rename", "remove"]
 
 
 def test_new_step_is_durable_before_deletion(tmp_path: Path) -> None:
@@ -235,7 +203,7 @@ def test_new_step_is_durable_before_deletion(tmp_path: Path) -> None:
     order = backend.done
     published = order.index(("rename", "step-0000000002"))
     durable = order.index(("sync", "run"), published)
-    gone = order.index(("rename", hidden_name("step-0000000001")))
+    gone = hides(order)
     assert published < durable < gone
     assert not [entry for entry in order[:durable] if entry[0] == "remove" and "step" in entry[1]]
 
@@ -244,30 +212,30 @@ def test_new_step_is_durable_before_deletion(tmp_path: Path) -> None:
 def test_deletion_that_fails_warns_and_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, operation: str
 ) -> None:
-    part = "step-0000000001" if operation == "rename" else "step-0000000001.deleting"
+    part = ONE if operation == "rename" else f".{ONE}.tmp-"
     backend = RefusingBackend(operation, part, errno.EBUSY, 0)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
         save_steps(manager, 1)
         backend.times = 1
         save_steps(manager, 2)
         manager._run._deleter.wait()  # the deletion runs on its own thread: wait for the refusal
-        assert "deleting step-0000000001 failed" in caplog.text
-        assert manager.steps == [2]
+        assert f"deleting {'.' if operation == 'remove' else ''}{ONE}" in caplog.text
+        assert manager.steps == ([1, 2] if operation == "rename" else [2])
         save_steps(manager, 3)
     assert step_directories(tmp_path) == ["step-0000000003"]
-    assert half_deleted(LocalBackend(), str(tmp_path)) == []
+    assert left_in(tmp_path) == []
 
 
 def test_deletion_that_never_succeeds_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    backend = RefusingBackend("remove", "step-0000000001.deleting", errno.EACCES, 1000)
+    backend = RefusingBackend("remove", f".{ONE}.tmp-", errno.EACCES, 1000)
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
         save_steps(manager, 1, 2, 3, 4)
         assert manager.steps == [4]
     assert step_directories(tmp_path) == ["step-0000000004"]
-    assert half_deleted(LocalBackend(), str(tmp_path)) == [".step-0000000001.deleting"]
+    assert left_in(tmp_path) == [ONE]
     with jct.StepManager(tmp_path) as next_owner:
         next_owner.own()
-    assert half_deleted(LocalBackend(), str(tmp_path)) == []
+    assert left_in(tmp_path) == []
 
 
 def test_pinned_steps_stay_until_unpinned(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_undeletable_attempt_does_not_stop_job(tmp_path: Path, code: int, caplog
     with StepManager(run, backend=RefusingBackend("remove", ".tmp-", code, 1)) as manager:
         manager.own()
         save_steps(manager, 2)
-    assert "an interrupted attempt was not removed" in caplog.text
+    assert "deleting .step-0000000002.tmp-" in caplog.text
     with StepManager(run) as manager:
         manager.own()
     assert not attempt.exists()
@@ -280,10 +280,10 @@ def test_quarantine_and_deletion_exclude_each_other(tmp_path: Path) -> None:
     with StepManager(run, preservation_policy=LatestN(2)) as manager:
         manager.own()
         first = manager._run.entries()[0]
-        manager._run._pending_deletions.add([first.name], wait=False)
+        manager._run._going.add(first.name)
         manager._run.set_aside(first, "torn")
         assert [event for event in manager.history.events() if event["event"] == "set_aside"] == []
-        manager._run._pending_deletions.discard([first.name])
+        manager._run._going.discard(first.name)
         annotate = manager._run.annotate
 
         def meanwhile(*given: Any) -> None:
