@@ -266,6 +266,31 @@ def test_retain_deletes_before_next_commit(tmp_path: Path, durability: Any) -> N
         manager.retain()
 
 
+def test_step_of_earlier_process_is_synced_before_deletion(tmp_path: Path) -> None:
+    """It was saved without syncs, although this process saves with them."""
+    made_run(tmp_path, 1, 2, settings=jct.StoreSettings(durability="none"))
+    backend = RecordingBackend()
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), backend=backend) as manager:
+        manager.retain()
+        assert manager.steps == [2]
+    synced = {name for operation, name in backend.done[: hides(backend.done)] if operation == "sync"}
+    assert {"COMMIT", "manifest.json", "p00000-s000.safetensors", "step-0000000002"} <= synced
+
+
+def test_deletions_since_last_commit_are_counted(tmp_path: Path) -> None:
+    """The other processes of a job learn of them with the next commit."""
+    settings = jct.StoreSettings(durability="none")
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1), settings=settings) as manager:
+        for step in (1, 2, 3):
+            save_steps(manager, step)
+            assert manager._run._deleter.wait(60)
+        assert manager._run.take_deleted() == []
+        save_steps(manager, 4)
+        assert manager._run._deleter.wait(60)
+        assert manager._run.take_deleted() == ["step-0000000003"]
+        assert manager._run.take_deleted() == []
+
+
 def test_step_being_read_is_kept(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(1)) as manager:
         save_steps(manager, 1)
