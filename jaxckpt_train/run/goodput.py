@@ -10,14 +10,14 @@ import bisect
 import dataclasses
 import datetime
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Iterable, Sequence
+from typing import IO
 
 from rich.console import Console
 from rich.table import Table
 
 from jaxckpt_train.policies.context import Failures
-from jaxckpt_train.run.history import CLOSED, FINISHED, PREEMPTED, RunEvent, run_events
+from jaxckpt_train.run.history import CLOSED, FINISHED, PREEMPTED, RunEvent
 
 RUNNING, KILLED = "running", "killed"  # the history has no end of the process
 COLUMNS = ("began", "ended", "steps", "useful", "redone", "saves", "blocked", "resume", "wall", "useful time")
@@ -321,15 +321,14 @@ class RunStatistics:
     was_resumed: bool = False  # a loop has had its state
 
     @classmethod
-    def of(cls, events: Iterable[Mapping[str, Any]], last: int = 6) -> RunStatistics:
+    def of(cls, events: Sequence[RunEvent], last: int = 6) -> RunStatistics:
         """Compute the statistics from the events of a run that no process is using."""
-        listed = [*run_events(events)]
-        attempts = [each for each in attempts_of(listed) if each.is_of_the_training]
+        attempts = [each for each in attempts_of(events) if each.is_of_the_training]
         failures = Failures(sum(each.has_lost_work for each in attempts), sum(each.wall_s for each in attempts))
-        saves = [event for event in listed if event.event == "save" and event.ok][-last:]
+        saves = [event for event in events if event.event == "save" and event.ok][-last:]
         costs = [event.cost_s for event in saves if event.cost_s is not None]
         took = [max(0.0, event.save_s - event.decide_s - event.wait_s) for event in saves if event.save_s]
-        was_resumed = any(event.event == "resumed" for event in listed)
+        was_resumed = any(event.event == "resumed" for event in events)
         return cls(failures, costs[-1] if costs else None, max(took, default=None), was_resumed)
 
 

@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -89,13 +89,6 @@ class RunEvent(msgspec.Struct):
     def __post_init__(self) -> None:
         if not FIRST_YEAR <= self.time.year <= LAST_YEAR:
             raise ValueError("the time is out of range")
-
-
-def run_events(events: Iterable[Mapping[str, Any]]) -> Iterator[RunEvent]:
-    """The valid events, in order."""
-    for event in events:
-        with contextlib.suppress(msgspec.ValidationError):
-            yield msgspec.convert(event, RunEvent)
 
 
 class History:
@@ -185,7 +178,7 @@ class History:
         return unfit
 
     @time_limited
-    def recent(self) -> list[dict[str, Any]]:
+    def recent(self) -> list[RunEvent]:
         """The last events, oldest first. If the history cannot be read, logs a warning and returns none."""
         try:
             last = read_end(self._backend, self._directory, HISTORY_NAME, RECENT_BYTES)
@@ -193,10 +186,10 @@ class History:
             if getattr(error, "errno", None) != errno.ENOENT:
                 _log.warning("the history of earlier processes cannot be read: %s", error)
             return []
-        found = []
+        decoder, found = msgspec.json.Decoder(RunEvent), list[RunEvent]()
         for line in last.split(b"\n"):
             with contextlib.suppress(*NOT_JSON):  # the first line may be cut; `events` reports other damage
-                found.append(msgspec.json.decode(line, type=dict[str, Any]))
+                found.append(decoder.decode(line))
         return found
 
     def _lines(self, most_bytes: int) -> Iterator[bytes]:

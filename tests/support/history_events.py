@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from jaxckpt_train.run.goodput import Attempt, attempts_of
-from jaxckpt_train.run.history import run_events
+from jaxckpt_train.run.history import RunEvent
 from tests.support.runs import START
 
 
@@ -14,6 +18,15 @@ def at(second: float, event: str, **fields: Any) -> dict[str, Any]:
     """Return an event `second` seconds after the start of the run."""
     time = START + datetime.timedelta(seconds=second)
     return {"event": event, "time": time.isoformat(timespec="milliseconds"), **fields}
+
+
+def run_events(events: Iterable[dict[str, Any]]) -> list[RunEvent]:
+    """Return the valid events, in order."""
+    found = []
+    for event in events:
+        with contextlib.suppress(msgspec.ValidationError):
+            found.append(msgspec.convert(event, RunEvent))
+    return found
 
 
 def attempts(*events: dict[str, Any], **more: Any) -> list[Attempt]:

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt_train.run.goodput import RunStatistics, attempts_of, goodput
-from jaxckpt_train.run.history import run_events
-from tests.support.history_events import at, attempts, stretches
+from tests.support.history_events import at, attempts, run_events, stretches
 from tests.support.runs import START
 
 LIFE = (
@@ -59,7 +58,7 @@ def test_a_process_is_read_from_its_events() -> None:
 def test_kind_of_end_shows_lost_work(last: tuple[Any, ...], how: str, has_lost: bool) -> None:
     (found,) = attempts(*LIFE[:-1], *last)
     assert (found.how, found.has_lost_work) == (how, has_lost)
-    assert RunStatistics.of([*LIFE[:-1], *last]).failures.count == has_lost
+    assert RunStatistics.of(run_events([*LIFE[:-1], *last])).failures.count == has_lost
 
 
 def test_last_attempt_may_be_running() -> None:
@@ -135,7 +134,7 @@ def test_events_without_start_count_saves_only() -> None:
         at(4, "save", step=9, ok=False, save_s=90.0),
     )
     assert attempts(*old) == []
-    found = RunStatistics.of(old)
+    found = RunStatistics.of(run_events(old))
     assert (found.failures.count, found.failures.observed_s, found.cost_s, found.duration_s) == (0, 0.0, None, 2.0)
     assert [stretches(each) for each in attempts(*old, *LIFE)] == [[(100, 163)]]
 
@@ -143,7 +142,8 @@ def test_events_without_start_count_saves_only() -> None:
 def test_statistics_count_failures_and_recent_saves() -> None:
     events = [*LIFE[:-1], at(100, "start"), at(101, "resumed", step=160)]
     events += [at(110 + n, "save", step=170 + n, ok=True, save_s=10.0 - n, cost_s=float(n)) for n in range(8)]
-    found = RunStatistics.of([*events, at(130, "end", how="OSError"), at(140, "start"), at(150, "end", how="closed")])
+    events += [at(130, "end", how="OSError"), at(140, "start"), at(150, "end", how="closed")]
+    found = RunStatistics.of(run_events(events))
     observed_s = (60.0 - 4) + 30.0  # an attempt without a state does not count
     assert (found.failures.count, found.failures.observed_s) == (2, observed_s)
     assert (found.cost_s, found.duration_s) == (7.0, 8.0)  # of the last six saves
@@ -161,7 +161,7 @@ FIELDS = ["event", "time", "step", "ok", "how", "blocked_s", "save_s", "wait_s",
 def test_invalid_field_spoils_no_other_event(field: str) -> None:
     for number, value in itertools.product(range(len(LIFE)), HOSTILE):
         events = [*LIFE[:number], {**LIFE[number], field: value}, *LIFE[number + 1 :]]
-        RunStatistics.of(events)
+        RunStatistics.of(run_events(events))
         found = goodput(attempts_of(run_events(events)))
         if number:  # otherwise the start event may be invalid
             assert len(found.attempts) == 1
@@ -181,7 +181,7 @@ ANYTHING = st.dictionaries(
 
 @given(st.lists(ANYTHING | st.sampled_from(LIFE), max_size=30))
 def test_arbitrary_events_can_be_read(events: list[dict[str, Any]]) -> None:
-    RunStatistics.of(events)
+    RunStatistics.of(run_events(events))
     found = goodput(attempts_of(run_events(events)))
     assert 0.0 <= found.share <= 1.0
     assert all(each.useful_steps >= 0 and each.redone_steps >= 0 for each in found.attempts)

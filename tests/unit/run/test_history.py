@@ -21,6 +21,8 @@ from jaxckpt_train.store.manifest import metrics_from_json
 from tests.support.fake_backends import RefusingBackend
 from tests.support.runs import START
 
+LINE = b'{"event":"save","time":"2026-03-01T00:00:00Z","step":2}\n'
+
 
 def test_events_come_back_in_order_without_empty_fields(tmp_path: Path) -> None:
     history = History(LocalBackend(), str(tmp_path))
@@ -121,7 +123,7 @@ def test_oversized_history_is_refused_and_continued(tmp_path: Path, caplog: pyte
     os.truncate(tmp_path / HISTORY_NAME, 1 << 40)
     history = History(LocalBackend(), str(tmp_path))
     history.add("save", START, step=2)
-    assert [event["step"] for event in history.recent()] == [2]
+    assert [event.step for event in history.recent()] == [2]
     assert caplog.text == ""
     with pytest.raises(CorruptCheckpointError, match=r"history\.jsonl: .*expected at most"):
         history.events()
@@ -166,27 +168,26 @@ def test_recent_events_of_small_and_missing_history(tmp_path: Path) -> None:
     assert history.recent() == []
     for step in range(3):
         history.add("save", START, step=step)
-    assert history.recent() == history.events()
+    assert [event.step for event in history.recent()] == [0, 1, 2]
 
 
 def test_recent_events_of_huge_history_are_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / HISTORY_NAME).write_bytes(b'{"event":"save","step":1}\n')
     os.truncate(tmp_path / HISTORY_NAME, 1 << 40)
-    filling = b'{"event":"delete","name":"' + b"x" * 100 + b'"}\n'
+    filling = LINE.replace(b"save", b"x" * 100)
     with (tmp_path / HISTORY_NAME).open("ab") as file:
-        file.write(b"\n" + filling * (RECENT_BYTES // len(filling)) + b'{"event":"save","step":2}\n')
+        file.write(b"\n" + filling * (RECENT_BYTES // len(filling)) + LINE)
     history = History(LocalBackend(), str(tmp_path))
     recent = history.recent()
-    assert recent[-1] == {"event": "save", "step": 2}
-    assert {event["event"] for event in recent[:-1]} == {"delete"}  # and no truncated line
+    assert (recent[-1].event, recent[-1].step) == ("save", 2)
+    assert {event.event for event in recent[:-1]} == {"x" * 100}  # and no truncated line
     assert (len(recent) - 1) * len(filling) <= RECENT_BYTES < (len(recent) + 1) * len(filling)
     assert caplog.text == ""  # only a complete read logs a warning
 
 
 def test_recent_events_are_bounded_in_bytes(tmp_path: Path) -> None:
-    line = b'{"event":"save","step":1}\n'
-    (tmp_path / HISTORY_NAME).write_bytes(line * (RECENT_BYTES // len(line) + 10))
-    assert len(History(LocalBackend(), str(tmp_path)).recent()) == RECENT_BYTES // len(line)
+    (tmp_path / HISTORY_NAME).write_bytes(LINE * (RECENT_BYTES // len(LINE) + 10))
+    assert len(History(LocalBackend(), str(tmp_path)).recent()) == RECENT_BYTES // len(LINE)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_damaged_history_yields_intact_recent_events(tmp_path: Path, data: bytes
     history = History(LocalBackend(), str(tmp_path))
     assert history.recent() == []
     history.add("save", START, step=7)
-    assert [event["step"] for event in history.recent()] == [7]
+    assert [event.step for event in history.recent()] == [7]
 
 
 def test_unreadable_history_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,7 +214,7 @@ def test_unreadable_history_is_reported(tmp_path: Path, caplog: pytest.LogCaptur
     history = History(RefusingBackend("open", HISTORY_NAME, errno.EIO, 1), str(tmp_path))
     assert history.recent() == []
     assert "history of earlier processes" in caplog.text
-    assert [event["step"] for event in history.recent()] == [7]
+    assert [event.step for event in history.recent()] == [7]
 
 
 def test_concurrent_threads_lose_no_event(tmp_path: Path) -> None:
