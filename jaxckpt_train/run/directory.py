@@ -200,7 +200,7 @@ class RunDirectory:
         self.backend.make_directory(self.directory, parents=True, sync=True)
         dead = self._lock.acquire()
         if dead is not None:
-            self.log.took_over(dead)
+            self.history.add("take_over", self._clock(), host=dead.host, pid=dead.pid)
         self._lock.clean()
         sync_directory(self.backend, self.directory)  # names that a dead owner created may not be on the disk yet
         self._deleter.delete([], hidden=leftovers(self.backend, self.directory))
@@ -460,7 +460,7 @@ class RunDirectory:
     def deleted(self, name: str) -> None:
         """Record a deletion, also in the history."""
         self.forget(name)
-        self.log.deleted(name)
+        self.history.add("delete", self._clock(), name=name)
 
     @contextlib.contextmanager
     def reading(self, entries: Sequence[Entry]) -> Iterator[None]:

@@ -29,7 +29,7 @@ from jaxckpt_train.pending import call_within
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.files import read_blocks, read_end
 from jaxckpt_train.store.manifest import NOT_JSON
-from jaxckpt_train.store.process_identity import ProcessIdentity, process_age_s, slurm_job, this_process
+from jaxckpt_train.store.process_identity import process_age_s, slurm_job, this_process
 from jaxckpt_train.store.threads import free_in_child
 from jaxckpt_train.store.timeouts import report_progress, time_limited
 
@@ -222,14 +222,6 @@ class RunLog:
         self.ends_as, self.tends = CLOSED, False  # tends: the process is a command without a loop
         self._began_at: float | None = None
         self._noted: tuple[float, int | None] = (0.0, None)
-
-    def took_over(self, dead: ProcessIdentity) -> None:
-        """Record that the lock of a dead owner was taken over."""
-        self._history.add("take_over", self._clock(), host=dead.host, pid=dead.pid)
-
-    def deleted(self, name: str) -> None:
-        """Record that a step directory no longer exists under this name."""
-        self._history.add("delete", self._clock(), name=name)
 
     def started(self, step: int | None = None) -> None:
         """Record that the process owns the run; `step`: the step that it had restored before."""
