@@ -27,8 +27,8 @@ class StoreSettings:
     Attributes:
         durability: "full": sync files, directories and the parent before a save is acknowledged. "file": sync files,
             but not directories. "none": sync nothing. Without "full", retention syncs the newest step before it deletes
-            older ones; this runs in the background, and closing waits for it. A power cut during the overwrite of a
-            single checkpoint may then lose both the old and the new one.
+            older ones, which stay listed until then; this runs in the background, and closing waits for it. A power cut
+            during the overwrite of a single checkpoint may then lose both the old and the new one.
         digest: the digest of each block of data: "xxh3-128" (fast), "sha256", or "blake3" (requires the `blake3`
             package).
         verify_on_load: compare the digests of all bytes that a load reads.
