@@ -33,7 +33,7 @@ _MAX_DEPTH = 8
 _SHOWN = 200  # characters
 _BYTES, _BYTES_OF_CHILD = 4096, 256
 PLACEHOLDER = ...  # marks a leaf or a whole subtree of a target that a load skips
-_transparent: dict[type, bool] = {}
+_transparent: dict[type, bool] = {}  # node types whose single child is stored under their own path, such as boxes
 _known: OrderedDict[Any, _Known] = OrderedDict()  # a training loop saves the same structure repeatedly
 _KNOWN_TREES, _KNOWN_LEAVES = 4, 64
 _MARKS_OF_OTHER_KEYS = ("~b", "~f", "~n", "~t")
@@ -74,11 +74,6 @@ def check_storable(name: str, value: Any) -> np.ndarray | np.generic:
         )
     storable: np.ndarray | np.generic = value
     return storable
-
-
-def register_transparent(kind: type) -> None:
-    """Declare a pytree node type with a single child that is stored under the node's own path, such as a box."""
-    _transparent[kind] = True
 
 
 class _Known(NamedTuple):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxckpt_train.errors import UnsupportedLeafError
 from jaxckpt_train.pytree import flatten as flatten_module
-from jaxckpt_train.pytree.flatten import PLACEHOLDER, flatten, register_transparent, unflatten
+from jaxckpt_train.pytree.flatten import PLACEHOLDER, flatten, unflatten
 from jaxckpt_train.pytree.leaves import EMPTY
 
 
@@ -42,7 +42,14 @@ class Pair:
 jax.tree_util.register_pytree_node(Pair, lambda pair: (pair.children, None), lambda _, children: Pair(*children))
 
 
-class Box:
+class AxisMetadata:
+    """Named like the base class of Flax's boxes, by which they are known."""
+
+
+AxisMetadata.__module__ = "flax.core.meta"
+
+
+class Box(AxisMetadata):
     def __init__(self, value: Any) -> None:
         self.value = value
 
@@ -50,7 +57,6 @@ class Box:
 jax.tree_util.register_pytree_with_keys(
     Box, lambda box: ([(jax.tree_util.GetAttrKey("value"), box.value)], None), lambda _, children: Box(children[0])
 )
-register_transparent(Box)
 
 
 class SpecialBox(Box):
