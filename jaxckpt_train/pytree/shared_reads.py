@@ -58,6 +58,7 @@ GRACE_S = 30.0  # additional time limit of a transfer: a process that is lost is
 # deliver less before the first transfer has started.
 NOTICEABLE, WORTH_BYTES = 50, 64 << 20
 LEAST_SAMPLE = 16  # in a large job, the processes for which reads of an array are planned
+CLEARLY = 1.5  # an array that is read so often is read repeatedly, whatever further plans say
 UNLIMITED_BYTES = 1 << 60  # the estimate does not depend on the memory of a process
 Redistribution = AllGather | AllToAll
 
@@ -77,7 +78,7 @@ def select_shared(
     read_once = settings.read_once
     if job.processes == 1 or read_once is False:
         return ReadSelection()
-    reads, known = RepeatedReads(committed.manifest), dict[object, Requirements]()
+    known, planned = dict[object, Requirements](), dict[object, int]()  # arrays of one kind are planned once
     found, stored, repeated = list[SharedArray](), 0, 0
     for number, load in enumerate(loads):
         array, sharding = load.array, load.placement.sharding
@@ -85,8 +86,12 @@ def select_shared(
             continue
         key = array.shape, sharding
         needs = known[key] = known.get(key) or _requirements(*key, job.processes)
+        stored_as = tuple((chunk.box, is_read_by_bands(chunk)) for chunk in array.chunks)
+        alike = needs, stored_as, array.dtype
+        if alike not in planned:
+            planned[alike] = job_bytes(committed.manifest, array, needs)
         size = stored_bytes(array)
-        again = reads.job_bytes(array, needs) - size
+        again = planned[alike] - size
         stored, repeated = stored + size, repeated + max(0, again)
         if again * NOTICEABLE > size or (read_once is True and again > 0):
             numbers = [load.placement.boxes.index(box) for box in needs[job.process]]
@@ -109,31 +114,21 @@ def _requirements(shape: tuple[int, ...], sharding: jax.sharding.Sharding, proce
     return tuple(tuple(sorted(each)) for each in boxes)
 
 
-class RepeatedReads:
-    """Computes how much a job reads if every process reads what it needs itself."""
+def job_bytes(manifest: Manifest, array: ArrayRecord, needs: Requirements) -> int:
+    """Return the bytes that a job reads if every process reads what it needs of an array itself.
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._known: dict[object, int] = {}  # arrays that are stored and needed in the same way are planned once
-
-    def job_bytes(self, array: ArrayRecord, needs: Requirements) -> int:
-        """Return the bytes that all processes read of an array; in a large job, estimated from some of them."""
-        places = tuple((chunk.box, is_read_by_bands(chunk)) for chunk in array.chunks)
-        key = needs, places, array.dtype
-        if key not in self._known:
-            self._known[key] = self._planned_bytes(array, needs)
-        return self._known[key]
-
-    def _planned_bytes(self, array: ArrayRecord, needs: Requirements) -> int:
-        counts = Counter(boxes for boxes in needs if boxes)
-        # An odd step: with an even one, all boxes of the sample may start where a chunk does.
-        sample = list(counts)[:: len(counts) // LEAST_SAMPLE | 1]
-        read = sum(counts[boxes] * self._read_bytes(array, boxes) for boxes in sample)
-        return read * counts.total() // max(1, sum(counts[boxes] for boxes in sample))
-
-    def _read_bytes(self, array: ArrayRecord, boxes: Sequence[Box]) -> int:
-        runs = plan_reads(self._manifest, [Wanted(array, boxes)], UNLIMITED_BYTES, gap_bytes=0)
-        return sum(read.stop - read.start for run in runs for read in run.reads)
+    They are estimated from the plans of some processes in a large job, and as soon as they are clearly repeated.
+    """
+    counts = Counter(boxes for boxes in needs if boxes)
+    read = processes = 0
+    # An odd step: with an even one, all boxes of the sample may start where a chunk does.
+    for boxes in list(counts)[:: len(counts) // LEAST_SAMPLE | 1]:
+        runs = plan_reads(manifest, [Wanted(array, boxes)], UNLIMITED_BYTES, gap_bytes=0)
+        read += counts[boxes] * sum(each.stop - each.start for run in runs for each in run.reads)
+        processes += counts[boxes]
+        if read > CLEARLY * stored_bytes(array):
+            break
+    return read * counts.total() // max(1, processes)
 
 
 class _LoadSummary(msgspec.Struct, array_like=True):

@@ -21,7 +21,7 @@ from jaxckpt_train.pytree.redistribution import (
     pack,
     row_bytes,
 )
-from jaxckpt_train.pytree.shared_reads import RepeatedReads
+from jaxckpt_train.pytree.shared_reads import job_bytes
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.boxes import Box, box_shape, full_box
 from jaxckpt_train.store.committed import Committed
@@ -184,11 +184,11 @@ def test_blocks_shared_by_boxes_are_counted_once() -> None:
     array = ArrayRecord("x", (64, 64), "float32", (ChunkRecord(((0, 64), (0, 64)), 0, 0, 64 * 64 * 4, ""),))
     columns = tuple(((0, 64), (start, start + 8)) for start in range(0, 64, 8))
     whole = math.prod(array.shape) * 4
-    assert RepeatedReads(manifest()).job_bytes(array, (columns, columns)) == 2 * whole
-    assert RepeatedReads(manifest()).job_bytes(array, (columns[:4], columns[4:])) == 2 * whole
+    assert job_bytes(manifest(), array, (columns, columns)) == 2 * whole
+    assert job_bytes(manifest(), array, (columns[:4], columns[4:])) == 2 * whole
     rows = tuple(((start, start + 16), (0, 64)) for start in range(0, 64, 16))
-    assert RepeatedReads(manifest()).job_bytes(array, tuple((row,) for row in rows)) == whole
-    assert RepeatedReads(manifest()).job_bytes(array, ((rows[0],), (), (rows[1],))) == whole // 2
+    assert job_bytes(manifest(), array, tuple((row,) for row in rows)) == whole
+    assert job_bytes(manifest(), array, ((rows[0],), (), (rows[1],))) == whole // 2
 
 
 @pytest.mark.parametrize("stored_by", [96, 512])
@@ -201,6 +201,6 @@ def test_reads_of_large_jobs_are_estimated(stored_by: int) -> None:
     )
     array = ArrayRecord("x", (rows, 40), "float32", chunks)
     needs = tuple((((n * 64, (n + 1) * 64), (0, 40)),) for n in range(processes))
-    exact = sum(RepeatedReads(manifest()).job_bytes(array, (boxes,)) for boxes in needs)
-    assert RepeatedReads(manifest()).job_bytes(array, needs) == pytest.approx(exact, rel=0.05)
-    assert RepeatedReads(manifest()).job_bytes(array, needs * 2) == pytest.approx(2 * exact, rel=0.05)
+    exact = sum(job_bytes(manifest(), array, (boxes,)) for boxes in needs)
+    assert job_bytes(manifest(), array, needs) == pytest.approx(exact, rel=0.05)
+    assert job_bytes(manifest(), array, needs * 2) == pytest.approx(2 * exact, rel=0.05)
