@@ -261,9 +261,12 @@ def _choose_newest(path: str, statuses: Sequence[StepStatus]) -> tuple[str, tupl
     found = newest_whole(statuses)
     bad = newer_broken(statuses, found)
     refused = next((status.refusal for status in bad if status.refusal is not None), None)
+    if refused is not None and found is not None:
+        hint = f"it may be the newest valid step; to take an older one, pass its number: --step {found.step}"
+        if isinstance(refused, StorageError):
+            raise StorageError(refused.errno, f"{refused.strerror}; {hint}", refused.filename) from refused
+        raise type(refused)(f"{refused}; {hint}") from refused
     if refused is not None:
-        if found is not None:
-            refused.add_note(f"it may be the newest valid step; to take an older one, pass --step {found.step}")
         raise refused
     if found is None:
         reasons = f"see `jaxckpt ls {path}` for the reasons"
