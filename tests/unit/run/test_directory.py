@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -139,3 +140,18 @@ def test_reader_sees_later_commits(tmp_path: Path) -> None:
         assert reader.is_committed(1)
         save_steps(owner, 2)
     assert (reader.is_committed(1), reader.is_committed(2)) == (False, True)
+
+
+def test_replica_lists_what_the_primary_sends(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path) as owner:
+        save_steps(owner, 1, 2, 3)
+        first, second, third = owner._run.entries()
+    replica = RunDirectory(LocalBackend(), str(tmp_path), None, utc_now)
+    assert len(replica.entries()) == 3  # until the primary has sent something, it reads the disk
+    replica.receive([first, second], (), ())
+    assert [entry.step for entry in replica.newest()] == [1, 2]
+    replica.receive([third, dataclasses.replace(second, pinned=True)], [first.name], [second.name])
+    assert [(entry.step, entry.pinned) for entry in replica.newest()] == [(2, True), (3, False)]
+    assert (replica.is_committed(1), replica.is_committed(2), replica.is_committed(3)) == (False, False, True)
+    replica.receive([dataclasses.replace(third, damaged="torn")], (), ())
+    assert (replica.newest()[-1].step, replica.damaged()[0].step) == (2, 3)
