@@ -15,11 +15,11 @@ from pathlib import Path
 
 from benchmarks.goodput_kills import Kill
 from benchmarks.goodput_log import AttemptRecord, read
-from benchmarks.goodput_subjects import GRACE_S
 from benchmarks.goodput_training import Arguments
 from benchmarks.machine import ROOT
 
 SHOWN_CHARACTERS = 3000
+POLL_S = 0.2
 PREEMPTED = 75  # our exit code; Orbax's loop ends with 0
 
 
@@ -59,7 +59,7 @@ class AttemptFailedError(RuntimeError):
 
 
 def run_attempt(
-    given: Arguments, kill: Kill | None, left_s: float, under: Sequence[str] = (), grace_s: float = GRACE_S
+    given: Arguments, kill: Kill | None, left_s: float, under: Sequence[str] = (), least_updates: int = 0
 ) -> Attempt:
     """Start it, and end it as the schedule says.
 
@@ -68,7 +68,7 @@ def run_attempt(
         kill: its end; None: it ends by itself.
         left_s: seconds after which it is killed, unless it was asked to leave before.
         under: a command to put before.
-        grace_s: seconds from the request to leave until it is killed.
+        least_updates: updates that it completes before its end, if it has the time.
 
     Raises:
         AttemptFailedError: it has not ended so.
@@ -80,7 +80,7 @@ def run_attempt(
         began_at = time.monotonic()
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            sent_at, asked = _end(process, kill, began_at, left_s, grace_s)
+            sent_at, asked = _end(process, given, kill, began_at, left_s, least_updates)
         finally:
             process.kill()
             process.wait()
@@ -92,17 +92,25 @@ def run_attempt(
 
 
 def _end(
-    process: subprocess.Popen[bytes], kill: Kill | None, began_at: float, left_s: float, grace_s: float
+    process: subprocess.Popen[bytes],
+    given: Arguments,
+    kill: Kill | None,
+    began_at: float,
+    left_s: float,
+    least_updates: int,
 ) -> tuple[float | None, bool]:
     """Send what is to be sent when it is time; when that was, and whether it was asked to leave."""
     until = began_at + (left_s if kill is None else min(kill.after_s, left_s))
     if _has_ended(process, until):
         return None, False
+    while time.monotonic() < began_at + left_s and len(read(Path(given.log)).updates) < least_updates:
+        if _has_ended(process, time.monotonic() + POLL_S):
+            return None, False
     sent_at = time.monotonic()
     asks = kill is not None and kill.asks and kill.after_s < left_s
     if asks:
         process.send_signal(signal.SIGTERM)
-        _has_ended(process, sent_at + grace_s)  # also where that is longer than its time
+        _has_ended(process, sent_at + given.grace_s)  # also where that is longer than its time
     process.kill()
     process.wait()
     return sent_at, asks

@@ -89,11 +89,11 @@ class Nothing:
 class Ours:
     """The loop of the README, with a policy."""
 
-    def __init__(self, directory: Path, policy: Any) -> None:
+    def __init__(self, directory: Path, policy: Any, grace_s: float) -> None:
         import jaxckpt_train as jct
 
         self._callback = jct.CheckpointCallback(
-            directory, save_policy=policy, keep_latest=KEEP, grace_period_s=GRACE_S, progress=False
+            directory, save_policy=policy, keep_latest=KEEP, grace_period_s=grace_s, progress=False
         )
 
     def __enter__(self) -> Ours:

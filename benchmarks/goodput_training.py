@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.goodput_keepers import make_keeper
 from benchmarks.goodput_log import Log
-from benchmarks.goodput_subjects import Interval
+from benchmarks.goodput_subjects import GRACE_S, Interval
 from benchmarks.lm_training import configure, lm_training
 
 
@@ -27,6 +27,7 @@ class Arguments:
         size: of the model.
         interval_steps, interval_s: see `Interval`.
         most_updates: the attempt ends after this many of its own updates, as if killed; None: no limit.
+        grace_s: seconds from a request to leave until it is killed, of which our library knows.
     """
 
     subject: str
@@ -37,6 +38,7 @@ class Arguments:
     interval_steps: int
     interval_s: float
     most_updates: int | None = None
+    grace_s: float = GRACE_S
 
 
 def train(given: Arguments) -> None:
@@ -44,7 +46,10 @@ def train(given: Arguments) -> None:
     log = Log(Path(given.log))
     config = configure(given.size, Path(given.cache))
     interval = Interval(given.interval_steps, given.interval_s)
-    with make_keeper(given.subject, Path(given.directory), interval) as keeper, lm_training(config) as training:
+    with (
+        make_keeper(given.subject, Path(given.directory), interval, given.grace_s) as keeper,
+        lm_training(config) as training,
+    ):
         log.made()
         began = keeper.resume(training)
         log.restored(began)
