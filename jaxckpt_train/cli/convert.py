@@ -1,13 +1,12 @@
-"""The commands that write a converted checkpoint: `jaxckpt import`, `export` and `average`.
+"""The commands that write a converted checkpoint: `jaxckpt import` and `export`.
 
-All three apply operations to a tree, print the plan, and then copy the arrays in pieces, so memory stays limited.
+Both apply operations to a tree, print the plan, and then copy the arrays in pieces, so memory stays limited.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import logging
 import math
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from jaxckpt_train.cli.output import (
     BACKEND,
     Checkpoint,
     Json,
-    Run,
     Step,
     absolute,
     argument,
@@ -30,15 +28,12 @@ from jaxckpt_train.cli.output import (
     print_json,
     print_text,
     progress,
-    step_option,
 )
-from jaxckpt_train.errors import MismatchError, SettingsError, StepNotFoundError
+from jaxckpt_train.errors import MismatchError, SettingsError
 from jaxckpt_train.inspection.copying import refuse_destination
 from jaxckpt_train.inspection.diff import leaves_by_name
 from jaxckpt_train.inspection.runs import (
-    StepStatus,
     import_info,
-    inspect_run,
     metadata_of,
     nbytes_of,
     open_at,
@@ -56,7 +51,7 @@ from jaxckpt_train.store.transaction import (
     refuse_temporary_name,
     remove_stale_temporaries,
 )
-from jaxckpt_train.transforms.apply import Average, apply_operations, parse_operation, parse_operations
+from jaxckpt_train.transforms.apply import apply_operations, parse_operation, parse_operations
 from jaxckpt_train.transforms.base import Change, Leaves, Operation
 
 MOST_BYTES = 16 << 20
@@ -64,12 +59,10 @@ MOST_SHOWN = 40
 GB = 10**9
 SHARD_GB, SEPARATOR = 5, "."
 READ_BUDGET_MIB = 384  # decodes two chunks of 64 MiB at a time: each is held as stored, decoded, and as an array
-LAST = 5
 _NNX = (
     "Orbax restores this state of Flax NNX into nested dicts (nnx.to_pure_dict). To restore it into nnx.state(model), "
     "export it with --op 'rename ** **/value'."
 )
-_log = logging.getLogger("jaxckpt_train")
 Operations = Annotated[
     list[str] | None,
     option(
@@ -312,26 +305,9 @@ def import_(
     """
     opened = open_at(BACKEND, absolute(path), step)
     source, name, plan = _prepared(opened, part, only, _chosen_operations(transforms, op), not as_json)
-    document = {"from": opened.path, "kind": opened.kind, "to": absolute(out), "plan": plan, "skipped": opened.skipped}
-    info = {"created": _now_text(), **metadata_of(opened), **import_info(opened)}
-    _convert(source, None if part is None else [name], document, info, "", dry_run, read_budget_mib, as_json)
-
-
-def _convert(
-    source: Opened,
-    parts: list[str] | None,
-    document: dict[str, Any],
-    info: dict[str, Any],
-    remark: str,
-    dry_run: bool,
-    read_budget_mib: int,
-    as_json: bool,
-) -> None:
-    """Write some parts of the result of `_prepared`, unless this is a dry run, and print what was written.
-
-    `document` has what is known so far for JSON. `remark` is the end of the printed line.
-    """
-    final = document["to"]
+    parts, final = None if part is None else [name], absolute(out)
+    document: dict[str, Any] = {"from": opened.path, "kind": opened.kind, "to": final, "plan": plan}
+    document["skipped"] = opened.skipped
     if dry_run:
         document |= _to_be_written(source, parts or [each.name for each in source.committed.manifest.parts])
     else:
@@ -339,6 +315,7 @@ def _convert(
         refuse_temporary_name(final)
         refuse_destination(BACKEND, final)
         remove_stale_temporaries(BACKEND, final)
+        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         with progress("writing", None, as_json) as advance:
             committed = copy_checkpoint(
                 source.files,
@@ -346,7 +323,7 @@ def _convert(
                 BACKEND,
                 final,
                 dataclasses.replace(source.settings, read_budget_bytes=read_budget_mib << 20),
-                info=info,
+                info={"created": created, **metadata_of(opened), **import_info(opened)},
                 parts=parts,
                 decoding=source.decoding,
                 progress=advance,
@@ -357,73 +334,4 @@ def _convert(
     elif dry_run:
         _print_dry_run(document)
     else:
-        print_text(f"{final}: {bytes_text(document['bytes'])}{remark}")
-
-
-def _now_text() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-
-
-def average(
-    run: Run,
-    out: Out,
-    last: Annotated[
-        int | None, option(f"The number of newest valid steps. Default: {LAST}.", "--last", "-l", least=2)
-    ] = None,
-    step: Annotated[
-        list[float] | None, step_option("The steps to average, instead of the newest.", "--step", "-s")
-    ] = None,
-    leaves: Annotated[
-        str, typer.Option(help="Leaf path or pattern to average. Other leaves are taken from the newest step.")
-    ] = "params/**",
-    part: Part = None,
-    only: Only = None,
-    dry_run: DryRun = False,
-    read_budget_mib: Budget = READ_BUDGET_MIB,
-    as_json: Json = False,
-) -> None:
-    """Write a checkpoint whose parameters are the mean of those of the last steps of a run.
-
-    Floating-point leaves are summed in double precision and rounded once. Everything else is taken from the newest of
-    the steps.
-    """
-    path = absolute(run)
-    chosen, skipped = _steps(path, last, step)
-    paths, steps = [f"{path}/{each.name}" for each in chosen], [each.step for each in chosen]
-    opened = open_at(BACKEND, paths[-1])
-    operation = Average(leaves, paths[:-1], opened.part(part).name)
-    source, name, plan = _prepared(opened, part, only, (operation,), not as_json)
-    document = {"run": path, "steps": steps, "to": absolute(out), "plan": plan, "skipped": skipped}
-    about = {key: value for key, value in metadata_of(opened).items() if key not in ("metrics", "temporary")}
-    info = {**about, "created": _now_text(), **import_info(opened), "averaged_steps": steps}
-    remark = f", the mean of steps {', '.join(map(str, steps))}"
-    _convert(source, None if part is None else [name], document, info, remark, dry_run, read_budget_mib, as_json)
-
-
-def _steps(path: str, last: int | None, wanted: list[float] | None) -> tuple[list[StepStatus], list[str]]:
-    """Return the steps to average, the newest last, and the names of the damaged steps that are skipped."""
-    statuses = inspect_run(BACKEND, path)
-    valid = [each for each in statuses if each.is_restorable]
-    if wanted:
-        if last is not None:
-            raise SettingsError("--last and --step: expected one of them, found both")
-        return _named(path, valid, wanted), []
-    if len(valid) < (last or 2):
-        raise StepNotFoundError(f"{path}: expected {last or 2} valid steps to average, found {len(valid)}")
-    taken = valid[-(last or LAST) :]
-    bad = [each for each in statuses if each.problem is not None and each.step > taken[0].step]
-    for each in bad:
-        if each.refusal is not None:
-            raise each.refusal  # the step is unreadable, but it may be valid
-        _log.warning("%s/%s is skipped: %s", path, each.name, each.problem)
-    return taken, [each.name for each in bad]
-
-
-def _named(path: str, valid: list[StepStatus], wanted: list[float]) -> list[StepStatus]:
-    found = [each for each in valid if each.step in wanted]
-    missing = set(wanted).difference(each.step for each in found)
-    if missing:
-        raise StepNotFoundError(f"{path}: has no valid step {', '.join(map(str, missing))}; see `jaxckpt ls {path}`")
-    if len(found) < 2:
-        raise SettingsError(f"--step: expected at least two steps, found {', '.join(map(str, wanted))}")
-    return found
+        print_text(f"{final}: {bytes_text(document['bytes'])}")

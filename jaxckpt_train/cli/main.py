@@ -17,7 +17,7 @@ from jaxckpt_train.errors import CheckpointError
 _MODULES = {
     "inspect": ("ls", "show", "stats", "diff"),
     "maintain": ("verify", "scrub", "prune", "pin", "cp", "mv"),
-    "convert": ("export", "import", "average"),
+    "convert": ("export", "import"),
     "report": ("report",),
     "doctor": ("doctor",),
 }
@@ -41,7 +41,6 @@ COMMANDS = {
     "doctor": "Examine a run and its disk: versions, free space, speed, owner, damaged steps, and the cost of a crash.",
     "export": "Write the tree of a checkpoint for another tool: as safetensors files, or as a step for Orbax.",
     "import": "Convert a checkpoint of Orbax, PyTorch, safetensors or Flax, and transform its tree if asked to.",
-    "average": "Write a checkpoint whose parameters are the mean of those of the last steps of a run.",
 }
 """The help text of each command. It is here because importing every command would slow down `jaxckpt --help`."""
 

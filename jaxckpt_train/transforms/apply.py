@@ -1,4 +1,4 @@
-"""Applies operations to an opened checkpoint, parses operations, and averages checkpoints."""
+"""Applies operations to an opened checkpoint, and parses operations."""
 
 from __future__ import annotations
 
@@ -12,32 +12,27 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from jaxckpt_train._validation import absolute_path, known_keys, nearest, shown, text
+from jaxckpt_train._validation import known_keys, nearest, shown
 from jaxckpt_train.errors import MismatchError, SettingsError
-from jaxckpt_train.formats.foreign import NAME, ForeignFiles, Segments
+from jaxckpt_train.formats.foreign import ForeignFiles, Segments
 from jaxckpt_train.pytree.leaves import (
     ROOT,
-    ArrayLeaf,
-    ComplexLeaf,
-    FloatLeaf,
     TreeRecord,
     decode_tree,
     encode_tree,
     has_tree,
-    python_value,
     split,
 )
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Opener
-from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.boxes import Box
-from jaxckpt_train.store.committed import Committed, open_committed
+from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.reader import read_box
-from jaxckpt_train.store.segment import DTYPES, dtype_name, is_inexact
-from jaxckpt_train.transforms.base import Change, Leaf, Leaves, Operation, check_leaves, match_pattern, matches
-from jaxckpt_train.transforms.operations import KINDS
-from jaxckpt_train.transforms.views import Averaged, Stored, View
+from jaxckpt_train.store.segment import DTYPES, dtype_name
+from jaxckpt_train.transforms.base import Change, Leaf, Leaves, Operation, check_leaves
+from jaxckpt_train.transforms.operations import OPERATIONS
+from jaxckpt_train.transforms.views import Stored, View
 
 
 class Transformed(NamedTuple):
@@ -122,82 +117,6 @@ def _array_record(name: str, view: View, segments: Segments, directory: str) -> 
         for piece in pieces
     ]
     return ArrayRecord(name, view.shape, dtype_name(view.dtype), tuple(chunks))
-
-
-@dataclasses.dataclass(frozen=True)
-class Average(Operation):
-    """Average floating-point leaves with those of other checkpoints of this library.
-
-    Sums are computed in float64 (complex128 for complex numbers), and the mean is rounded once to the leaf's dtype.
-    Other leaves (integers, PRNG keys, text) must be equal in all checkpoints. `part` is the name of the checkpointable
-    in the others. None: `state`, or the only tree.
-    """
-
-    name = "average"
-    leaves: str
-    with_: Sequence[str]
-    part: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._set("with_", tuple(absolute_path("average: with", path) for path in self.with_))
-        if self.part is not None:
-            text("average: part", self.part)
-
-    def apply(self, leaves: Leaves, subject: str) -> list[Change]:
-        names = list(matches(self.leaves, leaves, subject))
-        others = [(path, self._leaves_at(path, subject)) for path in self.with_]
-        for path, other in others:
-            selected = {name for name in other if match_pattern(self.leaves, name) is not None}
-            differing = selected.symmetric_difference(names)
-            if differing:
-                raise MismatchError(f"{subject}: leaf {min(differing)!r}: is in only one of this checkpoint and {path}")
-        new = {name: _mean(name, leaves[name], [(path, other[name]) for path, other in others]) for name in names}
-        averaged = [name for name in names if new[name].record != leaves[name].record or _is_float(new[name])]
-        if not averaged:
-            raise MismatchError(f"{subject}: {self.leaves!r} selects no floating-point leaves")
-        leaves.update(new)
-        count = len(others) + 1
-        return [(f"{name} {leaves[name].describe()}", f"the mean of {count}") for name in averaged]
-
-    def _leaves_at(self, path: str, subject: str) -> Leaves:
-        backend = LocalBackend()
-        committed = open_committed(backend, path)
-        trees = [part.name for part in committed.manifest.parts if has_tree(part)]
-        name = self.part or (trees[0] if len(trees) == 1 else NAME)
-        part = committed.manifest.part(name)
-        if part is None or not has_tree(part):
-            there = ", ".join(map(repr, trees)) or "none"
-            raise MismatchError(f"{subject}: {path}: expected a tree {name!r}, found {there}")
-        return _tree_leaves(backend, committed, part, StoreSettings())
-
-
-def _is_float(leaf: Leaf) -> bool:
-    if leaf.view is not None:
-        return isinstance(leaf.record, ArrayLeaf) and is_inexact(leaf.view.dtype)
-    return isinstance(leaf.record, FloatLeaf | ComplexLeaf)
-
-
-def _mean(name: str, leaf: Leaf, others: Sequence[tuple[str, Leaf]]) -> Leaf:
-    """Return the mean of a leaf and others. A leaf without a mean is returned unchanged, and must be equal in all."""
-    for path, other in others:
-        same_type = type(other.record) is type(leaf.record) and other.describe() == leaf.describe()
-        if not same_type or (leaf.view is None and not _is_float(leaf) and other.record != leaf.record):
-            found = f"{leaf.describe()} in the first checkpoint, but {other.describe()} or another value in {path}"
-            raise MismatchError(f"average: leaf {name!r} is {found}; select leaves without it")
-    if leaf.view is not None:
-        views = [other.view for _, other in others if other.view is not None]
-        return Leaf(leaf.record, Averaged([leaf.view, *views], name, [path for path, _ in others]))
-    if not _is_float(leaf):
-        return leaf
-    values = [python_value(name, each.record, name) for each in (leaf, *(other for _, other in others))]
-    with np.errstate(all="ignore"):
-        mean = np.mean(np.array(values)).item()
-    record = FloatLeaf(mean.hex()) if isinstance(mean, float) else ComplexLeaf(mean.real.hex(), mean.imag.hex())
-    return Leaf(record)
-
-
-OPERATIONS: dict[str, type[Any]] = {kind.name: kind for kind in KINDS} | {Average.name: Average}
 
 
 def parse_operations(subject: str, given: object, total: int | None = None) -> tuple[Operation, ...]:

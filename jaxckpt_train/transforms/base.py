@@ -92,7 +92,7 @@ class Operation(abc.ABC):
                 if isinstance(value, str) or not isinstance(value, Sequence) or not value:
                     refuse(subject, "a list of paths", value)
                 self._set(field.name, tuple(value))
-                for pattern in value if field.name != "with_" else ():
+                for pattern in value:
                     check_pattern(subject, pattern)
             elif str(field.type).startswith("Sequence[int") and value is not None:
                 may_be_none = "int | None" in str(field.type)

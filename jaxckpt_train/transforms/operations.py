@@ -1,7 +1,4 @@
-"""The operations on a checkpoint's tree; docs/how-to/other-formats.md describes them and their arguments.
-
-`apply` has one more, which averages checkpoints.
-"""
+"""The operations on a checkpoint's tree; docs/how-to/other-formats.md describes them and their arguments."""
 
 from __future__ import annotations
 
@@ -425,6 +422,5 @@ class Add(Operation):
         return [("nothing", f"{self.leaf} {leaves[self.leaf].describe()}")]
 
 
-KINDS: tuple[type[Any], ...] = (
-    Rename, Nest, Drop, Copy, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add,
-)  # fmt: skip
+_KINDS = (Rename, Nest, Drop, Copy, Stack, Unstack, Split, Fuse, Transpose, Reshape, Cast, Pad, Truncate, Add)
+OPERATIONS: dict[str, type[Any]] = {kind.name: kind for kind in _KINDS}

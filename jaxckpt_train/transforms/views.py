@@ -254,42 +254,6 @@ class Constant(View):
         target[...] = self._value
 
 
-class Averaged(View):
-    """The mean of floating-point arrays of one shape and dtype. Arrays of other dtypes must be equal.
-
-    `name` is the leaf in messages, and `paths` are those of all arrays but the first.
-    """
-
-    def __init__(self, inner: Sequence[View], name: str, paths: Sequence[str]) -> None:
-        super().__init__(inner[0].shape, inner[0].dtype)
-        self._inner, self._name, self._paths = list(inner), name, list(paths)
-        self._wide = np.dtype(np.complex128 if "complex" in self.dtype.name else np.float64)
-
-    def pieces(self) -> Sequence[Piece]:
-        return [Piece(band) for piece in self._inner[0].pieces() for band in _cut(piece.box, self._wide)]
-
-    def read(self, box: Box, target: np.ndarray) -> None:
-        if not is_inexact(self.dtype):
-            target[...] = self._equal_content(box)
-            return
-        total = np.zeros(box_shape(box), self._wide)
-        with np.errstate(all="ignore"):  # nan and inf in the arrays make the mean nan or inf, without a warning
-            for view in (*self._inner[1:], self._inner[0]):  # in the order of the steps
-                total += _content(view, box).astype(self._wide)
-            total /= len(self._inner)
-        target[...] = convert_array(total, self.dtype, f"average: leaf {self._name!r}", _start(box))
-
-    def _equal_content(self, box: Box) -> np.ndarray:
-        first = _content(self._inner[0], box)
-        for view, path in zip(self._inner[1:], self._paths, strict=True):
-            if _content(view, box).tobytes() != first.tobytes():
-                raise MismatchError(
-                    f"average: leaf {self._name!r} of {self.dtype.name} cannot be averaged, and differs in {path}; "
-                    "select leaves without it"
-                )
-        return first
-
-
 def number_as(value: float, dtype: np.dtype) -> np.ndarray | None:
     """Return a number in a dtype, rounded if the dtype is a float, or None if it does not fit."""
     if not is_inexact(dtype):

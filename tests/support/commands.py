@@ -38,7 +38,7 @@ CALLS = {
     "pin": ["pin", "run", "2"],
     "cp": ["cp", "run", "copy", "--overwrite"],
     "mv": ["mv", "copy", "moved", "--overwrite"],
-    "average": ["average", "run", "mean", "--leaves", "w"],
+    "import": ["import", "run", "imported", "--only", "w"],
     "doctor": ["doctor", "run", "--size-mib", "1"],
 }
 SECONDS = re.compile(r"\d+ s ago")  # time passes between two calls

@@ -46,7 +46,7 @@ def test_keys_of_each_document_are_documented(tmp_path: Path) -> None:
     for calls in CALLS.values():
         name, arguments = (
             calls[0],
-            [str(tmp_path / each) if each in ("run", "copy", "moved", "mean") else each for each in calls[1:]],
+            [str(tmp_path / each) if each in ("run", "copy", "moved", "imported") else each for each in calls[1:]],
         )
         if name == "--help":
             continue

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.transforms.apply import OPERATIONS, parse_operation, parse_operations
+from jaxckpt_train.transforms.apply import parse_operation, parse_operations
 from jaxckpt_train.transforms.operations import (
+    OPERATIONS,
     Add,
     Cast,
     Copy,
