@@ -41,7 +41,7 @@ def test_steps_are_kept_by_time_and_number(tmp_path: Path) -> None:
         for step in range(100, 2600, 100):
             clock.now += datetime.timedelta(minutes=2)
             save_steps(manager, step)
-        kept = manager.steps
+    kept = jct.StepManager(tmp_path).steps
     assert {1000, 2000, 2500} <= set(kept)
     tenth_minutes = [step for step in kept if step not in (1000, 2000, 2500)]
     assert [later - step for step, later in itertools.pairwise(tenth_minutes)] == [500] * 4
