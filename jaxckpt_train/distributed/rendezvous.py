@@ -127,7 +127,10 @@ class Rendezvous:
                     self._values.set(said, _FAILED + (encoded or encode_error(failure or error, self._process)))
                 self._let_others_leave()
                 if failure is not None:
-                    raise failure from None
+                    try:
+                        raise failure from None
+                    finally:
+                        del failure  # its traceback refers to this frame, and to those of the load or save
                 raise
             self._values.set(said, _DONE + self._label + result)
             self._contributions.forget()
@@ -179,7 +182,10 @@ class Rendezvous:
                 with _notifying(failure or error):
                     self._contribute(_FAILED + encode_error(error, self._process), is_error=True)
                 if failure is not None:
-                    raise failure from None
+                    try:
+                        raise failure from None
+                    finally:
+                        del failure  # its traceback refers to this frame, and to those of the load or save
                 raise
         self._contribute(_DONE + self._label + value)
         return self.receive()

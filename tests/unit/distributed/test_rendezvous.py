@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +17,7 @@ from benchmarks.counted_values import CountedValues, ValuesOfProcess
 from jaxckpt_train.distributed import rendezvous
 from jaxckpt_train.distributed.coordinator import ManyProcesses
 from jaxckpt_train.distributed.rendezvous import PACK, SMALL_BYTES, Contributions
-from jaxckpt_train.errors import CheckpointTimeoutError, OtherProcessError, StorageError
+from jaxckpt_train.errors import CheckpointError, CheckpointTimeoutError, OtherProcessError, StorageError
 
 LIMIT_S = 60.0
 
@@ -105,6 +108,39 @@ def test_error_reaches_all_at_once() -> None:
     in_all(PACK + 3, act)
     assert len(failed) == PACK + 3
     assert all(text in each for each in failed)
+
+
+class _Loaded:
+    """What a process has loaded when it learns that another one has failed."""
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["the primary", "another"])
+def test_failure_elsewhere_keeps_nothing_in_memory(who: int) -> None:
+    kept: list[weakref.ref[_Loaded]] = []
+
+    def load(job: ManyProcesses) -> None:
+        loaded = _Loaded()
+        kept.append(weakref.ref(loaded))
+
+        def give() -> bytes:
+            if job.process == who:
+                raise StorageError(5, "unreadable", "/a")
+            while not job.has_failed_elsewhere():
+                time.sleep(0.01)
+            raise CheckpointError("stopped")
+
+        job.exchange("loading", give, moved=time.monotonic)
+
+    def act(job: ManyProcesses) -> None:
+        with contextlib.suppress(StorageError):
+            load(job)
+
+    gc.disable()  # what is only in a cycle stays until a collection, which may come much later
+    try:
+        in_all(2, act, 8.0)
+        assert [each() for each in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 class HearsAtOnce(ValuesOfProcess):
