@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxckpt_train.pytree import shared_reads
 from jaxckpt_train.pytree.redistribution import (
     Assembly,
     ShardReader,
@@ -204,3 +205,14 @@ def test_reads_of_large_jobs_are_estimated(stored_by: int) -> None:
     exact = sum(job_bytes(manifest(), array, (boxes,)) for boxes in needs)
     assert job_bytes(manifest(), array, needs) == pytest.approx(exact, rel=0.05)
     assert job_bytes(manifest(), array, needs * 2) == pytest.approx(2 * exact, rel=0.05)
+
+
+def test_processes_that_need_whole_chunks_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes = [((n * 64, (n + 1) * 64), (0, 40)) for n in range(384)]
+    chunks = tuple(ChunkRecord(box, 0, n * 64 * 160, 64 * 160, "") for n, box in enumerate(boxes))
+    array = ArrayRecord("x", (384 * 64, 40), "float32", chunks)
+    needs = tuple((box,) for box in boxes)
+    planned = job_bytes(manifest(), array, tuple(((*box[:1], (0, 39)),) for box in boxes))
+    monkeypatch.setattr(shared_reads, "plan_reads", None)
+    assert job_bytes(manifest(), array, needs) == planned == 384 * 64 * 160
+    assert job_bytes(manifest(), array, needs * 2) == 2 * planned
