@@ -14,10 +14,15 @@ from tests.integration.docs.test_readme import names
 from tests.support.pages import Page, pages
 
 README = "README.md"  # tests/integration/docs/test_readme.py runs its blocks, one by one
-WITH_PYTHON = [page for page in pages() if page.name != README and page.run_by is None and page.blocks("python")]
+SLOW = {"docs/how-to/evaluation.md"}  # it takes most of a minute
+WITH_PYTHON = [
+    pytest.param(page, id=page.name, marks=pytest.mark.nightly if page.name in SLOW else ())
+    for page in pages()
+    if page.name != README and page.run_by is None and page.blocks("python")
+]
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_blocks_run_unchanged(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(page)

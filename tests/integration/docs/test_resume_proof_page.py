@@ -20,6 +20,7 @@ def block(repo_root: Path, language: str) -> str:
     return str(found)
 
 
+@pytest.mark.nightly  # tests/integration/testing/test_resume_proof.py proves other loops
 def test_the_example_is_a_test_that_passes(repo_root: Path, run_python: Any, tmp_path: Path) -> None:
     (tmp_path / "test_example.py").write_text(block(repo_root, "python"))
     program = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
