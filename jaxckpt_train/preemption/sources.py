@@ -254,10 +254,12 @@ class SignalHandler:
         that shuts down on request, and they must not change its exit code.
         """
         self._notices = tuple(each for each in self._notices if each() not in (None, notice))
+        if self._notices:
+            return
         if ignores and self._before in (signal.SIG_DFL, signal.default_int_handler):
             self._ignores_until = time.monotonic() + IGNORED_S
             atexit.register(self._ignore)
-        elif not self._notices and self._is_installed() and threading.current_thread() is threading.main_thread():
+        elif self._is_installed() and threading.current_thread() is threading.main_thread():
             signal.signal(self._number, self._before)  # other threads cannot do that
 
     def _is_installed(self) -> bool:

@@ -113,6 +113,15 @@ def test_notice_stopped_by_thread_forwards_signals(seen: list[int]) -> None:
     signal.signal(TERM, own)
 
 
+def test_leaving_notice_does_not_silence_others() -> None:
+    before, outer, inner = signal.getsignal(TERM), installed(), installed()
+    inner.restore(leaving=True)
+    send()
+    assert reason_of(outer) == "signal SIGTERM"
+    outer.restore()
+    assert signal.getsignal(TERM) == before
+
+
 def test_unknown_handler_becomes_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(signal, "getsignal", lambda number: None)  # as for a handler set before Python started
