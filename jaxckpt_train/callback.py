@@ -221,6 +221,7 @@ class CheckpointCallback:
         if (observer := current_observer()) is not None:
             observer.update_completed(self.manager, self._loop)
         if self._shutdown.must_leave():
+            self.manager.note_completed(self._loop.step)
             return self._leave()
         with self.manager.deferring_errors():
             self.manager.check()

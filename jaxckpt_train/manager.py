@@ -347,6 +347,10 @@ class StepManager:
         if self._job_sync.is_primary:
             self._run.log.resumed(step, resume_s)
 
+    def note_completed(self, step: int) -> None:
+        """Record for the history that the loop has completed this update, if no policy is asked about it."""
+        self._run.log.completed = step
+
     def ends_as(self, how: str) -> None:
         """Set how the history describes the end of this process: "finished", "preempted", or an error."""
         self._run.log.ends_as = how
@@ -601,7 +605,6 @@ class StepManager:
         """
 
         def plan() -> ShutdownPlan:
-            self._run.log.completed = unsaved  # nothing else may report this update
             committed = self._run.infos()
             newest = committed[-1].step if committed else None
             return plan_last_save(unsaved, newest, self._save_scheduler.costs().duration_s, left_s)

@@ -15,6 +15,7 @@ import pytest
 import jaxckpt_train as jct
 from tests.support.fake_backends import SlowBackend, callback_on
 from tests.support.interrupts import once_waiting
+from tests.support.metadata_servers import until
 from tests.support.runs import Counter, state_of, step_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
 
@@ -158,6 +159,26 @@ def test_slow_running_save_rules_out_another(tmp_path: Path) -> None:
     assert loop.plan().startswith("keeping step 12: ")
     assert not any("step-0000000014" in name for name in loop.disk.written)
     assert loop.history("end")[0]["how"] == "late"
+
+
+class StuckLoop(Loop):
+    """A loop whose disk does not answer when it is asked to leave."""
+
+    def is_asked(self) -> None:
+        send()
+
+
+def test_last_update_is_counted_when_running_save_is_given_up(tmp_path: Path) -> None:
+    loop = StuckLoop(tmp_path, 0.2, held=12, grace_period_s=1.0)
+    with pytest.raises(SystemExit):
+        loop.run(14)
+    given_up = loop.ckpt.manager._save_slot.given_up
+    assert given_up is not None
+    loop.disk.go.set()
+    given_up.wait(60)
+    until(lambda: loop.history("end"))  # written when the save has ended
+    (end,) = loop.history("end")
+    assert (end["how"], end["step"]) == ("late", 14)
 
 
 def test_save_of_unknown_duration_is_tried(tmp_path: Path) -> None:
