@@ -256,8 +256,11 @@ def may_save(
     `has_steps`: whether the run is known to have steps.
     """
     kind, parts = type(policy), _parts(policy)
-    if kind is AllSavePolicy:  # its policies by time have to be asked about the steps that the others accept
-        return all(may_save(each, step, context, is_polled=True, has_steps=has_steps) for each in parts)
+    # The policies by time of an AllSavePolicy have to be asked about the steps that the others accept.
+    if kind is AllSavePolicy and not all(
+        may_save(each, step, context, is_polled=True, has_steps=has_steps) for each in parts
+    ):
+        return False
     if parts:
         return any(may_save(each, step, context, is_polled=is_polled, has_steps=has_steps) for each in parts)
     if kind in _BY_STEPS:

@@ -70,7 +70,15 @@ def test_primary_is_asked_only_where_needed(tmp_path: Path, policy: Any, asked: 
     assert job.asked == list(asked)
 
 
-@pytest.mark.parametrize("policy", [jct.OverheadBudgetPolicy(), jct.YoungDalyPolicy(), EVERY_SECOND])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        jct.OverheadBudgetPolicy(),
+        jct.YoungDalyPolicy(),
+        EVERY_SECOND,
+        jct.AllSavePolicy([EVERY_SECOND, jct.OverheadBudgetPolicy()]),
+    ],
+)
 def test_policies_by_time_are_asked_now_and_then(tmp_path: Path, policy: Any) -> None:
     job, mixed = Job(tmp_path, jct.TemporarySavePolicy(policy)), Job(tmp_path, jct.AnySavePolicy([policy, EVERY_TEN]))
     for step in range(1, 301):
