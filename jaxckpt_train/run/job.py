@@ -82,7 +82,8 @@ class JobSync:
         self._coordinator, self._timeout_s, self._channel = coordinator, timeout_s, list[Coordinator]()
         self._run, self._backend, self._directory = run, run.backend, run.directory
         self.is_primary, self.is_single_process = coordinator.process == 0, coordinator.processes == 1
-        self._sent = dict[str, Entry]()  # in the primary: what the others know
+        # In the primary: what the others know by deltas, and the names that they no longer list since.
+        self._sent, self._deleted = dict[str, Entry](), set[str]()
         self._is_taken = False
         self.decides = ""  # describes what each process decides on its own, which must be the same in all
 
@@ -132,10 +133,17 @@ class JobSync:
     def _next_delta(self) -> RunDelta:
         """In the primary: the changes since the last call. The caller must send them."""
         now = {entry.name: entry for entry in [*self._run.entries(), *self._run.damaged()]}
-        changed = tuple(entry for name, entry in now.items() if self._sent.get(name) != entry)
+        deleted, self._deleted = self._deleted, set()  # steps whose deletion fails are listed again
+        changed = tuple(entry for name, entry in now.items() if name in deleted or self._sent.get(name) != entry)
         gone = tuple(name for name in self._sent if name not in now)
         self._sent = now
         return RunDelta(changed, gone, tuple(sorted(self._run.left())))
+
+    def take_deleted(self) -> list[str]:
+        """In the primary: the names that are no longer listed since the last call. The caller must send them."""
+        deleted = [] if self.is_single_process else self._run.take_deleted()
+        self._deleted.update(deleted)
+        return deleted
 
     def on_all(self, doing: str, act: Callable[[], T]) -> T:
         """Run `act` in every process; the error of one process, the first of several, is raised in all."""

@@ -218,7 +218,7 @@ class StepSave:
         try:
             self._run.check_owner()  # another process may have taken the run over, and list what retention would delete
             self._run.retain()
-            return [] if self._job_sync.is_single_process else self._run.take_deleted()
+            return self._job_sync.take_deleted()
         except BaseException as error:
             error.add_note(f"step {self._step} is committed; only retention failed")
             raise

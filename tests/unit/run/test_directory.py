@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.distributed.coordinator import Coordinator
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.history import utc_now
+from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.runs import made_run, save_steps, state_of, step_of, step_path
@@ -155,3 +159,37 @@ def test_replica_lists_what_the_primary_sends(tmp_path: Path) -> None:
     assert (replica.is_committed(1), replica.is_committed(2), replica.is_committed(3)) == (False, False, True)
     replica.receive([dataclasses.replace(third, damaged="torn")], (), ())
     assert (replica.newest()[-1].step, replica.damaged()[0].step) == (2, 3)
+
+
+class OfTwo(Coordinator):
+    """The process 0 of two, or the other one, which receives what process 0 has sent last."""
+
+    processes, sent = 2, b""
+
+    def __init__(self, primary: OfTwo | None = None) -> None:
+        self.process, self._primary = 0 if primary is None else 1, primary
+
+    def broadcast(self, doing: str, act: Callable[[], bytes], moved: Any = None) -> bytes:
+        self.sent = act() if self._primary is None else self._primary.sent
+        return self.sent
+
+
+def test_step_that_could_not_be_deleted_is_listed_in_all_processes(tmp_path: Path) -> None:
+    with jct.StepManager(tmp_path, preservation_policy=jct.LatestN(2)) as manager:
+        save_steps(manager, 1, 2)
+        owner, replica = manager._run, RunDirectory(LocalBackend(), str(tmp_path), None, utc_now)
+        primary = JobSync(OfTwo(), 1.0, owner)
+        other = JobSync(OfTwo(primary.job), 1.0, replica)  # type: ignore[arg-type]
+
+        def updated() -> list[int]:
+            for job_sync in (primary, other):
+                job_sync.on_primary("looking", lambda: None)
+            return [entry.step for entry in replica.newest()]
+
+        assert (updated(), primary.take_deleted()) == ([1, 2], [])
+        owner._policy = jct.LatestN(1)
+        names, _ = owner.plan_deletions()
+        replica.receive([], primary.take_deleted(), ())  # with the commit that they expire at
+        assert [entry.step for entry in replica.newest()] == [2]
+        owner.not_deleted(names)
+        assert [entry.step for entry in owner.newest()] == updated() == [1, 2]
