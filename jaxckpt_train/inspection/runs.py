@@ -142,8 +142,13 @@ def _uncommitted_steps(backend: Backend, directory: str, known: set[str]) -> lis
 
 def newest_whole(statuses: Sequence[StepStatus]) -> StepStatus | None:
     """Return the step that a restore would load, or None."""
+    return next(iter(_restorable(statuses)), None)
+
+
+def _restorable(statuses: Sequence[StepStatus]) -> list[StepStatus]:
+    """Return the steps that a restore would try, in this order."""
     good = [each for each in statuses if each.is_restorable]
-    return max(good, key=lambda each: each.entry.order if each.entry is not None else (0, 0, 0), default=None)
+    return sorted(good, key=lambda each: each.entry.order if each.entry is not None else (0, 0, 0), reverse=True)
 
 
 def check_newest(
@@ -159,8 +164,8 @@ def check_newest(
     Returns all statuses, with the problems found. A step that its owner has deleted in the meantime is left out.
     """
     found = {status.name: status for status in statuses}
-    while (newest := newest_whole([*found.values()])) is not None:
-        path, problem, refusal = f"{directory}/{newest.name}", None, None
+    for status in _restorable(statuses):
+        path, problem, refusal = f"{directory}/{status.name}", None, None
         try:
             if every_byte:
                 problem = first_damage(backend, path, progress)
@@ -173,9 +178,9 @@ def check_newest(
         if problem is None:
             break
         if refusal is None and is_gone(backend, path):
-            del found[newest.name]
+            del found[status.name]
         else:
-            found[newest.name] = dataclasses.replace(newest, problem=problem, refusal=refusal)
+            found[status.name] = dataclasses.replace(status, problem=problem, refusal=refusal)
     return [*found.values()]
 
 
