@@ -399,7 +399,7 @@ class CheckpointManager:
 
         Raises:
             MissingStepError: the step does not exist.
-            SettingsError: the step is the newest one, or it is pinned.
+            SettingsError: the step is the newest one, it is pinned, or the disk refuses.
         """
         if self._is_read_only("deleted"):
             return
@@ -411,7 +411,8 @@ class CheckpointManager:
         self._manager.retain()
         if step in self._manager.steps:
             self._kept.deleted.discard(step)
-            raise SettingsError(f"{self.directory}: step {step} is the newest step or pinned and cannot be deleted")
+            why = "is the newest step or pinned, or the disk refuses (see the log)"
+            raise SettingsError(f"{self.directory}: step {step} {why}, and is not deleted")
 
     def reached_preemption(self, step: int) -> bool:
         """Return whether a process of the job received SIGTERM: end your loop then. That step is saved.
