@@ -159,16 +159,14 @@ def refuse_uncommitted(backend: Backend, directory: str, damaged: bool, allows_f
 
     Raises SettingsError if the directory has steps of another tool.
     """
-    refuse_foreign(backend, directory, flax=False)
     names = sorted(_step_names(backend, directory))
+    refuse_foreign(backend, directory, flax=not (names or allows_flax))
     if names:
         why = "damaged or not committed" if damaged else "not committed (copied in part, or links?)"
         raise CorruptCheckpointError(
             f"{directory}: has {', '.join(names[:5])}, but each of its steps is {why}: copy them again, or move them "
             "away to start from scratch"
         )
-    if not allows_flax:
-        refuse_foreign(backend, directory)
 
 
 def warn_about_uncommitted(backend: Backend, directory: str, warned: set[str]) -> None:
