@@ -13,6 +13,11 @@ SHELLS = ("ash", "bash", "busybox", "dash", "ksh", "sh", "zsh")
 _log = logging.getLogger("jaxckpt_train")
 _SHOWN = 300
 ENDING_S = 1.0  # to end `scontrol` and to log that
+_NOT_REQUEUED = "Slurm job %s is not requeued: scontrol %s; submit it again"
+_UNKNOWN = (  # after `scontrol` was killed, as Slurm may have received the request
+    "Slurm job %s may not be requeued: scontrol %s; look for the job with squeue, and submit it again if it is not "
+    "listed"
+)
 
 
 class KubernetesNotice:
@@ -94,19 +99,15 @@ class SlurmNotice:
                 check=False,
             )
         except OSError as error:
-            _log.warning("Slurm job %s is not requeued: scontrol: %s; submit it again", job.id, error)
+            _log.warning(_NOT_REQUEUED, job.id, f"was not started: {error}")
             return
-        except subprocess.TimeoutExpired:  # Slurm may have received the request nevertheless
-            text = (
-                "Slurm job %s may not be requeued: scontrol timed out after %g seconds; look for the job with squeue, "
-                "and submit it again if it is not listed"
-            )
-            _log.warning(text, job.id, self._timeout_s)
+        except subprocess.TimeoutExpired:
+            _log.warning(_UNKNOWN, job.id, f"timed out after {self._timeout_s:g} seconds")
             return
         if done.returncode == 0:
             begins = "starts from scratch, as no step is saved" if step is None else f"continues from step {step}"
             _log.warning("Slurm was asked to requeue job %s, which %s", job.id, begins)
-        else:
-            said = shown(done.stdout[: _SHOWN + 1].decode(errors="replace").strip(), _SHOWN)
-            text = "Slurm job %s is not requeued: scontrol exited with %d: %s; submit it again"
-            _log.warning(text, job.id, done.returncode, said)
+            return
+        said = shown(done.stdout[: _SHOWN + 1].decode(errors="replace").strip(), _SHOWN)
+        problem = f"exited with {done.returncode}: {said}"
+        _log.warning(_UNKNOWN if done.returncode < 0 else _NOT_REQUEUED, job.id, problem)

@@ -114,3 +114,4 @@ def test_run_leaves_while_scontrol_hangs(
         assert "its left() method has not finished" in caplog.text
         os.kill(scontrol, signal.SIGKILL)
         until(lambda: f"scontrol exited with -{signal.SIGKILL:d}" in caplog.text)
+        assert "Slurm job 1234 may not be requeued: scontrol exited" in caplog.text
