@@ -140,12 +140,6 @@ def _size(backend: Backend, folder: str) -> str | None:
     return _content_problem(f"{folder}/size", b"x" * 100, backend)
 
 
-def _lock(backend: Backend, folder: str) -> str | None:
-    if not backend.write_new(f"{folder}/lock", b"one") or backend.write_new(f"{folder}/lock", b"two"):
-        return "a lock can be taken twice, or not at all"
-    return _content_problem(f"{folder}/lock", b"one", backend)
-
-
 def _append(backend: Backend, folder: str) -> str | None:
     for line in (b"one", b"two"):
         backend.append(f"{folder}/lines", line)
@@ -171,13 +165,15 @@ def _exchange(backend: Backend, folder: str) -> str | None:
     return _content_problem(f"{folder}/old/file", b"new", backend)
 
 
-def _heartbeat(backend: Backend, folder: str) -> str | None:
-    path = f"{folder}/time"
-    _put(backend, path, b"")
-    backdate(path, 1000)
-    before_ns = backend.modified_ns(path)
-    backend.touch(path)
-    if backend.modified_ns(path) == before_ns:
+def _lock(backend: Backend, folder: str) -> str | None:
+    path = f"{folder}/record"
+    version = backend.swap_record(path, b"one", None)
+    if version is None or backend.swap_record(path, b"two", None) is not None:
+        return "a lock can be taken twice, or not at all"
+    backdate(f"{path}/{backend.list(path)[0].name}", 1000)
+    before = backend.read_record(path)
+    backend.refresh_record(path, version)
+    if backend.read_record(path) == before:
         return "touching a file does not change its modification time"
     return None
 
@@ -185,13 +181,12 @@ def _heartbeat(backend: Backend, folder: str) -> str | None:
 TRIALS: dict[str, Trial] = {
     "exclusive creation": _creation,
     "size after closing": _size,
-    "lock": _lock,
     "append": _append,
     "rename": _rename,
     "exchange": _exchange,
     "sync of a file": lambda backend, folder: backend.sync(f"{folder}/plain"),
     "sync of a directory": lambda backend, folder: backend.sync(folder),
-    "modification time": _heartbeat,
+    "lock": _lock,
 }
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from jaxckpt_train._validation import shown
 from jaxckpt_train.distributed.coordinator import Coordinator
-from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, OtherProcessError, StorageError
+from jaxckpt_train.errors import CheckpointError, OtherProcessError, StorageError
 from jaxckpt_train.pending import call_within
 from jaxckpt_train.policies.context import CheckpointInfo, DecisionContext, SavePolicy, policy_name
 from jaxckpt_train.policies.save import (
@@ -36,9 +36,8 @@ from jaxckpt_train.policies.save import (
 )
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.entry import Entry
-from jaxckpt_train.run.lock import LOCK_NAME, MAX_LOCK_BYTES
+from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.store.backends.base import GONE
-from jaxckpt_train.store.files import read_or_none
 from jaxckpt_train.store.threads import Latch
 
 T = TypeVar("T")
@@ -190,8 +189,8 @@ class JobSync:
         return self._lock_there() or b""
 
     def _lock_there(self) -> bytes | None:
-        found = read_or_none(self._backend, self._directory, LOCK_NAME, MAX_LOCK_BYTES)
-        return None if found is None else bytes(found)
+        found = self._backend.read_record(f"{self._directory}/{LOCK_NAME}")
+        return None if found is None else found.data
 
     def _look_for(self, lock: bytes) -> bytes:
         """Raise OtherProcessError if this process does not see the primary's lock: it has different storage."""
@@ -223,8 +222,8 @@ class JobSync:
         while (folder := os.path.dirname(folder)) not in above:
             above.append(folder)
         for folder in reversed(above):
-            with contextlib.suppress(StorageError, CorruptCheckpointError):
-                read_or_none(self._backend, folder, LOCK_NAME, MAX_LOCK_BYTES)
+            with contextlib.suppress(StorageError):
+                self._backend.read_record(f"{folder}/{LOCK_NAME}")
 
 
 def leave_channel(channel: Coordinator) -> None:

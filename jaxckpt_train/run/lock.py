@@ -1,14 +1,17 @@
 """The owner's lock of a run directory: one job saves there, and the lock of a dead owner is taken over.
 
-No decision compares clocks of different machines. A live owner changes the modification time of its lock every
-`HEARTBEAT_S` seconds. A process that wants the lock watches it for `SILENCE_S` seconds of its own time.
+The lock is a record that is changed by compare-and-swap, so of several processes that see the same dead owner, one
+takes over. It stays when it is released: a late process must never take a new lock for the one that it has seen.
+
+No decision compares clocks of different machines. A live owner refreshes its lock every `HEARTBEAT_S` seconds. A
+process that wants the lock watches it for `SILENCE_S` seconds of its own time.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
-import itertools
 import logging
 import os
 import secrets
@@ -20,19 +23,17 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, DirectoryLockedError, StorageError
-from jaxckpt_train.store.backends.base import GONE, TEMPORARY_PREFIXES, Backend
-from jaxckpt_train.store.files import read_whole
+from jaxckpt_train.errors import CheckpointError, DirectoryLockedError, StorageError
+from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Backend, StoredRecord
 from jaxckpt_train.store.manifest import NOT_JSON
 from jaxckpt_train.store.process_identity import PID_LIMIT, ProcessIdentity, is_dead, this_process
 from jaxckpt_train.store.threads import Latch, free_in_child
 
-LOCK_NAME = ".owner"
+LOCK_NAME = ".lock"
+_FORMER_NAME = ".owner"  # a file, with which earlier versions locked a directory
 HEARTBEAT_S = 10.0
 SILENCE_S = 60.0
 POLL_S = 0.5
-MAX_LOCK_BYTES = 1 << 16
-_DEAD = ".dead-"
 _TRIES = 10
 _ENDING_LOOK_S = 0.02
 _ending: set[str] = set()  # tokens of this process's locks that are about to be released
@@ -44,14 +45,27 @@ _UNKNOWN = ProcessIdentity(host="", pid=0, start="")  # only the heartbeat shows
 os.register_at_fork(after_in_child=_ending.clear)  # the threads that would release them are not in the child
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _Record(msgspec.Struct, frozen=True, omit_defaults=True):
     process: ProcessIdentity
-    token: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z_-]{1,64}\Z")]  # becomes part of a file name
+    token: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # of one lock object: no other lock has it
+    is_released: bool = False
 
     def __str__(self) -> str:
         if self.process == _UNKNOWN:
             return "an unknown process (its lock is damaged)"
         return f"process {self.process.pid} on {self.process.host}"
+
+
+class _Seen(NamedTuple):
+    """The lock at one look. It has changed if a later look differs in anything."""
+
+    owner: _Record | None  # None: nobody holds it
+    version: int | None  # None: there has been no lock yet
+    refreshed_ns: int
+
+    def has_token(self, token: str) -> bool:
+        """Whether the lock with this token holds the directory."""
+        return self.owner is not None and self.owner.token == token
 
 
 class Owner(NamedTuple):
@@ -71,7 +85,7 @@ def try_to_write(backend: Backend, directory: str) -> None:
 
 
 class OwnerLock:
-    """Holds `<directory>/.owner` while a job saves there; `beaten` is called after each heartbeat, on its thread.
+    """Holds the record `<directory>/.lock` while a job saves there; `beaten` is called after each heartbeat.
 
     The death of an owner on this machine is detected at once. An owner on another machine, in another PID namespace, or
     with a damaged lock counts as dead when its lock has not changed for `SILENCE_S`; `acquire` waits for that.
@@ -81,9 +95,10 @@ class OwnerLock:
         self._backend, self._directory, self._beaten = backend, directory, beaten
         self.path = f"{directory}/{LOCK_NAME}"
         self._record = _Record(this_process(), uuid.uuid4().hex)  # renewed on acquire: that may be in a forked child
+        self._version = 0  # of the record, while this lock holds the directory
         self._stop = Latch()
         self._tried = self._held = False
-        self._left, self._left_seen_s = list[str](), 0.0  # files of dead owners, and when they were seen
+        self._left, self._left_seen_s = list[str](), 0.0  # files of dead processes, and when they were seen
         self._guard = threading.RLock()
         free_in_child(self)
         self._beating: threading.Thread | None = None
@@ -100,8 +115,8 @@ class OwnerLock:
                 return None
             if not self._tried:
                 self._record = _Record(this_process(), self._record.token)
-            self._find_leftovers()  # before: a new lock may be a link to its temporary file
-            self._tried = True  # from now on the lock file may exist, even after an interrupt
+            self._find_leftovers()
+            self._tried = True  # from now on this lock may hold the directory, even after an interrupt
             dead = self._acquire()
             self._keep_beating()
             self._held = True
@@ -131,7 +146,7 @@ class OwnerLock:
                     "%s: cannot start the thread of the heartbeat, so only saves refresh the lock: %s", self.path, error
                 )
             self._is_without_heartbeat = True
-            self._backend.touch(self.path)
+            self._backend.refresh_record(self.path, self._version)
         else:
             self._beating = thread
 
@@ -142,14 +157,14 @@ class OwnerLock:
         may have taken it over.
         """
         self.refuse_child()
-        other = self._read()
-        if other is None:  # a network file system may hide it for a moment
+        seen = self._look()
+        if seen.owner is None:  # a network file system may hide it for a moment
             self._stop.wait(POLL_S)
-            other = self._read()
-        if other is not None and other.token == self._record.token:
+            seen = self._look()
+        if seen.has_token(self._record.token):
             self._keep_beating()
             return
-        found = "is gone" if other is None else f"is held by {other}"
+        found = "is gone" if seen.owner is None else f"is held by {seen.owner}"
         raise DirectoryLockedError(
             f"{self._directory}: this job owned it, but its lock {found}: the directory was removed or moved, or the "
             "job was considered dead (was this machine asleep, or the storage unreachable, for a minute?). This job "
@@ -160,10 +175,9 @@ class OwnerLock:
     def is_own(self) -> bool:
         """Whether this process still holds the lock, as far as the disk shows."""
         try:
-            found = self._read()
+            return self._look().has_token(self._record.token)
         except StorageError:
             return False
-        return found is not None and found.token == self._record.token
 
     def has_live_owner(self) -> bool:
         """Whether any live process holds the lock, as far as is known. Reads the disk and does not wait."""
@@ -178,22 +192,14 @@ class OwnerLock:
 
         `watches`: wait up to `SILENCE_S` for a heartbeat if the owner's death cannot be detected otherwise.
         """
-        while (found := self._read()) is not None:
-            shown = self._shown(found)
-            if not watches or is_dead(found.process) is not None:
-                return shown
-            seen = self._sign()
-            if seen is not None and seen[0] == found.token:
-                return shown._replace(is_alive=not self._stays(seen))
-        return None
-
-    def _shown(self, found: _Record) -> Owner:
-        """Describe an owner for display. It compares clocks of two machines, so nothing may be decided by it."""
-        sign, dead = self._sign(), is_dead(found.process)
-        if sign is None:  # it was released in the meantime
-            return Owner(str(found), False, 0.0)
-        silent_s = time.time() - sign[1] / 1e9
-        return Owner(str(found), not dead and (dead is False or silent_s <= SILENCE_S), silent_s)
+        seen = self._look()
+        if seen.owner is None:
+            return None
+        dead, silent_s = is_dead(seen.owner.process), time.time() - seen.refreshed_ns / 1e9
+        if dead is None and watches:
+            return Owner(str(seen.owner), not self._stays(seen), silent_s)
+        # For display only: the silence compares clocks of two machines.
+        return Owner(str(seen.owner), not dead and (dead is False or silent_s <= SILENCE_S), silent_s)
 
     def refuse_child(self) -> None:
         """Raise DirectoryLockedError in a forked child, which does not own the lock of its parent."""
@@ -208,13 +214,14 @@ class OwnerLock:
             pass
 
     def _beat_once(self) -> bool:
-        """Update the lock's time; False if another process took the lock over, whose death must not be hidden."""
+        """Refresh the lock; False if another process took it over, whose death must not be hidden."""
         try:
-            other = self._read()
+            seen = self._look()
+            other = seen.owner
             if other is not None and other.token != self._record.token and other.process != _UNKNOWN:
                 _log.error("%s: the lock of this job was taken over; its next save will be refused", self._directory)
                 return False
-            self._backend.touch(self.path)
+            self._backend.refresh_record(self.path, self._version)
         except StorageError as error:
             _log.warning("%s: heartbeat failed: %s", self.path, error)
         else:
@@ -224,32 +231,30 @@ class OwnerLock:
         return True
 
     def _acquire(self) -> ProcessIdentity | None:
-        dead, collected = None, False
+        collected = False
         for _ in range(_TRIES):
-            if self._backend.write_new(self.path, msgspec.json.encode(self._record)):
-                return dead
-            other = self._read()
-            if other is None:
-                continue
-            if other.token == self._record.token:
-                return dead  # an interrupt came right after the lock was taken
-            if other.process == self._record.process and not collected:
+            seen = self._look()
+            other = seen.owner
+            if seen.version is not None and seen.has_token(self._record.token):
+                self._version = seen.version  # an interrupt came right after the lock was taken
+                return None
+            if other is not None and other.process == self._record.process and not collected:
                 gc.collect()  # releases the lock of a manager that was dropped without close()
                 collected = True
                 continue
-            if self._was_ending(other):
+            if other is not None and self._was_ending(other):
                 continue
-            aside = self._name_of_dead(other)
-            if aside is None:
-                continue
-            if other.token in _unreleased:
-                self._remove_dead(other, aside)
-                continue
-            if self._is_alive(other):
+            is_free = other is None or other.token in _unreleased
+            if not is_free and self._is_alive(seen):
                 continue  # the lock has changed: read it again
-            if self._remove_dead(other, aside):
-                dead = other.process
-                _log.warning("%s: took over from %s, which is dead", self._directory, other)
+            version = self._backend.swap_record(self.path, msgspec.json.encode(self._record), seen.version)
+            if version is None:
+                continue  # another process was faster
+            self._version = version
+            if is_free or other is None:
+                return None
+            _log.warning("%s: took over from %s, which is dead", self._directory, other)
+            return other.process
         raise CheckpointError(f"{self.path}: other processes keep taking this lock; was the job started several times?")
 
     def _was_ending(self, other: _Record) -> bool:
@@ -265,40 +270,33 @@ class OwnerLock:
         if self._tried:
             _ending.add(self._record.token)
 
-    def _read(self, name: str = LOCK_NAME) -> _Record | None:
-        """Read the lock, or a lock renamed to `name`; None if there is none."""
-        try:
-            data = read_whole(self._backend, self._directory, name, limit=MAX_LOCK_BYTES).tobytes()
-            found = msgspec.json.decode(data, type=_Record)
-            return found if 0 < found.process.pid < PID_LIMIT else _Record(_UNKNOWN, f"damaged-{found.token[:32]}")
-        except StorageError as error:
-            if error.errno in GONE:
-                return None
-            raise
-        except (CorruptCheckpointError, *NOT_JSON) as error:  # too large, or not a lock
-            content = data if isinstance(error, NOT_JSON) else str(error).partition(name)[2].encode()
-            return _Record(_UNKNOWN, f"damaged-{hashlib.sha256(content).hexdigest()[:32]}")
+    def _look(self) -> _Seen:
+        found = self._backend.read_record(self.path)
+        if found is None:
+            return _Seen(None, None, 0)
+        if found.refreshed_ns is None:  # it is not known whether the owner beats
+            raise StorageError(errno.EIO, f"cannot read the lock: {found.problem}", self.path)
+        owner = _decode(found)
+        return _Seen(None if owner.is_released else owner, found.version, found.refreshed_ns)
 
-    def _is_alive(self, other: _Record) -> bool:
+    def _is_alive(self, seen: _Seen) -> bool:
         """Whether the lock has changed and must be read again; False: its owner is dead. Raises if it is alive."""
-        dead, seen = is_dead(other.process), self._sign()
+        assert seen.owner is not None
+        dead = is_dead(seen.owner.process)
         if dead:
             return False
-        if seen is None or seen[0] != other.token:
-            return True
         if dead is None:
             _log.warning(
                 "%s: owned by %s, which cannot be seen from here; waiting up to %.0f s for a heartbeat",
-                self._directory, other, SILENCE_S,
+                self._directory, seen.owner, SILENCE_S,
             )  # fmt: skip
             if self._stays(seen):
                 return False
-            now = self._sign()
-            if now is None or now[0] != other.token:
+            if not self._look().has_token(seen.owner.token):
                 return True
-        is_own = other.process == this_process()
+        is_own = seen.owner.process == this_process()
         close = "call close() of the manager or callback that has it, or restart the kernel of a notebook"
-        who = f"this process ({close})" if is_own else str(other)
+        who = f"this process ({close})" if is_own else str(seen.owner)
         raise DirectoryLockedError(
             f"{self._directory}: owned by {who}, which is alive. Two jobs cannot save to one directory: stop the other "
             "one, close its manager, or choose another directory. If both are processes of one job, call "
@@ -306,17 +304,7 @@ class OwnerLock:
             f"{self.path}"
         )
 
-    def _sign(self) -> tuple[str, int] | None:
-        """The token and the modification time of the lock, which a heartbeat changes; None: the lock is gone."""
-        try:
-            modified_ns, found = self._backend.modified_ns(self.path), self._read()
-        except StorageError as error:
-            if error.errno in GONE:
-                return None
-            raise
-        return None if found is None else (found.token, modified_ns)
-
-    def _stays(self, seen: tuple[str, int]) -> bool:
+    def _stays(self, seen: _Seen) -> bool:
         """Watch the lock; True if it does not change for `SILENCE_S` of this process's own time.
 
         A single look counts for at most one heartbeat interval: if it takes longer, because the storage does not answer
@@ -325,55 +313,21 @@ class OwnerLock:
         silent_s, looked_s = 0.0, time.monotonic()
         while silent_s < SILENCE_S:
             self._stop.wait(POLL_S)
-            if self._sign() != seen:
+            if self._look() != seen:
                 return False
             now_s = time.monotonic()
             silent_s, looked_s = silent_s + min(now_s - looked_s, HEARTBEAT_S), now_s
         return True
 
-    def _name_of_dead(self, other: _Record) -> str | None:
-        """The path to which the lock of a dead owner is renamed; None: another process has already renamed it.
-
-        A damaged lock may be identical to an earlier one, whose path is taken; then it gets a numbered path. Reading
-        the lock again, after listing the names, shows that it was not renamed in between.
-        """
-        name = f"{LOCK_NAME}{_DEAD}{other.token}"
-        if other.process == _UNKNOWN:
-            taken = {entry.name for entry in self._backend.list(self._directory)}
-            others = (f"{name}-{number}" for number in itertools.count(1))
-            name = next(each for each in itertools.chain([name], others) if each not in taken)
-            if self._read() != other:
-                return None
-        return f"{self._directory}/{name}"
-
-    def _remove_dead(self, other: _Record, aside: str) -> bool:
-        """Rename the lock of a dead owner. Of several processes that try, one succeeds.
-
-        The new name contains the dead owner's token and is kept for a while. A slower process that has read the same
-        dead owner therefore fails to rename, and cannot remove the lock of the faster one.
-        """
-        try:
-            self._backend.rename(self.path, aside)
-        except StorageError:
-            return False  # another process was faster
-        taken = self._read(aside.rpartition("/")[2])
-        if taken is None:
-            return False
-        if taken.token != other.token:
-            self._backend.rename(aside, self.path)  # it was the lock of a new, live owner: put it back
-            return False
-        self._backend.touch(aside)
-        return True
-
     def _find_leftovers(self) -> None:
-        """Collect the files that dead owners and crashes left, which may also include files that others create now."""
-        left = (f"{LOCK_NAME}{_DEAD}", *TEMPORARY_PREFIXES)
+        """Collect the files that crashes left, which may also include files that others create now."""
+        left = (_FORMER_NAME, *TEMPORARY_PREFIXES)
         names = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "file"]
         self._left = [f"{self._directory}/{name}" for name in names if name.startswith(left)]
         self._left_seen_s = time.monotonic()
 
     def clean(self) -> None:
-        """As the owner, remove what dead owners left, once it is old enough. Leftover files do no harm."""
+        """As the owner, remove what dead processes left, once it is old enough. Leftover files do no harm."""
         if not self._left or time.monotonic() - self._left_seen_s < SILENCE_S:
             return
         left, self._left = self._left, []
@@ -381,7 +335,7 @@ class OwnerLock:
             for path in left:
                 self._backend.remove(path)
         except StorageError as error:
-            _log.warning("%s: the files of dead owners were not removed: %s", self._directory, error)
+            _log.warning("%s: the files of dead processes were not removed: %s", self._directory, error)
 
     def release(self) -> None:
         """Release the directory, if this lock holds it."""
@@ -394,12 +348,25 @@ class OwnerLock:
         self._stop.open()
         try:
             self.clean()
-            other = self._read()  # last: if the disk did not answer for a while, another process may have taken over
-            if other is not None and other.token == self._record.token:
-                self._backend.remove(self.path)
+            seen = self._look()  # last: if the disk did not answer for a while, another process may have taken over
+            if seen.has_token(self._record.token):
+                released = msgspec.structs.replace(self._record, is_released=True)
+                self._backend.swap_record(self.path, msgspec.json.encode(released), seen.version)
             self._tried = False  # last: after an interrupt, the next call releases the lock
         except StorageError:
             _unreleased.add(self._record.token)
             raise
         finally:
             _ending.discard(self._record.token)
+
+
+def _decode(found: StoredRecord) -> _Record:
+    """The content of a lock. A damaged one has a token that stays the same while its content does."""
+    content = found.data if found.problem is None else found.problem.encode()
+    try:
+        record = msgspec.json.decode(found.data, type=_Record)
+        if 0 < record.process.pid < PID_LIMIT:
+            return record
+    except NOT_JSON:
+        pass  # not a lock
+    return _Record(_UNKNOWN, f"damaged-{hashlib.sha256(content).hexdigest()[:32]}")

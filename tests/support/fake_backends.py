@@ -19,7 +19,7 @@ class HoldingBackend(LocalBackend):
     """Holds one kind of operation on matching paths until `go` is set.
 
     Args:
-        operation: "rename", "remove", "create", "open", "list" or "append".
+        operation: "rename", "remove", "create", "open", "list", "append" or "swap_record".
         part: text in the path; an operation on another path does not wait.
     """
 
@@ -58,6 +58,10 @@ class HoldingBackend(LocalBackend):
         self._pass("remove", path)
         super().remove(path)
 
+    def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
+        self._pass("swap_record", f"{path}: {data.decode()}")
+        return super().swap_record(path, data, version)
+
 
 class SlowBackend(HoldingBackend):
     """Limits the rate of writes until `go` is set.
@@ -91,7 +95,7 @@ class RefusingBackend(LocalBackend):
     """Refuses one kind of operation on matching paths, `times` times.
 
     Args:
-        operation: "rename", "remove", "append", "create" or "open".
+        operation: "rename", "remove", "append", "create", "open" or "swap_record".
         part: text in the path.
         code: the errno.
         times: how often.
@@ -124,6 +128,10 @@ class RefusingBackend(LocalBackend):
     def remove(self, path: str) -> None:
         self._refuse("remove", path)
         super().remove(path)
+
+    def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
+        self._refuse("swap_record", path)
+        return super().swap_record(path, data, version)
 
 
 class RecordingBackend(LocalBackend):

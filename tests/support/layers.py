@@ -85,6 +85,19 @@ MAY_TOUCH_THE_DISK = {
     "integrations.hydra_search_path": "looks up its own presets; touches no data",
     "testing.processes": "keeps the output and records of a proof in files, which are no checkpoint",
 }
+# What `Backend` has beyond `Storage`, because object stores have no such operation; and who uses it.
+OF_FILE_SYSTEMS = {"rename", "exchange", "append", "touch", "point"}
+MAY_USE_FILE_SYSTEMS = {
+    "store.backends.local": "the backend of the disk",
+    "store.backends.records": "records on file systems, which have no compare-and-swap",
+    "store.transaction": "makes an attempt visible",
+    "store.removal": "makes a checkpoint disappear",
+    "run.retention": "makes a step disappear, and points a link to the best one",
+    "run.record": "renames the notes of earlier versions",
+    "run.history": "appends events",
+    "report.page": "replaces the page of an earlier report",
+    "inspection.disk_speed": "tries each operation of a file system",
+}
 # Names of `os` and `os.path` that touch no disk. `environ` is not allowed: no environment variable is a setting.
 OS_WITHOUT_DISK = {"PathLike", "_exit", "cpu_count", "fspath", "getpid", "path", "register_at_fork", "sep", "strerror"}
 OS_WITHOUT_DISK |= {"PRIO_PROCESS", "fsdecode", "fsencode", "killpg", "setpriority"}

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import Entry, StoredRecord
-from jaxckpt_train.store.backends.records import add_next_version, read_newest_version
+from jaxckpt_train.store.backends.records import add_next_version, read_newest_version, refresh_version
 
 Names = list[str]  # inside the class below, `list` is a method
 
@@ -49,7 +49,7 @@ class _MemorySource:
 
     def __init__(self, path: str, file: _File) -> None:
         self._path, self._file = path, file
-        self.size = len(file.data)
+        self.size, self.modified_ns = len(file.data), file.changed
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
         found = self._file.data[offset : offset + len(data)]
@@ -161,10 +161,6 @@ class MemoryBackend:
         """Set a file's modification time to now."""
         self._file(path, "touch the file").changed = self._tick()
 
-    def modified_ns(self, path: str) -> int:
-        """The time of the last change; each change has a different time."""
-        return self._file(path, "inspect the file").changed
-
     def read_record(self, path: str) -> StoredRecord | None:
         """The newest version of a record; None: there is none."""
         return read_newest_version(self, path)
@@ -172,6 +168,10 @@ class MemoryBackend:
     def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
         """Replace this version of a record; None: another writer was faster."""
         return add_next_version(self, path, data, version)
+
+    def refresh_record(self, path: str, version: int) -> None:
+        """Change the time of a version, if it is still the newest."""
+        refresh_version(self, path, version)
 
     def _tick(self) -> int:
         self._now = max(self._now + 1, time.time_ns())

@@ -19,6 +19,8 @@ import pytest
 
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.run.entry import Entry, entry_from_manifest, step_name
+from jaxckpt_train.run.history import HISTORY_NAME
+from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.run.record import RECORD_NAME
 from tests.conftest import REPO_ROOT
 from tests.support.warm_python import WarmProcess
@@ -149,7 +151,7 @@ def files_below(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name not in (".owner", "history.jsonl")
+        if path.is_file() and path.parent.name != LOCK_NAME and path.name != HISTORY_NAME
     }
 
 

@@ -107,7 +107,7 @@ class _Source:
 
     def __init__(self, backend: StrictBackend, inner: Any) -> None:
         self._backend, self._inner, self._open = backend, inner, True
-        self.size = inner.size
+        self.size, self.modified_ns = inner.size, inner.modified_ns
         backend.count(+1)
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:

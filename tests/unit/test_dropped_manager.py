@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import jaxckpt_train as jct
-from jaxckpt_train.run.lock import LOCK_NAME
 from tests.support.fake_backends import HoldingBackend
+from tests.support.locks import is_owned
 from tests.support.runs import made_run, save_steps, segment_of, step_path
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,17 +36,17 @@ def dropped(manager: list[jct.StepManager]) -> None:
 
 
 def test_collecting_dropped_manager_waits_for_no_disk(tmp_path: Path) -> None:
-    backend = HoldingBackend("remove", f"/{LOCK_NAME}")
+    backend = HoldingBackend("swap_record", "is_released")
     managers = [jct.StepManager(tmp_path, backend=backend)]
     save_steps(managers[0], 1)
     before = set(threading.enumerate())
     dropped(managers)
     assert backend.reached.wait(60)
-    assert (tmp_path / LOCK_NAME).exists()
+    assert is_owned(tmp_path)
     (releasing,) = [each for each in set(threading.enumerate()) - before if each.name == "jaxckpt-retention"]
     backend.go.set()
     releasing.join(60)
-    assert not (tmp_path / LOCK_NAME).exists()
+    assert not is_owned(tmp_path)
     assert backend.threads == ["jaxckpt-retention"]
 
 
@@ -60,14 +60,14 @@ def test_collecting_a_manager_waits_for_no_scrubber(tmp_path: Path) -> None:
                 assert go.wait(60)
             return super().open(directory, name, direct=direct)
 
-    run, backend = made_run(tmp_path, 1), Slow("remove", f"/{LOCK_NAME}")
+    run, backend = made_run(tmp_path, 1), Slow("swap_record", "is_released")
     backend.go.set()
     settings = jct.StoreSettings(scrub_bytes_per_s=1 << 30)
     managers = [jct.StepManager(run, backend=backend, settings=settings)]
     managers[0].own()
     assert reading.wait(60)
     dropped(managers)
-    assert (run / LOCK_NAME).exists(), "the release is requested, but not waited for"
+    assert is_owned(run), "the release is requested, but not waited for"
     go.set()
     with jct.StepManager(run) as manager:
         manager.own()
@@ -81,7 +81,7 @@ def test_dropped_manager_releases_lock(tmp_path: Path, monkeypatch: pytest.Monke
     managers = [jct.StepManager(tmp_path)]
     save_steps(managers[0], 1)
     dropped(managers)
-    assert not (tmp_path / LOCK_NAME).exists()
+    assert not is_owned(tmp_path)
     with jct.StepManager(tmp_path) as other:
         save_steps(other, 2)
 

@@ -25,8 +25,10 @@ from tests.support.layers import (
     MAY_HAVE_ONE_IMPORTER,
     MAY_READ_A_PICKLE,
     MAY_TOUCH_THE_DISK,
+    MAY_USE_FILE_SYSTEMS,
     MOST_FILES_OF_A_FOLDER,
     NUMPY_ON_DISK,
+    OF_FILE_SYSTEMS,
     OS_PATH_WITHOUT_DISK,
     OS_WITHOUT_DISK,
     PATH_METHODS_ON_DISK,
@@ -171,6 +173,17 @@ def _on_disk(node: ast.Attribute | ast.Call | ast.ImportFrom) -> bool:
     return node.attr in PATH_METHODS_ON_DISK or (owner.startswith("Path(") and node.attr in ("open", "touch", "rename"))
 
 
+def file_system_calls(module: Module) -> list[str]:
+    if module.name in MAY_USE_FILE_SYSTEMS:
+        return []
+    uses = [node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and node.attr in OF_FILE_SYSTEMS]
+    return [
+        f"{module.name}:{node.lineno} uses what object stores lack: {ast.unparse(node)}"
+        for node in uses
+        if ast.unparse(node.value).endswith("backend")
+    ]
+
+
 def long_functions(module: Module) -> list[str]:
     problems = []
     for node in ast.walk(module.tree):
@@ -219,6 +232,12 @@ def test_third_parties_are_imported_only_by_their_adapters() -> None:
 
 def test_only_the_local_backend_touches_the_disk() -> None:
     assert offenders(disk_calls) == {}
+
+
+def test_few_modules_use_what_object_stores_lack() -> None:
+    assert offenders(file_system_calls) == {}
+    assert file_system_calls(Module("run.catalog", "self._backend.rename(a, b)")) != []
+    assert file_system_calls(Module("run.catalog", "names.append(name)")) == []
 
 
 def test_functions_are_short() -> None:

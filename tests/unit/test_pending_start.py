@@ -133,7 +133,7 @@ def test_interrupted_start_keeps_the_manager_usable(tmp_path: Path) -> None:
     manager.close()
     steps = jct.StepManager(tmp_path / "run").steps
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    left = names - {"history.jsonl", *(f"step-{step:010d}" for step in steps)}
+    left = names - {".lock", "history.jsonl", *(f"step-{step:010d}" for step in steps)}
     assert len(left) <= 8, "only interrupts before the start leave an attempt"
     assert all(".tmp-" in name for name in left)
     for step in steps:

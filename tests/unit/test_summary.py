@@ -10,6 +10,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.run.goodput import Goodput
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
+from tests.support.locks import is_owned
 from tests.support.runs import Counter, made_run, state_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
 from tests.support.summary_runs import callback, rows, train
@@ -125,7 +126,7 @@ def test_reader_sees_that_a_run_is_active(tmp_path: Path, capsys: pytest.Capture
                 assert rows(reading.summary()) == [("running", 0, 20, 20, 0, 2)]
     assert rows(jct.StepManager(tmp_path).goodput()) == [("finished", 0, 25, 25, 0, 3)]
     assert capsys.readouterr().out.startswith("1 process, useful time ")
-    assert not (tmp_path / ".owner").exists()
+    assert not is_owned(tmp_path)
 
 
 def test_callbacks_of_one_process_in_sequence(tmp_path: Path) -> None:

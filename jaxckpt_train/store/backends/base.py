@@ -67,10 +67,15 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class StoredRecord:
-    """One version of a record; `problem` says why its content could not be read."""
+    """One version of a record; `problem` says why its content could not be read.
+
+    `refreshed_ns` is the time of the last write or refresh by the clock of the storage, or None if even that could not
+    be read. To decide anything, only compare two of one version for equality.
+    """
 
     version: int
     data: bytes
+    refreshed_ns: int | None
     problem: str | None = None
 
 
@@ -102,10 +107,12 @@ class Source(Protocol):
     """A file that is being read; `size` is in bytes. It stays readable if it is removed meanwhile.
 
     Attributes:
+        modified_ns: the time of the last change, by the clock of the storage.
         alignment: reads whose offset, length and address are multiples of this go directly to the caller's memory.
     """
 
     size: int
+    modified_ns: int
     alignment: int
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
@@ -123,10 +130,13 @@ class Opener(Protocol):
 
 
 class Files(Opener, Protocol):
-    """Files and directories, named by absolute paths. Every failure of the system is a StorageError with its errno."""
+    """Files that never change and directories, by absolute paths. Every failure is a StorageError with its errno."""
 
     def create(self, path: str, *, direct: bool | Literal["auto"]) -> Sink:
         """Create a file that must not exist."""
+
+    def write_new(self, path: str, data: bytes) -> bool:
+        """Create a small file with this content, atomically and durably; False if the name is taken."""
 
     def list(self, path: str) -> list[Entry]:
         """The entries of a directory, sorted by name."""
@@ -137,37 +147,8 @@ class Files(Opener, Protocol):
     def remove(self, path: str) -> None:
         """Remove a file, or a directory with everything in it. A missing path is not an error."""
 
-
-class Publishing(Protocol):
-    """The operations that make a finished attempt visible; `transaction.py` decides their order."""
-
     def sync(self, path: str) -> None:
-        """Sync one file's data, or one directory's entries."""
-
-    def rename(self, source: str, target: str) -> None:
-        """Move a file or directory atomically to a free name; raises with EEXIST if the name is taken."""
-
-    def exchange(self, first: str, second: str, *, sync: bool) -> None:
-        """Swap two existing names, atomically if the system can.
-
-        If that takes several steps and `sync` is true, each step is durable before the next one.
-        """
-
-
-class SmallFiles(Protocol):
-    """Small files next to the checkpoints: locks, the history."""
-
-    def write_new(self, path: str, data: bytes) -> bool:
-        """Create a file with this content, atomically; False if the name is taken."""
-
-    def append(self, path: str, data: bytes) -> None:
-        """Append bytes to a file in one write, and create the file if it is missing."""
-
-    def touch(self, path: str) -> None:
-        """Set a file's modification time to now."""
-
-    def modified_ns(self, path: str) -> int:
-        """The modification time in nanoseconds by any machine's clock: only compare two of one file for equality."""
+        """Make the data of one file, or the names in one directory, durable."""
 
 
 class Records(Protocol):
@@ -180,15 +161,37 @@ class Records(Protocol):
         """
 
     def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
-        """Replace this version of a record (None: create it), durably, and return the new version.
+        """Replace this version of a record (None: create it, in a durable directory), and return the new version.
 
-        Each write needs a content that no other write has. Returns None if another writer was faster, or has replaced
-        the new version already: read the record again, as after an error.
+        What it returns is durable. Each write needs a content that no other write has. Returns None if another writer
+        was faster, or has replaced the new version already: read the record again, as after an error.
         """
 
+    def refresh_record(self, path: str, version: int) -> None:
+        """Show that the writer of this version is alive: change its `refreshed_ns`, if it is still the newest."""
 
-class Backend(Files, Publishing, SmallFiles, Records, Protocol):
-    """A complete storage backend."""
+
+class Storage(Files, Records, Protocol):
+    """What every kind of storage offers: files that never change, and records."""
+
+
+class Backend(Storage, Protocol):
+    """A file system. Only the modules that `test_layering.py` lists use what is defined here."""
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file or directory atomically to a free name; raises with EEXIST if the name is taken."""
+
+    def exchange(self, first: str, second: str, *, sync: bool) -> None:
+        """Swap two existing names, atomically if the system can.
+
+        If that takes several steps and `sync` is true, each step is durable before the next one.
+        """
+
+    def append(self, path: str, data: bytes) -> None:
+        """Append bytes to a file in one write, and create the file if it is missing."""
+
+    def touch(self, path: str) -> None:
+        """Set a file's modification time to now."""
 
 
 @runtime_checkable
@@ -222,7 +225,7 @@ def _sync_tree(backend: Backend, directory: str) -> None:
     sync_directory(backend, directory)
 
 
-def sync_directory(backend: Publishing, directory: str, tolerated: Collection[int] = ()) -> None:
+def sync_directory(backend: Files, directory: str, tolerated: Collection[int] = ()) -> None:
     """Sync the entries of a directory, if the file system can; `tolerated` are further errno values to ignore."""
     try:
         backend.sync(directory)

@@ -43,7 +43,7 @@ from jaxckpt_train.store.backends.local_names import (
     retry_interrupted,
     scan_entries,
 )
-from jaxckpt_train.store.backends.records import add_next_version, read_newest_version
+from jaxckpt_train.store.backends.records import add_next_version, read_newest_version, refresh_version
 from jaxckpt_train.store.timeouts import time_limited
 
 if TYPE_CHECKING:  # `jaxckpt --help` imports this module, and needs no numpy
@@ -185,20 +185,14 @@ class LocalBackend:
         with _storage_errors("touch the file", path):
             retry_interrupted(os.utime, path)
 
-    def modified_ns(self, path: str) -> int:
-        """The modification time. The file is opened first, because a network file system may answer from its cache."""
-        with _storage_errors("inspect the file", path):
-            descriptor = retry_interrupted(os.open, path, os.O_RDONLY | _PLAIN)
-            try:
-                return _check_regular(descriptor).st_mtime_ns
-            finally:
-                close_read(descriptor)
-
     def read_record(self, path: str) -> StoredRecord | None:
         return read_newest_version(self, path)
 
     def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
         return add_next_version(self, path, data, version)
+
+    def refresh_record(self, path: str, version: int) -> None:
+        refresh_version(self, path, version)
 
 
 def side_name(path: str) -> str:
@@ -313,7 +307,7 @@ class _LocalSink(_LocalFile):
 
 
 class _LocalSource(_LocalFile):
-    size = 0
+    size = modified_ns = 0
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
         view, filled = memoryview(data), 0
@@ -371,7 +365,8 @@ def _open_regular(name: str, folder: int, direct: bool | Literal["auto"], path: 
         found = _check_regular(descriptor)
         if refusal is not None and direct is True:
             raise OSError(errno.EOPNOTSUPP, _NO_DIRECT) from refusal
-        source.size, refusal = found.st_size, None  # the error's traceback would keep the source alive
+        source.size, source.modified_ns = found.st_size, found.st_mtime_ns
+        refusal = None  # the error's traceback would keep the source alive
         return source
     except BaseException:
         source.close()

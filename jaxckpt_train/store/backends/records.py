@@ -7,30 +7,16 @@ so only one of several writers that have seen the same version creates the next 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
-import secrets
 from collections.abc import Iterable
-from typing import Protocol
 
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
-from jaxckpt_train.store.backends.base import (
-    GONE,
-    TEMPORARY_PREFIXES,
-    Files,
-    Publishing,
-    StoredRecord,
-    sync_directory,
-)
+from jaxckpt_train.store.backends.base import GONE, Backend, Files, Opener, StoredRecord, sync_directory
 
 MAX_RECORD_BYTES = 64 << 20
 _NAME = re.compile(r"([0-9]{10})\.json")
 _TRIES = 10
-
-
-class FileSystem(Files, Publishing, Protocol):
-    """The operations on which versioned files are built."""
 
 
 def read_newest_version(files: Files, path: str) -> StoredRecord | None:
@@ -41,29 +27,27 @@ def read_newest_version(files: Files, path: str) -> StoredRecord | None:
         if not numbers:
             return None
         try:
-            return StoredRecord(numbers[-1], _read(files, path, _name(numbers[-1])))
-        except (StorageError, CorruptCheckpointError) as error:
-            found = StoredRecord(numbers[-1], b"", str(error))
-            if getattr(error, "errno", None) not in GONE:
+            return _read(files, path, numbers[-1])
+        except StorageError as error:
+            found = StoredRecord(numbers[-1], b"", None, str(error))
+            if error.errno not in GONE:
                 break  # else a writer has replaced this version meanwhile
     return found
 
 
-def add_next_version(files: FileSystem, path: str, data: bytes, version: int | None) -> int | None:
+def add_next_version(files: Backend, path: str, data: bytes, version: int | None) -> int | None:
     """Implements `Records.swap_record` on a file system."""
     number = (version or 0) + 1
-    target, draft = f"{path}/{_name(number)}", f"{path}/{TEMPORARY_PREFIXES[0]}{secrets.token_hex(8)}"
+    target = f"{path}/{_name(number)}"
     if version is None:
-        files.make_directory(path, parents=True, sync=True)
-        sync_directory(files, os.path.dirname(path))  # an earlier writer may have created it without a sync
+        files.make_directory(path, parents=True, sync=False)
+        sync_directory(files, os.path.dirname(path))  # always: an earlier writer may have died before its own sync
     try:
-        _write(files, draft, data)
-        files.rename(draft, target)
-    except BaseException as error:
-        with contextlib.suppress(StorageError):
-            files.remove(draft)
-        if isinstance(error, StorageError) and error.errno in {errno.EEXIST, *GONE}:
-            return None  # another writer was faster, and may have removed the draft
+        if not files.write_new(target, data):
+            return None
+    except StorageError as error:
+        if error.errno in GONE:
+            return None  # another writer was faster, and has removed the draft
         raise
     sync_directory(files, path)
     names = [entry.name for entry in files.list(path)]
@@ -77,16 +61,13 @@ def add_next_version(files: FileSystem, path: str, data: bytes, version: int | N
     return number
 
 
-def _write(files: Files, path: str, data: bytes) -> None:
-    import numpy as np  # not needed by `jaxckpt --help`, which imports this module
-
-    sink = files.create(path, direct=False)
+def refresh_version(files: Backend, path: str, version: int) -> None:
+    """Implements `Records.refresh_record` on a file system."""
     try:
-        sink.write_at(0, np.frombuffer(data, np.uint8))
-        sink.finish(len(data), sync=True)
-    except BaseException:
-        sink.abandon()
-        raise
+        files.touch(f"{path}/{_name(version)}")
+    except StorageError as error:
+        if error.errno not in GONE:
+            raise
 
 
 def _versions(files: Files, path: str) -> list[int]:
@@ -106,7 +87,19 @@ def _name(version: int) -> str:
     return f"{version:010d}.json"
 
 
-def _read(files: Files, path: str, name: str) -> bytes:
-    from jaxckpt_train.store.files import read_whole  # imports numpy; see `_write`
+def _read(files: Opener, path: str, version: int) -> StoredRecord:
+    import numpy as np  # not needed by `jaxckpt --help`, which imports this module
 
-    return read_whole(files, path, name, MAX_RECORD_BYTES).tobytes()
+    name = _name(version)
+    with contextlib.closing(files.open(path, name, direct=False)) as source:
+        if source.size > MAX_RECORD_BYTES:
+            problem = f"{path}/{name}: {source.size} bytes, expected at most {MAX_RECORD_BYTES}"
+            return StoredRecord(version, b"", source.modified_ns, problem)
+        data = bytearray(source.size)
+        try:
+            source.read_into(0, np.frombuffer(data, np.uint8), len(data))
+        except (StorageError, CorruptCheckpointError) as error:
+            if getattr(error, "errno", None) in GONE:
+                raise
+            return StoredRecord(version, b"", source.modified_ns, str(error))
+        return StoredRecord(version, bytes(data), source.modified_ns)

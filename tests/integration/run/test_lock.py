@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import socket
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxckpt_train.errors import DirectoryLockedError, StorageError
 from jaxckpt_train.run import lock as lock_module
-from jaxckpt_train.run.lock import LOCK_NAME, SILENCE_S
+from jaxckpt_train.run.lock import SILENCE_S
+from jaxckpt_train.store.backends.base import StoredRecord
 from jaxckpt_train.store.backends.local import LocalBackend
-from tests.support.locks import Beats, Between, edit_owner, new_lock
+from tests.support.locks import Beats, Between, edit_owner, is_owned, lock_file, new_lock
 from tests.support.runs import Talker, talking_to
 
 OWN = """
@@ -64,8 +67,8 @@ def test_refusal_names_process_and_host_of_owner(tmp_path: Path) -> None:
 def test_live_local_owner_keeps_old_lock(tmp_path: Path, off_s: float) -> None:
     with talking_to(OWN, tmp_path) as owner:
         assert owner.read() == "owned"
-        then = (tmp_path / LOCK_NAME).stat().st_mtime + off_s
-        os.utime(tmp_path / LOCK_NAME, (then, then))
+        then = lock_file(tmp_path).stat().st_mtime + off_s
+        os.utime(lock_file(tmp_path), (then, then))
         with pytest.raises(DirectoryLockedError, match=f"process {owner.process.pid}"):
             new_lock(tmp_path).acquire()
         owner.tell("release")
@@ -75,7 +78,7 @@ def test_live_local_owner_keeps_old_lock(tmp_path: Path, off_s: float) -> None:
 
 def test_a_killed_owner_is_replaced_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     owner = dead_owner(tmp_path)
-    assert (tmp_path / LOCK_NAME).exists()
+    assert is_owned(tmp_path)
     dead = new_lock(tmp_path).acquire()
     assert dead is not None
     assert (dead.pid, dead.host) == (owner.process.pid, socket.gethostname())
@@ -118,7 +121,7 @@ def test_silent_remote_owner_is_dead_despite_clocks(
     dead_owner(tmp_path)
     edit_owner(tmp_path, **process)
     then = time.time() + off_s
-    os.utime(tmp_path / LOCK_NAME, (then, then))
+    os.utime(lock_file(tmp_path), (then, then))
     began_s = time.monotonic()
     dead = new_lock(tmp_path).acquire()
     assert time.monotonic() - began_s >= lock_module.SILENCE_S
@@ -133,10 +136,10 @@ def test_changing_lock_means_live_owner_despite_clocks(
 ) -> None:
     dead_owner(tmp_path)
     edit_owner(tmp_path, **process)
-    before = (tmp_path / LOCK_NAME).read_bytes()
+    before = lock_file(tmp_path).read_bytes()
     with pytest.raises(DirectoryLockedError, match="which is alive"):
         new_lock(tmp_path, Beats(*beats)).acquire()
-    assert (tmp_path / LOCK_NAME).read_bytes() == before
+    assert lock_file(tmp_path).read_bytes() == before
 
 
 @pytest.mark.parametrize("hung_s", [3 * SILENCE_S, 100 * SILENCE_S])
@@ -148,10 +151,12 @@ def test_slow_lock_check_is_no_silence(tmp_path: Path, monkeypatch: pytest.Monke
     class Hanging(LocalBackend):
         looks = 0
 
-        def modified_ns(self, path: str) -> int:
+        def read_record(self, path: str) -> StoredRecord | None:
             self.looks += 1
             now_s[0] += hung_s if self.looks == 3 else 1.0
-            return 1 if self.looks < 10 else 2
+            found = super().read_record(path)
+            assert found is not None
+            return dataclasses.replace(found, refreshed_ns=1 if self.looks < 10 else 2)
 
     monkeypatch.setattr(lock_module, "POLL_S", 0.001)
     dead_owner(tmp_path)
@@ -162,16 +167,16 @@ def test_slow_lock_check_is_no_silence(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_unreadable_lock_is_not_taken_over(tmp_path: Path, quick_looks: None) -> None:
     class Refusing(LocalBackend):
-        def modified_ns(self, path: str) -> int:
-            raise StorageError(errno.EIO, "refused", path)
+        def open(self, directory: str, name: str, *, direct: Any) -> Any:
+            raise StorageError(errno.EIO, "refused", f"{directory}/{name}")
 
     dead_owner(tmp_path)
     edit_owner(tmp_path, host="another-machine")
-    before = (tmp_path / LOCK_NAME).read_bytes()
+    before = lock_file(tmp_path).read_bytes()
     with pytest.raises(StorageError) as refused:
         new_lock(tmp_path, Refusing()).acquire()
     assert refused.value.errno == errno.EIO
-    assert (tmp_path / LOCK_NAME).read_bytes() == before
+    assert lock_file(tmp_path).read_bytes() == before
 
 
 @pytest.mark.parametrize("content", [b"", b'{"process":{"ho'], ids=["empty", "torn"])
@@ -179,17 +184,17 @@ def test_half_written_lock_is_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(lock_module, "POLL_S", 0.001)
     with talking_to(OWN, tmp_path) as owner:
         assert owner.read() == "owned"
-        whole = (tmp_path / LOCK_NAME).read_bytes()
-        (tmp_path / LOCK_NAME).write_bytes(content)
+        whole = lock_file(tmp_path).read_bytes()
+        lock_file(tmp_path).write_bytes(content)
 
         class Written(LocalBackend):
             looks = 0
 
-            def modified_ns(self, path: str) -> int:
+            def read_record(self, path: str) -> StoredRecord | None:
                 self.looks += 1
                 if self.looks == 3:
-                    Path(path).write_bytes(whole)
-                return super().modified_ns(path)
+                    lock_file(tmp_path).write_bytes(whole)
+                return super().read_record(path)
 
         with pytest.raises(DirectoryLockedError, match=f"owned by process {owner.process.pid}"):
             new_lock(tmp_path, Written()).acquire()
@@ -224,21 +229,3 @@ def test_late_takeover_does_not_unseat_new_owner(tmp_path: Path) -> None:
     with pytest.raises(DirectoryLockedError, match="this process"):
         late.acquire()
     assert refused == ["third"]
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_lock_files_of_dead_owners_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
-    """An owner removes the lock files of dead owners with a heartbeat or at its end."""
-    for _ in range(3):
-        dead_owner(tmp_path)
-    monkeypatch.setattr(lock_module, "SILENCE_S", 0.0)
-    monkeypatch.setattr(lock_module, "HEARTBEAT_S", 1000.0 if ends else 0.01)
-    lock = new_lock(tmp_path)
-    lock.acquire()
-    if ends:
-        lock.release()
-        assert len(os.listdir(tmp_path)) <= 1
-        return
-    while len(os.listdir(tmp_path)) > 2:
-        pass  # ends with the next beat
-    lock.release()

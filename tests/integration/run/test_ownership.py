@@ -50,6 +50,8 @@ import os, sys, warnings
 warnings.simplefilter("ignore")
 import numpy as np
 import jaxckpt_train as jct
+from jaxckpt_train.run.lock import OwnerLock
+from jaxckpt_train.store.backends.local import LocalBackend
 
 manager = jct.StepManager(sys.argv[1])
 child = os.fork()
@@ -57,9 +59,10 @@ if child == 0:
     for step in (1, 2):
         manager.save(step, {"state": {"w": np.full(10, step)}})
         manager.wait()
-    held = os.path.exists(sys.argv[1] + "/.owner")
+    lock = OwnerLock(LocalBackend(), sys.argv[1])
+    held = lock.owner() is not None
     manager.close()
-    os._exit(10 * held + os.path.exists(sys.argv[1] + "/.owner"))
+    os._exit(10 * held + (lock.owner() is not None))
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), jct.StepManager(sys.argv[1]).steps)
 """
 

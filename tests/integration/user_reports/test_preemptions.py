@@ -80,7 +80,7 @@ def test_hundred_preemptions_keep_one_step(tmp_path: Path) -> None:
                     send()
                 ckpt(state_of(step + 1))
         assert left.value.step == 3 * number + 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["history.jsonl", "step-0000000300"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "history.jsonl", "step-0000000300"]
     assert step_of(jct.StepManager(tmp_path).restore()) == 300
     found = ckpt.summary(show=False)
     assert (found.useful_steps, found.redone_steps, found.saves) == (300, 0, 100)
@@ -131,8 +131,8 @@ def test_redone_work_after_kills_is_counted(tmp_path: Path) -> None:
         ("killed", 5, 3), ("preempted", 5, 0), ("killed", 5, 3), ("preempted", 5, 0),
     ]  # fmt: skip
     assert (found.useful_steps, found.redone_steps) == (20, 6)
-    left = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".owner.dead-"))
-    assert left == ["history.jsonl", "step-0000000020"]  # locks of dead processes stay for a minute
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [".lock", "history.jsonl", "step-0000000020"]
 
 
 # 22. Deletion is off the hot path, also at the exit.

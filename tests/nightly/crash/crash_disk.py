@@ -18,7 +18,7 @@ import numpy as np
 from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES, Entry, StoredRecord
 from jaxckpt_train.store.backends.local import side_name
-from jaxckpt_train.store.backends.records import add_next_version, read_newest_version
+from jaxckpt_train.store.backends.records import add_next_version, read_newest_version, refresh_version
 from tests.nightly.crash.image import (
     Exchange,
     FailedSync,
@@ -172,7 +172,8 @@ class CrashDisk:
             _, found = self._existing("open the file", path)
             if found in self.machine.live.folders:
                 raise _refusal(errno.EISDIR, "open the file", path)
-            return _Source(self, path, self.machine.live.files[found], PAGE if direct else 1)
+            modified_ns = int(1e9 * self.machine.touched_s.get(found, 0.0))
+            return _Source(self, path, self.machine.live.files[found], modified_ns, PAGE if direct else 1)
 
     def list(self, path: str) -> list[Entry]:
         with self.machine.guard:
@@ -305,15 +306,14 @@ class CrashDisk:
         with self.machine.guard:
             self.machine.touched_s[self._existing("touch the file", path)[1]] = self.machine.now_s
 
-    def modified_ns(self, path: str) -> int:
-        with self.machine.guard:
-            return int(1e9 * self.machine.touched_s.get(self._existing("inspect the file", path)[1], 0.0))
-
     def read_record(self, path: str) -> StoredRecord | None:
         return read_newest_version(self, path)
 
     def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
         return add_next_version(self, path, data, version)
+
+    def refresh_record(self, path: str, version: int) -> None:
+        refresh_version(self, path, version)
 
 
 def _entry(image: Image, name: str, inode: int) -> Entry:
@@ -350,9 +350,9 @@ class _Sink:
 
 
 class _Source:
-    def __init__(self, disk: CrashDisk, path: str, content: bytearray, alignment: int) -> None:
+    def __init__(self, disk: CrashDisk, path: str, content: bytearray, modified_ns: int, alignment: int) -> None:
         self._disk, self._path, self._content = disk, path, bytes(content)
-        self.size, self.alignment = len(content), alignment
+        self.size, self.modified_ns, self.alignment = len(content), modified_ns, alignment
 
     def read_into(self, offset: int, data: np.ndarray, needed: int) -> None:
         if not self._disk.power:

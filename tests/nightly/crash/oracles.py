@@ -9,6 +9,7 @@ from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StepNotFoundError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.run.entry import newest_generations, parse_step_name
+from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.committed import is_committed
 from tests.nightly.crash.crash_disk import CrashDisk
@@ -28,9 +29,7 @@ def found_in_run(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
         return [name for name in found if not (disk.deletes_in_place and _is_cut(disk, name))]
 
     try:
-        old = [name for name in names() if ".dead-" in name] if disk.machine.live.find(RUN) is not None else []
-        problems = problems_in_run(manager, facts, names, lambda: opened(disk, world.settings, facts.keep))
-        return problems or left_of({*old} & {*names()})
+        return problems_in_run(manager, facts, names, lambda: opened(disk, world.settings, facts.keep))
     finally:
         die(disk, manager)
 
@@ -113,8 +112,8 @@ def _cleaned(manager: StepManager, facts: Facts, names: Callable[[], list[str]])
 
 
 def hidden(names: Iterable[str]) -> list[str]:
-    """Return hidden names that no run keeps; locks of dead processes stay for a while."""
-    return [name for name in names if name.startswith(".") and name != ".owner" and ".dead-" not in name]
+    """Return hidden names that no run keeps."""
+    return [name for name in names if name.startswith(".") and name != LOCK_NAME]
 
 
 def _retained(line: list[int], manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[Problem]:

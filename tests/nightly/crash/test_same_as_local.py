@@ -176,10 +176,12 @@ def records(backend: Backend, root: str) -> None:
     for _ in range(2):
         backend.write_new(f"{root}/lock", b"content")
         backend.append(f"{root}/lines", b"a line\n")
-        with contextlib.suppress(FileNotFoundError):
-            backend.modified_ns(f"{root}/nothing")
         backend.touch(f"{root}/lock")
-        backend.modified_ns(f"{root}/lock")
+        found = backend.read_record(f"{root}/record")
+        version = backend.swap_record(f"{root}/record", b"content", None if found is None else found.version)
+        backend.refresh_record(f"{root}/record", version or 0)
+        if found is not None:
+            backend.swap_record(f"{root}/record", b"late", found.version)
     backend.sync(f"{root}/lines")
     backend.remove(f"{root}/lock")
     backend.remove(f"{root}/lock")

@@ -40,7 +40,7 @@ from tests.nightly.faults.sample_runs import (
 )
 from tests.support.memory_backend import MemoryBackend
 
-HISTORY, LOCK = (f"{RUN}/{name}" for name in (HISTORY_NAME, LOCK_NAME))
+HISTORY, LOCK = f"{RUN}/{HISTORY_NAME}", f"{RUN}/{LOCK_NAME}/0000000001.json"
 PINNED, BEST, LEFT, OLD, ASIDE, AGAIN, NEWEST = (
     *(f"step-{step:010d}" for step in (1, 2, 3, 4, 5)),
     "step-0000000005.g1",

@@ -44,7 +44,7 @@ from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.run.record import NOTES_NAME, RECORD_NAME, RunRecord, SaveFacts, seal_record
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.committed import CommitRecord, open_committed
-from jaxckpt_train.store.files import block_digests, digest_function, read_whole
+from jaxckpt_train.store.files import block_digests, digest_function
 from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
     FORMAT,
@@ -104,7 +104,9 @@ def a_lock() -> bytes:
     lock = OwnerLock(backend, RUN)
     lock.acquire()
     try:
-        return read_whole(backend, RUN, LOCK_NAME, limit=1 << 16).tobytes()
+        found = backend.read_record(lock.path)
+        assert found is not None
+        return found.data
     finally:
         lock.release()
 
@@ -130,7 +132,7 @@ class Targets:
         self.files = made("xxh3-128")
         note = {"number": 1, "step": 2, "name": NEW, "saved": "2026-01-01T00:00:00+00:00", "metrics": {"a": 1.0}}
         self.files[f"{RUN}/{NOTES_NAME}"] = json.dumps(note | {"pin": True, "held": [], "left_behind": []}).encode()
-        self.files[f"{RUN}/{LOCK_NAME}"] = a_lock()
+        self.files[f"{RUN}/{LOCK_NAME}/0000000001.json"] = a_lock()
         manifest = self.files[f"{STEP}/{MANIFEST_NAME}"]
         self.manifest = decode_manifest(manifest, "x")
         self.record = self.manifest.segments[0]
@@ -153,7 +155,7 @@ class Targets:
             "value": (self.files[f"{STEP}/config/p00000.json"], self.value),
             "iterator": (msgspec.json.encode(AN_ITERATOR), lambda data: self.value(data, kind="grain")),
             "Flax file": (flax.serialization.msgpack_serialize(A_STATE), self.flax_file),
-            "lock": (self.files[f"{RUN}/{LOCK_NAME}"], self.lock),
+            "lock": (self.files[f"{RUN}/{LOCK_NAME}/0000000001.json"], self.lock),
         }
 
     def head(self, data: bytes) -> None:
@@ -228,7 +230,7 @@ class Targets:
 
     def lock(self, data: bytes) -> None:
         """Read the lock of a run."""
-        OwnerLock(replaced(self.files, f"{RUN}/{LOCK_NAME}", data), RUN)._read()
+        OwnerLock(replaced(self.files, f"{RUN}/{LOCK_NAME}/0000000001.json", data), RUN).owner()
 
 
 @dataclasses.dataclass

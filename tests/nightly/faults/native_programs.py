@@ -206,7 +206,7 @@ def inspect_run(directory: Path, events: Events) -> list[str]:
 
 def left_over(directory: Path) -> list[str]:
     """Return leftovers; temporary files of locks stay for a minute, because another process may use them."""
-    harmless = (*TEMPORARY_PREFIXES, f"{LOCK_NAME}.dead-")
+    harmless = (*TEMPORARY_PREFIXES, LOCK_NAME)
     left = [name for name in os.listdir(directory) if name.startswith(".") and not name.startswith(harmless)]
     return [f"left over: {', '.join(sorted(left))}"] if left else []
 

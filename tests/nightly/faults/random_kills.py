@@ -57,9 +57,9 @@ def live(directory: Path, newest: int, seed: int, tell: Tell) -> None:
         tell("owning", None)
         manager.own()
         manager._run._deleter.wait(LONGEST_S)
-        harmless = (*TEMPORARY_PREFIXES, f"{LOCK_NAME}.dead-")
+        harmless = (*TEMPORARY_PREFIXES, LOCK_NAME)
         left = [name for name in os.listdir(directory) if name.startswith(".") and not name.startswith(harmless)]
-        if set(left) - {LOCK_NAME}:
+        if left:
             tell("problem", f"left over: {left}")
         tell("restoring", None)
         try:

@@ -25,7 +25,7 @@ from typing import Any
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.run.history import HISTORY_NAME
-from jaxckpt_train.run.lock import LOCK_NAME, SILENCE_S
+from jaxckpt_train.run.lock import SILENCE_S
 from jaxckpt_train.run.record import RECORD_NAME
 from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES
 from tests.nightly.faults.campaign_end import leave_with
@@ -38,11 +38,10 @@ KEPT = 3
 KINDS: dict[str, Callable[[str], bool]] = {
     "steps": lambda name: name.startswith("step-"),
     "attempts": lambda name: ".tmp-" in name,
-    "dead owners": lambda name: name.startswith(f"{LOCK_NAME}.dead-"),
     "half made": lambda name: name.startswith(TEMPORARY_PREFIXES),
 }
 # The next owner removes leftovers of refused removals; temporary files of locks are removed after `SILENCE_S`.
-MOST = {"steps": KEPT + 4, "attempts": 12, "dead owners": 30, "half made": 120, "others": 6}
+MOST = {"steps": KEPT + 4, "attempts": 12, "half made": 120, "others": 6}
 # The size of four states: pools vary by this much without a leak, and take minutes to fill.
 MEMORY, AT_FIRST, SETTLED_S = 16 << 20, 48 << 20, 180
 TRAINING = """

@@ -50,7 +50,7 @@ def test_step_is_moved_by_owner_of_its_run(tmp_path: Path) -> None:
     assert manager.steps == [3]
     history = [(event["event"], event.get("name")) for event in manager.history.events()]
     assert [name for event, name in history if event == "delete"] == ["step-0000000001", "step-0000000002"]
-    assert names(directory) == ["history.jsonl", "step-0000000003"]
+    assert names(directory) == [".lock", "history.jsonl", "step-0000000003"]
     assert step_of(jct.StepManager(tmp_path / "old").restore()) == 1
     assert step_of(jct.load_checkpointables(tmp_path / "two")) == 2
 

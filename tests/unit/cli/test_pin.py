@@ -9,6 +9,7 @@ import pytest
 
 import jaxckpt_train as jct
 from tests.support.commands import json_of, printed, refused, run
+from tests.support.locks import is_owned
 from tests.support.runs import made_run, step_path, truncate_the_manifest
 
 
@@ -26,7 +27,7 @@ def test_a_pin_is_written_and_taken_back(tmp_path: Path) -> None:
     assert printed("pin", directory, 2, "--off") == "step 2 is now unpinned\n"
     assert pinned(directory) == []
     assert printed("pin", directory, 2, "--off") == "step 2 is already unpinned\n"
-    assert not (directory / ".owner").exists()
+    assert not is_owned(directory)
 
 
 def test_missing_step_exits_with_3(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from jaxckpt_train.errors import StorageError
 from jaxckpt_train.run.retention import BestLink
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.commands import json_of, printed, refused, run
+from tests.support.locks import is_owned
 from tests.support.runs import (
     Clock,
     becomes_newer,
@@ -61,7 +62,7 @@ def test_dry_run_shows_reasons_and_changes_nothing(tmp_path: Path) -> None:
     assert "2 of 6 steps would be deleted" in text
     assert "Nothing is deleted without --yes" in text
     assert files_below(tmp_path) == before
-    assert not (directory / ".owner").exists()
+    assert not is_owned(directory)
 
 
 def test_yes_deletes_what_the_dry_run_shows(tmp_path: Path) -> None:
@@ -72,7 +73,7 @@ def test_yes_deletes_what_the_dry_run_shows(tmp_path: Path) -> None:
     done = json_of("prune", directory, *rules, "--yes")
     assert done == {**dry, "deleted": True}
     assert sorted(path.name for path in directory.iterdir()) == [
-        "history.jsonl", "step-0000000001", "step-0000000006",
+        ".lock", "history.jsonl", "step-0000000001", "step-0000000006",
     ]  # fmt: skip
     manager = jct.StepManager(directory)
     assert manager.steps == [1, 6]
@@ -226,7 +227,7 @@ def test_path_without_a_run_exits_with_3(tmp_path: Path) -> None:
         refused("prune", tmp_path / "gone", "--keep-latest", 1, *yes, code=3)
         refused("prune", tmp_path / "single", "--keep-latest", 1, *yes, code=3)
     assert [path.name for path in tmp_path.iterdir()] == ["single"]
-    assert not (tmp_path / "single" / ".owner").exists()
+    assert not is_owned(tmp_path / "single")
 
 
 @pytest.mark.parametrize("command", [["prune", "--keep-latest", "1", "--yes"], ["mv", "elsewhere", "--step", "1"]])

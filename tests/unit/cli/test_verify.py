@@ -11,6 +11,7 @@ import pytest
 import jaxckpt_train as jct
 from jaxckpt_train.cli.maintain import _Pace
 from tests.support.commands import json_of, printed, refused
+from tests.support.locks import is_owned
 from tests.support.runs import DAMAGE, damaged, files_below, flip_a_payload_byte, made_run, save_steps, step_path
 
 
@@ -96,7 +97,7 @@ def test_scrub_finds_each_damaged_step_and_changes_nothing(tmp_path: Path) -> No
     assert f"{len(DAMAGE) + 2} steps, {len(DAMAGE)} damaged" in text
     assert all(name in text for name in files)
     assert files_below(run) == before
-    assert not (run / ".owner").exists()
+    assert not is_owned(run)
 
 
 def test_scrub_of_whole_run_reads_all_of_it(tmp_path: Path) -> None:

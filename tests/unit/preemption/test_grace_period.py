@@ -20,6 +20,7 @@ from jaxckpt_train.store.backends.local import LocalBackend, _LocalSource
 from jaxckpt_train.store.threads import POLL_S, Latch, interruptible
 from jaxckpt_train.store.timeouts import call_with_timeout
 from tests.support.fake_backends import HoldingBackend, callback_on
+from tests.support.locks import remove_lock
 from tests.support.runs import made_run, state_of, step_of
 from tests.support.shutdowns import shutdown_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
@@ -358,7 +359,7 @@ def test_superseded_owner_publishes_nothing(tmp_path: Path) -> None:
     manager = jct.StepManager(tmp_path, backend=backend)
     assert manager.save(5, {"state": state_of(5)}).saved
     assert backend.reached.wait(60)
-    (tmp_path / ".owner").unlink()
+    remove_lock(tmp_path)
     backend.go.set()
     with pytest.raises(jct.DirectoryLockedError, match="this job owned it"):
         manager.wait()

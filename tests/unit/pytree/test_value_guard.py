@@ -137,7 +137,12 @@ def test_state_with_nan_is_rejected_as_a_step(tmp_path: Path) -> None:
         manager.save(3, {"state": good})
         manager.wait()
         assert manager.steps == [1, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["history.jsonl", "step-0000000001", "step-0000000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        "history.jsonl",
+        "step-0000000001",
+        "step-0000000003",
+    ]
 
 
 def test_guard_checks_state_of_the_call(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_storage_without_links_is_reported_once(caplog: pytest.LogCaptureFixture
     assert sum("this storage has no links" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".owner", "step-0000000001", "b c", 3])
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".lock", "step-0000000001", "b c", 3])
 def test_reserved_link_names_are_refused(name: Any) -> None:
     with pytest.raises(SettingsError, match=r"BestLink\.name: expected a plain name"):
         BestLink("loss", name=name)

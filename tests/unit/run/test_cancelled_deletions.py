@@ -160,7 +160,7 @@ def test_failed_pin_keeps_step_listed(tmp_path: Path) -> None:
         def refused() -> None:
             reached.set()
             assert go.wait(60)
-            raise StorageError(errno.EIO, "refused", str(tmp_path / ".owner"))
+            raise StorageError(errno.EIO, "refused", str(tmp_path / ".lock"))
 
         deleter._check = refused
         save_steps(steps, 2)

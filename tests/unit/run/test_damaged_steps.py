@@ -189,7 +189,7 @@ def test_run_with_only_damaged_steps_raises(tmp_path: Path) -> None:
 def test_refused_record_does_not_stop_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = made_run(tmp_path, 1, 2)
     flip_a_payload_byte(step_path(run, 2))
-    backend = RefusingBackend("rename", ".jaxckpt-new-", errno.EROFS, times=1000)
+    backend = RefusingBackend("swap_record", "/record", errno.EROFS, times=1000)
     with jct.StepManager(run, backend=backend) as manager:
         manager.own()
         assert step_of(manager.restore()) == 1

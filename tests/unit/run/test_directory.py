@@ -17,6 +17,7 @@ from jaxckpt_train.run.history import utc_now
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.run.record import Annotation
 from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.locks import remove_lock
 from tests.support.runs import made_run, save_steps, state_of, step_of, step_path
 
 
@@ -113,14 +114,14 @@ def test_file_in_place_of_run_is_reported(tmp_path: Path) -> None:
 def test_lock_that_somebody_removed_does_not_fail_close(tmp_path: Path) -> None:
     with jct.StepManager(tmp_path) as owner:
         save_steps(owner, 1)
-        (tmp_path / ".owner").unlink()
+        remove_lock(tmp_path)
     assert jct.StepManager(tmp_path).steps == [1]
 
 
 def test_owner_that_lost_its_lock_saves_nothing_more(tmp_path: Path) -> None:
     manager = jct.StepManager(tmp_path)
     save_steps(manager, 1)
-    (tmp_path / ".owner").unlink()
+    remove_lock(tmp_path)
     with jct.StepManager(tmp_path) as other:
         other.restore({"state": state_of(0)})
         save_steps(other, 2)

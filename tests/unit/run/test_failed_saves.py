@@ -171,7 +171,7 @@ def test_saves_work_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for step in (1, 2):
             manager.save(step, {"state": {"w": jnp.arange(step)}})
     assert jct.StepManager(tmp_path / "run").steps == [2]
-    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["history.jsonl", "step-0000000002"]
+    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == [".lock", "history.jsonl", "step-0000000002"]
 
 
 class Label(str):

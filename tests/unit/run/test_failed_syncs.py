@@ -17,6 +17,7 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.policies.preservation import LatestN
 from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.locks import remove_lock
 from tests.support.runs import flip_a_payload_byte, save_steps, state_of, step_of, step_path
 
 PLAIN = jct.StoreSettings(durability="none")
@@ -148,7 +149,7 @@ def test_late_sync_deletes_nothing_after_takeover(tmp_path: Path) -> None:
     with manager(tmp_path, backend, 1) as stale:
         save_steps(stale, 1, 2)
         assert backend.held.wait(60)
-        (tmp_path / ".owner").rename(tmp_path / ".owner.dead-x")  # as a takeover after a minute of silence
+        remove_lock(tmp_path)  # as a takeover after a minute of silence
         with jct.StepManager(tmp_path) as owner:
             assert step_of(owner.restore(step=1)) == 1
             owner.pin(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from jaxckpt_train.errors import DirectoryLockedError, StorageError
 from jaxckpt_train.run import lock as lock_module
 from jaxckpt_train.run.lock import HEARTBEAT_S, LOCK_NAME, SILENCE_S
 from jaxckpt_train.store.backends.local import LocalBackend
-from tests.support.locks import edit_owner, new_lock
+from tests.support.locks import Between, edit_owner, is_owned, lock_file, new_lock, take_over
 
 
 def test_same_pid_in_other_container_is_another(tmp_path: Path, quick_looks: None) -> None:
@@ -35,8 +36,8 @@ def test_a_heartbeat_changes_the_lock(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(lock_module, "HEARTBEAT_S", 0.01)
     lock = new_lock(tmp_path)
     lock.acquire()
-    before = LocalBackend().modified_ns(lock.path)
-    while LocalBackend().modified_ns(lock.path) == before:
+    before = lock_file(tmp_path).stat().st_mtime_ns
+    while lock_file(tmp_path).stat().st_mtime_ns == before:
         pass  # ends with the next beat; without one, pytest's time limit ends it
     lock.release()
 
@@ -49,17 +50,15 @@ def test_replaced_owner_raises_and_stops_heartbeat(
     sleeper.acquire()
     sleeper.check()
     (beating,) = [each for each in threading.enumerate() if each.name == "jaxckpt-heartbeat" and each not in others]
-    edit_owner(tmp_path, host="another-machine", pid=4711)
-    record = json.loads((tmp_path / LOCK_NAME).read_bytes())
-    (tmp_path / LOCK_NAME).write_text(json.dumps({**record, "token": "of-the-other"}))
+    take_over(tmp_path, host="another-machine", pid=4711)
     beating.join(60)
     assert not beating.is_alive()
     assert "was taken over" in caplog.text
     with pytest.raises(DirectoryLockedError, match="process 4711 on another-machine"):
         sleeper.check()
     sleeper.release()
-    assert json.loads((tmp_path / LOCK_NAME).read_bytes())["token"] == "of-the-other"
-    (tmp_path / LOCK_NAME).unlink()
+    assert json.loads(lock_file(tmp_path).read_bytes())["token"] == "of-another"
+    shutil.rmtree(tmp_path / LOCK_NAME)
     with pytest.raises(DirectoryLockedError, match="is gone"):
         sleeper.check()
 
@@ -72,8 +71,8 @@ def test_briefly_missing_lock_is_kept_alive(tmp_path: Path, monkeypatch: pytest.
     assert lock._beat_once()
     (tmp_path / "aside").rename(path)
     lock.check()
-    before = LocalBackend().modified_ns(str(path))
-    while LocalBackend().modified_ns(str(path)) == before:
+    before = lock_file(tmp_path).stat().st_mtime_ns
+    while lock_file(tmp_path).stat().st_mtime_ns == before:
         pass  # as above: ends with the next beat
     lock.release()
 
@@ -91,41 +90,65 @@ def test_second_lock_of_same_process_is_refused(tmp_path: Path) -> None:
 def test_replaced_owner_cannot_reacquire(tmp_path: Path) -> None:
     lock = new_lock(tmp_path)
     lock.acquire()
-    other = (tmp_path / LOCK_NAME).read_bytes().replace(lock._record.token.encode(), b"another")
-    (tmp_path / LOCK_NAME).write_bytes(other)
+    take_over(tmp_path)
+    other = lock_file(tmp_path)
+    content = other.read_bytes()
     with pytest.raises(DirectoryLockedError, match="held by process"):
         lock.acquire()
-    assert (tmp_path / LOCK_NAME).read_bytes() == other
+    assert lock_file(tmp_path) == other
+    assert other.read_bytes() == content
 
 
-def test_a_released_lock_leaves_nothing_behind(tmp_path: Path) -> None:
-    lock = new_lock(tmp_path)
-    lock.acquire()
-    lock.release()
-    lock.release()
-    assert os.listdir(tmp_path) == []
+def test_released_lock_has_one_small_file(tmp_path: Path) -> None:
+    for _ in range(3):
+        lock = new_lock(tmp_path)
+        lock.acquire()
+        lock.release()
+        lock.release()
+        assert not is_owned(tmp_path)
+    assert os.listdir(tmp_path) == [LOCK_NAME]
+    assert len(os.listdir(tmp_path / LOCK_NAME)) == 1
+
+
+def test_lock_released_meanwhile_is_not_taken_twice(tmp_path: Path) -> None:
+    """A late process has seen a dead owner; before it takes over, others take over, end, and start again."""
+    dead = new_lock(tmp_path)
+    dead.acquire()
+    edit_owner(tmp_path, pid=os.getppid(), nonce="")  # alive, but with another start time
+    newest = new_lock(tmp_path)
+
+    def others() -> None:
+        for lock in (new_lock(tmp_path), new_lock(tmp_path)):
+            lock.acquire()
+            lock.release()
+        newest.acquire()
+
+    with pytest.raises(DirectoryLockedError, match="this process"):
+        new_lock(tmp_path, Between(others, lambda: None)).acquire()
+    newest.check()
+    newest.release()
 
 
 def test_release_leaves_the_lock_of_another_alone(tmp_path: Path) -> None:
     lock = new_lock(tmp_path)
     lock.acquire()
-    record = json.loads((tmp_path / LOCK_NAME).read_bytes())
-    (tmp_path / LOCK_NAME).write_text(json.dumps(record | {"token": "another"}))
+    take_over(tmp_path)
     lock.release()
-    assert json.loads((tmp_path / LOCK_NAME).read_bytes())["token"] == "another"
+    assert json.loads(lock_file(tmp_path).read_bytes())["token"] == "of-another"
+    assert is_owned(tmp_path)
 
 
 class StuckBackend(LocalBackend):
-    """Refuses to remove the lock, once."""
+    """Refuses to release the lock, once."""
 
     def __init__(self) -> None:
         self.refusals = 1
 
-    def remove(self, path: str) -> None:
-        if path.endswith(LOCK_NAME) and self.refusals:
+    def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
+        if b"is_released" in data and self.refusals:
             self.refusals -= 1
-            raise StorageError(errno.EIO, "refused to remove", path)
-        super().remove(path)
+            raise StorageError(errno.EIO, "refused to release", path)
+        return super().swap_record(path, data, version)
 
 
 def test_unreleased_lock_does_not_block_own_process(tmp_path: Path) -> None:
@@ -133,7 +156,7 @@ def test_unreleased_lock_does_not_block_own_process(tmp_path: Path) -> None:
     stuck.acquire()
     with pytest.raises(StorageError):
         stuck.release()
-    assert (tmp_path / LOCK_NAME).exists()
+    assert is_owned(tmp_path)
     again = new_lock(tmp_path)
     assert again.acquire() is None
     with pytest.raises(DirectoryLockedError, match="this process"):

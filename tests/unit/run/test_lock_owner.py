@@ -11,6 +11,7 @@ import pytest
 
 from jaxckpt_train.run.lock import LOCK_NAME, SILENCE_S, OwnerLock
 from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.locks import lock_file, replace_lock
 
 
 def lock_of(directory: Path) -> OwnerLock:
@@ -38,9 +39,9 @@ def test_live_owner_is_reported(tmp_path: Path) -> None:
 def test_heartbeat_shows_whether_unknown_owner_lives(tmp_path: Path, kind: str, silent_s: float) -> None:
     process = {"host": "elsewhere", "pid": 7, "start": "1", "boot": "b", "namespace": "n"}
     content = json.dumps({"process": process, "token": "t"}) if kind != "damaged" else "{"
-    (tmp_path / LOCK_NAME).write_text(content)
+    replace_lock(tmp_path, content.encode())
     heard = time.time() - silent_s
-    os.utime(tmp_path / LOCK_NAME, (heard, heard))
+    os.utime(lock_file(tmp_path), (heard, heard))
     owner = lock_of(tmp_path).owner()
     assert owner is not None
     assert owner.is_alive == (silent_s == 0.0)

@@ -20,6 +20,7 @@ from jaxckpt_train.errors import StorageError
 from jaxckpt_train.run import scrubber
 from jaxckpt_train.store import verify
 from jaxckpt_train.store.backends.local import LocalBackend
+from tests.support.locks import remove_lock
 from tests.support.runs import flip_a_payload_byte, save_steps, state_of, step_path
 
 pytestmark = pytest.mark.timeout(120)
@@ -284,7 +285,7 @@ def test_former_owner_sets_nothing_aside(tmp_path: Path, monkeypatch: pytest.Mon
         manager.own()
         manager.restore(STATE)
         assert held.reading.wait(60)
-        (run / ".owner").unlink()
+        remove_lock(run)
         with jct.StepManager(run) as other:
             other.own()
             held.go.set()

@@ -174,7 +174,7 @@ class Owners(RuleBasedStateMachine):
     def nothing_is_left_over(self) -> None:
         if self.owner is not None:
             names = [entry.name for entry in self.owner.disk.list(RUN)]
-            left = [name for name in names if name.startswith(".") and not name.startswith(".owner")]
+            left = [name for name in names if name.startswith(".") and name != lock.LOCK_NAME]
             assert left == []
 
     def teardown(self) -> None:

@@ -21,15 +21,15 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.pending import SaveSlot
 from jaxckpt_train.run import directory as directory_module
-from jaxckpt_train.run import lock as lock_module
 from jaxckpt_train.run.directory import RunDirectory
-from jaxckpt_train.run.lock import OwnerLock
+from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.run.retention import Deleter
 from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.committed import attempt_paths
 from jaxckpt_train.store.threads import Latch, paused_collection
 from tests.support.interrupts import interrupt_at
+from tests.support.locks import is_owned, lock_file, replace_lock
 from tests.support.runs import made_run, save_steps
 
 pytestmark = pytest.mark.timeout(120)
@@ -59,7 +59,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def names(run: Path) -> list[str]:
-    return [name for name in sorted(os.listdir(run)) if not name.startswith(TEMPORARY_PREFIXES)]
+    return [name for name in sorted(os.listdir(run)) if not name.startswith((LOCK_NAME, *TEMPORARY_PREFIXES))]
 
 
 def interrupted_owners(left: Path, tmp_path: Path) -> Iterator[tuple[Path, jct.StepManager]]:
@@ -90,7 +90,7 @@ def test_interrupted_takeover_keeps_directory_usable(left: Path, tmp_path: Path)
 def test_close_after_interrupted_takeover_releases_lock(left: Path, tmp_path: Path) -> None:
     for run, manager in interrupted_owners(left, tmp_path):
         manager.close()
-        assert ".owner" not in names(run)
+        assert not is_owned(run)
 
 
 def beating() -> set[threading.Thread]:
@@ -116,18 +116,18 @@ def test_moved_run_directory_is_reported(tmp_path: Path) -> None:
     assert jct.StepManager(run).steps == [1, 3]
 
 
-def test_undeletable_dead_lock_stops_no_heartbeat(
+def test_undeletable_leftover_stops_no_heartbeat(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.0)
-    (tmp_path / ".owner.dead-x").write_bytes(b"{}")
+    (tmp_path / f"{TEMPORARY_PREFIXES[0]}x").write_bytes(b"{}")
     before, held = beating(), OwnerLock(Keeping(), str(tmp_path))
     held.acquire()
     assert held._beat_once()
     assert len(beating() - before) == 1
     assert "not removed" in caplog.text
-    with pytest.raises(StorageError):
-        held.release()
+    held.release()
+    assert not is_owned(tmp_path)
 
 
 def test_unexpected_deletion_error_blocks_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_heartbeat_begins_before_lock_counts_as_held(tmp_path: Path, monkeypatch
     held.acquire()
     assert seen == [False]
     held.release()
-    assert not (tmp_path / lock_module.LOCK_NAME).exists()
+    assert not is_owned(tmp_path)
 
 
 class SlowRemoval(LocalBackend):
@@ -239,7 +239,7 @@ def test_interrupted_close_keeps_directory_usable(tmp_path: Path) -> None:
 
 
 def lock_of(run: Path) -> str:
-    return "held" if (run / ".owner").exists() else "free"
+    return "held" if is_owned(run) else "free"
 
 
 def test_next_manager_awaits_deletions_of_dropped_one(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_manager_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()
-    assert not (tmp_path / ".owner").exists()
+    assert not is_owned(tmp_path)
 
 
 class RefusesListing(LocalBackend):
@@ -297,15 +297,15 @@ def test_failed_takeover_checks_lock_again(tmp_path: Path) -> None:
         manager.own()
     assert lock_of(tmp_path) == "held"
     backend.refuses = False
-    record = (tmp_path / ".owner").read_bytes()
+    record = lock_file(tmp_path).read_bytes()
     token = manager._run._lock._record.token.encode()
-    (tmp_path / ".owner").write_bytes(record.replace(token, b"another"))  # as after a takeover while this process slept
+    replace_lock(tmp_path, record.replace(token, b"another"))  # as after a takeover while this process slept
     under_way = tmp_path / ".step-0000000007.tmp-deadbeef-deadbeef-1-1-0"
     under_way.mkdir()
     with pytest.raises(jct.DirectoryLockedError, match="lock is held by"):
         manager.own()
     assert under_way.exists(), "it belongs to the other owner"
-    (tmp_path / ".owner").write_bytes(record)
+    replace_lock(tmp_path, record)
     manager.own()
     manager.close()
     assert not under_way.exists()
@@ -313,10 +313,16 @@ def test_failed_takeover_checks_lock_again(tmp_path: Path) -> None:
 
 def test_release_removes_leftovers_of_dead_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = OwnerLock(LocalBackend(), str(tmp_path))
-    for name in (".owner.dead-x", f"{TEMPORARY_PREFIXES[0]}x", f"{TEMPORARY_PREFIXES[1]}x", ".new-of-another"):
+    for name in (
+        ".owner",
+        ".owner.dead-x",
+        f"{TEMPORARY_PREFIXES[0]}x",
+        f"{TEMPORARY_PREFIXES[1]}x",
+        ".new-of-another",
+    ):
         (tmp_path / name).write_bytes(b"{}")
     held.acquire()
     (tmp_path / f"{TEMPORARY_PREFIXES[0]}young").write_bytes(b"")
     monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.0)
     held.release()
-    assert sorted(os.listdir(tmp_path)) == [f"{TEMPORARY_PREFIXES[0]}young", ".new-of-another"]
+    assert sorted(os.listdir(tmp_path)) == [f"{TEMPORARY_PREFIXES[0]}young", LOCK_NAME, ".new-of-another"]

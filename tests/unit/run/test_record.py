@@ -37,6 +37,7 @@ from jaxckpt_train.store.backends.local import LocalBackend
 from tests.nightly.crash.crash_disk import CrashDisk, Machine
 from tests.nightly.crash.image import Image
 from tests.nightly.crash.states import crash_state
+from tests.support.locks import remove_lock
 from tests.support.paths import GOLDEN
 from tests.support.runs import entry_of, made_run, record_file, save_steps, step_path
 
@@ -160,10 +161,10 @@ def test_late_annotation_is_not_reported_as_kept(tmp_path: Path, what: str) -> N
 
     class Away(LocalBackend):
         def swap_record(self, path: str, data: bytes, version: int | None) -> int | None:
-            if not taken_over:
-                (run / LOCK_NAME).rename(run / f"{LOCK_NAME}.dead-of-this-one")
-                other.own()
+            if not taken_over and not path.endswith(LOCK_NAME):
                 taken_over.append(run)
+                remove_lock(run)
+                other.own()
             return super().swap_record(path, data, version)
 
     taken_over = list[Path]()

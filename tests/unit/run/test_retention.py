@@ -47,7 +47,7 @@ def test_deleted_steps_are_gone_and_in_history(tmp_path: Path) -> None:
     run = made_run(tmp_path, 1, 2, 3, 4, preservation_policy=jct.LatestN(2))
     manager = jct.StepManager(run)
     assert manager.steps == [3, 4]
-    assert sorted(os.listdir(run)) == ["history.jsonl", "step-0000000003", "step-0000000004"]
+    assert sorted(os.listdir(run)) == [".lock", "history.jsonl", "step-0000000003", "step-0000000004"]
     assert deleted_events(manager) == ["step-0000000001", "step-0000000002"]
 
 

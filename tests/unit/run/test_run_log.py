@@ -22,6 +22,7 @@ from jaxckpt_train.run.history import HISTORY_NAME, LEAST_S, MOST_S, History, Ru
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.threads import interruptible
 from tests.support.fake_backends import HoldingBackend, RefusingBackend, callback_on
+from tests.support.locks import remove_lock
 from tests.support.runs import Clock, Counter, state_of
 from tests.support.signal_handlers import handlers_put_back
 
@@ -206,7 +207,7 @@ def test_interrupt_check_ends_wait_for_note(tmp_path: Path) -> None:
 def test_superseded_owner_records_no_end(tmp_path: Path) -> None:
     first = jct.StepManager(tmp_path)
     first.own()
-    (tmp_path / ".owner").unlink()  # as in a takeover
+    remove_lock(tmp_path)  # as in a takeover
     with jct.StepManager(tmp_path) as second:
         second.save(5, {"state": state_of(5)})
         second.wait()

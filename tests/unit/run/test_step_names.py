@@ -62,7 +62,7 @@ def test_a_step_out_of_range_is_refused(step: int) -> None:
 
 @given(st.sets(st.integers(0, MAX_GENERATION - 1)))
 def test_free_name_follows_highest_generation(taken: set[int]) -> None:
-    other = [step_name(6, MAX_GENERATION), "step-5", "step-0000000005.g9999999", ".owner"]
+    other = [step_name(6, MAX_GENERATION), "step-5", "step-0000000005.g9999999", ".lock"]
     names = [*(step_name(5, generation) for generation in taken), *other]
     assert free_step_name(5, names) == step_name(5, max(taken, default=-1) + 1)
 

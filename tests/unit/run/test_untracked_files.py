@@ -15,9 +15,9 @@ import jaxckpt_train as jct
 from jaxckpt_train.errors import StorageError
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.policies.preservation import AnyPreservationPolicy, BestN, LatestN
-from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.fake_backends import RefusingBackend
+from tests.support.locks import is_owned, replace_lock
 from tests.support.runs import made_run, save_steps, state_of, step_of, step_path
 
 CODES = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EACCES)
@@ -192,20 +192,16 @@ def test_undeletable_attempt_does_not_stop_job(tmp_path: Path, code: int, caplog
 
 
 @pytest.mark.parametrize("token", ["x/../../outside/pwned", "", "a\0b", "x" * 300, ".."])
-def test_foreign_lock_renames_nothing_outside_run(tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_with_any_token_is_taken_over(tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.2)
     run = made_run(tmp_path / "run", 1)
-    (tmp_path / "outside").mkdir()
-    (run / ".owner.dead-x").mkdir()
     owner = {"process": {"host": "elsewhere", "pid": 1, "start": "1"}, "token": token}
-    (run / LOCK_NAME).write_text(json.dumps(owner))
-    os.utime(run / LOCK_NAME, (0, 0))
+    replace_lock(run, json.dumps(owner).encode())
     for _ in range(2):
         with StepManager(run) as manager:
             manager.own()
-    assert list((tmp_path / "outside").iterdir()) == []
-    assert (run / ".owner.dead-x").is_dir()
-    assert not (run / LOCK_NAME).exists()
+    assert os.listdir(tmp_path) == ["run"]
+    assert not is_owned(run)
 
 
 def test_history_that_is_link_is_not_written_through(tmp_path: Path) -> None:

@@ -50,7 +50,6 @@ LOOKUPS: dict[str, tuple[str, str, Callable[[str], object]]] = {
     "open its directory": ("open", "/s", lambda root: LocalBackend().open(f"{root}/s", "COMMIT", direct=False).close()),
     "stat an open file": ("fstat", "COMMIT", lambda root: is_committed(LocalBackend(), f"{root}/s") or 1 / 0),
     "list": ("scandir", "/s", lambda root: LocalBackend().list(f"{root}/s")),
-    "time": ("open", "COMMIT", lambda root: LocalBackend().modified_ns(f"{root}/s/COMMIT")),
     "touch": ("utime", "COMMIT", lambda root: LocalBackend().touch(f"{root}/s/COMMIT")),
 }
 looks = pytest.mark.parametrize(("call", "name", "look"), list(LOOKUPS.values()), ids=list(LOOKUPS))
