@@ -17,6 +17,8 @@ TORCH_IMPORTS_STAMP := .venv-torch/.installed-imports
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # One worker more than two processors: a test spends a third of its time waiting for a disk or another process.
 WORKERS ?= 3
+# Without kept bytecode each worker would rewrite every test, and each process that a test starts compile every module.
+unexport PYTHONDONTWRITEBYTECODE
 # In the order of the files: by default the files with few tests, which are the long ones, would come last, on one worker.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
