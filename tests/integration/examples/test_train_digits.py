@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+# test_demo.py preempts this script; test_resume_proof.py kills a training, and the campaign in tests/nightly/kill does.
+pytestmark = pytest.mark.nightly
+
 STEPS = 1000
 PIPE_BYTES = 4096
 # The losses go through a pipe that holds some 200 lines: the training cannot come to its end before they are read.
