@@ -32,6 +32,7 @@ def test_ours_reports_the_counted_bytes(tmp_path: Path) -> None:
     assert reported <= load.read_bytes <= reported + COUNTED_APART_BYTES
 
 
+@pytest.mark.nightly
 def test_command_measures_and_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--dir", str(tmp_path / "work"), "--json", str(tmp_path / "jobs.json"), "--page", str(tmp_path / "page")]
     jobs.main(["--quick", "--rounds", "1", "--only", ROWS[FEW], "--subjects", "raw,orbax_v0,ours", *where])

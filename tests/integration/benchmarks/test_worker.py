@@ -12,6 +12,7 @@ from benchmarks.sample import LoadSample
 from benchmarks.worker_process import Worker, WorkerError
 from benchmarks.workloads import Workload
 from tests.support.fake_subjects import DYING, FORGETFUL, HONEST, TINY, WRONG_BYTES
+from tests.support.tiers import nightly_after
 
 SEED = (1, 2, 3)
 MESHED = Workload(
@@ -47,7 +48,7 @@ def test_ours_loads_meshes_and_parts(tmp_path: Path) -> None:
         assert [load.asked_bytes for load in loads] == [*[MESHED.nbytes] * 3, 4 * 16 * 32]
 
 
-@pytest.mark.parametrize("subject", ["raw", "memcpy"])
+@pytest.mark.parametrize("subject", nightly_after(1, ["raw", "memcpy"]))
 def test_raw_and_memcpy_have_their_rows(subject: str, tmp_path: Path) -> None:
     with worker(subject, MESHED, tmp_path / "log") as running:
         loads = save_and_load(running, tmp_path, MESHED)
@@ -69,6 +70,7 @@ def test_missing_library_is_left_out(tmp_path: Path) -> None:
     assert "ModuleNotFoundError" in next(iter(outcome.failed.values()))
 
 
+@pytest.mark.nightly
 def test_fresh_loads_leave_no_directory_behind(tmp_path: Path) -> None:
     outcome = rounds([HONEST], tmp_path, fresh_loads=True)
     assert len(outcome.turns) == 2
