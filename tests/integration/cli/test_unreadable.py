@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.commands import ended
 from tests.support.runs import flip_a_payload_byte, made_run, segment_of, step_path
+from tests.support.tiers import nightly_after
 
 LOST = "-dac_override,-dac_read_search"
 AS_ANYBODY = ["setpriv", f"--bounding-set={LOST}", f"--inh-caps={LOST}"] if os.getuid() == 0 else []
@@ -38,7 +39,7 @@ def called(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 @needs_setpriv
-@pytest.mark.parametrize("what", ["step", "manifest"])
+@pytest.mark.parametrize("what", nightly_after(1, ["manifest", "step"]))
 def test_unreadable_newer_step_is_not_skipped(directory: Path, tmp_path: Path, what: str) -> None:
     (step_path(directory, 3) if what == "step" else step_path(directory, 3) / "manifest.json").chmod(0)
     for command in (["verify", directory], ["show", directory], ["cp", directory, tmp_path / "copy"]):
@@ -52,7 +53,7 @@ def test_unreadable_newer_step_is_not_skipped(directory: Path, tmp_path: Path, w
 
 
 @needs_setpriv
-@pytest.mark.parametrize("what", ["step", "manifest", "data"])
+@pytest.mark.parametrize("what", nightly_after(2, ["step", "data", "manifest"]))
 def test_doctor_and_prune_report_readable_steps(directory: Path, what: str) -> None:
     step = step_path(directory, 3)
     {"step": step, "manifest": step / "manifest.json", "data": segment_of(step)}[what].chmod(0)
@@ -96,7 +97,7 @@ def test_verify_and_scrub_report_unreadable_data(directory: Path) -> None:
 
 @needs_setpriv
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
-@pytest.mark.parametrize("name", ["w/0", "w/.zarray", "n/0"])
+@pytest.mark.parametrize("name", nightly_after(1, ["w/0", "w/.zarray", "n/0"]))
 def test_unreadable_orbax_array_is_not_damage(tmp_path: Path, name: str) -> None:
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
     ocp.Checkpointer(handler).save(tmp_path / "a", {"w": np.arange(5.0), "n": 3})
