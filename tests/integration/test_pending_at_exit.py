@@ -9,6 +9,7 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.run.saving import CALL_S
+from tests.support.tiers import nightly_after
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -306,7 +307,7 @@ atexit.register(lambda: {RUN}.save(2, {{"state": np.arange(2)}}))
 }
 
 
-@pytest.mark.parametrize("threads", ["", NO_THREADS], ids=["threads", "no threads"])
+@pytest.mark.parametrize("threads", nightly_after(1, [NO_THREADS, ""]), ids=["no threads", "threads"])
 @pytest.mark.parametrize("script", SAVES_LATE.values(), ids=SAVES_LATE)
 def test_saves_after_main_thread_are_committed(script: str, threads: str, tmp_path: Path, run_python: Any) -> None:
     before = "import atexit, sys, threading\nimport numpy as np\nimport jaxckpt_train as jct\n"

@@ -34,7 +34,7 @@ TAKEN = list(EXACT.values())
 
 
 @pytest.mark.parametrize("pipeline", TAKEN, ids=list(EXACT))
-@pytest.mark.parametrize("consumed", [0, 1, 10])
+@pytest.mark.parametrize("consumed", nightly_after(1, [10, 0, 1]))
 def test_fresh_iterator_goes_on_where_saved_one_was(pipeline: Pipeline, consumed: int) -> None:
     straight = take(pipeline(), consumed + 10)
     first = pipeline()
@@ -58,7 +58,9 @@ def test_staged_position_is_fixed_at_the_save(pipeline: Pipeline) -> None:
     assert take(iterator, 10) == after
 
 
-@pytest.mark.parametrize("pipeline", [PIPELINES[name] for name in ("interleave", "a user's", "concat then split")])
+@pytest.mark.parametrize(
+    "pipeline", nightly_after(1, [PIPELINES[name] for name in ("interleave", "a user's", "concat then split")])
+)
 def test_pipeline_accepts_each_of_its_positions(pipeline: Pipeline) -> None:
     iterator, target = pipeline(), pipeline()
     for _ in range(25):
@@ -197,7 +199,6 @@ if __name__ == "__main__":
     assert take(resumed, 10) == second
     handler.restore(resumed, at_0)
     assert take(resumed, 10) == first
-    assert take(handler.restore(pipeline(), at_0), 3) == first[:3]
     print("resumed")
 """
 

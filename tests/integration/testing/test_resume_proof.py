@@ -16,7 +16,7 @@ from tests.support.tiers import nightly_after
 from tests.support.training_loops import train, train_with_key
 
 
-@pytest.mark.parametrize(("how", "resumed_at"), [("kill", (3, 6)), ("preempt", (4, 8))])
+@pytest.mark.parametrize(("how", "resumed_at"), nightly_after(1, [("kill", (3, 6)), ("preempt", (4, 8))]))
 def test_a_loop_that_resumes_exactly_is_proven(how: How, resumed_at: tuple[int, ...], tmp_path: Path) -> None:
     proof = assert_resume_exact(train, kill_at=[4, 8], how=how, directory=tmp_path / "proof")
     updates = sum(9 - step for step in resumed_at) - (9 - 8)
