@@ -193,13 +193,17 @@ class OwnerLock:
         `watches`: wait up to `SILENCE_S` for a heartbeat if the owner's death cannot be detected otherwise.
         """
         seen = self._look()
-        if seen.owner is None:
-            return None
-        dead, silent_s = is_dead(seen.owner.process), time.time() - seen.refreshed_ns / 1e9
-        if dead is None and watches:
-            return Owner(str(seen.owner), not self._stays(seen), silent_s)
-        # For display only: the silence compares clocks of two machines.
-        return Owner(str(seen.owner), not dead and (dead is False or silent_s <= SILENCE_S), silent_s)
+        while (owner := seen.owner) is not None:
+            dead, silent_s = is_dead(owner.process), time.time() - seen.refreshed_ns / 1e9
+            if dead is not None or not watches:
+                # The silence is for display only: it compares the clocks of two machines.
+                return Owner(str(owner), not dead and (dead is False or silent_s <= SILENCE_S), silent_s)
+            if self._stays(seen):
+                return Owner(str(owner), False, silent_s)
+            seen = self._look()
+            if seen.has_token(owner.token):
+                return Owner(str(owner), True, silent_s)
+        return None
 
     def refuse_child(self) -> None:
         """Raise DirectoryLockedError in a forked child, which does not own the lock of its parent."""
