@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from jaxckpt_train._validation import whole
 from jaxckpt_train.checkpoint import load
@@ -410,42 +410,6 @@ class CheckpointCallback:
     def all_steps(self) -> list[int]:
         """Return the committed steps in ascending order."""
         return self.manager.steps if self.enabled else []
-
-    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
-        """Return the committed step with the best value of a metric, or None if no step has the metric.
-
-        Args:
-            metric: the name of the metric. None: `best_metric` of this callback.
-            mode: "min" if lower is better, "max" if higher is better. None: `best_mode` of this callback if it is for
-                the same metric; otherwise "min", but refused for a metric such as "accuracy".
-
-        Raises:
-            SettingsError: no metric is known, or its mode must be stated.
-        """
-        options, name = self._options, metric or self._options.best_metric
-        if name is None:
-            raise SettingsError(
-                "best_step: expected a metric, found none; pass the argument metric, or set best_metric of the callback"
-            )
-        own = options.best_mode if options.best_metric in (None, name) else None
-        return self.manager.best(name, mode or own) if self.enabled else None
-
-    def load(self, step: int | None = None, like: Any = None) -> Any:
-        """Load the state of a committed step. This only reads; the loop and the run continue unchanged.
-
-        The method does not wait for a running save, and does not see its step.
-
-        Args:
-            step: the step. None: the newest valid one.
-            like: the target, as for `jaxckpt_train.load`. NNX objects in it are changed in place, so pass other objects
-                than those that the loop trains. None: nested dicts and lists of numpy arrays.
-
-        Raises:
-            StepNotFoundError: the step does not exist.
-            CorruptCheckpointError: its bytes are not what was saved.
-            MismatchError: it does not fit `like`; no array was read.
-        """
-        return self.manager.load({"state": like}, step)["state"]
 
     def wait_until_finished(self) -> None:
         """Wait until the running save is committed.

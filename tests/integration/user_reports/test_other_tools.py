@@ -125,7 +125,7 @@ def test_best_step_survives_restarts_and_a_move(tmp_path: Path) -> None:
     assert int(jct.load(tmp_path / "moved" / "best")["step"]) == 2
     with jct.CheckpointCallback(tmp_path / "moved", keep_latest=1, keep_best=1, best_metric="loss") as ckpt:
         ckpt.resume(state_of(0))
-        assert (ckpt.completed_steps, ckpt.best_step()) == (6, 2)
+        assert (ckpt.completed_steps, ckpt.manager.best("loss")) == (6, 2)
 
 
 @pytest.mark.parametrize("step", [1, 2])
