@@ -35,17 +35,6 @@ from jaxckpt_train.policies.context import (
     steps_text,
 )
 
-__all__ = [
-    "AnyPreservationPolicy",
-    "BestN",
-    "CustomSteps",
-    "EveryNSeconds",
-    "EveryNSteps",
-    "EveryNStepsClosest",
-    "LatestDuration",
-    "LatestN",
-    "PreserveAll",
-]
 _log = logging.getLogger("jaxckpt_train")
 
 

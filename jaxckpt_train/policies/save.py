@@ -42,20 +42,6 @@ from jaxckpt_train.policies.context import (
     steps_text,
 )
 
-__all__ = [
-    "AllSavePolicy",
-    "AnySavePolicy",
-    "ContinuousCheckpointingPolicy",
-    "EverySecondsPolicy",
-    "FixedIntervalPolicy",
-    "ImprovementPolicy",
-    "InitialSavePolicy",
-    "OverheadBudgetPolicy",
-    "PreemptionCheckpointingPolicy",
-    "SpecificStepsPolicy",
-    "TemporarySavePolicy",
-    "YoungDalyPolicy",
-]
 _log = logging.getLogger("jaxckpt_train")
 LEAST_INTERVAL_S, MOST_INTERVAL_S = 1.0, 3600.0
 AIM = 0.9  # the part of a budget that is used: the measurements are not exact
