@@ -95,8 +95,7 @@ class Evidence:
             if found.kind in ("metric", "leaf"):
                 one, other = found.straight, found.resumed
                 if isinstance(one, Leaf) and isinstance(other, Leaf):
-                    pair = numbers_of(self.straight, one), numbers_of(self.again, other)
-                    return relative_difference(*pair) < ROUNDING
+                    return relative_difference(numbers_of(one), numbers_of(other)) < ROUNDING
         return False
 
     @functools.cached_property

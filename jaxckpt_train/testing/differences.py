@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
+from jaxckpt_train.store.segment import DTYPES
 from jaxckpt_train.testing.processes import Attempt, Batch, Leaf, Leaves, Update
 
 Kind = Literal["start", "restored", "label", "batch", "metric", "leaf", "end"]
@@ -23,8 +25,8 @@ def relative_difference(one: np.ndarray | None, other: np.ndarray | None) -> flo
     return difference / largest if largest > 0 and np.isfinite(difference) else np.inf
 
 
-def numbers_of(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
-    """Return the data of a leaf; None: no numbers, or they were not kept.
+def numbers_of(leaf: Leaf) -> np.ndarray | None:
+    """Return the data of a leaf; None: no numbers, or too many for a record.
 
     Integers become Python integers, which are exact; anything else becomes float64 or complex128.
     """
@@ -39,9 +41,10 @@ def numbers_of(attempt: Attempt, leaf: Leaf) -> np.ndarray | None:
                 return np.asarray(complex(text))
             case "python bool":
                 return np.asarray(float(text == "True"))
-    array = attempt.array(leaf)
-    if array is None:
+    dtype = np.dtype(np.uint32) if leaf.kind.startswith("key<") else DTYPES.get(leaf.kind)
+    if dtype is None or len(leaf.content) != dtype.itemsize * math.prod(leaf.shape):
         return None
+    array = np.frombuffer(leaf.content, dtype).reshape(leaf.shape)
     return array.astype({"i": object, "u": object, "c": np.complex128}.get(array.dtype.kind, np.float64))
 
 
@@ -100,18 +103,18 @@ def _at_start(number: int, attempt: Attempt, straight: Attempt) -> Iterator[Diff
         expected = straight.by_step[step].leaves if step in straight.by_step else straight.starts[0].leaves
         restored = {name.partition("/")[0] for name in found}
         known = {
-            name: found[name] if name in found and _is_same_number(attempt, found[name], straight, leaf) else leaf
+            name: found[name] if name in found and _is_same_number(found[name], leaf) else leaf
             for name, leaf in expected.items()
             if name.partition("/")[0] in restored
         }
         yield from _of_leaves("restored", number, step, 0, known, found)
 
 
-def _is_same_number(attempt: Attempt, restored: Leaf, straight: Attempt, saved: Leaf) -> bool:
+def _is_same_number(restored: Leaf, saved: Leaf) -> bool:
     """Return whether scalars of different forms, such as an int and an array, are the same number."""
     if restored.shape or saved.shape or restored.kind == saved.kind:
         return False
-    one, other = numbers_of(attempt, restored), numbers_of(straight, saved)
+    one, other = numbers_of(restored), numbers_of(saved)
     if one is None or other is None:
         return False
     return one.item() == other.item() or bool(one != one and other != other)

@@ -25,12 +25,10 @@ from types import ModuleType
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from jaxckpt_train._validation import refuse
 from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.store.files import digest_function
-from jaxckpt_train.store.segment import DTYPES
 
 SMALL_BYTES = 64
 OBJECT = "object "  # prefix of the kind of a leaf of which only the type can be compared
@@ -38,8 +36,7 @@ _SUBJECT = "resume proof: make_run"
 DIRECTORY = "{directory}"  # the placeholder for the directory of the run in the arguments of a script
 MakeRun = Callable[..., object] | Sequence[str]
 How = Literal["kill", "preempt", "raise"]
-MOST_VALUE_BYTES = 256 << 20
-"""The limit of the values that one process keeps before the update `Plan.values_from`, and again from there on."""
+RECORDS = "records.jsonl"
 LOG_LINES = 30
 STACKS_S = 2.0  # for a process that hangs to print the stacks of its threads
 # Set the path first: the new process must import this package and the user's modules from the same places.
@@ -58,7 +55,6 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     shape: tuple[int, ...]  # the shape of an array, or of the data of keys
     digest: str  # the digest of the bytes
     content: bytes = b""  # the bytes, if there are at most `SMALL_BYTES`
-    at: int = -1  # the offset of the bytes in the file of values; -1: they are not stored there
 
     def same(self, other: Leaf | None) -> bool:
         """Return whether dtype, shape and bytes are equal."""
@@ -226,7 +222,6 @@ class Plan(msgspec.Struct, frozen=True):
     stop_at: int | None = None  # the update in which to interrupt the run; None: do not interrupt it
     how: How = "kill"  # how to interrupt the run
     ignored: tuple[str, ...] = ()  # patterns of metrics to leave out
-    values_from: int | None = None  # the update from which on the values of leaves are needed most; None: the first
     saves_first: bool = False  # whether to save the update `stop_at` before the interruption, whatever the policy says
 
     def write(self, folder: Path) -> None:
@@ -245,14 +240,14 @@ class Plan(msgspec.Struct, frozen=True):
 class Attempt:
     """One process of a run that has ended."""
 
-    folder: Path  # the folder with its log, its records and the values of leaves
+    folder: Path  # the folder with its log and its records
     plan: Plan  # the plan of the process
     exit_code: int | None  # the exit code, negative for a signal; None: the process hung and was killed
 
     @functools.cached_property
     def lines(self) -> Sequence[Line]:
         """All records, without a last one that a kill has left incomplete."""
-        file = self.folder / "records.jsonl"
+        file = self.folder / RECORDS
         decoder = msgspec.json.Decoder(Line)
         return [decoder.decode(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
 
@@ -291,20 +286,6 @@ class Attempt:
         """The label of the last update, or None."""
         return self.updates[-1].step if self.updates else None
 
-    def array(self, leaf: Leaf) -> np.ndarray | None:
-        """Return the data of a leaf; None: it is not an array, or its data were not kept."""
-        dtype = np.dtype(np.uint32) if leaf.kind.startswith("key<") else DTYPES.get(leaf.kind)
-        if dtype is None:
-            return None
-        data, nbytes = leaf.content, dtype.itemsize * int(np.prod(leaf.shape, dtype=np.int64))
-        if len(data) != nbytes:
-            if leaf.at < 0:
-                return None
-            with open(self.folder / "values.bin", "rb") as file:
-                file.seek(leaf.at)
-                data = file.read(nbytes)
-        return np.frombuffer(data, dtype).reshape(leaf.shape)
-
     def log_tail(self) -> str:
         """Return the path of the log and its last lines."""
         log = self.folder / "log.txt"
@@ -312,38 +293,10 @@ class Attempt:
         return f"{log}, ends with:\n" + ("\n".join(f"  | {line}" for line in lines) or "  | (nothing)")
 
 
-class RecordWriter:
-    """Writes the records of this process without buffering, so that they survive a kill."""
-
-    def __init__(self, folder: Path) -> None:
-        self._records = open(folder / "records.jsonl", "ab", buffering=0)  # noqa: SIM115 - as long as the process
-        self._values = open(folder / "values.bin", "ab", buffering=0)  # noqa: SIM115
-        self._kept: dict[str, int] = {}
-        self._end, self._left = 0, MOST_VALUE_BYTES
-
-    def reset_value_limit(self) -> None:
-        """Allow values up to the limit again, however many were kept before."""
-        self._left = MOST_VALUE_BYTES
-
-    def keep(self, leaf: Leaf, data: Callable[[], bytes], nbytes: int) -> Leaf:
-        """Write the bytes of a leaf to the file of values, within the limit, and return the leaf with their offset."""
-        at = self._kept.get(leaf.digest)
-        if at is None:
-            if nbytes > self._left:
-                return leaf
-            at = self._kept[leaf.digest] = self._end
-            self._values.write(data())
-            self._end, self._left = self._end + nbytes, self._left - nbytes
-        return msgspec.structs.replace(leaf, at=at)
-
-    def add(self, line: Line) -> None:
-        """Write one record."""
-        self._records.write(msgspec.json.encode(line) + b"\n")
-
-    def close(self) -> None:
-        """Close the files."""
-        self._records.close()
-        self._values.close()
+def add_record(folder: Path, line: Line) -> None:
+    """Add a record to the folder of a process. A later kill of the process does not lose it."""
+    with open(folder / RECORDS, "ab") as file:
+        file.write(msgspec.json.encode(line) + b"\n")
 
 
 def digests_of_files(write: Callable[[Path], None]) -> dict[str, bytes]:

@@ -40,23 +40,21 @@ from jaxckpt_train.testing.processes import (
     Leaf,
     Leaves,
     Plan,
-    RecordWriter,
     Resumed,
     Stopped,
     Update,
+    add_record,
     digests_of_files,
     run,
 )
 
 MOST_DEEP = 20  # levels of nested records
-Keep = Callable[[Leaf, Callable[[], bytes], int], Leaf] | None
-"""Stores the bytes of a leaf and returns the leaf with their location; None: bytes are not stored."""
 _digest = digest_function("xxh3-128")
 _PYTHON = (bool, int, float, complex, str, bytes)
 _PASSED_ON = ("__call__", "__contains__", "__enter__", "__exit__", "__getitem__", "__len__")
 
 
-def leaves_of(checkpointables: Mapping[str, Any], keep: Keep = None) -> Leaves:
+def leaves_of(checkpointables: Mapping[str, Any]) -> Leaves:
     """Return the leaves of checkpointables as a save would take them; a path starts with the checkpointable's name."""
     found: Leaves = {}
     for name, value in checkpointables.items():
@@ -68,7 +66,7 @@ def leaves_of(checkpointables: Mapping[str, Any], keep: Keep = None) -> Leaves:
             content = encode_value(staged.value)
             found[name] = _leaf("JSON", (len(content),), content)
         else:
-            found |= _tree_leaves(name, staged.tree, keep)
+            found |= _tree_leaves(name, staged.tree)
     return found
 
 
@@ -96,7 +94,7 @@ def host_random() -> dict[str, str]:
     return found
 
 
-def _tree_leaves(name: str, tree: Any, keep: Keep = None, depth: int = 0) -> Leaves:
+def _tree_leaves(name: str, tree: Any, depth: int = 0) -> Leaves:
     try:
         flat = flatten(tree)
     except UnsupportedLeafError:  # only data and metrics: a state with this leaf could not be saved
@@ -107,9 +105,9 @@ def _tree_leaves(name: str, tree: Any, keep: Keep = None, depth: int = 0) -> Lea
         full = name if path == ROOT else join(name, path)
         content = _content_of(value) if array is None and depth < MOST_DEEP else None
         if content is not None:
-            found |= _tree_leaves(full, content, keep, depth + 1)
+            found |= _tree_leaves(full, content, depth + 1)
         else:
-            found[full] = _python_leaf(value) if array is None else _array_leaf(value, array, keep)
+            found[full] = _python_leaf(value) if array is None else _array_leaf(value, array)
     return found
 
 
@@ -130,13 +128,12 @@ def _host_array(value: Any) -> np.ndarray | None:
     return None if array.dtype.hasobject else array
 
 
-def _array_leaf(value: Any, array: np.ndarray, keep: Keep) -> Leaf:
+def _array_leaf(value: Any, array: np.ndarray) -> Leaf:
     kind = f"key<{jax.random.key_impl(value)}>" if is_key_array(value) else dtype_name(array.dtype)
     if array.nbytes <= SMALL_BYTES:
         return _leaf(kind, array.shape, array.tobytes())
     content = np.ascontiguousarray(array)
-    leaf = Leaf(kind, array.shape, _digest(memoryview(content.reshape(-1).view(np.uint8))))
-    return leaf if keep is None else keep(leaf, content.tobytes, array.nbytes)
+    return Leaf(kind, array.shape, _digest(memoryview(content.reshape(-1).view(np.uint8))))
 
 
 def _python_leaf(value: Any) -> Leaf:
@@ -224,8 +221,8 @@ class InterruptedRunError(Exception):
 class Recorder:
     """The observer that records the training loop of this process."""
 
-    def __init__(self, writer: RecordWriter, plan: Plan) -> None:
-        self._writer, self._plan, self._ignores = writer, plan, leaf_filter(plan.ignored)
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self._folder, self._plan, self._ignores = folder, plan, leaf_filter(plan.ignored)
         self._thread = threading.get_ident()
         self._batches: list[Batch] = []
         self._elsewhere = 0
@@ -236,8 +233,9 @@ class Recorder:
     def resumed(self, manager: StepManager, values: dict[str, Any]) -> dict[str, Any]:
         """Record the call of `resume`, and wrap the data."""
         self._thread = threading.get_ident()
-        leaves = leaves_of({name: value for name, value in values.items() if name != DATA_NAME}, self._writer.keep)
-        self._writer.add(Resumed(manager.restored_step, manager.directory, tuple(values), leaves, host_random()))
+        leaves = leaves_of({name: value for name, value in values.items() if name != DATA_NAME})
+        start = Resumed(manager.restored_step, manager.directory, tuple(values), leaves, host_random())
+        add_record(self._folder, start)
         data = values.get(DATA_NAME)
         return {**values, DATA_NAME: observed(data, self._took)} if can_be_observed(data) else values
 
@@ -260,7 +258,7 @@ class Recorder:
         now, before = leaves_of(self._in_place) if compares else {}, after.leaves
         changed = tuple(name for name, leaf in now.items() if name in before and not leaf.same(before[name]))
         if self._polled or changed:
-            self._writer.add(Between(after.step, self._polled, changed))
+            add_record(self._folder, Between(after.step, self._polled, changed))
 
     def update_completed(self, manager: StepManager, loop: LoopState) -> None:
         """Record the update. Interrupt the run if the plan says so."""
@@ -268,8 +266,6 @@ class Recorder:
         self._end_between(compares=False)
         loop.last = {name: plain(value) for name, value in loop.last.items()}
         saved = {name: value for name, value in loop.last.items() if name != DATA_NAME}
-        if loop.step == self._plan.values_from:
-            self._writer.reset_value_limit()
         metrics = metrics_of(loop.metrics)
         ignored = tuple(filter(self._ignores, metrics))
         update = Update(
@@ -277,11 +273,11 @@ class Recorder:
             tuple(self._batches),
             self._elsewhere,
             {name: leaf for name, leaf in metrics.items() if name not in ignored},
-            leaves_of(saved, self._writer.keep),
+            leaves_of(saved),
             host_random(),
             ignored,
         )
-        self._writer.add(update)
+        add_record(self._folder, update)
         self._batches, self._elsewhere = [], 0
         if loop.step == self._plan.stop_at:
             self._interrupt(manager, loop)
@@ -294,7 +290,7 @@ class Recorder:
             manager.save(loop.step, loop.last or {}, force=True)
         if self._plan.how == "kill":
             manager.wait()
-        self._writer.add(Stopped(self._plan.stop_at or 0))
+        add_record(self._folder, Stopped(self._plan.stop_at or 0))
         if self._plan.how == "raise":
             raise InterruptedRunError(f"the resume proof interrupts the run in update {self._plan.stop_at}")
         signal.raise_signal(signal.SIGKILL if self._plan.how == "kill" else signal.SIGTERM)
@@ -305,5 +301,5 @@ def main(folder: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGQUIT)  # sent at the time limit, to show where a hanging process waits
     plan = Plan.read(Path(folder))
-    loop_observer.observe(Recorder(RecordWriter(Path(folder)), plan))
+    loop_observer.observe(Recorder(Path(folder), plan))
     run(plan.target, Path(plan.directory))

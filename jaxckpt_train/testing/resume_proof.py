@@ -139,20 +139,18 @@ class Runner:
     ignored: tuple[str, ...] = ()  # patterns of metrics to leave out
     start: Callable[[Path, float], int | None] = run_child  # runs the plan in a folder, as `run_child` does
 
-    def run(
-        self, name: str, kill_at: Sequence[int] = (), values_from: int | None = None, saves_first: bool = False
-    ) -> list[Attempt]:
+    def run(self, name: str, kill_at: Sequence[int] = (), saves_first: bool = False) -> list[Attempt]:
         """Run the target until it ends by itself; all processes save in one directory.
 
         Args:
             name: the name of the run.
             kill_at: the updates in which to interrupt the run.
-            values_from, saves_first: see `Plan`.
+            saves_first: see `Plan`.
         """
         attempts: list[Attempt] = []
         for number, stop_at in enumerate([*kill_at, None], 1):
             folder, directory = self.directory / name / f"process-{number}", self.directory / name / "run"
-            plan = Plan(self.target, str(directory), stop_at, self.how, self.ignored, values_from, saves_first)
+            plan = Plan(self.target, str(directory), stop_at, self.how, self.ignored, saves_first)
             plan.write(folder)
             attempt = Attempt(folder, plan, self.start(folder, self.timeout_s))
             problem = self._problem(attempt, attempts[-1] if attempts else None)
@@ -205,7 +203,7 @@ def _ending_problem(attempt: Attempt, after: str) -> str | None:
 def prove(runner: Runner, stops: Sequence[int]) -> ResumeProof:
     """Run the target with and without interruptions in these updates, and compare; see `assert_resume_exact`."""
     attempts = runner.run("interrupted", stops)
-    [straight] = runner.run("uninterrupted", values_from=attempts[1].resumed_at or 0)
+    [straight] = runner.run("uninterrupted")
     _compare(runner, attempts, straight)
     # The first update after which the loop seems to evaluate, unless the run has resumed at such an update.
     found = [each for each in straight.between.values() if each.step != straight.last]
@@ -232,7 +230,7 @@ def _compare(runner: Runner, attempts: list[Attempt], straight: Attempt) -> None
     if not kinds:
         return
     # Repeat the uninterrupted run, to find out whether the loop is repeatable at all.
-    [again] = runner.run("uninterrupted-again", values_from=attempts[1].resumed_at or 0)
+    [again] = runner.run("uninterrupted-again")
     twin = first_differences([again], straight)
     first = next(iter(kinds.values()))
     if not twin and first.number == 0:  # before any interruption: the loop is not repeatable, even if rarely
@@ -276,10 +274,10 @@ def describe(evidence: Evidence, found: Difference) -> str:
     since = "interrupted later" if attempt.resumed_at is None else f"resumed at {attempt.resumed_at}"
     match found.kind:
         case "start":
-            return f"at the start: {_of_leaf(evidence, found, 'second start')}"
+            return f"at the start: {_of_leaf(found, 'second start')}"
         case "restored":
             return f"the state restored from step {found.step} differs from the state after update {found.step}: " + (
-                _of_leaf(evidence, found, since)
+                _of_leaf(found, since)
             )
         case "label":
             return f"after the resume at {attempt.resumed_at}: expected update {found.straight}, found {found.resumed}"
@@ -288,7 +286,7 @@ def describe(evidence: Evidence, found: Difference) -> str:
         case "batch":
             return f"update {found.step}: {_of_batch(found, since)}"
         case _:
-            return f"update {found.step}: {_of_leaf(evidence, found, since)}"
+            return f"update {found.step}: {_of_leaf(found, since)}"
 
 
 def _texts(one: Any, other: Any) -> tuple[str, str]:
@@ -311,7 +309,7 @@ def _of_batch(found: Difference, since: str) -> str:
     return f"its batch differs{which}: in {arrays} ({since})"
 
 
-def _of_leaf(evidence: Evidence, found: Difference, since: str) -> str:
+def _of_leaf(found: Difference, since: str) -> str:
     is_metric, straight, resumed = found.kind == "metric", found.straight, found.resumed
     count = f"; {found.differing} of {found.of} leaves differ there" if found.of > 1 and not is_metric else ""
     if not isinstance(straight, Leaf) or not isinstance(resumed, Leaf):
@@ -319,7 +317,7 @@ def _of_leaf(evidence: Evidence, found: Difference, since: str) -> str:
         return f"{found.name} is in the {'metrics' if is_metric else 'state'} of the {only} run only{count}"
     if straight.form() != resumed.form():
         return f"{found.name} differs: {straight.form()} (uninterrupted) vs {resumed.form()} ({since}){count}"
-    numbers = numbers_of(evidence.straight, straight), numbers_of(evidence.attempts[found.number], resumed)
+    numbers = numbers_of(straight), numbers_of(resumed)
     form = "" if is_metric or straight.kind.startswith("python") else f" {straight.form()}"
     return f"{found.name}{form} differs{_of_values(straight, *numbers)}{f' ({since})' if is_metric else count}"
 
@@ -327,7 +325,7 @@ def _of_leaf(evidence: Evidence, found: Difference, since: str) -> str:
 def _of_values(leaf: Leaf, one: np.ndarray | None, other: np.ndarray | None) -> str:
     """Return the number of differing values, and the largest difference and its index, as text."""
     if one is None or other is None or not one.size:
-        return " (the values were not kept)" if leaf.shape and not leaf.content else ""
+        return ""
     if leaf.kind.startswith("key<"):
         data = [[int(value) for value in each.reshape(-1)[:4]] for each in (one, other)]
         return f": key data {data[0]} (uninterrupted) vs {data[1]}"

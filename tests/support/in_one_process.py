@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxckpt_train import loop as loop_observer
-from jaxckpt_train.testing.processes import Plan, RecordWriter, ScriptTarget
+from jaxckpt_train.testing.processes import Plan, ScriptTarget
 from jaxckpt_train.testing.recorder import InterruptedRunError, Recorder
 from jaxckpt_train.testing.resume_proof import ResumeProof, Runner, prove
 
@@ -19,14 +18,13 @@ def prove_here(make_run: MakeRun, directory: Path, *kill_at: int, ignored: tuple
 
     def start(folder: Path, timeout_s: float) -> int:
         plan = Plan.read(folder)
-        with contextlib.closing(RecordWriter(folder)) as writer:
-            loop_observer.observe(Recorder(writer, plan))
-            try:
-                make_run(Path(plan.directory))
-            except InterruptedRunError:
-                return 1
-            finally:
-                loop_observer.observe(None)
+        loop_observer.observe(Recorder(folder, plan))
+        try:
+            make_run(Path(plan.directory))
+        except InterruptedRunError:
+            return 1
+        finally:
+            loop_observer.observe(None)
         return 0
 
     return prove(Runner(ScriptTarget(()), directory, "raise", 60.0, ignored, start), kill_at)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from flax import nnx
 import jaxckpt_train as jct
 from jaxckpt_train import loop as loop_observer
 from jaxckpt_train.testing import ResumeNotExactError
-from jaxckpt_train.testing.processes import Plan, RecordWriter, ScriptTarget
+from jaxckpt_train.testing.processes import Plan, ScriptTarget
 from jaxckpt_train.testing.recorder import Recorder
 from tests.support.in_one_process import prove_here
 from tests.support.training_loops import Batches
@@ -136,12 +135,11 @@ def data_passed_again(directory: Path) -> None:
 
 def test_saved_data_is_the_plain_iterator(tmp_path: Path) -> None:
     data_passed_again(tmp_path / "alone")
-    with contextlib.closing(RecordWriter(tmp_path)) as writer:
-        loop_observer.observe(Recorder(writer, Plan(ScriptTarget(()), str(tmp_path))))
-        try:
-            data_passed_again(tmp_path / "watched")
-        finally:
-            loop_observer.observe(None)
+    loop_observer.observe(Recorder(tmp_path, Plan(ScriptTarget(()), str(tmp_path))))
+    try:
+        data_passed_again(tmp_path / "watched")
+    finally:
+        loop_observer.observe(None)
     alone, watched = (
         jct.load_checkpointables(tmp_path / run / "step-0000000004", {"data": None})["data"]
         for run in ("alone", "watched")
