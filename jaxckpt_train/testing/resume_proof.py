@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxckpt_train._validation import one_of, refuse, seconds, whole
 from jaxckpt_train.testing.causes import Cause, Evidence, likely_causes
 from jaxckpt_train.testing.differences import Difference, differing_names, first_differences, numbers_of
@@ -289,17 +287,6 @@ def describe(evidence: Evidence, found: Difference) -> str:
             return f"update {found.step}: {_of_leaf(found, since)}"
 
 
-def _texts(one: Any, other: Any) -> tuple[str, str]:
-    """Return two numbers with enough digits to distinguish them."""
-    if isinstance(one, int) and isinstance(other, int):
-        return str(one), str(other)
-    for digits in (4, 6, 9, 17):
-        texts = f"{one.real:.{digits}g}", f"{other.real:.{digits}g}"
-        if texts[0] != texts[1]:
-            break
-    return texts
-
-
 def _of_batch(found: Difference, since: str) -> str:
     which = f" (number {found.name} of {found.of})" if found.of > 1 else ""
     if not isinstance(found.straight, Batch) or not isinstance(found.resumed, Batch):
@@ -317,31 +304,11 @@ def _of_leaf(found: Difference, since: str) -> str:
         return f"{found.name} is in the {'metrics' if is_metric else 'state'} of the {only} run only{count}"
     if straight.form() != resumed.form():
         return f"{found.name} differs: {straight.form()} (uninterrupted) vs {resumed.form()} ({since}){count}"
-    numbers = numbers_of(straight), numbers_of(resumed)
     form = "" if is_metric or straight.kind.startswith("python") else f" {straight.form()}"
-    return f"{found.name}{form} differs{_of_values(straight, *numbers)}{f' ({since})' if is_metric else count}"
-
-
-def _of_values(leaf: Leaf, one: np.ndarray | None, other: np.ndarray | None) -> str:
-    """Return the number of differing values, and the largest difference and its index, as text."""
-    if one is None or other is None or not one.size:
-        return ""
-    if leaf.kind.startswith("key<"):
-        data = [[int(value) for value in each.reshape(-1)[:4]] for each in (one, other)]
-        return f": key data {data[0]} (uninterrupted) vs {data[1]}"
-    with np.errstate(invalid="ignore"):
-        apart = np.asarray(np.abs(one - other))
-    differing = int(np.count_nonzero((one != other) & ~((one != one) & (other != other))))
-    place = np.unravel_index(int(np.argmax(np.where(apart != apart, np.inf, apart))), one.shape)
-    texts = _texts(one[place], other[place])
-    values = f"{texts[0]} (uninterrupted) vs {texts[1]}"
-    if not leaf.shape:
-        return f": {values}"
-    if not differing:
-        return " only in bits: the sign of a zero, or the payload of a nan"
-    largest = apart[place] if isinstance(apart[place], int) else f"{float(apart[place]):.4g}"
-    where = ",".join(str(int(index)) for index in place)
-    return f" in {differing} of {one.size} values, max abs difference {largest} at [{where}]: {values}"
+    values = [numbers_of(straight), numbers_of(resumed)]
+    texts = [str(numbers.tolist()) for numbers in values if numbers is not None]
+    shown = f": {texts[0]} (uninterrupted) vs {texts[1]}" if len(texts) == 2 else ""
+    return f"{found.name}{form} differs{shown}{f' ({since})' if is_metric else count}"
 
 
 def _of_equal_batches(evidence: Evidence) -> str:
