@@ -63,10 +63,10 @@ from jaxckpt_train.policies.save import TemporarySavePolicy as TemporarySavePoli
 from jaxckpt_train.policies.save import YoungDalyPolicy as YoungDalyPolicy
 from jaxckpt_train.preemption.clouds import AwsNotice as AwsNotice
 from jaxckpt_train.preemption.clouds import GceNotice as GceNotice
-from jaxckpt_train.preemption.schedulers import KubernetesNotice as KubernetesNotice
-from jaxckpt_train.preemption.schedulers import SlurmNotice as SlurmNotice
+from jaxckpt_train.preemption.sources import KubernetesNotice as KubernetesNotice
 from jaxckpt_train.preemption.sources import Notice as Notice
 from jaxckpt_train.preemption.sources import NoticeSource as NoticeSource
+from jaxckpt_train.preemption.sources import SlurmNotice as SlurmNotice
 from jaxckpt_train.pytree.flatten import PLACEHOLDER as PLACEHOLDER
 from jaxckpt_train.run.retention import BestLink as BestLink
 from jaxckpt_train.run.saving import SaveResult as SaveResult

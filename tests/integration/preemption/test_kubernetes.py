@@ -13,7 +13,7 @@ from tests.support.cluster_programs import can_be_process_1, in_a_container
 START = """
 import logging
 logging.basicConfig(format="%(message)s")
-from jaxckpt_train.preemption.schedulers import KubernetesNotice
+from jaxckpt_train.preemption.sources import KubernetesNotice
 source = KubernetesNotice()
 source.start()
 assert source.notice() is None
