@@ -17,9 +17,8 @@ from bokeh.resources import Resources
 from jaxckpt_train.inspection.units import number_text, percent_text, scaled_bytes, seconds_text
 from jaxckpt_train.report import tables
 from jaxckpt_train.report.changes import PairChange
-from jaxckpt_train.report.events import DiskUse, StepLife
 from jaxckpt_train.report.gather import Gathered, Process
-from jaxckpt_train.report.series import Limits, Mark, MetricValue, Restore, Save, thinned
+from jaxckpt_train.report.series import DiskUse, Limits, Mark, MetricValue, Restore, Save, StepLife, thinned
 from jaxckpt_train.run.goodput import KILLED, RUNNING, Goodput
 from jaxckpt_train.run.history import CLOSED, FINISHED, LATE, PREEMPTED
 

@@ -16,14 +16,16 @@ from typing import Any
 from jaxckpt_train.errors import CheckpointError, NotACheckpointError
 from jaxckpt_train.inspection.runs import StepStatus, inspect_run, is_run, newest_whole, open_at
 from jaxckpt_train.report.changes import Changes, Plan, TreeSizes, compare, tree_sizes
-from jaxckpt_train.report.events import DiskUse, Lives, StepLife
 from jaxckpt_train.report.series import (
+    DiskUse,
+    Lives,
     Mark,
     MetricValue,
     Newest,
     ReportEvent,
     Restore,
     Save,
+    StepLife,
     mark_of,
     restore_of,
     save_of,

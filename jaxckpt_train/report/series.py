@@ -1,4 +1,4 @@
-"""The events and series that a report shows: saves, restores, marks, and metrics by step.
+"""The events and series that a report shows: saves, restores, marks, the life of each step, and metrics by step.
 
 Of very long series, `Newest` holds the end, and `thinned` chooses what is drawn.
 """
@@ -14,12 +14,15 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
+from jaxckpt_train.inspection.runs import StepStatus
+from jaxckpt_train.run.entry import parse_step_name
 from jaxckpt_train.run.history import RunEvent, Seconds
 from jaxckpt_train.store.manifest import metrics_from_json
 
 PHASES = ("decide_s", "wait_s", "device_wait_s", "snapshot_s", "stage_s", "write_s", "commit_s")
 MOST_BYTES = 5_000_000  # of a page; the drawing library takes 1.25 MB
 MOST_KEPT = 20_000  # of a stream, so that the memory is bounded
+STATES = ("kept", "pinned", "temporary", "left behind", "damaged", "not committed", "deleted", "gone")
 Item = TypeVar("Item")
 _Whole = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -192,3 +195,185 @@ class Limits:
     def halved(self) -> Limits:
         """Return limits that are half as large."""
         return Limits(*(max(1, getattr(self, field.name) // 2) for field in dataclasses.fields(self)))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class StepLife:
+    """One committed generation of a step, or a directory that should be one."""
+
+    name: str  # of the directory, which may be used again after a deletion
+    step: int
+    saved: datetime.datetime | None = None
+    deleted: datetime.datetime | None = None
+    left: datetime.datetime | None = None  # when a save after a restore of an earlier step abandoned this step
+    set_aside: datetime.datetime | None = None
+    bytes: int | None = None  # of the data files; for a deleted step the size in the history
+    is_there: bool = False
+    is_committed: bool = True
+    is_current: bool = True  # whether the step belongs to the current branch of the run
+    pinned: bool = False
+    temporary: bool = False
+    problem: str = ""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # until they are added to the series
+
+    @property
+    def state(self) -> str:
+        """The state of the step, one of `STATES`; the most important one if several apply."""
+        if not self.is_there:
+            return "gone" if self.deleted is None else "deleted"
+        if not self.is_committed:
+            return "not committed"
+        if self.problem:
+            return "damaged"
+        if not self.is_current:
+            return "left behind"
+        return "pinned" if self.pinned else "temporary" if self.temporary else "kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskUse:
+    """The number of steps and their bytes from a time on."""
+
+    time: datetime.datetime
+    steps: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepsFound:
+    """The lives of all steps in the order of their saves, the disk use, the metrics, and how many there are of each.
+
+    All existing steps are included; of very many others, changes of the disk use and values, the newest ones.
+    """
+
+    lives: list[StepLife]
+    states: dict[str, int]
+    uses: list[DiskUse]
+    changes: int
+    metrics: dict[str, list[MetricValue]]
+    values: dict[str, int]
+
+
+class Lives:
+    """Follows the steps of a run through the events of its history."""
+
+    def __init__(self) -> None:
+        self._there: dict[str, StepLife] = {}  # in the order of the saves
+        self._ended = collections.deque[StepLife]()  # the newest ones, which may still be left behind
+        self._last = -1  # the last saved step
+        self._skipped: list[StepLife] = []  # later than the restored step: abandoned once the run saves
+        self._states = collections.Counter[str]()
+        self._series: dict[str, Newest[tuple[int, float]]] = {}  # the step and value of each metric
+        self._changes = 0  # of the disk use
+
+    def add(self, event: ReportEvent) -> None:
+        """Add the next event."""
+        kind, name = event.event, event.name
+        if kind == "save" and event.ok:
+            self._saved(event)
+        elif kind == "delete":
+            self._deleted(event)
+        elif kind == "set_aside" and name in self._there:
+            self._there[name].set_aside = event.utc
+        elif kind == "restore" and parse_step_name(name) is not None:
+            self._restored(name)
+        elif kind == "start" and event.step is not None:  # the process restored this step before it took the directory
+            same = [life.name for life in self._there.values() if life.step == event.step]
+            self._restored(same[-1] if same else "")
+
+    def _restored(self, name: str) -> None:
+        later = itertools.dropwhile(lambda life: life.name != name, self._there.values())
+        self._skipped = list(later)[1:]
+
+    def _saved(self, event: ReportEvent) -> None:
+        name, parsed = event.name, parse_step_name(event.name)
+        if parsed is None:
+            return
+        step, time = parsed[0], event.utc
+        above: list[StepLife] = []
+        if step <= self._last:  # otherwise no step is above it
+            above = [life for life in self._there.values() if life.step >= step and life.name != name]
+        self._last = step
+        for life in [*self._skipped, *above]:
+            life.left = life.left or time
+        self._skipped = []
+        removed = self._there.pop(name, None)
+        if removed is not None:  # removed without an event
+            self._end(removed)
+        metrics = metrics_from_json(event.metrics)
+        self._there[name] = StepLife(name, step, saved=time, bytes=event.bytes, metrics=metrics)
+
+    def _deleted(self, event: ReportEvent) -> None:
+        parsed = parse_step_name(event.name)
+        if parsed is None:
+            return
+        life = self._there.pop(event.name, None) or StepLife(event.name, parsed[0])
+        life.deleted = event.utc
+        self._end(life)
+
+    def _end(self, life: StepLife) -> None:
+        self._ended.append(life)
+        if len(self._ended) > MOST_KEPT:
+            self._count(self._ended.popleft())
+
+    def _count(self, life: StepLife) -> None:
+        """Count a step, and add its metrics to the series."""
+        state = life.state
+        self._states[state] += 1
+        if life.left is None and life.is_current:
+            for name, value in life.metrics.items():
+                self._series.setdefault(name, Newest()).add((life.step, value))
+        life.metrics = {}
+        self._changes += len(_changes(life))
+
+    def found(self, looks: Sequence[StepStatus]) -> StepsFound:
+        """Return the lives of all steps, after all events were added; `looks` are the existing steps."""
+        for look in looks:
+            self._add_existing(look)
+        lives = [*self._ended, *self._there.values()]
+        for life in lives:
+            self._count(life)
+        early = datetime.datetime.min.replace(tzinfo=datetime.UTC)
+        lives.sort(key=lambda life: (life.saved or life.deleted or early, life.step, life.name))
+        states = {state: self._states[state] for state in STATES if self._states[state]}
+        return StepsFound(lives, states, _uses(lives), self._changes, *self._metrics())
+
+    def _metrics(self) -> tuple[dict[str, list[MetricValue]], dict[str, int]]:
+        """Return the values of each metric by step, and their numbers. Of values of one step, the last one counts."""
+        found, counts = dict[str, list[MetricValue]](), dict[str, int]()
+        for name, series in sorted(self._series.items(), key=lambda each: min(each[1].items)[0]):
+            by_step = dict(series.items)
+            found[name] = [MetricValue(step, by_step[step]) for step in sorted(by_step)]
+            counts[name] = len(by_step) if series.count == len(series.items) else series.count
+        return found, counts
+
+    def _add_existing(self, look: StepStatus) -> None:
+        entry = look.entry
+        life = self._there.setdefault(look.name, StepLife(look.name, look.step))
+        life.is_there, life.is_committed = True, entry is not None
+        life.bytes = life.bytes if look.nbytes is None else look.nbytes
+        life.problem = look.problem or ""
+        life.is_current = look.is_current or entry is None
+        life.left = None if life.is_current else life.left
+        if entry is not None:
+            life.pinned, life.temporary = entry.pinned, entry.temporary
+            life.metrics = {**life.metrics, **(entry.metrics or {})}  # may include metrics of a later evaluation
+            if life.saved is None and entry.time.year > 1970:  # otherwise its manifest cannot be read
+                life.saved = entry.time.astimezone(datetime.UTC)
+
+
+def _changes(life: StepLife) -> list[tuple[datetime.datetime, int, int]]:
+    """Return when a step changed the disk use, by how many steps, and by how many bytes; none without its save."""
+    if life.saved is None or life.state == "gone":
+        return []
+    nbytes = life.bytes or 0
+    return [(life.saved, 1, nbytes), *([] if life.deleted is None else [(life.deleted, -1, -nbytes)])]
+
+
+def _uses(lives: Sequence[StepLife]) -> list[DiskUse]:
+    """Return the newest values of the disk use. Earlier ones miss the steps of which the lives are not known."""
+    uses, steps, nbytes = collections.deque[DiskUse](maxlen=MOST_KEPT), 0, 0
+    for time, more, size in sorted(change for life in lives for change in _changes(life)):
+        steps, nbytes = steps + more, nbytes + size
+        uses.append(DiskUse(time, steps, nbytes))
+    return [*uses]

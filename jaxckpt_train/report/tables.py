@@ -16,9 +16,8 @@ from jaxckpt_train.inspection.units import (
     time_text,
 )
 from jaxckpt_train.report.changes import PairChange, TreeSizes
-from jaxckpt_train.report.events import DiskUse, StepLife
 from jaxckpt_train.report.gather import Process
-from jaxckpt_train.report.series import Item, Mark, MetricValue, Restore, Save
+from jaxckpt_train.report.series import DiskUse, Item, Mark, MetricValue, Restore, Save, StepLife
 from jaxckpt_train.run.goodput import Goodput
 
 MOST_ROWS = 150

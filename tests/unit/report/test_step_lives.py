@@ -8,7 +8,7 @@ from typing import Any
 
 import jaxckpt_train as jct
 from jaxckpt_train.inspection.runs import StepStatus, inspect_run
-from jaxckpt_train.report.events import StepLife, StepsFound
+from jaxckpt_train.report.series import StepLife, StepsFound
 from jaxckpt_train.run.entry import step_name
 from tests.support.history_events import at
 from tests.support.report_runs import BACKEND, gathered_of, history_of
