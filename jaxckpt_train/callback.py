@@ -15,7 +15,6 @@ from jaxckpt_train.checkpoint import load
 from jaxckpt_train.checkpointables.base import NOTHING
 from jaxckpt_train.checkpointables.grain import mark_absl_flags_parsed
 from jaxckpt_train.checkpointables.iterator_state import DATA_NAME, with_fingerprint
-from jaxckpt_train.checkpointables.state_makers import make_values, refuse_abstract_values, trace_values
 from jaxckpt_train.config import (
     CallbackOptions,
     callback_arguments,
@@ -39,10 +38,13 @@ from jaxckpt_train.inspection.units import progress_line, wants_progress
 from jaxckpt_train.loop import (
     LoopState,
     current_observer,
+    make_values,
     preservation_policy,
+    refuse_abstract_values,
     refuse_unsavable,
     restore_values,
     save_policy,
+    trace_values,
 )
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.metrics.events import Sink

@@ -112,7 +112,6 @@ MOST_FILES_OF_A_FOLDER = 20
 # A module that only one other module imports belongs in it, unless it is a subject of its own.
 MAY_HAVE_ONE_IMPORTER = {
     "callback": "the public object, which users import",
-    "checkpointables.state_makers": "states given as functions, traced without computing them",
     "exit_code": "how a process ends with an exit code; nothing about saves",
     "formats.detect": "the recognition of all formats; its other users import it when they need it",
     "formats.torch_pickle": "a reader of pickles as data, reviewed on its own for safety",
