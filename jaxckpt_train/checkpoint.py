@@ -37,7 +37,7 @@ from jaxckpt_train.store.transaction import Transaction
 from jaxckpt_train.store.verify import VerifyReport, verify_opened
 from jaxckpt_train.store.writer import Progress
 from jaxckpt_train.transforms.apply import apply_operations, parse_operations
-from jaxckpt_train.transforms.base import Operation
+from jaxckpt_train.transforms.operations import Operation
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]

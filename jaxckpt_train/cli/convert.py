@@ -52,7 +52,7 @@ from jaxckpt_train.store.transaction import (
     remove_stale_temporaries,
 )
 from jaxckpt_train.transforms.apply import apply_operations, parse_operation, parse_operations
-from jaxckpt_train.transforms.base import Change, Leaves, Operation
+from jaxckpt_train.transforms.operations import Change, Leaves, Operation
 
 MOST_BYTES = 16 << 20
 MOST_SHOWN = 40

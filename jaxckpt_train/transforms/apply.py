@@ -30,8 +30,7 @@ from jaxckpt_train.store.committed import Committed
 from jaxckpt_train.store.manifest import ArrayRecord, PartRecord
 from jaxckpt_train.store.reader import read_box
 from jaxckpt_train.store.segment import DTYPES, dtype_name
-from jaxckpt_train.transforms.base import Change, Leaf, Leaves, Operation, check_leaves
-from jaxckpt_train.transforms.operations import OPERATIONS
+from jaxckpt_train.transforms.operations import OPERATIONS, Change, Leaf, Leaves, Operation, check_leaves
 from jaxckpt_train.transforms.views import Stored, View
 
 

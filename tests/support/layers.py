@@ -126,5 +126,4 @@ MAY_HAVE_ONE_IMPORTER = {
     "store.backends.records": "records on any file system; the memory backend of the tests needs them, too",
     "testing.causes": "the catalogue of causes of an inexact resume",
     "testing.resume_proof": "the public functions of the package testing",
-    "transforms.operations": "the operations themselves",
 }
