@@ -15,10 +15,9 @@ from jaxckpt_train.cli.output import Code, code_of, print_error, print_json, sta
 from jaxckpt_train.errors import CheckpointError
 
 _MODULES = {
-    "inspect": ("ls", "show", "stats", "diff"),
+    "inspect": ("ls", "show", "stats", "diff", "report"),
     "maintain": ("verify", "scrub", "prune", "pin", "cp", "mv"),
     "convert": ("export", "import"),
-    "report": ("report",),
     "doctor": ("doctor",),
 }
 _WANTS_JSON = "jaxckpt_train.json"
