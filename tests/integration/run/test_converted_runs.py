@@ -33,6 +33,10 @@ class Killed(LocalBackend):
         self._pass(path)
         return super().create(path, direct=direct)
 
+    def write_new(self, path, data):
+        self._pass(path)
+        return super().write_new(path, data)
+
     def make_directory(self, path, *, parents, sync):
         self._pass(path)
         super().make_directory(path, parents=parents, sync=sync)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 import jaxckpt_train as jct
+from jaxckpt_train.run.history import HISTORY_NAME
+from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.store.backends import local_names
 from jaxckpt_train.store.backends.local import LocalBackend
 from jaxckpt_train.store.removal import remove_dead_attempts
@@ -65,8 +68,9 @@ def test_run_that_took_the_name_survives_kill(tmp_path: Path, is_run: bool) -> N
     def take_the_name() -> None:
         checkpoint.rename(tmp_path / "elsewhere")
         begin_run(checkpoint)
-        for path in [] if is_run else [*checkpoint.glob(".*"), *checkpoint.glob("*.jsonl")]:
-            path.unlink()
+        if not is_run:
+            shutil.rmtree(checkpoint / LOCK_NAME)
+            (checkpoint / HISTORY_NAME).unlink()
 
     jct.save(checkpoint, OLD)
     killed_after_the_exchange(checkpoint, NEW, take_the_name)
