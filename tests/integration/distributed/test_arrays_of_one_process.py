@@ -13,6 +13,7 @@ import jaxckpt_train as jct
 from tests.integration.distributed.test_parallel_saves import written_by
 from tests.support.jobs.arrays import global_array, holds, placed, sharding_of, values_of
 from tests.support.jobs.fixtures import JobOf
+from tests.support.tiers import nightly_after
 
 MESHES: dict[str, tuple[list[int], list[Any], list[int]]] = {
     "stage0": ([2], ["x"], [0, 1]),
@@ -71,9 +72,12 @@ def save_and_load(path: str, snapshot: str, more: bool, read_once: bool) -> list
     return wrong_in(jct.load(path, target_of(tree), settings=settings), tree)
 
 
-@pytest.mark.parametrize("more", [False, True], ids=["alone", "among others"])
+WAYS = [("auto", False, True), ("host", True, False), ("device", True, True), ("stream", False, False)]
+
+
 @pytest.mark.parametrize(
-    ("snapshot", "read_once"), [("auto", True), ("host", False), ("device", True), ("stream", False)]
+    ("snapshot", "more", "read_once"),
+    nightly_after(len(WAYS), [*WAYS, *((snapshot, not more, read_once) for snapshot, more, read_once in WAYS)]),
 )
 def test_each_process_saves_and_loads_what_it_has(
     tmp_path: Path, job_of: JobOf, snapshot: str, more: bool, read_once: bool

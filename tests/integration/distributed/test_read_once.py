@@ -33,6 +33,7 @@ from tests.support.jobs.counted_loads import (
     target_of,
 )
 from tests.support.jobs.fixtures import JobOf
+from tests.support.tiers import nightly_after
 
 OTHER_SPECS: dict[str, list[Any]] = {
     **SPECS, "columns": [None, ["x", "y"]], "grid": ["y", "x"], "rows": [None, "y"], "third": [["y", "x"]],
@@ -52,12 +53,19 @@ def check(answers: list[dict[str, Any]], size: int) -> None:
     assert sum(answer["bytes"] for answer in answers) <= 1.02 * size
 
 
-@pytest.mark.parametrize("load", WAYS)
-@pytest.mark.parametrize("specs", [SPECS, OTHER_SPECS], ids=["specs", "others"])
-@pytest.mark.parametrize(("processes", "devices", "mesh"), [(4, 1, [2, 2]), (4, 2, [4, 2]), (2, 4, [2, 4])])
+JOBS = [(4, 1, [2, 2]), (4, 2, [4, 2]), (2, 4, [2, 4])]
+PAIRS = [(WAYS[0], SPECS), (WAYS[1], OTHER_SPECS), (WAYS[0], OTHER_SPECS), (WAYS[1], SPECS)]
+CASES = [(JOBS[job], *PAIRS[pair]) for job, pair in [(0, 0), (0, 1), (1, 2), (1, 3)]]
+MORE_CASES = [
+    (JOBS[job], *PAIRS[pair]) for job, pair in [(0, 2), (0, 3), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (2, 3)]
+]
+
+
+@pytest.mark.parametrize(("size", "load", "specs"), nightly_after(len(CASES), CASES + MORE_CASES))
 def test_every_byte_is_read_once_per_job(
-    whole: Path, job_of: JobOf, processes: int, devices: int, mesh: list[int], specs: dict[str, list[Any]], load: Any
+    whole: Path, job_of: JobOf, size: tuple[int, int, list[int]], load: Any, specs: dict[str, list[Any]]
 ) -> None:
+    processes, devices, mesh = size
     answers = job_of(processes, devices).call(load, str(whole), mesh, specs, ARRAYS, True)
     check(answers, size_of(ARRAYS))
     most = max(answer["bytes"] for answer in answers)

@@ -25,6 +25,7 @@ from tests.support.jobs.arrays import digest_of
 from tests.support.jobs.counted_loads import Arrays, apart, save_alone, target_of
 from tests.support.jobs.fixtures import JobOf
 from tests.support.jobs.job import running
+from tests.support.tiers import nightly_after
 
 LIMIT_S = 3.0
 _once = threading.Lock()  # several threads read, and only the first one sends the signal
@@ -189,7 +190,7 @@ def refuse(done: int) -> None:
         raise jct.SettingsError("no more of it")
 
 
-@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("who", nightly_after(1, [2, 0]))
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
     [
@@ -237,24 +238,26 @@ def load_before_it_fails(path: str, who: int, kind: str, read_once: Any, spec: l
         return {"error": type(error).__name__, "text": str(error)}
 
 
-@pytest.mark.parametrize("who", [0, 2])
+FAILURES = {
+    "shape": "MismatchError",
+    "leaf": "UnsupportedLeafError",
+    "option": "SettingsError",
+    "missing": "NotACheckpointError",
+    "loop": "CorruptCheckpointError",
+    "refused": "StorageError",
+    "damaged": "CorruptCheckpointError",
+    "named": "MismatchError",
+}
+WHO = list(zip(FAILURES.items(), [0, 2] * 4, strict=True))
+
+
 @pytest.mark.parametrize(
-    ("kind", "error"),
-    [
-        ("shape", "MismatchError"),
-        ("leaf", "UnsupportedLeafError"),
-        ("option", "SettingsError"),
-        ("missing", "NotACheckpointError"),
-        ("loop", "CorruptCheckpointError"),
-        ("refused", "StorageError"),
-        ("damaged", "CorruptCheckpointError"),
-        ("named", "MismatchError"),
-    ],
+    ("failure", "who"), nightly_after(len(WHO), [*WHO, *((failure, 2 - who) for failure, who in WHO)])
 )
 def test_failure_of_one_before_rendezvous_reaches_all(
-    tmp_path: Path, job_of: JobOf, who: int, kind: str, error: str
+    tmp_path: Path, job_of: JobOf, failure: tuple[str, str], who: int
 ) -> None:
-    path = tmp_path / "c"
+    (kind, error), path = failure, tmp_path / "c"
     save_alone(str(path), ARRAYS)
     (tmp_path / "c-loop").symlink_to("c-loop")
     shutil.copytree(path, tmp_path / "c-damaged")

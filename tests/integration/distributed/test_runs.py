@@ -13,6 +13,7 @@ import jaxckpt_train as jct
 from tests.support.jobs.fixtures import JobOf
 from tests.support.jobs.job import running
 from tests.support.jobs.training import dataset, global_batch, happen, history, sink_events, start, train, train_step
+from tests.support.tiers import nightly_after
 
 
 def whole(job_of: JobOf, directory: Path, steps: int = 20) -> dict[str, Any]:
@@ -24,11 +25,14 @@ def whole(job_of: JobOf, directory: Path, steps: int = 20) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"save_interval_steps": 5},
-        {"save_interval_secs": 0.01},
-        {"save_interval_steps": 3, "if_busy": "skip", "keep_latest": 2},
-    ],
+    nightly_after(
+        1,
+        [
+            {"save_interval_steps": 3, "if_busy": "skip", "keep_latest": 2},
+            {"save_interval_steps": 5},
+            {"save_interval_secs": 0.01},
+        ],
+    ),
 )
 def test_resumed_run_continues_exactly(tmp_path: Path, job_of: JobOf, options: dict[str, Any]) -> None:
     straight = whole(job_of, tmp_path / "whole")

@@ -82,8 +82,8 @@ class _Worker:
         self._number = number
         variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
         options = json.dumps({"coordinator_address": address, "num_processes": processes, "process_id": number, **more})
-        # Different sources have different hash seeds, so that sets of two processes differ in their order.
-        self.process = WarmProcess(["-m", "tests.support.jobs.worker", options], variables, source=number)
+        # Two sources have different hash seeds, so that sets of neighbouring processes differ in their order.
+        self.process = WarmProcess(["-m", "tests.support.jobs.worker", options], variables, source=number % 2)
         self._lines: list[str] = []
         self._drainer = threading.Thread(target=self._drain, daemon=True)
         self._drainer.start()
