@@ -81,7 +81,7 @@ import jaxckpt_train
 print(time.perf_counter() - begin)
 """
     # The fastest of several: noise of the machine only ever adds.
-    assert min(float(run_python(program, check=True, fresh=True).stdout) for _ in range(5)) < MOST_IMPORT_S
+    assert any(float(run_python(program, check=True, fresh=True).stdout) < MOST_IMPORT_S for _ in range(5))
 
 
 @pytest.fixture(scope="module")

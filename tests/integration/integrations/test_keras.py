@@ -32,6 +32,7 @@ from tests.support.keras_fits import (
     grain_data,
 )
 from tests.support.signal_handlers import WATCHED, handlers_put_back
+from tests.support.tiers import nightly_after
 
 # NumPy warns about Keras' own variables when a learning rate schedule reads one.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -236,7 +237,9 @@ def test_shuffled_data_set_resumes_in_its_order(
     assert weights(model) == weights(alone)
 
 
-@pytest.mark.parametrize("asks", [[AskToLeave(1, 2)], [AskToLeave(1, STEPS - 1)], [AskToLeave(1, 1), AskToLeave(2, 1)]])
+@pytest.mark.parametrize(
+    "asks", nightly_after(1, [[AskToLeave(1, 1), AskToLeave(2, 1)], [AskToLeave(1, 2)], [AskToLeave(1, STEPS - 1)]])
+)
 def test_data_set_resumes_with_later_initial_epoch(asks: list[AskToLeave], tmp_path: Path) -> None:
     whole: dict[str, Any] = {"y": None, "batch_size": None, "epochs": EPOCHS, "initial_epoch": 1}
     alone = build()

@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import REPO_ROOT
 from tests.support.signal_handlers import handlers_put_back
+from tests.support.tiers import nightly_after
 
 TERM = signal.SIGTERM
 
@@ -83,7 +84,7 @@ with jct.CheckpointCallback(f"{sys.argv[1]}/run", save_interval_steps=10) as ckp
 """
 
 
-@pytest.mark.parametrize("times", [1, 5, 20])
+@pytest.mark.parametrize("times", nightly_after(1, [5, 1, 20]))
 def test_repeated_signal_keeps_the_exit_code(tmp_path: Path, times: int) -> None:
     variables = {**os.environ, "PYTHONPATH": str(REPO_ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", HEAD + LEAVES, str(tmp_path)]
@@ -121,13 +122,16 @@ with jct.CheckpointCallback(sys.argv[1], **notice, grace_period_s=20) as ckpt:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        ("SIGUSR1", "SIGTERM"),
-        ("SIGTERM", "SIGUSR1"),
-        ("SIGUSR2", "SIGUSR1 SIGTERM SIGTERM"),
-        ("file", "SIGTERM"),
-        ("time", "SIGUSR1 SIGTERM"),
-    ],
+    nightly_after(
+        3,
+        [
+            ("SIGUSR2", "SIGUSR1 SIGTERM SIGTERM"),
+            ("file", "SIGTERM"),
+            ("time", "SIGUSR1 SIGTERM"),
+            ("SIGUSR1", "SIGTERM"),
+            ("SIGTERM", "SIGUSR1"),
+        ],
+    ),
 )
 def test_second_kind_of_signal_keeps_exit_code(tmp_path: Path, first: str, second: str) -> None:
     command = [sys.executable, "-c", HEAD + LEAVES_SLOWLY, str(tmp_path / "run"), str(tmp_path / "notice"), first]
