@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 HOSTILE = [
-    "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "' onclick='x", "</td></table>", "&lt;", "<!-- ",
-    "a\x00b\x1b[1m", "]]>", "$$x^2$$", "@{reason}",
+    "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "' onclick='x", "<!-- ", "a\x00b\x1b[1m",
+    "</td></table>", "&lt;", "]]>", "$$x^2$$", "@{reason}",
 ]  # fmt: skip
 NO_UNICODE = "\udc80"  # as in a path within an error
 

@@ -9,6 +9,7 @@ import pytest
 import jaxckpt_train as jct
 from benchmarks.goodput_model import SaveFuture, SimulatedRun, Training, failure_times
 from jaxckpt_train.policies.context import SavePolicy
+from tests.support.tiers import nightly_after
 
 NEVER = 1e12
 
@@ -34,7 +35,7 @@ def test_losses_to_failures_and_saves_add_up() -> None:
     assert found.wall_s == pytest.approx(95.5 + 30 + 20 + 2)
 
 
-@pytest.mark.parametrize("mtbf_s", [200.0, 600.0, 2000.0, 6000.0, 20000.0])
+@pytest.mark.parametrize("mtbf_s", nightly_after(2, [200.0, 2000.0, 600.0, 6000.0, 20000.0]))
 def test_young_daly_is_near_best_fixed_interval(mtbf_s: float) -> None:
     training, steps = Training(step_s=2.0, blocked_s=1.0, save_s=6.0, slower=1.2), int(min(6000, max(2000, 3 * mtbf_s)))
     best = max(

@@ -46,8 +46,10 @@ def queued() -> jax.Array:
     return found
 
 
-def saved(directory: Path, make: Callable[[], Any], mode: SnapshotMode = "auto") -> tuple[dict[str, Any], float]:
-    """Save a state made right before; return the event of the save and the seconds that the call took."""
+def saved(
+    directory: Path, make: Callable[[], Any], mode: SnapshotMode = "auto"
+) -> tuple[dict[str, Any], float, dict[str, Any]]:
+    """Save a state made right before; return the event of the save, the seconds that the call took, and the state."""
     with jct.StepManager(directory, settings=jct.StoreSettings(snapshot=mode)) as manager:
         manager.own()
         state = make()
@@ -56,18 +58,18 @@ def saved(directory: Path, make: Callable[[], Any], mode: SnapshotMode = "auto")
         took_s = time.perf_counter() - started
         manager.wait()
         (event,) = (each for each in manager.history.events() if each["event"] == "save")
-    return event, took_s
+    return event, took_s, state
 
 
 @pytest.mark.parametrize("mode", ["auto", "host", "stream"])
 def test_wait_for_queued_updates_is_no_blocking(mode: SnapshotMode, tmp_path: Path) -> None:
     rest = {"ready": jnp.arange(3.0), "host": np.arange(4)}
-    event, took_s = saved(tmp_path, lambda: {"slow": queued(), **rest}, mode)
+    event, took_s, state = saved(tmp_path, lambda: {"slow": queued(), **rest}, mode)
     assert event["device_wait_s"] > took_s / 2
     assert event["blocked_s"] < took_s / 2
     assert event["blocked_s"] + event["device_wait_s"] <= took_s + 0.01
     assert event["snapshot_s"] + event["write_s"] < event["save_s"] - event["device_wait_s"] + 0.01
-    state, loaded = {"slow": queued(), **rest}, jct.StepManager(tmp_path).restore()["state"]
+    loaded = jct.StepManager(tmp_path).restore()["state"]
     assert all(np.array_equal(loaded[name], state[name]) for name in state)
 
 

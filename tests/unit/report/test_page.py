@@ -19,6 +19,7 @@ from tests.support.history_events import at
 from tests.support.report_pages import HOSTILE, NO_UNICODE, Seen, data_of, words_of
 from tests.support.report_runs import gathered_of, write_history
 from tests.support.runs import flip_a_payload_byte, made_run, step_path, truncate_the_manifest
+from tests.support.tiers import nightly_after
 
 
 def leaves(count: int, text: str = "kernel") -> TreeSizes:
@@ -44,7 +45,7 @@ def plain_page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page_of(gathered_of(write_history(tmp_path_factory.mktemp("plain"), *events_with("plain"))))
 
 
-@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("text", nightly_after(5, HOSTILE))
 def test_hostile_texts_add_no_elements(tmp_path: Path, text: str, plain_page: str) -> None:
     gathered = gathered_of(write_history(tmp_path / "run", *events_with(text)))
     tree = TreeSizes(1, text, (LeafSize(f"state/{text}", text, 4),))

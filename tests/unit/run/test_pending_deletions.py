@@ -222,7 +222,7 @@ def test_power_cut_leaves_steps_that_replace_deleted_ones(order: Order) -> None:
         if isinstance(operation, Rename) and final_name(operation.new_name):
             least = max(least, {ONE: 2, TWO: 4, THREE: 4, FOUR: 5}[final_name(operation.new_name) or ""])
         seen.add(least)
-        for seed in range(6 if least else 0):
+        for seed in range(3 if least else 0):
             image = crash_state(Image(), machine.log, moment, order, random.Random(seed))
             reader = opened(CrashDisk(Machine(image)), jct.StoreSettings(), None)
             assert token_of(reader.restore()) >= least, (moment, seed)
