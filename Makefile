@@ -83,8 +83,11 @@ format: $(STAMP)  ## format the code as `make lint` requires
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(STAMP)  ## check types strictly, for Linux and macOS
+types: types-linux types-macos  ## check types strictly, for Linux and macOS
+.PHONY: types-linux types-macos
+types-linux: $(STAMP)
 	$(BIN)/mypy
+types-macos: $(STAMP)
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 kill-campaign: $(STAMP)  ## SIGKILL a training that saves every step at 60 random moments
