@@ -370,6 +370,8 @@ class GracefulShutdown:
             if self._grace_period_s is None or not self.must_leave():
                 raise
         self.finish()
+        if self.outcome >= Outcome.LOST:
+            self.decide()
         return None
 
     def stop(self) -> None:

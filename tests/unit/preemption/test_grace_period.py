@@ -20,7 +20,7 @@ from jaxckpt_train.store.backends.local import LocalBackend, _LocalSource
 from jaxckpt_train.store.threads import POLL_S, Latch, interruptible
 from jaxckpt_train.store.timeouts import call_with_timeout
 from tests.support.fake_backends import HoldingBackend, callback_on
-from tests.support.locks import remove_lock
+from tests.support.locks import is_owned, remove_lock
 from tests.support.runs import made_run, state_of, step_of
 from tests.support.shutdowns import shutdown_of
 from tests.support.signal_handlers import WATCHED, handlers_put_back
@@ -89,7 +89,12 @@ def test_grace_period_holds_wherever_loop_is(tmp_path: Path, loop: Callable[[Any
     backend.go.set()
     given_up.wait(60)
     assert took_s < LATEST_S
-    assert jct.StepManager(tmp_path).steps == [1, 2]
+    assert ckpt.preempted
+    while is_owned(tmp_path):
+        pass  # it is released on another thread
+    following = jct.StepManager(tmp_path)
+    assert following.steps == [1, 2]
+    assert following.history.events()[-1]["how"] == "late"
 
 
 def due(ckpt: jct.CheckpointCallback, state: Any) -> None:
