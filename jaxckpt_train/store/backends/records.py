@@ -21,13 +21,14 @@ _TRIES = 10
 
 def read_newest_version(files: Files, path: str) -> StoredRecord | None:
     """Implements `Records.read_record` on a file system."""
-    found = None
+    found, number = None, 0
     for _ in range(_TRIES):
         numbers = _versions(files, path)
         if not numbers:
             return None
+        number = max(number + 1, numbers[-1])  # a user-space file system may list an old version for a while
         try:
-            return _read(files, path, numbers[-1])
+            return _read(files, path, number)
         except StorageError as error:
             found = StoredRecord(numbers[-1], b"", None, str(error))
             if error.errno not in GONE:
@@ -51,7 +52,7 @@ def add_next_version(files: Backend, path: str, data: bytes, version: int | None
         raise
     sync_directory(files, path)
     names = [entry.name for entry in files.list(path)]
-    if max(_numbers(names)) > number:  # replaced already; or it came so late that the number was free again
+    if max(_numbers(names), default=number + 1) > number:  # replaced or removed; or so late that the number was free
         files.remove(target)
         return None
     with contextlib.suppress(StorageError):  # the next writer tries again
