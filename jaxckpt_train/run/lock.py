@@ -325,9 +325,9 @@ class OwnerLock:
 
     def _find_leftovers(self) -> None:
         """Collect the files that crashes left, which may also include files that others create now."""
-        left = (_FORMER_NAME, *TEMPORARY_PREFIXES)
+        left = (f"{_FORMER_NAME}.dead-", *TEMPORARY_PREFIXES)
         names = [entry.name for entry in self._backend.list(self._directory) if entry.kind == "file"]
-        self._left = [f"{self._directory}/{name}" for name in names if name.startswith(left)]
+        self._left = [f"{self._directory}/{name}" for name in names if name == _FORMER_NAME or name.startswith(left)]
         self._left_seen_s = time.monotonic()
 
     def clean(self) -> None:

@@ -319,10 +319,16 @@ def test_release_removes_leftovers_of_dead_owners(tmp_path: Path, monkeypatch: p
         f"{TEMPORARY_PREFIXES[0]}x",
         f"{TEMPORARY_PREFIXES[1]}x",
         ".new-of-another",
+        ".owner-of-this-run",
     ):
         (tmp_path / name).write_bytes(b"{}")
     held.acquire()
     (tmp_path / f"{TEMPORARY_PREFIXES[0]}young").write_bytes(b"")
     monkeypatch.setattr("jaxckpt_train.run.lock.SILENCE_S", 0.0)
     held.release()
-    assert sorted(os.listdir(tmp_path)) == [f"{TEMPORARY_PREFIXES[0]}young", LOCK_NAME, ".new-of-another"]
+    assert sorted(os.listdir(tmp_path)) == [
+        f"{TEMPORARY_PREFIXES[0]}young",
+        LOCK_NAME,
+        ".new-of-another",
+        ".owner-of-this-run",
+    ]
