@@ -225,6 +225,8 @@ class OwnerLock:
             if other is not None and other.token != self._record.token and other.process != _UNKNOWN:
                 _log.error("%s: the lock of this job was taken over; its next save will be refused", self._directory)
                 return False
+            if other is None and (seen.version or 0) > self._version:
+                return False  # released by this process, or by another that had taken it over
             self._backend.refresh_record(self.path, self._version)
         except StorageError as error:
             _log.warning("%s: heartbeat failed: %s", self.path, error)

@@ -13,9 +13,9 @@ import pytest
 
 from jaxckpt_train.errors import DirectoryLockedError, StorageError
 from jaxckpt_train.run import lock as lock_module
-from jaxckpt_train.run.lock import HEARTBEAT_S, LOCK_NAME, SILENCE_S
+from jaxckpt_train.run.lock import HEARTBEAT_S, LOCK_NAME, SILENCE_S, OwnerLock
 from jaxckpt_train.store.backends.local import LocalBackend
-from tests.support.locks import Between, edit_owner, is_owned, lock_file, new_lock, take_over
+from tests.support.locks import Between, edit_owner, is_owned, lock_file, new_lock, replace_lock, take_over
 
 
 def test_same_pid_in_other_container_is_another(tmp_path: Path, quick_looks: None) -> None:
@@ -75,6 +75,21 @@ def test_briefly_missing_lock_is_kept_alive(tmp_path: Path, monkeypatch: pytest.
     while lock_file(tmp_path).stat().st_mtime_ns == before:
         pass  # as above: ends with the next beat
     lock.release()
+
+
+def test_heartbeat_ends_after_a_takeover_that_is_over(tmp_path: Path) -> None:
+    beats: list[None] = []
+    sleeper = OwnerLock(LocalBackend(), str(tmp_path), lambda: beats.append(None))
+    sleeper.acquire()
+    content = lock_file(tmp_path).read_bytes()
+    replace_lock(tmp_path, content.replace(sleeper._record.token.encode(), b"of-another"))
+    replace_lock(tmp_path, lock_file(tmp_path).read_bytes()[:-1] + b',"is_released":true}')
+    assert not is_owned(tmp_path)
+    assert not sleeper._beat_once()
+    assert not beats, "the history has the progress of owners only"
+    with pytest.raises(DirectoryLockedError, match="is gone"):
+        sleeper.check()
+    sleeper.release()
 
 
 def test_second_lock_of_same_process_is_refused(tmp_path: Path) -> None:
