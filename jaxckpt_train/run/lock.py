@@ -1,7 +1,8 @@
 """The owner's lock of a run directory: one job saves there, and the lock of a dead owner is taken over.
 
 The lock is a record that is changed by compare-and-swap, so of several processes that see the same dead owner, one
-takes over. It stays when it is released: a late process must never take a new lock for the one that it has seen.
+takes over. It stays when it is released, unless the disk is full: a late process must never take a new lock for the
+one that it has seen.
 
 No decision compares clocks of different machines. A live owner refreshes its lock every `HEARTBEAT_S` seconds. A
 process that wants the lock watches it for `SILENCE_S` seconds of its own time.
@@ -356,14 +357,22 @@ class OwnerLock:
             self.clean()
             seen = self._look()  # last: if the disk did not answer for a while, another process may have taken over
             if seen.has_token(self._record.token):
-                released = msgspec.structs.replace(self._record, is_released=True)
-                self._backend.swap_record(self.path, msgspec.json.encode(released), seen.version)
+                self._give_up(seen)
             self._tried = False  # last: after an interrupt, the next call releases the lock
         except StorageError:
             _unreleased.add(self._record.token)
             raise
         finally:
             _ending.discard(self._record.token)
+
+    def _give_up(self, seen: _Seen) -> None:
+        released = msgspec.structs.replace(self._record, is_released=True)
+        try:
+            self._backend.swap_record(self.path, msgspec.json.encode(released), seen.version)
+        except StorageError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.is_own():
+                raise
+            self._backend.remove(self.path)  # a full disk must not lock the run while this process lives
 
 
 def _decode(found: StoredRecord) -> _Record:

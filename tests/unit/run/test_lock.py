@@ -178,3 +178,25 @@ def test_unreleased_lock_does_not_block_own_process(tmp_path: Path) -> None:
         new_lock(tmp_path).acquire()
     again.check()
     again.release()
+
+
+class FullDisk(LocalBackend):
+    """Has no space for another file once it is full."""
+
+    is_full = False
+
+    def write_new(self, path: str, data: bytes) -> bool:
+        if self.is_full:
+            raise StorageError(errno.ENOSPC, "full", path)
+        return super().write_new(path, data)
+
+
+def test_full_disk_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """Its process may live on, as in a notebook, so that no other process could save."""
+    disk = FullDisk()
+    lock = new_lock(tmp_path, disk)
+    lock.acquire()
+    disk.is_full = True
+    lock.release()
+    assert not is_owned(tmp_path)
+    new_lock(tmp_path).acquire()
