@@ -97,7 +97,7 @@ def test_zombie_owner_is_replaced(tmp_path: Path) -> None:
 
 def test_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
     dead_owner(tmp_path)
-    edit_owner(tmp_path, pid=os.getppid())  # alive, but with another start time
+    edit_owner(tmp_path, pid=os.getppid(), start="1")  # alive, but with another start time
     dead = new_lock(tmp_path).acquire()
     assert dead is not None
     assert dead.pid == os.getppid()

@@ -129,7 +129,7 @@ def test_lock_released_meanwhile_is_not_taken_twice(tmp_path: Path) -> None:
     """A late process has seen a dead owner; before it takes over, others take over, end, and start again."""
     dead = new_lock(tmp_path)
     dead.acquire()
-    edit_owner(tmp_path, pid=os.getppid(), nonce="")  # alive, but with another start time
+    edit_owner(tmp_path, pid=os.getppid(), nonce="", start="1")  # alive, but with another start time
     newest = new_lock(tmp_path)
 
     def others() -> None:
