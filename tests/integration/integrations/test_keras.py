@@ -73,7 +73,7 @@ PLACES: dict[str, list[tuple[AskToLeave, int]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", list(PLACES))
+@pytest.mark.parametrize("kind", ["arrays", "iterator", pytest.param("grain", marks=pytest.mark.nightly)])
 def test_fit_resumes_bit_for_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = fit(None, kind, alone := Watch())
     assert len(alone.batches) == EPOCHS * (STEPS if kind != "iterator" else 3)
@@ -388,6 +388,7 @@ def test_configured_sinks_are_closed_with_their_fit(tmp_path: Path, caplog: pyte
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.nightly
 def test_another_backend_is_refused(run_python: Any) -> None:
     program = """
 import os, sys

@@ -52,7 +52,7 @@ def test_tree_of_any_depth_is_removed(place: Path, depth: int) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("depth", [1500, 2500])
+@pytest.mark.parametrize("depth", [1500, pytest.param(2500, marks=pytest.mark.nightly)])
 def test_directories_that_are_too_deep_cost_only_a_warning(
     place: Path, depth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
