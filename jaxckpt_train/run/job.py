@@ -217,13 +217,13 @@ class JobSync:
         return found
 
     def _look_anew(self) -> None:
-        """Open all parent directories, top down, which makes an NFS client ask its server for new names."""
-        above, folder = list[str](), self._directory
-        while (folder := os.path.dirname(folder)) not in above:
-            above.append(folder)
-        for folder in reversed(above):
-            with contextlib.suppress(StorageError):
-                self._backend.read_record(f"{folder}/{LOCK_NAME}")
+        """Open the directory and all its parents, top down, which makes an NFS client ask its server for new names."""
+        folders = [self._directory]
+        while (folder := os.path.dirname(folders[-1])) != folders[-1]:
+            folders.append(folder)
+        for folder in reversed(folders):
+            with contextlib.suppress(StorageError):  # usually: there is no such file
+                self._backend.open(folder, LOCK_NAME, direct=False).close()
 
 
 def leave_channel(channel: Coordinator) -> None:

@@ -12,10 +12,12 @@ import pytest
 
 import jaxckpt_train as jct
 from jaxckpt_train.distributed.coordinator import Coordinator
+from jaxckpt_train.run import job
 from jaxckpt_train.run.directory import RunDirectory
 from jaxckpt_train.run.history import utc_now
 from jaxckpt_train.run.job import JobSync
 from jaxckpt_train.run.record import Annotation
+from jaxckpt_train.store.backends.base import StoredRecord
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.locks import remove_lock
 from tests.support.runs import made_run, save_steps, state_of, step_of, step_path
@@ -194,3 +196,29 @@ def test_step_that_could_not_be_deleted_is_listed_in_all_processes(tmp_path: Pat
         assert [entry.step for entry in replica.newest()] == [2]
         owner.not_deleted(names)
         assert [entry.step for entry in owner.newest()] == updated() == [1, 2]
+
+
+def test_lock_hidden_by_a_cache_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NFS client may not know a new name until it opens the directories on the way to it."""
+    monkeypatch.setattr(job, "POLL_S", 0.001)
+
+    opened = list[str]()
+
+    class Cached(LocalBackend):
+        def open(self, directory: str, name: str, *, direct: Any) -> Any:
+            opened.append(directory)
+            return super().open(directory, name, direct=direct)
+
+        def read_record(self, path: str) -> StoredRecord | None:
+            return super().read_record(path) if str(tmp_path) in opened else None
+
+    with jct.StepManager(tmp_path) as manager:
+        manager.own()
+        primary = JobSync(OfTwo(), 1.0, manager._run)
+        replica = RunDirectory(Cached(), str(tmp_path), None, utc_now)
+        other = JobSync(OfTwo(primary.job), 1.0, replica)  # type: ignore[arg-type]
+        lock = primary._lock_there()
+        assert lock
+        other._look_for(lock)
+    assert opened[0] == "/"
+    assert opened.index(str(tmp_path.parent)) < opened.index(str(tmp_path))
