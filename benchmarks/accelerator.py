@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found["kept"] = ask("kept_bytes", directory=str(directory), saves=options.kept_saves)
         for number, name in enumerate(options.subjects):
             left_s = max(0.0, options.limit_s - (time.monotonic() - began)) / (len(options.subjects) - number)
-            more = {"saves": options.saves, "steps": options.steps, "is_quick": options.quick, "limit_s": left_s / 2}
+            more = {"saves": options.saves, "steps": options.steps, "limit_s": left_s / 2}
             try:
                 found["turns"][name] = ask("turn", subject=name, size=found["size"], directory=str(directory), **more)
             except RuntimeError as error:

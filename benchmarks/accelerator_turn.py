@@ -54,9 +54,7 @@ def raw_limits(size: dict[str, int], directory: str, repeats: int) -> dict[str, 
     return {"device": device, "state_bytes": training.nbytes, "memory_kind": kind or "default", **seconds}
 
 
-def turn(
-    subject: str, size: dict[str, int], directory: str, saves: int, steps: int, is_quick: bool, limit_s: float
-) -> dict[str, Any]:
+def turn(subject: str, size: dict[str, int], directory: str, saves: int, steps: int, limit_s: float) -> dict[str, Any]:
     """Saves while a training runs, then saves alone, and loads onto the device.
 
     Args:
@@ -65,7 +63,6 @@ def turn(
         directory: where to save.
         saves: how many saves of each sort are counted; fewer if `limit_s` has passed.
         steps: of the training, before and during each save.
-        is_quick: do not have memory present before a save.
         limit_s: seconds after which no further save is begun; one of each sort is made in any case.
     """
     until = time.monotonic() + limit_s
@@ -79,13 +76,13 @@ def turn(
     for number in range(saves + 1):  # the first one does not count: it compiles, allocates and learns
         if number > 1 and time.monotonic() > until:
             break
-        cycles.append(run_cycle(training, made, folder / f"during-{number}", steps, is_quick=is_quick))
+        cycles.append(run_cycle(training, made, folder / f"during-{number}", steps, is_quick=True))
     alone = list[dict[str, float]]()
     for number in range(saves):
         if number > 0:
-            shutil.rmtree(folder / f"alone-{number - 1}")
             if time.monotonic() > until:
                 break
+            shutil.rmtree(folder / f"alone-{number - 1}")
         alone.append(_save_alone(made, folder / f"alone-{number}", training))
     kept = folder / f"alone-{len(alone) - 1}"
     resident, device_after = meter.read(), _peak_of_device()
