@@ -29,3 +29,12 @@ def test_the_whole_benchmark_runs_on_cpu_devices(tmp_path: Path, capsys: pytest.
     assert page.count("\n| ours") == 4
     assert "orbax_v1" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["accelerator.md", "record.json"]
+
+
+def test_a_subject_whose_time_is_up_still_loads_what_it_saved(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    arguments = ["--quick", "--platform", "cpu", "--dir", str(tmp_path), "--json", str(record), "--subjects", "ours"]
+    accelerator.main([*arguments, "--saves", "3", "--limit-s", "0"])
+    found = json.loads(record.read_text())["results"]
+    assert found["failed"] == {}
+    assert [len(found["turns"]["ours"][name]) for name in ("blocking_s", "alone", "loads")] == [1, 1, 1]
