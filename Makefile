@@ -14,7 +14,6 @@ STAMP := $(VENV)/.installed-$(VERSION)
 TORCH_STAMP := .venv-torch/.installed
 OLDEST_STAMP := .venv-oldest/.installed
 TORCH_IMPORTS_STAMP := .venv-torch/.installed-imports
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # One worker more than two processors: a test spends a third of its time waiting for a disk or another process.
 WORKERS ?= 3
 # Without kept bytecode each worker would rewrite every test, and each process that a test starts compile every module.
@@ -36,7 +35,7 @@ python-is-new-enough:
 $(STAMP): pyproject.toml constraints.txt jaxckpt_train/integrations/hydra_search_path.py | python-is-new-enough
 	@if [ "$$($(BIN)/python -c "import sys; print('%d.%d.%d' % sys.version_info[:3])" 2>/dev/null)" != "$(VERSION)" ]; then \
 		echo "making $(VENV) with Python $(VERSION)"; $(PYTHON) -m venv --clear $(VENV); fi
-	$(PIP) install -c constraints.txt -e '.[all,test,dev,bench,docs]'
+	.ci/install $(VENV) -c constraints.txt -e '.[all,test,dev,bench,docs]'
 	@rm -f $(VENV)/.installed-*; touch $@
 
 venv: $(STAMP)  ## create the environment with everything that the other targets need
@@ -60,7 +59,7 @@ test-oldest: $(OLDEST_STAMP)  ## run tests with the oldest supported JAX, NumPy 
 
 $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt | python-is-new-enough
 	$(PYTHON) -m venv --clear .venv-oldest
-	.venv-oldest/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-oldest.txt -e '.[flax,grain,hydra,blake3,orbax,test]'
+	.ci/install .venv-oldest -c constraints-oldest.txt -e '.[flax,grain,hydra,blake3,orbax,test]'
 	touch $@
 
 test-distributed: $(STAMP)  ## run all tests of multi-process jobs, and stop a job 80 times (30 minutes)
@@ -171,7 +170,7 @@ bench-torch: $(TORCH_STAMP)  ## create the environment for the PyTorch libraries
 
 $(TORCH_STAMP): benchmarks/torch-requirements.txt | python-is-new-enough
 	$(PYTHON) -m venv --clear .venv-torch
-	.venv-torch/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	.ci/install .venv-torch -r $<
 	touch $@
 
 # The tests that need PyTorch, in its environment with this package added.
@@ -179,7 +178,7 @@ torch-imports: $(TORCH_IMPORTS_STAMP)  ## load checkpoints that PyTorch itself h
 	.venv-torch/bin/python -m pytest tests/unit/formats/test_torch_metadata.py tests/integration/formats/test_torch_loads.py tests/integration/formats/test_torch_jobs.py
 
 $(TORCH_IMPORTS_STAMP): $(TORCH_STAMP) pyproject.toml constraints.txt
-	.venv-torch/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -e '.[all,test]'
+	.ci/install .venv-torch -c constraints.txt -e '.[all,test]'
 	touch $@
 
 # Each version has its own environment in build/, which is kept: some 5 GB. ARGS="--only 0.2.7,0.12.8" selects some.
