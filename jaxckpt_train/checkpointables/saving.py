@@ -41,7 +41,6 @@ from jaxckpt_train.pytree.snapshot import Snapshot
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.files import block_digests, digest_function
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -50,6 +49,8 @@ from jaxckpt_train.store.manifest import (
     Manifest,
     PartRecord,
     SegmentRecord,
+    block_digests,
+    digest_function,
 )
 from jaxckpt_train.store.process_index import (
     PartIndex,

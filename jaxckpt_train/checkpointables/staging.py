@@ -19,8 +19,7 @@ from jaxckpt_train.pytree.leaves import refuse_too_deep, refused_if_too_deep
 from jaxckpt_train.pytree.partition import JobPartition
 from jaxckpt_train.pytree.snapshot import Snapshot, snapshot
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.files import digest_function
-from jaxckpt_train.store.manifest import encode_value, is_plain_name, plain_name_rule
+from jaxckpt_train.store.manifest import digest_function, encode_value, is_plain_name, plain_name_rule
 
 _log = logging.getLogger("jaxckpt_train")
 T = TypeVar("T")

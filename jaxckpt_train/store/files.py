@@ -1,26 +1,19 @@
-"""Read plain files with limits on their size, and compute digests of data blocks.
-
-Digests are xxh3-128, sha256 or blake3, as lower-case hexadecimal text.
-"""
+"""Read plain files with limits on their size."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
-import xxhash
 
-from jaxckpt_train.errors import CorruptCheckpointError, SettingsError, StorageError
+from jaxckpt_train.errors import CorruptCheckpointError, StorageError
 from jaxckpt_train.store.backends.base import GONE, MISSING, Opener, Source
-from jaxckpt_train.store.manifest import BLOCK_BYTES, HEX_DIGITS, FileRecord
+from jaxckpt_train.store.manifest import BLOCK_BYTES, FileRecord, block_digests, digest_function
 from jaxckpt_train.store.process_identity import memory_bytes
 
-HexDigest = Callable[[memoryview | bytes], str]
 SNIFFED_BYTES = 1024  # a Git LFS pointer is never longer
 _SIGNATURES = (
     (b"version https://git-lfs", "a Git LFS pointer; run git lfs pull to download the file"),
@@ -29,29 +22,6 @@ _SIGNATURES = (
     (b"<?xml", "an XML response of a server that the download saved instead of the file"),
     (b"pk\x03\x04", "a zip archive, such as torch.save writes"),
 )
-
-
-def digest_function(name: str) -> HexDigest:
-    """The function that computes this digest. Raises SettingsError: it is unknown, or requires a missing package."""
-    if name == "xxh3-128":
-        return xxhash.xxh3_128_hexdigest
-    if name == "sha256":
-        return lambda data: hashlib.sha256(data).hexdigest()
-    if name == "blake3":
-        try:
-            blake3 = importlib.import_module("blake3")
-        except ImportError as error:
-            raise SettingsError(
-                'digest "blake3" requires the package blake3: pip install "jaxckpt-train[blake3]"'
-            ) from error
-        return lambda data: str(blake3.blake3(data).hexdigest())
-    raise SettingsError(f"digest: expected one of {', '.join(HEX_DIGITS)}, found {name!r}")
-
-
-def block_digests(data: np.ndarray, block_bytes: int, digest: HexDigest) -> str:
-    """The concatenated digests of consecutive blocks of a flat uint8 array; the last block may be shorter."""
-    view = memoryview(data)
-    return "".join(digest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
 
 
 def other_content(data: bytes | bytearray) -> str:

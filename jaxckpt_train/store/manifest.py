@@ -6,6 +6,8 @@ and decodes long lists in batches, so that an invalid list is refused at its fir
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import math
 import re
@@ -14,8 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+import xxhash
 
-from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, UnsupportedLeafError
+from jaxckpt_train.errors import CorruptCheckpointError, FormatVersionError, SettingsError, UnsupportedLeafError
 from jaxckpt_train.store.boxes import Box, box_elements, check_corners, check_tiling, corners_of, full_box
 from jaxckpt_train.store.segment import (
     DTYPES,
@@ -29,6 +32,7 @@ from jaxckpt_train.store.segment import (
 )
 from jaxckpt_train.store.threads import paused_collection
 
+HexDigest = Callable[[memoryview | bytes], str]  # in lower case
 HEX_DIGITS = {"xxh3-128": 32, "sha256": 64, "blake3": 64}
 FORMAT = "jaxckpt"
 FORMAT_VERSION = 1
@@ -55,6 +59,29 @@ _LONGEST_PATH = 4096
 _MAX_BOX_BYTES = MAX_DIMENSIONS * len("[1000000000000000000,1000000000000000000],") + 2
 _MAX_DTYPE_LETTERS = 100
 _NOTHING = msgspec.Raw(b"")
+
+
+def digest_function(name: str) -> HexDigest:
+    """The function that computes this digest. Raises SettingsError: it is unknown, or requires a missing package."""
+    if name == "xxh3-128":
+        return xxhash.xxh3_128_hexdigest
+    if name == "sha256":
+        return lambda data: hashlib.sha256(data).hexdigest()
+    if name == "blake3":
+        try:
+            blake3 = importlib.import_module("blake3")
+        except ImportError as error:
+            raise SettingsError(
+                'digest "blake3" requires the package blake3: pip install "jaxckpt-train[blake3]"'
+            ) from error
+        return lambda data: str(blake3.blake3(data).hexdigest())
+    raise SettingsError(f"digest: expected one of {', '.join(HEX_DIGITS)}, found {name!r}")
+
+
+def block_digests(data: np.ndarray, block_bytes: int, digest: HexDigest) -> str:
+    """The concatenated digests of consecutive blocks of a flat uint8 array; the last block may be shorter."""
+    view = memoryview(data)
+    return "".join(digest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
 
 
 def metrics_from_json(metrics: object) -> dict[str, float]:

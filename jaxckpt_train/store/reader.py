@@ -25,8 +25,8 @@ from jaxckpt_train.store.backends.base import Opener, Source
 from jaxckpt_train.store.boxes import Box, box_elements, box_shape, element_span, slices_within
 from jaxckpt_train.store.buffers import Arena, BufferPool, ReadBudget, aligned_buffer, empty_array, owner_of
 from jaxckpt_train.store.committed import Committed, check_unchanged
-from jaxckpt_train.store.files import HexDigest, digest_function, open_recorded
-from jaxckpt_train.store.manifest import HEX_DIGITS, ArrayRecord, ChunkRecord, PartRecord
+from jaxckpt_train.store.files import open_recorded
+from jaxckpt_train.store.manifest import HEX_DIGITS, ArrayRecord, ChunkRecord, HexDigest, PartRecord, digest_function
 from jaxckpt_train.store.read_plan import (
     VIEW_ALIGNMENT,
     ChunkRead,

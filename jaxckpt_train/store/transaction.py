@@ -38,7 +38,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import GONE, Backend, Entry, Sink, is_removed_in_use, sync_directory
 from jaxckpt_train.store.backends.local import file_exists, side_name
 from jaxckpt_train.store.committed import MAX_LOOKUPS, CommitRecord, Committed, attempt_paths, is_committed
-from jaxckpt_train.store.files import block_digests, digest_function, file_record, read_or_none
+from jaxckpt_train.store.files import file_record, read_or_none
 from jaxckpt_train.store.manifest import (
     BLOCK_BYTES,
     COMMIT_NAME,
@@ -50,6 +50,8 @@ from jaxckpt_train.store.manifest import (
     MAX_MANIFEST_BYTES,
     FileRecord,
     Manifest,
+    block_digests,
+    digest_function,
     encode_manifest,
     is_plain_name,
     plain_name_rule,

@@ -21,7 +21,7 @@ from jaxckpt_train.store.backends.base import Backend, Opener, Sink, Source, is_
 from jaxckpt_train.store.boxes import box_shape
 from jaxckpt_train.store.buffers import aligned_buffer
 from jaxckpt_train.store.committed import Committed, open_committed
-from jaxckpt_train.store.files import digest_function, open_recorded
+from jaxckpt_train.store.files import open_recorded
 from jaxckpt_train.store.manifest import (
     HEX_DIGITS,
     MANIFEST_NAME,
@@ -31,6 +31,7 @@ from jaxckpt_train.store.manifest import (
     FileRecord,
     Manifest,
     SegmentRecord,
+    digest_function,
 )
 from jaxckpt_train.store.segment import ALIGNMENT, DTYPES, Tensor, chunk_name, is_head_of, safetensors_form
 from jaxckpt_train.store.threads import shared_workers

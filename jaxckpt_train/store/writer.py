@@ -21,8 +21,7 @@ from jaxckpt_train.errors import SettingsError
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.backends.base import Backend, Sink
 from jaxckpt_train.store.buffers import aligned_buffer
-from jaxckpt_train.store.files import digest_function
-from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, SegmentRecord
+from jaxckpt_train.store.manifest import BLOCK_BYTES, ArrayRecord, ChunkRecord, SegmentRecord, digest_function
 from jaxckpt_train.store.segment import (
     ALIGNMENT,
     ArraySource,

@@ -28,7 +28,7 @@ import msgspec
 
 from jaxckpt_train._validation import refuse
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.store.files import digest_function
+from jaxckpt_train.store.manifest import digest_function
 
 SMALL_BYTES = 64
 OBJECT = "object "  # prefix of the kind of a leaf of which only the type can be compared

@@ -29,8 +29,7 @@ from jaxckpt_train.loop import LoopState
 from jaxckpt_train.manager import StepManager
 from jaxckpt_train.pytree.flatten import flatten, is_key_array
 from jaxckpt_train.pytree.leaves import EMPTY, ROOT, join, leaf_filter
-from jaxckpt_train.store.files import digest_function
-from jaxckpt_train.store.manifest import encode_value
+from jaxckpt_train.store.manifest import digest_function, encode_value
 from jaxckpt_train.store.segment import dtype_name
 from jaxckpt_train.testing.processes import (
     OBJECT,

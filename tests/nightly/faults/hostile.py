@@ -44,14 +44,15 @@ from jaxckpt_train.run.lock import LOCK_NAME, OwnerLock
 from jaxckpt_train.run.record import NOTES_NAME, RECORD_NAME, RunRecord, SaveFacts, seal_record
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.committed import CommitRecord, open_committed
-from jaxckpt_train.store.files import block_digests, digest_function
 from jaxckpt_train.store.manifest import (
     COMMIT_NAME,
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_NAME,
     MANY,
+    block_digests,
     decode_manifest,
+    digest_function,
     encode_manifest,
 )
 from jaxckpt_train.store.segment import is_head_of

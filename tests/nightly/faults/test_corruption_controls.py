@@ -18,7 +18,7 @@ from jaxckpt_train.run.entry import Entry
 from jaxckpt_train.run.record import RecordKeeper, RunRecord
 from jaxckpt_train.run.scrubber import Scrubber
 from jaxckpt_train.settings import DigestName, StoreSettings
-from jaxckpt_train.store import files, reader, verify
+from jaxckpt_train.store import files, manifest, reader, verify
 from tests.nightly.crash.explorer import small_sizes
 from tests.nightly.faults import corruption, damaged_background, damaged_owners
 from tests.nightly.faults.sample_runs import DIGESTS
@@ -44,9 +44,9 @@ def test_load_without_digests_is_detected(digest: DigestName) -> None:
 
 
 def test_digest_with_false_alarms_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, real = itertools.count(1), files.digest_function
+    calls, real = itertools.count(1), manifest.digest_function
 
-    def erring(name: str) -> files.HexDigest:
+    def erring(name: str) -> manifest.HexDigest:
         digest = real(name)
         return lambda data: digest(data) if next(calls) % 97 else digest(b"something else")
 

@@ -12,7 +12,7 @@ import pytest
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError
 from jaxckpt_train.settings import StoreSettings
-from jaxckpt_train.store.files import digest_function
+from jaxckpt_train.store.manifest import digest_function
 from jaxckpt_train.store.verify import verify
 from tests.nightly.crash.explorer import small_sizes
 from tests.nightly.faults.damages import Files

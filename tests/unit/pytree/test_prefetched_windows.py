@@ -20,7 +20,7 @@ from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store import reader, threads
 from jaxckpt_train.store.boxes import Box
 from jaxckpt_train.store.committed import Committed
-from jaxckpt_train.store.files import digest_function
+from jaxckpt_train.store.manifest import digest_function
 from jaxckpt_train.store.read_plan import VIEW_ALIGNMENT
 from tests.support.checkpoints import commit
 from tests.support.strategies import tilings

@@ -11,8 +11,7 @@ import pytest
 import xxhash
 
 from jaxckpt_train.errors import SettingsError
-from jaxckpt_train.store.files import block_digests, digest_function
-from jaxckpt_train.store.manifest import HEX_DIGITS
+from jaxckpt_train.store.manifest import HEX_DIGITS, block_digests, digest_function
 
 DIGEST_OF_EMPTY = {
     "xxh3-128": "99aa06d3014798d86001c324468d497f",
