@@ -49,7 +49,7 @@ WITH_JAX = {
     "distributed",
 }
 ADAPTERS = {
-    "blake3": {"store.files"},
+    "blake3": {"store.manifest"},
     "bokeh": {"report.charts"},
     "cloudpickle": {"pytree.colocated.transfer"},
     "etils": {"integrations.orbax_items"},  # only for handlers of Orbax, which depends on it
