@@ -140,7 +140,7 @@ def in_child(run_python: Any, tmp_path: Path, how: str, ending: str = "pass", wo
     return done.stdout, done.stderr
 
 
-METHODS = pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
+METHODS = pytest.mark.parametrize("how", nightly_after(2, ["fork", "spawn", "forkserver"]))
 
 
 @METHODS
@@ -245,7 +245,7 @@ atexit.register(last)
 {first}
 """
 SLOW = "start_save('x', lambda: (threading.Event().wait(0.3), print('saved', flush=True)))"
-FIRST = pytest.mark.parametrize("first", ["", "jct.save(sys.argv[1] + '/first', {'w': 1})"])
+FIRST = pytest.mark.parametrize("first", nightly_after(1, ["", "jct.save(sys.argv[1] + '/first', {'w': 1})"]))
 
 
 @FIRST

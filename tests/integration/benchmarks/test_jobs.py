@@ -19,6 +19,7 @@ SEED = (1, 2, 3)
 COUNTED_APART_BYTES = 1 << 18  # manifests, headers, directories and whole pages
 
 
+@pytest.mark.nightly
 def test_ours_reports_the_counted_bytes(tmp_path: Path) -> None:
     with worker(OURS_COUNTED, SHARED, tmp_path / "log") as running:
         assert isinstance(running, WorkerJob)

@@ -12,6 +12,7 @@ from benchmarks.memory_verdict import MIB, Series
 from tests.conftest import RunPython
 
 
+@pytest.mark.nightly
 def test_leak_in_every_save_is_detected(tmp_path: Path, run_python: RunPython) -> None:
     """In a new process: this one may have freed memory that would be reused first."""
     script = """

@@ -103,7 +103,7 @@ def load_from_a_slow_disk(path: str, who: int, is_apart: bool) -> dict[str, Any]
     return answer
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("is_apart", nightly_after(1, [False, True]))
 def test_process_with_unresponsive_disk_is_named_in_time(tmp_path: Path, job_of: JobOf, is_apart: bool) -> None:
     save_alone(str(tmp_path / "c"), ARRAYS)
     answers = job_of(4, 1).call(load_from_a_slow_disk, str(tmp_path / "c"), 2, is_apart)
@@ -112,7 +112,7 @@ def test_process_with_unresponsive_disk_is_named_in_time(tmp_path: Path, job_of:
 
 
 @pytest.mark.parametrize("spec", [[], [None, "x"]])
-@pytest.mark.parametrize("place", [0.02, 0.6])
+@pytest.mark.parametrize("place", nightly_after(1, [0.6, 0.02]))
 def test_damage_in_one_shard_reaches_all(tmp_path: Path, job_of: JobOf, spec: list[Any], place: float) -> None:
     save_alone(str(tmp_path / "good"), ARRAYS)
     save_alone(str(tmp_path / "bad"), ARRAYS)

@@ -22,6 +22,7 @@ from tests.support.jobs.arrays import are_equal, global_array
 from tests.support.jobs.fixtures import JobOf
 from tests.support.jobs.job import running
 from tests.support.jobs.training import history
+from tests.support.tiers import nightly_after
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -251,7 +252,7 @@ def loop_that_one_leaves(directory: str, who: int) -> dict[str, Any]:
                 "right": is_state(restored["state"], 1)}  # fmt: skip
 
 
-@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("who", nightly_after(1, [0, 2]))
 def test_process_that_left_its_loop_is_not_awaited(tmp_path: Path, job_of: JobOf, who: int) -> None:
     for number, answer in enumerate(job_of(4, 1).call(loop_that_one_leaves, str(tmp_path / "run"), who)):
         expected = "RuntimeError: an error" if number == who else f"OtherProcessError: .*process {who} of 4 left"

@@ -158,6 +158,7 @@ def test_blocking_call_is_measured(tmp_path: Path, clock: Clock) -> None:
     assert blocking.during_steps >= 1  # the first step after each call always counts
 
 
+@pytest.mark.nightly
 def test_the_control_disturbs_nothing(measured: Measure) -> None:
     control = measured(Nothing(0.05))
     assert control.blocking_s.median < 0.01
