@@ -14,6 +14,7 @@ import pytest
 from jaxckpt_train.errors import DirectoryLockedError, StorageError
 from jaxckpt_train.run import lock as lock_module
 from jaxckpt_train.run.lock import HEARTBEAT_S, LOCK_NAME, SILENCE_S, OwnerLock
+from jaxckpt_train.store.backends.base import StoredRecord
 from jaxckpt_train.store.backends.local import LocalBackend
 from tests.support.locks import Between, edit_owner, is_owned, lock_file, new_lock, replace_lock, take_over
 
@@ -153,6 +154,32 @@ def test_release_leaves_the_lock_of_another_alone(tmp_path: Path) -> None:
     lock.release()
     assert json.loads(lock_file(tmp_path).read_bytes())["token"] == "of-another"
     assert is_owned(tmp_path)
+
+
+class ReleasedAfterRead(LocalBackend):
+    """Another thread of this process releases a lock between a look at it and what follows."""
+
+    def __init__(self, lock: OwnerLock, look: int) -> None:
+        super().__init__()
+        self._lock, self._looks_left = lock, look
+
+    def read_record(self, path: str) -> StoredRecord | None:
+        found = super().read_record(path)
+        self._looks_left -= 1
+        if self._looks_left == 0:
+            self._lock.release()
+        return found
+
+
+@pytest.mark.parametrize("look", [1, 2])
+def test_lock_that_this_process_has_just_released_is_free(tmp_path: Path, look: int) -> None:
+    first = new_lock(tmp_path)
+    first.acquire()
+    first.end()
+    second = new_lock(tmp_path, ReleasedAfterRead(first, look))
+    second.acquire()
+    second.check()
+    second.release()
 
 
 class StuckBackend(LocalBackend):
