@@ -41,9 +41,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # No deadline: the machines of CI are slow and noisy. The same examples each time: a failure is still there when it is
 # looked at. `--hypothesis-profile=explore` looks for new ones.
-settings.register_profile(
-    "repeatable", max_examples=50, deadline=None, derandomize=True, database=None, print_blob=True
-)
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("repeatable")
 

@@ -374,7 +374,7 @@ def test_orbax_policies_and_ours_contain_each_other(orbax: ModuleType) -> None:
     assert reason == "InitialSavePolicy()"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=50)
 @given(step=st.integers(0, 60), gap=st.floats(0, 100), interval=st.integers(1, 20), busy=st.booleans())
 def test_policies_with_orbax_names_decide_like_orbax(
     orbax: ModuleType, step: int, gap: float, interval: int, busy: bool

@@ -234,7 +234,7 @@ def refilled(tree: Any, fill: Any) -> Any:
     return jax.tree.map(lambda _: fill(), tree)
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(st.lists(trees, min_size=1, max_size=5))
 def test_names_that_are_kept_are_those_of_tree(parts: list[Any]) -> None:
     """Any structures next to enough leaves, in sequence, and again with other leaves."""

@@ -236,7 +236,7 @@ trees = st.recursive(
 
 
 @given(trees)
-@hypothesis_settings(max_examples=30)
+@hypothesis_settings(max_examples=60)
 def test_any_tree_comes_back(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> None:
     path = tmp_path_factory.mktemp("any") / "c"
     assert_same(round_trip(tree, path, tree), tree)

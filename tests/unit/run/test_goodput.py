@@ -232,7 +232,7 @@ class Model:
 ACTIONS = ["update"] * 6 + ["progress", "begin_save", "commit", "fail", "roll_back", "end", "kill", "start", "resume"]
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(ACTIONS), min_size=20, max_size=120))
 def test_goodput_is_exact_for_any_events(actions: list[str]) -> None:
     run = Model()

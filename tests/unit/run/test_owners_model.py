@@ -185,4 +185,4 @@ class Owners(RuleBasedStateMachine):
 
 
 TestOwners = Owners.TestCase
-TestOwners.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestOwners.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -45,7 +45,7 @@ def loads(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[str, list[Box]],
     return found, cuts, boxes, chosen
 
 
-@settings(max_examples=75)
+@settings(max_examples=150)
 @given(loads(), st.lists(st.booleans(), min_size=4, max_size=4))
 def test_iterated_boxes_equal_a_read_at_once(load: Any, passes: list[bool]) -> None:
     found, cuts, boxes, chosen = load

@@ -50,7 +50,7 @@ def bytes_of(array: np.ndarray, box: Box) -> bytes:
     return cut.astype(cut.dtype.newbyteorder("<"), order="C").tobytes()
 
 
-@settings(max_examples=75)
+@settings(max_examples=150)
 @given(loads(), st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 9)), min_size=4, max_size=4))
 def test_boxes_with_a_target_are_read_into_it(load: Any, how: list[tuple[bool, bool, int]]) -> None:
     found, cuts, boxes, chosen = load

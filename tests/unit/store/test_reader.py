@@ -66,7 +66,7 @@ def check(found: dict[str, list[np.ndarray]], saved: dict[str, np.ndarray], boxe
             assert part.size == 0 or part.ctypes.data % 64 == 0
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(st.data(), saves(), small_settings())
 def test_any_boxes_of_anything_come_back(
     data: st.DataObject, save: tuple[dict[str, np.ndarray], dict[str, list[Box]]], chosen: StoreSettings
@@ -84,7 +84,7 @@ def test_any_boxes_of_anything_come_back(
     assert backend.open_files == 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.data(), saves(), small_settings(), st.sampled_from(["auto", False]))
 def test_any_boxes_come_back_from_disk(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, save: Any, chosen: StoreSettings, direct: Any
@@ -96,7 +96,7 @@ def test_any_boxes_come_back_from_disk(
     check(load(LocalBackend(), final, chosen, boxes), saved, boxes)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(st.data(), saves(), small_settings())
 def test_results_of_disjoint_boxes_share_no_memory(data: st.DataObject, save: Any, chosen: StoreSettings) -> None:
     saved, cuts = save
@@ -112,7 +112,7 @@ def test_results_of_disjoint_boxes_share_no_memory(data: st.DataObject, save: An
         assert (part.reshape(-1).view(np.uint8) == number % 251).all()
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(st.data(), saves())
 def test_each_byte_is_read_once(data: st.DataObject, save: Any) -> None:
     """Except for a page at the border of two reads, which both need."""
@@ -198,7 +198,7 @@ def test_a_checkpoint_of_many_segments_takes_few_descriptors(monkeypatch: pytest
     assert backend.open_files == 0
 
 
-@settings(max_examples=75)
+@settings(max_examples=150)
 @given(st.data(), saves(), small_settings())
 def test_any_changed_byte_names_its_leaf(data: st.DataObject, save: Any, chosen: StoreSettings) -> None:
     saved, cuts = save

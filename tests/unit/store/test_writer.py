@@ -48,7 +48,7 @@ def cut_arrays(draw: st.DrawFn) -> tuple[np.ndarray, list[Box]]:
     return array, draw(tilings(array.shape)) if array.size else []
 
 
-@settings(max_examples=75)
+@settings(max_examples=150)
 @given(
     st.lists(cut_arrays(), max_size=3),
     st.sampled_from([1, 9000, 1 << 30]),
@@ -285,7 +285,7 @@ sizes_around_pages = st.one_of(
 )
 
 
-@settings(max_examples=75)
+@settings(max_examples=150)
 @given(
     st.lists(sizes_around_pages, min_size=1, max_size=80), st.lists(st.integers(0, 4)), st.integers(1, 6), st.booleans()
 )

@@ -108,7 +108,7 @@ LEAVES = st.tuples(
 STAGING = st.sampled_from([PAGE, 5 * PAGE, 20 * PAGE, 100 * PAGE])
 
 
-@settings(max_examples=75)
+@settings(max_examples=150)
 @given(st.lists(LEAVES, min_size=1, max_size=6), STAGING, st.integers(1, 3), st.booleans())
 def test_only_own_memory_is_written_in_place(
     block: int, made: list[tuple[int, int, bool]], staging: int, threads: int, direct: bool
@@ -136,7 +136,7 @@ def test_page_aligned_memory_needs_no_staging(block: int, in_blocks: bool) -> No
     assert sum(seen) >= 3 * 40 * PAGE - max(8 * PAGE, block)  # except the window that holds the header, and a cut block
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 60_000), min_size=1, max_size=4), STAGING, st.integers(1, 3))
 def test_digests_match_files_while_source_changes(block: int, sizes: list[int], staging: int, threads: int) -> None:
     """The owner changes the saved memory at every write to the disk, and before every digest."""
