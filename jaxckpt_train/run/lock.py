@@ -299,11 +299,9 @@ class OwnerLock:
             )  # fmt: skip
             if self._stays(seen):
                 return False
-            if not self._look().has_token(seen.owner.token):
-                return True
-        is_own = seen.owner.process == this_process()
-        if is_own and not self._look().has_token(seen.owner.token):  # another thread has released it meanwhile
+        if not self._look().has_token(seen.owner.token):  # released or taken over meanwhile
             return True
+        is_own = seen.owner.process == this_process()
         close = "call close() of the manager or callback that has it, or restart the kernel of a notebook"
         who = f"this process ({close})" if is_own else str(seen.owner)
         raise DirectoryLockedError(
