@@ -132,7 +132,7 @@ many-processes: $(STAMP)  ## own, read, pin and die on one directory: against a 
 	$(BIN)/python -m tests.nightly.faults.many_processes
 
 # A campaign that cannot run on a machine prints SKIP with the reason; run alone, it exits with 77, and make fails.
-# For example ARGS="--share 0.01 --only soak,limits".
+# For example ARGS="--share 0.01 --only soak,limits", or ARGS="--parts 40 --keep build/campaigns", to be interrupted.
 test-faults: $(STAMP)  ## run all fault campaigns, with a table in build/reliability.md (many hours; parts need root)
 	$(BIN)/python -m tests.nightly.faults.everything $(ARGS)
 

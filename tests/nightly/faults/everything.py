@@ -5,6 +5,10 @@
 Each campaign is a command; its result is the printed number of problems, or the reason for a skip. The table is written
 after each campaign, so that an aborted run has its rows. A skipped campaign is in the table with its reason. The exit
 code is 1 if a campaign found problems or fell over, and 0 otherwise.
+
+In full the campaigns take some twelve hours on two cores. With `--parts 40 --keep build/campaigns` each one runs in 40
+parts, whose results are kept. After an interruption, the same command at the same commit continues with the next part.
+Two such commands may run different campaigns at the same time.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import msgspec
 
 from tests.nightly.faults.needs import SKIPPED
 from tests.support.paths import REPO_ROOT
@@ -32,6 +38,7 @@ class Campaign:
     Attributes:
         each: whether the option is a stride N, which runs each N-th of all trials; without it, all run.
         some: whether the option is passed only for fewer than all trials.
+        apart: the difference between the seeds of two parts without a trial in common; 0: it has no parts.
     """
 
     key: str
@@ -43,6 +50,7 @@ class Campaign:
     each: bool = False
     some: bool = False
     more: tuple[str, ...] = ()
+    apart: int = 1
 
     def amount(self, share: float) -> int:
         """Return the number of trials, or the stride."""
@@ -55,16 +63,22 @@ class Campaign:
         seeds = ["--seed", str(seed)] if self.seeded else []
         return [sys.executable, "-m", self.module, *self.more, *trials, *seeds]
 
-    def shown_trials(self, share: float) -> str:
+    def shown_trials(self, share: float, parts: int = 1) -> str:
         """Return the number of trials as the table shows it."""
         if self.option is None or ((self.each or self.some) and share >= 1):
             return "all"
-        return f"each {self.amount(share)}th" if self.each else f"{self.amount(share):,}"
+        return f"each {self.amount(share)}th" if self.each else f"{parts * self.amount(share / parts):,}"
+
+    def shown_seeds(self, seed: int, parts: int) -> str:
+        """Return the seeds as the table shows them."""
+        if not self.seeded:
+            return "none"
+        return str(seed) if parts == 1 else f"{seed} to {seed + (parts - 1) * self.apart}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One row: the campaign, its output, its exit code, its time, and the commit."""
+    """One row: the campaign, its output, its exit code, its time, the commit, and the number of parts."""
 
     campaign: Campaign
     lines: tuple[str, ...]
@@ -72,6 +86,7 @@ class Result:
     seconds: float
     began: datetime.date
     commit: str
+    parts: int = 1
 
     @property
     def verdict(self) -> str:
@@ -96,7 +111,9 @@ class Result:
 
 _FAULTS = "tests.nightly.faults"
 CAMPAIGNS = (
-    Campaign("crash-states", "crash states, in memory", "tests.nightly.crash.explorer", "--states", 1_000_000),
+    Campaign(
+        "crash-states", "crash states, in memory", "tests.nightly.crash.explorer", "--states", 1_000_000, apart=10_000,
+    ),
     Campaign("block-replay", "crash states of real devices", f"{_FAULTS}.block_replay", "--states", 20_000),
     Campaign("power-cuts", "power cuts", f"{_FAULTS}.power_cut", "--trials", 2000),
     Campaign(
@@ -112,7 +129,9 @@ CAMPAIGNS = (
         seeded=False, some=True,
     ),
     Campaign("random-kills", "SIGKILL at random, of processes that save", f"{_FAULTS}.random_kills", "--kills", 5000),
-    Campaign("kill-campaign", "SIGKILL at random, of a training", "tests.nightly.kill.campaign", "--kills", 60),
+    Campaign(
+        "kill-campaign", "SIGKILL at random, of a training", "tests.nightly.kill.campaign", "--kills", 60, apart=0,
+    ),
     Campaign("limits", "limits of disk and process", f"{_FAULTS}.limits", seeded=False),
     Campaign("corruption", "damage", f"{_FAULTS}.corruption", "--trials", 100_000),
     Campaign("owners", "owners and readers, against a model", f"{_FAULTS}.owners", "--sequences", 5000),
@@ -123,7 +142,7 @@ CAMPAIGNS = (
         more=("--atheris",),
     ),
     Campaign("deadlines", "deadlines", f"{_FAULTS}.deadline", "--trials", 300),
-    Campaign("soak", "soak, minutes", f"{_FAULTS}.soak", "--minutes", 60),
+    Campaign("soak", "soak, minutes", f"{_FAULTS}.soak", "--minutes", 60, apart=0),
 )  # fmt: skip
 KEYS = tuple(each.key for each in CAMPAIGNS)
 
@@ -138,6 +157,30 @@ def run(campaign: Campaign, share: float, seed: int) -> Result:
             print(f"  {line}", end="", flush=True)
             lines.append(line.strip())
     return Result(campaign, tuple(lines), process.returncode, time.monotonic() - started, today, commit)
+
+
+def run_in_parts(campaign: Campaign, share: float, seed: int, parts: int, keep: Path | None) -> Result:
+    """Run a campaign in parts with seeds of their own, except for parts whose results are kept from this commit."""
+    parts = parts if campaign.seeded and campaign.apart else 1
+    found = list[Result]()
+    for number in range(parts):
+        first = seed + number * campaign.apart
+        file = None if keep is None else keep / f"{campaign.key}-{share:g}-{parts}-{first}.json"
+        kept = None if file is None or not file.exists() else msgspec.json.decode(file.read_bytes(), type=Result)
+        if kept is None or not kept.is_right or kept.commit != version():
+            kept = run(campaign, share / parts, first)
+            if file is not None:
+                file.write_bytes(msgspec.json.encode(kept))
+        found.append(kept)
+    return Result(
+        campaign,
+        tuple(line for each in found for line in each.lines),
+        next((each.returncode for each in found if not each.has_ended), found[-1].returncode),
+        sum(each.seconds for each in found),
+        min(each.began for each in found),
+        found[0].commit,
+        parts,
+    )
 
 
 def version() -> str:
@@ -158,8 +201,8 @@ def table(results: list[Result], share: float, seed: int) -> str:
     for result in results:
         campaign = result.campaign
         cells = [
-            campaign.name, campaign.shown_trials(share), result.verdict.replace("|", "/"),
-            str(seed) if campaign.seeded else "none", str(result.began), f"{result.seconds:.0f} s", result.commit,
+            campaign.name, campaign.shown_trials(share, result.parts), result.verdict.replace("|", "/"),
+            campaign.shown_seeds(seed, result.parts), str(result.began), f"{result.seconds:.0f} s", result.commit,
         ]  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
@@ -196,12 +239,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=chosen_keys, default=list(KEYS), help=f"of {', '.join(KEYS)}; with commas")
     parser.add_argument("--markdown", type=Path, default=Path("build/reliability.md"))
+    parser.add_argument("--parts", type=int, default=1, help="in how many parts each campaign runs")
+    parser.add_argument("--keep", type=Path, help="a folder for the results of the parts")
     chosen, results, text = parser.parse_args(), [], ""
-    chosen.markdown.parent.mkdir(parents=True, exist_ok=True)
+    for folder in filter(None, (chosen.markdown.parent, chosen.keep)):
+        folder.mkdir(parents=True, exist_ok=True)
     for campaign in CAMPAIGNS:
         if campaign.key in chosen.only:
             print(campaign.name, flush=True)
-            results.append(run(campaign, chosen.share, chosen.seed))
+            results.append(run_in_parts(campaign, chosen.share, chosen.seed, chosen.parts, chosen.keep))
             text = table(results, chosen.share, chosen.seed)
             chosen.markdown.write_text(text, encoding="utf-8")
     print(text)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPO_ROOT
-from tests.nightly.faults.everything import CAMPAIGNS, Campaign, Result, chosen_keys, run, table, version
+from tests.nightly.faults.everything import CAMPAIGNS, Campaign, Result, chosen_keys, run, run_in_parts, table, version
 from tests.nightly.faults.needs import SKIPPED
 
 WITHOUT_TARGET = {"native-call-controls", "owners", "hostile-atheris"}  # run by another target, or by none
@@ -65,6 +65,17 @@ def test_campaign_is_run_with_its_share_of_trials(capsys: pytest.CaptureFixture[
     assert result.verdict == "0 problems"
     assert result.commit == version()
     assert "4 sequences" in capsys.readouterr().out
+
+
+def test_interrupted_campaign_continues_with_its_next_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    campaign = Campaign("owners", "owners", "tests.nightly.faults.owners", "--sequences", 12)
+    run_in_parts(campaign, 1.0, 3, 3, tmp_path)
+    assert capsys.readouterr().out.count("4 sequences") == 3
+    (tmp_path / "owners-1-3-4.json").unlink()
+    result = run_in_parts(campaign, 1.0, 3, 3, tmp_path)
+    assert capsys.readouterr().out.count("4 sequences") == 1
+    assert (result.verdict, result.is_right) == ("0 problems", True)
+    assert "| owners | 12 | 0 problems | 3 to 5 |" in table([result], 1.0, 3)
 
 
 @pytest.mark.parametrize(("share", "every", "most"), [(1.0, "1", None), (0.01, "100", "1"), (0.1, "10", "7")])
