@@ -224,6 +224,11 @@ def test_restore_without_fallback_is_detected(program: str, monkeypatch: pytest.
     assert_detected("exception", program, "any")
 
 
+def test_generation_that_stays_is_not_taken_for_deleted() -> None:
+    """The disk refuses to sync the generation that replaces a step, so the older one stays."""
+    assert explore(seed=7010005, states=400, program="run-none").violations == []
+
+
 def test_each_state_is_checked_once() -> None:
     found = explore(seed=3, states=200)
     assert found.distinct == 200 < found.states

@@ -6,7 +6,7 @@ restored. With "file" on a file system that keeps names in order, every listed s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
@@ -98,7 +98,7 @@ def _listed(reader: StepManager, disk: CrashDisk, world: World, facts: Facts) ->
 def _cleaned(manager: StepManager, disk: CrashDisk, facts: Facts, reader: Callable[[], StepManager]) -> list[Problem]:
     """Let the next owner save, and check that no leftovers remain and that its save is restored."""
     manager.own()
-    line = [entry.step for entry in newest_generations([each for each in manager._run._line() if not each.is_held])]
+    line = newest_generations([each for each in manager._run._line() if not each.is_held])
     promise = facts.begin((manager.latest or 0) + 1, AFTERWARDS)
     manager.save(promise.step, state_of(promise.token))
     manager.wait(LONGEST_S)
@@ -107,16 +107,17 @@ def _cleaned(manager: StepManager, disk: CrashDisk, facts: Facts, reader: Callab
     image = disk.machine.live
     names = image.folders[image.find(RUN) or 0]
     problems = left_of(name for name in hidden(names) if names[name] not in image.lost)
-    problems = problems or _retained([*line, promise.step], manager, facts, image)
+    problems = problems or _retained(line, promise.step, manager, facts, image)
     if not problems and (token := token_of(reader().restore())) != promise.token:
         return [Problem("lost", f"restored save {token}, but {promise.token} was acknowledged after the crash")]
     return problems
 
 
-def _retained(line: list[int], manager: StepManager, facts: Facts, image: Image) -> list[Problem]:
+def _retained(line: Sequence[Entry], saved: int, manager: StepManager, facts: Facts, image: Image) -> list[Problem]:
     """Check the kept steps as in a fully synced run, except for uncertain entries, which stay or are no steps.
 
-    A step stays too if the disk refused to sync the generation that replaces it.
+    A step stays too if the disk refused to sync the generation that replaces it, or if the scrubber has set it aside
+    since `line` was the current lineage, before the last save.
     """
     run = manager._run
     doubtful = [entry for entry in run._entries if entry.is_unsynced and entry.damaged is None]
@@ -124,8 +125,10 @@ def _retained(line: list[int], manager: StepManager, facts: Facts, image: Image)
     stays |= {entry.name for entry in run._entries if any(_is_later(each, entry) for each in doubtful)}
     entries = [entry for entry in run._entries if entry.name in _step_names(image) and entry.name not in stays]
     pinned = {entry.step for entry in entries if entry.pinned}
-    keep = len(line) if facts.keep is None else facts.keep
-    return retained_of([entry.step for entry in entries], {*line[-keep:], *(pinned & {*line})})
+    steps = [*(entry.step for entry in line), saved]
+    keep = len(steps) if facts.keep is None else facts.keep
+    kept = {entry.step for entry in line if entry.name in stays and entry.name in _step_names(image)}
+    return retained_of([entry.step for entry in entries], {*steps[-keep:], *(pinned & {*steps})} - kept)
 
 
 def _is_later(entry: Entry, other: Entry) -> bool:
