@@ -119,16 +119,17 @@ def _retained(line: Sequence[Entry], saved: int, manager: StepManager, facts: Fa
     A step stays too if the disk refused to sync the generation that replaces it, or if the scrubber has set it aside
     since `line` was the current lineage, before the last save.
     """
-    run = manager._run
+    run, names = manager._run, _step_names(image)
     doubtful = [entry for entry in run._entries if entry.is_unsynced and entry.damaged is None]
     stays = {entry.name for entry in run._entries if entry.is_held or entry.damaged is not None} | run._left
     stays |= {entry.name for entry in run._entries if any(_is_later(each, entry) for each in doubtful)}
-    entries = [entry for entry in run._entries if entry.name in _step_names(image) and entry.name not in stays]
+    entries = [entry for entry in run._entries if entry.name in names and entry.name not in stays]
     pinned = {entry.step for entry in entries if entry.pinned}
     steps = [*(entry.step for entry in line), saved]
     keep = len(steps) if facts.keep is None else facts.keep
-    kept = {entry.step for entry in line if entry.name in stays and entry.name in _step_names(image)}
-    return retained_of([entry.step for entry in entries], {*steps[-keep:], *(pinned & {*steps})} - kept)
+    there = [entry.step for entry in entries]
+    stay = {entry.step for entry in line if entry.name in stays and entry.name in names} - {*there}
+    return retained_of(there, {*steps[-keep:], *(pinned & {*steps})} - stay)
 
 
 def _is_later(entry: Entry, other: Entry) -> bool:

@@ -166,12 +166,12 @@ def run_in_parts(campaign: Campaign, share: float, seed: int, parts: int, keep: 
     for number in range(parts):
         first = seed + number * campaign.apart
         file = None if keep is None else keep / f"{campaign.key}-{share:g}-{parts}-{first}.json"
-        kept = None if file is None or not file.exists() else msgspec.json.decode(file.read_bytes(), type=Result)
-        if kept is None or not kept.is_right or kept.commit != version():
-            kept = run(campaign, share / parts, first)
+        result = None if file is None or not file.exists() else msgspec.json.decode(file.read_bytes(), type=Result)
+        if result is None or not result.is_right or result.commit != version():
+            result = run(campaign, share / parts, first)
             if file is not None:
-                file.write_bytes(msgspec.json.encode(kept))
-        found.append(kept)
+                file.write_bytes(msgspec.json.encode(result))
+        found.append(result)
     return Result(
         campaign,
         tuple(line for each in found for line in each.lines),
