@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from jaxckpt_train import checkpoint
 from jaxckpt_train.errors import CorruptCheckpointError, NotACheckpointError, StepNotFoundError
 from jaxckpt_train.manager import StepManager
-from jaxckpt_train.run.entry import newest_generations, parse_step_name
+from jaxckpt_train.run.entry import Entry, newest_generations, parse_step_name
 from jaxckpt_train.run.lock import LOCK_NAME
 from jaxckpt_train.settings import StoreSettings
 from jaxckpt_train.store.committed import is_committed
@@ -119,14 +119,30 @@ def hidden(names: Iterable[str]) -> list[str]:
 def _retained(line: list[int], manager: StepManager, facts: Facts, names: Callable[[], list[str]]) -> list[Problem]:
     """Check that the directory holds one generation of each kept or pinned step, and of no other step.
 
+    A generation stays, too, if the disk refused to sync the one that replaces it.
+
     Args:
         line: the steps of the current lineage, in order, ending with the step just saved.
     """
     aside = {*manager._run._left, *(entry.name for entry in manager._run.damaged())}
+    aside |= replaced_in_doubt(manager._run.entries())
     there = [parsed[0] for name in names() if (parsed := parse_step_name(name)) is not None and name not in aside]
     pinned = {entry.step for entry in manager._run.entries() if entry.pinned}
     keep = len(line) if facts.keep is None else facts.keep
     return retained_of(there, {*line[-keep:], *(pinned & {*line})})
+
+
+def replaced_in_doubt(entries: Sequence[Entry]) -> set[str]:
+    """Return the names of the generations for which the disk has a later one that it refused to sync."""
+    doubtful = [entry for entry in entries if entry.is_unsynced and entry.damaged is None]
+    return {entry.name for entry in entries if any(_is_later(each, entry) for each in doubtful)}
+
+
+def _is_later(entry: Entry, other: Entry) -> bool:
+    """Return whether an entry is a later generation of the same step; an unreadable one is known by its name only."""
+    if entry.step != other.step:
+        return False
+    return (entry.sequence, entry.generation) > (other.sequence, other.generation)
 
 
 def retained_of(there: Sequence[int], expected: Collection[int]) -> list[Problem]:

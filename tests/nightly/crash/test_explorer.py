@@ -224,9 +224,10 @@ def test_restore_without_fallback_is_detected(program: str, monkeypatch: pytest.
     assert_detected("exception", program, "any")
 
 
-def test_generation_that_stays_is_not_taken_for_deleted() -> None:
+@pytest.mark.parametrize(("seed", "program"), [(7010005, "run-none"), (7090008, "run")])
+def test_generation_that_stays_is_not_taken_for_deleted(seed: int, program: str) -> None:
     """The disk refuses to sync the generation that replaces a step, so the older one stays."""
-    assert explore(seed=7010005, states=400, program="run-none").violations == []
+    assert explore(seed=seed, states=400, program=program).violations == []
 
 
 def test_each_state_is_checked_once() -> None:

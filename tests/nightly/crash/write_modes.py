@@ -15,7 +15,7 @@ from jaxckpt_train.run.entry import Entry, newest_generations, parse_step_name
 from tests.nightly.crash.crash_disk import CrashDisk
 from tests.nightly.crash.facts import Facts, state_of, token_of
 from tests.nightly.crash.image import Image
-from tests.nightly.crash.oracles import AFTERWARDS, hidden, left_of, retained_of, saved_anew
+from tests.nightly.crash.oracles import AFTERWARDS, hidden, left_of, replaced_in_doubt, retained_of, saved_anew
 from tests.nightly.crash.problems import Problem
 from tests.nightly.crash.programs import (
     LONGEST_S,
@@ -120,9 +120,8 @@ def _retained(line: Sequence[Entry], saved: int, manager: StepManager, facts: Fa
     since `line` was the current lineage, before the last save.
     """
     run, names = manager._run, _step_names(image)
-    doubtful = [entry for entry in run._entries if entry.is_unsynced and entry.damaged is None]
     stays = {entry.name for entry in run._entries if entry.is_held or entry.damaged is not None} | run._left
-    stays |= {entry.name for entry in run._entries if any(_is_later(each, entry) for each in doubtful)}
+    stays |= replaced_in_doubt(run._entries)
     entries = [entry for entry in run._entries if entry.name in names and entry.name not in stays]
     pinned = {entry.step for entry in entries if entry.pinned}
     steps = [*(entry.step for entry in line), saved]
@@ -130,13 +129,6 @@ def _retained(line: Sequence[Entry], saved: int, manager: StepManager, facts: Fa
     there = [entry.step for entry in entries]
     stay = {entry.step for entry in line if entry.name in stays and entry.name in names} - {*there}
     return retained_of(there, {*steps[-keep:], *(pinned & {*steps})} - stay)
-
-
-def _is_later(entry: Entry, other: Entry) -> bool:
-    """Return whether an entry is a later generation of the same step; an unreadable one is known by its name only."""
-    if entry.step != other.step:
-        return False
-    return (entry.sequence, entry.generation) > (other.sequence, other.generation)
 
 
 def found_in_weaker_single(disk: CrashDisk, world: World, facts: Facts) -> list[Problem]:
