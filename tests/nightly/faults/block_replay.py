@@ -35,7 +35,7 @@ from jaxckpt_train.store.backends.base import TEMPORARY_PREFIXES
 from tests.nightly.crash.facts import Facts, state_of
 from tests.nightly.crash.oracles import problems_in_run, problems_of_single
 from tests.nightly.crash.programs import process
-from tests.nightly.faults import fuse_disk, loop_disk
+from tests.nightly.faults import block_recorder, fuse_disk, loop_disk
 from tests.nightly.faults.block_recorder import Change, attach, detach, recorded_disk
 from tests.nightly.faults.campaign_end import leave_with, those_that_can
 from tests.nightly.faults.loop_disk import UNMOUNT_S
@@ -239,8 +239,9 @@ def campaign(
     seed: int,
     settings: StoreSettings | None = None,
     programs: Sequence[str] = ("run", "run", "run", "single"),
+    keep: Path | None = None,
 ) -> Found:
-    """Check `count` states of one kind of file system, from several recordings."""
+    """Check `count` states of one kind of file system; `keep`: a folder for recordings with problems."""
     found, chance = Found(), random.Random(seed)
     before: Recording | None = None
     with replayed(folder, kind) as disk:
@@ -253,9 +254,23 @@ def campaign(
             recording = record(place, kind, program, chance, settings or StoreSettings(), before)
             for each in place.rglob("*.start"):
                 each.unlink()
-            subject = f"{kind}, seed {seed}, recording {number} ({program})"
+            subject, known = f"{kind}, seed {seed}, recording {number} ({program})", len(found.problems)
             before = _check_states(found, disk, recording, min(STATES_OF_ONE, count - found.states), chance, subject)
+            if keep is not None and len(found.problems) > known:
+                _keep(keep / f"{kind}-{seed}-{number}", kind, recording)
     return found
+
+
+def _keep(path: Path, kind: str, recording: Recording) -> None:
+    """Write a recording: the initial image, the changes as a list of the recorder, and the promises as text."""
+    path.mkdir(parents=True)
+    _image(path / "start", kind, recording.start)
+    pack = block_recorder.RECORD.pack
+    with open(path / "list", "wb") as file:
+        for change in recording.changes:
+            flush = pack(block_recorder.FLUSH, 0)
+            file.write(flush if change.data is None else pack(change.offset, len(change.data)) + change.data)
+    (path / "facts").write_text(repr(recording.facts), encoding="utf-8")
 
 
 def _check_states(
@@ -300,12 +315,14 @@ def main() -> None:
     parser.add_argument("--states", type=int, default=20_000, help="over all kinds of file systems")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--keep", type=Path, help="write the recordings with problems to this folder")
     chosen = parser.parse_args()
     logging.getLogger("jaxckpt_train").disabled = True
     problems, started = [], time.monotonic()
     for kind in those_that_can(chosen.kinds, why_not):
         with tempfile.TemporaryDirectory(dir=_memory()) as folder:
-            found = campaign(Path(folder), kind, -(-chosen.states // len(chosen.kinds)), chosen.seed)
+            count = -(-chosen.states // len(chosen.kinds))
+            found = campaign(Path(folder), kind, count, chosen.seed, keep=chosen.keep)
         print(f"{kind}: {found.states} states, {found.with_saves} of them after an acknowledgement", flush=True)
         problems += [f"{kind}: {problem}" for problem in found.problems]
     leave_with(problems, started, chosen.seed)

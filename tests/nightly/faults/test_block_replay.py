@@ -53,8 +53,10 @@ def test_saves_that_do_not_sync_are_detected(tmp_path: Path, kind: str, program:
     for seed in range(TRIES):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        problems = campaign(folder, kind, 12, seed, settings, [program]).problems
+        problems = campaign(folder, kind, 12, seed, settings, [program], keep=tmp_path / "kept").problems
         if any(": lost: " in problem or ": deleted: " in problem for problem in problems):
+            kept = next((tmp_path / "kept").iterdir())
+            assert {path.name for path in kept.iterdir() if path.stat().st_size} == {"start", "list", "facts"}
             return
     raise AssertionError(f"nothing acknowledged was lost in {TRIES} tries")
 
