@@ -229,10 +229,10 @@ def test_cut_body_is_an_error(server: StandIn, store: Any) -> None:
         obstore.get(store, "a").bytes()
 
 
-def test_silent_server_makes_clients_time_out(server: StandIn) -> None:
+def test_silent_server_makes_clients_time_out(server: StandIn, store: Any) -> None:
     server.faults = Silent(2)
     client = server.access.store(client_options={"timeout": "200ms"}, retry_config=NO_RETRY)
-    obstore.put(client, "a", b"1")
+    obstore.put(store, "a", b"1")
     with pytest.raises(GenericError, match="Timeout"):
         obstore.put(client, "b", b"1")
     assert list(server.objects.content) == ["bucket/a"]

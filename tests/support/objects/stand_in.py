@@ -9,8 +9,6 @@ import argparse
 import http.server
 import math
 import signal
-import socket
-import sys
 import threading
 import urllib.parse
 from types import TracebackType
@@ -20,6 +18,7 @@ from tests.support.objects.access import Access, Dialect
 from tests.support.objects.azure_dialect import AzureDialect
 from tests.support.objects.calls import Answer, Call, DialectServer, RejectedError
 from tests.support.objects.faults import Action, CutBody, Fail, Faults, LoseResponse, Refuse, Request, Stall
+from tests.support.objects.loopback import LoopbackServer
 from tests.support.objects.object_map import ObjectMap
 from tests.support.objects.xml_dialects import GCS, S3, XmlDialect
 
@@ -59,11 +58,8 @@ class StandIn:
         self._dialect = _dialect_server(dialect, self.objects, page_size)
         self._recording = threading.Lock()
         self._ended = threading.Event()
-        self._http = _HttpServer(("127.0.0.1", port), self)
-        # A short interval makes `shutdown` return soon.
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), name="stand-in")
-        address = f"http://127.0.0.1:{self._http.server_port}"
-        self.access = Access(dialect, f"{address}/account" if dialect == "azure" else address)
+        self._http = _HttpServer(self, port)
+        self.access = Access(dialect, self._http.address + ("/account" if dialect == "azure" else ""))
 
     @property
     def endpoint(self) -> str:
@@ -83,17 +79,14 @@ class StandIn:
         return self.access.environment()
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._http.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._http.shutdown()
-        self._thread.join()
-        self._http.close_connections()
-        self._http.server_close()
+        self._http.stop()
 
     def respond(self, method: str, target: str, headers: dict[str, str], body: bytes) -> tuple[Answer, int] | None:
         """Serve one request: return the response and the length to cut its body to; None: close the connection."""
@@ -145,39 +138,10 @@ def _dialect_server(dialect: Dialect, objects: ObjectMap, page_size: int) -> Dia
     return XmlDialect(objects, S3 if dialect == "s3" else GCS, page_size)
 
 
-class _HttpServer(http.server.ThreadingHTTPServer):
-    daemon_threads = False  # `server_close` joins the threads of connections
-    request_queue_size = 128
-
-    def __init__(self, address: tuple[str, int], stand_in: StandIn) -> None:
+class _HttpServer(LoopbackServer):
+    def __init__(self, stand_in: StandIn, port: int) -> None:
         self.stand_in = stand_in
-        self._connections: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        super().__init__(address, _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._connections.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._connections.discard(request)
-        super().shutdown_request(request)
-
-    def close_connections(self) -> None:
-        """End the connections that wait for another request."""
-        with self._lock:
-            for connection in self._connections:
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:  # the client has closed it
-                    continue
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Keep quiet about clients that disconnect; let other errors be seen."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
+        super().__init__(_Handler, port, "stand-in")
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
